@@ -1,0 +1,168 @@
+"""What a device tells Backplane about itself.
+
+`Device` has a working default for everything but its identity and its probe, so the smallest
+useful device is about thirty lines (README, "Plug in a device"). A device computes through the
+operators of `vllm_backplane.ops`; their references serve it until it registers kernels of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_backplane.options import Option
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Whether the device can be used on this machine, and if not, why and what to do."""
+
+    available: bool
+    count: int = 0
+    reason: str = ""
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        if self.available and self.count < 1:
+            raise ValueError("an available device has at least one card")
+        if not self.available and not self.reason:
+            raise ValueError("an unavailable device says why")
+
+
+@dataclass(frozen=True, slots=True)
+class Properties:
+    """One card, as a user would recognise it."""
+
+    name: str
+    uuid: str
+    compute_units: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Memory of one card in bytes. `free` is what a new allocation could really get."""
+
+    total: int
+    free: int
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the hardware can do. The defaults claim nothing, so forgetting one is safe."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    """In order of preference: the first is used when a checkpoint's own dtype is not among them."""
+    kv_cache_dtypes: tuple[str, ...] = ("auto",)
+    """vLLM's names of the KV-cache storage types that the device's operators can read and write."""
+    streams: bool = False
+    """Work is queued and the host does not wait (needs the torch device module's stream surface)."""
+    graphs: bool = False
+    pinned_memory: bool = False
+    sleep: bool = False
+    host_memory: bool = False
+    """Cards share the host's memory, so the workers of one host divide it among themselves."""
+    default_memory_share: float = 0.9
+    """Share of the free memory that weights and KV cache may take when the user names none."""
+
+
+class Device(ABC):
+    """An accelerator, as Backplane sees it."""
+
+    name: ClassVar[str]
+    """What users write in ``BACKPLANE_DEVICE``."""
+    torch_type: ClassVar[str]
+    """Type of its tensors: ``torch.device(torch_type, index)`` must be valid after `load`."""
+    dispatch_key: ClassVar[str]
+    """PyTorch's dispatch key for that type: CPU, CUDA, PrivateUse1."""
+    priority: ClassVar[int] = 100
+    """Of the available devices, the one with the highest priority is used."""
+    collective_backend: ClassVar[str] = "gloo"
+    """torch.distributed backend between its cards."""
+    visible_cards_variable: ClassVar[str] = "BACKPLANE_VISIBLE_CARDS"
+    """The environment variable that selects cards, as CUDA_VISIBLE_DEVICES does."""
+    ray_resource: ClassVar[str] = ""
+    """Ray's resource name; empty means that Ray does not schedule this device."""
+    capabilities: ClassVar[Capabilities] = Capabilities()
+    options: ClassVar[tuple[Option[Any], ...]] = ()
+    """Options of its own: key ``{"backplane": {name: {key: …}}}``, variable BACKPLANE_NAME_KEY."""
+    communicator: ClassVar[str | None] = None
+    """Qualified name of a communicator class, if the default over torch.distributed is not right."""
+    model_runner: ClassVar[str | None] = None
+    """Qualified name of a model-runner class, if the device must replace Backplane's."""
+
+    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+        """`settings` holds the resolved values of `options`."""
+        defaults = {option.key: option.default for option in self.options}
+        self.settings: Mapping[str, Any] = {**defaults, **(settings or {})}
+
+    @classmethod
+    @abstractmethod
+    def probe(cls) -> Probe:
+        """Look, without side effects and without raising, whether this device can be used."""
+
+    def load(self) -> None:
+        """Make ``torch.device(torch_type)`` usable in this process. Called once, first."""
+
+    def load_kernels(self) -> None:
+        """Register operator implementations; what is not registered runs as its reference."""
+
+    def kernel_provider(self) -> str:
+        """Where the kernels come from, as `vllm-backplane ops` shows it."""
+        return type(self).__module__
+
+    def problems(self) -> tuple[tuple[str, str], ...]:
+        """(what is degraded, remedy) pairs for `doctor`: it serves, but not as well as it could."""
+        return ()
+
+    def properties(self, index: int = 0) -> Properties:
+        return Properties(name=self.name, uuid=f"{self.name}-{index}", compute_units=1)
+
+    @abstractmethod
+    def memory(self, index: int = 0) -> MemoryInfo:
+        """Total and free memory of a card, right now."""
+
+    def peak_memory(self, index: int = 0) -> int:
+        """Highest use since the process began, in bytes."""
+        return self.memory(index).used
+
+    def torch_device(self, index: int = 0) -> torch.device:
+        return torch.device(self.torch_type, index)
+
+    def set_current(self, index: int) -> None:
+        """Make a card the current one of this thread."""
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on the current card is done."""
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def empty_cache(self) -> None:
+        """Give unused cached memory back."""
+
+    def prepare_worker(self, local_rank: int, local_world_size: int) -> None:
+        """Set up the process that will compute: threads, affinity. Called after weights are loaded."""
+
+    def runner_types(self) -> AbstractContextManager[Any]:
+        """Scope in which vLLM's runner is constructed; a device without streams and events of its
+        own lends host stand-ins here."""
+        return nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """A device as `doctor` prints it."""
+
+    name: str
+    source: str
+    probe: Probe
+    properties: tuple[Properties, ...] = field(default=())

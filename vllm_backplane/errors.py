@@ -1,0 +1,32 @@
+"""Errors a user can act on. Each message says what is wrong and names the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class BackplaneError(RuntimeError):
+    """Something is wrong with the set-up; the message names the remedy."""
+
+
+class DeviceUnavailable(BackplaneError):
+    """A device was asked for by name and cannot be used here."""
+
+
+class BindingError(BackplaneError):
+    """An override does not match the vLLM class or kernel it claims to replace."""
+
+
+class OptionError(BackplaneError, ValueError):
+    """An option is unknown or has a value it cannot have."""
+
+
+class OperatorError(BackplaneError):
+    """An operator was declared, implemented or changed in a way that is not allowed."""
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """A hint such as ``; did you mean 'device'?``, or an empty string."""
+    match = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else ""

@@ -1,0 +1,96 @@
+"""What each operator runs on for a device, settled once and then frozen.
+
+PyTorch's dispatcher decides at the call; this table only reads what it will decide, so that the decision
+can be shown, and refuses changes once the model may have been compiled or captured around it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_backplane.errors import OperatorError
+from vllm_backplane.ops.operator import NAMESPACE, declared, get
+
+_kernels = torch.library.Library(NAMESPACE, "IMPL")
+_python_kernels: dict[tuple[str, str], str] = {}
+_frozen: tuple[Resolution, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """One line of `vllm-backplane ops`."""
+
+    operator: str
+    family: str
+    implementation: str
+    """'kernel' or 'reference'."""
+    provider: str
+    reason: str
+
+
+def kernel(name: str, dispatch_key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as a device's implementation of an operator.
+
+    A device that brings a C++ library registers there (TORCH_LIBRARY_IMPL) and needs no call of this.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        operator = get(name)
+        if _frozen is not None:
+            raise OperatorError(f"a kernel for {name!r} comes after start-up; register it in Device.load_kernels()")
+        if (name, dispatch_key) in _python_kernels:
+            raise OperatorError(f"{name!r} already has a kernel for {dispatch_key}")
+        _kernels.impl(operator.name, function, dispatch_key)
+        _python_kernels[name, dispatch_key] = f"{function.__module__}.{function.__qualname__}"
+        return function
+
+    return register
+
+
+def has_kernel(name: str, dispatch_key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(get(name).qualified_name, dispatch_key)
+
+
+def resolve(dispatch_key: str, provider: str, force_reference: Iterable[str] = ()) -> tuple[Resolution, ...]:
+    """Settle every operator. `force_reference` names operators ('all' for each) that must run as references,
+    to find out whether a kernel is at fault."""
+    forced = set(force_reference)
+    if "all" in forced:
+        forced = set(declared())
+    for name in forced:
+        get(name)
+    table = []
+    for name, operator in sorted(declared().items()):
+        if name in forced:
+            if has_kernel(name, dispatch_key):
+                _override_with_reference(name, dispatch_key)
+            entry = ("reference", operator.reference.__module__, "asked for by option reference_ops")
+        elif has_kernel(name, dispatch_key):
+            origin = _python_kernels.get((name, dispatch_key), provider)
+            entry = ("kernel", origin, f"registered for dispatch key {dispatch_key}")
+        else:
+            entry = ("reference", operator.reference.__module__, f"no kernel for dispatch key {dispatch_key}")
+        table.append(Resolution(name, operator.family, *entry))
+    return tuple(table)
+
+
+def _override_with_reference(name: str, dispatch_key: str) -> None:
+    with warnings.catch_warnings():
+        # PyTorch warns that a kernel is replaced; here that is what the user asked for.
+        warnings.simplefilter("ignore", UserWarning)
+        _kernels.impl(name, get(name).reference, dispatch_key, allow_override=True)
+
+
+def freeze(table: tuple[Resolution, ...]) -> None:
+    """From here on implementations may not change in this process."""
+    global _frozen
+    _frozen = table
+
+
+def frozen() -> tuple[Resolution, ...] | None:
+    return _frozen

@@ -1,0 +1,191 @@
+"""Options: declared once, read from two places, checked before anything starts.
+
+An option ``threads`` of the device ``cpu`` is the key ``{"backplane": {"cpu": {"threads": 2}}}`` of
+vLLM's ``--additional-config`` and the variable ``BACKPLANE_CPU_THREADS``. The variable serves
+processes that have no command line; where both are given and differ, that is an error, because
+neither place is the obvious winner.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from vllm_backplane.errors import OptionError, nearest
+
+T = TypeVar("T")
+
+PREFIX = "BACKPLANE_"
+
+
+@dataclass(frozen=True, slots=True)
+class Option(Generic[T]):
+    key: str
+    default: T
+    parse: Callable[[Any], T]
+    """Takes the JSON value or the variable's text; raises ValueError with what it expects."""
+    help: str
+
+    def variable(self, scope: str = "") -> str:
+        parts = (scope, self.key) if scope else (self.key,)
+        return PREFIX + "_".join(part.upper().replace("-", "_") for part in parts)
+
+
+def text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("a non-empty string")
+    return value
+
+
+def boolean(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("true or false")
+
+
+def integer(minimum: int, maximum: int | None = None) -> Callable[[Any], int]:
+    expected = f"a whole number of at least {minimum}" + (f", at most {maximum}" if maximum else "")
+
+    def parse(value: Any) -> int:
+        if isinstance(value, (bool, float)):
+            raise ValueError(expected)
+        try:
+            number = int(value)
+        except (TypeError, ValueError):
+            raise ValueError(expected) from None
+        if number < minimum or (maximum is not None and number > maximum):
+            raise ValueError(expected)
+        return number
+
+    return parse
+
+
+def fraction(value: Any) -> float:
+    expected = "a number above 0 and at most 1"
+    if isinstance(value, bool):
+        raise ValueError(expected)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(expected) from None
+    if not 0 < number <= 1:
+        raise ValueError(expected)
+    return number
+
+
+def one_of(*choices: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in choices:
+            raise ValueError("one of " + ", ".join(choices))
+        return str(value)
+
+    return parse
+
+
+def names(value: Any) -> tuple[str, ...]:
+    """A list of strings, or one string with commas."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)) or not all(isinstance(i, str) for i in items):
+        raise ValueError("a list of names, or names with commas between")
+    return tuple(item.strip() for item in items if item.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A resolved option: what it is and who said so."""
+
+    scope: str
+    option: Option[Any]
+    value: Any
+    source: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.scope}.{self.option.key}" if self.scope else self.option.key
+
+
+def resolve(
+    scopes: Mapping[str, tuple[Option[Any], ...]],
+    given: Mapping[str, Any],
+    environment: Mapping[str, str],
+) -> dict[str, dict[str, Setting]]:
+    """Settle every option of every scope ("" is Backplane's own); raise OptionError on the first fault."""
+    if not isinstance(given, Mapping):
+        raise OptionError(
+            f"the 'backplane' section of --additional-config must be an object, got {json.dumps(given)}"
+        )
+    own = {option.key for option in scopes.get("", ())}
+    for key in given:
+        if key not in own and key not in scopes:
+            known = sorted(own | {scope for scope in scopes if scope})
+            raise OptionError(
+                f"unknown option {key!r} in the 'backplane' section of --additional-config"
+                f"{nearest(str(key), known)} Known: {', '.join(known)}."
+            )
+    variables = {
+        option.variable(scope): (scope, option)
+        for scope, options in scopes.items()
+        for option in options
+    }
+    for variable in environment:
+        if variable.startswith(PREFIX) and variable not in variables | dict.fromkeys(OTHER_VARIABLES):
+            known_variables = sorted([*variables, *OTHER_VARIABLES])
+            raise OptionError(
+                f"unknown variable {variable}{nearest(variable, known_variables)} "
+                f"Known: {', '.join(known_variables)}."
+            )
+    settled: dict[str, dict[str, Setting]] = {}
+    for scope, options in scopes.items():
+        section = given.get(scope, {}) if scope else given
+        if not isinstance(section, Mapping):
+            raise OptionError(f"option {scope!r} must be an object with the options of that device")
+        keys = {option.key for option in options}
+        if scope:
+            for key in section:
+                if key not in keys:
+                    raise OptionError(
+                        f"unknown option {scope}.{key}{nearest(str(key), keys)} "
+                        f"Known: {', '.join(sorted(keys)) or 'none'}."
+                    )
+        settled[scope] = {o.key: _settle(scope, o, section, environment) for o in options}
+    return settled
+
+
+OTHER_VARIABLES: dict[str, str] = {
+    "BACKPLANE_BUILD_KERNELS": "0 builds the package without its C++ kernels (read by setup.py only)",
+    "BACKPLANE_CACHE": "folder for prepared models; default: vllm-backplane in the user's cache folder",
+    "BACKPLANE_VISIBLE_CARDS": "which cards of a device to use, for devices without a variable of their own",
+}
+"""Variables that are not options: read before or outside a running engine."""
+
+
+def _settle(
+    scope: str, option: Option[Any], section: Mapping[str, Any], environment: Mapping[str, str]
+) -> Setting:
+    variable = option.variable(scope)
+    path = f"{scope}.{option.key}" if scope else option.key
+    found: list[tuple[str, Any]] = []
+    if option.key in section:
+        found.append((f"--additional-config backplane.{path}", section[option.key]))
+    if environment.get(variable, "") != "":
+        found.append((variable, environment[variable]))
+    values = []
+    for source, raw in found:
+        try:
+            values.append((source, option.parse(raw)))
+        except ValueError as fault:
+            raise OptionError(f"{source} is {raw!r}; expected {fault}. {option.help}") from None
+    if len(values) == 2 and values[0][1] != values[1][1]:
+        raise OptionError(
+            f"{values[0][0]} says {values[0][1]!r} and {values[1][0]} says {values[1][1]!r}: remove one"
+        )
+    if values:
+        return Setting(scope, option, values[0][1], " and ".join(source for source, _ in values))
+    return Setting(scope, option, option.default, "default")
