@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -70,6 +70,8 @@ class Capabilities:
     sleep: bool = False
     host_memory: bool = False
     """Cards share the host's memory, so the workers of one host divide it among themselves."""
+    profile_tokens: int | None = None
+    """Tokens in the step that measures activation memory, if a largest step would take too long to compute."""
     default_memory_share: float = 0.9
     """Share of the free memory that weights and KV cache may take when the user names none."""
 
@@ -130,9 +132,20 @@ class Device(ABC):
     def memory(self, index: int = 0) -> MemoryInfo:
         """Total and free memory of a card, right now."""
 
-    def peak_memory(self, index: int = 0) -> int:
-        """Highest use since the process began, in bytes."""
+    def own_memory(self, index: int = 0) -> int:
+        """What this process itself holds on a card; the rest of `used` is others'."""
         return self.memory(index).used
+
+    def reset_peak_memory(self, index: int = 0) -> None:
+        """Begin a new measurement for `peak_memory`."""
+
+    def peak_memory(self, index: int = 0) -> int:
+        """Highest `own_memory` since the last reset."""
+        return self.own_memory(index)
+
+    def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
+        """Memory for the KV cache: `count` zero bytes (int8) on a card."""
+        return torch.zeros(count, dtype=torch.int8, device=self.torch_device(index))
 
     def torch_device(self, index: int = 0) -> torch.device:
         return torch.device(self.torch_type, index)
@@ -157,12 +170,3 @@ class Device(ABC):
         own lends host stand-ins here."""
         return nullcontext()
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceReport:
-    """A device as `doctor` prints it."""
-
-    name: str
-    source: str
-    probe: Probe
-    properties: tuple[Properties, ...] = field(default=())

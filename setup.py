@@ -1,0 +1,182 @@
+"""Builds the C++ kernels of the cpu device; everything else about the package is in pyproject.toml.
+
+The kernels are one shared library, not a Python module: it registers its operators with PyTorch when it is
+loaded. It is compiled against the torch of the environment that the package is installed into. pip's build
+isolation hides that torch from imports, so it is found by path and never imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+import time
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+SOURCES = Path("csrc/cpu")
+LIBRARY = "vllm_backplane.devices.cpu.libbackplane_cpu"
+SWITCH = "BACKPLANE_BUILD_KERNELS"
+WITHOUT = f"or set {SWITCH}=0 to install without kernels on purpose"
+
+# No -march: one library serves every processor of the architecture; kernels choose at run time.
+COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-DNDEBUG"]
+COMPILE += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi", "-Werror=return-type"]
+
+
+class BuildError(SystemExit):
+    def __init__(self, message: str) -> None:
+        super().__init__(f"\nvllm-backplane: {message}\n")
+
+
+class Torch:
+    """An installed torch, seen as files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.libraries = folder / "lib"
+        self.includes = [folder / "include", folder / "include/torch/csrc/api/include"]
+        stated = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", (folder / "version.py").read_text())
+        self.version = stated[1] if stated else "unknown"
+
+    @classmethod
+    def find(cls) -> Torch:
+        visible = importlib.util.find_spec("torch")
+        candidates = list(visible.submodule_search_locations or []) if visible else []
+        places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
+        candidates += [os.path.join(place, "torch") for place in places]
+        for candidate in candidates:
+            if Path(candidate, "include/ATen/ATen.h").is_file() and Path(candidate, "version.py").is_file():
+                return cls(Path(candidate))
+        raise BuildError(
+            f"no torch found for {sys.executable} (looked in {', '.join(dict.fromkeys(candidates))}).\n"
+            "The kernels are compiled against the torch they will run with. Install vLLM first, which brings "
+            "torch; with an installer that builds in an environment of its own, add --no-build-isolation; "
+            f"{WITHOUT}."
+        )
+
+    def string_abi(self) -> int:
+        """The value of _GLIBCXX_USE_CXX11_ABI it was built with, read off its symbols."""
+        return int(b"NSt7__cxx1112basic_string" in (self.libraries / "libc10.so").read_bytes())
+
+    def openmp(self) -> list[str]:
+        """Link with the OpenMP runtime that torch brings: a second one would have threads of its own."""
+        for folder in (self.libraries, self.folder.parent / "torch.libs"):
+            found = sorted(folder.glob("libgomp*.so*"))
+            if found:
+                return [str(found[0])]
+        return ["-fopenmp"]
+
+
+def compiler() -> list[str]:
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    if chosen:
+        if shutil.which(chosen[0]) is None:
+            raise BuildError(f"CXX names {chosen[0]!r}, which is not on the path. Correct it, {WITHOUT}.")
+        return chosen
+    for name in ("g++", "c++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise BuildError(f"no C++ compiler found. Install g++ (package 'g++' or 'gcc-c++'), {WITHOUT}.")
+
+
+def make(result: Path, command: list[str], inputs: list[Path], what: str) -> None:
+    """Run `command`, which ends in the name of its result, unless nothing has changed since it last ran."""
+    record = result.with_suffix(result.suffix + ".command")
+    if result.is_file() and record.is_file() and record.read_text() == shlex.join(command):
+        made = result.stat().st_mtime_ns
+        if all(path.exists() and path.stat().st_mtime_ns <= made for path in inputs):
+            return
+    print(f"  {what}", flush=True)
+    # Under another name until it is whole: a second build may be reading the old one.
+    partial = result.with_name(f"{result.name}.{os.getpid()}")
+    started = time.time_ns()
+    done = subprocess.run(
+        [*command[:-1], str(partial)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode != 0:
+        partial.unlink(missing_ok=True)
+        raise BuildError(f"{what} failed:\n{shlex.join(command)}\n{done.stdout}")
+    if done.stdout:
+        print(done.stdout, flush=True)
+    # A file saved while the compiler ran is newer than what the compiler read.
+    os.utime(partial, ns=(started, started))
+    partial.replace(result)
+    record.write_text(shlex.join(command))
+
+
+def headers_of(rules: Path) -> list[Path]:
+    """What the compiler said the object depends on (the project's files; system headers are left out)."""
+    if not rules.is_file():
+        return [rules]
+    _, _, listed = rules.read_text().replace("\\\n", " ").partition(": ")
+    return [ROOT / name for name in listed.split()]
+
+
+class BuildKernels(build_ext):
+    """Compiles what has changed, in a folder that outlives pip's temporary ones."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        cxx, torch = compiler(), Torch.find()
+        version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+        flags = [*COMPILE, f"-D_GLIBCXX_USE_CXX11_ABI={torch.string_abi()}"]
+        flags += [f'-DBACKPLANE_VERSION="{version}"', f'-DBACKPLANE_TORCH_VERSION="{torch.version}"']
+        flags += [f"-I{SOURCES}"]
+        for folder in torch.includes:
+            flags += ["-isystem", str(folder)]
+        flags += shlex.split(os.environ.get("CXXFLAGS", ""))
+        # One folder per torch and machine: a checkout may be shared by several environments.
+        key = hashlib.sha256(shlex.join([*cxx, *flags]).encode()).hexdigest()[:12]
+        objects = ROOT / "build" / f"kernels-{sysconfig.get_platform()}-{key}"
+        objects.mkdir(parents=True, exist_ok=True)
+        with_what = f"torch {torch.version} with {shlex.join(cxx)}"
+        print(f"kernels: {len(ext.sources)} files for {with_what}", flush=True)
+
+        def compile_one(source: str) -> Path:
+            result = objects / (Path(source).stem + ".o")
+            rules = result.with_suffix(".d")
+            command = [*cxx, *flags, "-MMD", "-MF", str(rules), "-c", source, "-o", str(result)]
+            make(result, command, headers_of(rules), f"compiling {source}")
+            return result
+
+        with ThreadPoolExecutor(self.parallel or os.cpu_count() or 1) as pool:
+            results = list(pool.map(compile_one, ext.sources))
+        library = objects / Path(self.get_ext_filename(ext.name)).name
+        link = [*cxx, "-shared", "-Wl,--no-undefined", *map(str, results), f"-L{torch.libraries}"]
+        link += ["-ltorch", "-ltorch_cpu", "-lc10", *torch.openmp(), "-o", str(library)]
+        make(library, link, results, f"linking {library.name}")
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Not overwritten in place: a process may have the old file mapped.
+        target.unlink(missing_ok=True)
+        shutil.copy2(library, target)
+
+
+def extensions() -> list[Extension]:
+    switch = os.environ.get(SWITCH, "1").strip().lower()
+    if switch in ("0", "false", "no", "off"):
+        print(f"{SWITCH}={switch}: no kernels are built; operators run as their references", flush=True)
+        return []
+    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / SOURCES).glob("*.cpp"))
+    if not sources:
+        raise BuildError(f"no C++ files in {SOURCES}, so the source tree is incomplete. Fetch it, {WITHOUT}.")
+    headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / SOURCES).glob("*.h"))
+    return [Extension(LIBRARY, sources, depends=headers, language="c++")]
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildKernels})

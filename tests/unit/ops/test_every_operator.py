@@ -1,0 +1,129 @@
+"""What holds for every declared operator, whoever wrote it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from operator_checks import as_tuple, pairs, private, restrided, results, run, same_bits, samples, written
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import vllm_backplane.ops
+from vllm_backplane.ops.operator import EXACT, NAMESPACE, Operator, declared
+
+EVERY = [pytest.param(op, id=op.name) for op in declared().values()]
+EVERY_IN_EACH_TYPE = [
+    pytest.param(op, dtype, id=f"{op.name}-{str(dtype).removeprefix('torch.')}")
+    for op, dtype in pairs(dict(declared()))
+]
+
+
+@pytest.mark.parametrize("op", EVERY)
+def test_declaration_is_complete(op: Operator) -> None:
+    assert op.summary
+    assert op.summary == op.summary.strip()
+    assert op.reference.__doc__
+    assert op.dtypes
+    assert set(op.dtypes) <= set(op.tolerances)
+    assert op.qualified_name == f"{NAMESPACE}::{op.name}"
+    assert op.reference.__module__.rpartition(".")[2] == op.family
+    assert op.call._schema.name == op.qualified_name
+    for tolerance in op.tolerances.values():
+        assert 0 <= tolerance.rtol < 1
+        assert tolerance.atol >= 0
+    assert getattr(vllm_backplane.ops, op.name, None) is op, "vllm_backplane.ops does not export it"
+
+
+@pytest.mark.parametrize(("op", "dtype"), EVERY_IN_EACH_TYPE)
+def test_samples_are_several_labelled_and_repeatable(op: Operator, dtype: torch.dtype) -> None:
+    first, second = samples(op, dtype), samples(op, dtype)
+    assert len(first) >= 3
+    labels = [sample.label for sample in first]
+    assert len(set(labels)) == len(labels), "two samples share a label"
+    for one, other in zip(first, second, strict=True):
+        for a, b in zip(one.args, other.args, strict=True):
+            assert same_bits(a, b) if isinstance(a, torch.Tensor) else a == b, one.label
+
+
+@pytest.mark.parametrize(("op", "dtype"), EVERY_IN_EACH_TYPE)
+def test_fake_agrees_with_reference(op: Operator, dtype: torch.dtype) -> None:
+    for sample in samples(op, dtype):
+        real = run(op, sample.args).returned
+        with FakeTensorMode() as mode:
+            args = tuple(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in sample.args)
+            fake = as_tuple(op(*args))
+        assert len(fake) == len(real), sample.label
+        for imagined, computed in zip(fake, real, strict=True):
+            assert isinstance(imagined, torch.Tensor) == isinstance(computed, torch.Tensor), sample.label
+            if isinstance(computed, torch.Tensor):
+                assert imagined.shape == computed.shape, sample.label
+                assert imagined.dtype == computed.dtype, sample.label
+                assert imagined.device == computed.device, sample.label
+                if computed.numel():  # the strides of an empty tensor address nothing
+                    assert imagined.stride() == computed.stride(), sample.label
+
+
+@pytest.mark.parametrize(("op", "dtype"), EVERY_IN_EACH_TYPE)
+def test_only_marked_arguments_are_written(op: Operator, dtype: torch.dtype) -> None:
+    changed: set[int] = set()
+    for sample in samples(op, dtype):
+        before, after = private(sample.args), run(op, sample.args).args
+        for i, (old, new) in enumerate(zip(before, after, strict=True)):
+            if isinstance(old, torch.Tensor) and not same_bits(old, new):
+                assert i in written(op), f"{sample.label}: argument {i} changed without an alias mark"
+                changed.add(i)
+    assert changed == set(written(op)), "an argument is marked as written, and no sample writes it"
+
+
+@pytest.mark.parametrize(("op", "dtype"), EVERY_IN_EACH_TYPE)
+def test_results_share_no_memory_with_arguments(op: Operator, dtype: torch.dtype) -> None:
+    for sample in samples(op, dtype):
+        outcome = run(op, sample.args)
+        given = {
+            a.untyped_storage().data_ptr() for a in outcome.args if isinstance(a, torch.Tensor) and a.numel()
+        }
+        for value in outcome.returned:
+            if isinstance(value, torch.Tensor) and value.numel():
+                assert value.untyped_storage().data_ptr() not in given, sample.label
+
+
+@pytest.mark.parametrize(("op", "dtype"), EVERY_IN_EACH_TYPE)
+def test_torch_accepts_the_schema(op: Operator, dtype: torch.dtype) -> None:
+    for sample in samples(op, dtype):
+        if any(isinstance(a, torch.Tensor) and _opcheck_cannot_compare(a) for a in sample.args):
+            continue
+        torch.library.opcheck(op.call, private(sample.args), test_utils=("test_schema", "test_faketensor"))
+
+
+def _opcheck_cannot_compare(tensor: torch.Tensor) -> bool:
+    """PyTorch's check compares by value, which one-byte floats do not offer."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize == 1
+
+
+@pytest.mark.parametrize(("op", "dtype"), EVERY_IN_EACH_TYPE)
+def test_memory_layout_does_not_matter(op: Operator, dtype: torch.dtype) -> None:
+    for sample in samples(op, dtype):
+        spread = tuple(restrided(a) if isinstance(a, torch.Tensor) else a for a in sample.args)
+        plain, from_spread = results(op, sample.args), results(op, spread)
+        assert len(plain) == len(from_spread), sample.label
+        for expected, actual in zip(plain, from_spread, strict=True):
+            assert actual.dtype == expected.dtype, sample.label
+            assert actual.shape == expected.shape, sample.label
+            if expected.is_floating_point():
+                tolerance = op.tolerances.get(expected.dtype, EXACT)
+                torch.testing.assert_close(
+                    actual.float(),
+                    expected.float(),
+                    rtol=tolerance.rtol,
+                    atol=tolerance.atol,
+                    equal_nan=True,
+                    msg=lambda text, label=sample.label: f"{label}: {text}",
+                )
+            else:
+                assert torch.equal(actual, expected), sample.label
+
+
+@pytest.mark.parametrize(("op", "dtype"), EVERY_IN_EACH_TYPE)
+def test_same_input_same_result(op: Operator, dtype: torch.dtype) -> None:
+    for sample in samples(op, dtype):
+        for first, second in zip(results(op, sample.args), results(op, sample.args), strict=True):
+            assert same_bits(first, second), sample.label

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from operator_checks import FLOAT_TYPES, assert_near, check_over_samples, exact, run, space
+
+from vllm_backplane import ops
+from vllm_backplane.ops.operator import Operator
+
+PROJECTIONS = [ops.linear, ops.logits]
+
+
+def projected(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    out = np.zeros((*x.shape[:-1], weight.shape[0]))
+    for index in np.ndindex(x.shape[:-1]):
+        for row, weights in enumerate(weight):
+            out[(*index, row)] = sum(a * b for a, b in zip(x[index], weights, strict=True))
+    return out if bias is None else out + bias
+
+
+@pytest.mark.parametrize("op", PROJECTIONS, ids=lambda op: op.name)
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_over_samples(op: Operator, dtype: torch.dtype) -> None:
+    check_over_samples(op, dtype, projected)
+
+
+@pytest.mark.parametrize("op", PROJECTIONS, ids=lambda op: op.name)
+def test_bias_may_be_left_out(op: Operator) -> None:
+    x, weight = space(torch.float32).normal(2, 6), space(torch.float32, 1).normal(3, 6)
+    assert_near(op(x, weight), projected(exact(x), exact(weight)), "no bias")
+    assert_near(op(x, weight, bias=torch.ones(3)), projected(exact(x), exact(weight)) + 1, "by name")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_long_sums_keep_their_small_terms(dtype: torch.dtype) -> None:
+    """Half-precision accumulation of 4096 ones would stop at 256 (bfloat16) or 2048 (float16)."""
+    x = torch.full((1, 4096), 1.0, dtype=dtype)
+    (result,) = run(ops.linear, (x, x, None)).returned
+    assert result.item() == 4096
+
+
+def test_transposed_weight() -> None:
+    x, weight = space(torch.float32).normal(3, 8), space(torch.float32, 1).normal(8, 5).T
+    (result,) = run(ops.linear, (x, weight, None)).returned
+    assert_near(result, projected(exact(x), exact(weight)), "weight stored the other way round")

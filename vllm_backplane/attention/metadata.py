@@ -1,0 +1,41 @@
+"""What attention needs to know about a batch: built once per step, shared by all layers of a KV-cache group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import CrossAttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class BackplaneAttentionMetadata(AttentionMetadata):
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    causal: bool
+
+
+class BackplaneMetadataBuilder(AttentionMetadataBuilder[BackplaneAttentionMetadata]):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):  # type: ignore[no-untyped-def]
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.is_cross_attention = isinstance(kv_cache_spec, CrossAttentionSpec)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> BackplaneAttentionMetadata:
+        common = common_attn_metadata
+        if isinstance(common.causal, torch.Tensor):
+            raise NotImplementedError("a batch that mixes causal and non-causal requests is not supported")
+        return BackplaneAttentionMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc[: common.num_reqs + 1],
+            seq_lens=common.seq_lens[: common.num_reqs],
+            block_table=common.block_table_tensor[: common.num_reqs],
+            causal=common.causal and not self.is_cross_attention,
+        )

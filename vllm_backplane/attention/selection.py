@@ -1,0 +1,46 @@
+"""Which attention backend a layer gets. vLLM validates nothing for an out-of-tree platform, so it happens here."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_backplane.device import Device
+from vllm_backplane.errors import BackplaneError
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+BACKEND = "vllm_backplane.attention.backend.BackplaneAttentionBackend"
+
+
+def register() -> None:
+    """vLLM names backends by an enum; ours is its member for out-of-tree backends."""
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+
+
+def backend_path(
+    selected: AttentionBackendEnum | None, wanted: AttentionSelectorConfig, device: Device
+) -> str:
+    from vllm_backplane.attention.backend import BackplaneAttentionBackend as backend
+
+    if selected is not None and selected is not AttentionBackendEnum.CUSTOM:
+        raise BackplaneError(
+            f"attention backend {selected.name} was asked for, and device {device.name!r} has CUSTOM only; "
+            "remove --attention-backend"
+        )
+    values = wanted._asdict()
+    accepted = inspect.signature(backend.validate_configuration).parameters
+    reasons = backend.validate_configuration(
+        **{name: value for name, value in values.items() if name in accepted}, device_capability=None
+    )
+    if wanted.dtype not in device.capabilities.dtypes:
+        reasons.append(f"device {device.name!r} cannot compute in {wanted.dtype}")
+    if reasons:
+        raise BackplaneError(
+            f"attention as this model asks for it is not supported on device {device.name!r}: {'; '.join(reasons)} "
+            f"({wanted!r})"
+        )
+    return BACKEND

@@ -1,0 +1,127 @@
+"""Serve a model with the OpenAI API.
+
+MODEL is a bundled name (see 'vllm-backplane model list'), a folder, or anything else that 'vllm serve'
+takes; without one, the default model is prepared and served. Every argument that is not listed below goes to
+'vllm serve', after MODEL:
+
+  vllm-backplane serve smollm2 --port 8001 --max-model-len 2048
+
+With --config and no MODEL, the configuration file names the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from vllm_backplane.cli import _output
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.models import DEFAULT, models, obtain
+
+NAME = "serve"
+HELP = "serve a model with the OpenAI API"
+PASSES_ON = True
+
+PLUGIN_NAME = "backplane"
+DEVICE_VARIABLE = "BACKPLANE_DEVICE"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What replaces this process."""
+
+    command: list[str]
+    variables: dict[str, str]
+    """Set on top of the environment."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL] [--device NAME] [--host HOST] [--port PORT] [vllm serve arguments ...]"
+    parser.add_argument("--device", metavar="NAME", help=f"the device to run on; sets {DEVICE_VARIABLE}")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command and the variables instead of running it"
+    )
+    _output.add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.json and not args.dry_run:
+        raise BackplaneError("--json shapes what --dry-run prints; add --dry-run or remove it")
+    if find_spec("vllm") is None:
+        raise BackplaneError(
+            f"{sys.executable} has no vLLM; install it, or run 'make setup' in the repository"
+        )
+    refuse_lockout(os.environ)
+    launch = plan(args, os.environ)
+    if args.dry_run:
+        if args.json:
+            _output.print_json({"command": launch.command, "variables": launch.variables})
+        else:
+            variables = [f"{name}={shlex.quote(value)}" for name, value in launch.variables.items()]
+            print(" ".join([*variables, shlex.join(launch.command)]))
+        return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.environ.update(launch.variables)
+    os.execv(launch.command[0], launch.command)
+
+
+def refuse_lockout(environment: Mapping[str, str]) -> None:
+    """vLLM can be told to ignore this plugin, and then runs another platform or none without a word."""
+    allowed = environment.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN_NAME not in [name.strip() for name in allowed.split(",")]:
+        raise BackplaneError(
+            f"VLLM_PLUGINS is {allowed!r} and so disables this plugin; unset it, or add {PLUGIN_NAME!r} to it"
+        )
+    if environment.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
+        raise BackplaneError(
+            "VLLM_TARGET_DEVICE=cpu makes vLLM ignore every platform plugin; unset it (it matters only while "
+            f"vLLM is built) and choose the device with {DEVICE_VARIABLE}"
+        )
+
+
+def plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Launch:
+    variables = {}
+    if args.device:
+        stated = environment.get(DEVICE_VARIABLE, "")
+        if stated and stated != args.device:
+            raise BackplaneError(
+                f"--device says {args.device!r} and {DEVICE_VARIABLE} says {stated!r}: remove one"
+            )
+        variables[DEVICE_VARIABLE] = args.device
+    rest = list(args.rest)
+    given = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    if _has(rest, "--model"):
+        raise BackplaneError("name the model as the first argument instead of with --model")
+    model = [] if given is None and _has(rest, "--config") else _model_arguments(given or DEFAULT.name, rest)
+    # The module rather than the script 'vllm', which may belong to another environment on the path.
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *model]
+    return Launch([*command, "--host", args.host, "--port", str(args.port), *rest], variables)
+
+
+def _model_arguments(given: str, rest: list[str]) -> list[str]:
+    for model in models():
+        if model.name == given:
+            # A folder of the same name would be meant by './NAME'.
+            name = [] if _has(rest, "--served-model-name") else ["--served-model-name", model.served_name]
+            return [str(obtain(given, _output.progress)), *name]
+    return [given]
+
+
+def _has(arguments: list[str], option: str) -> bool:
+    # vLLM takes underscores for hyphens.
+    spelled = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    return option in spelled
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port number (1 to 65535)")
+    return int(text)

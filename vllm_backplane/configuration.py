@@ -1,0 +1,84 @@
+"""The stages of `BackplanePlatform.check_and_update_config`. Each takes vLLM's configuration and the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.runtime import Runtime
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm." + __name__)
+
+WORKER = "vllm_backplane.worker.worker.BackplaneWorker"
+
+
+def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
+    device, can = chosen.device, chosen.device.capabilities
+    model = config.model_config
+    if model is not None and model.enable_sleep_mode and not can.sleep:
+        raise BackplaneError(f"device {device.name!r} has no sleep mode; remove --enable-sleep-mode")
+    if config.parallel_config.enable_dbo:
+        raise BackplaneError("dual-batch overlap needs two hardware queues per card; remove --enable-dbo")
+    cards = chosen.selection.probe.count
+    wanted = config.parallel_config.local_world_size
+    if wanted > cards and not can.host_memory:
+        raise BackplaneError(
+            f"{wanted} workers were asked for on this host (tensor x pipeline parallel), and device "
+            f"{device.name!r} has {cards} card(s); lower --tensor-parallel-size or --pipeline-parallel-size"
+        )
+    kv_dtype = config.cache_config.cache_dtype
+    if kv_dtype not in can.kv_cache_dtypes:
+        raise BackplaneError(
+            f"device {device.name!r} cannot store the KV cache as {kv_dtype!r}; choose --kv-cache-dtype among: "
+            + ", ".join(can.kv_cache_dtypes)
+        )
+
+
+def set_worker(config: VllmConfig) -> None:
+    if config.parallel_config.worker_cls == "auto":
+        config.parallel_config.worker_cls = WORKER
+
+
+def set_compilation(config: VllmConfig, chosen: Runtime) -> None:
+    """A device without graphs runs eagerly: inductor would need a code generator for it and minutes to start."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    if chosen.device.capabilities.graphs:
+        return
+    compilation = config.compilation_config
+    if compilation.mode != CompilationMode.NONE:
+        raise BackplaneError(
+            f"compilation mode {compilation.mode} was asked for, and device {chosen.device.name!r} runs eagerly; "
+            "remove the option, or use -cc.mode=none"
+        )
+    compilation.cudagraph_mode = CUDAGraphMode.NONE
+    compilation.cudagraph_capture_sizes = []
+    config.kernel_config.enable_jit_warmup = False  # nothing is compiled at run time
+    if config.model_config is not None:
+        # vLLM captures graphs after warm-up unless the model is eager.
+        config.model_config.enforce_eager = True
+
+
+def set_scheduling(config: VllmConfig, chosen: Runtime) -> None:
+    if not chosen.device.capabilities.streams and config.scheduler_config.async_scheduling:
+        # Overlapping the host's work with the device's needs a device that works while the host does not wait.
+        config.scheduler_config.async_scheduling = False
+        logger.info_once(
+            "Scheduling is synchronous: device %s has no streams to overlap with.", chosen.device.name
+        )
+
+
+def set_memory(config: VllmConfig, chosen: Runtime) -> None:
+    """Settle which share of the free memory may be used, so that every worker reads one number."""
+    cache = config.cache_config
+    share = chosen.setting("memory_share")
+    if share is not None:
+        cache.gpu_memory_utilization = share
+    elif cache.gpu_memory_utilization == type(cache)().gpu_memory_utilization:
+        # vLLM's own default was made for memory that belongs to the accelerator alone.
+        cache.gpu_memory_utilization = chosen.device.capabilities.default_memory_share

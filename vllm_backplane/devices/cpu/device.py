@@ -1,0 +1,102 @@
+"""CpuDevice: identity, probe, memory and threads of the host processor."""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy
+import torch
+
+from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties
+from vllm_backplane.devices.cpu import host_accelerator, host_memory, native
+from vllm_backplane.options import Option, integer
+
+
+class CpuDevice(Device):
+    name: ClassVar[str] = "cpu"
+    torch_type: ClassVar[str] = "cpu"
+    dispatch_key: ClassVar[str] = "CPU"
+    priority: ClassVar[int] = 0  # last: any accelerator that is there is preferred
+    visible_cards_variable: ClassVar[str] = "BACKPLANE_CPU_VISIBLE"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        kv_cache_dtypes=("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        host_memory=True,
+        profile_tokens=128,
+        default_memory_share=0.5,  # the rest stays with the system and with what else runs on it
+    )
+    options: ClassVar[tuple[Option[Any], ...]] = (
+        Option(
+            "threads",
+            None,
+            integer(1),
+            "Threads per worker; default: the cores this process may use, divided among the workers of the host.",
+        ),
+    )
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(available=True, count=1)
+
+    def load(self) -> None:
+        host_accelerator.install()
+
+    def load_kernels(self) -> None:
+        native.load()
+
+    def kernel_provider(self) -> str:
+        return native.LIBRARY_NAME
+
+    def problems(self) -> tuple[tuple[str, str], ...]:
+        fault = native.fault()
+        return () if fault is None else (fault,)
+
+    def properties(self, index: int = 0) -> Properties:
+        return Properties(name=self._model_name, uuid=f"cpu-{platform.node()}", compute_units=usable_cores())
+
+    def memory(self, index: int = 0) -> MemoryInfo:
+        return host_memory.host_memory()
+
+    def own_memory(self, index: int = 0) -> int:
+        return host_memory.own_resident_memory()
+
+    def reset_peak_memory(self, index: int = 0) -> None:
+        host_memory.reset_peak()
+
+    def peak_memory(self, index: int = 0) -> int:
+        return host_memory.own_peak_memory()
+
+    def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
+        # numpy asks the system for zero pages, which become memory when they are first written; torch.zeros would
+        # write the whole cache at start, seconds per gigabyte-scale cache that most of the time stays half empty.
+        return torch.from_numpy(numpy.zeros(count, dtype=numpy.int8))
+
+    def torch_device(self, index: int = 0) -> torch.device:
+        return torch.device("cpu")
+
+    def prepare_worker(self, local_rank: int, local_world_size: int) -> None:
+        threads = self.settings["threads"] or max(usable_cores() // local_world_size, 1)
+        torch.set_num_threads(threads)
+
+    def runner_types(self) -> AbstractContextManager[None]:
+        return host_accelerator.runner_types()
+
+    @cached_property
+    def _model_name(self) -> str:
+        try:
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+        except OSError:
+            return platform.processor() or platform.machine()
+        return platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores this process may run on (affinity), not those the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,44 @@
+"""vLLM's IR operators on ours: the hook through which RMSNorm reaches the device without a subclass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from vllm import ir as vllm_ir
+
+from vllm_backplane import ops
+from vllm_backplane.errors import BindingError
+
+if TYPE_CHECKING:
+    from vllm.config.kernel import IrOpPriorityConfig
+
+PROVIDER = "backplane"
+BOUND: dict[str, tuple[str, ...]] = {"rms_norm": ("rms_norm",), "fused_add_rms_norm": ("fused_add_rms_norm",)}
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    return ops.rms_norm.call(x, weight, epsilon, variance_size)
+
+
+def fused_add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    return ops.fused_add_rms_norm.call(x, x_residual, weight, epsilon, variance_size)
+
+
+def register() -> None:
+    implementations = {"rms_norm": rms_norm, "fused_add_rms_norm": fused_add_rms_norm}
+    for name in BOUND:
+        operator = getattr(vllm_ir.ops, name, None)
+        if operator is None:
+            raise BindingError(f"vLLM's IR operator {name!r} is gone; the norm would not reach the device")
+        if PROVIDER not in operator.impls:
+            operator.register_impl(PROVIDER)(implementations[name])
+
+
+def priority() -> IrOpPriorityConfig:
+    from vllm.config.kernel import IrOpPriorityConfig
+
+    register()
+    return IrOpPriorityConfig.with_default(["native"], **{name: [PROVIDER, "native"] for name in BOUND})

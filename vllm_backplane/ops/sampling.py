@@ -1,0 +1,193 @@
+"""Choosing the next token: arg-max, the masks of top-k, top-p and min-p, the penalties, and the random draw.
+
+A device sees float32 logits of shape [batch, vocabulary] and must never bring them to the host: every
+operator here is free of synchronisation. Random numbers are drawn by the caller, because seeds belong to
+requests; the draw itself is a race of exponential clocks, which needs no cumulative sum and no host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from vllm_backplane.ops.operator import EXACT, Sample, SampleSpace, nothing, operator
+
+_FLOAT32 = (torch.float32,)
+_EXACT = {torch.float32: EXACT}
+
+
+def _greedy_samples(space: SampleSpace) -> Iterator[Sample]:
+    for shape in ((1, 5), (4, 1000), (3, 32003), (0, 16), (2, 1)):
+        yield Sample(f"{shape}", (space.normal(*shape),))
+    yield Sample("ties", (space.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]], space.dtype),))
+    banned = space.normal(2, 9)
+    banned[:, :4] = -float("inf")
+    yield Sample("banned tokens", (banned,))
+
+
+def _greedy_fake(logits: torch.Tensor) -> torch.Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+@operator("(Tensor logits) -> Tensor", samples=_greedy_samples, fake=_greedy_fake)
+def greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Index of the largest logit of each row; of equal ones the first."""
+    return logits.argmax(dim=-1)
+
+
+def _top_k_top_p_samples(space: SampleSpace) -> Iterator[Sample]:
+    def k(*values: int) -> torch.Tensor:
+        return space.tensor(values, torch.int32)
+
+    def p(*values: float) -> torch.Tensor:
+        return space.tensor(values, torch.float32)
+
+    yield Sample("k", (space.normal(3, 50) * 3, k(1, 7, 50), None))
+    yield Sample("p", (space.normal(3, 50) * 3, None, p(0.05, 0.9, 1.0)))
+    yield Sample("k and p", (space.normal(4, 999) * 3, k(1, 40, 999, 40), p(0.5, 0.95, 0.7, 1.0)))
+    yield Sample("neither", (space.normal(2, 9), None, None))
+    yield Sample("empty batch", (space.normal(0, 9), k(), p()))
+    yield Sample("ties at k", (space.tensor([[1.0, 2.0, 2.0, 0.0]], space.dtype), k(1), None))
+    banned = space.normal(2, 12)
+    banned[:, 3:] = -float("inf")
+    yield Sample("banned tokens", (banned, k(6, 2), p(0.9, 0.9)))
+
+
+@operator(
+    "(Tensor(a!) logits, Tensor? k, Tensor? p) -> ()",
+    samples=_top_k_top_p_samples,
+    fake=nothing,
+    dtypes=_FLOAT32,
+    tolerances=_EXACT,
+)
+def top_k_top_p_mask(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> None:
+    """Set to -inf what top-k and then top-p exclude; k = vocabulary and p = 1 exclude nothing.
+
+    Everything equal to the k-th largest logit stays. Top-p drops the least likely tokens whose
+    probabilities, renormalised after top-k, sum to at most 1 - p; the most likely token always stays. Which
+    of several equally likely tokens stay at that border is not defined.
+    """
+    if k is None and p is None:
+        return
+    vocabulary = logits.shape[-1]
+    ascending, order = logits.sort(dim=-1)
+    dropped = torch.zeros_like(ascending, dtype=torch.bool)
+    if k is not None:
+        kth = (vocabulary - k.long().clamp(1, vocabulary)).unsqueeze(1)
+        dropped |= ascending < ascending.gather(1, kth)
+    if p is not None:
+        survivors = ascending.masked_fill(dropped, -float("inf"))
+        mass = survivors.softmax(dim=-1).cumsum(dim=-1)
+        outside = mass <= 1 - p.unsqueeze(1)
+        outside[:, -1] = False
+        dropped |= outside
+    logits.masked_fill_(torch.zeros_like(dropped).scatter_(1, order, dropped), -float("inf"))
+
+
+def _min_p_samples(space: SampleSpace) -> Iterator[Sample]:
+    for batch, vocabulary in ((1, 7), (5, 1000), (0, 4)):
+        yield Sample(f"{(batch, vocabulary)}", (space.normal(batch, vocabulary) * 2, space.uniform(batch)))
+    bounds = space.tensor([0.0, 1.0], torch.float32)
+    yield Sample("bounds", (space.normal(2, 20), bounds))
+    yield Sample("column", (space.normal(2, 20), bounds.unsqueeze(1)))
+
+
+@operator(
+    "(Tensor(a!) logits, Tensor min_p) -> ()",
+    samples=_min_p_samples,
+    fake=nothing,
+    dtypes=_FLOAT32,
+    tolerances=_EXACT,
+)
+def min_p_mask(logits: torch.Tensor, min_p: torch.Tensor) -> None:
+    """Set to -inf the tokens less likely than min_p times the likeliest; min_p is [batch] or [batch, 1]."""
+    probabilities = logits.softmax(dim=-1)
+    threshold = probabilities.amax(dim=-1, keepdim=True) * min_p.reshape(-1, 1)
+    logits.masked_fill_(probabilities < threshold, -float("inf"))
+
+
+def _occurrences(ids: torch.Tensor, batch: int, vocabulary: int) -> torch.Tensor:
+    """How often each token of the vocabulary stands in each row; ids outside the vocabulary are padding."""
+    inside = (ids >= 0) & (ids < vocabulary)
+    columns = torch.where(inside, ids, vocabulary).long()
+    counts = torch.zeros((batch, vocabulary + 1), dtype=torch.int64, device=ids.device)
+    counts.scatter_add_(1, columns, torch.ones_like(columns))
+    return counts[:, :vocabulary]
+
+
+def _penalty_samples(space: SampleSpace) -> Iterator[Sample]:
+    for batch, vocabulary, prompt, output in ((1, 10, 4, 3), (3, 100, 20, 9), (2, 10, 5, 0), (0, 10, 0, 0)):
+        yield Sample(
+            f"{batch} x {vocabulary}, {prompt} prompt and {output} output tokens",
+            (
+                space.normal(batch, vocabulary),
+                space.integers(vocabulary + 1, batch, prompt),
+                space.integers(vocabulary + 1, batch, output),
+                space.uniform(batch),
+                space.uniform(batch),
+                space.uniform(batch) + 0.5,
+            ),
+        )
+    zero, one = space.tensor([0.0], torch.float32), space.tensor([1.0], torch.float32)
+    ids = space.integers(8, 1, 4)
+    yield Sample("no effect", (space.normal(1, 8), ids, ids, zero, zero, one))
+
+
+@operator(
+    "(Tensor(a!) logits, Tensor prompt_ids, Tensor output_ids, Tensor presence, Tensor frequency,"
+    " Tensor repetition) -> ()",
+    samples=_penalty_samples,
+    fake=nothing,
+    dtypes=_FLOAT32,
+)
+def apply_penalties(
+    logits: torch.Tensor,
+    prompt_ids: torch.Tensor,
+    output_ids: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+    repetition: torch.Tensor,
+) -> None:
+    """Repetition penalty on tokens of prompt or output, then frequency and presence penalties on the output.
+
+    Ids are [batch, any length]; an id outside the vocabulary is padding. The repetition penalty pushes
+    logits down whatever their sign: positive ones are divided by it, the others multiplied.
+    """
+    batch, vocabulary = logits.shape
+    written = _occurrences(output_ids, batch, vocabulary)
+    seen = (_occurrences(prompt_ids, batch, vocabulary) > 0) | (written > 0)
+    factor = torch.where(seen, repetition.unsqueeze(1), 1.0)
+    logits.mul_(torch.where(logits > 0, 1.0 / factor, factor))
+    logits.sub_(frequency.unsqueeze(1) * written)
+    logits.sub_(presence.unsqueeze(1) * (written > 0))
+
+
+def _race_samples(space: SampleSpace) -> Iterator[Sample]:
+    for batch, vocabulary in ((1, 5), (4, 1000), (0, 8)):
+        probabilities = space.normal(batch, vocabulary, dtype=torch.float32).softmax(-1)
+        noise = -torch.log1p(-space.uniform(batch, vocabulary)) + 1e-6
+        yield Sample(f"{(batch, vocabulary)}", (probabilities, noise))
+        yield Sample(f"{(batch, vocabulary)}, double noise", (probabilities, noise.double()))
+
+
+def _race_fake(probs: torch.Tensor, exponential_noise: torch.Tensor) -> torch.Tensor:
+    return probs.new_empty(probs.shape[0], dtype=torch.int64)
+
+
+@operator(
+    "(Tensor probs, Tensor exponential_noise) -> Tensor",
+    samples=_race_samples,
+    fake=_race_fake,
+    dtypes=_FLOAT32,
+    tolerances=_EXACT,
+)
+def sample_by_race(probs: torch.Tensor, exponential_noise: torch.Tensor) -> torch.Tensor:
+    """Draw from each row of probabilities: the arg-max of probs / noise, the noise being exponential.
+
+    Token i's clock rings after noise / probs[i], an exponential time of rate probs[i]; the first to ring is i
+    with probability probs[i]. Noise of a wider type makes the race run in that type.
+    """
+    if exponential_noise.dtype == probs.dtype:
+        return (probs / exponential_noise).argmax(dim=-1)
+    return (exponential_noise.reciprocal() * probs).argmax(dim=-1)

@@ -1,0 +1,202 @@
+"""BackplanePlatform answers vLLM's questions from the chosen device.
+
+Importing this module chooses the device, and a device that cannot be used raises here: the import happens in
+vLLM outside of any try block, so the error reaches the user instead of becoming another platform.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms.interface import Platform, PlatformEnum
+
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.runtime import configured, runtime
+
+if TYPE_CHECKING:
+    from torch.distributed import PrefixStore, ProcessGroup
+    from vllm.config import VllmConfig
+    from vllm.config.kernel import IrOpPriorityConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
+
+_device = runtime().device
+
+
+class BackplanePlatform(Platform):
+    is_backplane = True
+
+    _enum = PlatformEnum.OOT
+    device_name = _device.torch_type  # vLLM builds torch.device(f"{device_name}:{index}") from it
+    device_type = _device.torch_type
+    dispatch_key = _device.dispatch_key
+    dist_backend = _device.collective_backend
+    device_control_env_var = _device.visible_cards_variable
+    ray_device_key = _device.ray_resource
+    simple_compile_backend = "eager"  # small helper functions: compiling them costs start-up, not steps
+    supported_quantization: list[str] = []
+
+    # --- identity and properties ------------------------------------------------------------------------------
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return list(_device.capabilities.dtypes)
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return _device.properties(device_id).name
+
+    @classmethod
+    def get_device_uuid(cls, device_id: int = 0) -> str:
+        return _device.properties(device_id).uuid
+
+    @classmethod
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return _device.properties(device_id).compute_units
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return _device.memory(device_id).total
+
+    @classmethod
+    def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
+        index = torch.device(device).index if device is not None else None
+        return float(_device.memory(index or 0).used)
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        if dtype not in _device.capabilities.dtypes:
+            known = ", ".join(str(d).removeprefix("torch.") for d in _device.capabilities.dtypes)
+            raise BackplaneError(
+                f"device {_device.name!r} cannot compute in {dtype}; choose --dtype among: {known}"
+            )
+
+    # --- control ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        _device.set_current(device.index or 0)
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        _device.seed(seed)
+
+    @classmethod
+    def inference_mode(cls) -> Any:
+        return torch.inference_mode(mode=True)
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return _device.capabilities.pinned_memory
+
+    @classmethod
+    def is_sleep_mode_available(cls) -> bool:  # type: ignore[override]  # upstream: an instance method
+        return _device.capabilities.sleep
+
+    @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        return _device.capabilities.graphs
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return True
+
+    @classmethod
+    def check_runner_kv_caches_multi_layer(cls) -> None:
+        """Encoder-decoder models: our attention addresses each layer's own cache, so there is nothing to refuse."""
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_fp8(cls) -> bool:
+        return any(name.startswith("fp8") for name in _device.capabilities.kv_cache_dtypes)
+
+    # --- what vLLM loads for us -------------------------------------------------------------------------------
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """vLLM's compiled kernels are neither needed nor looked for."""
+
+    @classmethod
+    def import_ir_kernels(cls) -> None:
+        from vllm_backplane.layers import ir
+
+        ir.register()
+
+    @classmethod
+    def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:
+        from vllm_backplane.layers import ir
+
+        return ir.priority()
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        from vllm_backplane.layers import runner_kernels
+
+        runner_kernels.register()
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls,
+        selected_backend: AttentionBackendEnum | None,
+        attn_selector_config: AttentionSelectorConfig,
+        num_heads: int | None = None,
+    ) -> str:
+        from vllm_backplane.attention.selection import backend_path
+
+        return backend_path(selected_backend, attn_selector_config, _device)
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "vllm_backplane.layers.lora.BackplanePunicaWrapper"
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return _device.communicator or "vllm_backplane.distributed.communicator.BackplaneCommunicator"
+
+    @classmethod
+    def stateless_init_device_torch_dist_pg(
+        cls, backend: str, prefix_store: PrefixStore, group_rank: int, group_size: int, timeout: timedelta
+    ) -> ProcessGroup:
+        """vLLM builds gloo groups itself; another backend is the device's to bring."""
+        raise BackplaneError(
+            f"device {_device.name!r} offers no stateless process group over {backend!r}; set "
+            "Device.collective_backend to 'gloo' for data parallelism"
+        )
+
+    # --- configuration ----------------------------------------------------------------------------------------
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
+        """Before vLLM fills in its defaults: without graphs there is nothing that compilation would pay for."""
+        from vllm.config import CompilationMode
+
+        compilation = vllm_config.compilation_config
+        if compilation.mode is None and not _device.capabilities.graphs:
+            compilation.mode = CompilationMode.NONE
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Fit vLLM's configuration to the device, in stages; each refuses what it cannot fulfil."""
+        from vllm_backplane import configuration
+
+        chosen = configured(vllm_config.additional_config)
+        # 1. Options are settled and valid from here on.
+        # 2. What the device cannot do is refused by name.
+        configuration.refuse_unsupported(vllm_config, chosen)
+        # 3. Our worker, unless the user named one.
+        configuration.set_worker(vllm_config)
+        # 4. Compilation and graphs.
+        configuration.set_compilation(vllm_config, chosen)
+        # 5. Scheduling.
+        configuration.set_scheduling(vllm_config, chosen)
+        # 6. Memory.
+        configuration.set_memory(vllm_config, chosen)
+        logger.info_once("Backplane runs on device %s: %s", chosen.device.name, chosen.selection.reason)

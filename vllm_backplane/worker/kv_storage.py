@@ -1,0 +1,30 @@
+"""Lets the device provide the memory of the KV cache.
+
+vLLM allocates it with one `torch.zeros` inside a context that the worker chooses. The context here is PyTorch's own
+means of answering such a call, scoped to that allocation; nothing is patched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from vllm_backplane.device import Device
+
+
+class KvCacheStorage(TorchFunctionMode):
+    def __init__(self, device: Device, card: int) -> None:
+        super().__init__()
+        self._device = device
+        self._card = card
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and kwargs.get("dtype") is torch.int8 and len(args) == 1 and isinstance(args[0], int):
+            return self._device.zeroed_bytes(args[0], self._card)
+        return func(*args, **kwargs)

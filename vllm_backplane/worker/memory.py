@@ -1,0 +1,78 @@
+"""How much memory a worker may use, and what of it is left for the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_backplane.device import Device
+from vllm_backplane.errors import BackplaneError
+
+GIB = 1 << 30
+
+
+def gib(count: int | float) -> str:
+    return f"{count / GIB:.2f} GiB"
+
+
+def extrapolate(peaks: dict[int, int], tokens: int) -> int:
+    """Peak memory of a step with `tokens`, on the line through the two smaller steps that were measured."""
+    (small, low), (large, high) = min(peaks.items()), max(peaks.items())
+    if large == small:
+        return high
+    slope = max(high - low, 0) / (large - small)
+    return int(high + slope * (tokens - large))
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Settled before weights are loaded. Workers that share the host's memory get equal parts of it."""
+
+    device: Device
+    card: int
+    share: float
+    workers: int
+    total: int
+    free_at_start: int
+    used_by_us_at_start: int
+
+    @classmethod
+    def at_start(cls, device: Device, card: int, share: float, workers: int) -> Budget:
+        now = device.memory(card)
+        parts = workers if device.capabilities.host_memory else 1
+        return cls(device, card, share, parts, now.total, now.free, device.own_memory(card))
+
+    @property
+    def allowed(self) -> int:
+        return int(self.free_at_start * self.share) // self.workers
+
+    def describe(self) -> str:
+        parts = f" / {self.workers} workers" if self.workers > 1 else ""
+        return (
+            f"Memory on {self.device.name}: {gib(self.total)} in all, {gib(self.free_at_start)} free; weights and KV "
+            f"cache may take {self.share:.2f} of that{parts} = {gib(self.allowed)} (option memory_share)."
+        )
+
+    def kv_cache_bytes(self, asked: int | None, activations: int) -> int:
+        """What the KV cache may take now that weights are loaded; a largest step needs `activations` beside it."""
+        free = max(self.device.memory(self.card).free - activations, 0)
+        if asked is not None:
+            if asked > free // self.workers:
+                raise BackplaneError(
+                    f"a KV cache of {gib(asked)} was asked for, and {gib(free // self.workers)} of {gib(self.total)} "
+                    f"is free for it on {self.device.name}; lower --kv-cache-memory-bytes"
+                )
+            return asked
+        taken = max(self.device.own_memory(self.card) - self.used_by_us_at_start, 0)
+        left = min(self.allowed - taken - activations, int(free * self.share) // self.workers)
+        if left <= 0:
+            raise BackplaneError(
+                f"nothing is left for the KV cache on {self.device.name}: {gib(self.allowed)} allowed "
+                f"(share {self.share:.2f} of {gib(self.free_at_start)} free at start), weights took {gib(taken)} and a "
+                f"largest step needs {gib(activations)}; raise BACKPLANE_MEMORY_SHARE, lower --max-num-batched-tokens, or free memory"
+            )
+        return left
+
+    def describe_kv_cache(self, granted: int, asked: int | None, activations: int) -> str:
+        if asked is not None:
+            return f"KV cache: {gib(granted)}, as asked for (--kv-cache-memory-bytes)."
+        return f"KV cache: {gib(granted)}; {gib(activations)} are kept for the activations of a largest step."

@@ -1,0 +1,46 @@
+"""vLLM's first model runner on a Backplane device. It serves wherever Triton is absent."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_backplane import ops
+from vllm_backplane.device import Device
+from vllm_backplane.layers.sampler import replace_sampler
+
+
+class BackplaneModelRunnerV1(GPUModelRunner):
+    def __init__(self, vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> None:
+        self.accelerator = device
+        super().__init__(vllm_config, torch_device)
+        replace_sampler(self)
+
+    def warm_up(self) -> None:
+        """Capture graphs, on a device that has them."""
+        if self.accelerator.capabilities.graphs:
+            self.capture_model()
+
+    def _sync_device(self) -> None:
+        self.accelerator.synchronize()
+
+    def _init_kv_zero_meta(self) -> None:
+        """Upstream prepares raw addresses for a Triton kernel; `_zero_block_ids` needs none."""
+
+    def _zero_block_ids(self, block_ids: list[int]) -> None:
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        for cache in self._caches_to_zero():
+            ops.kv_cache_zero_blocks.call(cache, ids)
+
+    def _caches_to_zero(self) -> list[torch.Tensor]:
+        """Each attention layer's cache, once, although layers may share one."""
+        found: dict[int, torch.Tensor] = {}
+        for group in self._kv_cache_spec_attn_group_iterator():
+            for name in group.layer_names:
+                if name in self.runner_only_attn_layers:
+                    continue
+                cache = self.compilation_config.static_forward_context[name].kv_cache
+                if isinstance(cache, torch.Tensor):
+                    found.setdefault(cache.data_ptr(), cache)
+        return list(found.values())

@@ -1,0 +1,20 @@
+"""vLLM's second model runner on a Backplane device. It needs Triton for the device."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from vllm_backplane.device import Device
+
+
+class BackplaneModelRunnerV2(GPUModelRunner):
+    def __init__(self, vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> None:
+        self.accelerator = device
+        super().__init__(vllm_config, torch_device)
+
+    def warm_up(self) -> None:
+        """Capture graphs, on a device that has them."""
+        if self.accelerator.capabilities.graphs:
+            self.capture_model()
