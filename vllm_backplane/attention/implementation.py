@@ -69,6 +69,12 @@ class BackplaneAttentionImpl(AttentionImpl[BackplaneAttentionMetadata]):
             kv_cache = kv_cache.view(self._storage)
         return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
 
+    def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
+        """Scales belong to quantized storage; vLLM leaves stale ones on layers that have none."""
+        if self._storage is None:
+            return 1.0, 1.0
+        return layer._k_scale_float, layer._v_scale_float
+
     def do_kv_cache_update(
         self,
         layer: AttentionLayer,
@@ -80,9 +86,7 @@ class BackplaneAttentionImpl(AttentionImpl[BackplaneAttentionMetadata]):
         if self.attn_type in _ENCODER:
             return
         key_cache, value_cache = self._halves(kv_cache)
-        ops.kv_cache_write.call(
-            key, value, key_cache, value_cache, slot_mapping, layer._k_scale_float, layer._v_scale_float
-        )
+        ops.kv_cache_write.call(key, value, key_cache, value_cache, slot_mapping, *self._scales(layer))
 
     def forward(
         self,
@@ -132,8 +136,7 @@ class BackplaneAttentionImpl(AttentionImpl[BackplaneAttentionMetadata]):
             self.soft_cap,
             self.alibi_slopes,
             self.sinks,
-            layer._k_scale_float,
-            layer._v_scale_float,
+            *self._scales(layer),
             output[:tokens],
         )
         return output

@@ -53,8 +53,8 @@ def to_folder(file: Path, folder: Path, progress: Callable[[str], None]) -> None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
-    for file in folder.glob("*.safetensors"):
-        file.chmod(0o644)  # safetensors creates files for their owner only; a cache may be shared
+    for saved in folder.glob("*.safetensors"):
+        saved.chmod(0o644)  # safetensors creates files for their owner only; a cache may be shared
     progress("saving the tokenizer")
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     if _metadata_text(file, "tokenizer.ggml.pre") in DIGIT_SPLITTING:

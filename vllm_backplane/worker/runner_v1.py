@@ -17,8 +17,18 @@ class BackplaneModelRunnerV1(GPUModelRunner):
         super().__init__(vllm_config, torch_device)
         replace_sampler(self)
 
+    def profile_step(self, tokens: int) -> None:
+        """Run upstream's profiling step with fewer tokens than the largest step has."""
+        largest, self.max_num_tokens = self.max_num_tokens, tokens
+        try:
+            self.profile_run()
+        finally:
+            self.max_num_tokens = largest
+            self.intermediate_tensors = None  # between pipeline stages; was made for `tokens`, warm_up makes it anew
+
     def warm_up(self) -> None:
-        """Capture graphs, on a device that has them."""
+        """One token through everything; then graphs, on a device that has them."""
+        self._dummy_run(1, skip_eplb=True)
         if self.accelerator.capabilities.graphs:
             self.capture_model()
 

@@ -14,6 +14,14 @@ class BackplaneModelRunnerV2(GPUModelRunner):
         self.accelerator = device
         super().__init__(vllm_config, torch_device)
 
+    def profile_step(self, tokens: int) -> None:
+        """Run upstream's profiling step with fewer tokens than the largest step has."""
+        largest, self.max_num_tokens = self.max_num_tokens, tokens
+        try:
+            self.profile_run()
+        finally:
+            self.max_num_tokens = largest
+
     def warm_up(self) -> None:
         """Capture graphs, on a device that has them."""
         if self.accelerator.capabilities.graphs:

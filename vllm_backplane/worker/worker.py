@@ -133,15 +133,10 @@ class BackplaneWorker(Worker):
         return memory.extrapolate({small: first, large: second}, largest)
 
     def _profile_peak(self, tokens: int) -> int:
-        largest = self.model_runner.max_num_tokens
         self.accelerator.reset_peak_memory(self.card)
         before = self.accelerator.own_memory(self.card)
-        self.model_runner.max_num_tokens = tokens
-        try:
-            with set_current_vllm_config(self.vllm_config):
-                self.model_runner.profile_run()
-        finally:
-            self.model_runner.max_num_tokens = largest
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.profile_step(tokens)
         peak = self.accelerator.peak_memory(self.card) - before
         gc.collect()
         self.accelerator.empty_cache()

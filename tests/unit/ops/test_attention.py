@@ -186,14 +186,15 @@ def test_slots_outside_a_context_do_not_matter(
 
 
 @pytest.mark.parametrize("rows", [[1, 1], [4, 2]], ids=["decode", "prefill"])
-def test_blocks_behind_the_window_do_not_matter(rows: list[int]) -> None:
-    """vLLM frees them: the table still names them, and another request may have filled them."""
+def test_slots_behind_the_window_do_not_matter(rows: list[int]) -> None:
+    """vLLM frees such blocks: the table still names them, and another request may have filled them."""
     args = paged([90, 70], rows, window=20)
     expected = paged_expected(tuple(args))
     for request, (length, count) in enumerate(zip([90, 70], rows, strict=True)):
-        for column in range((length - count - 20 + 1) // 16):
-            args[1][args[3][request, column]] = float("nan")
-            args[2][args[3][request, column]] = float("nan")
+        for position in range(length - count - 20 + 1):
+            block = args[3][request, position // 16]
+            args[1][block, :, position % 16] = float("nan")
+            args[2][block, :, position % 16] = float("nan")
     result = run(ops.paged_attention, tuple(args)).args[-1]
     assert_near(result, expected, "behind the window")
 
@@ -234,6 +235,8 @@ def test_a_request_without_context_yields_zeros() -> None:
     assert torch.equal(result[0], torch.zeros_like(result[0]))
     assert torch.equal(result[2:], torch.zeros_like(result[2:]))
     assert result[1].abs().sum() > 0
+    nothing_held = check_paged(paged([0, 0], [1, 1]), "no context anywhere")
+    assert torch.equal(nothing_held, torch.zeros_like(nothing_held))
 
 
 def test_fewer_keys_than_rows() -> None:

