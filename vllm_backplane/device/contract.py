@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -164,9 +163,3 @@ class Device(ABC):
 
     def prepare_worker(self, local_rank: int, local_world_size: int) -> None:
         """Set up the process that will compute: threads, affinity. Called after weights are loaded."""
-
-    def runner_types(self) -> AbstractContextManager[Any]:
-        """Scope in which vLLM's runner is constructed; a device without streams and events of its
-        own lends host stand-ins here."""
-        return nullcontext()
-

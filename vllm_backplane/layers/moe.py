@@ -80,13 +80,12 @@ class BackplaneFusedMoEMethod(UnquantizedFusedMoEMethod):
         self._activation = Activation.of(moe)
         if getattr(moe, "has_hash_routing", False):
             raise BindingError(
-                "experts chosen by a table of token ids (hash routing) are not supported by Backplane; choose "
-                "another model"
+                "experts chosen by a table of token ids (hash routing) are not supported by Backplane; "
+                "choose another model"
             )
         if moe.routing_method == RoutingMethodType.Simulated:
             raise BindingError(
-                "simulated routing is not supported by Backplane; unset "
-                "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+                "simulated routing is not supported by Backplane; unset VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
             )
 
     @property

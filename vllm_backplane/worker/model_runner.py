@@ -1,7 +1,7 @@
 """The model runner: vLLM's own, whichever of its two it asks for, with the sampler bound to our operators.
 
 Nothing is copied from vLLM's runners. What they assume of CUDA they reach through `torch.Event`, `torch.cuda.Stream`
-and Triton kernels; the device lends the first two while the runner is built (`Device.runner_types`), and
+and Triton kernels: `host_stand_ins.py` answers for the first two where the device has none, and
 `layers/runner_kernels.py` replaces the third.
 """
 
@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_backplane.device import Device
+from vllm_backplane.worker.host_stand_ins import host_events
 
 
 def make_model_runner(vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> Any:
@@ -24,5 +25,5 @@ def make_model_runner(vllm_config: VllmConfig, torch_device: torch.device, devic
         from vllm_backplane.worker.runner_v2 import BackplaneModelRunnerV2 as cls
     else:
         from vllm_backplane.worker.runner_v1 import BackplaneModelRunnerV1 as cls
-    with device.runner_types():
+    with host_events(device):
         return cls(vllm_config, torch_device, device)

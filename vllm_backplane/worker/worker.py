@@ -24,6 +24,7 @@ from vllm_backplane.errors import BackplaneError
 from vllm_backplane.ops import resolution
 from vllm_backplane.runtime import configured
 from vllm_backplane.worker import memory
+from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.kv_storage import KvCacheStorage
 from vllm_backplane.worker.model_runner import make_model_runner
 
@@ -44,6 +45,7 @@ class BackplaneWorker(Worker):
         self.card = self._card()
         self.device = self.accelerator.torch_device(self.card)
         self.accelerator.set_current(self.card)
+        answer_for(self.accelerator, self.card)
         current_platform.check_if_supports_dtype(self.model_config.dtype)
         self._freeze_operators()
         init_worker_distributed_environment(

@@ -39,7 +39,9 @@ def wrapper(
     return made
 
 
-def low_rank(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapters: tuple[int, ...], scale: float) -> np.ndarray:
+def low_rank(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapters: tuple[int, ...], scale: float
+) -> np.ndarray:
     out = np.zeros((x.shape[0], b.shape[2]))
     for row, adapter in enumerate(adapters):
         place = slot(adapter)
@@ -64,7 +66,9 @@ def test_linear_with_slices(is_prefill: bool) -> None:
     sizes = (5, 3, 4)
     a = tuple(stacked(RANK, WIDTH, seed=10 + i) for i in range(3))
     b = tuple(stacked(size, RANK, seed=20 + i) for i, size in enumerate(sizes))
-    wanted = y.double().numpy() + np.concatenate([low_rank(x, *pair, TOKENS, 0.5) for pair in zip(a, b, strict=True)], 1)
+    wanted = y.double().numpy() + np.concatenate(
+        [low_rank(x, *pair, TOKENS, 0.5) for pair in zip(a, b, strict=True)], 1
+    )
     wrapper(is_prefill=is_prefill).add_lora_linear(y, x, a, b, 0.5, sizes)
     close(y, wanted)
 

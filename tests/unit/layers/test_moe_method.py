@@ -17,6 +17,7 @@ from vllm.model_executor.models.llama4 import Llama4MoE
 
 from vllm_backplane.errors import BindingError
 from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
+from vllm_backplane.ops.moe import PLAIN as PLAIN_ACTIVATIONS
 
 EXPERTS, HIDDEN, INNER = 8, 16, 6
 
@@ -181,16 +182,14 @@ def test_biases_and_alternating_gate(config: VllmConfig) -> None:
     close(forward(runner, config), expected(runner, best_two, swigluoai))
 
 
-def test_without_gate(config: VllmConfig) -> None:
-    runner = build(activation="relu2_no_mul", ckpt_names=("up_proj", "down_proj", None))
-    assert runner.routed_experts.w13_weight.shape == (EXPERTS, INNER, HIDDEN)
-    close(forward(runner, config), expected(runner, best_two, lambda h: np.maximum(h, 0) ** 2))
-
-
 @pytest.mark.parametrize(
     ("activation", "settings", "formula"),
     [
-        ("silu", {"swiglu_limit": 0.5}, lambda g, u: np.minimum(g, 0.5) * sigmoid(np.minimum(g, 0.5)) * np.clip(u, -0.5, 0.5)),
+        (
+            "silu",
+            {"swiglu_limit": 0.5},
+            lambda g, u: np.minimum(g, 0.5) * sigmoid(np.minimum(g, 0.5)) * np.clip(u, -0.5, 0.5),
+        ),
         (
             "swigluoai_uninterleave",
             {"swiglu_limit": 1.0, "swiglu_alpha": 1.7, "swiglu_beta": 1.0},
@@ -200,19 +199,30 @@ def test_without_gate(config: VllmConfig) -> None:
         ("situ", {"activation_situ_beta": 2.0}, lambda g, u: 2 * np.tanh(g / 2) * sigmoid(g) * u),
     ],
     ids=["silu", "swigluoai_uninterleave", "swiglustep", "situ"],
-)  # fmt: skip
+)
 def test_other_gates(config: VllmConfig, activation: str, settings: dict[str, float], formula: Any) -> None:
     runner = build(activation=activation, **settings)
     close(forward(runner, config), expected(runner, best_two, lambda h: formula(*np.split(h, 2))))
 
 
-@pytest.mark.parametrize("activation", [a for a in MoEActivation if a is not MoEActivation.RELU2])
-def test_every_activation_of_vllm_is_bound(config: VllmConfig, activation: MoEActivation) -> None:
-    names = ("gate_proj", "down_proj", "up_proj") if activation.is_gated else ("up_proj", "down_proj", None)
-    runner = build(
-        activation=activation.value, ckpt_names=names, swiglu_limit=5.0, activation_situ_beta=1.0
-    )
+GATED = [a for a in MoEActivation if a.is_gated and a is not MoEActivation.RELU2]
+PLAIN = [a for a in MoEActivation if not a.is_gated]
+
+
+@pytest.mark.parametrize("activation", GATED)
+def test_every_gated_activation_of_vllm_is_bound(config: VllmConfig, activation: MoEActivation) -> None:
+    runner = build(activation=activation.value, swiglu_limit=5.0, activation_situ_beta=1.0)
     assert np.isfinite(forward(runner, config)).all()
+
+
+@pytest.mark.parametrize("activation", PLAIN)
+def test_vllm_itself_refuses_experts_without_gate_out_of_tree(
+    config: VllmConfig, activation: MoEActivation
+) -> None:
+    """The operator computes them. When vLLM lets them through, this fails and the layer is to be tested."""
+    assert activation.value in PLAIN_ACTIVATIONS
+    with pytest.raises(NotImplementedError, match="is_act_and_mul=False"):
+        build(activation=activation.value, ckpt_names=("up_proj", "down_proj", None))
 
 
 def test_expert_parallel_ranks_add_up(config: VllmConfig) -> None:

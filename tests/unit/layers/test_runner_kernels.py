@@ -79,7 +79,16 @@ def test_eagle_prepare() -> None:
     sampled = ints(4, 5, -1, 6, -1, -1).view(2, 3)
     following, valid = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     spec_decode._eagle_prepare_next_token_padded(
-        sampled, torch.tensor([False, True]), ints(8, 9, 10), following, valid, 50, 3, 2, 3, BLOCK_SIZE_TOKENS=4
+        sampled,
+        torch.tensor([False, True]),
+        ints(8, 9, 10),
+        following,
+        valid,
+        50,
+        3,
+        2,
+        3,
+        BLOCK_SIZE_TOKENS=4,
     )
     assert following.tolist() == [5, 9]
     assert valid.tolist() == [2, 0]
@@ -209,7 +218,9 @@ def test_an_argument_that_is_gone_is_named() -> None:
     def adapter(*, output_ptr: torch.Tensor, input_pointer: torch.Tensor) -> None:
         raise AssertionError("never launched")
 
-    with pytest.raises(BindingError, match=r"expand_kernel has no argument 'input_pointer'; did you mean 'input_ptr'"):
+    with pytest.raises(
+        BindingError, match=r"expand_kernel has no argument 'input_pointer'; did you mean 'input_ptr'"
+    ):
         runner_kernels.launcher("vllm.v1.sample.rejection_sampler.expand_kernel", adapter)
 
 
@@ -232,8 +243,8 @@ def other_signature(monkeypatch: pytest.MonkeyPatch, arguments: str) -> str:
 def test_arguments_are_bound_by_name(monkeypatch: pytest.MonkeyPatch, by_keyword: bool) -> None:
     # The slot-mapping kernel until vLLM 0.31: another order, and a table of smaller blocks.
     names = (
-        "num_tokens, max_num_tokens, query_start_loc_ptr, positions_ptr, block_table_ptr, block_table_stride, "
-        "block_size, slot_mapping_ptr, KV_CACHE_BLOCK_SIZE, BLOCKS_PER_KV_BLOCK, TOTAL_CP_WORLD_SIZE, "
+        "num_tokens, max_num_tokens, query_start_loc_ptr, positions_ptr, block_table_ptr, "
+        "block_table_stride, block_size, slot_mapping_ptr, KV_CACHE_BLOCK_SIZE, BLOCKS_PER_KV_BLOCK, TOTAL_CP_WORLD_SIZE, "
         "TOTAL_CP_RANK, CP_KV_CACHE_INTERLEAVE_SIZE, PAD_ID, BLOCK_SIZE"
     )
     adapter = runner_kernels.ADAPTERS["vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"]

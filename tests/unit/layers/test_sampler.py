@@ -83,7 +83,12 @@ def cases() -> dict[str, dict[str, Any]]:
     mixed = torch.tensor([0.0, 0.8, 0.0, 1.2, 0.5, 0.0, 1.0, 2.0])
     return {
         "greedy": {"all_greedy": True, "all_random": False, "temperature": None},
-        "greedy with penalties": {"all_greedy": True, "all_random": False, "temperature": None, **penalties()},
+        "greedy with penalties": {
+            "all_greedy": True,
+            "all_random": False,
+            "temperature": None,
+            **penalties(),
+        },
         "random": {},
         "top-k": {"top_k": k},
         "top-p": {"top_p": p},
@@ -92,7 +97,10 @@ def cases() -> dict[str, dict[str, Any]]:
         "some seeded": {"top_p": p, "generators": (1, 4, 6)},
         "mixed temperatures": {"temperature": mixed, "all_random": False, "top_k": k, "generators": (3,)},
         "everything": {"temperature": mixed, "all_random": False, "top_k": k, "top_p": p, **penalties()},
-        "allowed tokens": {"allowed_token_ids_mask": torch.arange(VOCABULARY).repeat(BATCH, 1) > 4, "top_p": p},
+        "allowed tokens": {
+            "allowed_token_ids_mask": torch.arange(VOCABULARY).repeat(BATCH, 1) > 4,
+            "top_p": p,
+        },
         "bad words": {"bad_words_token_ids": {0: [[3], [3, 4]]}, "top_k": k},
     }
 

@@ -29,7 +29,12 @@ def ints(values: list[int]) -> torch.Tensor:
 def greedy(counts: list[int], drafts: list[int], target: list[int], bonus: list[int], is_greedy=None) -> list:
     out = fresh(counts)
     ops.rejection_greedy_sample(
-        out, ends(counts), ints(drafts), torch.tensor(target, dtype=torch.int64), ints(bonus).view(-1, 1), is_greedy
+        out,
+        ends(counts),
+        ints(drafts),
+        torch.tensor(target, dtype=torch.int64),
+        ints(bonus).view(-1, 1),
+        is_greedy,
     )
     return out.tolist()
 
@@ -53,7 +58,11 @@ def test_greedy_padding_is_rejected() -> None:
 
 def test_greedy_without_drafts_gives_the_bonus() -> None:
     assert greedy([0, 0], [], [], [8, 9]) == [[8], [9]]
-    assert greedy([0, 2, 0], [5, 6], [5, 1], [7, 8, 9]) == [[7, EMPTY, EMPTY], [5, 1, EMPTY], [9, EMPTY, EMPTY]]
+    assert greedy([0, 2, 0], [5, 6], [5, 1], [7, 8, 9]) == [
+        [7, EMPTY, EMPTY],
+        [5, 1, EMPTY],
+        [9, EMPTY, EMPTY],
+    ]
 
 
 def test_greedy_without_requests() -> None:
@@ -136,12 +145,14 @@ def test_random(mode: str, counts: list[int]) -> None:
             torch.tensor(is_greedy, dtype=torch.bool),
             None if rates is None else torch.tensor(rates),
         )
-        wanted = expected_random(counts, drafts, draft_probs, target, bonus, recovered, uniform, is_greedy, rates)
+        wanted = expected_random(
+            counts, drafts, draft_probs, target, bonus, recovered, uniform, is_greedy, rates
+        )
         assert out.tolist() == wanted
 
 
 def test_the_output_follows_the_target_distribution() -> None:
-    """The theorem behind it all: whatever the draft proposes, the first token is distributed as the target."""
+    """The theorem behind it all: whatever is drafted, the first token is distributed as the target."""
     generator = torch.Generator().manual_seed(11)
     trials = 40_000
     target, draft = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.2, 0.7])
@@ -150,7 +161,9 @@ def test_the_output_follows_the_target_distribution() -> None:
     noise = torch.empty(trials, 3).exponential_(generator=generator)
     recovered = torch.empty(trials, dtype=torch.int32)
     target_probs, draft_probs = target.repeat(trials, 1), draft.repeat(trials, 1)
-    ops.sample_recovered_tokens(recovered, ends(counts), drafts, draft_probs, target_probs, noise.reciprocal())
+    ops.sample_recovered_tokens(
+        recovered, ends(counts), drafts, draft_probs, target_probs, noise.reciprocal()
+    )
     out = fresh(counts)
     uniform = torch.rand(trials, dtype=torch.float64, generator=generator)
     bonus, not_greedy = torch.zeros(trials, 1, dtype=torch.int32), torch.zeros(trials, dtype=torch.bool)

@@ -34,7 +34,9 @@ def softmax(row: list[float]) -> list[float]:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_greedy_takes_the_first_maximum(rows: list[list[float]], expected: list[int], dtype: torch.dtype) -> None:
+def test_greedy_takes_the_first_maximum(
+    rows: list[list[float]], expected: list[int], dtype: torch.dtype
+) -> None:
     chosen = ops.greedy_argmax(torch.tensor(rows, dtype=dtype))
     assert chosen.dtype == torch.int64
     assert chosen.tolist() == expected
@@ -52,7 +54,7 @@ def expected_top_k_top_p(row: list[float], k: int | None, p: float | None) -> se
         return {i for i in chosen if row[i] > -INF}
     probabilities = softmax([row[i] for i in chosen])
     result: set[int] = set()
-    # From the likeliest down: a token stays while what is less likely than it, with it, weighs more than 1 - p.
+    # From the likeliest down: a token stays while it and all less likely ones together outweigh 1 - p.
     for place, index in enumerate(chosen):
         if place == 0 or sum(probabilities[place:]) > 1 - p:
             result.add(index)
@@ -153,7 +155,9 @@ def test_penalties_keep_banned_tokens_banned() -> None:
 def test_penalties_without_output_tokens() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0]])
     empty = torch.empty(1, 0, dtype=torch.int64)
-    ops.apply_penalties(logits, torch.tensor([[0, 1]]), empty, torch.ones(1), torch.ones(1), torch.full((1,), 2.0))
+    ops.apply_penalties(
+        logits, torch.tensor([[0, 1]]), empty, torch.ones(1), torch.ones(1), torch.full((1,), 2.0)
+    )
     assert logits.tolist() == [[1.0, -4.0, 2.0]]
 
 

@@ -45,7 +45,13 @@ def run(
 
 
 def expected(
-    lengths: list[int], first: list[int], table: torch.Tensor, block_size: int, world: int, rank: int, interleave: int
+    lengths: list[int],
+    first: list[int],
+    table: torch.Tensor,
+    block_size: int,
+    world: int,
+    rank: int,
+    interleave: int,
 ) -> list[int]:
     """Hand positions out to ranks in runs; each rank fills its own blocks in order."""
     slots: list[int] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ import numpy
 import torch
 
 from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties
-from vllm_backplane.devices.cpu import host_accelerator, host_memory, native
+from vllm_backplane.devices.cpu import host_memory, native
 from vllm_backplane.options import Option, integer
 
 
@@ -42,9 +41,6 @@ class CpuDevice(Device):
     @classmethod
     def probe(cls) -> Probe:
         return Probe(available=True, count=1)
-
-    def load(self) -> None:
-        host_accelerator.install()
 
     def load_kernels(self) -> None:
         native.load()
@@ -82,9 +78,6 @@ class CpuDevice(Device):
     def prepare_worker(self, local_rank: int, local_world_size: int) -> None:
         threads = self.settings["threads"] or max(usable_cores() // local_world_size, 1)
         torch.set_num_threads(threads)
-
-    def runner_types(self) -> AbstractContextManager[None]:
-        return host_accelerator.runner_types()
 
     @cached_property
     def _model_name(self) -> str:
