@@ -27,6 +27,6 @@ class OperatorError(BackplaneError):
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'device'?``, or an empty string."""
+    """The end of a sentence about an unknown word: ``; did you mean 'device'?``, or a full stop."""
     match = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else ""
+    return f"; did you mean {match[0]!r}?" if match else "."

@@ -129,13 +129,15 @@ def resolve(
                 f"unknown option {key!r} in the 'backplane' section of --additional-config"
                 f"{nearest(str(key), known)} Known: {', '.join(known)}."
             )
-    variables = {
-        option.variable(scope): (scope, option)
-        for scope, options in scopes.items()
-        for option in options
-    }
+    variables: dict[str, str] = {}
+    for scope, options in scopes.items():
+        for option in options:
+            variable, path = option.variable(scope), f"{scope}.{option.key}" if scope else option.key
+            if variable in variables:
+                raise OptionError(f"options {variables[variable]!r} and {path!r} share the variable {variable}")
+            variables[variable] = path
     for variable in environment:
-        if variable.startswith(PREFIX) and variable not in variables | dict.fromkeys(OTHER_VARIABLES):
+        if variable.startswith(PREFIX) and variable not in variables and variable not in OTHER_VARIABLES:
             known_variables = sorted([*variables, *OTHER_VARIABLES])
             raise OptionError(
                 f"unknown variable {variable}{nearest(variable, known_variables)} "

@@ -7,7 +7,7 @@ vLLM outside of any try block, so the error reaches the user instead of becoming
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.logger import init_logger
@@ -39,7 +39,7 @@ class BackplanePlatform(Platform):
     device_control_env_var = _device.visible_cards_variable
     ray_device_key = _device.ray_resource
     simple_compile_backend = "eager"  # small helper functions: compiling them costs start-up, not steps
-    supported_quantization: list[str] = []
+    supported_quantization: ClassVar[list[str]] = []
 
     # --- identity and properties ------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class BackplanePlatform(Platform):
         return _device.capabilities.pinned_memory
 
     @classmethod
-    def is_sleep_mode_available(cls) -> bool:  # type: ignore[override]  # upstream: an instance method
+    def is_sleep_mode_available(cls) -> bool:  # upstream: an instance method
         return _device.capabilities.sleep
 
     @classmethod

@@ -16,7 +16,7 @@ class BackplaneAttentionBackend(AttentionBackend):
     forward_includes_kv_cache_update = False
     accept_output_buffer = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [  # type: ignore[assignment]  # upstream: a Literal
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
         "auto",
         "float16",
         "bfloat16",

@@ -36,7 +36,10 @@ _OURS = "vllm_backplane.layers"
 
 def _activation(name: str, *operators: str) -> Binding:
     return Binding(
-        f"{_ACTIVATION}:{name}", f"{_OURS}.activation:Backplane{name}", operators, "one pass over the gate and up halves"
+        f"{_ACTIVATION}:{name}",
+        f"{_OURS}.activation:Backplane{name}",
+        operators,
+        "one pass over the gate and up halves",
     )
 
 
@@ -54,7 +57,10 @@ _LINEAR = "vllm.model_executor.layers.linear"
 
 def _linear(name: str) -> Binding:
     return Binding(
-        f"{_LINEAR}:{name}", f"{_OURS}.linear:Backplane{name}", ("linear",), "the device owns the product and the packing"
+        f"{_LINEAR}:{name}",
+        f"{_OURS}.linear:Backplane{name}",
+        ("linear",),
+        "the device owns the product and the packing",
     )
 
 
@@ -126,7 +132,7 @@ def load(path: str) -> Any:
         ) from None
 
 
-def check(binding: Binding) -> tuple[type, type]:
+def check(binding: Binding) -> tuple[Any, Any]:
     """(upstream class, replacement), or BindingError."""
     from vllm.model_executor.custom_op import CustomOp, PluggableLayer
 
@@ -157,5 +163,5 @@ def bind() -> None:
         op_name = getattr(upstream, "name", None)
         upstream.register_oot(replacement)
         if op_name is not None:
-            # register_oot renames the class after the layer; options such as custom_ops=["-silu_and_mul"] use this name.
+            # register_oot overwrites the name by which users switch an operator on or off (custom_ops).
             replacement.name = op_name

@@ -25,6 +25,8 @@ class BackplaneEmbeddingMethod(UnquantizedEmbeddingMethod):
 
 
 class _OnOperators(VocabParallelEmbedding):
+    quant_method: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if type(self.quant_method) is UnquantizedEmbeddingMethod:

@@ -30,6 +30,8 @@ class BackplaneLinearMethod(UnquantizedLinearMethod):
 
 
 class _OnOperators(LinearBase):
+    quant_method: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if type(self.quant_method) is UnquantizedLinearMethod:

@@ -68,7 +68,8 @@ class Budget:
             raise BackplaneError(
                 f"nothing is left for the KV cache on {self.device.name}: {gib(self.allowed)} allowed "
                 f"(share {self.share:.2f} of {gib(self.free_at_start)} free at start), weights took {gib(taken)} and a "
-                f"largest step needs {gib(activations)}; raise BACKPLANE_MEMORY_SHARE, lower --max-num-batched-tokens, or free memory"
+                f"largest step needs {gib(activations)}; raise BACKPLANE_MEMORY_SHARE, lower "
+                "--max-num-batched-tokens, or free memory"
             )
         return left
 

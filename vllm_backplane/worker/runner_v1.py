@@ -12,6 +12,8 @@ from vllm_backplane.layers.sampler import replace_sampler
 
 
 class BackplaneModelRunnerV1(GPUModelRunner):
+    max_num_tokens: int
+
     def __init__(self, vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> None:
         self.accelerator = device
         super().__init__(vllm_config, torch_device)

@@ -244,8 +244,8 @@ def test_arguments_are_bound_by_name(monkeypatch: pytest.MonkeyPatch, by_keyword
     # The slot-mapping kernel until vLLM 0.31: another order, and a table of smaller blocks.
     names = (
         "num_tokens, max_num_tokens, query_start_loc_ptr, positions_ptr, block_table_ptr, "
-        "block_table_stride, block_size, slot_mapping_ptr, KV_CACHE_BLOCK_SIZE, BLOCKS_PER_KV_BLOCK, TOTAL_CP_WORLD_SIZE, "
-        "TOTAL_CP_RANK, CP_KV_CACHE_INTERLEAVE_SIZE, PAD_ID, BLOCK_SIZE"
+        "block_table_stride, block_size, slot_mapping_ptr, KV_CACHE_BLOCK_SIZE, BLOCKS_PER_KV_BLOCK, "
+        "TOTAL_CP_WORLD_SIZE, TOTAL_CP_RANK, CP_KV_CACHE_INTERLEAVE_SIZE, PAD_ID, BLOCK_SIZE"
     )
     adapter = runner_kernels.ADAPTERS["vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"]
     launch = runner_kernels.launcher(other_signature(monkeypatch, names), adapter)

@@ -128,12 +128,7 @@ def activate(name: str, h: np.ndarray, alpha: float, limit: float | None, beta: 
     if name == "gelu_tanh":
         return gelu_tanh(gate) * up
     if name == "situ":
-        return (
-            alpha
-            * np.tanh(gate / alpha)
-            * sigmoid(gate)
-            * (up if limit is None else limit * np.tanh(up / limit))
-        )
+        return alpha * np.tanh(gate / alpha) * sigmoid(gate) * (up if limit is None else limit * np.tanh(up / limit))
     if name == "swiglustep":
         return np.minimum(gate * sigmoid(gate), bound) * np.clip(up, -bound, bound)
     gate, up = np.minimum(gate, bound), np.clip(up, -bound, bound)
@@ -172,15 +167,11 @@ def experts(
     return out
 
 
-def problem(
-    tokens: int, count: int, top_k: int, gated: bool, ids_below: int | None = None
-) -> list[torch.Tensor]:
+def problem(tokens: int, count: int, top_k: int, gated: bool, ids_below: int | None = None) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens + count)
     hidden, inner = 10, 6
     width = 2 * inner if gated else inner
-    ids = torch.stack(
-        [torch.randperm(ids_below or count, generator=generator)[:top_k] for _ in range(tokens)]
-    )
+    ids = torch.stack([torch.randperm(ids_below or count, generator=generator)[:top_k] for _ in range(tokens)])
     return [
         torch.randn(tokens, hidden, generator=generator),
         torch.randn(count, width, hidden, generator=generator) * 0.7,

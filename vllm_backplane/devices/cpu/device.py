@@ -21,7 +21,6 @@ class CpuDevice(Device):
     torch_type: ClassVar[str] = "cpu"
     dispatch_key: ClassVar[str] = "CPU"
     priority: ClassVar[int] = 0  # last: any accelerator that is there is preferred
-    visible_cards_variable: ClassVar[str] = "BACKPLANE_CPU_VISIBLE"
     capabilities: ClassVar[Capabilities] = Capabilities(
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         kv_cache_dtypes=("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),

@@ -1,0 +1,38 @@
+"""Fixtures of the end-to-end tests, and the logs of children in the report of a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import tiny_models
+from vllm_backplane.models import obtain
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+    report = yield
+    if report.failed:
+        for command, log in processes.logs[-4:]:
+            if log.exists():
+                report.sections.append((f"end of {log} ({command})", processes.tail(log)))
+    return report
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    return obtain("smollm2")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    return obtain("minilm")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
+    """Llama with 4 heads, 2 KV heads and 4 layers, which divide by two as SmolLM2's 9 heads do not."""
+    return tiny_models.save_llama(tmp_path_factory.mktemp("tiny-llama"), tokenizer_of=smollm2)

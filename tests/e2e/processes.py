@@ -1,0 +1,136 @@
+"""Child processes of the tests: each in a session of its own, with a log, and gone when the test is over.
+
+vLLM starts processes that start processes, so what a test leaves behind is found in two ways: by descent, from a list
+taken while the parents lived, and by session, which a process keeps when its parent dies.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+SCRIPTS = Path(sys.executable).parent
+TAIL_LINES = 80
+
+logs: list[tuple[str, Path]] = []
+"""(command, log) of every child of the test that runs, for the report of a failure."""
+
+
+def environment(**changes: str | None) -> dict[str, str]:
+    """This process's environment for a child: offline, without reports to anyone; a None removes a variable."""
+    result = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    for name, value in changes.items():
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = value
+    return result
+
+
+def tail(log: Path, lines: int = TAIL_LINES) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+class Child:
+    """A command in a session of its own. Use it as a context manager: leaving kills the whole session."""
+
+    def __init__(self, command: Sequence[str], log: Path, variables: Mapping[str, str | None] | None = None) -> None:
+        self.command = list(command)
+        self.log = log
+        self._seen: dict[int, psutil.Process] = {}
+        logs.append((" ".join(self.command), log))
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(**(variables or {})),
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, timeout: float) -> int:
+        """The exit status; a child that does not end in time fails the test with its log."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout} s: {self.command}\n{tail(self.log)}") from None
+
+    def descendants(self) -> list[psutil.Process]:
+        """The processes below this one now. They are remembered, so that `left_over` knows them as orphans."""
+        try:
+            found = psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            found = []
+        self._seen.update({process.pid: process for process in found})
+        return found
+
+    def left_over(self) -> list[psutil.Process]:
+        """Everything of this child that lives: itself, remembered descendants, members of its session."""
+        candidates = {process.pid: process for process in _session(self.pid)} | self._seen
+        return [process for process in candidates.values() if _lives(process)]
+
+    def wait_for_nothing_left(self, seconds: float) -> list[psutil.Process]:
+        """What is left over after at most `seconds`."""
+        end = time.monotonic() + seconds
+        while (left := self.left_over()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return left
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the main process alone."""
+        os.kill(self.pid, number)
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """To the foreground process group, as a terminal does for Ctrl-C."""
+        os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        self.descendants()
+        # A process may start another while it is being killed, so until nothing is found.
+        while left := self.left_over():
+            for process in left:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    pass
+            if self.process.poll() is None:
+                self.process.wait(30)
+            psutil.wait_procs(left, timeout=30)
+
+
+def _session(leader: int) -> Iterable[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader:
+                yield process
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def _lives(process: psutil.Process) -> bool:
+    """A zombie does not count: it holds nothing, and who reaps it depends on the machine's first process."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

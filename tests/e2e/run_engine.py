@@ -1,0 +1,84 @@
+"""Runs vLLM engines for the tests, one after another, in a process of its own: run_engine.py JOBS RESULTS.
+
+JOBS is a JSON list. A job has the arguments of one engine and the batches it is to do; the results say what came out and
+where it ran. An engine that fails has its traceback as result, and the next one is tried.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def chosen(step: dict[int, Any] | None, token: int) -> float | None:
+    return None if step is None else step[token].logprob
+
+
+def describe(output: Any) -> dict[str, Any]:
+    """One request's result; the log-probabilities are those of the tokens that are there."""
+    first = output.outputs[0]
+    result: dict[str, Any] = {
+        "token_ids": list(first.token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "finish_reason": first.finish_reason,
+    }
+    if first.logprobs is not None:
+        result["logprobs"] = [chosen(step, token) for step, token in zip(first.logprobs, first.token_ids, strict=True)]
+    if output.prompt_logprobs is not None:
+        steps = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
+        result["prompt_logprobs"] = [chosen(step, token) for step, token in steps]
+    return result
+
+
+def generate(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(**batch["sampling"])
+    prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
+    groups = [[prompt] for prompt in prompts] if batch.get("one_by_one") else [prompts]
+    return [describe(output) for group in groups for output in engine.generate(group, parameters, use_tqdm=False)]
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    engine = LLM(**job["engine"])
+    try:
+        config = engine.llm_engine.vllm_config
+        result: dict[str, Any] = {
+            "platform": type(current_platform).__name__,
+            "device": current_platform.device_type,
+            "worker": config.parallel_config.worker_cls,
+            "dtype": str(config.model_config.dtype),
+            "batches": [generate(engine, batch) for batch in job.get("batches", ())],
+        }
+        if "embed" in job:
+            outputs = engine.embed(job["embed"], use_tqdm=False)
+            result["embeddings"] = [output.outputs.embedding for output in outputs]
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+    return result
+
+
+def main() -> None:
+    jobs, results = Path(sys.argv[1]), Path(sys.argv[2])
+    done: list[dict[str, Any]] = []
+    for job in json.loads(jobs.read_text()):
+        print(f"=== engine {len(done)}: {job['engine']}", flush=True)
+        try:
+            done.append(run(job))
+        except Exception:  # it is the result
+            done.append({"error": traceback.format_exc()})
+            print(done[-1]["error"], flush=True)
+    results.write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    main()

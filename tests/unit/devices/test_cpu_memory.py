@@ -1,0 +1,63 @@
+"""Memory of the host, bounded by control groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import psutil
+
+from vllm_backplane.devices.cpu import CpuDevice
+from vllm_backplane.devices.cpu.host_memory import control_group_limits, host_memory, own_peak_memory, reset_peak
+
+
+def _write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_version_2_limits_count_from_the_own_group_to_the_root(tmp_path: Path) -> None:
+    root, membership = tmp_path / "cgroup", tmp_path / "self"
+    membership.write_text("0::/a/b\n")
+    _write(root / "a" / "b", memory__max="max\n", memory__current="50\n")
+    _write(root / "a", memory__max="1000\n", memory__current="600\n", memory__stat="inactive_file 100\nanon 400\n")
+    assert control_group_limits(root, membership) == [(1000, 500)]
+
+
+def test_version_1_limits_and_its_way_of_writing_no_limit(tmp_path: Path) -> None:
+    root, membership = tmp_path / "cgroup", tmp_path / "self"
+    membership.write_text("5:cpu,cpuacct:/x\n4:memory:/x\n")
+    _write(root / "memory" / "x", memory__limit_in_bytes="2048\n", memory__usage_in_bytes="48\n")
+    _write(root / "memory", memory__limit_in_bytes="9223372036854771712\n", memory__usage_in_bytes="4096\n")
+    assert control_group_limits(root, membership) == [(2048, 48)]
+
+
+def test_no_control_groups_means_no_limits(tmp_path: Path) -> None:
+    assert control_group_limits(tmp_path, tmp_path / "missing") == []
+
+
+def test_the_machine_is_never_overstated() -> None:
+    now, machine = host_memory(), psutil.virtual_memory()
+    assert 0 < now.free <= now.total <= machine.total
+
+
+def test_peak_follows_what_was_allocated_and_starts_again() -> None:
+    reset_peak()
+    start = own_peak_memory()
+    block = numpy.ones(64 << 20, dtype=numpy.int8)
+    grown = own_peak_memory()
+    assert grown - start > 48 << 20
+    del block
+    assert own_peak_memory() - start > 48 << 20  # the mark stays when the memory goes
+    reset_peak()
+    assert grown - own_peak_memory() > 48 << 20
+
+
+def test_the_cache_is_zero_and_costs_nothing_until_it_is_written() -> None:
+    device = CpuDevice()
+    before = device.own_memory()
+    cache = device.zeroed_bytes(1 << 30)
+    assert cache.numel() == 1 << 30
+    assert device.own_memory() - before < 64 << 20
+    assert not cache[:: 1 << 20].any()

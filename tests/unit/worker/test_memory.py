@@ -1,0 +1,86 @@
+"""The memory budget of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+
+from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.worker.memory import GIB, Budget, extrapolate
+
+
+class Card(Device):
+    name = "card"
+    torch_type = "cpu"
+    dispatch_key = "CPU"
+    capabilities: ClassVar[Capabilities] = Capabilities()
+    free = 10 * GIB
+    own = 0
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(available=True, count=1)
+
+    def memory(self, index: int = 0) -> MemoryInfo:
+        return MemoryInfo(total=16 * GIB, free=self.free)
+
+    def own_memory(self, index: int = 0) -> int:
+        return self.own
+
+
+class HostCard(Card):
+    capabilities = replace(Card.capabilities, host_memory=True)
+
+
+def test_the_cache_gets_what_weights_and_activations_leave() -> None:
+    card = Card()
+    budget = Budget.at_start(card, 0, share=0.5, workers=2)
+    assert budget.allowed == 5 * GIB  # cards are not shared, so the second worker takes nothing away
+    card.own, card.free = 2 * GIB, 8 * GIB
+    assert budget.kv_cache_bytes(None, activations=GIB) == 2 * GIB
+
+
+def test_workers_that_share_the_host_divide_its_memory() -> None:
+    assert Budget.at_start(HostCard(), 0, share=0.5, workers=2).allowed == 5 * GIB // 2
+
+
+def test_the_cache_never_exceeds_the_share_of_what_is_free_now() -> None:
+    card = Card()
+    budget = Budget.at_start(card, 0, share=0.5, workers=1)
+    card.free = 2 * GIB  # somebody else took the rest meanwhile
+    assert budget.kv_cache_bytes(None, activations=0) == GIB
+
+
+def test_nothing_left_is_an_error_with_the_numbers() -> None:
+    card = Card()
+    budget = Budget.at_start(card, 0, share=0.1, workers=1)
+    card.own = 2 * GIB
+    with pytest.raises(BackplaneError, match=r"1\.00 GiB allowed .*weights took 2\.00 GiB.*BACKPLANE_MEMORY_SHARE"):
+        budget.kv_cache_bytes(None, activations=0)
+
+
+def test_asking_for_more_than_there_is_names_both_numbers() -> None:
+    budget = Budget.at_start(Card(), 0, share=0.5, workers=1)
+    with pytest.raises(BackplaneError, match=r"20\.00 GiB was asked for, and 9\.00 GiB of 16\.00 GiB is free"):
+        budget.kv_cache_bytes(20 * GIB, activations=GIB)
+    assert budget.kv_cache_bytes(3 * GIB, activations=GIB) == 3 * GIB
+
+
+def test_the_messages_show_share_and_size() -> None:
+    budget = Budget.at_start(HostCard(), 0, share=0.5, workers=2)
+    assert "0.50 of that / 2 workers = 2.50 GiB" in budget.describe()
+    assert budget.describe_kv_cache(GIB, None, GIB // 2).startswith("KV cache: 1.00 GiB; 0.50 GiB are kept")
+    assert "as asked for" in budget.describe_kv_cache(GIB, GIB, 0)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "tokens", "expected"),
+    [({128: 100, 256: 150}, 512, 250), ({128: 100}, 512, 100), ({128: 150, 256: 140}, 1024, 140)],
+)
+def test_activations_grow_on_the_measured_line_and_never_shrink(
+    peaks: dict[int, int], tokens: int, expected: int
+) -> None:
+    assert extrapolate(peaks, tokens) == expected
