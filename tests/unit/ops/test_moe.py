@@ -236,6 +236,14 @@ def test_padded_ids_add_nothing() -> None:
     assert got[1].abs().max() == 0
 
 
+def test_padded_ids_add_nothing_under_a_map_either() -> None:
+    args = problem(3, 2, 2, True)
+    args[4][0] = -1
+    got = ops.moe_experts(*args, "silu", None, None, torch.tensor([1, 0], dtype=torch.int32))
+    assert got[0].abs().max() == 0
+    np.testing.assert_allclose(got.numpy(), experts(*args, "silu", None, None, [1, 0]), rtol=1e-4, atol=1e-5)
+
+
 def test_weight_on_the_input() -> None:
     args = problem(6, 4, 1, True)
     got = ops.moe_experts(*args, "silu", None, None, None, True)

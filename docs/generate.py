@@ -1,0 +1,107 @@
+"""Fill the tables and quotations in the documentation from the code: python docs/generate.py [--check].
+
+A block between `<!-- begin NAME -->` and `<!-- end NAME -->` belongs to this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "docs/architecture.md", "docs/operators.md")
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    lines = ["| " + " | ".join(header) + " |", "| " + " | ".join("---" for _ in header) + " |"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def options() -> str:
+    from vllm_backplane.device import discover
+    from vllm_backplane.options import OTHER_VARIABLES
+    from vllm_backplane.runtime import OPTIONS
+
+    def row(scope: str, option) -> tuple[str, ...]:  # type: ignore[no-untyped-def]
+        key = f"{scope}.{option.key}" if scope else option.key
+        shown = "none" if option.default in (None, ()) else f"`{option.default}`"
+        return f"`{key}`", f"`{option.variable(scope)}`", shown, option.help
+
+    # A device of another distribution may be installed here; it documents itself.
+    shipped = {name: entry for name, entry in discover().items() if entry.source == "vllm-backplane"}
+    rows = [row("", option) for option in OPTIONS]
+    rows += [row(name, option) for name, entry in sorted(shipped.items()) for option in entry.options()]
+    rows += [("", f"`{name}`", "none", text[0].upper() + text[1:] + ".") for name, text in OTHER_VARIABLES.items()]
+    return table(("key", "variable", "default", "meaning"), rows)
+
+
+def bindings() -> str:
+    from vllm_backplane.layers.binding import BINDINGS
+
+    return table(
+        ("vLLM's layer", "replacement", "operators", "why"),
+        (
+            (
+                f"`{b.layer}`",
+                f"`{b.replacement.removeprefix('vllm_backplane.')}`",
+                ", ".join(f"`{o}`" for o in b.operators),
+                b.reason,
+            )
+            for b in BINDINGS
+        ),
+    )
+
+
+def operators() -> str:
+    from vllm_backplane import ops  # noqa: F401  # declares them
+    from vllm_backplane.ops.operator import declared
+
+    ordered = sorted(declared().values(), key=lambda o: (o.family, o.name))
+    return table(("family", "operator", "what it computes"), ((o.family, f"`{o.name}`", o.summary) for o in ordered))
+
+
+def minimal_device() -> str:
+    return "```python\n" + (ROOT / "examples/minimal_device/minimal_device.py").read_text().rstrip() + "\n```"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "options": options,
+    "bindings": bindings,
+    "operators": operators,
+    "minimal device": minimal_device,
+}
+
+
+def filled(text: str) -> str:
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"<!-- begin {name} -->\n{BLOCKS[name]()}\n<!-- end {name} -->"
+
+    return re.sub(r"<!-- begin ([a-z ]+) -->\n.*?<!-- end \1 -->", fill, text, flags=re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is stale")
+    check = parser.parse_args().check
+    stale = []
+    for page in PAGES:
+        path = ROOT / page
+        old = path.read_text()
+        new = filled(old)
+        if new != old:
+            stale.append(page)
+            if not check:
+                path.write_text(new)
+    for page in stale:
+        print(f"{page}: {'stale; run python docs/generate.py' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""The documentation says what the code says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_generated_tables_are_fresh() -> None:
+    run = subprocess.run(
+        [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_example_device_is_as_small_as_the_readme_says() -> None:
+    source = (ROOT / "examples/minimal_device/minimal_device.py").read_text()
+    assert len(source.splitlines()) <= 30
+    assert source.rstrip() in (ROOT / "README.md").read_text()
+
+
+def test_every_linked_file_exists() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+            if not target.startswith(("http://", "https://")):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_make_target_in_the_readme_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"`make ([a-z]+)", (ROOT / "README.md").read_text())):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
