@@ -25,39 +25,46 @@ def load(folder: Path) -> Any:
     return model.eval()
 
 
-def _continue(step: Any, tokens: int) -> Continuation:
-    ids, logprobs, margin = [], [], float("inf")
-    for _ in range(tokens):
-        scores = torch.log_softmax(step(ids).double(), dim=-1)
-        (first, second), (token, _) = (part.tolist() for part in scores.topk(2))
-        margin = min(margin, first - second)
-        ids.append(token)
-        logprobs.append(first)
-    return Continuation(ids, logprobs, margin)
-
-
 @torch.inference_mode()
-def continue_with_cache(model: Any, prompt: Sequence[int], tokens: int) -> Continuation:
-    """Greedy, token by token, with transformers' KV cache."""
+def continue_together(model: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[Continuation]:
+    """Greedy, token by token, with transformers' KV cache; shorter prompts are padded on the left."""
     from transformers import DynamicCache
 
+    longest = max(map(len, prompts))
+    fed = torch.tensor([[0] * (longest - len(ids)) + list(ids) for ids in prompts])
+    mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
     cache = DynamicCache(config=model.config)
-
-    def step(ids: list[int]) -> torch.Tensor:
-        fed = torch.tensor([ids[-1:] or list(prompt)])
-        return model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-
-    return _continue(step, tokens)
+    steps: list[torch.Tensor] = []
+    for _ in range(tokens):
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -fed.shape[1] :]
+        output = model(
+            input_ids=fed,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        steps.append(output.logits[:, -1])
+        fed = steps[-1].argmax(-1, keepdim=True)
+        mask = torch.cat([mask, torch.ones_like(fed)], dim=1)
+    return [_continuation(row) for row in torch.stack(steps, dim=1)]
 
 
 @torch.inference_mode()
 def continue_without_cache(model: Any, prompt: Sequence[int], tokens: int) -> Continuation:
     """Greedy, with the whole sequence computed anew for every token: slow, and nothing to get wrong."""
+    ids, steps = list(prompt), []
+    for _ in range(tokens):
+        steps.append(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1])
+        ids.append(int(steps[-1].argmax()))
+    return _continuation(torch.stack(steps))
 
-    def step(ids: list[int]) -> torch.Tensor:
-        return model(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, -1]
 
-    return _continue(step, tokens)
+def _continuation(logits: torch.Tensor) -> Continuation:
+    """From the logits of each step."""
+    best, ids = torch.log_softmax(logits.double(), dim=-1).topk(2)
+    return Continuation(ids[:, 0].tolist(), best[:, 0].tolist(), float((best[:, 0] - best[:, 1]).min()))
 
 
 @torch.inference_mode()

@@ -18,7 +18,7 @@ GENERAL_GROUP = "vllm.general_plugins"
 ENDPOINT_GROUP = "vllm.endpoint_plugins"
 GROUPS = (PLATFORM_GROUP, GENERAL_GROUP, "vllm.io_processor_plugins", "vllm.stat_logger_plugins", ENDPOINT_GROUP)
 CALLED = (PLATFORM_GROUP, GENERAL_GROUP)
-"""Groups whose targets vLLM calls at start, in every process; the rest are called for a request or a server."""
+"""Groups whose targets vLLM calls at start, in every process."""
 
 OUR_DISTRIBUTION = "vllm-backplane"
 OUR_NAME = "backplane"
@@ -26,6 +26,8 @@ OUR_GROUPS = (PLATFORM_GROUP, GENERAL_GROUP)
 
 FILTER = "VLLM_PLUGINS"
 TARGET = "VLLM_TARGET_DEVICE"
+
+State = Literal["loads", "filtered out", "broken", "not tried"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,13 @@ class EntryPointInfo:
 
     @property
     def key(self) -> str:
-        """Names the step that tries this plugin."""
+        """Names the step that imports this plugin."""
         return f"plugin {self.name} of {self.distribution} ({self.group})"
+
+    @property
+    def call_key(self) -> str:
+        """Names the step that calls it."""
+        return f"call of {self.key}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class Plugin:
     name: str
     distribution: str
     target: str
-    state: Literal["loads", "filtered out", "broken", "not tried"]
+    state: State
     activates: bool
     """It is a platform plugin and says that its platform is there."""
     mark: Mark
@@ -61,7 +68,7 @@ class Plugin:
 def find() -> list[EntryPointInfo]:
     return [
         EntryPointInfo(
-            group, point.name, point.value, canonicalize_name(point.dist.metadata["Name"]) if point.dist else "unknown"
+            group, point.name, point.value, canonicalize_name(point.dist.name or "") if point.dist else "unknown"
         )
         for group in GROUPS
         for point in entry_points(group=group)
@@ -82,7 +89,7 @@ def is_allowed(plugin: EntryPointInfo, allowed: list[str] | None) -> bool:
 def describe_filter(environment: Mapping[str, str]) -> str:
     allowed = allowed_names(environment)
     if allowed is None:
-        return f"{FILTER} is not set: every plugin is loaded, except endpoint plugins"
+        return f"{FILTER} is not set: every plugin is loaded, except endpoint plugins, which it must name"
     if allowed == [""]:
         return f"{FILTER} is empty: no plugin is loaded"
     return f"{FILTER} is {environment[FILTER]!r}: only plugins of these names are loaded"
@@ -130,7 +137,7 @@ def _check_filter(found: list[EntryPointInfo], environment: Mapping[str, str]) -
 
 
 def _check_ours(found: list[EntryPointInfo]) -> list[Finding]:
-    findings = []
+    findings: list[Finding] = []
     present = {plugin.group for plugin in found if plugin.ours}
     missing = [group for group in OUR_GROUPS if group not in present]
     if missing:
@@ -140,26 +147,25 @@ def _check_ours(found: list[EntryPointInfo]) -> list[Finding]:
                 "it is on the path but not (or not newly) installed; run 'pip install .' in its folder",
             )
         )
-    for plugin in found:
-        if plugin.name == OUR_NAME and not plugin.ours:
-            findings.append(
-                error(
-                    f"{plugin.distribution} brings a plugin that is also called {OUR_NAME!r} ({plugin.group}); vLLM "
-                    "keeps only one of a name",
-                    f"uninstall {plugin.distribution}",
-                )
-            )
-    return findings
+    namesakes = [plugin for plugin in found if plugin.name == OUR_NAME and not plugin.ours]
+    return findings + [
+        error(
+            f"{plugin.distribution} brings a plugin that is also called {OUR_NAME!r} ({plugin.group}); vLLM keeps only "
+            "one of a name",
+            f"uninstall {plugin.distribution}",
+        )
+        for plugin in namesakes
+    ]
 
 
 def judge(
     found: Iterable[EntryPointInfo], environment: Mapping[str, str], steps: Mapping[str, Step]
 ) -> tuple[tuple[Plugin, ...], list[Finding]]:
-    """Each plugin with what became of it when it was tried; `steps` by `EntryPointInfo.key`."""
+    """Each plugin with what became of it when it was tried; `steps` by `key` and `call_key`."""
     allowed = allowed_names(environment)
     plugins, findings = [], []
     for info in found:
-        plugin, finding = _judge_one(info, is_allowed(info, allowed), steps.get(info.key))
+        plugin, finding = _judge_one(info, is_allowed(info, allowed), steps)
         plugins.append(plugin)
         findings += finding
     rivals = [plugin for plugin in plugins if plugin.activates and plugin.distribution != OUR_DISTRIBUTION]
@@ -174,27 +180,30 @@ def judge(
     return tuple(plugins), findings
 
 
-def _judge_one(info: EntryPointInfo, allowed: bool, step: Step | None) -> tuple[Plugin, list[Finding]]:
-    def plugin(state: Literal["loads", "filtered out", "broken", "not tried"], mark: Mark, note: str = "") -> Plugin:
-        activates = state == "loads" and step is not None and bool(step.value)
+def _judge_one(info: EntryPointInfo, allowed: bool, steps: Mapping[str, Step]) -> tuple[Plugin, list[Finding]]:
+    imported, called = steps.get(info.key), steps.get(info.call_key)
+
+    def plugin(state: State, mark: Mark, note: str = "") -> Plugin:
+        activates = info.group == PLATFORM_GROUP and called is not None and bool(called.value)
         return Plugin(info.group, info.name, info.distribution, info.target, state, activates, mark, note)
 
     if not allowed:
-        named = "only loaded when VLLM_PLUGINS names it" if info.group == ENDPOINT_GROUP else "VLLM_PLUGINS"
-        return plugin("filtered out", "error" if info.ours else "-", named), []
-    if step is None:
+        by = "not named" if info.group == ENDPOINT_GROUP else ""
+        return plugin("filtered out", "error" if info.ours else "-", by), []
+    if imported is None:
         return plugin("not tried", "-"), []
-    if step.fault is None:
+    failed = imported if imported.fault is not None or called is None else called
+    if failed.fault is None:
         return plugin("loads", "ok"), []
-    what = f"plugin {info.name!r} of {info.distribution} ({info.group}) is broken: {step.fault}"
+    how = "cannot be imported" if failed is imported else "fails when called"
+    what = f"plugin {info.name!r} of {info.distribution} ({info.group}) {how}: {failed.fault}"
     if info.ours:
-        return plugin("broken", "error", step.fault), [error(what, f"reinstall {OUR_DISTRIBUTION}")]
-    remedy = f"repair, update or uninstall {info.distribution}, or leave {info.name!r} out of {FILTER}"
-    # vLLM logs a general plugin that cannot be imported and goes on; one that raises when called ends the process.
-    fatal = info.group == GENERAL_GROUP and step.fault.startswith(CALL_FAULT)
-    finding = error(what, remedy) if fatal else warning(what, remedy)
-    return plugin("broken", finding.severity, step.fault), [finding]
-
-
-CALL_FAULT = "when called, "
-"""Begins the fault of a plugin that was imported and then failed."""
+        remedy = f"install a vLLM that fits, or reinstall {info.distribution}"
+        return plugin("broken", "error", how), [error(what, remedy)]
+    # vLLM logs what it cannot import, and a platform plugin that raises, and goes on without it. A general plugin that
+    # raises ends every process that calls it.
+    fatal = failed.fatal or (info.group == GENERAL_GROUP and failed is called)
+    finding = (error if fatal else warning)(
+        what, f"repair, update or uninstall {info.distribution}, or leave {info.name!r} out of {FILTER}"
+    )
+    return plugin("broken", finding.severity, how), [finding]

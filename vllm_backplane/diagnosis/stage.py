@@ -44,6 +44,8 @@ class Step:
 
     value: Any = None
     fault: str | None = None
+    fatal: bool = False
+    """The fault was no ordinary exception: it hung, or ended the process, as it would have done to vLLM's."""
 
 
 class Steps:
@@ -62,7 +64,7 @@ class Steps:
             result = action()
             shown = show(result)
         except BaseException as fault:  # anything, sys.exit() included, is a finding and must not end the stage
-            self._report({"end": name, "fault": describe(fault)})
+            self._report({"end": name, "fault": describe(fault), "fatal": not isinstance(fault, Exception)})
             return None
         self._report({"end": name, "value": shown})
         return result
@@ -76,18 +78,23 @@ def describe(fault: BaseException) -> str:
     return f"{type(fault).__name__}: {text}" if text else type(fault).__name__
 
 
-def run(target: str, request: Mapping[str, Any], *, step_limit: float = STEP_LIMIT) -> dict[str, Step]:
+def run(
+    target: str,
+    request: Mapping[str, Any],
+    environment: Mapping[str, str] = os.environ,
+    step_limit: float = STEP_LIMIT,
+) -> dict[str, Step]:
     """The steps of the stage `target` ("module:function"), in order, run with `request` in a new process."""
     finished: dict[str, Step] = {}
     fatal: dict[str, Step] = {}
     while True:
-        seen, culprit = _run_once(target, {**request, "skip": list(fatal)}, step_limit)
+        seen, culprit = _run_once(target, {**request, "skip": list(fatal)}, environment, step_limit)
         finished.update(seen)
         if culprit is None:
             return {**finished, **fatal}
         name, fault = culprit
         again = name in fatal
-        fatal[name] = Step(fault=fault)
+        fatal[name] = Step(fault=fault, fatal=True)
         if again or name.startswith(BETWEEN):  # leaving it out does not help
             return {**finished, **fatal}
 
@@ -97,7 +104,7 @@ BETWEEN = "between steps"
 
 
 def _run_once(
-    target: str, request: Mapping[str, Any], step_limit: float
+    target: str, request: Mapping[str, Any], environment: Mapping[str, str], step_limit: float
 ) -> tuple[dict[str, Step], tuple[str, str] | None]:
     steps: dict[str, Step] = {}
     current, done, hangs = f"{BETWEEN}: start", False, False
@@ -109,6 +116,7 @@ def _run_once(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            env=dict(environment),
             pass_fds=(writing,),
             start_new_session=True,
         )
@@ -127,7 +135,7 @@ def _run_once(
             if "begin" in record:
                 current = record["begin"]
             elif "end" in record:
-                steps[record["end"]] = Step(record.get("value"), record.get("fault"))
+                steps[record["end"]] = Step(record.get("value"), record.get("fault"), record.get("fatal", False))
                 current = f"{BETWEEN}: after {record['end']}"
             else:
                 done = True

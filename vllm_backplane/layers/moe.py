@@ -142,9 +142,7 @@ class BackplaneFusedMoEMethod(UnquantizedFusedMoEMethod):
             layer.routed_scaling_factor if scaled else 1.0,
         )
 
-    def experts(
-        self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-    ) -> torch.Tensor:
+    def experts(self, layer: RoutedExperts, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         biased = self.moe.has_bias
         return ops.moe_experts.call(
             x,

@@ -65,8 +65,7 @@ def _expand_samples(space: SampleSpace) -> Iterator[Sample]:
 
 
 @operator(
-    "(Tensor(a!) y, Tensor x, Tensor lora_b, Tensor indices, int offset=0, int? size=None, bool add=True)"
-    " -> ()",
+    "(Tensor(a!) y, Tensor x, Tensor lora_b, Tensor indices, int offset=0, int? size=None, bool add=True) -> ()",
     samples=_expand_samples,
     fake=nothing,
     tolerances=_TOLERANCES,

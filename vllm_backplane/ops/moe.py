@@ -115,9 +115,7 @@ def _unknown_activation(name: str) -> OperatorError:
     return OperatorError(f"moe_experts: unknown activation {name!r}{nearest(name, GATED + PLAIN)}")
 
 
-def _activate(
-    name: str, projected: torch.Tensor, alpha: float, limit: float | None, beta: float
-) -> torch.Tensor:
+def _activate(name: str, projected: torch.Tensor, alpha: float, limit: float | None, beta: float) -> torch.Tensor:
     x = projected.float()
     if name in PLAIN:
         if name == "relu2_no_mul":

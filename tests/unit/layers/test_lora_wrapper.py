@@ -39,9 +39,7 @@ def wrapper(
     return made
 
 
-def low_rank(
-    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapters: tuple[int, ...], scale: float
-) -> np.ndarray:
+def low_rank(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapters: tuple[int, ...], scale: float) -> np.ndarray:
     out = np.zeros((x.shape[0], b.shape[2]))
     for row, adapter in enumerate(adapters):
         place = slot(adapter)

@@ -148,9 +148,7 @@ def test_bias_without_groups(config: VllmConfig) -> None:
         ids = np.argsort(-(scores + wide(bias)))[:2]
         return [(e, 1.5 * scores[e]) for e in ids]
 
-    runner = build(
-        scoring_func="sigmoid", renormalize=False, e_score_correction_bias=bias, routed_scaling_factor=1.5
-    )
+    runner = build(scoring_func="sigmoid", renormalize=False, e_score_correction_bias=bias, routed_scaling_factor=1.5)
     close(forward(runner, config), expected(runner, choose))
 
 
@@ -216,9 +214,7 @@ def test_every_gated_activation_of_vllm_is_bound(config: VllmConfig, activation:
 
 
 @pytest.mark.parametrize("activation", PLAIN)
-def test_vllm_itself_refuses_experts_without_gate_out_of_tree(
-    config: VllmConfig, activation: MoEActivation
-) -> None:
+def test_vllm_itself_refuses_experts_without_gate_out_of_tree(config: VllmConfig, activation: MoEActivation) -> None:
     """The operator computes them. When vLLM lets them through, this fails and the layer is to be tested."""
     assert activation.value in PLAIN_ACTIVATIONS
     with pytest.raises(NotImplementedError, match="is_act_and_mul=False"):

@@ -218,9 +218,7 @@ def test_an_argument_that_is_gone_is_named() -> None:
     def adapter(*, output_ptr: torch.Tensor, input_pointer: torch.Tensor) -> None:
         raise AssertionError("never launched")
 
-    with pytest.raises(
-        BindingError, match=r"expand_kernel has no argument 'input_pointer'; did you mean 'input_ptr'"
-    ):
+    with pytest.raises(BindingError, match=r"expand_kernel has no argument 'input_pointer'; did you mean 'input_ptr'"):
         runner_kernels.launcher("vllm.v1.sample.rejection_sampler.expand_kernel", adapter)
 
 

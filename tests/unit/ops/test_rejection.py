@@ -145,9 +145,7 @@ def test_random(mode: str, counts: list[int]) -> None:
             torch.tensor(is_greedy, dtype=torch.bool),
             None if rates is None else torch.tensor(rates),
         )
-        wanted = expected_random(
-            counts, drafts, draft_probs, target, bonus, recovered, uniform, is_greedy, rates
-        )
+        wanted = expected_random(counts, drafts, draft_probs, target, bonus, recovered, uniform, is_greedy, rates)
         assert out.tolist() == wanted
 
 
@@ -161,9 +159,7 @@ def test_the_output_follows_the_target_distribution() -> None:
     noise = torch.empty(trials, 3).exponential_(generator=generator)
     recovered = torch.empty(trials, dtype=torch.int32)
     target_probs, draft_probs = target.repeat(trials, 1), draft.repeat(trials, 1)
-    ops.sample_recovered_tokens(
-        recovered, ends(counts), drafts, draft_probs, target_probs, noise.reciprocal()
-    )
+    ops.sample_recovered_tokens(recovered, ends(counts), drafts, draft_probs, target_probs, noise.reciprocal())
     out = fresh(counts)
     uniform = torch.rand(trials, dtype=torch.float64, generator=generator)
     bonus, not_greedy = torch.zeros(trials, 1, dtype=torch.int32), torch.zeros(trials, dtype=torch.bool)

@@ -34,9 +34,7 @@ def softmax(row: list[float]) -> list[float]:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_greedy_takes_the_first_maximum(
-    rows: list[list[float]], expected: list[int], dtype: torch.dtype
-) -> None:
+def test_greedy_takes_the_first_maximum(rows: list[list[float]], expected: list[int], dtype: torch.dtype) -> None:
     chosen = ops.greedy_argmax(torch.tensor(rows, dtype=dtype))
     assert chosen.dtype == torch.int64
     assert chosen.tolist() == expected
@@ -155,9 +153,7 @@ def test_penalties_keep_banned_tokens_banned() -> None:
 def test_penalties_without_output_tokens() -> None:
     logits = torch.tensor([[2.0, -2.0, 2.0]])
     empty = torch.empty(1, 0, dtype=torch.int64)
-    ops.apply_penalties(
-        logits, torch.tensor([[0, 1]]), empty, torch.ones(1), torch.ones(1), torch.full((1,), 2.0)
-    )
+    ops.apply_penalties(logits, torch.tensor([[0, 1]]), empty, torch.ones(1), torch.ones(1), torch.full((1,), 2.0))
     assert logits.tolist() == [[1.0, -4.0, 2.0]]
 
 

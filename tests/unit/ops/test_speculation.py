@@ -80,9 +80,7 @@ def test_where_to_sample(drafts: list[int], accepted: list[int]) -> None:
     cumulative = torch.tensor(drafts, dtype=torch.int64).cumsum(0).to(torch.int32)
     index, rejected = buffer(len(drafts)), buffer(len(drafts))
     lengths = [d + 1 for d in drafts]
-    ops.eagle_prepare_inputs_padded(
-        cumulative, ints([a + 1 for a in accepted]), starts(lengths), index, rejected
-    )
+    ops.eagle_prepare_inputs_padded(cumulative, ints([a + 1 for a in accepted]), starts(lengths), index, rejected)
     at = 0
     for request, (count, good) in enumerate(zip(drafts, accepted, strict=True)):
         assert int(rejected[request]) == count - good
@@ -113,9 +111,7 @@ def test_next_token_without_requests() -> None:
     ops.eagle_prepare_next_token_padded(empty.view(0, 3), empty.bool(), ints([1]), empty, buffer(0), 90)
 
 
-def expand_eagle(
-    lengths: list[int], rejected: list[int], slots: int, shift: bool
-) -> tuple[dict[str, Any], dict]:
+def expand_eagle(lengths: list[int], rejected: list[int], slots: int, shift: bool) -> tuple[dict[str, Any], dict]:
     generator = torch.Generator().manual_seed(5)
     total, requests = sum(lengths), len(lengths)
     tokens = torch.randint(0, 90, (total,), generator=generator, dtype=torch.int32)
@@ -132,9 +128,7 @@ def expand_eagle(
         "hidden": buffer(total),
     }
     end = begin[1:] - 1 - ints(rejected)
-    ops.copy_and_expand_eagle_inputs(
-        tokens, positions, following, *out.values(), begin, end, 0, 95, slots, shift
-    )
+    ops.copy_and_expand_eagle_inputs(tokens, positions, following, *out.values(), begin, end, 0, 95, slots, shift)
     # The description: per request, a list of what stands in each slot.
     expected: dict[str, Any] = {key: [] for key in out}
     expected["hidden"] = [OLD] * total
@@ -165,9 +159,7 @@ def expand_eagle(
     [([4, 1, 3], [1, 0, 2]), ([1], [0]), ([6, 2], [5, 0]), ([2, 2, 2], [1, 1, 1])],
     ids=str,
 )
-def test_expanding_for_a_draft_model(
-    lengths: list[int], rejected: list[int], slots: int, shift: bool
-) -> None:
+def test_expanding_for_a_draft_model(lengths: list[int], rejected: list[int], slots: int, shift: bool) -> None:
     out, expected = expand_eagle(lengths, rejected, slots, shift)
     for name, wanted in expected.items():
         assert out[name][: len(wanted)].tolist() == wanted, name

@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties
-from vllm_backplane.devices.cpu import host_memory, native
+from vllm_backplane.devices.cpu import fork_safety, host_memory, native
 from vllm_backplane.options import Option, integer
 
 
@@ -40,6 +40,9 @@ class CpuDevice(Device):
     @classmethod
     def probe(cls) -> Probe:
         return Probe(available=True, count=1)
+
+    def load(self) -> None:
+        fork_safety.install()
 
     def load_kernels(self) -> None:
         native.load()

@@ -1,0 +1,77 @@
+"""Servers for the tests: the real command, on a free port of the loopback interface."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import httpx
+import openai
+from processes import SCRIPTS, Child, tail
+
+COMMAND = str(SCRIPTS / "vllm-backplane")
+START_SECONDS = 300
+"""A guard against a server that hangs, not a measurement."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server(Child):
+    """`vllm-backplane serve`, ready when the constructor returns."""
+
+    def __init__(self, folder: Path, *arguments: str, variables: Mapping[str, str | None] | None = None) -> None:
+        self.port = free_port()
+        self.address = f"http://127.0.0.1:{self.port}"
+        # Proxies of the environment are not meant for the loopback interface.
+        self.http = httpx.Client(base_url=self.address, timeout=300, trust_env=False)
+        super().__init__([COMMAND, "serve", *arguments, "--port", str(self.port)], folder / "server.log", variables)
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def _wait_until_ready(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end:
+            status = self.process.poll()
+            assert status is None, f"the server ended with status {status}\n{tail(self.log)}"
+            self.descendants()
+            if self.healthy():
+                return
+            time.sleep(0.2)
+        raise AssertionError(f"not ready after {START_SECONDS} s\n{tail(self.log)}")
+
+    def healthy(self) -> bool:
+        try:
+            return self.http.get("/health", timeout=10).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.address}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=300,
+            http_client=httpx.Client(timeout=300, trust_env=False),
+        )
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a Prometheus metric's samples that carry `labels`."""
+        total = 0.0
+        for line in self.http.get("/metrics").text.splitlines():
+            series, _, value = line.rpartition(" ")
+            fits = all(f'{key}="{wanted}"' in series for key, wanted in labels.items())
+            if series.partition("{")[0] == name and fits:
+                total += float(value)
+        return total

@@ -1,0 +1,336 @@
+"""The OpenAI server on Backplane, driven by the real client: what it answers, and what it survives."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import jsonschema
+import openai
+import pytest
+from server import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+MODEL = "SmolLM2-135M-Instruct"
+CONTEXT = 2048
+SEQUENCES = 16
+"""Fewer than the requests that are sent at once, so some have to wait."""
+
+CAPITALS = {
+    "France": "Paris",
+    "Italy": "Rome",
+    "Japan": "Tokyo",
+    "Germany": "Berlin",
+    "Spain": "Madrid",
+    "Russia": "Moscow",
+    "Greece": "Athens",
+    "China": "Beijing",
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """No model argument and no dtype: what a user gets who types the command."""
+    limits = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQUENCES))
+    with Server(tmp_path_factory.mktemp("server"), *limits) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    """Whatever a test does, the server answers afterwards."""
+    client = server.client()
+    yield client
+    assert server.process.poll() is None, "the server has ended"
+    assert "Paris" in ask(client, "What is the capital of France?")
+    client.close()
+
+
+def ask(client: openai.OpenAI, question: str, tokens: int = 24) -> str:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=tokens
+    )
+    return answer.choices[0].message.content or ""
+
+
+def test_it_runs_on_backplane(server: Server) -> None:
+    assert "Backplane runs on device cpu" in server.text()
+    assert "Operators on device cpu" in server.text()
+
+
+def test_the_capital_of_france(client: openai.OpenAI) -> None:
+    assert ask(client, "What is the capital of France?") == "The capital of France is Paris."
+
+
+def test_model_list(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == MODEL
+    assert model.model_dump()["max_model_len"] == CONTEXT
+
+
+def test_chat_counts_tokens(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[
+            {"role": "system", "content": "You answer briefly."},
+            {"role": "user", "content": "Name a colour."},
+        ],
+        temperature=0,
+        max_tokens=5,
+        extra_body={"ignore_eos": True},
+    )
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 5
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="The capital of Japan is", temperature=0, max_tokens=8, echo=True
+    )
+    assert answer.choices[0].text.startswith("The capital of Japan is")
+    assert "Tokyo" in answer.choices[0].text
+
+
+def test_several_prompts_in_one_request(client: openai.OpenAI) -> None:
+    prompts = [f"The capital of {country} is" for country in ("France", "Japan", "Germany")]
+    answer = client.completions.create(model=MODEL, prompt=prompts, temperature=0, max_tokens=8)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    for choice, capital in zip(answer.choices, ("Paris", "Tokyo", "Berlin"), strict=True):
+        assert capital in choice.text
+
+
+def test_stream_gives_the_same_text_in_pieces(client: openai.OpenAI) -> None:
+    question = "What is the capital of France?"
+    pieces, finish, usage = [], None, None
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": question}],
+        temperature=0,
+        max_tokens=24,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            pieces.append(choice.delta.content or "")
+            finish = choice.finish_reason or finish
+    assert "".join(pieces) == ask(client, question)
+    assert len([piece for piece in pieces if piece]) > 3
+    assert finish == "stop"
+    assert usage is not None and usage.completion_tokens >= 7
+
+
+def test_completions_stream(client: openai.OpenAI) -> None:
+    arguments = {"model": MODEL, "prompt": "1, 2, 3, 4,", "temperature": 0, "max_tokens": 16}
+    whole = client.completions.create(**arguments).choices[0].text
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(**arguments, stream=True) if chunk.choices]
+    assert "".join(pieces) == whole
+    assert len(pieces) > 8
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        temperature=0,
+        max_tokens=24,
+        logprobs=True,
+        top_logprobs=5,
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    text = "".join(step.token for step in logprobs.content if not step.token.startswith("<|"))
+    assert text == answer.choices[0].message.content
+    for step in logprobs.content:
+        likely = [other.logprob for other in step.top_logprobs]
+        assert len(likely) == 5
+        assert likely == sorted(likely, reverse=True)
+        assert step.logprob == likely[0], "greedy takes the most likely token"
+        assert 0 < sum(map(math.exp, likely)) <= 1 + 1e-4
+
+
+def test_logprobs_are_those_of_the_text(client: openai.OpenAI) -> None:
+    """A likely continuation has a higher log-probability than an unlikely one, read off echoed prompts."""
+
+    def last(prompt: str) -> float:
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, temperature=0, max_tokens=1, echo=True, logprobs=1
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.tokens is not None
+        assert logprobs.token_logprobs[0] is None, "nothing comes before the first token"
+        assert "".join(logprobs.tokens[:-1]) == prompt
+        value = logprobs.token_logprobs[-2]
+        assert value is not None
+        return value
+
+    assert last("The capital of France is Paris") > last("The capital of France is Berlin") + 2
+
+
+def test_n_choices(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Invent a name for a cat."}],
+        n=4,
+        temperature=1.0,
+        max_tokens=24,
+        seed=7,
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len({choice.message.content for choice in answer.choices}) > 1, "samples differ from each other"
+
+
+def test_n_greedy_choices_are_equal(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="The capital of Spain is", n=3, temperature=0, max_tokens=6
+    )
+    assert len(answer.choices) == 3
+    assert len({choice.text for choice in answer.choices}) == 1
+
+
+def test_seeds(client: openai.OpenAI) -> None:
+    def sample(seed: int) -> str:
+        answer = client.completions.create(
+            model=MODEL, prompt="Once upon a time", temperature=1.0, max_tokens=32, seed=seed
+        )
+        return answer.choices[0].text
+
+    assert sample(1) == sample(1)
+    assert len({sample(seed) for seed in range(1, 5)}) == 4
+
+
+def test_stop_strings(client: openai.OpenAI) -> None:
+    arguments = {"model": MODEL, "prompt": "1, 2, 3, 4,", "temperature": 0, "max_tokens": 32}
+    free = client.completions.create(**arguments).choices[0]
+    assert " 7" in free.text and free.finish_reason == "length"
+    stopped = client.completions.create(**arguments, stop=[" 7", "never"]).choices[0]
+    assert stopped.text == free.text.partition(" 7")[0]
+    assert stopped.finish_reason == "stop"
+    kept = client.completions.create(**arguments, stop=" 7", extra_body={"include_stop_str_in_output": True})
+    assert kept.choices[0].text == stopped.text + " 7"
+
+
+def test_json_schema_output(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "enum": ["Paris", "Rome", "Tokyo"]},
+            "country": {"type": "string", "pattern": "^[A-Z][a-z]{2,12}$"},
+            "founded": {"type": "integer", "minimum": 0, "maximum": 2000},
+            "capital": {"type": "boolean"},
+        },
+        "required": ["city", "country", "founded", "capital"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Tell me a joke about ducks."}],
+        temperature=0.8,
+        seed=3,
+        max_tokens=120,
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}},
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.choices[0].message.content or ""), schema)
+
+
+def test_constrained_choice(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Is Paris in France?"}],
+        temperature=0,
+        max_tokens=16,
+        extra_body={"structured_outputs": {"choice": ["heron", "otter"]}},
+    )
+    assert answer.choices[0].message.content in ("heron", "otter")
+
+
+def test_32_concurrent_requests(server: Server, client: openai.OpenAI) -> None:
+    """Each gets the answer to its own question, while sequences wait, join and leave."""
+    questions = [
+        (f"What is the capital of {country}?{' ' * 0}", capital, 8 + 5 * round)
+        for round in range(4)
+        for country, capital in CAPITALS.items()
+    ]
+    assert len(questions) == 32 > SEQUENCES
+    with ThreadPoolExecutor(len(questions)) as pool:
+        answers = list(pool.map(lambda question: ask(client, question[0], question[2]), questions))
+    wrong = [
+        (question, answer)
+        for (question, capital, _), answer in zip(questions, answers, strict=True)
+        if capital not in answer
+    ]
+    assert not wrong
+    assert server.metric("vllm:num_requests_running") == 0
+
+
+def test_a_client_that_leaves_mid_stream(server: Server, client: openai.OpenAI) -> None:
+    """Its request is aborted, rather than computed to the end for nobody."""
+    finished = "vllm:request_success_total"
+    aborted_before = server.metric(finished, finished_reason="abort")
+    whole_before = server.metric(finished, finished_reason="length")
+    stream = client.completions.create(
+        model=MODEL,
+        prompt="Count: 1, 2, 3,",
+        temperature=0,
+        max_tokens=1900,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    for _, _chunk in zip(range(5), stream, strict=False):
+        pass
+    assert server.metric("vllm:num_requests_running") == 1
+    stream.close()
+    end = time.monotonic() + 120
+    while server.metric("vllm:num_requests_running") > 0 and time.monotonic() < end:
+        time.sleep(0.1)
+    assert server.metric("vllm:num_requests_running") == 0
+    assert server.metric(finished, finished_reason="abort") == aborted_before + 1
+    assert server.metric(finished, finished_reason="length") == whole_before
+
+
+def test_a_prompt_that_is_too_long(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=MODEL, prompt="word " * (CONTEXT + 100), max_tokens=4)
+    assert refused.value.status_code == 400
+    assert str(CONTEXT) in refused.value.message
+
+
+def test_more_tokens_asked_for_than_there_is_room(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=MODEL, prompt="word", max_tokens=CONTEXT + 1)
+    assert str(CONTEXT) in refused.value.message
+
+
+@pytest.mark.parametrize("body", ['{"model": "SmolLM2-135M-Instruct", "prompt": "a', "[1, 2", "hello", ""])
+def test_malformed_json(server: Server, client: openai.OpenAI, body: str) -> None:
+    answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert 400 <= answer.status_code < 500
+    message = answer.json()["error"]["message"]
+    assert "json" in message.lower() or "required" in message.lower(), message
+
+
+def test_a_field_of_the_wrong_type(server: Server, client: openai.OpenAI) -> None:
+    answer = server.http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": "many"})
+    assert answer.status_code in (400, 422)
+    assert "max_tokens" in answer.text
+
+
+def test_a_wrong_model_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.completions.create(model="no-such-model", prompt="a", max_tokens=1)
+    assert "no-such-model" in refused.value.message
+
+
+def test_sampling_values_out_of_range(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=MODEL, prompt="a", max_tokens=1, temperature=-1)
+    assert "temperature" in refused.value.message

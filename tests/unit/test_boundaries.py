@@ -1,0 +1,153 @@
+"""Imports point one way: ops/ and device/ know nothing of vLLM, a device knows only the contract."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import vllm_backplane
+from vllm_backplane.device import discover
+
+PACKAGE = Path(vllm_backplane.__file__).parent
+FREE_OF_VLLM = ("ops", "device", "devices", "options.py", "errors.py", "runtime.py")
+OPEN_TO_DEVICES = ("device", "devices", "ops", "options", "errors")
+
+
+def files(*parts: str) -> list[Path]:
+    found = [
+        path for part in parts for path in ((PACKAGE / part).rglob("*.py") if part[-3:] != ".py" else [PACKAGE / part])
+    ]
+    assert found
+    return found
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Modules that a file imports, at any depth of it, by full name. ``from a import b`` counts as ``a.b``."""
+    package = ["vllm_backplane", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def is_vllm(module: str) -> bool:
+    return module.split(".")[0] == "vllm"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "vllm_backplane",
+        "vllm_backplane.device",
+        "vllm_backplane.ops",
+        "vllm_backplane.options",
+        "vllm_backplane.runtime",
+        "vllm_backplane.devices.cpu",
+        "vllm_backplane.cli",
+        "vllm_backplane.diagnosis",
+        "vllm_backplane.layers.hooks",
+    ],
+)
+def test_importing_it_does_not_import_vllm(module):
+    program = (
+        f"import sys, {module}\n"
+        "print(sorted(name for name in sys.modules if name == 'vllm' or name.startswith('vllm.')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", files(*FREE_OF_VLLM), ids=relative)
+def test_it_imports_nothing_of_vllm_anywhere(path):
+    assert [module for module in imports(path) if is_vllm(module)] == []
+
+
+@pytest.mark.parametrize("path", files("devices"), ids=relative)
+def test_a_device_imports_what_a_vendors_wheel_could(path):
+    """And not the folder of another device."""
+    here = path.relative_to(PACKAGE).parts
+    for module in imports(path):
+        first, *rest = module.split(".")
+        if first != "vllm_backplane":
+            continue
+        assert rest and rest[0] in OPEN_TO_DEVICES, f"{relative(path)} imports {module}"
+        if rest[0] == "devices" and len(here) > 2:
+            assert rest[1] == here[1], f"{relative(path)} imports {module}"
+
+
+@pytest.mark.parametrize("path", files("ops", "device"), ids=relative)
+def test_operators_and_the_contract_do_not_know_who_uses_them(path):
+    upper = ("layers", "attention", "worker", "platform", "plugin", "devices", "cli", "runtime", "configuration")
+    for module in imports(path):
+        assert not module.startswith(tuple(f"vllm_backplane.{name}" for name in upper)), module
+
+
+def test_the_compiled_kernels_of_vllm_are_imported_nowhere():
+    found = [
+        f"{relative(path)}: {module}"
+        for path in PACKAGE.rglob("*.py")
+        for module in imports(path)
+        if is_vllm(module) and any(part.startswith(("_C", "_moe_C", "_custom_ops")) for part in module.split("."))
+    ]
+    assert found == []
+
+
+def compared_strings(path: Path) -> Iterator[tuple[int, str]]:
+    """String constants on either side of a comparison, in lists to compare with, and in match patterns."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Compare, ast.MatchValue)):
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+                    yield inner.lineno, inner.value
+
+
+OTHER_MEANINGS = {
+    "cli/serve.py": 'environment.get("VLLM_TARGET_DEVICE", "").lower() == "cpu"',
+    "diagnosis/plugins.py": 'target.lower() == "cpu"',
+    "ops/raw_memory.py": 'addresses.device.type != "cpu"',
+}
+"""Comparisons with 'cpu' that are not about our device: a value that vLLM treats specially, and torch's word for host
+memory. One per file, which must stand there as it stands here."""
+
+
+def test_no_device_is_known_by_name_outside_its_folder():
+    names = {"cpu", "sim", "triton", "cuda", *discover()}
+    found: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] != "devices":
+            lines = path.read_text().splitlines()
+            compared = [lines[line - 1].strip() for line, value in compared_strings(path) if value in names]
+            if compared:
+                found[relative(path)] = compared
+    assert {name: len(lines) for name, lines in found.items()} == dict.fromkeys(OTHER_MEANINGS, 1), found
+    for name, [line] in found.items():
+        assert OTHER_MEANINGS[name] in line
+
+
+def test_the_checks_see_what_they_look_for(tmp_path, monkeypatch):
+    source = tmp_path / "devices" / "npu" / "file.py"
+    source.parent.mkdir(parents=True)
+    source.write_text(
+        "from . import other\nfrom ..cpu import native\nfrom vllm import envs\n"
+        "def f(device):\n    import vllm._C\n    if device.name in ('npu', 'sim'):\n        return 1\n"
+    )
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    assert list(imports(source)) == [
+        "vllm_backplane.devices.npu.other",
+        "vllm_backplane.devices.cpu.native",
+        "vllm.envs",
+        "vllm._C",
+    ]
+    assert [value for _, value in compared_strings(source)] == ["npu", "sim"]

@@ -1,0 +1,110 @@
+"""Show what each layer runs on: layer, operator, implementation.
+
+An operator runs as the device's kernel where there is one, and as its plain-PyTorch reference elsewhere. Each line
+is one caller of an operator: a layer of vLLM that Backplane replaces, or another extension point (attention backend,
+IR operator, runner kernel, sampler, LoRA wrapper).
+
+With --json, the keys are: device, reason, operators; of an operator: operator, family, summary, implementation,
+provider, reason, called_by (kind and layer).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from vllm_backplane.cli import _output
+from vllm_backplane.errors import OperatorError, nearest
+
+if TYPE_CHECKING:
+    from vllm_backplane.device import Device
+
+NAME = "ops"
+HELP = "show what each layer and operator runs on"
+
+_PACKAGE = "vllm_backplane."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", metavar="NAME", help="the device to show; default: the one that would be used")
+    parser.add_argument("--family", metavar="F", help="one family of operators only, such as 'norms'")
+    _output.add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    _check_family(args.family)
+    device, reason, forced = _choose(args.device)
+    shown = [line for line in table(device, forced) if args.family in (None, line["family"])]
+    if args.json:
+        _output.print_json({"device": device.name, "reason": reason, "operators": shown})
+        return 0
+    _output.print_table(
+        ("LAYER", "KIND", "OPERATOR", "IMPLEMENTATION", "PROVIDER", "REASON"),
+        [
+            (
+                caller["layer"],
+                caller["kind"],
+                line["operator"],
+                line["implementation"],
+                line["provider"].removeprefix(_PACKAGE),
+                line["reason"],
+            )
+            for line in shown
+            for caller in line["called_by"] or [{"layer": "-", "kind": "-"}]
+        ],
+    )
+    count = Counter(line["implementation"] for line in shown)
+    implementations = f"{count['kernel']} by kernel, {count['reference']} by reference"
+    print(f"\n{len(shown)} operators on device {device.name}: {implementations}")
+    return 0
+
+
+def _check_family(family: str | None) -> None:
+    import vllm_backplane.ops  # noqa: F401  # declares them
+    from vllm_backplane.ops.operator import declared
+
+    families = {operator.family for operator in declared().values()}
+    if family is not None and family not in families:
+        raise OperatorError(
+            f"no operators of family {family!r}{nearest(family, families)} Families: {', '.join(sorted(families))}."
+        )
+
+
+def _choose(name: str | None) -> tuple[Device, str, tuple[str, ...]]:
+    """(device, why this one, operators that were asked to run as references)"""
+    from vllm_backplane.device import discover, select
+    from vllm_backplane.options import resolve
+    from vllm_backplane.runtime import scopes
+
+    entries = discover()
+    settings = resolve(scopes(entries), {}, os.environ)
+    asked = settings[""]["device"]
+    selection = select(entries, name, "--device") if name else select(entries, asked.value, asked.source)
+    own = {key: setting.value for key, setting in settings[selection.entry.name].items()}
+    return selection.entry.device_class()(own), selection.reason, settings[""]["reference_ops"].value
+
+
+def table(device: Device, forced: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Every operator, by family, with what it runs on and what calls it."""
+    from vllm_backplane.layers.hooks import callers
+    from vllm_backplane.ops import resolution
+    from vllm_backplane.ops.operator import get
+
+    device.load()
+    device.load_kernels()
+    calling = callers()
+    lines = [
+        {
+            "operator": line.operator,
+            "family": line.family,
+            "summary": get(line.operator).summary,
+            "implementation": line.implementation,
+            "provider": line.provider,
+            "reason": line.reason,
+            "called_by": [{"kind": kind, "layer": layer} for kind, layer in calling.get(line.operator, ())],
+        }
+        for line in resolution.resolve(device.dispatch_key, device.kernel_provider(), forced)
+    ]
+    return sorted(lines, key=lambda line: (line["family"], line["operator"]))
