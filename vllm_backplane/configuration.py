@@ -24,6 +24,11 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
         raise BackplaneError(f"device {device.name!r} has no sleep mode; remove --enable-sleep-mode")
     if config.parallel_config.enable_dbo:
         raise BackplaneError("dual-batch overlap needs two hardware queues per card; remove --enable-dbo")
+    if config.use_v2_model_runner and not can.triton:
+        raise BackplaneError(
+            f"vLLM chose its second model runner, which needs Triton, and device {device.name!r} has none; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
     cards = chosen.selection.probe.count
     wanted = config.parallel_config.local_world_size
     if wanted > cards and not can.host_memory:
@@ -68,9 +73,7 @@ def set_scheduling(config: VllmConfig, chosen: Runtime) -> None:
     if not chosen.device.capabilities.streams and config.scheduler_config.async_scheduling:
         # Overlapping the host's work with the device's needs a device that works while the host does not wait.
         config.scheduler_config.async_scheduling = False
-        logger.info_once(
-            "Scheduling is synchronous: device %s has no streams to overlap with.", chosen.device.name
-        )
+        logger.info_once("Scheduling is synchronous: device %s has no streams to overlap with.", chosen.device.name)
 
 
 def set_memory(config: VllmConfig, chosen: Runtime) -> None:

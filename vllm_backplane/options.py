@@ -118,9 +118,7 @@ def resolve(
 ) -> dict[str, dict[str, Setting]]:
     """Settle every option of every scope ("" is Backplane's own); raise OptionError on the first fault."""
     if not isinstance(given, Mapping):
-        raise OptionError(
-            f"the 'backplane' section of --additional-config must be an object, got {json.dumps(given)}"
-        )
+        raise OptionError(f"the 'backplane' section of --additional-config must be an object, got {json.dumps(given)}")
     own = {option.key for option in scopes.get("", ())}
     for key in given:
         if key not in own and key not in scopes:
@@ -140,8 +138,7 @@ def resolve(
         if variable.startswith(PREFIX) and variable not in variables and variable not in OTHER_VARIABLES:
             known_variables = sorted([*variables, *OTHER_VARIABLES])
             raise OptionError(
-                f"unknown variable {variable}{nearest(variable, known_variables)} "
-                f"Known: {', '.join(known_variables)}."
+                f"unknown variable {variable}{nearest(variable, known_variables)} Known: {', '.join(known_variables)}."
             )
     settled: dict[str, dict[str, Setting]] = {}
     for scope, options in scopes.items():
@@ -168,9 +165,7 @@ OTHER_VARIABLES: dict[str, str] = {
 """Variables that are not options: read before or outside a running engine."""
 
 
-def _settle(
-    scope: str, option: Option[Any], section: Mapping[str, Any], environment: Mapping[str, str]
-) -> Setting:
+def _settle(scope: str, option: Option[Any], section: Mapping[str, Any], environment: Mapping[str, str]) -> Setting:
     variable = option.variable(scope)
     path = f"{scope}.{option.key}" if scope else option.key
     found: list[tuple[str, Any]] = []
@@ -185,9 +180,7 @@ def _settle(
         except ValueError as fault:
             raise OptionError(f"{source} is {raw!r}; expected {fault}. {option.help}") from None
     if len(values) == 2 and values[0][1] != values[1][1]:
-        raise OptionError(
-            f"{values[0][0]} says {values[0][1]!r} and {values[1][0]} says {values[1][1]!r}: remove one"
-        )
+        raise OptionError(f"{values[0][0]} says {values[0][1]!r} and {values[1][0]} says {values[1][1]!r}: remove one")
     if values:
         return Setting(scope, option, values[0][1], " and ".join(source for source, _ in values))
     return Setting(scope, option, option.default, "default")

@@ -72,9 +72,7 @@ class BackplanePlatform(Platform):
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
         if dtype not in _device.capabilities.dtypes:
             known = ", ".join(str(d).removeprefix("torch.") for d in _device.capabilities.dtypes)
-            raise BackplaneError(
-                f"device {_device.name!r} cannot compute in {dtype}; choose --dtype among: {known}"
-            )
+            raise BackplaneError(f"device {_device.name!r} cannot compute in {dtype}; choose --dtype among: {known}")
 
     # --- control ----------------------------------------------------------------------------------------------
 
@@ -138,9 +136,12 @@ class BackplanePlatform(Platform):
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
+        from vllm.triton_utils import HAS_TRITON
+
         from vllm_backplane.layers import runner_kernels
 
-        runner_kernels.register()
+        if not (HAS_TRITON and _device.capabilities.triton):
+            runner_kernels.register()
 
     @classmethod
     def get_attn_backend_cls(

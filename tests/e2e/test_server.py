@@ -189,9 +189,7 @@ def test_n_choices(client: openai.OpenAI) -> None:
 
 
 def test_n_greedy_choices_are_equal(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
-        model=MODEL, prompt="The capital of Spain is", n=3, temperature=0, max_tokens=6
-    )
+    answer = client.completions.create(model=MODEL, prompt="The capital of Spain is", n=3, temperature=0, max_tokens=6)
     assert len(answer.choices) == 3
     assert len({choice.text for choice in answer.choices}) == 1
 

@@ -82,9 +82,7 @@ def test_the_script_is_installed_and_knows_its_version():
     assert "not installed" not in done.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["srve"], ["model"], ["model", "list", "--jsn"], ["model", "path"]]
-)
+@pytest.mark.parametrize("arguments", [[], ["srve"], ["model"], ["model", "list", "--jsn"], ["model", "path"]])
 def test_a_wrong_command_line_ends_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
@@ -156,7 +154,7 @@ class TestServe:
         assert remedy in told
 
     def test_a_plugin_list_with_ours_in_it_is_fine(self, prepared, capsys, monkeypatch):
-        monkeypatch.setenv("VLLM_PLUGINS", "other, backplane")
+        monkeypatch.setenv("VLLM_PLUGINS", "other,backplane")
         planned(capsys)
 
     def test_the_option_model_is_refused(self, prepared, capsys):

@@ -363,9 +363,7 @@ class TestSmolLM2:
             return_tensors="pt",
             return_dict=True,
         )
-        answer = model.generate(**prompt, max_new_tokens=16, do_sample=False)[
-            0, prompt["input_ids"].shape[1] :
-        ]
+        answer = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         assert "Paris" in tokenizer.decode(answer)
         assert answer[-1] == tokenizer.eos_token_id
 

@@ -60,8 +60,7 @@ class BackplaneAttentionImpl(AttentionImpl[BackplaneAttentionMetadata]):
                 self._storage = _FP8_STORAGE[kv_cache_dtype]
             except KeyError:
                 raise BackplaneError(
-                    f"KV cache dtype {kv_cache_dtype!r} is not supported; choose among auto, "
-                    + ", ".join(_FP8_STORAGE)
+                    f"KV cache dtype {kv_cache_dtype!r} is not supported; choose among auto, " + ", ".join(_FP8_STORAGE)
                 ) from None
 
     def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,9 +21,7 @@ def register() -> None:
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
 
 
-def backend_path(
-    selected: AttentionBackendEnum | None, wanted: AttentionSelectorConfig, device: Device
-) -> str:
+def backend_path(selected: AttentionBackendEnum | None, wanted: AttentionSelectorConfig, device: Device) -> str:
     from vllm_backplane.attention.backend import BackplaneAttentionBackend as backend
 
     if selected is not None and selected is not AttentionBackendEnum.CUSTOM:

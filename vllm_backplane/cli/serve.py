@@ -55,9 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json and not args.dry_run:
         raise BackplaneError("--json shapes what --dry-run prints; add --dry-run or remove it")
     if find_spec("vllm") is None:
-        raise BackplaneError(
-            f"{sys.executable} has no vLLM; install it, or run 'make setup' in the repository"
-        )
+        raise BackplaneError(f"{sys.executable} has no vLLM; install it, or run 'make setup' in the repository")
     refuse_lockout(os.environ)
     launch = plan(args, os.environ)
     if args.dry_run:
@@ -76,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def refuse_lockout(environment: Mapping[str, str]) -> None:
     """vLLM can be told to ignore this plugin, and then runs another platform or none without a word."""
     allowed = environment.get("VLLM_PLUGINS")
-    if allowed is not None and PLUGIN_NAME not in [name.strip() for name in allowed.split(",")]:
+    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
         raise BackplaneError(
             f"VLLM_PLUGINS is {allowed!r} and so disables this plugin; unset it, or add {PLUGIN_NAME!r} to it"
         )
@@ -92,9 +90,7 @@ def plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Launch:
     if args.device:
         stated = environment.get(DEVICE_VARIABLE, "")
         if stated and stated != args.device:
-            raise BackplaneError(
-                f"--device says {args.device!r} and {DEVICE_VARIABLE} says {stated!r}: remove one"
-            )
+            raise BackplaneError(f"--device says {args.device!r} and {DEVICE_VARIABLE} says {stated!r}: remove one")
         variables[DEVICE_VARIABLE] = args.device
     rest = list(args.rest)
     given = rest.pop(0) if rest and not rest[0].startswith("-") else None

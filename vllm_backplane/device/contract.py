@@ -65,6 +65,8 @@ class Capabilities:
     streams: bool = False
     """Work is queued and the host does not wait (needs the torch device module's stream surface)."""
     graphs: bool = False
+    triton: bool = False
+    """Triton compiles for it, so vLLM's own Triton kernels and its second model runner can be used."""
     pinned_memory: bool = False
     sleep: bool = False
     host_memory: bool = False
@@ -89,7 +91,7 @@ class Device(ABC):
     collective_backend: ClassVar[str] = "gloo"
     """torch.distributed backend between its cards."""
     visible_cards_variable: ClassVar[str] = "BACKPLANE_VISIBLE_CARDS"
-    """The environment variable that selects cards, as CUDA_VISIBLE_DEVICES does."""
+    """The environment variable that selects cards, as CUDA_VISIBLE_DEVICES does. The prefix BACKPLANE_ is ours."""
     ray_resource: ClassVar[str] = ""
     """Ray's resource name; empty means that Ray does not schedule this device."""
     capabilities: ClassVar[Capabilities] = Capabilities()
@@ -161,5 +163,5 @@ class Device(ABC):
     def empty_cache(self) -> None:
         """Give unused cached memory back."""
 
-    def prepare_worker(self, local_rank: int, local_world_size: int) -> None:
+    def prepare_worker(self, workers_on_host: int) -> None:
         """Set up the process that will compute: threads, affinity. Called after weights are loaded."""

@@ -65,9 +65,7 @@ class BackplaneCommunicator(DeviceCommunicatorBase):
             )
         return sizes
 
-    def reduce_scatterv(
-        self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
-    ) -> torch.Tensor:
+    def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
         """Sum over ranks, of which each keeps its piece along `dim`."""
         if self.world_size == 1:
             return input_

@@ -23,9 +23,7 @@ from vllm_backplane import ops
 
 
 class BackplaneLinearMethod(UnquantizedLinearMethod):
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return ops.linear.call(x, layer.weight, bias)
 
 

@@ -61,9 +61,7 @@ def damage(folder: Path, *, hashes: bool = False) -> str:
     return ""
 
 
-def obtain(
-    name: str, progress: Callable[[str], None] = lambda _message: None, *, verify: bool = False
-) -> Path:
+def obtain(name: str, progress: Callable[[str], None] = lambda _message: None, *, verify: bool = False) -> Path:
     """The folder of a bundled model, prepared if it is not. `verify` compares contents, not sizes alone."""
     model = find(name)
     folder = prepared_folder(model)

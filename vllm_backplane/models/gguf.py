@@ -34,9 +34,7 @@ def to_folder(file: Path, folder: Path, progress: Callable[[str], None]) -> None
     progress("expanding the quantised weights to float32 (about 20 seconds)")
     # transformers may otherwise keep the weights packed where it finds a kernel for that.
     packing: dict[str, Any] = (
-        {"quantization_config": transformers.GgufConfig(dequantize=True)}
-        if hasattr(transformers, "GgufConfig")
-        else {}
+        {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32, **packing

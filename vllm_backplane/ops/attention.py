@@ -65,9 +65,7 @@ class _Context(NamedTuple):
     held: torch.Tensor
 
 
-def _attend(
-    query: torch.Tensor, context: _Context, query_positions: torch.Tensor, rules: _Rules
-) -> torch.Tensor:
+def _attend(query: torch.Tensor, context: _Context, query_positions: torch.Tensor, rules: _Rules) -> torch.Tensor:
     """Masked attention of a batch of equal shapes, in float32 [batch, rows, heads, value head].
 
     query [batch, rows, heads, head]; query_positions [batch, rows]; the context has at least one key.
@@ -269,12 +267,8 @@ def _paged_samples(space: SampleSpace) -> Iterator[Sample]:
     for label, lengths, rows in (("decode", decode, single), ("mixed", mixed, ragged)):
         yield _paged_sample(space, label, lengths, rows)
         yield _paged_sample(space, f"{label}, heads inside tokens", lengths, rows, heads_inside=True)
-        yield _paged_sample(
-            space, f"{label}, own head each, odd size", lengths, rows, heads=3, kv_heads=3, head=5
-        )
-        yield _paged_sample(
-            space, f"{label}, one key head", lengths, rows, heads=6, kv_heads=1, value_head=12
-        )
+        yield _paged_sample(space, f"{label}, own head each, odd size", lengths, rows, heads=3, kv_heads=3, head=5)
+        yield _paged_sample(space, f"{label}, one key head", lengths, rows, heads=6, kv_heads=1, value_head=12)
         yield _paged_sample(space, f"{label}, window", lengths, rows, window=3)
         yield _paged_sample(space, f"{label}, window of one", lengths, rows, window=1)
         yield _paged_sample(space, f"{label}, not causal", lengths, rows, causal=False)
@@ -416,9 +410,7 @@ def paged_attention(
             continue
         context = read([i], spans[i])
         start = first_column[i] * block_size
-        _attend_rows(
-            query[own], context.key, context.value, first_rows[i], start, lengths[i], rules, out[own]
-        )
+        _attend_rows(query[own], context.key, context.value, first_rows[i], start, lengths[i], rules, out[own])
 
 
 @operator(

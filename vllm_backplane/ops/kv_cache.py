@@ -62,9 +62,7 @@ def paged_cache(
 
 def _stored(rows: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     if not dtype.is_floating_point:
-        raise OperatorError(
-            f"kv_cache_write: the cache is {dtype}; pass it viewed as its floating-point type"
-        )
+        raise OperatorError(f"kv_cache_write: the cache is {dtype}; pass it viewed as its floating-point type")
     if scale == 1.0 and dtype.itemsize > 1:
         return rows.to(dtype)
     wide = rows.float() / scale
@@ -101,9 +99,7 @@ def _write_samples(space: SampleSpace) -> Iterator[Sample]:
         scales: tuple[float, float] = (1.0, 1.0),
         spread: float = 1.0,
     ) -> Sample:
-        caches = paged_cache(
-            space, 6, kv_heads, 4, head, value_head=value_head, dtype=dtype, heads_inside=heads_inside
-        )
+        caches = paged_cache(space, 6, kv_heads, 4, head, value_head=value_head, dtype=dtype, heads_inside=heads_inside)
         count = len(slots) if tokens is None else tokens
         key = space.normal(count, kv_heads, head) * spread
         value = space.normal(count, kv_heads, value_head or head) * spread
@@ -160,9 +156,7 @@ def _zero_samples(space: SampleSpace) -> Iterator[Sample]:
     yield Sample("32-bit ids", (space.normal(6, 2, 4, 16), space.tensor([4, 1], torch.int32)))
     strided = space.normal(6, 4, 2, 16).transpose(1, 2)
     yield Sample("heads inside tokens", (strided, space.tensor([4, 1], torch.int64)))
-    yield Sample(
-        "part of a wider cache", (space.normal(6, 2, 4, 16)[..., 8:], space.tensor([4], torch.int64))
-    )
+    yield Sample("part of a wider cache", (space.normal(6, 2, 4, 16)[..., 8:], space.tensor([4], torch.int64)))
     fp8 = space.normal(6, 2, 4, 16, dtype=torch.float8_e4m3fn)
     yield Sample("one-byte floats", (fp8, space.tensor([4, 1], torch.int64)))
 

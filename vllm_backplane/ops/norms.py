@@ -83,9 +83,7 @@ def _gemma_fused_samples(space: SampleSpace) -> Iterator[Sample]:
         yield Sample(sample.label, (x, space.normal(*x.shape), *rest))
 
 
-@operator(
-    "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", samples=_gemma_fused_samples
-)
+@operator("(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", samples=_gemma_fused_samples)
 def fused_add_gemma_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

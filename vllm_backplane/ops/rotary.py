@@ -84,8 +84,7 @@ def _samples(space: SampleSpace) -> Iterator[Sample]:
 
 
 @operator(
-    "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, Tensor cos_sin_cache, int head_size, bool neox)"
-    " -> ()",
+    "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, Tensor cos_sin_cache, int head_size, bool neox) -> ()",
     samples=_samples,
     fake=nothing,
     tolerances=_TOLERANCES,

@@ -62,7 +62,7 @@ class BackplaneWorker(Worker):
             self.accelerator,
             self.card,
             share=self.cache_config.gpu_memory_utilization,
-            workers=self.parallel_config.local_world_size,
+            workers=self._workers_on_host(),
         )
         logger.info("%s", self.budget.describe())
         self._init_workspace_and_model_runner()
@@ -78,6 +78,9 @@ class BackplaneWorker(Worker):
         if local >= count:
             raise BackplaneError(f"worker {local} finds no card: device {self.accelerator.name!r} has {count}")
         return local
+
+    def _workers_on_host(self) -> int:
+        return self.parallel_config.local_world_size * max(self.parallel_config.data_parallel_size_local, 1)
 
     def _freeze_operators(self) -> None:
         if resolution.frozen() is not None:
@@ -105,7 +108,7 @@ class BackplaneWorker(Worker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights=load_dummy_weights)
         # vLLM has just set one host thread for serving, which is right where the host only launches.
-        self.accelerator.prepare_worker(self.local_rank, self.parallel_config.local_world_size)
+        self.accelerator.prepare_worker(self._workers_on_host())
 
     # --- memory -----------------------------------------------------------------------------------------------
 
@@ -162,4 +165,3 @@ class BackplaneWorker(Worker):
     def shutdown(self) -> None:
         logger.debug("Worker %d (process %d) ends.", self.rank, os.getpid())
         super().shutdown()
-

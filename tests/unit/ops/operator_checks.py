@@ -39,9 +39,7 @@ def private(args: tuple[Any, ...]) -> tuple[Any, ...]:
             return value
         storage = value.untyped_storage()
         ours = storages.setdefault(storage._cdata, storage.clone())
-        return torch.empty(0, dtype=value.dtype).set_(
-            ours, value.storage_offset(), value.shape, value.stride()
-        )
+        return torch.empty(0, dtype=value.dtype).set_(ours, value.storage_offset(), value.shape, value.stride())
 
     return tuple(copy(value) for value in args)
 
@@ -80,9 +78,7 @@ def results(operator: Operator, args: tuple[Any, ...]) -> list[torch.Tensor]:
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return torch.equal(
-        left.contiguous().flatten().view(torch.uint8), right.contiguous().flatten().view(torch.uint8)
-    )
+    return torch.equal(left.contiguous().flatten().view(torch.uint8), right.contiguous().flatten().view(torch.uint8))
 
 
 def exact(tensor: torch.Tensor) -> np.ndarray:

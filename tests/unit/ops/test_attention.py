@@ -85,9 +85,7 @@ def paged_expected(args: tuple[Any, ...]) -> np.ndarray:
                 np.array([values[b, :, o] for b, o in where]).reshape(length, *value_cache.shape[1::2]),
             )
         )
-    layer = Layer(
-        scale, causal, window, soft_cap, *(None if t is None else exact(t) for t in (slopes, sinks))
-    )
+    layer = Layer(scale, causal, window, soft_cap, *(None if t is None else exact(t) for t in (slopes, sinks)))
     return ragged(exact(query), contexts, starts.tolist(), exact(out), layer)
 
 
@@ -95,9 +93,7 @@ def varlen_expected(args: tuple[Any, ...]) -> np.ndarray:
     query, key, value, starts, scale, causal, window, soft_cap, slopes, sinks, out = args
     bounds = starts.tolist()
     contexts = [(exact(key[a:b]), exact(value[a:b])) for a, b in pairwise(bounds)]
-    layer = Layer(
-        scale, causal, window, soft_cap, *(None if t is None else exact(t) for t in (slopes, sinks))
-    )
+    layer = Layer(scale, causal, window, soft_cap, *(None if t is None else exact(t) for t in (slopes, sinks)))
     return ragged(exact(query), contexts, bounds, exact(out), layer)
 
 
@@ -178,9 +174,7 @@ def check_paged(args: list[Any], label: str) -> torch.Tensor:
 @pytest.mark.parametrize("fill", [float("nan"), float("inf"), -1e30])
 @pytest.mark.parametrize("window", [0, 5, 16])
 @pytest.mark.parametrize("causal", [True, False])
-def test_slots_outside_a_context_do_not_matter(
-    rows: list[int], fill: float, window: int, causal: bool
-) -> None:
+def test_slots_outside_a_context_do_not_matter(rows: list[int], fill: float, window: int, causal: bool) -> None:
     args = paged([43, 17], rows, fill=fill, window=window, causal=causal)
     assert torch.isfinite(check_paged(args, "outside")).all()
 
@@ -294,9 +288,7 @@ def test_written_to_the_cache_and_read_back(dtype: torch.dtype) -> None:
         query, cache[..., :16], cache[..., 16:], table, start, torch.tensor([24]),
         0.25, True, 0, 0.0, None, None, k_scale, v_scale, out,
     )  # fmt: skip
-    expected = varlen_expected(
-        (query, key, value, start, 0.25, True, 0, 0.0, None, None, torch.zeros_like(out))
-    )
+    expected = varlen_expected((query, key, value, start, 0.25, True, 0, 0.0, None, None, torch.zeros_like(out)))
     step = {torch.float8_e4m3fn: 2**-3, torch.float8_e5m2: 2**-2}[dtype]
     error = np.abs(exact(out) - expected)
     assert error.mean() < step / 2

@@ -78,9 +78,7 @@ def test_only_marked_arguments_are_written(op: Operator, dtype: torch.dtype) -> 
 def test_results_share_no_memory_with_arguments(op: Operator, dtype: torch.dtype) -> None:
     for sample in samples(op, dtype):
         outcome = run(op, sample.args)
-        given = {
-            a.untyped_storage().data_ptr() for a in outcome.args if isinstance(a, torch.Tensor) and a.numel()
-        }
+        given = {a.untyped_storage().data_ptr() for a in outcome.args if isinstance(a, torch.Tensor) and a.numel()}
         for value in outcome.returned:
             if isinstance(value, torch.Tensor) and value.numel():
                 assert value.untyped_storage().data_ptr() not in given, sample.label

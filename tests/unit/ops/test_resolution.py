@@ -78,5 +78,7 @@ except OperatorError as error:
 
 
 def test_kernels_are_found_forced_back_and_frozen() -> None:
-    run = subprocess.run([sys.executable, "-W", "error", "-c", IN_A_PROCESS], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", IN_A_PROCESS], capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr

@@ -12,9 +12,7 @@ from vllm_backplane.errors import OperatorError
 ABSOLUTE = {torch.float32: 1e-6, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 
 
-def rotated(
-    positions: np.ndarray, x: np.ndarray, table: np.ndarray, head_size: int, neox: bool
-) -> np.ndarray:
+def rotated(positions: np.ndarray, x: np.ndarray, table: np.ndarray, head_size: int, neox: bool) -> np.ndarray:
     """Each pair of dimensions as a complex number, multiplied by exp(i * angle)."""
     half = table.shape[-1] // 2
     out = x.copy().reshape(positions.size, -1, head_size)
@@ -22,9 +20,7 @@ def rotated(
         turn = table[position, :half] + 1j * table[position, half:]
         for head in out[token]:
             first, second = (
-                (slice(0, half), slice(half, 2 * half))
-                if neox
-                else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+                (slice(0, half), slice(half, 2 * half)) if neox else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
             )
             turned = (head[first] + 1j * head[second]) * turn
             head[first], head[second] = turned.real, turned.imag
@@ -82,9 +78,7 @@ def test_scores_depend_on_distance_alone(neox: bool) -> None:
 def test_position_zero_is_the_identity() -> None:
     query = space(torch.float32).normal(2, 16)
     before = query.clone()
-    ops.rotary_embedding(
-        torch.zeros(2, dtype=torch.int64), query, None, angles(4, 16, torch.float32), 16, True
-    )
+    ops.rotary_embedding(torch.zeros(2, dtype=torch.int64), query, None, angles(4, 16, torch.float32), 16, True)
     assert torch.equal(query, before)
 
 

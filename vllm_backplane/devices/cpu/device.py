@@ -77,8 +77,8 @@ class CpuDevice(Device):
     def torch_device(self, index: int = 0) -> torch.device:
         return torch.device("cpu")
 
-    def prepare_worker(self, local_rank: int, local_world_size: int) -> None:
-        threads = self.settings["threads"] or max(usable_cores() // local_world_size, 1)
+    def prepare_worker(self, workers_on_host: int) -> None:
+        threads = self.settings["threads"] or max(usable_cores() // workers_on_host, 1)
         torch.set_num_threads(threads)
 
     @cached_property

@@ -1,7 +1,8 @@
 """Makes fork safe for a process that has computed with several threads.
 
 vLLM forks its engine and workers. OpenMP's threads do not survive a fork, but the runtime in the child still counts on
-them, so the first parallel operator there waits forever: a script that uses PyTorch before it makes an `LLM` would hang.
+them, so the first parallel operator there waits forever: a script that used PyTorch before it made an `LLM` would
+hang.
 OpenMP 5 can give its threads back; done right before each fork, parent and child both start anew when they need to.
 """
 
