@@ -26,6 +26,10 @@ class OperatorError(BackplaneError):
     """An operator was declared, implemented or changed in a way that is not allowed."""
 
 
+class PatchError(BackplaneError):
+    """A patch is declared badly, or does not fit the vLLM it meets."""
+
+
 def nearest(word: str, candidates: Iterable[str]) -> str:
     """The end of a sentence about an unknown word: ``; did you mean 'device'?``, or a full stop."""
     match = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)

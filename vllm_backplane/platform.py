@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
 
 _device = runtime().device
+lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
 
 
 class BackplanePlatform(Platform):
@@ -201,3 +203,5 @@ class BackplanePlatform(Platform):
         # 6. Memory.
         configuration.set_memory(vllm_config, chosen)
         logger.info_once("Backplane runs on device %s: %s", chosen.device.name, chosen.selection.reason)
+        if patched := lifecycle.report():
+            logger.info_once("%s", patched)

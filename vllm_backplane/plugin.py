@@ -1,4 +1,4 @@
-"""What the general plugin does in every vLLM process: see that the platform is ours, then bind the layers."""
+"""What the general plugin does in every vLLM process: see that the platform is ours, patch, bind the layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ def activate() -> None:
     """Called by vLLM before it builds engine arguments, engines and workers; may be called twice."""
     _insist_on_platform()
     from vllm_backplane.layers.binding import bind
+    from vllm_backplane.patch import Process, lifecycle
+    from vllm_backplane.runtime import runtime
 
+    lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
     bind()
 
 

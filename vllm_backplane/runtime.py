@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_backplane.device import Device, DeviceEntry, Selection, discover, select
 from vllm_backplane.errors import OptionError
-from vllm_backplane.options import Option, Setting, fraction, names, resolve, text
+from vllm_backplane.options import Option, Setting, fraction, names, one_of, resolve, text
 
 SECTION = "backplane"
 
@@ -39,6 +39,12 @@ OPTIONS: tuple[Option[Any], ...] = (
         names,
         "Operators that run as plain-PyTorch references although the device has a kernel; 'all' for every one. "
         "To find out whether a kernel is at fault.",
+    ),
+    Option(
+        "patch_drift",
+        "error",
+        one_of("error", "warn"),
+        "What a patch means whose target in vLLM is not the source it was written against: stop, or warn and apply it.",
     ),
 )
 

@@ -9,6 +9,7 @@ from typing import Any
 import processes
 import pytest
 import tiny_models
+
 from vllm_backplane.models import obtain
 
 

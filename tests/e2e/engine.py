@@ -1,4 +1,4 @@
-"""Engines for the tests: what they are to do goes to `run_engine.py` in a process of its own, results come back."""
+"""Engines for the tests: jobs go to `run_engine.py` in a process of its own, results come back."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ def greedy(tokens: int, **more: Any) -> dict[str, Any]:
     return {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False, **more}
 
 
-def batch(prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any], *, one_by_one: bool = False) -> dict[str, Any]:
+def batch(
+    prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any], *, one_by_one: bool = False
+) -> dict[str, Any]:
     return {"prompts": [list(ids) for ids in prompts], "sampling": dict(sampling), "one_by_one": one_by_one}
 
 
 def job(model: Path, *batches: Mapping[str, Any], embed: Sequence[str] = (), **engine: Any) -> dict[str, Any]:
     """One engine. Small limits keep its profiling step short; a test that is about them names its own."""
     arguments = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 256, "dtype": "float32"}
-    result: dict[str, Any] = {"engine": {"model": str(model), **arguments, **engine}, "batches": list(batches)}
+    result: dict[str, Any] = {
+        "engine": {"model": str(model), **arguments, **engine},
+        "batches": list(batches),
+    }
     return {**result, "embed": list(embed)} if embed else result
 
 
@@ -61,7 +66,9 @@ def run_engines(
         assert "error" not in result, f"{result['error']}\n{tail(log)}"
         insist_on_backplane(result)
     started = log.read_text(errors="replace").count(f"Operators on device {device}:")
-    assert started >= len(jobs), f"{started} workers say that they run on {device}, expected {len(jobs)}\n{tail(log)}"
+    assert started >= len(jobs), (
+        f"{started} workers say that they run on {device}, expected {len(jobs)}\n{tail(log)}"
+    )
     return results
 
 

@@ -1,11 +1,12 @@
 """Child processes of the tests: each in a session of its own, with a log, and gone when the test is over.
 
-vLLM starts processes that start processes, so what a test leaves behind is found in two ways: by descent, from a list
-taken while the parents lived, and by session, which a process keeps when its parent dies.
+vLLM starts processes that start processes, so what a test leaves behind is found in two ways: by descent,
+from a list taken while the parents lived, and by session, which a process keeps when its parent dies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -24,7 +25,7 @@ logs: list[tuple[str, Path]] = []
 
 
 def environment(**changes: str | None) -> dict[str, str]:
-    """This process's environment for a child: offline, without reports to anyone; a None removes a variable."""
+    """This process's environment for a child: offline, no reports to anyone; None removes a variable."""
     result = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     for name, value in changes.items():
         if value is None:
@@ -34,6 +35,11 @@ def environment(**changes: str | None) -> dict[str, str]:
     return result
 
 
+def on_path(folder: Path) -> str:
+    """A value for PYTHONPATH that finds `folder` before what is there already."""
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def tail(log: Path, lines: int = TAIL_LINES) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
@@ -41,7 +47,9 @@ def tail(log: Path, lines: int = TAIL_LINES) -> str:
 class Child:
     """A command in a session of its own. Use it as a context manager: leaving kills the whole session."""
 
-    def __init__(self, command: Sequence[str], log: Path, variables: Mapping[str, str | None] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], log: Path, variables: Mapping[str, str | None] | None = None
+    ) -> None:
         self.command = list(command)
         self.log = log
         self._seen: dict[int, psutil.Process] = {}
@@ -53,6 +61,7 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment(**(variables or {})),
+                cwd=log.parent,  # not the repository, whose folders Python would import from
                 start_new_session=True,
             )
 
@@ -74,10 +83,12 @@ class Child:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {timeout} s: {self.command}\n{tail(self.log)}") from None
+            raise AssertionError(
+                f"still running after {timeout} s: {self.command}\n{tail(self.log)}"
+            ) from None
 
     def descendants(self) -> list[psutil.Process]:
-        """The processes below this one now. They are remembered, so that `left_over` knows them as orphans."""
+        """The processes below this one now. They are remembered: `left_over` knows them as orphans."""
         try:
             found = psutil.Process(self.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -110,10 +121,8 @@ class Child:
         # A process may start another while it is being killed, so until nothing is found.
         while left := self.left_over():
             for process in left:
-                try:
+                with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-                except psutil.NoSuchProcess:
-                    pass
             if self.process.poll() is None:
                 self.process.wait(30)
             psutil.wait_procs(left, timeout=30)

@@ -1,4 +1,4 @@
-"""What Hugging Face transformers computes, in float32: the independent answer that engines are compared with."""
+"""What Hugging Face transformers computes, in float32: the answer that engines are compared with."""
 
 from __future__ import annotations
 

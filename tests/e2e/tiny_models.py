@@ -1,7 +1,7 @@
-"""Models small enough to compute in milliseconds: real architectures of transformers with seeded random weights.
+"""Models that compute in milliseconds: real architectures of transformers with seeded random weights.
 
-The weights are drawn wider than for training. A freshly initialised model answers almost the same whatever it is asked;
-here the next token must depend on the attention of every layer, and its lead must be far above rounding.
+The weights are drawn wider than for training. A freshly initialised model answers almost the same whatever it
+is asked; here the next token must depend on the attention of every layer, far above rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def randomize(model: Any, *, seed: int = 0, scale: float = 1.0) -> None:
-    """Matrices keep the size of what passes through them (times `scale`); vectors vary around what they were."""
+    """Matrices keep the size of what passes through (times `scale`); vectors vary around what they are."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -22,6 +22,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.ops import resolution
+from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured
 from vllm_backplane.worker import memory
 from vllm_backplane.worker.host_stand_ins import answer_for
@@ -36,6 +37,7 @@ class BackplaneWorker(Worker):
         super().__init__(vllm_config, *args, **kwargs)
         self.runtime = configured(vllm_config.additional_config)
         self.accelerator = self.runtime.device
+        lifecycle.start(self.runtime.setting("patch_drift"), Process.WORKER)
         self.parallel_config.disable_custom_all_reduce = True  # vLLM's is CUDA inter-process memory
 
     # --- start ------------------------------------------------------------------------------------------------

@@ -1,0 +1,247 @@
+"""Tiny models of several architectures, each for something that attention, norms or experts may get wrong.
+
+`off` is the same model without that thing. Its answers must differ, or the comparison would not notice if
+Backplane left it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import randomize
+
+COMMON = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _nothing(_model: Any) -> None:
+    """Leaves the model as it is."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    config: str
+    model: str
+    arguments: dict[str, Any]
+    adjust: Callable[[Any], None] = _nothing
+    """Applied to the random weights before they are saved."""
+    off: dict[str, Any] = field(default_factory=dict)
+    """Configuration of the model without what it stands for."""
+    switch_off: Callable[[Any], None] = _nothing
+    """The same, where it is weights that carry it."""
+
+    seed: int = 0
+    """One with which no answer comes near a tie."""
+
+    def build(self, **changes: Any) -> Any:
+        import transformers
+
+        config = getattr(transformers, self.config)(**{**self.arguments, **changes})
+        config._attn_implementation = "eager"
+        model = getattr(transformers, self.model)(config).eval().float()
+        randomize(model, seed=self.seed)
+        with torch.no_grad():
+            self.adjust(model)
+        return model
+
+    def build_without(self) -> Any:
+        model = self.build(**self.off)
+        with torch.no_grad():
+            self.switch_off(model)
+        return model
+
+    def save(self, folder: Path) -> Any:
+        model = self.build()
+        model.save_pretrained(folder)
+        return model
+
+
+def _scale(part: str, factor: float) -> Callable[[Any], None]:
+    def apply(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if part in name:
+                parameter.mul_(factor)
+
+    return apply
+
+
+def _fill(part: str, value: float) -> Callable[[Any], None]:
+    def apply(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if part in name:
+                parameter.fill_(value)
+
+    return apply
+
+
+def _without_alibi(model: Any) -> None:
+    """transformers builds the slopes in the forward pass; without them every key is equally far."""
+    model.transformer.build_alibi_tensor = lambda mask, heads, dtype: torch.zeros(
+        mask.shape[0] * heads, 1, mask.shape[1], dtype=dtype
+    )
+
+
+def _gemma2_adjust(model: Any) -> None:
+    """Embeddings are tied: small beside what the layers add, or the model only repeats its last token."""
+    model.model.embed_tokens.weight.mul_(0.1)
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name:
+            parameter.mul_(4.0)
+        elif "post_" in name and "layernorm" in name:
+            parameter.add_(3.0)
+
+
+def _bloom_adjust(model: Any) -> None:
+    """As above; here a norm follows the embeddings. Biases are zero, or every token would look alike."""
+    model.transformer.word_embeddings_layernorm.weight.mul_(0.3)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif "query_key_value" in name:
+            parameter.mul_(2.0)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "Qwen2: biases of Q, K and V": Architecture(
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        COMMON,
+        adjust=_scale("_proj.bias", 5.0),
+        switch_off=_fill("_proj.bias", 0.0),
+        seed=16,
+    ),
+    "Mistral: a window shorter than the prompt": Architecture(
+        "MistralConfig",
+        "MistralForCausalLM",
+        {**COMMON, "sliding_window": 12, "head_dim": 32},
+        off={"sliding_window": None},
+        seed=5,
+    ),
+    "Gemma2: soft caps": Architecture(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            **COMMON,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 10.0,
+            "tie_word_embeddings": True,
+        },
+        adjust=_gemma2_adjust,
+        off={"attn_logit_softcapping": None},
+        seed=3,
+    ),
+    "Gemma2: every second layer sees a window": Architecture(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            **COMMON,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 12,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+        adjust=_gemma2_adjust,
+        off={"sliding_window": 512},
+        seed=2,
+    ),
+    "GPT-2: LayerNorm, GELU, learned positions": Architecture(
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": 512,
+            "n_embd": 128,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 512,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        switch_off=_fill("wpe", 0.0),
+        seed=3,
+    ),
+    "OPT: ReLU, positions with an offset": Architecture(
+        "OPTConfig",
+        "OPTForCausalLM",
+        {
+            "vocab_size": 512,
+            "hidden_size": 128,
+            "word_embed_proj_dim": 128,
+            "ffn_dim": 256,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        switch_off=_fill("embed_positions", 0.0),
+        seed=2,
+    ),
+    "Mixtral: two experts of four": Architecture(
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        off={"num_experts_per_tok": 1},
+        seed=1,
+    ),
+    "BLOOM: ALiBi": Architecture(
+        "BloomConfig",
+        "BloomForCausalLM",
+        {
+            "vocab_size": 512,
+            "hidden_size": 128,
+            "n_layer": 3,
+            "n_head": 4,
+            "tie_word_embeddings": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        adjust=_bloom_adjust,
+        switch_off=_without_alibi,
+    ),
+    "GPT-OSS: sinks": Architecture(
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **COMMON,
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+        adjust=_fill("sinks", 2.0),
+        switch_off=_fill("sinks", -1e9),
+        seed=4,
+    ),
+}

@@ -1,0 +1,135 @@
+"""The KV cache's size comes from the memory there is and is shown; more is refused, with the numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+from engine import batch, greedy, insist_on_backplane, job, try_engines
+from processes import SCRIPTS, Child
+from server import free_port
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+GIB = 1 << 30
+ROUNDING = 0.02
+"""The log shows GiB with two decimals; here for sums of a few of them."""
+
+BYTES_PER_TOKEN = 4 * 2 * 2 * 32 * 4
+"""Of the tiny Llama: layers, K and V, KV heads, head size, bytes of a float32."""
+
+TEN_TERABYTES = 10 * 10**12
+
+
+@pytest.fixture(scope="module")
+def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Engines with various wishes: the log of each, from one run."""
+    available = psutil.virtual_memory().available
+    half_of_the_weights = json.loads((smollm2 / "backplane-manifest.json").read_text())
+    weights = half_of_the_weights["files"]["model.safetensors"]["size"]
+    work = batch([[5, 6, 7]], greedy(4))
+    too_small = {"backplane": {"memory_share": weights / 2 / available}}
+    named_share = {"backplane": {"memory_share": 0.25}}
+    engines = {
+        "default": job(tiny_llama, work),
+        "named share": job(tiny_llama, work, additional_config=named_share),
+        "asked for": job(tiny_llama, work, kv_cache_memory_bytes=64 << 20),
+        "too much": job(tiny_llama, work, kv_cache_memory_bytes=TEN_TERABYTES),
+        "no room for the weights": job(smollm2, work, additional_config=too_small),
+        "no room for one sequence": job(tiny_llama, work, kv_cache_memory_bytes=128 * BYTES_PER_TOKEN),
+    }
+    results, log = try_engines(tmp_path_factory.mktemp("memory"), list(engines.values()))
+    texts = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
+    for name, result in zip(engines, results, strict=True):
+        if name in ("default", "named share", "asked for"):
+            assert "error" not in result, f"{name}: {result['error']}"
+            insist_on_backplane(result)
+        else:
+            assert "error" in result, f"{name}: it started"
+    return dict(zip(engines, texts, strict=True))
+
+
+def numbers(pattern: str, text: str) -> tuple[float, ...]:
+    found = re.search(pattern, text)
+    assert found, f"no line like {pattern!r}"
+    return tuple(float(group.replace(",", "")) for group in found.groups())
+
+
+def start_line(text: str) -> tuple[float, float, float, float]:
+    """Total, free, share and allowance, as shown at start."""
+    line = r"Memory on cpu: ([\d.]+) GiB in all, ([\d.]+) GiB free; .* take ([\d.]+) of that = ([\d.]+) GiB"
+    total, free, share, allowed = numbers(line, text)
+    return total, free, share, allowed
+
+
+def test_the_allowance_is_a_share_of_what_is_there(attempts: dict[str, str]) -> None:
+    total, free, share, allowed = start_line(attempts["default"])
+    machine = psutil.virtual_memory()
+    assert 0 < free <= total <= machine.total / GIB + ROUNDING
+    assert free <= machine.available / GIB + 4, "other processes come and go, but not by this much"
+    assert share == 0.5, "the default share on CPU"
+    assert allowed == pytest.approx(free * share, abs=ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["default", "named share"])
+def test_the_kv_cache_is_within_the_allowance(attempts: dict[str, str], name: str) -> None:
+    *_, allowed = start_line(attempts[name])
+    granted, activations = numbers(r"KV cache: ([\d.]+) GiB; ([\d.]+) GiB are kept", attempts[name])
+    (tokens,) = numbers(r"KV cache size: ([\d,]+) tokens", attempts[name])
+    assert 0 < granted <= allowed - activations + ROUNDING
+    assert tokens * BYTES_PER_TOKEN <= (granted + ROUNDING) * GIB
+    assert tokens * BYTES_PER_TOKEN >= (granted - ROUNDING) * GIB - 16 * BYTES_PER_TOKEN, (
+        "what was granted is used"
+    )
+
+
+def test_a_named_share_is_obeyed(attempts: dict[str, str]) -> None:
+    _, free, share, allowed = start_line(attempts["named share"])
+    assert share == 0.25
+    assert allowed == pytest.approx(free * 0.25, abs=ROUNDING)
+
+
+def test_a_named_size_is_obeyed(attempts: dict[str, str]) -> None:
+    (tokens,) = numbers(r"KV cache size: ([\d,]+) tokens", attempts["asked for"])
+    assert tokens == (64 << 20) // BYTES_PER_TOKEN
+
+
+def test_more_than_there_is_is_refused(attempts: dict[str, str]) -> None:
+    error = (
+        r"a KV cache of ([\d.]+) GiB was asked for, and ([\d.]+) GiB of ([\d.]+) GiB is free "
+        r".*kv-cache-memory-bytes"
+    )
+    asked, free, total = numbers(error, attempts["too much"])
+    assert asked == pytest.approx(TEN_TERABYTES / GIB, abs=ROUNDING)
+    assert 0 < free < total <= psutil.virtual_memory().total / GIB + ROUNDING
+
+
+def test_weights_that_do_not_fit_are_refused(attempts: dict[str, str]) -> None:
+    text = attempts["no room for the weights"]
+    assert "KV cache size" not in text
+    assert re.search(r"BackplaneError: .* [\d.]+ GiB .*memory_share", text, flags=re.IGNORECASE)
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused(attempts: dict[str, str]) -> None:
+    text = attempts["no room for one sequence"]
+    assert re.search(r"ValueError: .*\b256\b.*GiB", text), "vLLM's own check, with the length and the sizes"
+
+
+def test_the_server_ends_with_the_error(tiny_llama: Path, tmp_path: Path) -> None:
+    """The same refusal on the command line: an exit status, not a server that is up and cannot serve."""
+    arguments = [
+        "--max-model-len",
+        "256",
+        "--kv-cache-memory-bytes",
+        str(TEN_TERABYTES),
+        "--port",
+        str(free_port()),
+    ]
+    command = [str(SCRIPTS / "vllm-backplane"), "serve", str(tiny_llama), *arguments]
+    with Child(command, tmp_path / "server.log") as child:
+        assert child.wait(300) != 0
+        assert not child.wait_for_nothing_left(15)
+        assert "a KV cache of 9313.23 GiB was asked for" in child.text()

@@ -1,0 +1,53 @@
+"""Two processes over gloo, by tensor or by pipeline, give the tokens of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import reference
+from engine import Result, batch, greedy, job, run_engines
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+TOKENS = 24
+PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(31, 20031, 300))]
+
+
+@pytest.fixture(scope="module")
+def results(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    work = (batch(PROMPTS, greedy(TOKENS, logprobs=0)), batch(PROMPTS, greedy(TOKENS), one_by_one=True))
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    engines = {
+        "one": job(tiny_llama, *work, **limits),
+        "tensor": job(tiny_llama, *work, tensor_parallel_size=2, **limits),
+        "pipeline": job(tiny_llama, *work, pipeline_parallel_size=2, **limits),
+    }
+    done = run_engines(tmp_path_factory.mktemp("parallel"), list(engines.values()))
+    return dict(zip(engines, done, strict=True))
+
+
+def tokens(result: Result) -> list[list[list[int]]]:
+    return [[output["token_ids"] for output in done] for done in result["batches"]]
+
+
+def test_one_process_equals_transformers(tiny_llama: Path, results: dict[str, Result]) -> None:
+    model = reference.load(tiny_llama)
+    expected = [reference.continue_without_cache(model, ids, TOKENS) for ids in PROMPTS]
+    assert min(answer.smallest_margin for answer in expected) > 1e-3, "near a tie; change the prompts"
+    for done in tokens(results["one"]):
+        assert done == [answer.token_ids for answer in expected]
+
+
+@pytest.mark.parametrize("way", ["tensor", "pipeline"])
+def test_two_processes_equal_one(results: dict[str, Result], way: str) -> None:
+    assert tokens(results[way]) == tokens(results["one"])
+    one, two = results["one"]["batches"][0], results[way]["batches"][0]
+    for single, double in zip(one, two, strict=True):
+        assert double["logprobs"] == pytest.approx(single["logprobs"], abs=1e-3)
+
+
+def test_answers_differ_from_each_other(results: dict[str, Result]) -> None:
+    answers = tokens(results["one"])[0]
+    assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
+    assert all(len(set(answer)) > 4 for answer in answers), "a constant answer would hide a wrong cache"

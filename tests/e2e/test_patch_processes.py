@@ -1,0 +1,138 @@
+"""Patches reach the main process, the engine's and the worker's, however vLLM starts them.
+
+A distribution on the path announces three patches that each write down where they ran.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from engine import batch, greedy, job, try_engines
+from processes import Child, on_path, tail
+from server import Server
+
+from vllm_backplane.patch import take_fingerprint
+from vllm_backplane.upstream import SymbolIndex, installed_tree
+
+TARGETS = {
+    "platform": "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+    "engine": "vllm.v1.engine.core:EngineCore.step",
+    "worker": "vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec",
+}
+
+PATCH = '''
+import json, multiprocessing, os
+from vllm_backplane.patch import Patch, Process
+
+@Patch(
+    target="{target}",
+    process=Process.{process},
+    versions=">=0.30,<0.33",
+    why="a test",
+    how="writes down the process it runs in",
+    upstream="none: a test",
+    remove_when="never",
+    fingerprints={{"0.32.0": "{fingerprint}"}},
+)
+def noted_{name}(self, *args, **kwargs):
+    with open(os.environ["PATCH_NOTES"], "a") as notes:
+        line = {{"patch": "{name}", "pid": os.getpid(), "parent": os.getppid()}}
+        notes.write(json.dumps(line) + "\\n")
+    return noted_{name}.original(self, *args, **kwargs)
+'''
+
+
+@pytest.fixture(scope="module")
+def distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("distribution")
+    index = SymbolIndex(installed_tree())
+    for process, target in TARGETS.items():
+        module, _, name = target.partition(":")
+        package = folder / "noted_patches" / process
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        fingerprint = take_fingerprint(index.normalised_source_of(module, name))
+        text = PATCH.format(target=target, process=process.upper(), name=process, fingerprint=fingerprint)
+        (package / f"patch_{module.rpartition('.')[2]}.py").write_text(text)
+    (folder / "noted_patches" / "__init__.py").touch()
+    metadata = folder / "noted_patches-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: noted-patches\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[vllm_backplane.patches]\nnoted = noted_patches\n")
+    return folder
+
+
+def _variables(distribution: Path, notes: Path, method: str) -> dict[str, str | None]:
+    return {
+        "PYTHONPATH": on_path(distribution),
+        "PATCH_NOTES": str(notes),
+        "VLLM_WORKER_MULTIPROC_METHOD": method,
+    }
+
+
+def _ran_in(notes: Path) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for line in notes.read_text().splitlines():
+        note = json.loads(line)
+        found.setdefault(note["patch"], set()).add(note["pid"])
+    return found
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    results, log = try_engines(
+        tmp_path, [job(tiny_llama, batch([[1, 2, 3]], greedy(2)))], _variables(distribution, notes, method)
+    )
+    assert "error" not in results[0], results[0]
+    where = _ran_in(notes)
+    assert set(where) == {"platform", "engine", "worker"}, tail(log)
+    assert not where["engine"] & where["platform"]  # the engine has a process of its own
+    told = log.read_text()
+    assert "Patches of vLLM: noted_platform applied, noted_engine applied." in told
+    assert "Patch noted_worker applied to" in told
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_online(method: str, distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    variables = _variables(distribution, notes, method)
+    arguments = [str(tiny_llama), "--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "128"]
+    with Server(tmp_path, *arguments, variables=variables) as server:
+        answer = server.client().completions.create(model=str(tiny_llama), prompt=[1, 2, 3], max_tokens=2)
+        assert answer.usage is not None
+    where = _ran_in(notes)
+    assert set(where) == {"platform", "engine", "worker"}
+    assert not where["engine"] & where["platform"]
+
+
+def test_a_drifted_patch_stops_the_server_with_a_diff(distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "drifted"
+    for file in distribution.rglob("*"):
+        target = copy / file.relative_to(distribution)
+        if file.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+    patch = copy / "noted_patches" / "engine" / "patch_core.py"
+    fingerprint = patch.read_text().partition('"0.32.0": "')[2][:16]
+    patch.write_text(patch.read_text().replace(fingerprint, "0" * 16))
+    script = textwrap.dedent(
+        f"""
+        from vllm import LLM
+        if __name__ == "__main__":
+            LLM({str(tiny_llama)!r}, max_model_len=128)
+        """
+    )
+    (tmp_path / "start.py").write_text(script)
+    variables: dict[str, str | None] = {"PYTHONPATH": on_path(copy), "PATCH_NOTES": str(tmp_path / "notes")}
+    with Child([sys.executable, "start.py"], tmp_path / "log", variables) as child:
+        assert child.wait(120) != 0
+        told = child.text()
+    assert "noted_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was" in told
+    assert "BACKPLANE_PATCH_DRIFT=warn" in told

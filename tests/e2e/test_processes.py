@@ -1,0 +1,153 @@
+"""How a server ends: with an error when a worker dies, at once by Ctrl-C; never with anything left behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from server import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+LIMIT = 15.0
+"""Seconds that the requirement allows between the death of a worker and the end of the server."""
+
+SMALL = (
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "1024",
+    "--max-num-seqs",
+    "4",
+    "--max-num-batched-tokens",
+    "64",
+)
+TWO = ("--tensor-parallel-size", "2")
+
+
+@pytest.fixture
+def start(tiny_llama: Path, tmp_path: Path) -> Iterator[Starter]:
+    starter = Starter(tiny_llama, tmp_path)
+    yield starter
+    starter.kill()
+
+
+class Starter:
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        self._servers: list[Server] = []
+
+    def __call__(self, *arguments: str) -> Server:
+        server = Server(self._folder, str(self._model), "--served-model-name", "tiny", *SMALL, *arguments)
+        self._servers.append(server)
+        return server
+
+    def kill(self) -> None:
+        for server in self._servers:
+            server.kill()
+
+
+def called(server: Server, name: str) -> list[psutil.Process]:
+    """The server's processes whose title holds `name`: VLLM::EngineCore, VLLM::Worker_TP0, …"""
+    return [process for process in server.descendants() if name in " ".join(process.cmdline())]
+
+
+class Request(threading.Thread):
+    """A long request in flight; what became of it is in `end`."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(daemon=True)
+        self._client = server.client()
+        self.end: object = None
+        self.begun = threading.Event()
+        self.start()
+        assert self.begun.wait(120), "no token came"
+
+    def run(self) -> None:
+        try:
+            stream = self._client.completions.create(
+                model="tiny", prompt="a", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+            )
+            for _chunk in stream:
+                self.begun.set()
+            self.end = "complete"
+        except (
+            Exception
+        ) as fault:  # a broken connection shows in several ways; each is the end that is looked for
+            self.end = fault
+
+
+def ends_by_itself(server: Server) -> tuple[int, float]:
+    """Exit status, and seconds until the server and everything it started were gone."""
+    begin = time.monotonic()
+    status = server.wait(LIMIT)
+    left = server.wait_for_nothing_left(max(LIMIT - (time.monotonic() - begin), 0))
+    assert not left, f"left behind: {[(process.pid, process.cmdline()) for process in left]}"
+    return status, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "with a request in flight"])
+def test_a_killed_worker_ends_the_server(start: Starter, busy: bool) -> None:
+    server = start(*TWO)
+    workers = called(server, "Worker")
+    assert len(workers) == 2, [process.cmdline() for process in server.descendants()]
+    request = Request(server) if busy else None
+    victim = workers[-1]
+    server.descendants()
+    victim.send_signal(signal.SIGKILL)
+    status, _seconds = ends_by_itself(server)
+    assert status != 0, "it ended as if nothing had happened"
+    assert says_that_a_worker_died(server.text()), "the log does not say that a worker died"
+    if request is not None:
+        request.join(LIMIT)
+        assert request.end not in (None, "complete"), (
+            "the client was left waiting, or was told that all was well"
+        )
+
+
+def says_that_a_worker_died(log: str) -> bool:
+    return any("worker" in line.lower() and "died" in line.lower() for line in log.splitlines())
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "with a request in flight"])
+def test_a_killed_engine_ends_the_server(start: Starter, busy: bool) -> None:
+    server = start()
+    (engine,) = called(server, "EngineCore")
+    request = Request(server) if busy else None
+    server.descendants()
+    engine.send_signal(signal.SIGKILL)
+    status, _seconds = ends_by_itself(server)
+    assert status != 0, "it ended as if nothing had happened"
+    assert any("EngineCore" in line and "died" in line for line in server.text().splitlines())
+    if request is not None:
+        request.join(LIMIT)
+        assert request.end not in (None, "complete")
+
+
+@pytest.mark.parametrize("whom", ["group", "main"])
+@pytest.mark.parametrize("processes", [(), TWO], ids=["one process", "two workers"])
+def test_ctrl_c_leaves_nothing(start: Starter, processes: tuple[str, ...], whom: str) -> None:
+    """A terminal signals the whole foreground group; process managers the main process alone."""
+    server = start(*processes)
+    assert len(server.descendants()) >= len(processes)
+    if whom == "group":
+        server.signal_group(signal.SIGINT)
+    else:
+        server.signal(signal.SIGINT)
+    ends_by_itself(server)
+    assert "Traceback" not in server.text(), "an ordinary end does not look like a crash"
+
+
+def test_ctrl_c_while_a_request_is_in_flight(start: Starter) -> None:
+    server = start(*TWO)
+    request = Request(server)
+    server.descendants()
+    server.signal_group(signal.SIGINT)
+    ends_by_itself(server)
+    request.join(LIMIT)
+    assert request.end is not None

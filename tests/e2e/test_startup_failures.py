@@ -1,0 +1,133 @@
+"""What keeps the plugin or its device from starting ends the server, with the reason; nothing steps in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from processes import SCRIPTS, Child, on_path
+from server import free_port
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+LIMIT = 300
+"""A guard against hanging, not a measurement."""
+
+VENDOR = """\
+from vllm_backplane.device import Device, MemoryInfo, Probe
+
+{top}
+
+
+class Broken(Device):
+    name = "broken"
+    torch_type = "cpu"
+    dispatch_key = "CPU"
+
+    @classmethod
+    def probe(cls):
+        return Probe(available=True, count=1)
+
+    def memory(self, index=0):
+        return MemoryInfo(total=1 << 34, free=1 << 33)
+
+    def {method}(self):
+        raise OSError("driver 4.2 does not answer on slot 7")
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    expected: tuple[str, ...]
+    """Texts that the output must hold."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    plain: bool = False
+    """`vllm serve` rather than our command: what a user types who does not know of it."""
+    vendor: Mapping[str, str] | None = None
+
+
+BROKEN = {"BACKPLANE_DEVICE": "broken"}
+FAULT = "driver 4.2 does not answer on slot 7"
+
+CASES = {
+    "vLLM told to ignore plugins, vllm serve": Case(
+        ("VLLM_TARGET_DEVICE", "Unset it"), {"VLLM_TARGET_DEVICE": "cpu"}, plain=True
+    ),
+    "vLLM told to ignore plugins, our command": Case(
+        ("VLLM_TARGET_DEVICE", "unset it"), {"VLLM_TARGET_DEVICE": "cpu"}
+    ),
+    "plugins switched off, our command": Case(("VLLM_PLUGINS", "unset it"), {"VLLM_PLUGINS": ""}),
+    "unknown device": Case(("nonsense", "Offered:", "cpu"), {"BACKPLANE_DEVICE": "nonsense"}),
+    "unknown device, vllm serve": Case(
+        ("nonsense", "Offered:", "cpu"), {"BACKPLANE_DEVICE": "nonsense"}, plain=True
+    ),
+    "device that cannot load": Case((FAULT,), BROKEN, vendor={"method": "load", "top": ""}),
+    "device that cannot load, vllm serve": Case(
+        (FAULT,), BROKEN, plain=True, vendor={"method": "load", "top": ""}
+    ),
+    "device whose kernels cannot load": Case((FAULT,), BROKEN, vendor={"method": "load_kernels", "top": ""}),
+    "device whose module cannot be imported": Case(
+        ("broken", "libvendor.so: cannot open"),
+        BROKEN,
+        vendor={"method": "load", "top": 'raise ImportError("libvendor.so: cannot open shared object file")'},
+    ),
+    "unknown option": Case(
+        ("devise", "did you mean 'device'"),
+        arguments=("--additional-config", '{"backplane": {"devise": "cpu"}}'),
+    ),
+    "option with a bad value": Case(
+        ("memory_share", "a number above 0 and at most 1"),
+        arguments=("--additional-config", '{"backplane": {"memory_share": 7}}'),
+    ),
+    "unknown variable": Case(
+        ("BACKPLANE_DEVISE", "did you mean 'BACKPLANE_DEVICE'"), {"BACKPLANE_DEVISE": "cpu"}
+    ),
+    "variable with a bad value": Case(
+        ("BACKPLANE_MEMORY_SHARE", "a number above 0 and at most 1"), {"BACKPLANE_MEMORY_SHARE": "much"}
+    ),
+    "option for another device than the one chosen": Case(
+        ("BACKPLANE_DEVICE=minimal",),
+        arguments=("--additional-config", '{"backplane": {"device": "minimal"}}'),
+    ),
+}
+
+
+def install_vendor(folder: Path, filling: Mapping[str, str]) -> None:
+    """A distribution as pip would leave it: a module and its metadata."""
+    (folder / "broken_device.py").write_text(VENDOR.format(**filling))
+    metadata = folder / "broken_device-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-device\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[vllm_backplane.devices]\nbroken = broken_device:Broken\n")
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_it_ends_and_says_why(case: Case, tiny_llama: Path, tmp_path: Path) -> None:
+    variables: dict[str, str | None] = dict(case.variables)
+    if case.vendor is not None:
+        folder = tmp_path / "site"
+        folder.mkdir()
+        install_vendor(folder, case.vendor)
+        variables["PYTHONPATH"] = on_path(folder)
+    command = [str(SCRIPTS / ("vllm" if case.plain else "vllm-backplane")), "serve", str(tiny_llama)]
+    limits = [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(free_port()),
+        "--max-model-len",
+        "256",
+        "--max-num-seqs",
+        "4",
+    ]
+    with Child([*command, *limits, *case.arguments], tmp_path / "server.log", variables) as child:
+        status = child.wait(LIMIT)
+        output = child.text()
+        assert status != 0, "it ended as if nothing had happened"
+        missing = [text for text in case.expected if text not in output]
+        assert not missing, f"the output does not say {missing}"
+        assert "Application startup complete" not in output
+        assert not child.wait_for_nothing_left(15)

@@ -1,0 +1,342 @@
+"""What a plugin's expressions do with vLLM: attributes they read, and calls that patch, register, or set variables."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from vllm_backplane.audit.conditions import Ref, negated
+from vllm_backplane.audit.expressions import Expressions
+from vllm_backplane.audit.facts import (
+    Catch,
+    Fact,
+    FileFacts,
+    ImportFact,
+    KernelFact,
+    Meaning,
+    Meanings,
+    PatchFact,
+    PathFact,
+    Place,
+    RegisterFact,
+    UnresolvedFact,
+    UseFact,
+    VariableFact,
+)
+from vllm_backplane.audit.scopes import Const, Literal
+from vllm_backplane.upstream.modules import dotted
+
+_VARIABLE = re.compile(r"VLLM_[A-Z0-9_]+")
+_PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)?")
+_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
+_READERS = frozenset({"get", "getenv", "pop", "__getitem__"})
+_WRITERS = frozenset({"setdefault", "setenv", "putenv"})
+
+
+class Calls(Expressions):
+    def __init__(self, result: FileFacts, module: str, roots: frozenset[str]) -> None:
+        super().__init__(module)
+        self.result = result
+        self.roots = roots
+        self.caught: tuple[Catch, ...] = ()
+
+    def is_of_vllm(self, path: str) -> bool:
+        return path.partition(".")[0] == "vllm"
+
+    def place(self, node: ast.AST) -> Place:
+        line, column = getattr(node, "lineno", 0), getattr(node, "col_offset", -1) + 1
+        return Place(line, column, self.reach, self.caught)
+
+    def fact(self, fact: Fact) -> None:
+        self.result.facts.append(fact)
+
+    def meanings(self, node: ast.expr) -> Meanings:
+        """What of vLLM or of the plugin an expression may stand for."""
+        return tuple(Meaning(ref, reach) for ref, reach in self.refs(node) if ref.root in self.roots)
+
+    # --- expressions
+
+    def expression(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Attribute):
+            self._attribute(node)
+        elif isinstance(node, ast.Call):
+            self._called(node)
+        elif isinstance(node, ast.Lambda):
+            self.lambda_expression(node)
+        elif isinstance(node, ast.IfExp):
+            self.expression(node.test)
+            test = self.condition(node.test)
+            self._under(test, node.body)
+            self._under(negated(test), node.orelse)
+        elif isinstance(node, ast.BoolOp):
+            outer = self.reach
+            for part in node.values:
+                self.expression(part)
+                test = self.condition(part)
+                self.reach = (*self.reach, test if isinstance(node.op, ast.And) else negated(test))
+            self.reach = outer
+        elif isinstance(node, ast.Compare):
+            self._compared(node)
+        elif isinstance(node, ast.Constant):
+            self._string(node)
+        elif isinstance(node, ast.Subscript):
+            self._item(node)
+        elif isinstance(node, ast.NamedExpr):
+            self.expression(node.value)
+            self.scope.bind(node.target.id, self.values(node.value), self.reach)
+        elif isinstance(node, (ast.JoinedStr, ast.Name)):
+            return
+        else:
+            for child in ast.iter_child_nodes(node):
+                self.expression(child)
+
+    def lambda_expression(self, node: ast.Lambda) -> None:
+        raise NotImplementedError
+
+    def _under(self, condition: object, node: ast.expr) -> None:
+        outer = self.reach
+        self.reach = (*outer, condition)  # type: ignore[assignment]
+        self.expression(node)
+        self.reach = outer
+
+    def _compared(self, node: ast.Compare) -> None:
+        """A path that something is compared with need not lead anywhere."""
+        for side in [node.left, *node.comparators]:
+            if not isinstance(side, ast.Constant):
+                self.expression(side)
+        if isinstance(node.ops[0], (ast.In, ast.NotIn)) and dotted(node.comparators[0]).endswith("environ"):
+            self._variable(node.left, is_written=False)
+
+    def _attribute(self, node: ast.Attribute) -> None:
+        found = self.meanings(node)
+        of_vllm = tuple(meaning for meaning in found if meaning.ref.root == "vllm" and meaning.ref.rest)
+        if of_vllm:
+            self.fact(UseFact(self.place(node), of_vllm))
+        elif not any(meaning.ref.rest for meaning in found):
+            self.result.attributes_read.add(node.attr)
+            self.expression(node.value)
+
+    def _string(self, node: ast.Constant) -> None:
+        """A string by itself that is a dotted path to something named like a class."""
+        text = node.value
+        if not isinstance(text, str) or not 4 < len(text) < 200 or not _PATH.fullmatch(text):
+            return
+        if text.partition(".")[0] in self.roots:
+            module, colon, name = text.partition(":")
+            last = text.rpartition(".")[2]
+            if colon:
+                self.fact(PathFact(self.place(node), module, name))
+            elif last[0].isupper() and not last.isupper():
+                self.fact(PathFact(self.place(node), "", text))
+
+    def _item(self, node: ast.Subscript) -> None:
+        if dotted(node.value) in ("os.environ", "environ"):
+            self._variable(node.slice, is_written=not isinstance(node.ctx, ast.Load))
+            return
+        self.expression(node.value)
+        self.expression(node.slice)
+
+    # --- setting
+
+    def set_attribute(self, target: ast.Attribute) -> None:
+        owners = self.meanings(target.value)
+        self.result.attributes_set.add(target.attr)
+        if owners:
+            self._owner_is_read(target.value)
+            self.fact(PatchFact(self.place(target), owners, target.attr))
+        else:
+            self.expression(target.value)
+
+    def read_then_set(self, target: ast.expr) -> None:
+        if isinstance(target, ast.Attribute):
+            found = tuple(m for m in self.meanings(target) if m.ref.root == "vllm")
+            if found:
+                self.fact(UseFact(self.place(target), found))
+        elif isinstance(target, ast.Subscript):
+            self.expression(target.value)
+
+    def set_item_of(self, owner: Ref, key: str | None, target: ast.Subscript) -> None:
+        if owner.path == "os.environ":
+            self._variable(target.slice, is_written=True)
+        elif owner.path.endswith("custom_op.op_registry_oot"):
+            if key is None:
+                self._unresolved(target, "the name it is registered under is computed at run time")
+            else:
+                self.fact(RegisterFact(self.place(target.slice), (Meaning(Ref(owner.base)),), key))
+        elif owner.path == "vllm.envs.environment_variables" and key is not None:
+            self.result.variables_declared.add(key)
+
+    def _owner_is_read(self, node: ast.expr) -> None:
+        if isinstance(node, ast.Attribute):
+            self._attribute(node)
+
+    def _unresolved(self, node: ast.AST, what: str) -> None:
+        self.fact(UnresolvedFact(self.place(node), what))
+
+    # --- calls
+
+    def decorators(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+        for decorator in node.decorator_list:
+            if isinstance(decorator, ast.Attribute) and decorator.attr == "register_oot":
+                self._register(decorator, None, decorator)
+            self.expression(decorator)
+
+    def _called(self, node: ast.Call) -> None:
+        function = dotted(node.func)
+        name = function.rpartition(".")[2] or (node.func.attr if isinstance(node.func, ast.Attribute) else "")
+        if name == "register_oot" and isinstance(node.func, ast.Attribute):
+            self._register(node.func, node, node)
+        elif name == "register_kernels" and node.args:
+            self._kernels(node.args[0])
+        elif name in ("setattr", "patch", "object") or function.endswith("monkeypatch.setattr"):
+            self._patching(node, function, name)
+        elif name in ("import_module", "__import__") and node.args:
+            self._dynamic_import(node)
+        elif name in ("getattr", "hasattr") and len(node.args) >= 2:
+            self._by_name(node, name)
+        elif name in _READERS | _WRITERS | {"update", "dict"}:
+            self._variables(node, function, name)
+        if name.startswith("register") and len(node.args) >= 3:
+            self._registered_pair(node)
+        self.expression(node.func)
+        is_lookup = name in ("find_spec", "importorskip", "getLogger", "init_logger")
+        for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
+            if not (is_lookup and isinstance(argument, ast.Constant)):
+                self.expression(argument)
+
+    def _register(self, function: ast.Attribute, call: ast.Call | None, node: ast.AST) -> None:
+        owners = self.meanings(function.value)
+        if not owners:
+            return
+        given = None
+        if call is not None:
+            given = next((keyword.value for keyword in call.keywords if keyword.arg == "name"), None)
+            given = given if given is not None else (call.args[1] if len(call.args) > 1 else None)
+        if given is None or (isinstance(given, ast.Constant) and given.value is None):
+            self.fact(RegisterFact(self.place(node), owners))
+            return
+        for alternative in self.values(given):
+            value = alternative.value
+            if isinstance(value, Const) and isinstance(value.value, str):
+                place = Place(value.line, value.column + 1, self.reach, self.caught) if value.line else self.place(given)
+                self.fact(RegisterFact(place, owners, value.value))
+            elif isinstance(given, ast.Attribute) and given.attr == "__name__":
+                for meaning in self.meanings(given.value):
+                    self.fact(RegisterFact(self.place(given), owners, meaning.ref.path.rpartition(".")[2]))
+            else:
+                self._unresolved(given, "the name it is registered under is computed at run time")
+
+    def _kernels(self, node: ast.expr) -> None:
+        table = self.single(node)
+        if not isinstance(table, Literal) or not isinstance(table.node, ast.Dict):
+            self._unresolved(node, "which kernels are replaced is computed at run time")
+            return
+        for key, _ in table.items():
+            path = self.string(key)
+            if path is None:
+                self._unresolved(key or node, "which kernel is replaced is computed at run time")
+            else:
+                self.fact(KernelFact(self.place(key or node), path))
+
+    def _patching(self, node: ast.Call, function: str, name: str) -> None:
+        arguments = node.args
+        lenient = any(
+            (keyword.arg == "create" and isinstance(keyword.value, ast.Constant) and bool(keyword.value.value))
+            or (keyword.arg == "raising" and isinstance(keyword.value, ast.Constant) and not keyword.value.value)
+            for keyword in node.keywords
+        )
+        if name == "object" and not function.endswith("patch.object"):
+            return
+        path = self.string(arguments[0]) if arguments else None
+        if path is not None and _PATH.fullmatch(path) and self.is_of_vllm(path) and name != "object":
+            owner, _, attribute = path.rpartition(".")
+            first, *rest = owner.split(".")
+            owners: Meanings = (Meaning(Ref(first, tuple(rest))),)
+            if rest:
+                self.fact(UseFact(self.place(arguments[0]), owners))
+            self.fact(PatchFact(self.place(arguments[0]), owners, attribute, lenient))
+        elif len(arguments) >= 2 and name != "patch":
+            owners = self.meanings(arguments[0])
+            attribute_name = self.string(arguments[1])
+            if attribute_name is not None:
+                self.result.attributes_set.add(attribute_name)
+                if owners:
+                    self.fact(PatchFact(self.place(node), owners, attribute_name, lenient))
+            elif any(meaning.ref.root == "vllm" for meaning in owners):
+                self._unresolved(node, f"which attribute of {owners[0].ref.path} is set is computed at run time")
+
+    def _dynamic_import(self, node: ast.Call) -> None:
+        module = self.string(node.args[0])
+        if module is not None:
+            if self.is_of_vllm(module):
+                self.fact(ImportFact(self.place(node), module))
+        elif isinstance(node.args[0], ast.JoinedStr):
+            first = node.args[0].values[0] if node.args[0].values else None
+            if isinstance(first, ast.Constant) and str(first.value).startswith("vllm."):
+                self._unresolved(node, "which module of vLLM is imported is computed at run time")
+
+    def _by_name(self, node: ast.Call, name: str) -> None:
+        attribute = self.string(node.args[1])
+        if attribute is None:
+            return
+        owners = tuple(m for m in self.meanings(node.args[0]) if m.ref.root == "vllm")
+        if not owners:
+            self.result.attributes_read.add(attribute)
+        elif name == "getattr" and len(node.args) == 2:
+            used = tuple(Meaning(meaning.ref.attribute(attribute), meaning.reach) for meaning in owners)
+            self.fact(UseFact(self.place(node), used))
+        else:
+            # Asked for and provided for: if the plugin also sets it, it does so for itself.
+            self.result.attributes_read.add(attribute)
+
+    def _variables(self, node: ast.Call, function: str, name: str) -> None:
+        owner = function.rpartition(".")[0]
+        if name in ("get", "pop", "setdefault", "update") and owner.rpartition(".")[2] == "environ":
+            if name == "update":
+                self._variable_table(node)
+            elif node.args:
+                self._variable(node.args[0], is_written=name == "setdefault")
+        elif name in ("getenv", "setenv", "putenv") and node.args:
+            self._variable(node.args[0], is_written=name != "getenv")
+        elif name == "update" and node.args:
+            found = self.single(node.func.value) if isinstance(node.func, ast.Attribute) else None
+            if isinstance(found, Ref) and found.path == "vllm.envs.environment_variables":
+                self.result.variables_declared.update(self._keys(node.args[0]))
+            elif isinstance(found, Literal) and isinstance(found.node, ast.Dict):
+                added = self.single(node.args[0])
+                if isinstance(added, Literal) and isinstance(added.node, ast.Dict):
+                    found.more.extend((key, value) for key, value in added.items() if key is not None)
+        elif function.endswith("patch.dict") and len(node.args) > 1 and "environ" in ast.dump(node.args[0]):
+            for key in self._key_nodes(node.args[1]):
+                self._variable(key, is_written=True)
+
+    def _variable_table(self, node: ast.Call) -> None:
+        for argument in node.args:
+            for key in self._key_nodes(argument):
+                self._variable(key, is_written=True)
+        for keyword in node.keywords:
+            if keyword.arg is not None and _VARIABLE.fullmatch(keyword.arg):
+                self.fact(VariableFact(self.place(keyword), keyword.arg, True))
+
+    def _key_nodes(self, node: ast.expr) -> list[ast.expr]:
+        table = self.single(node)
+        if not isinstance(table, Literal) or not isinstance(table.node, ast.Dict):
+            return []
+        return [key for key, _ in table.items() if key is not None]
+
+    def _keys(self, node: ast.expr) -> set[str]:
+        return {text for key in self._key_nodes(node) if (text := self.string(key)) is not None}
+
+    def _variable(self, node: ast.expr, *, is_written: bool) -> None:
+        name = self.string(node)
+        if name is not None and _VARIABLE.fullmatch(name):
+            self.fact(VariableFact(self.place(node), name, is_written))
+
+    def _registered_pair(self, node: ast.Call) -> None:
+        """``register_connector("Name", "package.module", "Class")`` and its like."""
+        for first, second in zip(node.args, node.args[1:], strict=False):
+            module, name = self.string(first), self.string(second)
+            if module is None or name is None or not name.isidentifier() or not _MODULE.fullmatch(module):
+                continue
+            if "." in module and module.partition(".")[0] in self.roots:
+                self.fact(PathFact(self.place(second), module, name))

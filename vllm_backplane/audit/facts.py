@@ -1,0 +1,173 @@
+"""What a plugin's file does with vLLM, as values that outlive its syntax tree and are checked against each vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm_backplane.audit.conditions import Reach, Ref
+from vllm_backplane.upstream.modules import Symbol
+
+
+@dataclass(frozen=True, slots=True)
+class Catch:
+    """An enclosing try statement that would swallow an exception."""
+
+    exceptions: frozenset[str]
+    has_alternative: bool
+    """The handler tries something else, instead of going without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    line: int
+    column: int
+    reach: Reach = ()
+    caught: tuple[Catch, ...] = ()
+    """Innermost last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """One thing that a name may stand for where it is used."""
+
+    ref: Ref
+    reach: Reach = ()
+
+
+Meanings = tuple[Meaning, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImportFact:
+    place: Place
+    module: str
+    name: str = ""
+    """Of ``from module import name``."""
+
+
+@dataclass(frozen=True, slots=True)
+class UseFact:
+    """An attribute of something of vLLM is read."""
+
+    place: Place
+    meanings: Meanings
+
+
+@dataclass(frozen=True, slots=True)
+class PatchFact:
+    """An attribute of something of vLLM is set."""
+
+    place: Place
+    owners: Meanings
+    attribute: str
+    may_create: bool = False
+    """The call says that the attribute need not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterFact:
+    """``owner.register_oot``. Without a name, the owner's own is used."""
+
+    place: Place
+    owners: Meanings
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelFact:
+    """A Triton kernel is replaced by its path."""
+
+    place: Place
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class PathFact:
+    """A string that names a class or function."""
+
+    place: Place
+    module: str
+    """Empty if the path does not tell module and name apart."""
+    name: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.module}:{self.name}" if self.module else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class MethodInfo:
+    symbol: Symbol
+    column: int
+    marked_override: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NamedUse:
+    """``super().name`` or ``self.name``."""
+
+    name: str
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFact:
+    place: Place
+    name: str
+    bases: tuple[Meanings, ...]
+    """Empty meanings for a base that could not be followed."""
+    methods: tuple[MethodInfo, ...]
+    own: frozenset[str]
+    """Everything the class itself binds or sets on itself."""
+    super_uses: tuple[NamedUse, ...] = ()
+    self_reads: tuple[NamedUse, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VariableFact:
+    place: Place
+    name: str
+    is_written: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFact:
+    """``sys.modules[module] = …``."""
+
+    place: Place
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnresolvedFact:
+    place: Place
+    what: str
+
+
+Fact = (
+    ImportFact
+    | UseFact
+    | PatchFact
+    | RegisterFact
+    | KernelFact
+    | PathFact
+    | ClassFact
+    | VariableFact
+    | ModuleFact
+    | UnresolvedFact
+)
+
+
+@dataclass(slots=True)
+class FileFacts:
+    file: str
+    facts: list[Fact] = field(default_factory=list)
+    attributes_read: set[str] = field(default_factory=set)
+    """Names of attributes read from anything that is not known to be vLLM's."""
+    attributes_set: set[str] = field(default_factory=set)
+    variables_declared: set[str] = field(default_factory=set)
+    """Added to vLLM's own table of variables."""
+    classes: set[str] = field(default_factory=set)
+    unreadable: str = ""
+    """Why the file was left out."""
+    unreadable_line: int = 0

@@ -1,0 +1,414 @@
+"""Reads one file of a plugin into facts. The plugin is parsed and never imported.
+
+Statements are followed in order, functions after the module that defines them, because that is when they run. Loops over
+literals are unrolled: plugins register and patch from tables.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+
+from vllm_backplane.audit.calls import Calls
+from vllm_backplane.audit.classes import class_fact
+from vllm_backplane.audit.conditions import Condition, Ran, Reach, Ref, TypeChecking, Unknown, negated
+from vllm_backplane.audit.facts import Catch, FileFacts, ImportFact, ModuleFact, PatchFact
+from vllm_backplane.audit.scopes import UNKNOWN_VALUE, Alternative, Const, Literal, Release, Scope
+from vllm_backplane.upstream.modules import absolute, bound_names, dotted, is_type_checking
+
+_CAUGHT_BY_IMPORT_GUARDS = frozenset(
+    {"ImportError", "ModuleNotFoundError", "AttributeError", "Exception", "BaseException"}
+)
+_LONGEST_UNROLLED = 256
+_MOST_UNROLLED_STATEMENTS = 4096
+_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def read_file(file: str, source: str, module: str, is_package: bool, roots: frozenset[str]) -> FileFacts:
+    """Raises what ast.parse raises for source that is not Python."""
+    tree = ast.parse(source)
+    reader = Reader(FileFacts(file), module, is_package, roots)
+    reader.run(tree)
+    return reader.result
+
+
+class Reader(Calls):
+    def __init__(self, result: FileFacts, module: str, is_package: bool, roots: frozenset[str]) -> None:
+        super().__init__(result, module, roots)
+        self.package = module if is_package else module.rpartition(".")[0]
+        self._deferred: list[tuple[ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, Scope, Reach]] = []
+        self._annotations_run = True
+        self._unrolled = 0
+
+    def run(self, tree: ast.Module) -> None:
+        self._annotations_run = not any(
+            isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+            and any(alias.name == "annotations" for alias in statement.names)
+            for statement in tree.body
+        )
+        self.block(tree.body)
+        while self._deferred:
+            function, scope, reach = self._deferred.pop(0)
+            self.scope, self.reach, self.caught = scope, reach, ()
+            if isinstance(function, ast.Lambda):
+                self.expression(function.body)
+            else:
+                self.block(function.body)
+
+    # --- statements
+
+    def block(self, statements: Iterable[ast.stmt]) -> None:
+        """What follows a statement that leaves the block under a condition runs only under its opposite."""
+        outer = self.reach
+        for statement in statements:
+            rest = self.statement(statement)
+            if rest:
+                self.reach = (*self.reach, *rest)
+        self.reach = outer
+
+    def statement(self, node: ast.stmt) -> Reach:
+        """Reads one statement; returns what holds for those that follow it in the block."""
+        if isinstance(node, ast.If):
+            return self._if(node)
+        if isinstance(node, (ast.Try, ast.TryStar)):
+            return self._try(node)
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            self._import(node)
+        elif isinstance(node, _FUNCTION):
+            self._function(node)
+        elif isinstance(node, ast.ClassDef):
+            self._class(node)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            self._assign(node)
+        elif isinstance(node, (ast.For, ast.AsyncFor)):
+            self._for(node)
+        elif isinstance(node, (ast.With, ast.AsyncWith)):
+            self._with(node)
+        elif isinstance(node, ast.While):
+            self.expression(node.test)
+            self._branch(node.body, self.condition(node.test))
+            self._branch(node.orelse, self.new_unknown())
+        elif isinstance(node, ast.Match):
+            self.expression(node.subject)
+            for case in node.cases:
+                self._branch(case.body, self.new_unknown())
+        elif isinstance(node, (ast.Global, ast.Nonlocal)):
+            for name in node.names:
+                self.scope.elsewhere[name] = self.scope.module_scope()
+        else:
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.expr):
+                    self.expression(child)
+        return ()
+
+    def _branch(self, statements: list[ast.stmt], *conditions: Condition) -> None:
+        outer = self.reach
+        self.reach = (*outer, *conditions)
+        self.block(statements)
+        self.reach = outer
+
+    def _if(self, node: ast.If) -> Reach:
+        if is_type_checking(node.test):
+            self._branch(node.body, TypeChecking())
+            self.block(node.orelse)
+            return ()
+        self.expression(node.test)
+        test = self.condition(node.test)
+        self._branch(node.body, test)
+        self._branch(node.orelse, negated(test))
+        if _leaves(node.body):
+            return (negated(test),)
+        return (test,) if node.orelse and _leaves(node.orelse) else ()
+
+    def _try(self, node: ast.Try | ast.TryStar) -> Reach:
+        catches = [_caught_by(handler) for handler in node.handlers if not _raises_again(handler)]
+        swallowed = frozenset().union(*catches) & _CAUGHT_BY_IMPORT_GUARDS if catches else frozenset()
+        outer = self.caught
+        if swallowed:
+            alternative = any(_imports_something(handler) for handler in node.handlers)
+            self.caught = (*outer, Catch(swallowed, alternative))
+        start = len(self.result.facts)
+        self.block(node.body)
+        self.caught = outer
+        everything = frozenset().union(*(_caught_by(handler) for handler in node.handlers)) & _CAUGHT_BY_IMPORT_GUARDS
+        ran: Condition = (
+            Ran(start, len(self.result.facts), everything, _only_imports(node.body))
+            if everything
+            else self.new_unknown()
+        )
+        for handler in node.handlers:
+            if handler.name:
+                self.scope.bind(handler.name, UNKNOWN_VALUE, (*self.reach, negated(ran)))
+            self._branch(handler.body, negated(ran))
+        self._branch(node.orelse, ran)
+        self.block(node.finalbody)
+        return (ran,) if node.handlers and all(_leaves(handler.body) for handler in node.handlers) else ()
+
+    def _with(self, node: ast.With | ast.AsyncWith) -> None:
+        outer = self.caught
+        for item in node.items:
+            self.expression(item.context_expr)
+            call = item.context_expr
+            if isinstance(call, ast.Call) and dotted(call.func).rpartition(".")[2] in ("suppress", "raises"):
+                caught = frozenset(dotted(argument).rpartition(".")[2] for argument in call.args)
+                if caught & _CAUGHT_BY_IMPORT_GUARDS:
+                    # Where a test asks for the exception, it is not a fault that it comes.
+                    self.caught = (*self.caught, Catch(caught, dotted(call.func).endswith("raises")))
+            if item.optional_vars is not None:
+                for name in bound_names(item.optional_vars):
+                    self.scope.bind(name, UNKNOWN_VALUE, self.reach)
+        self.block(node.body)
+        self.caught = outer
+
+    # --- imports
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if self.is_of_vllm(alias.name):
+                    self.fact(ImportFact(self.place(node), alias.name))
+                name = alias.asname or alias.name.partition(".")[0]
+                self.scope.bind(name, [Alternative(Ref(alias.name if alias.asname else name))], self.reach)
+            return
+        module = absolute(self.package, node.level, node.module)
+        for alias in node.names:
+            if self.is_of_vllm(module):
+                self.fact(ImportFact(self.place(alias), module, "" if alias.name == "*" else alias.name))
+            if alias.name != "*":
+                value: Ref | Release = Ref(f"{module}.{alias.name}")
+                if self.is_of_vllm(module) and alias.name in ("__version__", "__version_tuple__"):
+                    value = Release("text" if alias.name == "__version__" else "tuple")
+                self.scope.bind(alias.asname or alias.name, [Alternative(value)], self.reach)
+
+    # --- definitions
+
+    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.decorators(node)
+        for default in [*node.args.defaults, *node.args.kw_defaults]:
+            if default is not None:
+                self.expression(default)
+        if self._annotations_run:
+            for annotation in _annotations(node):
+                self.expression(annotation)
+        self.scope.bind(node.name, UNKNOWN_VALUE, self.reach)
+        scope = Scope(self._enclosing(), base=self.reach)
+        for argument in _arguments(node.args):
+            scope.bind(argument.arg, UNKNOWN_VALUE, self.reach)
+        self._deferred.append((node, scope, self.reach))
+
+    def lambda_expression(self, node: ast.Lambda) -> None:
+        scope = Scope(self._enclosing(), base=self.reach)
+        for argument in _arguments(node.args):
+            scope.bind(argument.arg, UNKNOWN_VALUE, self.reach)
+        self._deferred.append((node, scope, self.reach))
+
+    def _enclosing(self) -> Scope:
+        # The names of a class are not visible in its methods, but those around it are.
+        return self.scope.parent if self.scope.is_class and self.scope.parent is not None else self.scope
+
+    def _class(self, node: ast.ClassDef) -> None:
+        self.decorators(node)
+        for base in node.bases:
+            self.expression(base)
+        for keyword in node.keywords:
+            self.expression(keyword.value)
+        bases = tuple(self.meanings(base.value if isinstance(base, ast.Subscript) else base) for base in node.bases)
+        self.fact(class_fact(node, bases, self.package, self.place(node), self.place))
+        self.result.classes.add(node.name)
+        own = Ref(f"{self.module}.{node.name}")
+        is_global = self.scope.parent is None
+        self.scope.bind(node.name, [Alternative(own)] if is_global else UNKNOWN_VALUE, self.reach)
+        outer = self.scope
+        self.scope = Scope(outer, base=self.reach, is_class=True)
+        self.block(node.body)
+        self.scope = outer
+
+    # --- assignments
+
+    def _assign(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> None:
+        if node.value is not None:
+            self.expression(node.value)
+        if isinstance(node, ast.AnnAssign) and self._annotations_run:
+            self.expression(node.annotation)
+        if isinstance(node, ast.AugAssign):
+            self.read_then_set(node.target)
+            return
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        values = self.values(node.value) if node.value is not None else None
+        for target in targets:
+            self._bind_target(target, node.value, values)
+
+    def _bind_target(self, target: ast.expr, value: ast.expr | None, values: list[Alternative] | None) -> None:
+        if isinstance(target, ast.Name):
+            if values is not None:
+                self.scope.bind(target.id, values, self.reach)
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            same = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
+            for index, element in enumerate(target.elts):
+                part = value.elts[index] if same and isinstance(value, (ast.Tuple, ast.List)) else None
+                self._bind_target(element, part, self.values(part) if part is not None else UNKNOWN_VALUE)
+        elif isinstance(target, ast.Starred):
+            self._bind_target(target.value, None, UNKNOWN_VALUE)
+        elif isinstance(target, ast.Attribute):
+            if values is not None:
+                self.set_attribute(target)
+        elif isinstance(target, ast.Subscript):
+            self._set_item(target, value)
+
+    def _set_item(self, target: ast.Subscript, value: ast.expr | None) -> None:
+        self.expression(target.slice)
+        owner = self.single(target.value)
+        key = self.string(target.slice)
+        if isinstance(owner, Ref) and owner.path == "sys.modules":
+            if key is not None and self.is_of_vllm(key):
+                self.fact(ModuleFact(self.place(target), key))
+            return
+        self.expression(target.value)
+        if isinstance(owner, Literal) and isinstance(owner.node, ast.Dict) and value is not None:
+            owner.more.append((target.slice, value))
+        if isinstance(owner, Ref):
+            self.set_item_of(owner, key, target)
+
+    # --- loops
+
+    def _for(self, node: ast.For | ast.AsyncFor) -> None:
+        self.expression(node.iter)
+        rounds = self._rounds(node.iter)
+        statements = sum(1 for _ in _statements(node.body))
+        fits = self._unrolled + statements * len(rounds) <= _MOST_UNROLLED_STATEMENTS if rounds else False
+        if rounds and fits and isinstance(node, ast.For):
+            self._unrolled += statements * len(rounds)
+            for element in rounds:
+                self._bind_round(node.target, element)
+                self.block(node.body)
+        else:
+            for name in bound_names(node.target):
+                self.scope.bind(name, UNKNOWN_VALUE, self.reach)
+            self._branch(node.body, self.new_unknown())
+        self._branch(node.orelse, self.new_unknown())
+
+    def _rounds(self, iterated: ast.expr) -> list[tuple[list[Alternative], ...]]:
+        """What each round of a loop over a literal binds: an element, or key and value. Empty if it is not one."""
+        pairs = False
+        keys_only = False
+        if isinstance(iterated, ast.Call) and isinstance(iterated.func, ast.Attribute) and not iterated.args:
+            if iterated.func.attr not in ("items", "keys", "values"):
+                return []
+            pairs, keys_only = iterated.func.attr == "items", iterated.func.attr == "keys"
+            literal = self.single(iterated.func.value)
+            if not isinstance(literal, Literal) or not isinstance(literal.node, ast.Dict):
+                return []
+        else:
+            found = self.single(iterated)
+            if not isinstance(found, Literal):
+                return []
+            literal = found
+            keys_only = isinstance(literal.node, ast.Dict)
+        items = literal.items()
+        if not 0 < len(items) <= _LONGEST_UNROLLED or any(isinstance(v, ast.Starred) for _, v in items):
+            return []
+        if isinstance(literal.node, ast.Dict) and any(key is None for key, _ in items):
+            return []
+        rounds: list[tuple[list[Alternative], ...]] = []
+        outer = self.scope, self.reach
+        self.scope, self.reach = literal.scope, literal.reach
+        for key, value in items:
+            if pairs:
+                rounds.append((self.values(key), self.values(value)))
+            else:
+                rounds.append((self.values(key if keys_only else value),))
+        self.scope, self.reach = outer
+        return rounds
+
+    def _bind_round(self, target: ast.expr, element: tuple[list[Alternative], ...]) -> None:
+        if len(element) == 1:
+            value = element[0][0].value if len(element[0]) == 1 else None
+            if isinstance(target, (ast.Tuple, ast.List)) and isinstance(value, Literal):
+                parts = [part for _, part in value.items()]
+                if len(parts) == len(target.elts):
+                    for name, part in zip(target.elts, parts, strict=True):
+                        self._bind_target(name, part, self.values(part))
+                    return
+            if isinstance(target, ast.Name):
+                self.scope.bind(target.id, element[0], self.reach)
+                return
+        elif isinstance(target, (ast.Tuple, ast.List)) and len(target.elts) == len(element):
+            for name, values in zip(target.elts, element, strict=True):
+                if isinstance(name, ast.Name):
+                    self.scope.bind(name.id, values, self.reach)
+                else:
+                    self._bind_target(name, None, UNKNOWN_VALUE)
+            return
+        for name in bound_names(target):
+            self.scope.bind(name, UNKNOWN_VALUE, self.reach)
+
+
+def _leaves(statements: list[ast.stmt]) -> bool:
+    """Whether control never goes past the end of the block."""
+    if not statements:
+        return False
+    last = statements[-1]
+    if isinstance(last, (ast.Return, ast.Raise, ast.Continue, ast.Break)):
+        return True
+    if isinstance(last, ast.If):
+        return bool(last.orelse) and _leaves(last.body) and _leaves(last.orelse)
+    if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
+        return dotted(last.value.func) in ("sys.exit", "exit", "pytest.skip", "os._exit")
+    return False
+
+
+def _caught_by(handler: ast.ExceptHandler) -> frozenset[str]:
+    if handler.type is None:
+        return frozenset({"BaseException"})
+    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return frozenset(dotted(type_).rpartition(".")[2] for type_ in types)
+
+
+def _raises_again(handler: ast.ExceptHandler) -> bool:
+    return any(isinstance(statement, ast.Raise) for statement in handler.body)
+
+
+def _imports_something(handler: ast.ExceptHandler) -> bool:
+    return any(
+        isinstance(node, (ast.Import, ast.ImportFrom))
+        or (isinstance(node, ast.Call) and dotted(node.func).endswith("import_module"))
+        for statement in handler.body
+        for node in ast.walk(statement)
+    )
+
+
+def _only_imports(statements: list[ast.stmt]) -> bool:
+    """Whether nothing but the import of a part of vLLM or of Python's own can fail in these statements."""
+    for statement in statements:
+        if isinstance(statement, ast.Import):
+            roots = [alias.name.partition(".")[0] for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom):
+            roots = [(statement.module or ".").partition(".")[0]] if statement.level == 0 else ["."]
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Pass, ast.Expr)):
+            if any(isinstance(node, (ast.Call, ast.Subscript)) for node in ast.walk(statement)):
+                return False
+            continue
+        else:
+            return False
+        if any(root != "vllm" and root not in sys.stdlib_module_names for root in roots):
+            return False
+    return True
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        yield from (node for node in ast.walk(statement) if isinstance(node, ast.stmt))
+
+
+def _arguments(arguments: ast.arguments) -> list[ast.arg]:
+    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return [*found, *(a for a in (arguments.vararg, arguments.kwarg) if a is not None)]
+
+
+def _annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.expr]:
+    for argument in _arguments(node.args):
+        if argument.annotation is not None:
+            yield argument.annotation
+    if node.returns is not None:
+        yield node.returns

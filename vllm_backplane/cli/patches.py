@@ -1,0 +1,199 @@
+"""The patches of vLLM: which there are, why, whether they fit a vLLM, and which can go.
+
+'check' reads source and imports nothing of vLLM; the vLLM may be the installed one, a version, a wheel or a tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_backplane.cli import _output
+
+if TYPE_CHECKING:
+    from vllm_backplane.patch import Patch, PatchSet
+    from vllm_backplane.upstream import SymbolIndex
+
+NAME = "patches"
+HELP = "list, check, explain or start patches of vLLM"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+
+    def action(name: str, help: str) -> argparse.ArgumentParser:
+        added = actions.add_parser(name, help=help)
+        added.add_argument(
+            "--package", metavar="PACKAGE", help="patches of this package only, such as another plugin's (default: all)"
+        )
+        _output.add_json_flag(added)
+        return added
+
+    action("list", "show every patch with its target and process")
+    show = action("show", "show one patch: reason, method, link, end, fingerprint on this vLLM")
+    show.add_argument("name", metavar="NAME")
+    check = action("check", "verify every patch; exit 1 if one is missing its target, drifted or expired")
+    diff = action("diff", "compare a target with the source the patch was written against")
+    diff.add_argument("name", metavar="NAME")
+    docs = action("docs", "print the page that documents every patch")
+    docs.add_argument("--output", type=Path, metavar="FILE", help="write the page there instead")
+    new = action("new", "write the skeleton of a patch and of its two tests")
+    new.add_argument(
+        "target", metavar="MODULE:NAME", help="what to patch, such as vllm.config.model:ModelConfig.verify"
+    )
+    new.add_argument("--process", choices=("platform", "engine", "worker"), required=True)
+    new.add_argument("--root", type=Path, default=Path("."), help="the repository to write into (default: this folder)")
+    for parser_ in (show, check, diff, new):
+        parser_.add_argument(
+            "--vllm", default="installed", metavar="SPEC", help="a version, wheel or tree (default: the installed vLLM)"
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    actions = {"list": _list, "show": _show, "check": _check, "diff": _diff, "docs": _docs, "new": _new}
+    return actions[args.action](args)
+
+
+def _patches(args: argparse.Namespace) -> PatchSet:
+    from vllm_backplane.patch import PatchSet
+
+    return PatchSet.of_package(args.package) if args.package else PatchSet.installed()
+
+
+def _vllm(args: argparse.Namespace) -> tuple[SymbolIndex, str]:
+    from vllm_backplane.upstream import SymbolIndex, installed_version, open_tree
+
+    tree = open_tree(args.vllm, _output.progress)
+    return SymbolIndex(tree), str(installed_version()) if args.vllm == "installed" else tree.version
+
+
+def _described(patch: Patch) -> dict[str, Any]:
+    return {
+        "name": patch.name,
+        "target": patch.target,
+        "process": patch.process.value,
+        "versions": patch.versions,
+        "expires": patch.expires,
+        "why": patch.why,
+        "how": patch.how,
+        "upstream": patch.upstream,
+        "remove_when": patch.remove_when,
+        "module": patch.module,
+        "on_import": patch.on_import,
+        "after": patch.after,
+        "tolerates_change": patch.tolerates_change,
+        "fingerprints": dict(patch.fingerprints),
+    }
+
+
+def _list(args: argparse.Namespace) -> int:
+    described = [_described(patch) for patch in _patches(args).patches]
+    if args.json:
+        _output.print_json(described)
+    elif described:
+        columns = ("name", "target", "process", "versions", "why")
+        _output.print_table([c.upper() for c in columns], [[str(row[c]) for c in columns] for row in described])
+    else:
+        print("No patches: everything goes through vLLM's own hooks.")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from vllm_backplane.patch import verify
+
+    patch = _patches(args).get(args.name)
+    index, version = _vllm(args)
+    verdict = verify(patch, index, version)
+    described = _described(patch) | {
+        "vllm": version,
+        "outcome": verdict.outcome.value,
+        "detail": verdict.detail,
+        "fingerprint": verdict.fingerprint,
+    }
+    if args.json:
+        _output.print_json(described)
+    else:
+        width = max(map(len, described))
+        for key, value in described.items():
+            print(f"{key.ljust(width)}  {value}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from vllm_backplane.patch import verify
+
+    index, version = _vllm(args)
+    verdicts = [verify(patch, index, version) for patch in _patches(args).patches]
+    if args.json:
+        _output.print_json(
+            {
+                "vllm": version,
+                "patches": [
+                    {"name": v.patch, "outcome": v.outcome.value, "detail": v.detail, "diff": v.diff} for v in verdicts
+                ],
+            }
+        )
+    elif verdicts:
+        _output.print_table(
+            ("PATCH", f"ON VLLM {version}", "DETAIL"), [(v.patch, v.outcome.value, v.detail) for v in verdicts]
+        )
+        for verdict in verdicts:
+            if verdict.outcome.fails_a_check and verdict.diff:
+                print(f"\n{verdict.patch}:\n{verdict.diff}")
+    else:
+        print("No patches to check.")
+    return 1 if any(verdict.outcome.fails_a_check for verdict in verdicts) else 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from packaging.version import Version
+
+    from vllm_backplane.upstream import SymbolIndex, open_tree
+
+    patch = _patches(args).get(args.name)
+    index, version = _vllm(args)
+    known = max(patch.fingerprints, key=Version)
+    before = SymbolIndex(open_tree(known, _output.progress)).normalised_source_of(
+        patch.target_module, patch.target_name
+    )
+    target = index.resolve(patch.target_module, patch.target_name)
+    after = index.normalised_source_of(target.module, target.qualname) if target.is_found else ""
+    lines = list(
+        difflib.unified_diff(
+            before.splitlines(), after.splitlines(), f"vLLM {known}", f"vLLM {version}", lineterm="", n=3
+        )
+    )
+    if args.json:
+        _output.print_json({"name": patch.name, "from": known, "to": version, "diff": lines, "exists": target.is_found})
+    else:
+        print("\n".join(lines) or f"{patch.target} is the same in vLLM {known} and {version}")
+    return 0
+
+
+def _docs(args: argparse.Namespace) -> int:
+    from vllm_backplane.patch.documentation import page
+
+    text = page(_patches(args))
+    if args.json:
+        _output.print_json({"page": text})
+    elif args.output:
+        args.output.write_text(text)
+    else:
+        print(text, end="")
+    return 0
+
+
+def _new(args: argparse.Namespace) -> int:
+    from vllm_backplane.patch.skeleton import write
+
+    index, version = _vllm(args)
+    written = write(args.target, args.process, index, version, args.root, args.package or "vllm_backplane.patch")
+    if args.json:
+        _output.print_json({"written": [str(path) for path in written]})
+    else:
+        for path in written:
+            print(path)
+        print("Fill in why, how, upstream and remove_when: the patch cannot be imported before.")
+    return 0

@@ -1,0 +1,139 @@
+"""Putting a replacement in the place of a live object, everywhere it is held, and back.
+
+Never an attribute that was not there: a name that moved upstream is an error here, where a plain assignment would create
+a second, unused one.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from vllm_backplane.errors import PatchError, nearest
+from vllm_backplane.patch.declaration import Patch
+
+
+@dataclass
+class Incision:
+    """What was changed for one patch, so that it can be undone."""
+
+    patch: Patch
+    places: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
+    """(owner, attribute, what was there, what is there now)"""
+
+    def put(self, owner: Any, attribute: str, before: Any, after: Any) -> None:
+        setattr(owner, attribute, after)
+        self.places.append((owner, attribute, before, after))
+
+    def undo(self) -> None:
+        for owner, attribute, _, after in reversed(self.places):
+            if vars(owner).get(attribute) is not after:
+                raise PatchError(
+                    f"{self.patch.name} cannot be undone: {_name(owner)}.{attribute} was changed again since; undo "
+                    "that first"
+                )
+        for owner, attribute, before, _ in reversed(self.places):
+            setattr(owner, attribute, before)
+        self.places.clear()
+        self.patch.original = None
+
+
+def find(patch: Patch) -> tuple[Any, str, Any]:
+    """(owner, attribute, the raw object there) of a patch's target in this process."""
+    try:
+        owner: Any = importlib.import_module(patch.target_module)
+    except ImportError as fault:
+        raise PatchError(f"{patch.name}: its target's module cannot be imported: {fault}") from fault
+    *path, attribute = patch.target_name.split(".")
+    for part in path:
+        owner = _own(patch, owner, part)
+    return owner, attribute, _own(patch, owner, attribute)
+
+
+def _own(patch: Patch, owner: Any, attribute: str) -> Any:
+    try:
+        return vars(owner)[attribute]
+    except KeyError:
+        pass
+    if inspect.isclass(owner):
+        for base in owner.__mro__[1:]:
+            if attribute in vars(base):
+                raise PatchError(
+                    f"{patch.name}: {_name(owner)} inherits {attribute!r} from {_name(base)}; patch it there"
+                )
+    raise PatchError(
+        f"{patch.name}: {_name(owner)} has no {attribute!r}{nearest(attribute, vars(owner))} It was renamed, moved or "
+        "removed upstream; adapt the patch or remove it"
+    )
+
+
+def _name(owner: Any) -> str:
+    return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}:{owner.__qualname__}"
+
+
+def operate(patch: Patch) -> Incision:
+    """Apply a patch to this process. Raises PatchError before anything is changed."""
+    owner, attribute, raw = find(patch)
+    replacement = _in_kind(patch, raw)
+    incision = Incision(patch)
+    patch.original = getattr(owner, attribute) if inspect.isclass(owner) else raw
+    holders = _holders(patch, owner, attribute, raw)
+    incision.put(owner, attribute, raw, replacement)
+    for module, name in holders:
+        incision.put(module, name, raw, replacement)
+    return incision
+
+
+def _in_kind(patch: Patch, raw: Any) -> Any:
+    """The replacement as the same kind of descriptor as what it replaces."""
+    new = patch.replacement
+    if isinstance(raw, (staticmethod, classmethod)) and not isinstance(new, type(raw)):
+        return type(raw)(new)
+    if isinstance(raw, property) and not isinstance(new, property):
+        return property(new, raw.fset, raw.fdel, raw.__doc__)
+    if inspect.isclass(raw) and not inspect.isclass(new):
+        raise PatchError(f"{patch.name} puts a {type(new).__name__} in the place of a class")
+    if inspect.isclass(raw) and not issubclass(new, raw):
+        raise PatchError(f"{patch.name}: its class must inherit from {patch.target}, so that isinstance still holds")
+    if callable(raw) and not callable(new):
+        raise PatchError(f"{patch.name} puts a {type(new).__name__} in the place of something callable")
+    return new
+
+
+def _holders(patch: Patch, owner: Any, attribute: str, raw: Any) -> list[tuple[ModuleType, str]]:
+    """Other modules that imported the object by name and would keep calling the old one."""
+    if not isinstance(owner, ModuleType):
+        return []
+    distinct = inspect.isfunction(raw) or inspect.isclass(raw)
+    found = []
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module is owner:
+            continue
+        for name, value in list(vars(module).items()):
+            if value is raw and (distinct or imports(module, patch.target_module, attribute, name)):
+                found.append((module, name))
+    return found
+
+
+def imports(module: ModuleType, source: str, attribute: str, name: str) -> bool:
+    """Whether a module's text imports `attribute` of `source` as `name`.
+
+    Equal numbers and strings are often one object, so for constants identity says nothing and the text decides.
+    """
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError, SyntaxError):  # no source: a C module or a generated one, which imports no constants
+        return False
+    package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            if origin == source and any(a.name == attribute and (a.asname or a.name) == name for a in node.names):
+                return True
+    return False

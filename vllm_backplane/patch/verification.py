@@ -1,0 +1,137 @@
+"""Whether a patch fits a vLLM, from its source alone: nothing is imported, so any version can be asked about."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import inspect
+import textwrap
+from dataclasses import dataclass
+from enum import Enum
+
+from vllm_backplane.patch.declaration import Fingerprint, Patch
+from vllm_backplane.upstream import Resolution, Signature, SymbolIndex, fingerprint, in_range, mismatches
+from vllm_backplane.upstream.modules import Calling
+from vllm_backplane.upstream.signatures import signature_of_node
+
+
+class Outcome(Enum):
+    FITS = "fits"
+    TOLERATED = "tolerated"
+    """The target changed, and the patch says why that is harmless."""
+    DRIFTED = "drifted"
+    MISSING = "missing"
+    INCOMPATIBLE = "incompatible"
+    """It cannot take the target's place: another signature, or an attribute of a base class."""
+    NOT_NEEDED = "not needed"
+    """Outside of the versions it is for."""
+    EXPIRED = "expired"
+    """Its removal condition holds: it can go."""
+
+    @property
+    def applies(self) -> bool:
+        return self in (Outcome.FITS, Outcome.TOLERATED, Outcome.DRIFTED)
+
+    @property
+    def fails_a_check(self) -> bool:
+        return self in (Outcome.DRIFTED, Outcome.MISSING, Outcome.INCOMPATIBLE, Outcome.EXPIRED)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    patch: str
+    outcome: Outcome
+    detail: str
+    diff: str = ""
+    fingerprint: str = ""
+    """Of the target as this vLLM has it."""
+
+
+def take_fingerprint(source: str) -> Fingerprint:
+    """Of a target's normalised source: comments, docstrings and formatting have gone before."""
+    lines = [line.strip() for line in source.splitlines() if line.strip()]
+    return Fingerprint(fingerprint(source), tuple(hashlib.sha256(line.encode()).hexdigest()[:4] for line in lines))
+
+
+def verify(patch: Patch, index: SymbolIndex, version: str) -> Verdict:
+    if patch.expires is not None and in_range(version, patch.expires):
+        return Verdict(
+            patch.name, Outcome.EXPIRED, f"vLLM {version} needs it no more ({patch.remove_when}); remove {patch.module}"
+        )
+    if not in_range(version, patch.versions):
+        return Verdict(patch.name, Outcome.NOT_NEEDED, f"it is for vLLM {patch.versions}, and this is {version}")
+    target = index.resolve(patch.target_module, patch.target_name)
+    if not target.is_found:
+        return Verdict(
+            patch.name,
+            Outcome.MISSING,
+            f"{patch.target} does not exist in vLLM {version} ({target.reason}): an assignment to it would do nothing",
+        )
+    fault = _unsuitable(patch, target)
+    if fault:
+        return Verdict(patch.name, Outcome.INCOMPATIBLE, fault)
+    return _compared(patch, index.normalised_source_of(target.module, target.qualname), version)
+
+
+def _unsuitable(patch: Patch, target: Resolution) -> str:
+    """Why the patch cannot take the target's place, or an empty string."""
+    if "." in patch.target_name and target.qualname != patch.target_name:
+        return f"{patch.target} is inherited from {target.path}; patch it there"
+    symbol = target.symbol
+    ours = _signature(patch)
+    if symbol is None or symbol.signature is None or ours is None:
+        return ""
+    theirs = symbol.signature
+    if "." in patch.target_name and symbol.calling is not Calling.NOTHING:
+        theirs, ours = theirs.without_first(), ours.without_first()
+    faults = mismatches(theirs, ours)
+    return f"its signature {ours} does not fit {patch.target}{theirs}: {faults[0].what}" if faults else ""
+
+
+def _signature(patch: Patch) -> Signature | None:
+    function = patch.replacement
+    if isinstance(function, (staticmethod, classmethod)):
+        function = function.__func__
+    if not inspect.isfunction(function):
+        return None
+    node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    return signature_of_node(node) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+
+
+def _compared(patch: Patch, source: str, version: str) -> Verdict:
+    """Whether the target is a source that the patch knows."""
+    found = take_fingerprint(source)
+    for known_version, known in patch.known().items():
+        if known.digest == found.digest:
+            return Verdict(patch.name, Outcome.FITS, f"the target is as in vLLM {known_version}", "", str(found))
+    nearest_version, nearest = max(patch.known().items(), key=lambda item: _alike(item[1], found))
+    diff = shown_drift(source, nearest, found)
+    detail = f"{patch.target} in vLLM {version} is not what the patch was written against (vLLM {nearest_version})"
+    if patch.tolerates_change is not None:
+        return Verdict(
+            patch.name, Outcome.TOLERATED, f"{detail}; tolerated: {patch.tolerates_change}", diff, str(found)
+        )
+    return Verdict(patch.name, Outcome.DRIFTED, detail, diff, str(found))
+
+
+def _alike(known: Fingerprint, found: Fingerprint) -> float:
+    return difflib.SequenceMatcher(None, known.lines, found.lines, autojunk=False).ratio()
+
+
+def shown_drift(source: str, known: Fingerprint, found: Fingerprint) -> str:
+    """A diff in which new lines are the installed ones, and lines that went are only counted: we keep no copy."""
+    text = [line for line in source.splitlines() if line.strip()]
+    shown = []
+    matcher = difflib.SequenceMatcher(None, known.lines, found.lines, autojunk=False)
+    for kind, old_from, old_to, new_from, new_to in matcher.get_opcodes():
+        if kind == "equal":
+            kept = text[new_from:new_to]
+            if len(kept) > 4:
+                kept = [*kept[:2], f"  … {len(kept) - 4} unchanged lines …", *kept[-2:]]
+            shown += [f"    {line}" for line in kept]
+        else:
+            if old_to > old_from:
+                shown.append(f"  - ({old_to - old_from} lines that were here changed or went)")
+            shown += [f"  + {line}" for line in text[new_from:new_to]]
+    return "\n".join(shown)

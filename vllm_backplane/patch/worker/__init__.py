@@ -1,0 +1,1 @@
+"""Patches for the processes that run the model. One patch_<module>.py per module of vLLM."""

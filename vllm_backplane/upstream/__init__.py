@@ -1,0 +1,28 @@
+"""Reading a vLLM, or any package, from its source alone, without importing it.
+
+`open_tree` finds the source, `SymbolIndex` says what a name in it means, and `fingerprint` whether it changed.
+"""
+
+from vllm_backplane.upstream.locate import installed_tree, open_tree
+from vllm_backplane.upstream.normal import fingerprint, normalised
+from vllm_backplane.upstream.signatures import Mismatch, Signature, mismatches
+from vllm_backplane.upstream.source import SourceError, SourceTree
+from vllm_backplane.upstream.symbols import Outcome, Resolution, SymbolIndex
+from vllm_backplane.upstream.versions import in_range, installed_version
+
+__all__ = [
+    "Mismatch",
+    "Outcome",
+    "Resolution",
+    "Signature",
+    "SourceError",
+    "SourceTree",
+    "SymbolIndex",
+    "fingerprint",
+    "in_range",
+    "installed_tree",
+    "installed_version",
+    "mismatches",
+    "normalised",
+    "open_tree",
+]

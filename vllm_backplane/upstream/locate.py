@@ -1,0 +1,68 @@
+"""From what a person writes (a path, a version, 'installed') to a source tree."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.upstream.fetch import Progress, silent, source_archive
+from vllm_backplane.upstream.source import FolderTree, SdistTree, SourceTree, WheelTree
+from vllm_backplane.upstream.versions import installed_folder, installed_version, parsed
+
+INSTALLED = "installed"
+
+_STATED = re.compile(r"([0-9][^@/\\]*)@(.+)")
+
+
+def open_tree(spec: str, progress: Progress = silent) -> SourceTree:
+    """The source tree that `spec` names.
+
+    A path: a wheel, a source archive, the folder of the package, or a folder that has it in it (a checkout, an unpacked
+    wheel). ``installed``: what Python would import. A version: the installed vLLM if it has that version, else the
+    published one. ``VERSION@PATH``: a tree that does not say its version itself.
+    """
+    stated = _STATED.fullmatch(spec)
+    if stated:
+        version = parsed(stated[1], f"{spec!r}", "write VERSION@PATH with a version such as 0.32.0")
+        return _at(Path(stated[2]), str(version))
+    if spec == INSTALLED:
+        return installed_tree()
+    path = Path(spec).expanduser()
+    if path.exists():
+        return _at(path)
+    try:
+        version = Version(spec)
+    except InvalidVersion:
+        raise BackplaneError(
+            f"{spec!r} is neither a path that exists, nor a version such as 0.32.0, nor '{INSTALLED}'"
+        ) from None
+    if installed_folder() is not None and installed_version().public == version.public:
+        return installed_tree()
+    return WheelTree(source_archive(version, progress), str(version))
+
+
+def installed_tree() -> SourceTree:
+    """The vLLM of this environment, found without importing it."""
+    version = installed_version()
+    folder = installed_folder()
+    if folder is None:
+        raise BackplaneError(
+            "no vLLM is installed in this environment; install one, or name a wheel, a source tree or a version"
+        )
+    return FolderTree(folder, str(version))
+
+
+def _at(path: Path, version: str = "") -> SourceTree:
+    if not path.exists():
+        raise BackplaneError(f"{path} does not exist; give the path of a wheel or of a source tree")
+    if path.is_dir():
+        for folder in (path, path / "vllm", path / "src" / "vllm"):
+            if folder.name == "vllm" and (folder / "__init__.py").is_file():
+                return FolderTree(folder.absolute(), version)
+        raise BackplaneError(f"{path} has no package vllm in it; give the folder that contains 'vllm/__init__.py'")
+    if path.name.endswith((".tar.gz", ".tgz", ".tar")):
+        return SdistTree(path.absolute(), version)
+    return WheelTree(path.absolute(), version)

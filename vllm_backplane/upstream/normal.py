@@ -1,0 +1,81 @@
+"""Source reduced to what it does: comments, docstrings, layout and quoting do not count.
+
+A fingerprint is taken from the syntax tree in a form of our own, because neither ``ast.unparse`` nor ``ast.dump`` gives
+the same text under every version of Python, and a fingerprint is compared years after it was written down.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+
+_IGNORED = frozenset({"ctx", "kind", "type_comment", "type_ignores", "lineno", "col_offset", "end_lineno"})
+_LENGTH = 16
+
+
+def normalised(source: str) -> str:
+    """The source of one or more statements without comments and docstrings, laid out by ``ast.unparse``."""
+    tree = _parsed(source)
+    return ast.unparse(tree)
+
+
+def fingerprint(source: str) -> str:
+    """16 hexadecimal digits. Equal for `source` and ``normalised(source)``."""
+    text = "".join(_canonical(_parsed(source)))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_LENGTH]
+
+
+def _parsed(source: str) -> ast.Module:
+    if source[:1] in (" ", "\t"):
+        # A method, cut out of its class. Removing the indentation would change strings that span lines.
+        wrapped = ast.parse(f"if 1:\n{source}").body[0]
+        assert isinstance(wrapped, ast.If)
+        tree = ast.Module(wrapped.body, [])
+    else:
+        tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+                node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
+
+def _canonical(node: object) -> Iterator[str]:
+    if isinstance(node, ast.JoinedStr):
+        yield "(f"
+        yield from _joined(node.values)
+        yield ")"
+    elif isinstance(node, ast.AST):
+        yield f"({type(node).__name__}"
+        for name, value in ast.iter_fields(node):
+            # Fields that a newer Python added are empty for source that an older one could read.
+            if name not in _IGNORED and value is not None and value != []:
+                yield f" {name}="
+                yield from _canonical(value)
+        yield ")"
+    elif isinstance(node, list):
+        yield "["
+        for element in node:
+            yield from _canonical(element)
+            yield ","
+        yield "]"
+    else:
+        yield f"{type(node).__name__}:{node!r}"
+
+
+def _joined(values: list[ast.expr]) -> Iterator[str]:
+    """Adjacent and empty literal parts of an f-string are split differently by different versions of Python."""
+    literal = ""
+    for value in values:
+        if isinstance(value, ast.Constant):
+            literal += str(value.value)
+            continue
+        if literal:
+            yield f" {literal!r}"
+            literal = ""
+        yield " "
+        yield from _canonical(value)
+    if literal:
+        yield f" {literal!r}"

@@ -1,0 +1,80 @@
+"""What a whole vLLM says in passing: its class names, the variables it reads, the plugin groups it loads.
+
+These questions are about every module, so they are answered by patterns over the text, in one pass of about a second,
+instead of by parsing a million lines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vllm_backplane.upstream.source import SourceError, SourceTree
+from vllm_backplane.upstream.symbols import SymbolIndex
+
+_CLASS = re.compile(r"^[ \t]*class[ \t]+(\w+)", re.MULTILINE)
+_IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(\w+(?:\.\w+)+)", re.MULTILINE)
+_GROUP = re.compile(r"\bGROUP\w*\s*(?::[^=\n]+)?=\s*\(?\s*[\"'](\w+\.\w+)[\"']|_GROUP\s*=\s*[\"'](\w+\.\w+)[\"']")
+_READ = re.compile(
+    r"(?:environ(?:\.(?:get|setdefault|pop))?\s*[\[(]|getenv\s*\()\s*[\"']([A-Z][A-Z0-9_]+)[\"']"
+    r"|[\"']([A-Z][A-Z0-9_]+)[\"']\s*(?:not\s+)?in\s+os\.environ"
+)
+
+VARIABLES_MODULE = "envs"
+VARIABLES_TABLE = "environment_variables"
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    classes: dict[str, tuple[str, ...]]
+    """Modules that define a class of the name."""
+    groups: frozenset[str]
+    """Entry-point groups that are loaded; empty if none could be told."""
+    variables: frozenset[str]
+    """Environment variables that are read."""
+    imports: frozenset[str]
+    """Modules of the package that the package itself imports by full name. One of them that is not in the tree
+    depends on how the package was built."""
+    unreadable: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.classes)
+
+
+def survey(tree: SourceTree, index: SymbolIndex | None = None) -> Survey:
+    classes: dict[str, list[str]] = {}
+    groups: set[str] = set()
+    variables: set[str] = set()
+    imports: set[str] = set()
+    unreadable: list[str] = []
+    prefix = tree.package + "."
+    for module, text in _texts(tree, unreadable):
+        for name in _CLASS.findall(text):
+            classes.setdefault(name, []).append(module)
+        if "environ" in text or "getenv" in text:
+            variables.update(name for names in _READ.findall(text) for name in names if name)
+        if "GROUP" in text:
+            groups.update(name for names in _GROUP.findall(text) for name in names if name.startswith(prefix))
+        imports.update(name for name in _IMPORT.findall(text) if name.startswith(prefix))
+    table = (index or SymbolIndex(tree)).module(prefix + VARIABLES_MODULE)
+    if table is not None:
+        variables |= table.dictionaries.get(VARIABLES_TABLE, frozenset())
+    return Survey(
+        {name: tuple(where) for name, where in classes.items()},
+        frozenset(groups),
+        frozenset(variables),
+        frozenset(imports),
+        tuple(unreadable),
+    )
+
+
+def _texts(tree: SourceTree, unreadable: list[str]) -> Iterator[tuple[str, str]]:
+    for module in tree.modules():
+        try:
+            text = tree.read(module)
+        except SourceError as fault:
+            unreadable.append(str(fault))
+        else:
+            if text is not None:
+                yield module, text
