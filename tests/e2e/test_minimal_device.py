@@ -52,7 +52,8 @@ def test_it_has_at_most_thirty_lines() -> None:
 def test_it_gives_the_tokens_of_the_cpu_device(
     installed: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    work = job(tiny_llama, batch(PROMPTS, greedy(24)), max_num_seqs=4, max_num_batched_tokens=64)
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
+    work = job(tiny_llama, batch(PROMPTS, greedy(24)), **limits)
     chosen = {"PYTHONPATH": on_path(installed), "BACKPLANE_DEVICE": "minimal"}
     (minimal,) = run_engines(tmp_path_factory.mktemp("minimal"), [work], chosen, device="minimal")
     (cpu,) = run_engines(tmp_path_factory.mktemp("cpu"), [work], {"BACKPLANE_DEVICE": "cpu"}, device="cpu")

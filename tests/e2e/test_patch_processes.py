@@ -24,7 +24,7 @@ TARGETS = {
     "worker": "vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec",
 }
 
-PATCH = '''
+PATCH = """
 import json, multiprocessing, os
 from vllm_backplane.patch import Patch, Process
 
@@ -43,7 +43,7 @@ def noted_{name}(self, *args, **kwargs):
         line = {{"patch": "{name}", "pid": os.getpid(), "parent": os.getppid()}}
         notes.write(json.dumps(line) + "\\n")
     return noted_{name}.original(self, *args, **kwargs)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,15 @@ def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pa
 def test_online(method: str, distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     variables = _variables(distribution, notes, method)
-    arguments = [str(tiny_llama), "--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "128"]
+    arguments = [
+        str(tiny_llama),
+        "--max-model-len",
+        "128",
+        "--max-num-seqs",
+        "4",
+        "--max-num-batched-tokens",
+        "128",
+    ]
     with Server(tmp_path, *arguments, variables=variables) as server:
         answer = server.client().completions.create(model=str(tiny_llama), prompt=[1, 2, 3], max_tokens=2)
         assert answer.usage is not None
@@ -110,7 +118,9 @@ def test_online(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pat
     assert not where["engine"] & where["platform"]
 
 
-def test_a_drifted_patch_stops_the_server_with_a_diff(distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_drifted_patch_stops_the_server_with_a_diff(
+    distribution: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "drifted"
     for file in distribution.rglob("*"):
         target = copy / file.relative_to(distribution)
@@ -134,5 +144,7 @@ def test_a_drifted_patch_stops_the_server_with_a_diff(distribution: Path, tiny_l
     with Child([sys.executable, "start.py"], tmp_path / "log", variables) as child:
         assert child.wait(120) != 0
         told = child.text()
-    assert "noted_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was" in told
+    assert (
+        "noted_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was" in told
+    )
     assert "BACKPLANE_PATCH_DRIFT=warn" in told

@@ -112,7 +112,7 @@ class Calls(Expressions):
         of_vllm = tuple(meaning for meaning in found if meaning.ref.root == "vllm" and meaning.ref.rest)
         if of_vllm:
             self.fact(UseFact(self.place(node), of_vllm))
-        elif not any(meaning.ref.rest for meaning in found):
+        else:
             self.result.attributes_read.add(node.attr)
             self.expression(node.value)
 

@@ -22,7 +22,7 @@ def class_fact(
         definition = definitions.get(name)
         if symbol.binds in (Binds.FUNCTION, Binds.PROPERTY) and definition is not None:
             marks = {dotted(decorator).rpartition(".")[2] for decorator in definition.decorator_list}
-            methods.append(MethodInfo(symbol, definition.col_offset + 1, "override" in marks))
+            methods.append(MethodInfo(symbol, definition.lineno, definition.col_offset + 1, "override" in marks))
     supers: list[NamedUse] = []
     reads: dict[str, NamedUse] = {}
     for definition in definitions.values():

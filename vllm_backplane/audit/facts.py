@@ -98,6 +98,8 @@ class PathFact:
 @dataclass(frozen=True, slots=True)
 class MethodInfo:
     symbol: Symbol
+    line: int
+    """Of the name, below its decorators."""
     column: int
     marked_override: bool = False
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 
 from vllm_backplane.audit.calls import Calls
 from vllm_backplane.audit.classes import class_fact
-from vllm_backplane.audit.conditions import Condition, Ran, Reach, Ref, TypeChecking, Unknown, negated
-from vllm_backplane.audit.facts import Catch, FileFacts, ImportFact, ModuleFact, PatchFact
-from vllm_backplane.audit.scopes import UNKNOWN_VALUE, Alternative, Const, Literal, Release, Scope
+from vllm_backplane.audit.conditions import Condition, Ran, Reach, Ref, TypeChecking, negated
+from vllm_backplane.audit.facts import Catch, FileFacts, ImportFact, ModuleFact
+from vllm_backplane.audit.scopes import UNKNOWN_VALUE, Alternative, Literal, Release, Scope
 from vllm_backplane.upstream.modules import absolute, bound_names, dotted, is_type_checking
 
 _CAUGHT_BY_IMPORT_GUARDS = frozenset(

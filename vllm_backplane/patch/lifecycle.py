@@ -1,9 +1,9 @@
 """When this process applies which patches.
 
-`vllm_backplane.platform` calls `start` when vLLM chooses the platform, the general plugin calls it again when vLLM loads
-plugins, and the worker when it starts. Under fork the engine's process inherits what was applied; under spawn it comes by
-here itself, because vLLM loads platform and plugins in every process it spawns. That is how the engine is reached without
-replacing its class.
+`vllm_backplane.platform` calls `start` when vLLM chooses the platform, the general plugin calls it again when vLLM
+loads plugins, and the worker when it starts. Under fork the engine's process inherits what was applied; under spawn it
+comes by here itself, because vLLM loads platform and plugins in every process it spawns. That is how the engine is
+reached without replacing its class.
 """
 
 from __future__ import annotations

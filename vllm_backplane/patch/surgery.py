@@ -1,7 +1,7 @@
 """Putting a replacement in the place of a live object, everywhere it is held, and back.
 
-Never an attribute that was not there: a name that moved upstream is an error here, where a plain assignment would create
-a second, unused one.
+Never an attribute that was not there: a name that moved upstream is an error here, where a plain assignment would
+create a second, unused one.
 """
 
 from __future__ import annotations

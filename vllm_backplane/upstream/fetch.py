@@ -92,10 +92,10 @@ def _gist(said: str) -> str:
 
 def _reduce(wheel: Path, result: Path) -> None:
     try:
-        with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(result, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as kept:
+        with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(result, "w", zipfile.ZIP_DEFLATED) as kept:
             for info in whole.infolist():
                 name = info.filename
-                if not is_plain(name) or info.file_size > LARGEST_MODULE and name.endswith(".py"):
+                if not is_plain(name) or (info.file_size > LARGEST_MODULE and name.endswith(".py")):
                     continue
                 if name.endswith(".py") or (".dist-info/" in name and not name.endswith("/RECORD")):
                     kept.writestr(name, whole.read(info))

@@ -351,12 +351,12 @@ def _names_known_to(function: ast.FunctionDef, literals: Mapping[str, frozenset[
                 if names is None:
                     return None
                 known |= names
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
-            if node.args and dotted(node.args[0]) == asked:
-                names = literals.get(dotted(node.func.value))
-                if names is None:
+        elif isinstance(node, ast.Call) and node.args and dotted(node.args[0]) == asked:
+            table, _, method = dotted(node.func).rpartition(".")
+            if method == "get":
+                if table not in literals:
                     return None
-                known |= names
+                known |= literals[table]
     return known if raises else None
 
 

@@ -134,9 +134,11 @@ def _not_accepted(original: Signature, replacement: Signature) -> list[Mismatch]
             found.append(Mismatch(False, f"{parameter.name!r} is not accepted by name ({in_place!r} is in its place)"))
         elif index < len(places) and places[index].name != parameter.name and parameter.name in accepted:
             found.append(Mismatch(False, f"{parameter.name!r} is at another position"))
-    for parameter in original.keyword_only:
-        if parameter.name not in accepted and not replacement.takes_any_keyword:
-            found.append(Mismatch(not parameter.has_default, f"{parameter.name!r} is not accepted"))
+    found += [
+        Mismatch(not parameter.has_default, f"{parameter.name!r} is not accepted")
+        for parameter in original.keyword_only
+        if parameter.name not in accepted and not replacement.takes_any_keyword
+    ]
     if original.takes_any_positional and not replacement.takes_any_positional:
         found.append(Mismatch(False, "further positional arguments are not accepted"))
     if original.takes_any_keyword and not replacement.takes_any_keyword:

@@ -158,10 +158,11 @@ class _ArchiveTree(SourceTree):
         entry = self._entries.get(module)
         if entry is None:
             return None
-        return decoded(self._content(entry), f"{entry} in {self.location.name}")
+        return decoded(self.content(entry), f"{entry} in {self.location.name}")
 
     @abstractmethod
-    def _content(self, entry: str) -> bytes: ...
+    def content(self, entry: str) -> bytes:
+        """One entry of the archive. SourceError if it is damaged or too large."""
 
     def _arrange(self, names: Iterable[str], package: str) -> None:
         """Sort entries, given as paths below the folder that holds the package."""
@@ -181,46 +182,28 @@ class _ArchiveTree(SourceTree):
         self.package = package
         self._entries = entries
         self._compiled = frozenset(compiled)
-        self._packages = frozenset(
-            ".".join(parts[:count]) for parts in (e.split("/") for e in entries.values()) for count in range(1, len(parts))
-        )
+        paths = (entry.split("/") for entry in entries.values())
+        self._packages = frozenset(".".join(parts[:count]) for parts in paths for count in range(1, len(parts)))
 
 
-class WheelTree(_ArchiveTree):
+class Wheel:
     """A wheel, or any zip file laid out like one. Opened once per process: a position in an open file is shared with
     children, and two readers would disturb each other."""
 
-    def __init__(self, wheel: Path, version: str = "", package: str = "vllm") -> None:
-        self.location = wheel
+    def __init__(self, location: Path) -> None:
+        self.location = location
         self._opened: tuple[int, zipfile.ZipFile] | None = None
         infos = self._archive().infolist()
         if len(infos) > MOST_ENTRIES:
-            raise SourceError(f"{wheel} has {len(infos)} entries; no wheel of vLLM has so many")
+            raise SourceError(f"{location} has {len(infos)} entries; more than {MOST_ENTRIES} are not read")
         plain = [info for info in infos if is_plain(info.filename)]
         source = sum(info.file_size for info in plain if info.filename.endswith(".py"))
         if source > MOST_SOURCE:
-            raise SourceError(f"{wheel} would unpack to {source >> 20} MiB of Python; it is not read")
-        self._arrange((info.filename for info in plain), package)
-        self.version = version or self._stated(info.filename for info in plain)
-        self.name = f"{package} {self.version or f'in {wheel.name}'}"
+            raise SourceError(f"{location} would unpack to {source >> 20} MiB of Python; it is not read")
+        self.names = tuple(info.filename for info in plain)
 
-    def entry_points(self) -> str:
-        """The text of the wheel's ``entry_points.txt``, or an empty string."""
-        for name in self._archive().namelist():
-            if name.count("/") == 1 and name.endswith(".dist-info/entry_points.txt"):
-                return decoded(self._content(name), name)
-        return ""
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_opened": None}
-
-    def _stated(self, names: Iterable[str]) -> str:
-        for name in names:
-            if name.count("/") == 1 and name.endswith(".dist-info/METADATA"):
-                return _version_in_metadata(decoded(self._content(name), name))
-        return stated_version(self.read(f"{self.package}._version") or "")
-
-    def _content(self, entry: str) -> bytes:
+    def content(self, entry: str) -> bytes:
+        """One entry. SourceError if it is damaged or too large."""
         try:
             with self._archive().open(entry) as stream:
                 # What the directory says of a size need not be so.
@@ -228,8 +211,18 @@ class WheelTree(_ArchiveTree):
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as fault:
             raise SourceError(f"{entry} in {self.location.name} is damaged: {fault}") from fault
         if len(content) > LARGEST_MODULE:
-            raise SourceError(f"{entry} in {self.location.name} has more than {LARGEST_MODULE >> 20} MiB; it is not read")
+            raise SourceError(f"{entry} in {self.location.name} has more than {LARGEST_MODULE >> 20} MiB; not read")
         return content
+
+    def metadata(self, file: str) -> str:
+        """The text of a file of the wheel's ``.dist-info`` folder, or an empty string."""
+        for name in self.names:
+            if name.count("/") == 1 and name.endswith(f".dist-info/{file}"):
+                return decoded(self.content(name), name)
+        return ""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_opened": None}
 
     def _archive(self) -> zipfile.ZipFile:
         if self._opened is None or self._opened[0] != os.getpid():
@@ -240,6 +233,22 @@ class WheelTree(_ArchiveTree):
                     f"{self.location} is not a wheel that can be read ({fault}); download it again"
                 ) from fault
         return self._opened[1]
+
+
+class WheelTree(_ArchiveTree):
+    def __init__(self, location: Path, version: str = "", package: str = "vllm") -> None:
+        self.location = location
+        self._wheel = Wheel(location)
+        self._arrange(self._wheel.names, package)
+        self.version = (
+            version
+            or _version_in_metadata(self._wheel.metadata("METADATA"))
+            or stated_version(self.read(f"{package}._version") or "")
+        )
+        self.name = f"{package} {self.version or f'in {location.name}'}"
+
+    def content(self, entry: str) -> bytes:
+        return self._wheel.content(entry)
 
 
 class SdistTree(_ArchiveTree):
@@ -276,7 +285,7 @@ class SdistTree(_ArchiveTree):
         )
         self.name = f"{package} {self.version or f'in {archive.name}'}"
 
-    def _content(self, entry: str) -> bytes:
+    def content(self, entry: str) -> bytes:
         return zlib.decompress(self._contents[entry])
 
 

@@ -14,6 +14,7 @@ from vllm_backplane.upstream.source import SourceError, SourceTree
 from vllm_backplane.upstream.symbols import SymbolIndex
 
 _CLASS = re.compile(r"^[ \t]*class[ \t]+(\w+)", re.MULTILINE)
+_DEFINITION = re.compile(r"^(?:class|def|async def)[ \t]+(\w+)", re.MULTILINE)
 _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(\w+(?:\.\w+)+)", re.MULTILINE)
 _GROUP = re.compile(r"\bGROUP\w*\s*(?::[^=\n]+)?=\s*\(?\s*[\"'](\w+\.\w+)[\"']|_GROUP\s*=\s*[\"'](\w+\.\w+)[\"']")
 _READ = re.compile(
@@ -29,6 +30,8 @@ VARIABLES_TABLE = "environment_variables"
 class Survey:
     classes: dict[str, tuple[str, ...]]
     """Modules that define a class of the name."""
+    definitions: dict[str, tuple[str, ...]]
+    """Modules that define a class or function of the name at their top level."""
     groups: frozenset[str]
     """Entry-point groups that are loaded; empty if none could be told."""
     variables: frozenset[str]
@@ -44,6 +47,7 @@ class Survey:
 
 def survey(tree: SourceTree, index: SymbolIndex | None = None) -> Survey:
     classes: dict[str, list[str]] = {}
+    definitions: dict[str, list[str]] = {}
     groups: set[str] = set()
     variables: set[str] = set()
     imports: set[str] = set()
@@ -52,6 +56,8 @@ def survey(tree: SourceTree, index: SymbolIndex | None = None) -> Survey:
     for module, text in _texts(tree, unreadable):
         for name in _CLASS.findall(text):
             classes.setdefault(name, []).append(module)
+        for name in _DEFINITION.findall(text):
+            definitions.setdefault(name, []).append(module)
         if "environ" in text or "getenv" in text:
             variables.update(name for names in _READ.findall(text) for name in names if name)
         if "GROUP" in text:
@@ -62,6 +68,7 @@ def survey(tree: SourceTree, index: SymbolIndex | None = None) -> Survey:
         variables |= table.dictionaries.get(VARIABLES_TABLE, frozenset())
     return Survey(
         {name: tuple(where) for name, where in classes.items()},
+        {name: tuple(dict.fromkeys(where)) for name, where in definitions.items()},
         frozenset(groups),
         frozenset(variables),
         frozenset(imports),

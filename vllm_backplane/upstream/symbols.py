@@ -69,11 +69,11 @@ class Ancestors:
     metaclass: Ancestors | None = None
 
 
-_MODULE_NAMES = frozenset(
-    "__name__ __file__ __doc__ __package__ __spec__ __loader__ __path__ __dict__ __builtins__ __class__".split()
-)
+_MODULE_NAMES = frozenset(dir(importlib)) - {name for name in dir(importlib) if not name.startswith("__")}
 _CLASS_NAMES = frozenset(dir(type)) | frozenset(dir(object))
-_OF_PYTHON = frozenset({"abc", "argparse", "builtins", "collections", "collections.abc", "enum", "logging", "threading"})
+_OF_PYTHON = frozenset(
+    {"abc", "argparse", "builtins", "collections", "collections.abc", "enum", "logging", "threading"}
+)
 _TYPING = frozenset({"typing", "typing_extensions"})
 _TYPING_BASES = frozenset({"Generic", "Protocol"})
 _DEEPEST = 60
@@ -279,7 +279,8 @@ class SymbolIndex:
         unknown = None
         for origin in content.star_imports:
             if self.tree_of(origin) is None:
-                unknown = Resolution(Outcome.UNKNOWN, content.name, name, reason=f"it may come from {origin} (import *)")
+                why = f"it may come from {origin} (import *)"
+                unknown = Resolution(Outcome.UNKNOWN, content.name, name, reason=why)
                 continue
             exported = self.module(origin)
             if exported is not None and exported.exported is not None and name not in exported.exported:
@@ -298,7 +299,8 @@ class SymbolIndex:
         for module, qualname, body in line.classes:
             running = [symbol for symbol in body.members.get(name, ()) if not symbol.for_type_checkers]
             if running:
-                defined = [symbol for symbol in running if symbol.binds in (Binds.FUNCTION, Binds.CLASS, Binds.PROPERTY)]
+                definitions = (Binds.FUNCTION, Binds.CLASS, Binds.PROPERTY)
+                defined = [symbol for symbol in running if symbol.binds in definitions]
                 return Resolution(Outcome.FOUND, module, f"{qualname}.{name}", (defined or running)[-1])
         path = f"{owner.qualname}.{name}"
         if name in line.known_outside or name in _CLASS_NAMES:

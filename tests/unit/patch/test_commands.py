@@ -1,0 +1,194 @@
+"""`vllm-backplane patches`, on a package of patches against the installed vLLM, a fabricated wheel and a tree."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_backplane.cli import main
+from vllm_backplane.patch import PatchSet, take_fingerprint
+from vllm_backplane.upstream import SymbolIndex, installed_tree
+
+TARGET = "vllm.v1.engine.core:EngineCore.step"
+PATCH = """
+from vllm_backplane.patch import Patch, Process
+
+@Patch(
+    target="{target}",
+    process=Process.ENGINE,
+    versions=">=0.32,<0.33",
+    why="because of this",
+    how="in that way",
+    upstream="https://example.org/7",
+    remove_when="the thing is fixed.",
+    expires=">=0.32.9",
+    fingerprints={{"0.32.0": "{fingerprint}"}},
+)
+def stepping(self):
+    return stepping.original(self)
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    index = SymbolIndex(installed_tree())
+    fingerprint = take_fingerprint(index.normalised_source_of(*TARGET.split(":")))
+    folder = tmp_path / "site" / "some_patches" / "engine"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder.parent / "__init__.py").touch()
+    (folder / "patch_core.py").write_text(PATCH.format(target=TARGET, fingerprint=fingerprint))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    yield "some_patches"
+    for name in [name for name in sys.modules if name.startswith("some_patches")]:
+        del sys.modules[name]
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    status = main(["patches", *arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def _wheel(folder: Path, old: str, new: str, version: str = "0.32.0") -> Path:
+    """A wheel of vLLM with one module, changed."""
+    source = installed_tree().read("vllm.v1.engine.core")
+    assert source is not None
+    assert old in source
+    wheel = folder / f"vllm-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm/__init__.py", "")
+        archive.writestr("vllm/v1/__init__.py", "")
+        archive.writestr("vllm/v1/engine/__init__.py", "")
+        archive.writestr("vllm/v1/engine/core.py", source.replace(old, new))
+        archive.writestr(
+            f"vllm-{version}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+        )
+    return wheel
+
+
+def test_list_and_show(capsys: pytest.CaptureFixture[str], package: str) -> None:
+    status, listed = _run(capsys, "list", "--package", package)
+    assert (status, [(p["name"], p["target"], p["process"]) for p in listed]) == (0, [("stepping", TARGET, "engine")])
+    status, shown = _run(capsys, "show", "stepping", "--package", package)
+    assert (status, shown["outcome"], shown["why"], shown["vllm"]) == (0, "fits", "because of this", "0.32.0")
+    assert shown["fingerprint"] == shown["fingerprints"]["0.32.0"]
+
+
+def test_an_unknown_name_suggests_the_nearest(capsys: pytest.CaptureFixture[str], package: str) -> None:
+    assert main(["patches", "show", "steping", "--package", package]) != 0
+    assert "did you mean 'stepping'" in capsys.readouterr().err
+
+
+def test_check_passes_on_the_installed_vllm(capsys: pytest.CaptureFixture[str], package: str) -> None:
+    status, checked = _run(capsys, "check", "--package", package)
+    assert (status, checked["patches"][0]["outcome"]) == (0, "fits")
+
+
+def test_check_finds_drift_in_a_wheel_without_importing_it(
+    capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path
+) -> None:
+    wheel = _wheel(tmp_path, "def step(self)", "def step(self, moved=1)")
+    status, checked = _run(capsys, "check", "--package", package, "--vllm", str(wheel))
+    assert (status, checked["patches"][0]["outcome"]) == (1, "incompatible")
+    wheel = _wheel(tmp_path, "if not self.scheduler.has_requests():", "if self.scheduler.has_no_requests():")
+    status, checked = _run(capsys, "check", "--package", package, "--vllm", str(wheel))
+    assert (status, checked["patches"][0]["outcome"]) == (1, "drifted")
+    assert "has_no_requests" in checked["patches"][0]["diff"]
+
+
+def test_check_finds_a_missing_target_in_a_tree(
+    capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(_wheel(tmp_path, "def step(self)", "def walk(self)")) as archive:
+        archive.extractall(tmp_path / "tree")
+    status, checked = _run(capsys, "check", "--package", package, "--vllm", str(tmp_path / "tree"))
+    assert (status, checked["patches"][0]["outcome"]) == (1, "missing")
+
+
+@pytest.mark.parametrize(("version", "status", "outcome"), [("0.32.9", 1, "expired"), ("0.31.0", 0, "not needed")])
+def test_check_says_which_can_go(
+    capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path, version: str, status: int, outcome: str
+) -> None:
+    wheel = _wheel(tmp_path, "def step(self)", "def step(self)", version)
+    got, checked = _run(capsys, "check", "--package", package, "--vllm", str(wheel))
+    assert (got, checked["patches"][0]["outcome"]) == (status, outcome)
+
+
+def test_diff_shows_what_changed(capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path) -> None:
+    wheel = _wheel(tmp_path, "if not self.scheduler.has_requests():", "if self.scheduler.has_no_requests():")
+    status, told = _run(capsys, "diff", "stepping", "--package", package, "--vllm", str(wheel))
+    assert status == 0
+    assert any(line.startswith("+") and "has_no_requests" in line for line in told["diff"])
+    assert any(line.startswith("-") and "has_requests" in line for line in told["diff"])
+
+
+def test_docs_have_every_field(capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path) -> None:
+    status, told = _run(capsys, "docs", "--package", package)
+    assert status == 0
+    for text in ("stepping", TARGET, "because of this", "in that way", "https://example.org/7", "the thing is fixed."):
+        assert text in told["page"]
+    page = tmp_path / "page.md"
+    assert main(["patches", "docs", "--package", package, "--output", str(page)]) == 0
+    assert page.read_text() == told["page"]
+
+
+def test_new_writes_a_patch_that_cannot_be_imported_before_it_is_explained(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("new", TARGET, "--process", "engine", "--root", str(tmp_path), "--package", "fresh.patches")
+    status, told = _run(capsys, *arguments)
+    assert status == 0
+    assert [Path(path).name for path in told["written"]] == [
+        "patch_core.py",
+        "test_patch_core.py",
+        "test_patch_core_running.py",
+    ]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["patches", "list", "--package", "fresh.patches"]) != 0
+    assert "does not say 'why'" in capsys.readouterr().err
+    patch = Path(told["written"][0])
+    text = patch.read_text()
+    for field in ("why", "how", "remove_when"):
+        text = text.replace(f'{field}=""', f'{field}="said"')
+    patch.write_text(text.replace('upstream=""', 'upstream="none: a test"'))
+    for name in [name for name in sys.modules if name.startswith("fresh")]:
+        del sys.modules[name]
+    status, checked = _run(capsys, "check", "--package", "fresh.patches")
+    assert (status, checked["patches"][0]["outcome"]) == (0, "fits")
+    assert main(["patches", *arguments]) != 0
+    assert "exists" in capsys.readouterr().err
+
+
+def test_new_refuses_a_target_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["patches", "new", "vllm.v1.engine.core:EngineCore.stp", "--process", "engine", "--root", str(tmp_path)]
+    assert main(arguments) != 0
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_version_override_and_nonsense(
+    capsys: pytest.CaptureFixture[str], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_VERSION", "0.32.1.dev3+gabc")
+    assert _run(capsys, "check", "--package", package)[1]["vllm"] == "0.32.1.dev3+gabc"
+    monkeypatch.setenv("VLLM_VERSION", "newest")
+    assert main(["patches", "check", "--package", package]) != 0
+    assert "VLLM_VERSION" in capsys.readouterr().err
+
+
+def test_our_own_patches_are_documented_counted_and_tested() -> None:
+    root = Path(__file__).resolve().parents[3]
+    from vllm_backplane.patch.documentation import page
+
+    own = PatchSet.of_package("vllm_backplane.patch")
+    assert (root / "docs" / "patches.md").read_text() == page(own), "stale: vllm-backplane patches docs"
+    assert f"patches of vLLM: {len(own.patches)}" in (root / "README.md").read_text()
+    for patch in own.patches:
+        stem = patch.module.rpartition(".")[2]
+        for test in (f"tests/unit/patch/test_{stem}.py", f"tests/e2e/test_{stem}_running.py"):
+            assert (root / test).exists(), f"{patch.name} has no {test}"

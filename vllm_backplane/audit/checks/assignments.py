@@ -1,0 +1,72 @@
+"""Assignments onto vLLM's modules and classes: attributes that are not there (BP201), and sources to compare (BP202)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vllm_backplane.audit.checks.context import Context, Upstream
+from vllm_backplane.audit.checks.uses import VARIABLES
+from vllm_backplane.audit.facts import KernelFact, PatchFact
+from vllm_backplane.audit.findings import Finding
+from vllm_backplane.audit.rules import Severity
+from vllm_backplane.upstream.source import SourceError
+from vllm_backplane.upstream.symbols import Outcome, Resolution
+
+
+def check(context: Context) -> Iterator[Finding]:
+    for number, fact, standing in context.each(PatchFact):
+        if standing.for_types:
+            continue
+        owners = [context.target.find(meaning.ref) for meaning in context.judge.live(fact.owners)]
+        owners = [
+            owner for owner in owners if owner.is_found and (owner.is_module or owner.is_class) and _is_vllms(owner)
+        ]
+        found = [(owner, context.target.index.member(owner, fact.attribute)) for owner in owners]
+        present = [member for _, member in found if member.is_found]
+        if present:
+            remember(context, number, present[0])
+        elif any(member.outcome is Outcome.UNKNOWN for _, member in found):
+            if not fact.attribute.startswith("__"):
+                yield context.finding("BP901", fact.place, _doubt(found, fact.attribute))
+        elif found and not fact.may_create:
+            owner, member = found[0]
+            if owner.module == VARIABLES and fact.attribute.startswith("VLLM_"):
+                message = f"vllm.envs does not know {fact.attribute}"
+                yield context.finding("BP601", fact.place, message, standing=standing)
+                continue
+            message = f"{owner.path} has no {fact.attribute}; the assignment creates it, and nothing in vLLM reads it"
+            severity = None
+            if _is_for_the_plugin(context, fact):
+                severity = Severity.NOTE
+                message = f"{owner.path} has no {fact.attribute}; the assignment creates it for the plugin's own use"
+            remedy = context.similar(member, fact.attribute)
+            yield context.finding(
+                "BP201", fact.place, message, severity=severity, standing=standing, remedy=remedy
+            )
+
+
+def _is_vllms(owner: Resolution) -> bool:
+    return owner.module.partition(".")[0] == "vllm"
+
+
+def _is_for_the_plugin(context: Context, fact: PatchFact) -> bool:
+    """Whether the plugin reads what it sets: a saved original, a mark that the patch is in place."""
+    return fact.attribute in context.plugin.attributes_read
+
+
+def _doubt(found: list[tuple[Resolution, Resolution]], attribute: str) -> str:
+    owner, member = next((o, m) for o, m in found if m.outcome is Outcome.UNKNOWN)
+    return f"whether {owner.path} has {attribute} is not known: {member.reason}"
+
+
+def remember(context: Context, number: int, found: Resolution) -> None:
+    """Note down what is replaced, so that it can be compared with the same in another vLLM."""
+    if not context.compares or found.symbol is None:
+        return
+    fact = context.facts[number]
+    assert isinstance(fact, (PatchFact, KernelFact))
+    try:
+        fingerprint = context.target.index.fingerprint_of(found.module, found.qualname)
+    except (SourceError, SyntaxError, RecursionError):
+        return
+    context.targets_found[context.file, number] = Upstream(found.path, fingerprint, found.symbol.signature)

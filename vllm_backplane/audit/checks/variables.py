@@ -1,0 +1,29 @@
+"""VLLM_* variables that this vLLM does not know (BP601)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from vllm_backplane.audit.checks.context import Context
+from vllm_backplane.audit.facts import VariableFact
+from vllm_backplane.audit.findings import Finding
+from vllm_backplane.audit.rules import Severity
+
+
+def check(context: Context) -> Iterator[Finding]:
+    known = context.target.survey.variables
+    if not known:
+        return
+    for _, fact, standing in context.each(VariableFact):
+        if fact.name in known or fact.name in context.plugin.variables_declared:
+            continue
+        close = difflib.get_close_matches(fact.name, known, n=1, cutoff=0.85)
+        remedy = f"did you mean {close[0]}?" if close else ""
+        if fact.name in context.plugin.variables_read:
+            message = f"{fact.name} is the plugin's own: this vLLM does not know it, and warns when it is set"
+            severity = Severity.NOTE
+        else:
+            message = f"this vLLM does not know {fact.name}, so setting it has no effect"
+            severity = Severity.WARNING
+        yield context.finding("BP601", fact.place, message, severity=severity, standing=standing, remedy=remedy)
