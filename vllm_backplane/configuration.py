@@ -44,7 +44,22 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
         )
 
 
+_WORKERS_ON_HOST = "backplane_workers_on_host"
+
+
+def workers_on_host(config: VllmConfig) -> int:
+    """How many workers share this host, all data-parallel replicas counted."""
+    recorded = config.additional_config.get(_WORKERS_ON_HOST) if isinstance(config.additional_config, dict) else None
+    return int(recorded or config.parallel_config.local_world_size)
+
+
 def set_worker(config: VllmConfig) -> None:
+    parallel = config.parallel_config
+    if isinstance(config.additional_config, dict):
+        # vLLM makes each replica of a dense model forget the others before its workers start.
+        config.additional_config.setdefault(
+            _WORKERS_ON_HOST, parallel.local_world_size * max(parallel.data_parallel_size_local, 1)
+        )
     if config.parallel_config.worker_cls == "auto":
         config.parallel_config.worker_cls = WORKER
 
@@ -80,8 +95,13 @@ def set_memory(config: VllmConfig, chosen: Runtime) -> None:
     """Settle which share of the free memory may be used, so that every worker reads one number."""
     cache = config.cache_config
     share = chosen.setting("memory_share")
+    stated, default = cache.gpu_memory_utilization, type(cache)().gpu_memory_utilization
     if share is not None:
+        if stated not in (default, share):
+            raise BackplaneError(
+                f"option memory_share says {share} and --gpu-memory-utilization says {stated}: remove one"
+            )
         cache.gpu_memory_utilization = share
-    elif cache.gpu_memory_utilization == type(cache)().gpu_memory_utilization:
+    elif stated == default:
         # vLLM's own default was made for memory that belongs to the accelerator alone.
         cache.gpu_memory_utilization = chosen.device.capabilities.default_memory_share

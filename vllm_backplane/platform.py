@@ -7,7 +7,7 @@ vLLM outside of any try block, so the error reaches the user instead of becoming
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
@@ -41,7 +41,6 @@ class BackplanePlatform(Platform):
     device_control_env_var = _device.visible_cards_variable
     ray_device_key = _device.ray_resource
     simple_compile_backend = "eager"  # small helper functions: compiling them costs start-up, not steps
-    supported_quantization: ClassVar[list[str]] = []
 
     # --- identity and properties ------------------------------------------------------------------------------
 
@@ -63,12 +62,15 @@ class BackplanePlatform(Platform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        return _device.memory(device_id).total
+        total = _device.memory(device_id).total
+        # vLLM takes this for a measure of speed and chooses larger batches from 70 GiB on; a host's memory says
+        # nothing about that.
+        return min(total, 64 << 30) if _device.capabilities.host_memory else total
 
     @classmethod
     def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
         index = torch.device(device).index if device is not None else None
-        return float(_device.memory(index or 0).used)
+        return float(_device.own_memory(index or 0))
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
@@ -115,8 +117,12 @@ class BackplanePlatform(Platform):
         return True
 
     @classmethod
-    def supports_fp8(cls) -> bool:
-        return any(name.startswith("fp8") for name in _device.capabilities.kv_cache_dtypes)
+    def verify_quantization(cls, quant: str) -> None:
+        """An empty list of supported methods means all of them upstream; none runs on a device yet."""
+        raise BackplaneError(
+            f"the checkpoint is quantized ({quant}), and device {_device.name!r} runs unquantized weights only; choose "
+            "the full-precision checkpoint"
+        )
 
     # --- what vLLM loads for us -------------------------------------------------------------------------------
 

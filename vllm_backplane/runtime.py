@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -64,35 +64,67 @@ def scopes(entries: Mapping[str, DeviceEntry]) -> dict[str, tuple[Option[Any], .
     return {"": OPTIONS, **{name: entry.options() for name, entry in entries.items()}}
 
 
-def build(additional_config: Mapping[str, Any] | None = None) -> Runtime:
-    """Discover, settle options, choose. Raises a BackplaneError that says what to do."""
+def _settings(entries: Mapping[str, DeviceEntry], section: Mapping[str, Any]) -> dict[str, dict[str, Setting]]:
+    return resolve(scopes(entries), section, os.environ)
+
+
+def _own(settings: Mapping[str, Mapping[str, Setting]], device: str) -> dict[str, Any]:
+    return {key: setting.value for key, setting in settings[device].items()}
+
+
+def choose(section: Mapping[str, Any] | None = None, name: str | None = None) -> Runtime:
+    """Discover, settle options, choose: the device `name`, or the one asked for, or the best. Nothing is started.
+
+    Raises a BackplaneError that says what to do.
+    """
     entries = discover()
-    section = (additional_config or {}).get(SECTION, {})
-    by_environment = resolve(scopes(entries), {}, os.environ)
-    requested = by_environment[""]["device"]
-    selection = select(entries, requested.value, requested.source)
-    settings = resolve(scopes(entries), section, os.environ) if section else by_environment
-    insisted = settings[""]["device"].value
-    if insisted is not None and insisted != selection.entry.name:
+    requested = _settings(entries, {})[""]["device"]
+    selection = select(entries, name, "--device") if name else select(entries, requested.value, requested.source)
+    settings = _settings(entries, section or {})
+    _insist(settings, selection)
+    device = selection.entry.device_class()(_own(settings, selection.entry.name))
+    return Runtime(entries, selection, device, settings)
+
+
+def _insist(settings: Mapping[str, Mapping[str, Setting]], selection: Selection) -> None:
+    asked = settings[""]["device"]
+    if asked.value is not None and asked.value != selection.entry.name and "additional" in asked.source:
         raise OptionError(
-            f"--additional-config asks for device {insisted!r}, but this process started on "
-            f"{selection.entry.name!r} ({selection.reason}). vLLM reads that option after the platform is chosen: "
-            f"set BACKPLANE_DEVICE={insisted}, or use 'vllm-backplane serve --device {insisted}'."
+            f"--additional-config asks for device {asked.value!r}, but this process started on "
+            f"{selection.entry.name!r} ({selection.reason}). vLLM reads that option after the platform is chosen: set "
+            f"BACKPLANE_DEVICE={asked.value}, or use 'vllm-backplane serve --device {asked.value}'."
         )
-    own = {key: setting.value for key, setting in settings[selection.entry.name].items()}
-    return Runtime(entries, selection, selection.entry.device_class()(own), settings)
 
 
 @cache
 def runtime() -> Runtime:
     """This process's device, ready for tensors."""
-    chosen = build()
+    chosen = choose()
     chosen.device.load()
     return chosen
 
 
-def configured(additional_config: Mapping[str, Any] | None) -> Runtime:
-    """`runtime()` with the options of a vLLM configuration added, for a worker about to start."""
-    chosen = build(additional_config)
-    chosen.device.load()
-    return chosen
+def configured(additional_config: Any) -> Runtime:
+    """`runtime()` with the options of a vLLM configuration added. The device stays the same object."""
+    chosen = runtime()
+    settings = _settings(chosen.entries, section_of(additional_config))
+    _insist(settings, chosen.selection)
+    if settings[""]["patch_drift"].value != chosen.setting("patch_drift"):
+        raise OptionError(
+            "patch_drift is needed before --additional-config is read; set the variable BACKPLANE_PATCH_DRIFT instead"
+        )
+    chosen.device.settings = _own(settings, chosen.selection.entry.name)
+    return replace(chosen, settings=settings)
+
+
+def section_of(additional_config: Any) -> Mapping[str, Any]:
+    """Backplane's part of vLLM's --additional-config; a section that is almost called so is an error."""
+    if not isinstance(additional_config, Mapping):
+        return {}
+    for key in additional_config:
+        if key != SECTION and str(key).lower().strip("_- ") == SECTION:
+            raise OptionError(f"--additional-config has a section {key!r}; Backplane's is called {SECTION!r}")
+    section = additional_config.get(SECTION, {})
+    if not isinstance(section, Mapping):
+        raise OptionError(f"the section {SECTION!r} of --additional-config is {section!r}; give an object with options")
+    return section

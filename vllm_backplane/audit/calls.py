@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from vllm_backplane.audit.conditions import Ref, negated
+from vllm_backplane.audit.conditions import Condition, Ref, negated
 from vllm_backplane.audit.expressions import Expressions
 from vllm_backplane.audit.facts import (
     Catch,
@@ -23,8 +23,9 @@ from vllm_backplane.audit.facts import (
     UseFact,
     VariableFact,
 )
+from vllm_backplane.audit.functions import Functions
 from vllm_backplane.audit.scopes import Const, Literal
-from vllm_backplane.upstream.modules import dotted
+from vllm_backplane.upstream.modules import children, dotted
 
 _VARIABLE = re.compile(r"VLLM_[A-Z0-9_]+")
 _PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)?")
@@ -39,6 +40,7 @@ class Calls(Expressions):
         self.result = result
         self.roots = roots
         self.caught: tuple[Catch, ...] = ()
+        self.functions = Functions()
 
     def is_of_vllm(self, path: str) -> bool:
         return path.partition(".")[0] == "vllm"
@@ -81,21 +83,23 @@ class Calls(Expressions):
             self._string(node)
         elif isinstance(node, ast.Subscript):
             self._item(node)
+        elif isinstance(node, ast.Dict):
+            self._table(node)
         elif isinstance(node, ast.NamedExpr):
             self.expression(node.value)
             self.scope.bind(node.target.id, self.values(node.value), self.reach)
         elif isinstance(node, (ast.JoinedStr, ast.Name)):
             return
         else:
-            for child in ast.iter_child_nodes(node):
+            for child in children(node):
                 self.expression(child)
 
     def lambda_expression(self, node: ast.Lambda) -> None:
         raise NotImplementedError
 
-    def _under(self, condition: object, node: ast.expr) -> None:
+    def _under(self, condition: Condition, node: ast.expr) -> None:
         outer = self.reach
-        self.reach = (*outer, condition)  # type: ignore[assignment]
+        self.reach = (*outer, condition)
         self.expression(node)
         self.reach = outer
 
@@ -129,6 +133,16 @@ class Calls(Expressions):
             elif last[0].isupper() and not last.isupper():
                 self.fact(PathFact(self.place(node), "", text))
 
+    def _table(self, node: ast.Dict) -> None:
+        for key, value in zip(node.keys, node.values, strict=True):
+            if key is not None:
+                name = self.string(key)
+                if name is not None and _VARIABLE.fullmatch(name) and isinstance(value, (ast.Lambda, ast.Call)):
+                    # A table of variables and how to read them, as vLLM has one.
+                    self.result.variables_mentioned.add(name)
+                self.expression(key)
+            self.expression(value)
+
     def _item(self, node: ast.Subscript) -> None:
         if dotted(node.value) in ("os.environ", "environ"):
             self._variable(node.slice, is_written=not isinstance(node.ctx, ast.Load))
@@ -154,6 +168,11 @@ class Calls(Expressions):
                 self.fact(UseFact(self.place(target), found))
         elif isinstance(target, ast.Subscript):
             self.expression(target.value)
+
+    def set_item_of_anything(self, target: ast.Subscript) -> None:
+        """An environment made for another process: ``env["VLLM_…"] = "1"``."""
+        if "env" in dotted(target.value).rpartition(".")[2].lower():
+            self._variable(target.slice, is_written=True)
 
     def set_item_of(self, owner: Ref, key: str | None, target: ast.Subscript) -> None:
         if owner.path == "os.environ":
@@ -190,16 +209,22 @@ class Calls(Expressions):
             self._kernels(node.args[0])
         elif name in ("setattr", "patch", "object") or function.endswith("monkeypatch.setattr"):
             self._patching(node, function, name)
+        elif function in self.functions.setters:
+            self._helper(node, *self.functions.setters[function])
         elif name in ("import_module", "__import__") and node.args:
             self._dynamic_import(node)
         elif name in ("getattr", "hasattr") and len(node.args) >= 2:
             self._by_name(node, name)
         elif name in _READERS | _WRITERS | {"update", "dict"}:
             self._variables(node, function, name)
-        if name.startswith("register") and len(node.args) >= 3:
-            self._registered_pair(node)
+        if name.startswith("register") or name == "extend_enum":
+            self._registered(node)
+        if node.args and name not in _WRITERS:
+            mentioned = self.string(node.args[0])
+            if mentioned is not None and _VARIABLE.fullmatch(mentioned):
+                self.result.variables_mentioned.add(mentioned)
         self.expression(node.func)
-        is_lookup = name in ("find_spec", "importorskip", "getLogger", "init_logger")
+        is_lookup = name in ("find_spec", "importorskip", "getLogger", "init_logger", "patch", "setattr")
         for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
             if not (is_lookup and isinstance(argument, ast.Constant)):
                 self.expression(argument)
@@ -218,7 +243,9 @@ class Calls(Expressions):
         for alternative in self.values(given):
             value = alternative.value
             if isinstance(value, Const) and isinstance(value.value, str):
-                place = Place(value.line, value.column + 1, self.reach, self.caught) if value.line else self.place(given)
+                place = (
+                    Place(value.line, value.column + 1, self.reach, self.caught) if value.line else self.place(given)
+                )
                 self.fact(RegisterFact(place, owners, value.value))
             elif isinstance(given, ast.Attribute) and given.attr == "__name__":
                 for meaning in self.meanings(given.value):
@@ -226,12 +253,19 @@ class Calls(Expressions):
             else:
                 self._unresolved(given, "the name it is registered under is computed at run time")
 
+    def _place_of_name(self, name: ast.expr, otherwise: ast.AST) -> Place:
+        """Where a name was written down: its line in a table, if it comes from one."""
+        value = self.single(name)
+        if isinstance(value, Const) and value.line and not isinstance(name, ast.Constant):
+            return Place(value.line, value.column + 1, self.reach, self.caught)
+        return self.place(otherwise)
+
     def _kernels(self, node: ast.expr) -> None:
         table = self.single(node)
         if not isinstance(table, Literal) or not isinstance(table.node, ast.Dict):
             self._unresolved(node, "which kernels are replaced is computed at run time")
             return
-        for key, _ in table.items():
+        for key, _ in table.pairs():
             path = self.string(key)
             if path is None:
                 self._unresolved(key or node, "which kernel is replaced is computed at run time")
@@ -261,7 +295,16 @@ class Calls(Expressions):
             if attribute_name is not None:
                 self.result.attributes_set.add(attribute_name)
                 if owners:
-                    self.fact(PatchFact(self.place(node), owners, attribute_name, lenient))
+                    self.fact(PatchFact(self._place_of_name(arguments[1], node), owners, attribute_name, lenient))
+            elif any(meaning.ref.root == "vllm" for meaning in owners):
+                self._unresolved(node, f"which attribute of {owners[0].ref.path} is set is computed at run time")
+
+    def _helper(self, node: ast.Call, owner: int, name: int) -> None:
+        """A call of the plugin's own function that sets an attribute by name."""
+        if max(owner, name) < len(node.args):
+            owners, attribute = self.meanings(node.args[owner]), self.string(node.args[name])
+            if owners and attribute is not None:
+                self.fact(PatchFact(self._place_of_name(node.args[name], node), owners, attribute))
             elif any(meaning.ref.root == "vllm" for meaning in owners):
                 self._unresolved(node, f"which attribute of {owners[0].ref.path} is set is computed at run time")
 
@@ -305,7 +348,7 @@ class Calls(Expressions):
             elif isinstance(found, Literal) and isinstance(found.node, ast.Dict):
                 added = self.single(node.args[0])
                 if isinstance(added, Literal) and isinstance(added.node, ast.Dict):
-                    found.more.extend((key, value) for key, value in added.items() if key is not None)
+                    found.more.extend((key, value) for key, value in added.pairs() if key is not None)
         elif function.endswith("patch.dict") and len(node.args) > 1 and "environ" in ast.dump(node.args[0]):
             for key in self._key_nodes(node.args[1]):
                 self._variable(key, is_written=True)
@@ -322,7 +365,7 @@ class Calls(Expressions):
         table = self.single(node)
         if not isinstance(table, Literal) or not isinstance(table.node, ast.Dict):
             return []
-        return [key for key, _ in table.items() if key is not None]
+        return [key for key, _ in table.pairs() if key is not None]
 
     def _keys(self, node: ast.expr) -> set[str]:
         return {text for key in self._key_nodes(node) if (text := self.string(key)) is not None}
@@ -332,8 +375,14 @@ class Calls(Expressions):
         if name is not None and _VARIABLE.fullmatch(name):
             self.fact(VariableFact(self.place(node), name, is_written))
 
-    def _registered_pair(self, node: ast.Call) -> None:
+    def _registered(self, node: ast.Call) -> None:
         """``register_connector("Name", "package.module", "Class")`` and its like."""
+        for argument in node.args:
+            text = self.string(argument)
+            if text is not None and text.isidentifier():
+                self.result.names_registered.add(text)
+        if len(node.args) < 3:
+            return
         for first, second in zip(node.args, node.args[1:], strict=False):
             module, name = self.string(first), self.string(second)
             if module is None or name is None or not name.isidentifier() or not _MODULE.fullmatch(module):

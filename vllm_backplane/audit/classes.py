@@ -6,7 +6,8 @@ import ast
 from collections.abc import Callable, Iterator
 
 from vllm_backplane.audit.facts import ClassFact, Meanings, MethodInfo, NamedUse, Place
-from vllm_backplane.upstream.modules import Binds, class_body, dotted
+from vllm_backplane.audit.functions import catch_of
+from vllm_backplane.upstream.modules import Binds, children, class_body, dotted, walk
 
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -25,7 +26,7 @@ def class_fact(
             methods.append(MethodInfo(symbol, definition.lineno, definition.col_offset + 1, "override" in marks))
     supers: list[NamedUse] = []
     reads: dict[str, NamedUse] = {}
-    for definition in definitions.values():
+    for definition in definitions.values() if any(bases) else ():
         first = [*definition.args.posonlyargs, *definition.args.args]
         me = first[0].arg if first else ""
         for inner, guarded in _walk(definition):
@@ -35,27 +36,30 @@ def class_fact(
             if isinstance(owner, ast.Call) and dotted(owner.func) == "super" and not owner.args:
                 supers.append(NamedUse(inner.attr, place_of(inner)))
             elif isinstance(owner, ast.Name) and owner.id == me and isinstance(inner.ctx, ast.Load):
-                reads.setdefault(inner.attr, NamedUse(inner.attr, place_of(inner)))
+                first_read = reads.get(inner.attr)
+                if first_read is None or inner.lineno < first_read.place.line:
+                    reads[inner.attr] = NamedUse(inner.attr, place_of(inner))
+    supers.sort(key=lambda use: (use.place.line, use.place.column))
     return ClassFact(
         place, node.name, bases, tuple(methods), frozenset(body.members), tuple(supers), tuple(reads.values())
     )
 
 
-def _walk(node: ast.AST, guarded: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+def _walk(function: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
     """Every node below, and whether something around it provides for its failing: hasattr, or except AttributeError."""
-    for child in ast.iter_child_nodes(node):
-        inner = guarded
-        if isinstance(child, ast.ClassDef):
+    pending = [(child, False) for child in children(function)]
+    while pending:
+        node, guarded = pending.pop()
+        if isinstance(node, ast.ClassDef):
             continue
-        if isinstance(child, (ast.Try, ast.TryStar)):
-            inner = inner or any(
-                handler.type is None or "Error" in ast.dump(handler.type) or "Exception" in ast.dump(handler.type)
-                for handler in child.handlers
-            )
-        elif isinstance(child, (ast.If, ast.IfExp, ast.BoolOp)):
-            test = child if isinstance(child, ast.BoolOp) else child.test
-            inner = inner or any(
-                isinstance(part, ast.Call) and dotted(part.func) in ("hasattr", "getattr") for part in ast.walk(test)
-            )
-        yield child, inner
-        yield from _walk(child, inner)
+        if isinstance(node, (ast.Try, ast.TryStar, ast.If, ast.IfExp, ast.BoolOp)):
+            guarded = guarded or _provides(node)
+        yield node, guarded
+        pending += [(child, guarded) for child in children(node)]
+
+
+def _provides(node: ast.Try | ast.TryStar | ast.If | ast.IfExp | ast.BoolOp) -> bool:
+    if isinstance(node, (ast.Try, ast.TryStar)):
+        return bool(catch_of(node))
+    test = node if isinstance(node, ast.BoolOp) else node.test
+    return any(isinstance(part, ast.Call) and dotted(part.func) in ("hasattr", "getattr") for part in walk(test))

@@ -60,7 +60,9 @@ def _folder(root: Path, exclude: Sequence[str]) -> Collection:
             module, is_package = _module_of(path, root)
             files.append(PluginFile(name, module, is_package, path))
         if len(files) > _MOST_FILES:
-            raise BackplaneError(f"{root} has more than {_MOST_FILES} Python files; audit a part of it, or --exclude some")
+            raise BackplaneError(
+                f"{root} has more than {_MOST_FILES} Python files; audit a part of it, or --exclude some"
+            )
     collection = Collection(root, _plugin(files, None), findings=problems)
     for project in projects:
         found, faults = from_project(project, project.relative_to(root).as_posix())

@@ -1,4 +1,5 @@
-"""What two vLLMs say about the same line: replaced code that changed (BP202), inherited members that went (BP402, BP404)."""
+"""What two vLLMs say about the same line: replaced code that changed (BP202), inherited members that went (BP402,
+BP404)."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def _gone(
 
 
 def with_changes(findings: list[Finding], older: Outlook, newer: Outlook) -> list[Finding]:
-    """Adds to override findings what upstream's signature was before."""
+    """Adds to override findings what upstream's signature was before. A doubtful one is a warning then: the
+    override was written for the other signature."""
     changed = {
         path: before.signature
         for key, now in newer.members_found.items()
@@ -73,7 +75,11 @@ def with_changes(findings: list[Finding], older: Outlook, newer: Outlook) -> lis
         for path in [now.path]
     }
     return [
-        replace(finding, message=f"{finding.message}; in {older.label} it was {changed[path]}")
+        replace(
+            finding,
+            message=f"{finding.message}; in {older.label} it was {changed[path]}",
+            severity=max(finding.severity, Severity.WARNING),
+        )
         if finding.rule_id == "BP401" and (path := _upstream_named(finding.message)) in changed
         else finding
         for finding in findings
@@ -93,10 +99,8 @@ def upstream_diff(older: SourceTree, newer: SourceTree, before: Upstream, now: U
             sides.append(SymbolIndex(tree).source_of(module, qualname).splitlines())
         except SourceError as fault:
             return str(fault)
-    lines = difflib.unified_diff(
-        *sides, f"{older.version}/{before.path}", f"{newer.version}/{now.path}", lineterm="", n=2
-    )
-    return "\n".join(lines)
+    names = f"{older.version}/{before.path}", f"{newer.version}/{now.path}"
+    return "\n".join(difflib.unified_diff(sides[0], sides[1], *names, n=2, lineterm=""))
 
 
 def ordered(targets: list[Target]) -> list[Target]:

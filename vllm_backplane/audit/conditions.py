@@ -1,7 +1,7 @@
 """Under what circumstances a line of a plugin runs: version guards, hasattr, imports that succeeded or failed.
 
-A condition is a value that outlives the syntax tree it was read from and is evaluated against each vLLM: true, false, or
-None where source does not tell.
+A condition is a value that outlives the syntax tree it was read from and is evaluated against each vLLM: true,
+false, or None where source does not tell.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class TypeChecking:
 
 @dataclass(frozen=True, slots=True)
 class VersionIs:
-    """vLLM's version compared with a literal. `form`: version (PEP 440), text (as a string), prefix, or tuple (the first
-    `length` numbers, all of them if None)."""
+    """vLLM's version compared with a literal. `form`: version (PEP 440), text (as a string), prefix, or tuple
+    (the first `length` numbers, all of them if None)."""
 
     form: str
     operator: str
@@ -102,9 +102,7 @@ class Any:
     conditions: tuple[Condition, ...]
 
 
-Condition: TypeAlias = (
-    Always | Unknown | TypeChecking | VersionIs | Exists | ModuleExists | Ran | Not | All | Any
-)
+Condition: TypeAlias = Always | Unknown | TypeChecking | VersionIs | Exists | ModuleExists | Ran | Not | All | Any
 Reach: TypeAlias = tuple[Condition, ...]
 """All of these hold where a line runs."""
 

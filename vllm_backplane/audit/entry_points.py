@@ -75,7 +75,9 @@ def _from_setup_cfg(text: str, file: str) -> Iterator[EntryPoint]:
             for line in lines.splitlines():
                 name, equals, value = line.partition("=")
                 if equals:
-                    yield EntryPoint(group, name.strip(), value.strip(), file, _line_of(text, name.strip(), value.strip()))
+                    yield EntryPoint(
+                        group, name.strip(), value.strip(), file, _line_of(text, name.strip(), value.strip())
+                    )
 
 
 def _from_ini(text: str, file: str) -> Iterator[EntryPoint]:

@@ -1,8 +1,10 @@
-"""Evaluates the expressions of a plugin as far as an audit needs: to names of vLLM, literals, versions and conditions."""
+"""Evaluates the expressions of a plugin as far as an audit needs: to names of vLLM, literals, versions and
+conditions."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 
@@ -19,8 +21,19 @@ from vllm_backplane.audit.conditions import (
     VersionIs,
     negated,
 )
-from vllm_backplane.audit.scopes import UNKNOWN_VALUE, Alternative, Const, Flag, Literal, Opaque, Release, Scope, Spec, Value
-from vllm_backplane.upstream.modules import dotted
+from vllm_backplane.audit.scopes import (
+    UNKNOWN_VALUE,
+    Alternative,
+    Const,
+    Flag,
+    Literal,
+    Opaque,
+    Release,
+    Scope,
+    Spec,
+    Value,
+)
+from vllm_backplane.upstream.modules import dotted, walk
 
 _OPERATORS: dict[type[ast.cmpop], str] = {
     ast.Eq: "==",
@@ -32,7 +45,9 @@ _OPERATORS: dict[type[ast.cmpop], str] = {
 }
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _VERSION_FUNCTIONS = frozenset({"Version", "parse", "parse_version", "LooseVersion", "StrictVersion"})
-_VERSION_HELPER = re.compile(r"_?(?:is_)?vllm_version(?:_(?:is|eq|equals|ge|gte|at_least|min|gt|lt|le|lte|before))?(?:_\w*)?")
+_VERSION_HELPER = re.compile(
+    r"_?(?:is_)?vllm_version(?:_(?:is|eq|equals|ge|gte|at_least|min|gt|lt|le|lte|before))?(?:_\w*)?"
+)
 _HELPER_OPERATORS = {
     **dict.fromkeys(("is", "eq", "equals"), "=="),
     **dict.fromkeys(("ge", "gte", "at_least", "min"), ">="),
@@ -78,7 +93,11 @@ class Expressions:
         if isinstance(node, ast.Name):
             if node.id == "__name__":
                 return [Alternative(Const(self.module, node.lineno, node.col_offset))]
-            return self.scope.lookup(node.id, self.reach)
+            found = self.scope.lookup(node.id, self.reach)
+            if not found and not hasattr(builtins, node.id):
+                # Whether the module has the name is seen when it is looked up there.
+                return [Alternative(Ref(f"{m}.{node.id}")) for m in reversed(self.scope.module_scope().starred)]
+            return found
         if isinstance(node, ast.Attribute):
             return [
                 Alternative(value, owner.reach)
@@ -187,9 +206,9 @@ class Expressions:
                 return [Alternative(Release("version"))]
             if isinstance(inner, Const) and isinstance(inner.value, str):
                 return [Alternative(Const(inner.value))]
-        if isinstance(node.func, ast.Attribute) and node.func.attr in ("split", "strip", "partition"):
-            if isinstance(self.single(node.func.value), Release):
-                return [Alternative(Release("parts" if node.func.attr != "strip" else "text"))]
+        if name in ("split", "strip", "partition") and isinstance(node.func, ast.Attribute):
+            owner = self.single(node.func.value)
+            return [Alternative(Release("text" if name == "strip" else "parts"))] if isinstance(owner, Release) else []
         flag = self._flag_of_call(node, name)
         return [Alternative(Flag(flag))] if flag is not None else []
 
@@ -218,14 +237,14 @@ class Expressions:
             return value.condition
         if isinstance(value, Const):
             return Always(bool(value.value))
-        if isinstance(value, Ref):
+        if isinstance(value, Ref) and value.root == "vllm":
             return Exists(value)
         if isinstance(value, Spec):
             return ModuleExists(value.module)
         return None
 
     def _not_understood(self, node: ast.expr) -> Unknown:
-        return self.new_unknown(is_guard=any(_looks_like_a_guard(part) for part in ast.walk(node)))
+        return self.new_unknown(is_guard=any(_looks_like_a_guard(part) for part in walk(node)))
 
     def _compare(self, left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Condition | None:
         if isinstance(operator, (ast.Is, ast.IsNot)):
@@ -325,8 +344,15 @@ def _version_condition(release: Release, operator: str, literal: object) -> Cond
 
 
 def _either(answers: list[tuple[Condition, Reach]]) -> Condition:
-    parts = tuple(All((*reach, answer)) if reach else answer for answer, reach in answers)
-    return parts[0] if len(parts) == 1 else Any(parts)
+    """One of several values, the one bound last first: an earlier one counts only where no later one was bound."""
+    parts: list[Condition] = []
+    later: list[Condition] = []
+    for answer, reach in answers:
+        conditions = (*later, *reach, answer)
+        parts.append(conditions[0] if len(conditions) == 1 else All(conditions))
+        if reach:
+            later.append(negated(reach[0] if len(reach) == 1 else All(reach)))
+    return parts[0] if len(parts) == 1 else Any(tuple(parts))
 
 
 def _looks_like_a_guard(node: ast.AST) -> bool:

@@ -169,6 +169,10 @@ class FileFacts:
     attributes_set: set[str] = field(default_factory=set)
     variables_declared: set[str] = field(default_factory=set)
     """Added to vLLM's own table of variables."""
+    variables_mentioned: set[str] = field(default_factory=set)
+    """Handed to functions of the plugin that read variables, or to a table of them."""
+    names_registered: set[str] = field(default_factory=set)
+    """Names that a registration may add to a vLLM class, such as the members of an enumeration."""
     classes: set[str] = field(default_factory=set)
     unreadable: str = ""
     """Why the file was left out."""

@@ -89,6 +89,7 @@ class Plugin:
     variables_declared: frozenset[str] = frozenset()
     modules_provided: frozenset[str] = frozenset()
     """Modules of vLLM that the plugin puts in place itself."""
+    names_registered: frozenset[str] = frozenset()
     classes: frozenset[str] = frozenset()
 
     def gather(self, read: Iterable[FileFacts]) -> None:
@@ -101,7 +102,8 @@ class Plugin:
         )
         self.variables_declared = frozenset().union(*(file.variables_declared for file in read))
         self.classes = frozenset().union(*(file.classes for file in read))
-        self.variables_read = frozenset(
+        self.names_registered = frozenset().union(*(file.names_registered for file in read))
+        self.variables_read = frozenset().union(*(file.variables_mentioned for file in read)) | frozenset(
             fact.name for fact in facts if isinstance(fact, VariableFact) and not fact.is_written
         )
         self.modules_provided = frozenset(fact.module for fact in facts if isinstance(fact, ModuleFact))

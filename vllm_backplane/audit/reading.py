@@ -1,7 +1,7 @@
 """Reads one file of a plugin into facts. The plugin is parsed and never imported.
 
-Statements are followed in order, functions after the module that defines them, because that is when they run. Loops over
-literals are unrolled: plugins register and patch from tables.
+Statements are followed in order, functions after the module that defines them, because that is when they run.
+Loops over literals are unrolled: plugins register and patch from tables.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from vllm_backplane.audit.calls import Calls
 from vllm_backplane.audit.classes import class_fact
 from vllm_backplane.audit.conditions import Condition, Ran, Reach, Ref, TypeChecking, negated
 from vllm_backplane.audit.facts import Catch, FileFacts, ImportFact, ModuleFact
+from vllm_backplane.audit.functions import GUARDED, catch_of, caught_by, examine
 from vllm_backplane.audit.scopes import UNKNOWN_VALUE, Alternative, Literal, Release, Scope
-from vllm_backplane.upstream.modules import absolute, bound_names, dotted, is_type_checking
+from vllm_backplane.upstream.modules import absolute, bound_names, children, dotted, is_type_checking, walk
 
-_CAUGHT_BY_IMPORT_GUARDS = frozenset(
-    {"ImportError", "ModuleNotFoundError", "AttributeError", "Exception", "BaseException"}
-)
 _LONGEST_UNROLLED = 256
 _MOST_UNROLLED_STATEMENTS = 4096
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -43,10 +41,12 @@ class Reader(Calls):
 
     def run(self, tree: ast.Module) -> None:
         self._annotations_run = not any(
-            isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+            isinstance(statement, ast.ImportFrom)
+            and statement.module == "__future__"
             and any(alias.name == "annotations" for alias in statement.names)
             for statement in tree.body
         )
+        self.functions = examine(tree)
         self.block(tree.body)
         while self._deferred:
             function, scope, reach = self._deferred.pop(0)
@@ -54,6 +54,8 @@ class Reader(Calls):
             if isinstance(function, ast.Lambda):
                 self.expression(function.body)
             else:
+                if scope.parent is not None and scope.parent.parent is None:
+                    self.caught = self.functions.caught.get(function.name, ())
                 self.block(function.body)
 
     # --- statements
@@ -97,7 +99,7 @@ class Reader(Calls):
             for name in node.names:
                 self.scope.elsewhere[name] = self.scope.module_scope()
         else:
-            for child in ast.iter_child_nodes(node):
+            for child in children(node):
                 if isinstance(child, ast.expr):
                     self.expression(child)
         return ()
@@ -122,16 +124,12 @@ class Reader(Calls):
         return (test,) if node.orelse and _leaves(node.orelse) else ()
 
     def _try(self, node: ast.Try | ast.TryStar) -> Reach:
-        catches = [_caught_by(handler) for handler in node.handlers if not _raises_again(handler)]
-        swallowed = frozenset().union(*catches) & _CAUGHT_BY_IMPORT_GUARDS if catches else frozenset()
         outer = self.caught
-        if swallowed:
-            alternative = any(_imports_something(handler) for handler in node.handlers)
-            self.caught = (*outer, Catch(swallowed, alternative))
+        self.caught = (*outer, *catch_of(node))
         start = len(self.result.facts)
         self.block(node.body)
         self.caught = outer
-        everything = frozenset().union(*(_caught_by(handler) for handler in node.handlers)) & _CAUGHT_BY_IMPORT_GUARDS
+        everything = frozenset().union(*map(caught_by, node.handlers)) & GUARDED
         ran: Condition = (
             Ran(start, len(self.result.facts), everything, _only_imports(node.body))
             if everything
@@ -152,7 +150,7 @@ class Reader(Calls):
             call = item.context_expr
             if isinstance(call, ast.Call) and dotted(call.func).rpartition(".")[2] in ("suppress", "raises"):
                 caught = frozenset(dotted(argument).rpartition(".")[2] for argument in call.args)
-                if caught & _CAUGHT_BY_IMPORT_GUARDS:
+                if caught & GUARDED:
                     # Where a test asks for the exception, it is not a fault that it comes.
                     self.caught = (*self.caught, Catch(caught, dotted(call.func).endswith("raises")))
             if item.optional_vars is not None:
@@ -175,7 +173,9 @@ class Reader(Calls):
         for alias in node.names:
             if self.is_of_vllm(module):
                 self.fact(ImportFact(self.place(alias), module, "" if alias.name == "*" else alias.name))
-            if alias.name != "*":
+            if alias.name == "*":
+                self.scope.module_scope().starred.append(module)
+            else:
                 value: Ref | Release = Ref(f"{module}.{alias.name}")
                 if self.is_of_vllm(module) and alias.name in ("__version__", "__version_tuple__"):
                     value = Release("text" if alias.name == "__version__" else "tuple")
@@ -269,6 +269,8 @@ class Reader(Calls):
             owner.more.append((target.slice, value))
         if isinstance(owner, Ref):
             self.set_item_of(owner, key, target)
+        else:
+            self.set_item_of_anything(target)
 
     # --- loops
 
@@ -305,7 +307,7 @@ class Reader(Calls):
                 return []
             literal = found
             keys_only = isinstance(literal.node, ast.Dict)
-        items = literal.items()
+        items = literal.pairs()
         if not 0 < len(items) <= _LONGEST_UNROLLED or any(isinstance(v, ast.Starred) for _, v in items):
             return []
         if isinstance(literal.node, ast.Dict) and any(key is None for key, _ in items):
@@ -325,7 +327,7 @@ class Reader(Calls):
         if len(element) == 1:
             value = element[0][0].value if len(element[0]) == 1 else None
             if isinstance(target, (ast.Tuple, ast.List)) and isinstance(value, Literal):
-                parts = [part for _, part in value.items()]
+                parts = [part for _, part in value.pairs()]
                 if len(parts) == len(target.elts):
                     for name, part in zip(target.elts, parts, strict=True):
                         self._bind_target(name, part, self.values(part))
@@ -340,8 +342,8 @@ class Reader(Calls):
                 else:
                     self._bind_target(name, None, UNKNOWN_VALUE)
             return
-        for name in bound_names(target):
-            self.scope.bind(name, UNKNOWN_VALUE, self.reach)
+        for bound in bound_names(target):
+            self.scope.bind(bound, UNKNOWN_VALUE, self.reach)
 
 
 def _leaves(statements: list[ast.stmt]) -> bool:
@@ -358,26 +360,6 @@ def _leaves(statements: list[ast.stmt]) -> bool:
     return False
 
 
-def _caught_by(handler: ast.ExceptHandler) -> frozenset[str]:
-    if handler.type is None:
-        return frozenset({"BaseException"})
-    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return frozenset(dotted(type_).rpartition(".")[2] for type_ in types)
-
-
-def _raises_again(handler: ast.ExceptHandler) -> bool:
-    return any(isinstance(statement, ast.Raise) for statement in handler.body)
-
-
-def _imports_something(handler: ast.ExceptHandler) -> bool:
-    return any(
-        isinstance(node, (ast.Import, ast.ImportFrom))
-        or (isinstance(node, ast.Call) and dotted(node.func).endswith("import_module"))
-        for statement in handler.body
-        for node in ast.walk(statement)
-    )
-
-
 def _only_imports(statements: list[ast.stmt]) -> bool:
     """Whether nothing but the import of a part of vLLM or of Python's own can fail in these statements."""
     for statement in statements:
@@ -386,7 +368,7 @@ def _only_imports(statements: list[ast.stmt]) -> bool:
         elif isinstance(statement, ast.ImportFrom):
             roots = [(statement.module or ".").partition(".")[0]] if statement.level == 0 else ["."]
         elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Pass, ast.Expr)):
-            if any(isinstance(node, (ast.Call, ast.Subscript)) for node in ast.walk(statement)):
+            if any(isinstance(node, (ast.Call, ast.Subscript)) for node in walk(statement)):
                 return False
             continue
         else:
@@ -398,7 +380,7 @@ def _only_imports(statements: list[ast.stmt]) -> bool:
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     for statement in body:
-        yield from (node for node in ast.walk(statement) if isinstance(node, ast.stmt))
+        yield from (node for node in walk(statement) if isinstance(node, ast.stmt))
 
 
 def _arguments(arguments: ast.arguments) -> list[ast.arg]:

@@ -33,7 +33,8 @@ _RULES = (
         "missing-module",
         Severity.ERROR,
         "A module of vLLM is imported that is not there.",
-        "The import raises ModuleNotFoundError. Modules that exist only in some builds of vLLM (compiled ones, vendored "
+        "The import raises ModuleNotFoundError. Modules that exist only in some builds of vLLM (compiled "
+        "ones, vendored "
         "kernels) are BP901.",
         "import it from where it is now, or guard the import by version",
     ),
@@ -58,7 +59,8 @@ _RULES = (
         "missing-path",
         Severity.WARNING,
         "A string names a class or function of vLLM that is not there.",
-        "vLLM takes classes by dotted name in many places (worker_cls, get_attn_backend_cls); such a string fails when it "
+        "vLLM takes classes by dotted name in many places (worker_cls, get_attn_backend_cls); such a "
+        "string fails when it "
         "is first used.",
         "name the class where it is now",
     ),
@@ -67,7 +69,8 @@ _RULES = (
         "assignment-creates-attribute",
         Severity.ERROR,
         "An assignment onto a vLLM module or class creates an attribute instead of replacing one.",
-        "Nothing in vLLM reads the new attribute, so the patch does nothing, in silence. A note where the plugin reads the "
+        "Nothing in vLLM reads the new attribute, so the patch does nothing, in silence. A note where the "
+        "plugin reads the "
         "attribute itself, as with a saved original.",
         "patch what replaced it, or remove the patch",
     ),
@@ -111,7 +114,8 @@ _RULES = (
         "override-of-nothing",
         Severity.WARNING,
         "A method overrides one that is gone.",
-        "The upstream method exists in one of the given versions and not in this one, or the method is marked @override; "
+        "The upstream method exists in one of the given versions and not in this one, or the method is "
+        "marked @override; "
         "vLLM does not call it any more.",
         "override what replaced it, or remove the method",
     ),
@@ -127,7 +131,8 @@ _RULES = (
         "BP404",
         "inherited-attribute-gone",
         Severity.WARNING,
-        "A subclass of a vLLM class reads an attribute of itself that upstream had in one of the given versions and has "
+        "A subclass of a vLLM class reads an attribute of itself that upstream had in one of the given "
+        "versions and has "
         "no more.",
         "Reading it raises AttributeError unless something else sets it.",
         "use what replaced it",
@@ -145,7 +150,8 @@ _RULES = (
         "unknown-variable",
         Severity.WARNING,
         "A VLLM_* variable is used that this vLLM does not know.",
-        "Setting it has no effect; reading it from vllm.envs raises AttributeError (then it is an error). A note where the "
+        "Setting it has no effect; reading it from vllm.envs raises AttributeError (then it is an error). "
+        "A note where the "
         "plugin reads it itself: vLLM warns at start-up about variables with its prefix that it does not know.",
         "use the variable that replaced it, or another prefix for the plugin's own",
     ),

@@ -21,11 +21,12 @@ from pathlib import Path
 from types import FrameType
 
 from vllm_backplane.audit.checks import CHECKS
-from vllm_backplane.audit.checks.context import Context
+from vllm_backplane.audit.checks.context import Context, Upstream
 from vllm_backplane.audit.checks.entry_points import check as check_entry_points
 from vllm_backplane.audit.collect import Collection, collect, unreadable
 from vllm_backplane.audit.comparison import Outlook, compare, ordered, upstream_diff, with_changes
 from vllm_backplane.audit.entry_points import EntryPoint
+from vllm_backplane.audit.evidence import Doubtful, decide
 from vllm_backplane.audit.facts import FileFacts
 from vllm_backplane.audit.findings import Finding
 from vllm_backplane.audit.plugin import Plugin, PluginFile, read_source
@@ -69,7 +70,8 @@ def audit(
     workers: int | None = None,
     diff: bool = False,
 ) -> Report:
-    """What would break in the plugin at `path` with each of the vLLMs. `workers`: processes, by default one per core."""
+    """What would break in the plugin at `path` with each of the vLLMs. `workers`: processes, by default one per
+    core."""
     collection = collect(Path(path), exclude)
     workers = workers if workers is not None else len(os.sched_getaffinity(0))
     read = _read_all(collection, workers)
@@ -95,15 +97,15 @@ def audit(
 def _with_diffs(
     findings: list[Finding], older: Target, newer: Target, before: Outlook, after: Outlook, plugin: Plugin
 ) -> list[Finding]:
-    changes = {}
+    changes: dict[tuple[str, int, int], tuple[Upstream | None, Upstream]] = {}
     for (file, number), now in after.targets_found.items():
         place = plugin.facts[file][number].place
         changes[file, place.line, place.column] = (before.targets_found.get((file, number)), now)
     result = []
     for finding in findings:
-        then, now = changes.get((finding.file, finding.line, finding.column), (None, None))
-        if finding.rule_id == "BP202" and then is not None and now is not None:
-            finding = replace(finding, diff=upstream_diff(older.tree, newer.tree, then, now))
+        change = changes.get((finding.file, finding.line, finding.column))
+        if finding.rule_id == "BP202" and change is not None and change[0] is not None:
+            finding = replace(finding, diff=upstream_diff(older.tree, newer.tree, change[0], change[1]))
         result.append(finding)
     return result
 
@@ -178,7 +180,9 @@ def read_one(file: PluginFile, wheel: Wheel | None, roots: frozenset[str]) -> Fi
     except SourceError as fault:
         return left_out(str(fault))
     except SyntaxError as fault:
-        return left_out(f"it is not Python that {sys.version_info[0]}.{sys.version_info[1]} reads: {fault.msg}", fault.lineno)
+        return left_out(
+            f"it is not Python that {sys.version_info[0]}.{sys.version_info[1]} reads: {fault.msg}", fault.lineno
+        )
     except ValueError as fault:
         return left_out(f"it is not Python source: {fault}")
     except (RecursionError, MemoryError):
@@ -226,6 +230,7 @@ def _check_all(targets: list[Target], entry_points: list[EntryPoint], workers: i
 
 def check_target(target: Target, entry_points: Sequence[EntryPoint], compares: bool) -> Outlook:
     outlook = Outlook(target.label)
+    doubtful: list[Doubtful] = []
     for file, facts in target.plugin.facts.items():
         context = Context(
             file,
@@ -236,9 +241,11 @@ def check_target(target: Target, entry_points: Sequence[EntryPoint], compares: b
             outlook.targets_found,
             outlook.members_found,
             outlook.members_missing,
+            doubtful,
         )
         for check in CHECKS:
             outlook.findings += check(context)
+    outlook.findings += decide(target.tree, doubtful)
     outlook.findings += check_entry_points(target, entry_points)
     return outlook
 

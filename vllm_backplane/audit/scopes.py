@@ -1,7 +1,7 @@
 """What a name stands for at a place in a plugin: scopes, and the values that matter to an audit.
 
-Almost everything a plugin computes is of no interest. Followed are imports and what is taken from them, literals, vLLM's
-version, and conditions made from these; the rest is opaque.
+Almost everything a plugin computes is of no interest. Followed are imports and what is taken from them,
+literals, vLLM's version, and conditions made from these; the rest is opaque.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Literal:
     more: list[tuple[ast.expr, ast.expr]] = field(default_factory=list)
     """Items added to a dictionary later."""
 
-    def items(self) -> list[tuple[ast.expr | None, ast.expr]]:
+    def pairs(self) -> list[tuple[ast.expr | None, ast.expr]]:
         if isinstance(self.node, ast.Dict):
             return [*zip(self.node.keys, self.node.values, strict=True), *self.more]
         return [(None, element) for element in self.node.elts]
@@ -81,6 +81,8 @@ class Scope:
         self.base = base
         self.is_class = is_class
         self.names: dict[str, list[Alternative]] = {}
+        self.starred: list[str] = []
+        """Modules whose names were imported with a star."""
         self.elsewhere: dict[str, Scope] = {}
         """Names declared global or nonlocal."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,6 @@ from vllm_backplane.audit.conditions import (
     ModuleExists,
     Not,
     Ran,
-    Reach,
     Ref,
     TypeChecking,
     VersionIs,
@@ -30,7 +30,7 @@ from vllm_backplane.upstream.source import SourceTree
 from vllm_backplane.upstream.survey import Survey, survey
 from vllm_backplane.upstream.symbols import Outcome, Resolution, SymbolIndex
 
-_COMPARE: dict[str, Callable[[object, object], bool]] = {
+_COMPARE: dict[str, Callable[[typing.Any, typing.Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
@@ -57,7 +57,7 @@ class Target:
 
     @cached_property
     def survey(self) -> Survey:
-        return survey(self.tree, self.index)
+        return survey(self.tree)
 
     @cached_property
     def version(self) -> Version | None:
@@ -131,16 +131,17 @@ class Judge:
             guarded = guarded or (holds is None and mentions_guard(condition))
         return Standing(True, guarded)
 
-    def possible(self, reach: Reach) -> bool:
-        return all(self.holds(condition) is not False for condition in reach)
-
     def live(self, meanings: Meanings) -> list[Meaning]:
-        """What the name may stand for with this vLLM: not behind a guard that is false, nor an import that fails."""
-        return [
-            meaning
-            for meaning in meanings
-            if self.possible(meaning.reach) and self.target.find(Ref(meaning.ref.base)).is_found
-        ]
+        """What the name may stand for with this vLLM: not behind a guard that is false, nor an import that fails. What
+        was bound last comes first, and hides the rest if it was bound for certain."""
+        found = []
+        for meaning in meanings:
+            answers = [self.holds(condition) for condition in meaning.reach]
+            if False not in answers and self.target.find(Ref(meaning.ref.base)).is_found:
+                found.append(meaning)
+                if None not in answers:
+                    break
+        return found
 
     def holds(self, condition: Condition) -> bool | None:
         if condition not in self._known:
@@ -160,8 +161,10 @@ class Judge:
         if isinstance(condition, ModuleExists):
             if condition.module.partition(".")[0] != "vllm":
                 return None
-            return self.target.tree.has(condition.module) or None if self._is_optional(condition.module) else (
-                self.target.tree.has(condition.module)
+            return (
+                self.target.tree.has(condition.module) or None
+                if self._is_optional(condition.module)
+                else (self.target.tree.has(condition.module))
             )
         if isinstance(condition, Not):
             inner = self.holds(condition.condition)

@@ -74,16 +74,10 @@ def _check_family(family: str | None) -> None:
 
 def _choose(name: str | None) -> tuple[Device, str, tuple[str, ...]]:
     """(device, why this one, operators that were asked to run as references)"""
-    from vllm_backplane.device import discover, select
-    from vllm_backplane.options import resolve
-    from vllm_backplane.runtime import scopes
+    from vllm_backplane.runtime import choose
 
-    entries = discover()
-    settings = resolve(scopes(entries), {}, os.environ)
-    asked = settings[""]["device"]
-    selection = select(entries, name, "--device") if name else select(entries, asked.value, asked.source)
-    own = {key: setting.value for key, setting in settings[selection.entry.name].items()}
-    return selection.entry.device_class()(own), selection.reason, settings[""]["reference_ops"].value
+    chosen = choose(name=name)
+    return chosen.device, chosen.selection.reason, chosen.setting("reference_ops")
 
 
 def table(device: Device, forced: tuple[str, ...] = ()) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """What a device tells Backplane about itself.
 
-`Device` has a working default for everything but its identity and its probe, so the smallest
+`Device` has a working default for everything but its identity, its probe and its memory, so the smallest
 useful device is about thirty lines (README, "Plug in a device"). A device computes through the
 operators of `vllm_backplane.ops`; their references serve it until it registers kernels of its own.
 """
@@ -56,10 +56,11 @@ class MemoryInfo:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the hardware can do. The defaults claim nothing, so forgetting one is safe."""
+    """What the hardware can do. The defaults claim nothing."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-    """In order of preference: the first is used when a checkpoint's own dtype is not among them."""
+    """In order of preference: with --dtype auto, vLLM uses the first for float32 checkpoints and for those whose own
+    type is not among them."""
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     """vLLM's names of the KV-cache storage types that the device's operators can read and write."""
     streams: bool = False
@@ -100,7 +101,8 @@ class Device(ABC):
     communicator: ClassVar[str | None] = None
     """Qualified name of a communicator class, if the default over torch.distributed is not right."""
     model_runner: ClassVar[str | None] = None
-    """Qualified name of a model-runner class, if the device must replace Backplane's."""
+    """Qualified name of a model-runner class, if the device must replace Backplane's. It is called with vLLM's
+    configuration, the torch device and this object, and has what `worker/runner_v1.py` adds to vLLM's runner."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         """`settings` holds the resolved values of `options`."""
@@ -141,7 +143,8 @@ class Device(ABC):
         """Begin a new measurement for `peak_memory`."""
 
     def peak_memory(self, index: int = 0) -> int:
-        """Highest `own_memory` since the last reset."""
+        """Highest `own_memory` since the last reset. While this is not overridden, a tenth of the allowed memory is
+        kept for activations."""
         return self.own_memory(index)
 
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:

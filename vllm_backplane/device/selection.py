@@ -39,11 +39,16 @@ def select(entries: Mapping[str, DeviceEntry], requested: str | None, requested_
     if not usable:
         why = "; ".join(f"{name}: {probe.reason}" for name, probe in sorted(probes.items()))
         raise DeviceUnavailable(f"no device can be used on this machine. {why}.")
-    best = max(usable, key=lambda name: (entries[name].device_class().priority, name))
-    others = [name for name in usable if name != best]
-    reason = (
-        f"highest priority of the available devices ({', '.join(sorted(usable))})"
-        if others
-        else "the only device available"
-    )
-    return Selection(entries[best], probes[best], reason)
+    priorities = {name: entries[name].device_class().priority for name in usable}
+    best = [name for name in usable if priorities[name] == max(priorities.values())]
+    if len(best) > 1:
+        raise DeviceUnavailable(
+            f"devices {' and '.join(sorted(best))} have the same priority; choose one with BACKPLANE_DEVICE"
+        )
+    among = ", ".join(sorted(usable))
+    reason = f"highest priority of the available devices ({among})" if len(usable) > 1 else "the only device available"
+    # A device that was passed over must not pass unnoticed: acceleration would be off without a word.
+    passed = [f"{name}: {probe.reason}" for name, probe in sorted(probes.items()) if not probe.available]
+    if passed:
+        reason += f"; passed over: {'; '.join(passed)}"
+    return Selection(entries[best[0]], probes[best[0]], reason)

@@ -147,12 +147,12 @@ def _show_settled(settled: Settled) -> dict[str, Any]:
 
 def _choose(settled: Settled) -> Runtime:
     """What a vLLM process does, with the faulty options left out: they are told already."""
-    from vllm_backplane.runtime import SECTION, build
+    from vllm_backplane.runtime import choose
 
     for variable in [name for name in os.environ if name.startswith(PREFIX)]:
         if variable not in settled.variables:
             del os.environ[variable]
-    return build({SECTION: settled.given})
+    return choose(settled.given)
 
 
 def _show_choice(chosen: Runtime) -> dict[str, str]:

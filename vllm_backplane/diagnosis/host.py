@@ -15,12 +15,14 @@ from vllm_backplane.diagnosis import plugins
 from vllm_backplane.diagnosis.findings import Finding, Mark, error
 from vllm_backplane.diagnosis.plugins import EntryPointInfo
 from vllm_backplane.diagnosis.stage import Step, Steps
+from vllm_backplane.errors import BackplaneError
 
 STAGE = f"{__name__}:examine"
 
 VLLM = "import of vllm"
 PLATFORM = "vLLM's platform"
 WORKER = "import of the worker"
+RUNNER = "the model runner"
 _BINDING = "layer "
 _HOOK = "hook "
 
@@ -81,6 +83,7 @@ def examine(steps: Steps, request: Mapping[str, Any]) -> None:
     if ours:
         _check_bindings(steps)
         steps.attempt(WORKER, _import_worker)
+        steps.attempt(RUNNER, _check_runner)
     for info in infos:
         if info.group not in plugins.CALLED:
             _load(steps, info)
@@ -110,6 +113,18 @@ def _import_worker() -> None:
 
     module, _, name = path.rpartition(".")
     getattr(importlib.import_module(module), name)
+
+
+def _check_runner() -> None:
+    """vLLM chooses between its two model runners without asking the device."""
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    from vllm_backplane.runtime import runtime
+
+    asked = envs.VLLM_USE_V2_MODEL_RUNNER
+    if (HAS_TRITON if asked is None else asked) and not runtime().device.capabilities.triton:
+        raise BackplaneError("vLLM would use its second model runner, which needs Triton on the device")
 
 
 def _check_bindings(steps: Steps) -> None:
@@ -176,6 +191,8 @@ def _judge_platform(step: Step | None) -> tuple[PlatformInfo, list[Finding]]:
 
 
 def _remedy(name: str) -> str:
+    if name == RUNNER:
+        return "set VLLM_USE_V2_MODEL_RUNNER=0"
     if name == VLLM:
         return "reinstall vLLM and what it needs; 'python -c \"import vllm\"' shows the whole error"
     return "install a vLLM that this version supports, or reinstall vllm-backplane"

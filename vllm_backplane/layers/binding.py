@@ -35,11 +35,12 @@ _OURS = "vllm_backplane.layers"
 
 
 def _activation(name: str, *operators: str) -> Binding:
+    gated = "AndMul" in name or "MulAnd" in name
     return Binding(
         f"{_ACTIVATION}:{name}",
         f"{_OURS}.activation:Backplane{name}",
         operators,
-        "one pass over the gate and up halves",
+        "one pass over the gate and up halves" if gated else "one pass instead of several",
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_backplane import ops
+from vllm_backplane import compat, ops
 from vllm_backplane.errors import BindingError, nearest
 from vllm_backplane.ops.raw_memory import copy_host_memory
 
@@ -304,18 +304,9 @@ _bound: set[str] = set()
 
 def register() -> None:
     """Put the operators in place of the runner's kernels. Calling it again does nothing."""
-    try:
-        from vllm.triton_utils import dispatcher
-    except ImportError:
-        from vllm import __version__
-
-        raise BindingError(
-            f"vLLM {__version__} has no Triton kernel dispatcher (vllm.triton_utils.dispatcher), through "
-            "which the runner's kernels are replaced; use vLLM 0.31 or later"
-        ) from None
     pending = {name: launcher(name, adapter) for name, adapter in ADAPTERS.items() if name not in _bound}
     if pending:
-        dispatcher.register_kernels(pending)
+        compat.register_kernels(pending)
         _bound.update(pending)
 
 
@@ -338,6 +329,7 @@ def launcher(name: str, adapter: Launch) -> Launch:
     launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(argument, inspect.Parameter.POSITIONAL_OR_KEYWORD) for argument in arguments]
     )
+    launch.arg_names = arguments  # type: ignore[attr-defined]
     launch.__name__ = name.rpartition(".")[2]
     return launch
 

@@ -19,6 +19,7 @@ from vllm_backplane.ops.operator import NAMESPACE, declared, get
 _kernels = torch.library.Library(NAMESPACE, "IMPL")
 _python_kernels: dict[tuple[str, str], str] = {}
 _frozen: tuple[Resolution, ...] | None = None
+_frozen_key = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,20 @@ def _override_with_reference(name: str, dispatch_key: str) -> None:
         _kernels.impl(name, get(name).reference, dispatch_key, allow_override=True)
 
 
-def freeze(table: tuple[Resolution, ...]) -> None:
+def freeze(table: tuple[Resolution, ...], dispatch_key: str) -> None:
     """From here on implementations may not change in this process."""
-    global _frozen
-    _frozen = table
+    global _frozen, _frozen_key
+    _frozen, _frozen_key = table, dispatch_key
+
+
+def insist_unchanged() -> None:
+    """A library that registered kernels after freezing went past `kernel`; the model may be compiled around the old."""
+    for line in _frozen or ():
+        forced = "reference_ops" in line.reason
+        if not forced and (line.implementation == "kernel") != has_kernel(line.operator, _frozen_key):
+            raise OperatorError(
+                f"the implementation of {line.operator!r} changed after start-up; load it in Device.load_kernels()"
+            )
 
 
 def frozen() -> tuple[Resolution, ...] | None:

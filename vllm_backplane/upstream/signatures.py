@@ -7,6 +7,7 @@ the values of defaults do not count.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -34,6 +35,7 @@ class Parameter:
 class Signature:
     parameters: tuple[Parameter, ...]
     is_async: bool = False
+    """Calling it gives something to await. An asynchronous generator does not."""
 
     @property
     def positional(self) -> tuple[Parameter, ...]:
@@ -86,17 +88,49 @@ def signature_of_node(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     ]
     if arguments.kwarg:
         found.append(Parameter(arguments.kwarg.arg, Kind.VAR_KEYWORD))
-    return Signature(tuple(found), isinstance(node, ast.AsyncFunctionDef))
+    return Signature(tuple(found), isinstance(node, ast.AsyncFunctionDef) and not _gives_a_stream(node))
+
+
+def _gives_a_stream(node: ast.AsyncFunctionDef) -> bool:
+    """Whether calling it gives an asynchronous iterator, told by a yield or, for a stub, by its annotation."""
+    pending: list[ast.AST] = list(node.body)
+    while pending:
+        inner = pending.pop()
+        if isinstance(inner, (ast.Yield, ast.YieldFrom)):
+            return True
+        if not isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+            pending += ast.iter_child_nodes(inner)
+    returned = ast.unparse(node.returns) if node.returns is not None else ""
+    is_stub = all(isinstance(s, (ast.Pass, ast.Expr, ast.Raise)) for s in node.body)
+    return is_stub and ("AsyncGenerator" in returned or "AsyncIterator" in returned)
+
+
+class Fault(StrEnum):
+    """What a caller of the original does that fails with the replacement."""
+
+    ANY_CALL = "any call"
+    OMITS = "leaves the argument out"
+    PASSES = "passes an optional argument"
+    BY_NAME = "passes the argument by name"
+    BY_POSITION = "passes the argument by position"
+    ON_CLASS = "calls it on the class"
+    PASSES_MORE = "passes further arguments"
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     """One way in which a call that suits `original` fails with `replacement`."""
 
-    certain: bool
-    """Whether every call fails, and not only one that uses an optional argument or a name."""
-
+    fault: Fault
     what: str
+    parameter: str = ""
+    index: int = -1
+    """Of the parameter, among those that can be passed by position."""
+
+    @property
+    def certain(self) -> bool:
+        """Every call fails, and not only one of a certain form."""
+        return self.fault is Fault.ANY_CALL
 
 
 def mismatches(original: Signature, replacement: Signature) -> tuple[Mismatch, ...]:
@@ -105,67 +139,70 @@ def mismatches(original: Signature, replacement: Signature) -> tuple[Mismatch, .
     Both as the caller sees them: `without_first()` for methods.
     """
     found: list[Mismatch] = []
-    if original.is_async != replacement.is_async:
-        was, now = ("async", "not") if original.is_async else ("not async", "async")
-        found.append(Mismatch(True, f"upstream is {was} and the override is {now}"))
+    if original.is_async and not replacement.is_async:
+        # A plain function may return something to await.
+        found.append(Mismatch(Fault.PASSES_MORE, "upstream is async and the override is not"))
+    elif replacement.is_async and not original.is_async:
+        found.append(Mismatch(Fault.ANY_CALL, "upstream is not async and the override is"))
     if original.takes_any_positional and original.takes_any_keyword:
         # It promises nothing: a placeholder for overrides of any shape.
         return tuple(found)
-    found += _not_accepted(original, replacement)
-    found += _demanded(original, replacement)
-    return tuple(found)
+    return (*found, *_not_accepted(original, replacement), *_demanded(original, replacement))
 
 
-def _not_accepted(original: Signature, replacement: Signature) -> list[Mismatch]:
-    found = []
+def _not_accepted(original: Signature, replacement: Signature) -> Iterator[Mismatch]:
     accepted = {p.name: p for p in replacement.parameters if p.kind in (Kind.NORMAL, Kind.KEYWORD_ONLY)}
     places = replacement.positional
     for index, parameter in enumerate(original.positional):
-        by_name = parameter.name in accepted or replacement.takes_any_keyword
+        name = parameter.name
+        by_name = name in accepted or replacement.takes_any_keyword
         by_place = index < len(places) or replacement.takes_any_positional
         if parameter.kind is Kind.POSITIONAL_ONLY:
             by_name = by_place
         if not by_place and not by_name:
-            found.append(Mismatch(not parameter.has_default, f"{parameter.name!r} is not accepted"))
+            yield _refused(parameter, index)
         elif not by_place:
-            found.append(Mismatch(False, f"{parameter.name!r} is not accepted by position"))
+            yield Mismatch(Fault.BY_POSITION, f"{name!r} is not accepted by position", name, index)
         elif not by_name:
-            in_place = places[index].name if index < len(places) else "*"
-            found.append(Mismatch(False, f"{parameter.name!r} is not accepted by name ({in_place!r} is in its place)"))
-        elif index < len(places) and places[index].name != parameter.name and parameter.name in accepted:
-            found.append(Mismatch(False, f"{parameter.name!r} is at another position"))
-    found += [
-        Mismatch(not parameter.has_default, f"{parameter.name!r} is not accepted")
-        for parameter in original.keyword_only
-        if parameter.name not in accepted and not replacement.takes_any_keyword
-    ]
+            instead = places[index].name if index < len(places) else "*"
+            what = f"{name!r} is not accepted by name ({instead!r} is in its place)"
+            yield Mismatch(Fault.BY_NAME, what, name, index)
+        elif index < len(places) and places[index].name != name and name in accepted:
+            yield Mismatch(Fault.BY_POSITION, f"{name!r} is at another position", name, index)
+    for parameter in original.keyword_only:
+        if parameter.name not in accepted and not replacement.takes_any_keyword:
+            yield _refused(parameter, -1)
     if original.takes_any_positional and not replacement.takes_any_positional:
-        found.append(Mismatch(False, "further positional arguments are not accepted"))
+        yield Mismatch(Fault.PASSES_MORE, "further positional arguments are not accepted")
     if original.takes_any_keyword and not replacement.takes_any_keyword:
-        found.append(Mismatch(False, "further keyword arguments are not accepted"))
-    return found
+        yield Mismatch(Fault.PASSES_MORE, "further keyword arguments are not accepted")
 
 
-def _demanded(original: Signature, replacement: Signature) -> list[Mismatch]:
+def _refused(parameter: Parameter, index: int) -> Mismatch:
+    fault = Fault.PASSES if parameter.has_default else Fault.ANY_CALL
+    return Mismatch(fault, f"{parameter.name!r} is not accepted", parameter.name, index)
+
+
+def _demanded(original: Signature, replacement: Signature) -> Iterator[Mismatch]:
     given = {p.name for p in original.parameters if p.kind in (Kind.NORMAL, Kind.KEYWORD_ONLY)}
     optional = {p.name for p in original.parameters if p.has_default}
     places = original.positional
-    found = []
     for index, parameter in enumerate(replacement.positional):
+        name = parameter.name
         if parameter.has_default:
             continue
         if index < len(places):
             if places[index].has_default:
-                found.append(Mismatch(False, f"{parameter.name!r} is required and upstream's is optional"))
-        elif parameter.name not in given and not original.takes_any_positional:
-            found.append(Mismatch(True, f"{parameter.name!r} is required and unknown upstream"))
-        elif parameter.name in optional:
-            found.append(Mismatch(False, f"{parameter.name!r} is required and upstream's is optional"))
+                yield Mismatch(Fault.OMITS, f"{name!r} is required and upstream's is optional", name, index)
+        elif name not in given and not original.takes_any_positional:
+            yield Mismatch(Fault.ANY_CALL, f"{name!r} is required and unknown upstream", name, index)
+        elif name in optional:
+            yield Mismatch(Fault.OMITS, f"{name!r} is required and upstream's is optional", name, index)
     for parameter in replacement.keyword_only:
+        name = parameter.name
         if parameter.has_default:
             continue
-        if parameter.name not in given:
-            found.append(Mismatch(True, f"{parameter.name!r} is required and unknown upstream"))
-        elif parameter.name in optional:
-            found.append(Mismatch(False, f"{parameter.name!r} is required and upstream's is optional"))
-    return found
+        if name not in given and not original.takes_any_keyword:
+            yield Mismatch(Fault.ANY_CALL, f"{name!r} is required and unknown upstream", name)
+        elif name in optional:
+            yield Mismatch(Fault.OMITS, f"{name!r} is required and upstream's is optional", name)

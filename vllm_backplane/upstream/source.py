@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.upstream.versions import stated_version, version_in
@@ -65,6 +66,15 @@ class SourceTree(ABC):
     @abstractmethod
     def file_of(self, module: str) -> str:
         """The path of the module's file within the tree, for people to read."""
+
+    @cached_property
+    def derived(self) -> dict[str, Any]:
+        """What was worked out from the source, kept with it so that it is worked out once. Not sent to other
+        processes."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "derived"}
 
     def has(self, module: str) -> bool:
         return module in self._known or self.is_package(module) or self.is_compiled(module)
@@ -221,7 +231,7 @@ class Wheel:
                 return decoded(self.content(name), name)
         return ""
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
 
     def _archive(self) -> zipfile.ZipFile:

@@ -45,7 +45,15 @@ class Survey:
         return bool(self.classes)
 
 
-def survey(tree: SourceTree, index: SymbolIndex | None = None) -> Survey:
+def survey(tree: SourceTree) -> Survey:
+    """Of a whole tree; made once per tree."""
+    found: Survey | None = tree.derived.get("survey")
+    if found is None:
+        found = tree.derived["survey"] = _survey(tree)
+    return found
+
+
+def _survey(tree: SourceTree) -> Survey:
     classes: dict[str, list[str]] = {}
     definitions: dict[str, list[str]] = {}
     groups: set[str] = set()
@@ -63,7 +71,7 @@ def survey(tree: SourceTree, index: SymbolIndex | None = None) -> Survey:
         if "GROUP" in text:
             groups.update(name for names in _GROUP.findall(text) for name in names if name.startswith(prefix))
         imports.update(name for name in _IMPORT.findall(text) if name.startswith(prefix))
-    table = (index or SymbolIndex(tree)).module(prefix + VARIABLES_MODULE)
+    table = SymbolIndex(tree).module(prefix + VARIABLES_MODULE)
     if table is not None:
         variables |= table.dictionaries.get(VARIABLES_TABLE, frozenset())
     return Survey(

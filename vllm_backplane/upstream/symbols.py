@@ -84,7 +84,6 @@ class SymbolIndex:
 
     def __init__(self, *trees: SourceTree) -> None:
         self.trees = {tree.package: tree for tree in trees}
-        self._modules: dict[str, ModuleSymbols | str] = {}
         self._ancestors: dict[tuple[str, str], Ancestors] = {}
 
     def tree_of(self, module: str) -> SourceTree | None:
@@ -162,28 +161,14 @@ class SymbolIndex:
 
     def _read(self, name: str) -> ModuleSymbols | str:
         """The content of a module, or why there is none."""
-        known = self._modules.get(name)
-        if known is None:
-            known = self._modules[name] = self._parse(name)
-        return known
-
-    def _parse(self, name: str) -> ModuleSymbols | str:
         tree = self.tree_of(name)
         if tree is None:
             return f"{name} is outside the source trees"
-        try:
-            text = tree.read(name)
-            if text is None:
-                if tree.is_compiled(name):
-                    return f"{name} is compiled"
-                if tree.is_package(name):
-                    return ModuleSymbols(name, is_package=True)
-                return f"there is no module {name}"
-            return read_module(name, text, is_package=tree.is_package(name))
-        except SourceError as fault:
-            return str(fault)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as fault:
-            return f"{tree.file_of(name)} cannot be parsed: {fault}"
+        modules: dict[str, ModuleSymbols | str] = tree.derived.setdefault("modules", {})
+        known = modules.get(name)
+        if known is None:
+            known = modules[name] = _parse(tree, name)
+        return known
 
     def _exists(self, module: str) -> bool:
         tree = self.tree_of(module)
@@ -316,6 +301,8 @@ class SymbolIndex:
             return Resolution(
                 Outcome.UNKNOWN, owner.module, path, reason=f"it may come from the base {outside[0]}, outside the trees"
             )
+        if name.startswith("__") and name.endswith("__"):
+            return Resolution(Outcome.UNKNOWN, owner.module, path, reason="a decorator or Python may provide it")
         if any(body.answers_for_any_name for _, _, body in line.classes):
             return Resolution(Outcome.UNKNOWN, owner.module, path, reason=f"{owner.qualname} has a __getattr__")
         return Resolution(Outcome.MISSING, owner.module, path, reason=f"{owner.path} has no {name}")
@@ -395,6 +382,22 @@ class SymbolIndex:
             symbols = content.names.get(name, []) if content is not None else []
         running = [symbol for symbol in symbols if not symbol.for_type_checkers and symbol.binds is not Binds.IMPORT]
         return sorted(running or [found.symbol], key=lambda symbol: symbol.line)
+
+
+def _parse(tree: SourceTree, name: str) -> ModuleSymbols | str:
+    try:
+        text = tree.read(name)
+        if text is None:
+            if tree.is_compiled(name):
+                return f"{name} is compiled"
+            if tree.is_package(name):
+                return ModuleSymbols(name, is_package=True)
+            return f"there is no module {name}"
+        return read_module(name, text, is_package=tree.is_package(name))
+    except SourceError as fault:
+        return str(fault)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as fault:
+        return f"{tree.file_of(name)} cannot be parsed: {fault}"
 
 
 _BUILTINS = frozenset(dir(importlib.import_module("builtins")))

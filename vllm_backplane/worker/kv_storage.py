@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from vllm_backplane.device import Device
+from vllm_backplane.errors import BackplaneError
 
 
 class KvCacheStorage(TorchFunctionMode):
@@ -20,11 +21,21 @@ class KvCacheStorage(TorchFunctionMode):
         super().__init__()
         self._device = device
         self._card = card
+        self._provided = 0
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        super().__exit__(kind, value, trace)
+        if kind is None and not self._provided:
+            raise BackplaneError(
+                "vLLM allocated the KV cache in a way that Backplane does not know, so it is not the device's memory; "
+                "install a vLLM this version of vllm-backplane supports ('vllm-backplane doctor' names them)"
+            )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros and kwargs.get("dtype") is torch.int8 and len(args) == 1 and isinstance(args[0], int):
+            self._provided += 1
             return self._device.zeroed_bytes(args[0], self._card)
         return func(*args, **kwargs)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
+import struct
 from dataclasses import dataclass
+from pathlib import Path
 
 from vllm_backplane.device import Device
 from vllm_backplane.errors import BackplaneError
@@ -15,12 +19,24 @@ def gib(count: int | float) -> str:
 
 
 def extrapolate(peaks: dict[int, int], tokens: int) -> int:
-    """Peak memory of a step with `tokens`, on the line through the two smaller steps that were measured."""
+    """Peak memory of a forward pass with `tokens`, on the line through the two smaller ones that were measured."""
     (small, low), (large, high) = min(peaks.items()), max(peaks.items())
     if large == small:
         return high
     slope = max(high - low, 0) / (large - small)
     return int(high + slope * (tokens - large))
+
+
+def checkpoint_elements(folder: str) -> int | None:
+    """Numbers in a local safetensors checkpoint, from the files' headers; None if there is none to look at."""
+    files = sorted(Path(folder).glob("*.safetensors")) if Path(folder).is_dir() else []
+    total = 0
+    for file in files:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return total or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +68,24 @@ class Budget:
             f"cache may take {self.share:.2f} of that{parts} = {gib(self.allowed)} (option memory_share)."
         )
 
+    def refuse_weights(self, expected: int) -> None:
+        """Before loading: weights that cannot fit would end in the system's OOM killer."""
+        if expected > self.allowed:
+            raise BackplaneError(
+                f"the weights take {gib(expected)} per worker, and {gib(self.allowed)} may be used on "
+                f"{self.device.name} (share {self.share:.2f} of {gib(self.free_at_start)} free"
+                f"{f' / {self.workers} workers' if self.workers > 1 else ''}); raise BACKPLANE_MEMORY_SHARE, choose a "
+                "smaller --dtype or model, or add workers on other hosts"
+            )
+
+    def reserve(self, measured: int) -> int:
+        """Memory to keep for activations: what was measured, or a tenth where the device does not measure."""
+        measures = type(self.device).peak_memory is not Device.peak_memory
+        return measured if measures else max(measured, self.allowed // 10)
+
     def kv_cache_bytes(self, asked: int | None, activations: int) -> int:
         """What the KV cache may take now that weights are loaded; a largest step needs `activations` beside it."""
-        free = max(self.device.memory(self.card).free - activations, 0)
+        free = max(self.device.memory(self.card).free - activations * self.workers, 0)
         if asked is not None:
             if asked > free // self.workers:
                 raise BackplaneError(

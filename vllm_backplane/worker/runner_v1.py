@@ -28,6 +28,11 @@ class BackplaneModelRunnerV1(GPUModelRunner):
             self.max_num_tokens = largest
             self.intermediate_tensors = None  # between pipeline stages; was made for `tokens`, warm_up makes it anew
 
+    def forward_step(self, tokens: int) -> None:
+        """The forward pass alone, as profiling runs it."""
+        self._dummy_run(tokens, is_profile=True)
+        self._sync_device()
+
     def warm_up(self) -> None:
         """One token through everything; then graphs, on a device that has them."""
         self._dummy_run(1, skip_eplb=True)

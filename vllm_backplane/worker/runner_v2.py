@@ -24,6 +24,11 @@ class BackplaneModelRunnerV2(GPUModelRunner):
         finally:
             self.max_num_tokens = largest
 
+    def forward_step(self, tokens: int) -> None:
+        """The forward pass alone, as profiling runs it."""
+        self._dummy_run(tokens, skip_attn=True, is_profile=True)
+        self.accelerator.synchronize()
+
     def warm_up(self) -> None:
         """Capture graphs, on a device that has them."""
         if self.accelerator.capabilities.graphs:

@@ -7,19 +7,22 @@ other hardware is how the process gets hold of its card, which runner it builds,
 from __future__ import annotations
 
 import gc
-import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_backplane import compat, configuration
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
@@ -38,6 +41,7 @@ class BackplaneWorker(Worker):
         self.runtime = configured(vllm_config.additional_config)
         self.accelerator = self.runtime.device
         lifecycle.start(self.runtime.setting("patch_drift"), Process.WORKER)
+        current_platform.register_triton_kernel_overrides()  # vLLM 0.30 does not ask; later ones have asked already
         self.parallel_config.disable_custom_all_reduce = True  # vLLM's is CUDA inter-process memory
 
     # --- start ------------------------------------------------------------------------------------------------
@@ -67,22 +71,30 @@ class BackplaneWorker(Worker):
             workers=self._workers_on_host(),
         )
         logger.info("%s", self.budget.describe())
-        self._init_workspace_and_model_runner()
+        compat.build_runner(self)
 
     def _card(self) -> int:
-        """Workers of one host that share its memory all sit on the same card; others each take their own."""
+        """Workers of one host that share its memory all sit on the same card; others each take their own, through the
+        same mapping of ranks to cards as vLLM's own workers."""
         if self.accelerator.capabilities.host_memory:
             return 0
-        local = self.local_rank
-        if self.parallel_config.data_parallel_size > 1 and self.parallel_config.data_parallel_rank_local:
-            local += self.parallel_config.data_parallel_rank_local * self.parallel_config.world_size
+        parallel = self.parallel_config
+        replica = parallel.data_parallel_rank_local
+        replica = parallel.data_parallel_index if replica is None else replica
+        logical = self.local_rank + replica * parallel.world_size
+        if parallel.assigned_physical_gpu_ids is not None:
+            set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
+        card = current_platform.logical_device_id_to_visible_device_id(logical)
         count = self.runtime.selection.probe.count
-        if local >= count:
-            raise BackplaneError(f"worker {local} finds no card: device {self.accelerator.name!r} has {count}")
-        return local
+        if card >= count:
+            raise BackplaneError(
+                f"worker {logical} is to use card {card}, and device {self.accelerator.name!r} has {count}; lower the "
+                f"parallel sizes or correct {self.accelerator.visible_cards_variable}"
+            )
+        return int(card)
 
     def _workers_on_host(self) -> int:
-        return self.parallel_config.local_world_size * max(self.parallel_config.data_parallel_size_local, 1)
+        return configuration.workers_on_host(self.vllm_config)
 
     def _freeze_operators(self) -> None:
         if resolution.frozen() is not None:
@@ -93,7 +105,7 @@ class BackplaneWorker(Worker):
             self.accelerator.kernel_provider(),
             self.runtime.setting("reference_ops"),
         )
-        resolution.freeze(table)
+        resolution.freeze(table, self.accelerator.dispatch_key)
         kernels = sum(line.implementation == "kernel" for line in table)
         logger.info(
             "Operators on device %s: %d by kernel, %d by reference; 'vllm-backplane ops' lists them.",
@@ -108,6 +120,10 @@ class BackplaneWorker(Worker):
         return make_model_runner(self.vllm_config, self.device, self.accelerator)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        elements = memory.checkpoint_elements(self.model_config.model)
+        if elements is not None:
+            shards = self.parallel_config.tensor_parallel_size * self.parallel_config.pipeline_parallel_size
+            self.budget.refuse_weights(elements * self.model_config.dtype.itemsize // shards)
         super().load_model(load_dummy_weights=load_dummy_weights)
         # vLLM has just set one host thread for serving, which is right where the host only launches.
         self.accelerator.prepare_worker(self._workers_on_host())
@@ -121,7 +137,7 @@ class BackplaneWorker(Worker):
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: the share allowed at start, less what weights and a largest step take."""
-        activations = self._profile_activations()
+        activations = self.budget.reserve(self._profile_activations())
         asked = self.cache_config.kv_cache_memory_bytes
         granted = self.budget.kv_cache_bytes(asked, activations)
         logger.info("%s", self.budget.describe_kv_cache(granted, asked, activations))
@@ -129,21 +145,26 @@ class BackplaneWorker(Worker):
         return granted
 
     def _profile_activations(self) -> int:
-        """Peak memory of a largest step: measured, or, where computing one would take long, extrapolated from two."""
+        """Peak memory of a largest step: measured, or, where computing one would take long, put together.
+
+        The parts are not held at the same time. Sampling depends on the number of sequences, so the profiling step has
+        as many; the forward pass grows with tokens, and two short ones show how.
+        """
         limit, largest = self.accelerator.capabilities.profile_tokens, self.model_runner.max_num_tokens
         if limit is None:
-            return self._profile_peak(largest)
-        # Both steps sample for every sequence there may be, so the difference is the tokens' alone.
-        small = min(max(limit, self.scheduler_config.max_num_seqs), largest)
-        large = min(2 * small, largest)
-        first, second = self._profile_peak(small), self._profile_peak(large)
-        return memory.extrapolate({small: first, large: second}, largest)
+            return self._peak(partial(self.model_runner.profile_step, largest))
+        whole = self._peak(
+            partial(self.model_runner.profile_step, min(max(limit, self.scheduler_config.max_num_seqs), largest))
+        )
+        sizes = (min(limit // 2, largest), min(limit, largest))
+        forward = {size: self._peak(partial(self.model_runner.forward_step, size)) for size in sizes}
+        return max(whole, memory.extrapolate(forward, largest))
 
-    def _profile_peak(self, tokens: int) -> int:
+    def _peak(self, step: Callable[[], None]) -> int:
         self.accelerator.reset_peak_memory(self.card)
         before = self.accelerator.own_memory(self.card)
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.profile_step(tokens)
+            step()
         peak = self.accelerator.peak_memory(self.card) - before
         gc.collect()
         self.accelerator.empty_cache()
@@ -155,15 +176,10 @@ class BackplaneWorker(Worker):
         """Upstream's warm-up is for kernels compiled at run time and imports CUDA models to find them; ours are
         compiled, and the profiling run has touched them."""
         self.model_runner.warm_up()
-        set_random_seed(self.model_config.seed, self.parallel_config.data_parallel_index)
+        resolution.insist_unchanged()
+        compat.seed_replica(self.model_config.seed, self.parallel_config.data_parallel_index)
         freeze_gc_heap()
         return CompilationTimes(
             language_model=self.compilation_config.compilation_time,
             encoder=self.compilation_config.encoder_compilation_time,
         )
-
-    # --- end --------------------------------------------------------------------------------------------------
-
-    def shutdown(self) -> None:
-        logger.debug("Worker %d (process %d) ends.", self.rank, os.getpid())
-        super().shutdown()

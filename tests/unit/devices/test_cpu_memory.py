@@ -8,7 +8,7 @@ import numpy
 import psutil
 
 from vllm_backplane.devices.cpu import CpuDevice
-from vllm_backplane.devices.cpu.host_memory import control_group_limits, host_memory, own_peak_memory, reset_peak
+from vllm_backplane.devices.cpu.host import control_group_limits, host_memory, own_peak_memory, reset_peak
 
 
 def _write(folder: Path, **files: str) -> None:

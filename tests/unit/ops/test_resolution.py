@@ -67,13 +67,20 @@ line = next(l for l in table if l.operator == "relu2")
 assert (line.implementation, line.reason) == ("reference", "asked for by option reference_ops"), line
 assert ops.relu2(torch.full((1,), 3.0)).item() == 9
 
-resolution.freeze(table)
+resolution.freeze(table, "CPU")
+resolution.insist_unchanged()
 assert resolution.frozen() is table
 try:
     resolution.kernel("quick_gelu", "CPU")(mine)
     raise SystemExit("a kernel was accepted after freezing")
 except OperatorError as error:
     assert "after start-up" in str(error)
+resolution._kernels.impl("quick_gelu", mine, "CPU")  # as a C++ library would, past `kernel`
+try:
+    resolution.insist_unchanged()
+    raise SystemExit("a change was not noticed")
+except OperatorError as error:
+    assert "quick_gelu" in str(error)
 """
 
 

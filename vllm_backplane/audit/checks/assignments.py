@@ -1,4 +1,5 @@
-"""Assignments onto vLLM's modules and classes: attributes that are not there (BP201), and sources to compare (BP202)."""
+"""Assignments onto vLLM's modules and classes: attributes that are not there (BP201), and sources to compare
+(BP202)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Iterator
 
 from vllm_backplane.audit.checks.context import Context, Upstream
 from vllm_backplane.audit.checks.uses import VARIABLES
+from vllm_backplane.audit.conditions import Exists, Not
 from vllm_backplane.audit.facts import KernelFact, PatchFact
 from vllm_backplane.audit.findings import Finding
 from vllm_backplane.audit.rules import Severity
@@ -40,9 +42,7 @@ def check(context: Context) -> Iterator[Finding]:
                 severity = Severity.NOTE
                 message = f"{owner.path} has no {fact.attribute}; the assignment creates it for the plugin's own use"
             remedy = context.similar(member, fact.attribute)
-            yield context.finding(
-                "BP201", fact.place, message, severity=severity, standing=standing, remedy=remedy
-            )
+            yield context.finding("BP201", fact.place, message, severity=severity, standing=standing, remedy=remedy)
 
 
 def _is_vllms(owner: Resolution) -> bool:
@@ -50,8 +50,15 @@ def _is_vllms(owner: Resolution) -> bool:
 
 
 def _is_for_the_plugin(context: Context, fact: PatchFact) -> bool:
-    """Whether the plugin reads what it sets: a saved original, a mark that the patch is in place."""
-    return fact.attribute in context.plugin.attributes_read
+    """Whether the plugin reads what it sets (a saved original, a mark that the patch is in place), or sets it
+    only where it is not there."""
+    is_shim = any(
+        isinstance(condition, Not)
+        and isinstance(condition.condition, Exists)
+        and condition.condition.ref.path.rpartition(".")[2] == fact.attribute
+        for condition in fact.place.reach
+    )
+    return is_shim or fact.attribute in context.plugin.attributes_read
 
 
 def _doubt(found: list[tuple[Resolution, Resolution]], attribute: str) -> str:

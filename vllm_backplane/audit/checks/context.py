@@ -12,7 +12,7 @@ from vllm_backplane.audit.findings import Finding
 from vllm_backplane.audit.plugin import Plugin
 from vllm_backplane.audit.rules import RULES, Severity
 from vllm_backplane.audit.target import Judge, Standing, Target
-from vllm_backplane.upstream.signatures import Signature
+from vllm_backplane.upstream.signatures import Mismatch, Signature
 from vllm_backplane.upstream.symbols import Resolution
 
 F = TypeVar("F")
@@ -42,6 +42,10 @@ class Context:
     members_missing: set[tuple[str, int, str]] = field(default_factory=set)
     """Asked of the bases, whose members are all known, and not there."""
 
+    doubtful: list[tuple[Finding, str, tuple[Mismatch, ...]]] = field(default_factory=list)
+    """Overrides, by name, that only some calls do not suit: whether vLLM makes such calls is looked up for all at
+    once."""
+
     @property
     def plugin(self) -> Plugin:
         return self.target.plugin
@@ -50,7 +54,7 @@ class Context:
         """Facts of a kind whose line runs with this vLLM."""
         for number, fact in enumerate(self.facts):
             if isinstance(fact, kind):
-                standing = self.judge.standing(fact.place)  # type: ignore[attr-defined]
+                standing = self.judge.standing(fact.place)
                 if standing.runs:
                     yield number, fact, standing
 
@@ -68,7 +72,9 @@ class Context:
         level = rule.severity if severity is None else severity
         if standing is not None and (standing.guarded or standing.for_types):
             level = Severity.NOTE
-            message += " (for type checkers only)" if standing.for_types else " (behind a guard that was not understood)"
+            message += (
+                " (for type checkers only)" if standing.for_types else " (behind a guard that was not understood)"
+            )
         return Finding(
             rule_id, level, self.file, place.line, place.column, message, self.target.label, remedy or rule.remedy
         )

@@ -40,6 +40,4 @@ def _object(target: Target, entry: EntryPoint) -> Iterator[Finding]:
 def _finding(target: Target, entry: EntryPoint, message: str, *, rule: str = "BP501", remedy: str = "") -> Finding:
     declared = RULES[rule]
     severity = declared.severity if rule != "BP901" else Severity.NOTE
-    return Finding(
-        rule, severity, entry.file, entry.line, 1, message, target.label, remedy or declared.remedy
-    )
+    return Finding(rule, severity, entry.file, entry.line, 1, message, target.label, remedy or declared.remedy)

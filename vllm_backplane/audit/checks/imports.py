@@ -19,8 +19,8 @@ def check(context: Context) -> Iterator[Finding]:
                 yield _unresolved(context, fact)
         elif failure:
             yield from _missing(context, fact, standing, failure)
-    for _, fact, _ in context.each(UnresolvedFact):
-        yield context.finding("BP901", fact.place, fact.what)
+    for _, doubt, _ in context.each(UnresolvedFact):
+        yield context.finding("BP901", doubt.place, doubt.what)
     for _, module, standing in context.each(ModuleFact):
         target = context.target
         if not target.tree.has(module.module) and not target.depends_on_build(module.module):

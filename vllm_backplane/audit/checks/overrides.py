@@ -1,4 +1,5 @@
-"""Methods that override vLLM's: signatures that do not fit (BP401), and upstream methods that are gone (BP402 to BP404).
+"""Methods that override vLLM's: signatures that do not fit (BP401), and upstream methods that are gone (BP402
+to BP404).
 
 What needs two versions to be seen is only noted down here, and compared when every vLLM has been looked at.
 """
@@ -13,7 +14,7 @@ from vllm_backplane.audit.findings import Finding
 from vllm_backplane.audit.rules import Severity
 from vllm_backplane.audit.target import Standing
 from vllm_backplane.upstream.modules import Binds, Calling, Symbol
-from vllm_backplane.upstream.signatures import Mismatch, Signature, mismatches
+from vllm_backplane.upstream.signatures import Fault, Mismatch, Signature, mismatches
 from vllm_backplane.upstream.symbols import Outcome, Resolution
 
 _NOT_COMPARED = frozenset({"__init__", "__new__", "__init_subclass__", "__post_init__", "__class_getitem__"})
@@ -79,14 +80,39 @@ def _compare(
 ) -> Iterator[Finding]:
     assert found.symbol is not None
     problems = differences(found.symbol, method.symbol)
-    if problems:
-        certain = any(problem.certain for problem in problems)
-        theirs, mine = found.symbol.signature, method.symbol.signature
-        message = f"{fact.name}.{method.symbol.name} does not fit {found.path}: " + "; ".join(p.what for p in problems)
-        if theirs is not None and mine is not None:
-            message += f" (upstream {theirs}, override {mine})"
-        severity = Severity.ERROR if certain else Severity.WARNING
-        yield context.finding("BP401", place, message, severity=severity, standing=standing)
+    if not problems:
+        return
+    theirs, mine = found.symbol.signature, method.symbol.signature
+    message = f"{fact.name}.{method.symbol.name} does not fit {found.path}: " + "; ".join(p.what for p in problems)
+    if theirs is not None and mine is not None:
+        message += f" (upstream {theirs}, override {mine})"
+    severity = max(_SEVERITY[problem.fault] for problem in problems)
+    # A model's forward takes what its own kind of model is given; the protocol shows the common case.
+    is_example = method.symbol.name == "forward" and _is_protocol(context, found)
+    if is_example:
+        severity = Severity.NOTE
+    finding = context.finding("BP401", place, message, severity=severity, standing=standing)
+    if finding.severity is Severity.NOTE and not standing.guarded and not is_example:
+        context.doubtful.append((finding, method.symbol.name, problems))
+    else:
+        yield finding
+
+
+_SEVERITY = {
+    Fault.ANY_CALL: Severity.ERROR,
+    Fault.OMITS: Severity.WARNING,
+    Fault.PASSES: Severity.WARNING,
+    Fault.BY_NAME: Severity.NOTE,
+    Fault.BY_POSITION: Severity.NOTE,
+    Fault.ON_CLASS: Severity.NOTE,
+    Fault.PASSES_MORE: Severity.NOTE,
+}
+"""A note becomes a warning where vLLM is seen to call a method of the name in the way that fails."""
+
+
+def _is_protocol(context: Context, found: Resolution) -> bool:
+    owner = context.target.index.resolve(found.module, found.qualname.rpartition(".")[0]).symbol
+    return owner is not None and owner.body is not None and any(b.endswith("Protocol") for b in owner.body.bases)
 
 
 def differences(upstream: Symbol, override: Symbol) -> tuple[Mismatch, ...]:
@@ -95,14 +121,14 @@ def differences(upstream: Symbol, override: Symbol) -> tuple[Mismatch, ...]:
     if upstream.binds not in functions or override.binds not in functions:
         return ()
     if upstream.binds is not override.binds:
-        return (Mismatch(True, f"upstream is a {_kind(upstream)} and the override is a {_kind(override)}"),)
+        return (Mismatch(Fault.ANY_CALL, f"upstream is a {_kind(upstream)} and the override is a {_kind(override)}"),)
     theirs, mine = upstream.signature, override.signature
     if theirs is None or mine is None:
         return ()
     found = mismatches(_as_called(theirs, upstream.calling), _as_called(mine, override.calling))
     if upstream.calling is not Calling.INSTANCE and override.calling is Calling.INSTANCE:
         what = "upstream's can be called on the class and the override needs an instance"
-        found = (*found, Mismatch(False, what))
+        found = (*found, Mismatch(Fault.ON_CLASS, what))
     return found
 
 

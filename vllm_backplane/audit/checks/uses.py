@@ -27,12 +27,16 @@ def check(context: Context) -> Iterator[Finding]:
             continue
         if ref.path in context.plugin.modules_provided or context.target.depends_on_build(ref.path):
             continue
-        if created.get((ref.path.rpartition(".")[0], ref.path.rpartition(".")[2]), number) < number:
+        owner, _, name = ref.path.rpartition(".")
+        above, _, owner_name = owner.rpartition(".")
+        if created.get((owner, name), number) < number or created.get((above, owner_name), number) < number:
+            # The plugin set the attribute before, or put something of its own in the place of its owner.
+            continue
+        if name in context.plugin.names_registered:
             continue
         swallowed, has_alternative = context.judge.swallowed(fact.place, "AttributeError")
         if swallowed and has_alternative:
             continue
-        name = ref.path.rpartition(".")[2]
         rule = "BP601" if found.module == VARIABLES and name.startswith("VLLM_") else "BP103"
         message = found.reason
         if rule == "BP601":

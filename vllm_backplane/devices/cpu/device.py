@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties
-from vllm_backplane.devices.cpu import fork_safety, host_memory, native
+from vllm_backplane.devices.cpu import fork_safety, host, native
 from vllm_backplane.options import Option, integer
 
 
@@ -33,7 +33,8 @@ class CpuDevice(Device):
             "threads",
             None,
             integer(1),
-            "Threads per worker; default: the cores this process may use, divided among the workers of the host.",
+            "Threads per worker; default: OMP_NUM_THREADS, else the cores this process may use, divided among the "
+            "workers of the host.",
         ),
     )
 
@@ -58,16 +59,16 @@ class CpuDevice(Device):
         return Properties(name=self._model_name, uuid=f"cpu-{platform.node()}", compute_units=usable_cores())
 
     def memory(self, index: int = 0) -> MemoryInfo:
-        return host_memory.host_memory()
+        return host.host_memory()
 
     def own_memory(self, index: int = 0) -> int:
-        return host_memory.own_resident_memory()
+        return host.own_resident_memory()
 
     def reset_peak_memory(self, index: int = 0) -> None:
-        host_memory.reset_peak()
+        host.reset_peak()
 
     def peak_memory(self, index: int = 0) -> int:
-        return host_memory.own_peak_memory()
+        return host.own_peak_memory()
 
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
         # numpy asks the system for zero pages, which become memory when they are first written; torch.zeros would
@@ -78,8 +79,7 @@ class CpuDevice(Device):
         return torch.device("cpu")
 
     def prepare_worker(self, workers_on_host: int) -> None:
-        threads = self.settings["threads"] or max(usable_cores() // workers_on_host, 1)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(self.settings["threads"] or stated_threads() or max(usable_cores() // workers_on_host, 1))
 
     @cached_property
     def _model_name(self) -> str:
@@ -92,6 +92,14 @@ class CpuDevice(Device):
         return platform.machine()
 
 
+def stated_threads() -> int | None:
+    """OMP_NUM_THREADS as the user set it; vLLM sets it too, and then says so."""
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    return int(stated) if stated.isdigit() and "VLLM_OMP_NUM_THREADS_SET_BY_VLLM" not in os.environ else None
+
+
 def usable_cores() -> int:
-    """Cores this process may run on (affinity), not those the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may run on (affinity, and a container's quota), not those the machine has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = host.control_group_cores()
+    return max(min(cores, int(quota)), 1) if quota else cores

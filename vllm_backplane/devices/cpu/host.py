@@ -1,4 +1,4 @@
-"""Memory of the host as this process may use it.
+"""Memory and cores of the host as this process may use them.
 
 Inside a container the kernel's totals are the machine's; the control group's limit is what the OOM killer goes by.
 """
@@ -36,6 +36,20 @@ def control_group_limits(root: Path = _ROOT, membership: Path = Path("/proc/self
         # Page cache counts as used, but the kernel gives it up before it kills anyone.
         limits.append((limit, max(used - _reclaimable(folder), 0)))
     return limits
+
+
+def control_group_cores(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Cores' worth of time that the control group grants, if it bounds it (version 2)."""
+    granted = []
+    for folder, names in _groups(root, membership):
+        if names[0] == "memory.max":
+            try:
+                quota, period = (folder / "cpu.max").read_text().split()
+            except (OSError, ValueError):  # the group does not bound time here
+                continue
+            if quota.isdigit():
+                granted.append(int(quota) / int(period))
+    return min(granted, default=None)
 
 
 def _groups(root: Path, membership: Path) -> list[tuple[Path, tuple[str, str]]]:

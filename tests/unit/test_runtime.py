@@ -1,0 +1,104 @@
+"""The device of a process: one object, loaded once, whatever configurations come by."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from vllm_backplane import runtime as module
+from vllm_backplane.errors import OptionError
+from vllm_backplane.runtime import configured, runtime
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("BACKPLANE_DEVICE", raising=False)
+    module.runtime.cache_clear()
+    yield
+    module.runtime.cache_clear()
+
+
+def test_the_device_is_one_object_and_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_backplane.devices.cpu import CpuDevice
+
+    loads = []
+    monkeypatch.setattr(CpuDevice, "load", lambda self: loads.append(self))
+    first = runtime()
+    second = configured({"backplane": {"cpu": {"threads": 3}}})
+    third = configured({})
+    assert first.device is second.device is third.device
+    assert loads == [first.device]
+
+
+def test_a_configuration_changes_the_settings_of_that_device() -> None:
+    assert runtime().device.settings["threads"] is None
+    assert configured({"backplane": {"cpu": {"threads": 3}}}).device.settings["threads"] == 3
+    assert configured({"backplane": {"memory_share": 0.25}}).setting("memory_share") == 0.25
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"backplane": None}, "give an object"),
+        ({"backplane": []}, "give an object"),
+        ({"Backplane": {}}, "is called 'backplane'"),
+        ({"backplane": {"device": "other"}}, "BACKPLANE_DEVICE=other"),
+        ({"backplane": {"patch_drift": "warn"}}, "BACKPLANE_PATCH_DRIFT"),
+        ({"backplane": {"devise": "cpu"}}, "did you mean 'device'"),
+        ({"backplane": {"cpu": {"thread": 1}}}, "did you mean 'threads'"),
+        ({"backplane": {"memory_share": 2}}, "at most 1"),
+    ],
+)
+def test_what_a_configuration_cannot_say_is_an_error(config: Any, told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        configured(config)
+
+
+def test_other_sections_are_somebody_elses() -> None:
+    assert configured({"someone": {"device": "x"}}).device.name == "cpu"
+    assert configured(None).device.name == "cpu"
+
+
+OVERRIDES = """
+import inspect
+from vllm.platforms.interface import Platform
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+from vllm_backplane.attention.backend import BackplaneAttentionBackend
+from vllm_backplane.attention.implementation import BackplaneAttentionImpl
+from vllm_backplane.attention.metadata import BackplaneMetadataBuilder
+from vllm_backplane.distributed.communicator import BackplaneCommunicator
+from vllm_backplane.platform import BackplanePlatform
+from vllm_backplane.worker.runner_v1 import BackplaneModelRunnerV1
+from vllm_backplane.worker.worker import BackplaneWorker
+
+OWN = {  # additions of ours; everything else must override something upstream
+    BackplaneWorker: {"_card", "_workers_on_host", "_freeze_operators", "_profile_activations", "_peak"},
+    BackplaneModelRunnerV1: {"profile_step", "forward_step", "warm_up", "_caches_to_zero"},
+    BackplaneAttentionImpl: {"_halves", "_scales", "do_kv_cache_update"},
+    BackplaneCommunicator: {"_all_gatherv", "_checked_sizes", "_all2all"},
+    BackplanePlatform: set(),
+    BackplaneAttentionBackend: set(),
+    BackplaneMetadataBuilder: set(),
+}
+gone = []
+for ours, own in OWN.items():
+    base = ours.__mro__[1]
+    for name, value in vars(ours).items():
+        if name.startswith("__") or not (callable(value) or isinstance(value, (classmethod, staticmethod, property))):
+            continue
+        if name not in own and not hasattr(base, name):
+            gone.append(f"{ours.__name__}.{name}")
+assert not gone, gone
+"""
+
+
+def test_every_override_overrides_something() -> None:
+    run = subprocess.run([sys.executable, "-c", OVERRIDES], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,86 @@
+"""Where the supported versions of vLLM (0.30 to 0.32) differ, asked by capability rather than by number.
+
+Everything else is written once, for all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Launch = Callable[..., None]
+
+
+def build_runner(worker: Any) -> None:
+    """Give a worker its workspace and its model runner. vLLM 0.32 has a method for it; before, it was inlined."""
+    if hasattr(type(worker), "_init_workspace_and_model_runner"):
+        worker._init_workspace_and_model_runner()
+        return
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    init_workspace_manager(worker.device, 1)
+    worker.model_runner = worker._make_model_runner()
+
+
+def seed_replica(seed: int, replica: int) -> None:
+    """Seed the random state of a data-parallel replica. Before vLLM 0.32 all replicas had the same one."""
+    from vllm.utils.torch_utils import set_random_seed
+
+    if len(inspect.signature(set_random_seed).parameters) > 1:
+        set_random_seed(seed, replica)
+    else:
+        set_random_seed(seed)
+
+
+def register_kernels(replacements: Mapping[str, Launch]) -> None:
+    """Put functions in the place of Triton kernels. vLLM 0.31 has a dispatcher for it; before, modules held them."""
+    try:
+        from vllm.triton_utils.dispatcher import register_kernels as upstream
+    except ImportError:
+        for name, launch in replacements.items():
+            _replace_kernel(name, launch)
+    else:
+        upstream(replacements)
+
+
+class _Launcher:
+    """Is launched like a Triton kernel, with a grid that a function has no use for."""
+
+    def __init__(self, launch: Launch, arg_names: tuple[str, ...]) -> None:
+        self._launch = launch
+        self.arg_names = arg_names
+        self.func = launch
+
+    def __getitem__(self, _grid: Any) -> Launch:
+        return self._launch
+
+
+def _replace_kernel(name: str, launch: Launch) -> None:
+    owner_name, _, attribute = name.rpartition(".")
+    module_name, _, last = owner_name.rpartition(".")
+    owner: Any = (
+        getattr(importlib.import_module(module_name), last)
+        if last[:1].isupper()
+        else importlib.import_module(owner_name)
+    )
+    original = vars(owner)[attribute]
+    kernel = original.__func__ if isinstance(original, staticmethod) else original
+    replacement = _Launcher(launch, tuple(getattr(launch, "arg_names", ())))
+    for module in list(sys.modules.values()):
+        if not getattr(module, "__name__", "").startswith("vllm."):
+            continue
+        for held, value in list(vars(module).items()):
+            if value is kernel:
+                setattr(module, held, replacement)
+            elif vars(type(value)).get("__module__", "").startswith("vllm.") and _holds(value, kernel):
+                # An object that launches the kernel it was given, and remembers its argument names.
+                value.kernel = replacement
+                vars(value).pop("_kernel_arg_names", None)
+    setattr(owner, attribute, replacement)
+
+
+def _holds(value: Any, kernel: Any) -> bool:
+    return hasattr(value, "__dict__") and vars(value).get("kernel") is kernel
