@@ -9,6 +9,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 Launch = Callable[..., None]
@@ -37,13 +38,13 @@ def seed_replica(seed: int, replica: int) -> None:
 
 def register_kernels(replacements: Mapping[str, Launch]) -> None:
     """Put functions in the place of Triton kernels. vLLM 0.31 has a dispatcher for it; before, modules held them."""
-    try:
+    if find_spec("vllm.triton_utils.dispatcher") is not None:
         from vllm.triton_utils.dispatcher import register_kernels as upstream
-    except ImportError:
-        for name, launch in replacements.items():
-            _replace_kernel(name, launch)
-    else:
+
         upstream(replacements)
+        return
+    for name, launch in replacements.items():
+        _replace_kernel(name, launch)
 
 
 class _Launcher:
@@ -75,7 +76,7 @@ def _replace_kernel(name: str, launch: Launch) -> None:
         for held, value in list(vars(module).items()):
             if value is kernel:
                 setattr(module, held, replacement)
-            elif vars(type(value)).get("__module__", "").startswith("vllm.") and _holds(value, kernel):
+            elif type(value).__module__.startswith("vllm.") and _holds(value, kernel):
                 # An object that launches the kernel it was given, and remembers its argument names.
                 value.kernel = replacement
                 vars(value).pop("_kernel_arg_names", None)
