@@ -126,9 +126,8 @@ def main() -> int:
             peak = _watch(psutil.Process(process.pid), process)
             seconds = time.monotonic() - begun
         counts = json.loads(result.read_text())["counts"]
-    print(
-        f"{lines} lines, {len(args.vllm)} vLLMs, {args.workers} workers: {seconds:.1f} s, {peak / 2**20:.0f} MiB, {counts}"
-    )
+    print(f"{lines} lines, {len(args.vllm)} vLLMs, {args.workers} workers: {seconds:.1f} s, {peak / 2**20:.0f} MiB")
+    print(f"findings: {counts}")
     return process.returncode
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/architecture.md", "docs/operators.md")
+PAGES = ("README.md", "docs/architecture.md", "docs/operators.md", "docs/audit.md")
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -69,11 +69,35 @@ def minimal_device() -> str:
     return "```python\n" + (ROOT / "examples/minimal_device/minimal_device.py").read_text().rstrip() + "\n```"
 
 
+def audit_rules() -> str:
+    from vllm_backplane.audit import RULES
+
+    return "\n\n".join(
+        f"### `{rule.id}` {rule.name}\n\n{rule.summary} {rule.explanation}\n\n"
+        f"Severity: {rule.severity.word}. Remedy: {rule.remedy}."
+        for rule in RULES.values()
+    )
+
+
+def audit_corpus() -> str:
+    import runpy
+
+    cases = runpy.run_path(str(ROOT / "tests/unit/audit/audit_cases.py"))["read_cases"]()
+    labels = sum(case.expected.total() for case in cases)
+    harmless = sum(not case.expected for case in cases)
+    return (
+        f"The corpus has {len(cases)} small plugins with {labels} expected findings; {harmless} of the plugins look "
+        "dangerous and have none."
+    )
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "options": options,
     "bindings": bindings,
     "operators": operators,
     "minimal device": minimal_device,
+    "audit rules": audit_rules,
+    "audit corpus": audit_corpus,
 }
 
 

@@ -16,6 +16,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
+from vllm_backplane.worker.host_stand_ins import answer_for
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, ProcessGroup
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
 
 _device = runtime().device
+answer_for(_device, 0)
 lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
 
 

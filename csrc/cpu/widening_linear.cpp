@@ -9,7 +9,7 @@
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include "simd.h"
+#include "isa.h"
 
 namespace backplane::cpu {
 namespace {
@@ -83,9 +83,8 @@ BACKPLANE_DEFINE(avx512, __attribute__((target("avx512f,avx512bw,avx512vl,fma,f1
 template <Half16 F>
 Kernels choose() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
-    return kernels_avx512<F>();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kernels_avx2<F>();
+  if (isa() == Isa::avx512) return kernels_avx512<F>();
+  if (isa() == Isa::avx2) return kernels_avx2<F>();
 #endif
   return kernels_base<F>();
 }

@@ -20,9 +20,7 @@ def greedy(tokens: int, **more: Any) -> dict[str, Any]:
     return {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False, **more}
 
 
-def batch(
-    prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any], *, one_by_one: bool = False
-) -> dict[str, Any]:
+def batch(prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any], *, one_by_one: bool = False) -> dict[str, Any]:
     return {"prompts": [list(ids) for ids in prompts], "sampling": dict(sampling), "one_by_one": one_by_one}
 
 
@@ -66,9 +64,7 @@ def run_engines(
         assert "error" not in result, f"{result['error']}\n{tail(log)}"
         insist_on_backplane(result)
     started = log.read_text(errors="replace").count(f"Operators on device {device}:")
-    assert started >= len(jobs), (
-        f"{started} workers say that they run on {device}, expected {len(jobs)}\n{tail(log)}"
-    )
+    assert started >= len(jobs), f"{started} workers say that they run on {device}, expected {len(jobs)}\n{tail(log)}"
     return results
 
 

@@ -47,9 +47,7 @@ def tail(log: Path, lines: int = TAIL_LINES) -> str:
 class Child:
     """A command in a session of its own. Use it as a context manager: leaving kills the whole session."""
 
-    def __init__(
-        self, command: Sequence[str], log: Path, variables: Mapping[str, str | None] | None = None
-    ) -> None:
+    def __init__(self, command: Sequence[str], log: Path, variables: Mapping[str, str | None] | None = None) -> None:
         self.command = list(command)
         self.log = log
         self._seen: dict[int, psutil.Process] = {}
@@ -83,9 +81,7 @@ class Child:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise AssertionError(
-                f"still running after {timeout} s: {self.command}\n{tail(self.log)}"
-            ) from None
+            raise AssertionError(f"still running after {timeout} s: {self.command}\n{tail(self.log)}") from None
 
     def descendants(self) -> list[psutil.Process]:
         """The processes below this one now. They are remembered: `left_over` knows them as orphans."""

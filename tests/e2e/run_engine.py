@@ -27,9 +27,7 @@ def describe(output: Any) -> dict[str, Any]:
         "finish_reason": first.finish_reason,
     }
     if first.logprobs is not None:
-        result["logprobs"] = [
-            chosen(step, token) for step, token in zip(first.logprobs, first.token_ids, strict=True)
-        ]
+        result["logprobs"] = [chosen(step, token) for step, token in zip(first.logprobs, first.token_ids, strict=True)]
     if output.prompt_logprobs is not None:
         steps = zip(output.prompt_logprobs, output.prompt_token_ids, strict=True)
         result["prompt_logprobs"] = [chosen(step, token) for step, token in steps]
@@ -42,9 +40,7 @@ def generate(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
     parameters = SamplingParams(**batch["sampling"])
     prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
     groups = [[prompt] for prompt in prompts] if batch.get("one_by_one") else [prompts]
-    return [
-        describe(output) for group in groups for output in engine.generate(group, parameters, use_tqdm=False)
-    ]
+    return [describe(output) for group in groups for output in engine.generate(group, parameters, use_tqdm=False)]
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

@@ -81,9 +81,7 @@ def test_the_kv_cache_is_within_the_allowance(attempts: dict[str, str], name: st
     (tokens,) = numbers(r"KV cache size: ([\d,]+) tokens", attempts[name])
     assert 0 < granted <= allowed - activations + ROUNDING
     assert tokens * BYTES_PER_TOKEN <= (granted + ROUNDING) * GIB
-    assert tokens * BYTES_PER_TOKEN >= (granted - ROUNDING) * GIB - 16 * BYTES_PER_TOKEN, (
-        "what was granted is used"
-    )
+    assert tokens * BYTES_PER_TOKEN >= (granted - ROUNDING) * GIB - 16 * BYTES_PER_TOKEN, "what was granted is used"
 
 
 def test_a_named_share_is_obeyed(attempts: dict[str, str]) -> None:

@@ -118,9 +118,7 @@ def test_online(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pat
     assert not where["engine"] & where["platform"]
 
 
-def test_a_drifted_patch_stops_the_server_with_a_diff(
-    distribution: Path, tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_a_drifted_patch_stops_the_server_with_a_diff(distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
     copy = tmp_path / "drifted"
     for file in distribution.rglob("*"):
         target = copy / file.relative_to(distribution)
@@ -144,7 +142,5 @@ def test_a_drifted_patch_stops_the_server_with_a_diff(
     with Child([sys.executable, "start.py"], tmp_path / "log", variables) as child:
         assert child.wait(120) != 0
         told = child.text()
-    assert (
-        "noted_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was" in told
-    )
+    assert "noted_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was" in told
     assert "BACKPLANE_PATCH_DRIFT=warn" in told

@@ -138,11 +138,7 @@ def test_chat_stream_gives_the_same_text_in_pieces(client: openai.OpenAI) -> Non
 def test_completions_stream(client: openai.OpenAI) -> None:
     arguments = {"model": MODEL, "prompt": "1, 2, 3, 4,", "temperature": 0, "max_tokens": 16}
     whole = client.completions.create(**arguments).choices[0].text
-    pieces = [
-        chunk.choices[0].text
-        for chunk in client.completions.create(**arguments, stream=True)
-        if chunk.choices
-    ]
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(**arguments, stream=True) if chunk.choices]
     assert "".join(pieces) == whole
     assert len(pieces) > 8
 

@@ -56,18 +56,12 @@ CASES = {
     "vLLM told to ignore plugins, vllm serve": Case(
         ("VLLM_TARGET_DEVICE", "Unset it"), {"VLLM_TARGET_DEVICE": "cpu"}, plain=True
     ),
-    "vLLM told to ignore plugins, our command": Case(
-        ("VLLM_TARGET_DEVICE", "unset it"), {"VLLM_TARGET_DEVICE": "cpu"}
-    ),
+    "vLLM told to ignore plugins, our command": Case(("VLLM_TARGET_DEVICE", "unset it"), {"VLLM_TARGET_DEVICE": "cpu"}),
     "plugins switched off, our command": Case(("VLLM_PLUGINS", "unset it"), {"VLLM_PLUGINS": ""}),
     "unknown device": Case(("nonsense", "Offered:", "cpu"), {"BACKPLANE_DEVICE": "nonsense"}),
-    "unknown device, vllm serve": Case(
-        ("nonsense", "Offered:", "cpu"), {"BACKPLANE_DEVICE": "nonsense"}, plain=True
-    ),
+    "unknown device, vllm serve": Case(("nonsense", "Offered:", "cpu"), {"BACKPLANE_DEVICE": "nonsense"}, plain=True),
     "device that cannot load": Case((FAULT,), BROKEN, vendor={"method": "load", "top": ""}),
-    "device that cannot load, vllm serve": Case(
-        (FAULT,), BROKEN, plain=True, vendor={"method": "load", "top": ""}
-    ),
+    "device that cannot load, vllm serve": Case((FAULT,), BROKEN, plain=True, vendor={"method": "load", "top": ""}),
     "device whose kernels cannot load": Case((FAULT,), BROKEN, vendor={"method": "load_kernels", "top": ""}),
     "device whose module cannot be imported": Case(
         ("broken", "libvendor.so: cannot open"),
@@ -82,9 +76,7 @@ CASES = {
         ("memory_share", "a number above 0 and at most 1"),
         arguments=("--additional-config", '{"backplane": {"memory_share": 7}}'),
     ),
-    "unknown variable": Case(
-        ("BACKPLANE_DEVISE", "did you mean 'BACKPLANE_DEVICE'"), {"BACKPLANE_DEVISE": "cpu"}
-    ),
+    "unknown variable": Case(("BACKPLANE_DEVISE", "did you mean 'BACKPLANE_DEVICE'"), {"BACKPLANE_DEVISE": "cpu"}),
     "variable with a bad value": Case(
         ("BACKPLANE_MEMORY_SHARE", "a number above 0 and at most 1"), {"BACKPLANE_MEMORY_SHARE": "much"}
     ),

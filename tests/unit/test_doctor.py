@@ -399,13 +399,5 @@ def test_a_stage_that_fails_between_steps_ends():
 
 
 def test_a_runner_that_the_device_cannot_run_is_an_error() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "vllm_backplane.cli", "doctor", "--json"],
-        env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode != 0
-    findings = json.loads(run.stdout)["findings"]
-    assert any("second model runner" in f["what"] and "VLLM_USE_V2_MODEL_RUNNER=0" in f["remedy"] for f in findings)
+    told = report({**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}, serves=False)
+    assert finding(told, "error", "second model runner")["remedy"] == "set VLLM_USE_V2_MODEL_RUNNER=0"

@@ -15,7 +15,7 @@ _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 def class_fact(
     node: ast.ClassDef, bases: tuple[Meanings, ...], package: str, place: Place, place_of: Callable[[ast.AST], Place]
 ) -> ClassFact:
-    body = class_body(node, package)
+    body = class_body(node, package, instances=False)
     definitions = {statement.name: statement for statement in node.body if isinstance(statement, _FUNCTION)}
     methods = []
     for name, symbols in body.members.items():
@@ -24,25 +24,28 @@ def class_fact(
         if symbol.binds in (Binds.FUNCTION, Binds.PROPERTY) and definition is not None:
             marks = {dotted(decorator).rpartition(".")[2] for decorator in definition.decorator_list}
             methods.append(MethodInfo(symbol, definition.lineno, definition.col_offset + 1, "override" in marks))
+    own = set(body.members)
     supers: list[NamedUse] = []
     reads: dict[str, NamedUse] = {}
     for definition in definitions.values() if any(bases) else ():
         first = [*definition.args.posonlyargs, *definition.args.args]
         me = first[0].arg if first else ""
         for inner, guarded in _walk(definition):
-            if not isinstance(inner, ast.Attribute) or guarded:
+            if not isinstance(inner, ast.Attribute) or (guarded and isinstance(inner.ctx, ast.Load)):
                 continue
             owner = inner.value
             if isinstance(owner, ast.Call) and dotted(owner.func) == "super" and not owner.args:
                 supers.append(NamedUse(inner.attr, place_of(inner)))
-            elif isinstance(owner, ast.Name) and owner.id == me and isinstance(inner.ctx, ast.Load):
+            elif not isinstance(owner, ast.Name) or owner.id != me:
+                continue
+            elif not isinstance(inner.ctx, ast.Load):
+                own.add(inner.attr)
+            else:
                 first_read = reads.get(inner.attr)
                 if first_read is None or inner.lineno < first_read.place.line:
                     reads[inner.attr] = NamedUse(inner.attr, place_of(inner))
     supers.sort(key=lambda use: (use.place.line, use.place.column))
-    return ClassFact(
-        place, node.name, bases, tuple(methods), frozenset(body.members), tuple(supers), tuple(reads.values())
-    )
+    return ClassFact(place, node.name, bases, tuple(methods), frozenset(own), tuple(supers), tuple(reads.values()))
 
 
 def _walk(function: ast.AST) -> Iterator[tuple[ast.AST, bool]]:

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator
 
 from vllm_backplane.audit.calls import Calls
 from vllm_backplane.audit.classes import class_fact
-from vllm_backplane.audit.conditions import Condition, Ran, Reach, Ref, TypeChecking, negated
+from vllm_backplane.audit.conditions import Condition, Ran, Reach, Ref, TypeChecking, Unknown, negated
 from vllm_backplane.audit.facts import Catch, FileFacts, ImportFact, ModuleFact
 from vllm_backplane.audit.functions import GUARDED, catch_of, caught_by, examine
 from vllm_backplane.audit.scopes import UNKNOWN_VALUE, Alternative, Literal, Release, Scope
 from vllm_backplane.upstream.modules import absolute, bound_names, children, dotted, is_type_checking, walk
 
 _LONGEST_UNROLLED = 256
+_DEEPEST = 8000
 _MOST_UNROLLED_STATEMENTS = 4096
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -27,7 +28,13 @@ def read_file(file: str, source: str, module: str, is_package: bool, roots: froz
     """Raises what ast.parse raises for source that is not Python."""
     tree = ast.parse(source)
     reader = Reader(FileFacts(file), module, is_package, roots)
-    reader.run(tree)
+    limit = sys.getrecursionlimit()
+    # A long chain of elif is a deep tree. Not while parsing, which recurses on the stack of the machine.
+    sys.setrecursionlimit(max(limit, _DEEPEST))
+    try:
+        reader.run(tree)
+    finally:
+        sys.setrecursionlimit(limit)
     return reader.result
 
 
@@ -119,6 +126,9 @@ class Reader(Calls):
         test = self.condition(node.test)
         self._branch(node.body, test)
         self._branch(node.orelse, negated(test))
+        if isinstance(test, Unknown) and not test.is_guard:
+            # Ordinary control flow: kept for what follows, it would only grow with the length of the function.
+            return ()
         if _leaves(node.body):
             return (negated(test),)
         return (test,) if node.orelse and _leaves(node.orelse) else ()
@@ -277,10 +287,9 @@ class Reader(Calls):
     def _for(self, node: ast.For | ast.AsyncFor) -> None:
         self.expression(node.iter)
         rounds = self._rounds(node.iter)
-        statements = sum(1 for _ in _statements(node.body))
-        fits = self._unrolled + statements * len(rounds) <= _MOST_UNROLLED_STATEMENTS if rounds else False
-        if rounds and fits and isinstance(node, ast.For):
-            self._unrolled += statements * len(rounds)
+        cost = sum(1 for _ in _statements(node.body)) * len(rounds) if rounds else 0
+        if rounds and self._unrolled + cost <= _MOST_UNROLLED_STATEMENTS and isinstance(node, ast.For):
+            self._unrolled += cost
             for element in rounds:
                 self._bind_round(node.target, element)
                 self.block(node.body)

@@ -6,7 +6,6 @@ reported and left out; a file that ends the process reading it, too. Nothing of 
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import sys
@@ -67,13 +66,15 @@ def audit(
     trees: Sequence[SourceTree],
     *,
     exclude: Sequence[str] = (),
-    workers: int | None = None,
+    workers: int = 1,
     diff: bool = False,
 ) -> Report:
-    """What would break in the plugin at `path` with each of the vLLMs. `workers`: processes, by default one per
-    core."""
+    """What would break in the plugin at `path` with each of the vLLMs.
+
+    With more than one of `workers`, processes are started; a script that asks for that needs the usual
+    ``if __name__ == "__main__"``.
+    """
     collection = collect(Path(path), exclude)
-    workers = workers if workers is not None else len(os.sched_getaffinity(0))
     read = _read_all(collection, workers)
     plugin = collection.plugin
     plugin.gather(read)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -67,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("--json and --sarif - both write to stdout; give one of them a file")
     try:
         trees = [open_tree(spec, _output.progress) for spec in args.vllm or ["installed"]]
-        report = audit(args.path, trees, exclude=args.exclude, workers=args.workers, diff=args.diff)
+        report = audit(
+            args.path, trees, exclude=args.exclude, workers=args.workers or len(os.sched_getaffinity(0)), diff=args.diff
+        )
     except BackplaneError as fault:
         print(f"vllm-backplane: error: {fault}", file=sys.stderr)
         return 2

@@ -11,7 +11,6 @@ provider, reason, called_by (kind and layer).
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 

@@ -107,7 +107,8 @@ def _model_arguments(given: str, rest: list[str]) -> list[str]:
         if model.name == given:
             # A folder of the same name would be meant by './NAME'.
             name = [] if _has(rest, "--served-model-name") else ["--served-model-name", model.served_name]
-            return [str(obtain(given, _output.progress)), *name]
+            dtype = [] if _has(rest, "--dtype") else ["--dtype", model.dtype]
+            return [str(obtain(given, _output.progress)), *name, *dtype]
     return [given]
 
 

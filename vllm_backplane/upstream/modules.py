@@ -308,7 +308,8 @@ def symbols_of(
         yield symbol(dotted(statement.name), Binds.ASSIGNMENT)
 
 
-def class_body(node: ast.ClassDef, package: str) -> ClassBody:
+def class_body(node: ast.ClassDef, package: str, *, instances: bool = True) -> ClassBody:
+    """What a class binds; with `instances`, also what its methods set on their first argument."""
     members: dict[str, list[Symbol]] = {}
 
     def collect(statements: Iterable[ast.stmt], conditional: bool, for_type_checkers: bool) -> None:
@@ -322,7 +323,7 @@ def class_body(node: ast.ClassDef, package: str) -> ClassBody:
                 collect(nested, conditional or is_branch, for_type_checkers)
             for symbol in symbols_of(statement, package, conditional, for_type_checkers):
                 members.setdefault(symbol.name, []).append(symbol)
-            if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if instances and isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 for name, line in _self_attributes(statement):
                     if name not in members:
                         members[name] = [Symbol(name, Binds.INSTANCE, line, line)]

@@ -155,25 +155,31 @@ def _not_accepted(original: Signature, replacement: Signature) -> Iterator[Misma
     places = replacement.positional
     for index, parameter in enumerate(original.positional):
         name = parameter.name
-        by_name = name in accepted or replacement.takes_any_keyword
-        by_place = index < len(places) or replacement.takes_any_positional
+        instead = places[index] if index < len(places) else None
+        by_place = instead is not None or replacement.takes_any_positional
+        # '**kwargs' takes the name, but what is in its place is then not given.
+        by_name = name in accepted or (replacement.takes_any_keyword and (instead is None or instead.has_default))
         if parameter.kind is Kind.POSITIONAL_ONLY:
-            by_name = by_place
-        if not by_place and not by_name:
+            if not by_place:
+                yield _refused(parameter, index)
+        elif not by_place and not by_name:
             yield _refused(parameter, index)
         elif not by_place:
             yield Mismatch(Fault.BY_POSITION, f"{name!r} is not accepted by position", name, index)
         elif not by_name:
-            instead = places[index].name if index < len(places) else "*"
-            what = f"{name!r} is not accepted by name ({instead!r} is in its place)"
+            what = f"{name!r} is not accepted by name ({instead.name if instead else '*'!r} is in its place)"
             yield Mismatch(Fault.BY_NAME, what, name, index)
-        elif index < len(places) and places[index].name != name and name in accepted:
+        elif name in accepted and (instead is None or instead.name != name):
             yield Mismatch(Fault.BY_POSITION, f"{name!r} is at another position", name, index)
     for parameter in original.keyword_only:
         if parameter.name not in accepted and not replacement.takes_any_keyword:
             yield _refused(parameter, -1)
     if original.takes_any_positional and not replacement.takes_any_positional:
         yield Mismatch(Fault.PASSES_MORE, "further positional arguments are not accepted")
+    elif original.takes_any_positional:
+        taken = {place.name for place in places[len(original.positional) :]}
+        for name in sorted(taken & {parameter.name for parameter in original.keyword_only}):
+            yield Mismatch(Fault.PASSES_MORE, f"a further positional argument is taken for {name!r}")
     if original.takes_any_keyword and not replacement.takes_any_keyword:
         yield Mismatch(Fault.PASSES_MORE, "further keyword arguments are not accepted")
 
@@ -184,25 +190,18 @@ def _refused(parameter: Parameter, index: int) -> Mismatch:
 
 
 def _demanded(original: Signature, replacement: Signature) -> Iterator[Mismatch]:
-    given = {p.name for p in original.parameters if p.kind in (Kind.NORMAL, Kind.KEYWORD_ONLY)}
-    optional = {p.name for p in original.parameters if p.has_default}
+    given = {p.name: p for p in original.parameters if p.kind in (Kind.NORMAL, Kind.KEYWORD_ONLY)}
     places = original.positional
-    for index, parameter in enumerate(replacement.positional):
-        name = parameter.name
+    for index, parameter in enumerate([*replacement.positional, *replacement.keyword_only]):
         if parameter.has_default:
             continue
-        if index < len(places):
-            if places[index].has_default:
-                yield Mismatch(Fault.OMITS, f"{name!r} is required and upstream's is optional", name, index)
-        elif name not in given and not original.takes_any_positional:
-            yield Mismatch(Fault.ANY_CALL, f"{name!r} is required and unknown upstream", name, index)
-        elif name in optional:
-            yield Mismatch(Fault.OMITS, f"{name!r} is required and upstream's is optional", name, index)
-    for parameter in replacement.keyword_only:
         name = parameter.name
-        if parameter.has_default:
+        is_place = parameter.kind is not Kind.KEYWORD_ONLY
+        theirs = places[index] if is_place and index < len(places) else given.get(name)
+        if theirs is not None and not theirs.has_default:
             continue
-        if name not in given and not original.takes_any_keyword:
+        by_name = parameter.kind is not Kind.POSITIONAL_ONLY and original.takes_any_keyword
+        if theirs is None and not (is_place and original.takes_any_positional) and not by_name:
             yield Mismatch(Fault.ANY_CALL, f"{name!r} is required and unknown upstream", name)
-        elif name in optional:
+        else:
             yield Mismatch(Fault.OMITS, f"{name!r} is required and upstream's is optional", name)

@@ -6,10 +6,12 @@ module makes up on demand, attributes that a base class outside the trees may ha
 
 from __future__ import annotations
 
+import enum
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from vllm_backplane.upstream.modules import Binds, ClassBody, ModuleSymbols, Symbol, read_module
 from vllm_backplane.upstream.normal import fingerprint, normalised
@@ -400,6 +402,16 @@ def _parse(tree: SourceTree, name: str) -> ModuleSymbols | str:
         return f"{tree.file_of(name)} cannot be parsed: {fault}"
 
 
+class _Enumeration(enum.Enum):
+    A = 1
+
+
+class _Abstract(Protocol):
+    pass
+
+
+_OF_ENUMERATIONS = frozenset(vars(_Enumeration)) - {"A"} | {"name", "value", "_name_", "_value_"}
+_OF_ABSTRACT_CLASSES = frozenset(vars(_Abstract)) | frozenset(dir(object))
 _BUILTINS = frozenset(dir(importlib.import_module("builtins")))
 
 
@@ -407,13 +419,13 @@ def _names_of_python(base: str) -> frozenset[str] | None:
     """The attributes of a base class that comes with Python, None for any other."""
     module, _, name = base.rpartition(".")
     if module in _TYPING and name in _TYPING_BASES:
-        return frozenset(dir(object))
+        return _OF_ABSTRACT_CLASSES
     if module not in _OF_PYTHON:
         return None
     found = getattr(importlib.import_module(module), name, None)
     if not isinstance(found, type):
         return None
-    return frozenset(dir(found)) | frozenset({"name", "value", "_name_", "_value_"} if module == "enum" else ())
+    return frozenset(dir(found)) | (_OF_ENUMERATIONS if module == "enum" else _OF_ABSTRACT_CLASSES)
 
 
 def _merge(lines: list[list[tuple[str, str, ClassBody]]]) -> list[tuple[str, str, ClassBody]]:

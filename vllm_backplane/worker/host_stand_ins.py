@@ -1,9 +1,10 @@
 """What vLLM asks of PyTorch's accelerator, answered for devices that PyTorch does not count as one.
 
 On such a device work is done when the call returns, so there is nothing to wait for. PyTorch raises when
-`torch.accelerator` is asked and there is none, refuses to make an event, and has streams for CUDA only; vLLM asks on every
-out-of-tree platform: for an event when the runner is built, for a stream while it speculates, for a synchronisation when
-the worker ends. Here the device answers for `torch.accelerator`, and PyTorch's own host streams, which do nothing, stand in.
+`torch.accelerator` is asked and there is none, refuses to make an event, and has streams for CUDA only; vLLM asks on
+every out-of-tree platform: for an event when the runner is built, for a stream while it speculates, for a
+synchronisation when the process ends. Here the device answers for `torch.accelerator`, and PyTorch's own host streams,
+which do nothing, stand in.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def needed(device: Device) -> bool:
     known = current is not None and current.type == device.torch_type
     if device.capabilities.streams and not known:
         raise BackplaneError(
-            f"device {device.name!r} claims streams, and PyTorch's accelerator is {current}, not {device.torch_type!r}; "
-            "register the device module and its accelerator hooks in Device.load()"
+            f"device {device.name!r} claims streams, and PyTorch's accelerator is {current}, not "
+            f"{device.torch_type!r}; register the device module and its accelerator hooks in Device.load()"
         )
     return not known
 

@@ -1,4 +1,4 @@
-"""Collectives of unequal pieces, between two and three real processes over gloo."""
+"""Collectives of unequal pieces, between real processes over gloo."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     world, folder = request.param, tmp_path_factory.mktemp("ranks")
     processes = [

@@ -7,7 +7,6 @@ import types
 
 import pytest
 import torch
-import vllm.triton_utils
 from vllm.triton_utils import dispatcher
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
@@ -19,6 +18,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker import mamba_utils
 from vllm.v1.worker.block_table import BlockTable
 
+from vllm_backplane import compat
 from vllm_backplane.errors import BindingError
 from vllm_backplane.layers import runner_kernels
 
@@ -222,11 +222,34 @@ def test_an_argument_that_is_gone_is_named() -> None:
         runner_kernels.launcher("vllm.v1.sample.rejection_sampler.expand_kernel", adapter)
 
 
-def test_a_vllm_without_dispatcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(vllm.triton_utils, "dispatcher", raising=False)
-    monkeypatch.setitem(sys.modules, "vllm.triton_utils.dispatcher", None)
-    with pytest.raises(BindingError, match=r"use vLLM 0\.31 or later"):
-        runner_kernels.register()
+def test_without_a_dispatcher_kernels_are_replaced_where_modules_hold_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM 0.30: by name, by objects that launch them, and as attributes of a class."""
+
+    def kernel(x, y):  # type: ignore[no-untyped-def]
+        raise AssertionError("the Triton kernel was launched")
+
+    class Owner:
+        pass
+
+    Owner.__module__ = "vllm.old_kernels"
+    owner, module, importer = Owner(), types.ModuleType("vllm.old_kernels"), types.ModuleType("vllm.old_importer")
+    owner.kernel = kernel  # type: ignore[attr-defined]
+    module.some_kernel, module.owner, importer.some_kernel = kernel, owner, kernel  # type: ignore[attr-defined]
+    for each in (module, importer):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    monkeypatch.setattr(compat, "find_spec", lambda name: None)
+    launched = []
+
+    def launch(*args, **kwargs):  # type: ignore[no-untyped-def]
+        launched.append((args, kwargs))
+
+    launch.arg_names = ("x", "y")  # type: ignore[attr-defined]
+    compat.register_kernels({"vllm.old_kernels.some_kernel": launch})
+    module.some_kernel[(1,)](1, y=2)  # type: ignore[attr-defined]
+    importer.some_kernel[(4, 4)](3, 4)  # type: ignore[attr-defined]
+    owner.kernel[(1,)](x=5, y=6)  # type: ignore[attr-defined]
+    assert launched == [((1,), {"y": 2}), ((3, 4), {}), ((), {"x": 5, "y": 6})]
+    assert owner.kernel.arg_names == ("x", "y")  # type: ignore[attr-defined]
 
 
 def other_signature(monkeypatch: pytest.MonkeyPatch, arguments: str) -> str:

@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cases import Case, Label, read_cases
-from trees import NEW, OLD, write_tree
+from audit_cases import Case, Label, read_cases
+from audit_trees import NEW, OLD, write_tree
 
 from vllm_backplane.audit import Severity, audit
 from vllm_backplane.upstream import SourceTree, open_tree

@@ -1,0 +1,483 @@
+// The arithmetic of attention, in float32, over tiles of keys with a running softmax.
+//
+// A tile of keys and values is widened once into a buffer in the first cache and then used by every query row of the
+// item. Queries of an item are numbered m = row * group + head of the group. Many queries are the lanes of vectors:
+// scores are key-major, softmax runs down the lanes and nothing is summed across one. Up to kFewQueries of them would
+// leave most lanes idle; then keys are the lanes of the softmax and products are summed across vectors.
+
+#include <cmath>
+#include <limits>
+
+#include "attention.h"
+#include "fp8.h"
+#include "isa.h"
+#include "vector_math.h"
+
+namespace backplane::cpu::attention {
+namespace {
+
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+constexpr int64_t kFewQueries = 4;
+constexpr int64_t kTileBytes = 16 << 10;
+constexpr int64_t kMostKeys = 64;
+
+constexpr int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Numbers about to be read as floats.
+using Bits __attribute__((may_alias)) = uint32_t;
+
+template <class T>
+struct Load {
+  template <int W>
+  static BACKPLANE_INLINE void row(const T* from, int64_t width, float* to) {
+    int64_t i = 0;
+    if constexpr (std::is_same_v<T, c10::BFloat16>) {
+      // The compiler's vectoriser unpacks a whole vector at once; a conversion of vector types does not.
+      const auto* narrow = reinterpret_cast<const uint16_t*>(from);
+      auto* wide = reinterpret_cast<Bits*>(to);
+      for (; i + 2 * W <= width; i += 2 * W) {
+#pragma GCC ivdep
+        for (int j = 0; j < 2 * W; ++j) wide[i + j] = static_cast<uint32_t>(narrow[i + j]) << 16;
+      }
+    }
+    for (; i + W <= width; i += W) store<W>(to + i, read<W>(from + i));
+    if (i < width) write_some<W>(to + i, read_some<W>(from + i, width - i), width - i);
+  }
+
+  template <int W>
+  static BACKPLANE_INLINE void run(const void* base, int64_t offset, int64_t row_stride, int64_t count, int64_t width,
+                                   int64_t spread, float* to, int64_t to_stride) {
+    const T* from = static_cast<const T*>(base) + offset;
+    for (int64_t r = 0; r < count; ++r, from += row_stride, to += to_stride) {
+      if (spread == 1)
+        row<W>(from, width, to);
+      else
+        for (int64_t i = 0; i < width; ++i) to[i] = static_cast<float>(from[i * spread]);
+      for (int64_t i = width; i < to_stride; ++i) to[i] = 0.0f;
+    }
+  }
+};
+
+template <class T>
+struct LoadBytes {
+  template <int W>
+  static BACKPLANE_INLINE void run(const void* base, int64_t offset, int64_t row_stride, int64_t count, int64_t width,
+                                   int64_t spread, float* to, int64_t to_stride) {
+    const float* numbers = fp8_numbers<T>().data();
+    const uint8_t* from = static_cast<const uint8_t*>(base) + offset;
+    for (int64_t r = 0; r < count; ++r, from += row_stride, to += to_stride) {
+      for (int64_t i = 0; i < width; ++i) to[i] = numbers[from[i * spread]];
+      for (int64_t i = width; i < to_stride; ++i) to[i] = 0.0f;
+    }
+  }
+};
+
+template <class T>
+struct Store {
+  template <int W>
+  static BACKPLANE_INLINE void run(const float* from, void* base, int64_t offset, int64_t width, int64_t spread) {
+    T* to = static_cast<T*>(base) + offset;
+    int64_t i = 0;
+    if (spread == 1) {
+      for (; i + W <= width; i += W) write<W>(to + i, load<W>(from + i));
+      if (i < width) write_some<W>(to + i, read_some<W>(from + i, width - i), width - i);
+      return;
+    }
+    for (; i < width; ++i) {
+      T one;
+      write_some<W>(&one, all<W>(from[i]), 1);
+      to[i * spread] = one;
+    }
+  }
+};
+
+// c[i][j] (+)= sum over t of a(i, t) * b[t][j], for M rows and N vectors of columns, where a(i, t) is
+// a[i * a_row + t * a_step].
+template <int W, int M, int N, bool kAdd>
+BACKPLANE_INLINE void product_block(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_stride,
+                                    float* c, int64_t c_stride, int64_t steps) {
+  Floats<W> sums[M][N];
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < N; ++j) sums[i][j] = kAdd ? load<W>(c + i * c_stride + j * W) : Floats<W>{};
+  for (int64_t t = 0; t < steps; ++t) {
+    Floats<W> row[N];
+    for (int j = 0; j < N; ++j) row[j] = load<W>(b + t * b_stride + j * W);
+    for (int i = 0; i < M; ++i) {
+      const float factor = a[i * a_row + t * a_step];
+      for (int j = 0; j < N; ++j) sums[i][j] += factor * row[j];
+    }
+  }
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < N; ++j) store<W>(c + i * c_stride + j * W, sums[i][j]);
+}
+
+// The same for any number of columns (a multiple of W); rows are rounded up to a multiple of 8 and must be there.
+template <int W, bool kAdd>
+BACKPLANE_INLINE void product(const float* a, int64_t a_row, int64_t a_step, int64_t rows, const float* b,
+                              int64_t b_stride, int64_t columns, float* c, int64_t c_stride, int64_t steps) {
+  constexpr int kVectors = W == 16 ? 4 : 2;
+  int64_t j = 0;
+  for (; j + kVectors * W <= columns; j += kVectors * W)
+    for (int64_t i = 0; i < rows; i += 4)
+      product_block<W, 4, kVectors, kAdd>(a + i * a_row, a_row, a_step, b + j, b_stride, c + i * c_stride + j, c_stride,
+                                          steps);
+  for (; j < columns; j += W)
+    for (int64_t i = 0; i < rows; i += 8)
+      product_block<W, 8, 1, kAdd>(a + i * a_row, a_row, a_step, b + j, b_stride, c + i * c_stride + j, c_stride,
+                                   steps);
+}
+
+#if defined(__clang__)
+#define BACKPLANE_SHUFFLE(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
+#else
+#define BACKPLANE_SHUFFLE(A, B, ...) __builtin_shuffle(A, B, Ints<4>{__VA_ARGS__})
+#endif
+
+// The sums of four vectors as the lanes of one.
+template <int W>
+BACKPLANE_INLINE Floats<4> four_sums(const Floats<W>* v) {
+  const Floats<4> a = folded<W>(v[0]), b = folded<W>(v[1]), c = folded<W>(v[2]), d = folded<W>(v[3]);
+  const Floats<4> x = BACKPLANE_SHUFFLE(a, b, 0, 4, 1, 5) + BACKPLANE_SHUFFLE(a, b, 2, 6, 3, 7);
+  const Floats<4> y = BACKPLANE_SHUFFLE(c, d, 0, 4, 1, 5) + BACKPLANE_SHUFFLE(c, d, 2, 6, 3, 7);
+  return BACKPLANE_SHUFFLE(x, y, 0, 1, 4, 5) + BACKPLANE_SHUFFLE(x, y, 2, 3, 6, 7);
+}
+
+// scores[m][k] = query m . key k, for M queries and all keys, rounded up to a multiple of 4.
+template <int W, int M>
+BACKPLANE_INLINE void dots(const float* queries, const float* keys, int64_t count, int64_t width, float* scores,
+                           int64_t stride) {
+  for (int64_t k = 0; k < count; k += 4) {
+    Floats<W> sums[M][4];
+    for (int m = 0; m < M; ++m)
+      for (int i = 0; i < 4; ++i) sums[m][i] = Floats<W>{};
+    for (int64_t d = 0; d < width; d += W) {
+      Floats<W> key[4];
+      for (int i = 0; i < 4; ++i) key[i] = load<W>(keys + (k + i) * width + d);
+      for (int m = 0; m < M; ++m) {
+        const Floats<W> query = load<W>(queries + m * width + d);
+        for (int i = 0; i < 4; ++i) sums[m][i] += query * key[i];
+      }
+    }
+    for (int m = 0; m < M; ++m) store<4>(scores + m * stride + k, four_sums<W>(sums[m]));
+  }
+}
+
+// mixed[m] += sum over keys of weights[m][k] * values[k]
+template <int W, int M>
+BACKPLANE_INLINE void mix(const float* weights, int64_t stride, const float* values, int64_t count, int64_t width,
+                          float* mixed) {
+  int64_t d = 0;
+  for (; d + 4 * W <= width; d += 4 * W)
+    product_block<W, M, 4, true>(weights, stride, 1, values + d, width, mixed + d, width, count);
+  for (; d < width; d += W)
+    product_block<W, M, 1, true>(weights, stride, 1, values + d, width, mixed + d, width, count);
+}
+
+// Raw products into scores as the softmax sees them.
+template <int W>
+BACKPLANE_INLINE Floats<W> scored(const Layer& layer, Floats<W> s) {
+  s = s * layer.scale;
+  if (layer.soft_cap > 0) s = layer.soft_cap * hyperbolic_tangent<W>(s / layer.soft_cap);
+  return s;
+}
+
+template <int W>
+BACKPLANE_INLINE Ints<W> count_from(int32_t first) {
+  static constexpr int32_t kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Ints<W> v;
+  std::memcpy(&v, kCount, sizeof v);
+  return v + first;
+}
+
+struct State {
+  float *peak, *total, *factor;  // per query: running maximum, running sum, and what this tile scales the past by
+  int32_t *from, *to;            // keys seen, relative to the item's first
+  float *slope, *position;       // of ALiBi
+};
+
+// Softmax of a tile with keys as lanes: weights[m][k] from scores[m][k].
+template <int W>
+BACKPLANE_INLINE void weigh_by_key(const Layer& layer, const State& state, int64_t queries, int32_t first,
+                                   int32_t count, float* scores, int64_t stride, float* mixed, int64_t width) {
+  for (int64_t m = 0; m < queries; ++m) {
+    float* row = scores + m * stride;
+    const int32_t from = state.from[m] - first;
+    const int32_t to = std::min<int32_t>(count, state.to[m] - first);
+    Floats<W> top = all<W>(kNone);
+    for (int32_t k = 0; k < count; k += W) {
+      Floats<W> s = scored<W>(layer, load<W>(row + k));
+      const Ints<W> at = count_from<W>(k);
+      if (layer.slopes) s += state.slope[m] * (__builtin_convertvector(at + first, Floats<W>) - state.position[m]);
+      if (k < from || k + W > to) {
+        s = at >= from ? s : all<W>(kNone);
+        s = at < to ? s : all<W>(kNone);
+      }
+      top = larger<W>(s, top);
+      store<W>(row + k, s);
+    }
+    const float before = state.peak[m], peak = std::max(before, largest<W>(top));
+    state.peak[m] = peak;
+    const float base = peak == kNone ? 0.0f : peak;
+    const float factor = before == peak ? 1.0f : std::exp(before - base);
+    Floats<W> total{};
+    for (int32_t k = 0; k < count; k += W) {
+      const Floats<W> w = exponential<W>(load<W>(row + k) - base);
+      store<W>(row + k, w);
+      total += w;
+    }
+    state.total[m] = state.total[m] * factor + sum<W>(total);
+    if (factor != 1.0f)
+      for (int64_t d = 0; d < width; d += W) store<W>(mixed + m * width + d, load<W>(mixed + m * width + d) * factor);
+  }
+}
+
+// The same with queries [begin, end) as lanes: weights[k][m] from scores[k][m].
+template <int W>
+BACKPLANE_INLINE void weigh_by_query(const Layer& layer, const State& state, int64_t begin, int64_t end, int32_t first,
+                                     int32_t count, float* scores, int64_t stride) {
+  for (int64_t m = begin; m < end; m += W) {
+    Ints<W> from, to;
+    std::memcpy(&from, state.from + m, sizeof from);
+    std::memcpy(&to, state.to + m, sizeof to);
+    // Later rows see later keys, so the outer lanes speak for all.
+    const bool whole = state.from[m + W - 1] <= first && state.to[m] >= first + count;
+    const Floats<W> slope = load<W>(state.slope + m), position = load<W>(state.position + m);
+    Floats<W> top = all<W>(kNone);
+    for (int32_t k = 0; k < count; ++k) {
+      Floats<W> s = scored<W>(layer, load<W>(scores + k * stride + m));
+      if (layer.slopes) s += slope * (static_cast<float>(first + k) - position);
+      if (!whole) {
+        s = from <= first + k ? s : all<W>(kNone);
+        s = to > first + k ? s : all<W>(kNone);
+      }
+      top = larger<W>(s, top);
+      store<W>(scores + k * stride + m, s);
+    }
+    const Floats<W> before = load<W>(state.peak + m), peak = larger<W>(before, top);
+    const Floats<W> base = peak == kNone ? Floats<W>{} : peak;
+    const Floats<W> factor = before == peak ? all<W>(1.0f) : exponential<W>(before - base);
+    Floats<W> total = load<W>(state.total + m) * factor;
+    for (int32_t k = 0; k < count; ++k) {
+      const Floats<W> w = exponential<W>(load<W>(scores + k * stride + m) - base);
+      store<W>(scores + k * stride + m, w);
+      total += w;
+    }
+    store<W>(state.peak + m, peak);
+    store<W>(state.total + m, total);
+    store<W>(state.factor + m, factor);
+  }
+}
+
+// The result of one query: the mixed values over the sum, the sink being one more term of the sum.
+template <int W>
+BACKPLANE_INLINE void finish(const Layer& layer, int64_t head, float peak, float total, float* mixed, int64_t width) {
+  float scale = 0.0f;
+  if (peak != kNone) {
+    float share = 1.0f;
+    if (layer.sinks) {
+      const float sink = layer.sinks[head], top = std::max(peak, sink);
+      share = std::exp(peak - top);
+      total = total * share + std::exp(sink - top);
+    }
+    scale = share * layer.value_scale / total;
+  }
+  for (int64_t d = 0; d < width; d += W) {
+    const Floats<W> v = load<W>(mixed + d) * scale;
+    store<W>(mixed + d, peak == kNone ? Floats<W>{} : v);
+  }
+}
+
+// Keys and values [begin, begin + count) of a context, widened, of one head.
+inline void load_tile(const Layer& layer, const Item& item, int64_t begin, int64_t count, float* keys,
+                      int64_t key_width, float* values, int64_t value_width) {
+  const Context& context = *item.context;
+  const int64_t key_head = item.key_head * layer.key.head_stride, value_head = item.key_head * layer.value.head_stride;
+  const auto load = [&](int64_t key_at, int64_t value_at, int64_t done, int64_t rows) {
+    layer.key.load(layer.key.data, key_at + key_head, context.key_step, rows, layer.key.width, layer.key.spread,
+                   keys + done * key_width, key_width);
+    layer.value.load(layer.value.data, value_at + value_head, context.value_step, rows, layer.value.width,
+                     layer.value.spread, values + done * value_width, value_width);
+  };
+  if (context.blocks == nullptr) {
+    load((context.first + begin) * context.key_step, (context.first + begin) * context.value_step, 0, count);
+    return;
+  }
+  for (int64_t done = 0; done < count;) {
+    const int64_t block = context.blocks[(begin + done) / context.block_size];
+    const int64_t offset = (begin + done) % context.block_size;
+    const int64_t rows = std::min(count - done, context.block_size - offset);
+    load(block * context.key_block + offset * context.key_step,
+         block * context.value_block + offset * context.value_step, done, rows);
+    done += rows;
+  }
+}
+
+struct AttendItem {
+  template <int W, int M>
+  static BACKPLANE_INLINE void few(const Layer& layer, const State& state, const float* queries, const float* keys,
+                                   const float* values, int32_t first, int32_t count, int64_t width,
+                                   int64_t value_width, float* scores, float* mixed) {
+    dots<W, M>(queries, keys, count, width, scores, kMostKeys);
+    weigh_by_key<W>(layer, state, M, first, count, scores, kMostKeys, mixed, value_width);
+    mix<W, M>(scores, kMostKeys, values, count, value_width, mixed);
+  }
+
+  template <int W>
+  static BACKPLANE_INLINE void run(const Layer& layer, const Item& item, Scratch& scratch) {
+    const int64_t group = layer.group, queries = item.rows * group;
+    const bool is_few = queries <= kFewQueries;
+    constexpr int64_t kLanes = W > 8 ? W : 8;
+    const int64_t lanes = is_few ? queries : padded(queries, kLanes);
+    const int64_t width = padded(layer.key.width, W), value_width = padded(layer.value.width, W);
+    const int64_t widest = std::max(width, value_width);
+    const int64_t tile = std::max<int64_t>(16, std::min(kMostKeys, kTileBytes / (4 * widest) / 8 * 8));
+
+    const int64_t need = lanes * (width + value_width + kMostKeys) + tile * (width + value_width) + queries * width +
+                         7 * padded(lanes, 16) + 16;
+    if (static_cast<int64_t>(scratch.size()) < need) scratch.resize(need);
+    // Vectors that cross a cache line cost two loads.
+    float* next = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+    const auto take = [&next](int64_t floats) __attribute__((always_inline)) {
+      float* taken = next;
+      next += floats;
+      return taken;
+    };
+    float* by_dimension = take(is_few ? 0 : lanes * width);
+    float* mixed = take(lanes * value_width);
+    float* scores = take(lanes * kMostKeys);
+    float* keys = take(tile * width);
+    float* values = take(tile * value_width);
+    float* by_query = take(queries * width);
+    State state;
+    state.peak = take(padded(lanes, 16));
+    state.total = take(padded(lanes, 16));
+    state.factor = take(padded(lanes, 16));
+    state.from = reinterpret_cast<int32_t*>(take(padded(lanes, 16)));
+    state.to = reinterpret_cast<int32_t*>(take(padded(lanes, 16)));
+    state.slope = take(padded(lanes, 16));
+    state.position = take(padded(lanes, 16));
+
+    for (int64_t m = 0; m < lanes; ++m) {
+      // Lanes past the end copy the last query's range, which keeps the ranges in order.
+      const int64_t row = std::min(m, queries - 1) / group, head = item.key_head * group + m % group;
+      const int64_t position = item.position + row;
+      state.peak[m] = kNone;
+      state.total[m] = 0.0f;
+      state.from[m] = static_cast<int32_t>(std::max(first_seen(layer, position), item.first_key) - item.first_key);
+      const int64_t end = std::min(seen_end(layer, position, item.length), item.end_key);
+      state.to[m] = static_cast<int32_t>(end - item.first_key);
+      state.slope[m] = layer.slopes ? layer.slopes[head] : 0.0f;
+      state.position[m] = static_cast<float>(position - item.first_key);
+    }
+    for (int64_t m = 0; m < queries; ++m) {
+      const int64_t head = item.key_head * group + m % group;
+      const int64_t offset = (item.row + m / group) * layer.query_row_stride + head * layer.query.head_stride;
+      layer.query.load(layer.query.data, offset, 0, 1, layer.query.width, layer.query.spread, by_query + m * width,
+                       width);
+    }
+    for (int64_t i = 0; i < lanes * value_width; ++i) mixed[i] = 0.0f;
+    if (!is_few)
+      for (int64_t d = 0; d < width; ++d)
+        for (int64_t m = 0; m < lanes; ++m) by_dimension[d * lanes + m] = m < queries ? by_query[m * width + d] : 0.0f;
+
+    for (int64_t begin = item.first_key; begin < item.end_key; begin += tile) {
+      const int64_t count = std::min(tile, item.end_key - begin);
+      const auto first = static_cast<int32_t>(begin - item.first_key), seen = static_cast<int32_t>(count);
+      load_tile(layer, item, begin, count, keys, width, values, value_width);
+      if (is_few) {
+        switch (queries) {
+          case 1: few<W, 1>(layer, state, by_query, keys, values, first, seen, width, value_width, scores, mixed);
+            break;
+          case 2: few<W, 2>(layer, state, by_query, keys, values, first, seen, width, value_width, scores, mixed);
+            break;
+          case 3: few<W, 3>(layer, state, by_query, keys, values, first, seen, width, value_width, scores, mixed);
+            break;
+          default: few<W, 4>(layer, state, by_query, keys, values, first, seen, width, value_width, scores, mixed);
+        }
+        continue;
+      }
+      // Queries that see anything of this tile are neighbours.
+      int64_t low = 0, high = queries;
+      while (low < queries && state.to[low] <= first) ++low;
+      while (high > low && state.from[high - 1] >= first + seen) --high;
+      if (low == high) continue;
+      low = low / kLanes * kLanes;
+      const int64_t high_lanes = padded(high, kLanes);
+      product<W, false>(keys, width, 1, count, by_dimension + low, lanes, high_lanes - low, scores + low, lanes, width);
+      weigh_by_query<W>(layer, state, low, high_lanes, first, seen, scores, lanes);
+      for (int64_t m = low; m < high; ++m) {
+        if (state.factor[m] == 1.0f) continue;
+        for (int64_t d = 0; d < value_width; d += W)
+          store<W>(mixed + m * value_width + d, load<W>(mixed + m * value_width + d) * state.factor[m]);
+      }
+      product<W, true>(scores + low, 1, lanes, high - low, values, value_width, value_width, mixed + low * value_width,
+                       value_width, count);
+    }
+
+    for (int64_t m = 0; m < queries; ++m) {
+      const int64_t head = item.key_head * group + m % group;
+      float* row = mixed + m * value_width;
+      if (item.partial) {
+        float* partial = item.partial + m * partial_stride(layer);
+        partial[0] = state.peak[m];
+        partial[1] = state.total[m];
+        std::memcpy(partial + 2, row, layer.value.width * sizeof(float));
+        continue;
+      }
+      finish<W>(layer, head, state.peak[m], state.total[m], row, value_width);
+      const int64_t offset = (item.row + m / group) * layer.out_row_stride + head * layer.out_head_stride;
+      layer.store(row, layer.out, offset, layer.value.width, layer.out_spread);
+    }
+  }
+};
+
+struct MergeItem {
+  template <int W>
+  static BACKPLANE_INLINE void run(const Layer& layer, const Item& item, const float* partials, int64_t pieces,
+                                   int64_t piece_stride, Scratch& scratch) {
+    const int64_t group = layer.group, stride = partial_stride(layer), width = padded(layer.value.width, W);
+    if (static_cast<int64_t>(scratch.size()) < width) scratch.resize(width);
+    float* mixed = scratch.data();
+    for (int64_t m = 0; m < item.rows * group; ++m) {
+      float peak = kNone, total = 0.0f;
+      for (int64_t p = 0; p < pieces; ++p) peak = std::max(peak, partials[p * piece_stride + m * stride]);
+      for (int64_t d = 0; d < width; ++d) mixed[d] = 0.0f;
+      for (int64_t p = 0; p < pieces && peak != kNone; ++p) {
+        const float* partial = partials + p * piece_stride + m * stride;
+        const float factor = std::exp(partial[0] - peak);
+        total += factor * partial[1];
+        for (int64_t d = 0; d < layer.value.width; ++d) mixed[d] += factor * partial[2 + d];
+      }
+      const int64_t head = item.key_head * group + m % group;
+      finish<W>(layer, head, peak, total, mixed, width);
+      const int64_t offset = (item.row + m / group) * layer.out_row_stride + head * layer.out_head_stride;
+      layer.store(mixed, layer.out, offset, layer.value.width, layer.out_spread);
+    }
+  }
+};
+
+}  // namespace
+
+LoadRows row_loader(at::ScalarType type) {
+  if (type == at::ScalarType::Float8_e4m3fn) return pick<LoadBytes<c10::Float8_e4m3fn>>();
+  if (type == at::ScalarType::Float8_e5m2) return pick<LoadBytes<c10::Float8_e5m2>>();
+  if (type == at::ScalarType::BFloat16) return pick<Load<c10::BFloat16>>();
+  if (type == at::ScalarType::Half) return pick<Load<c10::Half>>();
+  return pick<Load<float>>();
+}
+
+StoreRow row_storer(at::ScalarType type) {
+  if (type == at::ScalarType::BFloat16) return pick<Store<c10::BFloat16>>();
+  if (type == at::ScalarType::Half) return pick<Store<c10::Half>>();
+  return pick<Store<float>>();
+}
+
+bool is_storage_type(at::ScalarType type) {
+  return type == at::ScalarType::Float || type == at::ScalarType::BFloat16 || type == at::ScalarType::Half ||
+         type == at::ScalarType::Float8_e4m3fn || type == at::ScalarType::Float8_e5m2;
+}
+
+Attend attend() { return pick<AttendItem>(); }
+Merge merge() { return pick<MergeItem>(); }
+
+}  // namespace backplane::cpu::attention
