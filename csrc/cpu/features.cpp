@@ -1,7 +1,7 @@
 // What the processor's matrix instructions take, as PyTorch itself would use them.
 
-#include <ATen/ATen.h>
-#include <ATen/Context.h>
+#include <c10/core/ScalarType.h>
+
 #include <cstdlib>
 #include <cstring>
 #if defined(__aarch64__) && defined(__linux__)
@@ -44,7 +44,7 @@ bool has_float16() {
 bool has_fast_matmul(at::ScalarType type) {
   static const bool bfloat = has_bfloat16();
   static const bool half = has_float16();
-  return type == at::kBFloat16 ? bfloat : half;
+  return type == at::ScalarType::BFloat16 ? bfloat : half;
 }
 
 }  // namespace backplane::cpu

@@ -5,8 +5,11 @@
 // so half the bytes of a float32 model are read and the arithmetic is float32. A few rows are multiplied directly; many
 // rows widen one panel of the weight at a time and leave the product to the float32 library.
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include "isa.h"

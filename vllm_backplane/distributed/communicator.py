@@ -85,13 +85,24 @@ class BackplaneCommunicator(DeviceCommunicatorBase):
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return self.reduce_scatterv(input_, dim)
 
-    def dispatch_router_logits(self, hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any) -> Any:
-        return self._all2all().dispatch_router_logits(hidden_states, router_logits, *args)
+    def dispatch_router_logits(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[torch.Tensor] | None = None,
+    ) -> Any:
+        return self._all2all().dispatch_router_logits(hidden_states, router_logits, is_sequence_parallel, extra_tensors)
 
     def dispatch(
-        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *args: Any
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[torch.Tensor] | None = None,
     ) -> Any:
-        return self._all2all().dispatch(hidden_states, topk_weights, topk_ids, *args)
+        return self._all2all().dispatch(hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors)
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
         return self._all2all().combine(hidden_states, is_sequence_parallel)

@@ -77,10 +77,10 @@ class SourceTree(ABC):
         return {name: value for name, value in self.__dict__.items() if name != "derived"}
 
     def has(self, module: str) -> bool:
-        return module in self._known or self.is_package(module) or self.is_compiled(module)
+        return module in self.module_names or self.is_package(module) or self.is_compiled(module)
 
     @cached_property
-    def _known(self) -> frozenset[str]:
+    def module_names(self) -> frozenset[str]:
         return frozenset(self.modules())
 
     def __repr__(self) -> str:

@@ -23,9 +23,9 @@ class KvCacheStorage(TorchFunctionMode):
         self._card = card
         self._provided = 0
 
-    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
-        super().__exit__(kind, value, trace)
-        if kind is None and not self._provided:
+    def insist_on_use(self) -> None:
+        """vLLM has allocated a KV cache: it must have come from here."""
+        if not self._provided:
             raise BackplaneError(
                 "vLLM allocated the KV cache in a way that Backplane does not know, so it is not the device's memory; "
                 "install a vLLM this version of vllm-backplane supports ('vllm-backplane doctor' names them)"

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -132,7 +133,13 @@ class BackplaneWorker(Worker):
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """Upstream's pools are CUDA's. The KV cache comes from the device."""
-        return KvCacheStorage(self.accelerator, self.card) if tag == "kv_cache" else nullcontext()
+        return self._kv_storage if tag == "kv_cache" else nullcontext()
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        self._kv_storage = KvCacheStorage(self.accelerator, self.card)
+        super().initialize_from_config(kv_cache_config)
+        if kv_cache_config.kv_cache_tensors:  # an encoder has none
+            self._kv_storage.insist_on_use()
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:

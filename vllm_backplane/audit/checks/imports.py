@@ -59,7 +59,7 @@ def _module_hint(context: Context, fact: ImportFact) -> str:
     if hint:
         return hint
     last = fact.module.rpartition(".")[2]
-    same = [module for module in context.target.tree.modules() if module.rpartition(".")[2] == last]
+    same = [module for module in context.target.tree.module_names if module.rpartition(".")[2] == last]
     return f"there is {' and '.join(sorted(same))}" if 0 < len(same) <= 3 else ""
 
 
