@@ -94,7 +94,7 @@ class TestServe:
     def test_without_a_model_the_default_is_served_on_the_local_host(self, prepared, capsys):
         arguments, variables = planned(capsys)
         assert arguments == [
-            *(str(prepared_folder(DEFAULT)), "--served-model-name", "SmolLM2-135M-Instruct"),
+            *(str(prepared_folder(DEFAULT)), "--served-model-name", "SmolLM2-135M-Instruct", "--dtype", "float32"),
             *("--host", "127.0.0.1", "--port", "8000"),
         ]
         assert variables == {}
