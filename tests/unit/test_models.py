@@ -58,6 +58,7 @@ def tiny(tmp_path, monkeypatch):
         name="tiny",
         served_name="Tiny",
         summary="for tests",
+        dtype="float32",
         package="tiny-model",
         version="1.0",
         content="tiny_model/model/",
