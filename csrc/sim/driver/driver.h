@@ -152,10 +152,11 @@ typedef struct bpsim_memory_stats {
   uint64_t allocations, frees; /* calls that succeeded */
   uint64_t out_of_memory;      /* calls that did not, for want of memory */
   uint64_t segments;           /* pieces of memory taken from the card at this time */
-  uint64_t host_resident;      /* bytes of the host's memory behind the card now, asked of the kernel */
 } bpsim_memory_stats;
 
 BPSIM_API bpsim_status bpsim_memory_statistics(int32_t card, bpsim_memory_stats* stats);
+/* Bytes of the host's memory behind the card at this time, as the kernel counts them (slow: for tests). */
+BPSIM_API bpsim_status bpsim_host_resident(int32_t card, uint64_t* bytes);
 /* Peaks become the current values. */
 BPSIM_API bpsim_status bpsim_reset_peaks(int32_t card);
 
@@ -356,12 +357,14 @@ typedef enum bpsim_corruption { BPSIM_CORRUPT_NAN = 0, BPSIM_CORRUPT_BITFLIP = 1
 typedef struct bpsim_fault {
   bpsim_fault_kind kind;
   bpsim_fault_site site;
-  const char* name; /* of the launch, with * for anything; NULL: every one; copied */
+  const char* name; /* of the launch or copy, with * for anything; NULL: every one; copied; not for allocations */
   int32_t card;     /* -1: every one */
   int32_t stream;   /* index; -1: every one; not for allocations */
   uint64_t nth;     /* 1 is the first */
   uint64_t times;   /* 0: for ever */
-  bpsim_corruption corruption; /* NaN where the element has one, else a flipped bit */
+  bpsim_corruption corruption; /* NaN where the element has one, else a flipped bit; in a copy eight bytes of ones,
+                                  which are NaN in every floating-point type; a flipped bit is the highest of the
+                                  exponent */
   uint32_t elements;           /* how many, spread over the output; at least 1 */
 } bpsim_fault;
 
@@ -369,7 +372,7 @@ BPSIM_API bpsim_status bpsim_fault_add(const bpsim_fault* fault);
 /* Rules separated by ';', each  kind@site=which[,key=value...]:
  *   kind   oom | fail | hang | lost | corrupt
  *   site   alloc (oom, lost) | launch | copy (both: all but oom)
- *   which  the number of the matching one, or, for launches, a name with * for anything
+ *   which  the number of the matching one, or a name with * for anything (not for alloc)
  *   keys   card=N  stream=N (index)  nth=N (with a name; default 1)  times=N|always (default 1)
  *          of corrupt: kind=nan|bitflip (default nan)  elements=N (default 1)
  * For example: oom@alloc=17;fail@launch=250;hang@launch=300,stream=0;lost@launch=400,card=1;
