@@ -58,6 +58,7 @@ using Ranges = c10::SmallVector<bpsim_range, 8>;
 struct Scratch {
   Ranges ranges;
   c10::SmallVector<const c10::TensorImpl*, 8> identities;  // compared, never followed
+  c10::SmallVector<at::Tensor, 1> moved;  // must not be freed before the launch that reads them is queued
 };
 
 // One call of an operator, waiting for its turn. It holds no reference to device memory: the driver hands memory out in
@@ -174,6 +175,7 @@ class Call {
                   ": Expected all tensors to be on the same device, but found at least two devices, bpnpu:",
                   static_cast<int>(card_), " and ", given.device(), "!");
       moved = given.to(c10::Device(kType, card_));
+      scratch.moved.push_back(moved);
       tensor = &moved;
     }
     const c10::TensorImpl* const identity = moved.defined() ? nullptr : tensor->unsafeGetTensorImpl();
@@ -363,14 +365,13 @@ void launch(const Plan& plan, Stack* stack) {
 
 HostView::HostView(const at::Tensor& tensor)
     : data(kernel_address(tensor)),
-      sizes(tensor.sizes().begin(), tensor.sizes().end()),
-      strides(tensor.strides().begin(), tensor.strides().end()),
-      type(tensor.scalar_type()) {}
+      dims(tensor.sizes().begin(), tensor.sizes().end()),
+      type(tensor.scalar_type()) {
+  dims.append(tensor.strides().begin(), tensor.strides().end());
+}
 
 at::Tensor HostView::tensor() const {
-  c10::SmallVector<int64_t, 12> dims(sizes.begin(), sizes.end());
-  dims.append(strides.begin(), strides.end());
-  return host_tensor(data, dims.data(), sizes.size(), type);
+  return host_tensor(data, dims.data(), dims.size() / 2, type);
 }
 
 void enqueue(const char* name, c10::DeviceIndex card, c10::ArrayRef<Touched> touched, Work work) {

@@ -26,7 +26,7 @@ struct HostView {
   at::Tensor tensor() const;
 
   void* data;
-  c10::SmallVector<int64_t, 6> sizes, strides;
+  c10::SmallVector<int64_t, 10> dims;  // sizes, then strides
   at::ScalarType type;
 };
 

@@ -59,6 +59,7 @@ constexpr Functional kFunctional[] = {
     {"relu", &shapes_as_first},
     {"hardswish", &shapes_as_first},
     {"hardtanh", &shapes_as_first},
+    {"_logcumsumexp", &shapes_as_first},
     {"flip", &shapes_as_first},
     {"roll", &shapes_as_first},
     {"max", &shapes_of_one},
