@@ -10,7 +10,7 @@
 
 #include "process.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 namespace {
 
 std::atomic<const Driver*> watched{nullptr};
@@ -169,4 +169,4 @@ void remove_access_handler() {
   }
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

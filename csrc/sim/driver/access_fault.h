@@ -3,7 +3,7 @@
 
 #include "driver.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Driver;
 
@@ -13,4 +13,4 @@ bpsim_status install_access_handler();
 // Puts back what was there before, unless somebody else is on top by now.
 void remove_access_handler();
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -6,7 +6,7 @@
 #include "error.h"
 #include "stream.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 namespace {
 
 constexpr uint64_t kUnit = 512;
@@ -263,4 +263,4 @@ void Allocator::raise_peaks() {
   counts_.reserved_peak = std::max(counts_.reserved_peak, counts_.reserved);
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

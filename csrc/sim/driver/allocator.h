@@ -16,7 +16,7 @@
 #include "blocks.h"
 #include "pool.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Card;
 
@@ -99,4 +99,4 @@ class Allocator {
   bpsim_memory_stats counts_{};
 };
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

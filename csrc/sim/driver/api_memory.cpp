@@ -1,7 +1,7 @@
 // The C API: memory.
 #include "process.h"
 
-using namespace backplane::sim;
+using namespace backplane::sim::driver;
 
 namespace {
 

@@ -2,7 +2,7 @@
 #include "access_fault.h"
 #include "process.h"
 
-using namespace backplane::sim;
+using namespace backplane::sim::driver;
 
 extern "C" {
 

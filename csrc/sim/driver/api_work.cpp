@@ -3,7 +3,7 @@
 #include "process.h"
 #include "submission.h"
 
-using namespace backplane::sim;
+using namespace backplane::sim::driver;
 
 namespace {
 
@@ -63,7 +63,7 @@ bpsim_status bpsim_stream_destroy(bpsim_stream handle) {
     status = card.may_synchronize("bpsim_stream_destroy", stream);
     if (status == BPSIM_OK) status = stream->wait(stream->submitted());
     if (status == BPSIM_OK || status == BPSIM_LOST) stream->close();
-    return status;
+    return status == BPSIM_OK && card.is_lost() ? card.lost_status() : status;
   });
 }
 

@@ -10,7 +10,7 @@
 
 #include "error.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 namespace {
 
 void* reserve(void* at, uint64_t bytes) {
@@ -123,4 +123,4 @@ uint64_t Arena::resident() const {
   return pages * page;
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -17,7 +17,7 @@
 
 #include "driver.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 constexpr uint64_t kChunk = 2u << 20;  // the unit of segments: one huge page
 
@@ -61,4 +61,4 @@ class Arena {
   std::map<uintptr_t, uint64_t> holes_;  // address -> bytes
 };
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

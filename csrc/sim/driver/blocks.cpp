@@ -2,7 +2,7 @@
 
 #include "stream.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 BlockTable::BlockTable(const Arena& arena) : arena_(arena), chunks_(arena.bytes() / kChunk) {}
 
@@ -81,4 +81,4 @@ Block* Bins::find(uint64_t bytes, const Stream* stream) const {
   return nullptr;
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -14,7 +14,7 @@
 
 #include "arena.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Pool;
 class Stream;
@@ -120,4 +120,4 @@ class Bins {
   uint64_t occupied_[kBins / 64] = {};
 };
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -6,7 +6,7 @@
 #include "error.h"
 #include "stream.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 // Neighbours that could not be merged when they were freed, because different streams worked on them.
 void Allocator::tidy() {
@@ -143,4 +143,4 @@ bpsim_status Allocator::out_of_memory_locked(uint64_t bytes, const char* why) {
               size_text(counts_.reserved - counts_.in_use).c_str(), size_text(counts_.pending).c_str());
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -4,7 +4,7 @@
 #include "graph.h"
 #include "process.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 bpsim_status Card::create(Driver& driver, int32_t index, uint64_t memory, std::unique_ptr<Card>* card) {
   std::unique_ptr<Card> made(new Card(driver, index));
@@ -123,4 +123,4 @@ bpsim_status Card::may_synchronize(const char* call, Stream* stream) {
   return status;
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -13,7 +13,7 @@
 #include "stream.h"
 #include "trace.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Driver;
 
@@ -89,4 +89,4 @@ class Card {
   std::string failure_, loss_;
 };
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -9,7 +9,7 @@
 #include "stream.h"
 #include "submission.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 namespace {
 
 constexpr uint64_t kStaged = 64u << 10;
@@ -172,4 +172,4 @@ bpsim_status fill(Driver& driver, Stream& stream, void* to_pointer, int value, u
   return submit_task(driver, stream, std::move(task), &range, 1, nullptr);
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

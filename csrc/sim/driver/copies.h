@@ -3,7 +3,7 @@
 
 #include "driver.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Driver;
 class Stream;
@@ -12,4 +12,4 @@ bpsim_status copy(Driver& driver, Stream& stream, bpsim_direction direction, voi
                   bool wait);
 bpsim_status fill(Driver& driver, Stream& stream, void* to, int value, uint64_t bytes);
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 namespace {
 
 uint64_t width_of(bpsim_element element) {
@@ -63,4 +63,4 @@ void corrupt_bytes(void* to, uint64_t bytes, const Strike& strike) {
   spread(to, bytes, 8, strike.elements, [](unsigned char* at) { std::memset(at, 0xff, 8); });
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

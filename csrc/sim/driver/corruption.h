@@ -3,11 +3,11 @@
 
 #include "work.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 // An output whose elements are known.
 void corrupt_elements(void* to, uint64_t bytes, bpsim_element element, const Strike& strike);
 // A copy, whose elements are not.
 void corrupt_bytes(void* to, uint64_t bytes, const Strike& strike);
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

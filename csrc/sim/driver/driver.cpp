@@ -6,7 +6,7 @@
 
 #include "process.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 namespace {
 
 int64_t cores() {
@@ -149,4 +149,4 @@ bpsim_status Driver::set_model(const bpsim_model& given) {
   return BPSIM_OK;
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -385,7 +385,8 @@ BPSIM_API bpsim_status bpsim_faults_check(const char* spec);
 BPSIM_API bpsim_status bpsim_faults_clear(void);
 /* How often a rule has struck since bpsim_init. */
 BPSIM_API bpsim_status bpsim_faults_struck(uint64_t* count);
-/* Streams that hang by injection go on with the launch they stopped at; card -1: on every card. */
+/* Hangs that were submitted up to now end, and their streams go on with the launch they stopped at; card -1: on every
+ * card. */
 BPSIM_API bpsim_status bpsim_release_hangs(int32_t card);
 /* At once, without a rule. */
 BPSIM_API bpsim_status bpsim_lose_card(int32_t card);

@@ -3,7 +3,7 @@
 #include <cstdarg>
 #include <cstdio>
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 namespace {
 
 thread_local char text[2048];
@@ -35,4 +35,4 @@ std::string size_text(uint64_t bytes) {
   return written;
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -6,7 +6,7 @@
 
 #include "driver.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 // Writes the calling thread's text and returns `status`.
 [[gnu::format(printf, 2, 3)]] bpsim_status fail(bpsim_status status, const char* format, ...);
@@ -15,4 +15,4 @@ const char* last_error();
 // "20.0 MiB (20971520 bytes)"; below 1 KiB "512 bytes".
 std::string size_text(uint64_t bytes);
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -7,7 +7,7 @@
 #include "stream.h"
 #include "submission.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 namespace {
 
 // An event that was recorded in a capture stands for no work: whoever waits for it has forgotten that.
@@ -131,4 +131,4 @@ bpsim_status elapsed(Driver& driver, Event& start, Event& end, double* nanosecon
   return BPSIM_OK;
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

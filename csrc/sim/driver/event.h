@@ -7,7 +7,7 @@
 
 #include "work.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Driver;
 class Graph;
@@ -40,4 +40,4 @@ bpsim_status synchronize_event(Event& event);
 bpsim_status wait_for_event(Driver& driver, Stream& stream, Event& event);
 bpsim_status elapsed(Driver& driver, Event& start, Event& end, double* nanoseconds);
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -9,7 +9,7 @@
 #include "process.h"
 #include "stream.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 void Stream::execute(Work& work) {
   switch (work.kind) {
@@ -55,7 +55,7 @@ void Stream::run(Task& task, uint64_t number, const Strike* strikes, size_t coun
   running_.store(task.name, std::memory_order_relaxed);
   running_number_.store(number, std::memory_order_relaxed);
   for (size_t i = 0; i < count; ++i)
-    if (strikes[i].kind == BPSIM_FAULT_HANG) hang();
+    if (strikes[i].kind == BPSIM_FAULT_HANG) hang(strikes[i].releases);
   std::unique_lock<std::mutex> ticket;
   if (task.ticket) ticket = std::unique_lock<std::mutex>(task.ticket->mutex);
   const bool cancelled = task.ticket && task.ticket->cancelled;
@@ -138,10 +138,9 @@ void Stream::corrupt(const Task& task, uint64_t number, const Strike& strike) {
                     " was to be corrupted by an injected fault, but names no output (a bpsim_range with written=1)");
 }
 
-void Stream::hang() {
-  const uint64_t before = card_.releases.load();
+void Stream::hang(uint64_t releases) {
   std::lock_guard<Monitor> lock(monitor_);
-  while (card_.releases.load() == before && !interrupted() && !stop_.load()) monitor_.wait();
+  while (card_.releases.load() == releases && !interrupted() && !stop_.load()) monitor_.wait();
 }
 
 void Stream::await(const Work& work) {
@@ -168,4 +167,4 @@ void Stream::account(double nanoseconds) {
   modelled_busy_.store(modelled_busy_.load(std::memory_order_relaxed) + nanoseconds, std::memory_order_relaxed);
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

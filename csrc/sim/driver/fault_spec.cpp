@@ -8,7 +8,7 @@
 #include "error.h"
 #include "faults.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 namespace {
 
 constexpr const char* kExample = "oom@alloc=17;fail@launch=250;corrupt@launch=matmul*,nth=3,kind=nan";
@@ -174,4 +174,4 @@ bpsim_status parse_faults(const char* spec, std::vector<FaultRule>* rules) {
   return BPSIM_OK;
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

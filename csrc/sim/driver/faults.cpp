@@ -4,7 +4,7 @@
 
 #include "error.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 namespace {
 
 // '*' stands for anything, also for nothing.
@@ -74,8 +74,8 @@ void Faults::match(bpsim_fault_site site, const char* name, int32_t card, int32_
     if (++rule.matched < rule.nth || (rule.times != 0 && rule.struck >= rule.times)) continue;
     ++rule.struck;
     struck_.fetch_add(1);
-    strikes->push_back({node, rule.kind, rule.corruption, rule.elements});
+    strikes->push_back({node, rule.kind, rule.corruption, rule.elements, 0});
   }
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -11,7 +11,7 @@
 
 #include "work.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 struct FaultRule {
   bpsim_fault_kind kind = BPSIM_FAULT_FAIL;
@@ -48,4 +48,4 @@ class Faults {
   std::vector<FaultRule> rules_;
 };
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -7,7 +7,7 @@
 #include "process.h"
 #include "submission.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 Graph::Graph(Card& on, std::shared_ptr<Pool> from, bool owns) : card(on), pool(std::move(from)), owns_pool(owns) {
   pool->graphs.fetch_add(1);
@@ -136,4 +136,4 @@ bpsim_status launch_graph(Driver& driver, Stream& stream, const std::shared_ptr<
   return stream.submit(std::move(work));
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

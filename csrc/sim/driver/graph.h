@@ -12,7 +12,7 @@
 #include "pool.h"
 #include "work.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Driver;
 
@@ -59,4 +59,4 @@ bpsim_status begin_capture(Driver& driver, Stream& stream, bpsim_pool pool);
 bpsim_status end_capture(Driver& driver, Stream& stream, bpsim_graph* graph);
 bpsim_status launch_graph(Driver& driver, Stream& stream, const std::shared_ptr<Graph>& graph);
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <vector>
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 template <class T>
 class Handles {
@@ -67,4 +67,4 @@ class Handles {
   std::vector<uint32_t> spare_;
 };
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

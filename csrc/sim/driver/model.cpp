@@ -5,7 +5,7 @@
 
 #include "error.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 namespace {
 
 double time_of(double amount, double rate) { return rate > 0 ? amount / rate * 1e9 : 0; }
@@ -34,4 +34,4 @@ bpsim_status check_model(const bpsim_model& model) {
   return BPSIM_OK;
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

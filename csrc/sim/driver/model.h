@@ -3,10 +3,10 @@
 
 #include "work.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 double modelled_duration(const bpsim_model& model, const Task& task);
 // BPSIM_INVALID where a rate is negative or no number.
 bpsim_status check_model(const bpsim_model& model);
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

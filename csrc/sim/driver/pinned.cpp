@@ -4,7 +4,7 @@
 
 #include "error.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 bpsim_status Pinned::allocate(uint64_t bytes, void** pointer) {
   void* raw = nullptr;
@@ -37,8 +37,10 @@ Pinned::Found Pinned::find(uintptr_t address, bool* freed) {
   if (after == entries_.begin()) return {};
   const auto& [start, entry] = *std::prev(after);
   if (address - start >= entry.bytes) return {};
+  std::shared_ptr<const void> memory = entry.memory.lock();
+  if (!memory) return {};  // gone; the address may be anybody's by now
   *freed = !entry.hold;
-  return {entry.memory.lock(), start, entry.bytes};
+  return {std::move(memory), start, entry.bytes};
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

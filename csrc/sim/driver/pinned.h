@@ -8,7 +8,7 @@
 
 #include "driver.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Pinned {
  public:
@@ -34,4 +34,4 @@ class Pinned {
   std::map<uintptr_t, Entry> entries_;
 };
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -5,7 +5,7 @@
 #include "process.h"
 #include "error.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 Pool::~Pool() {
   if (!card) return;
@@ -120,4 +120,4 @@ void Allocator::dissolve(Pool& pool) {
   }
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

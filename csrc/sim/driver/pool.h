@@ -8,7 +8,7 @@
 
 #include "blocks.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Allocator;
 class Card;
@@ -50,4 +50,4 @@ class Pools {
   bpsim_pool last_ = 0;
 };
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -10,7 +10,7 @@
 
 #include "access_fault.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 namespace {
 
 // None of these has a destructor: they may be asked after static objects are gone.
@@ -131,4 +131,4 @@ bool Driver::join(int64_t deadline) {
   return all;
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

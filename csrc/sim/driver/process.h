@@ -19,7 +19,7 @@
 #include "pool.h"
 #include "waiting.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Driver {
  public:
@@ -114,4 +114,4 @@ bpsim_status with_stream(bpsim_stream handle, Body&& body) noexcept {
   });
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -17,7 +17,7 @@
 #include "waiting.h"
 #include "work.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Card;
 class Driver;
@@ -78,7 +78,7 @@ class Stream {
   void run_graph(Work& work);
   bool call(Task& task, uint64_t number);
   void corrupt(const Task& task, uint64_t number, const Strike& strike);
-  void hang();
+  void hang(uint64_t releases);
   void await(const Work& work);
   void account(double nanoseconds);
   std::string named(const Task& task, uint64_t number) const;
@@ -93,32 +93,31 @@ class Stream {
   std::atomic<bpsim_stream> handle_;
   std::atomic<bool> open_{true};
 
-  std::mutex submitting_;
+  // What the two sides write is kept on lines of its own.
+  alignas(64) std::mutex submitting_;
   std::unique_ptr<Work[]> ring_;
   std::atomic<uint64_t> head_{0};  // submitted
-  std::atomic<uint64_t> done_{0};  // finished
 
-  Monitor monitor_;  // where the worker sleeps and callers wait
-  std::atomic<bool> sleeping_{false};
-  std::atomic<uint64_t> wanted_{UINT64_MAX};  // the least sequence that a sleeping caller waits for
-
-  std::atomic<bool> stop_{false};
-  bool started_ = false;  // under submitting_
-  bool ended_ = false;    // under monitor_
-  pthread_t thread_{};
-  std::atomic<pid_t> worker_id_{0};
-
+  alignas(64) std::atomic<uint64_t> done_{0};  // finished
   // What the worker is at, for the watchdog and for messages.
   std::atomic<const char*> running_{nullptr};
   std::atomic<uint64_t> running_number_{0};
   std::atomic<uint64_t> ticks_{0};  // tasks run: progress within a graph
   std::atomic<Stream*> awaiting_{nullptr};
-  std::atomic<uint64_t> hung_at_{UINT64_MAX};  // the progress at which the watchdog has barked
-
   std::atomic<double> modelled_clock_{0}, modelled_busy_{0};
+
+  alignas(64) Monitor monitor_;  // where the worker sleeps and callers wait
+  std::atomic<bool> sleeping_{false};
+  std::atomic<uint64_t> wanted_{UINT64_MAX};   // the least sequence that a sleeping caller waits for
+  std::atomic<uint64_t> hung_at_{UINT64_MAX};  // the progress at which the watchdog has barked
+  std::atomic<bool> stop_{false};
+  bool started_ = false;  // under submitting_
+  bool ended_ = false;    // under monitor_
+  pthread_t thread_{};
+  std::atomic<pid_t> worker_id_{0};
 };
 
 // The stream whose worker the calling thread is, or null.
 Stream* current_worker();
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -6,7 +6,7 @@
 #include "process.h"
 #include "stream.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 bpsim_status may_submit(Stream& stream, const char* call) {
   if (Stream* const worker = current_worker())
@@ -29,6 +29,8 @@ bpsim_status check_ranges(Driver& driver, const char* name, const bpsim_range* r
 void match_faults(Driver& driver, Stream& stream, const Task& task, uint64_t node, std::vector<Strike>* strikes) {
   driver.faults.match(task.counts_as_launch() ? BPSIM_AT_LAUNCH : BPSIM_AT_COPY, task.name, stream.card().index(),
                       stream.index(), node, strikes);
+  for (Strike& strike : *strikes)
+    if (strike.node == node) strike.releases = stream.card().releases.load();
 }
 
 bpsim_status submit_task(Driver& driver, Stream& stream, Task&& task, const bpsim_range* ranges, size_t count,
@@ -59,4 +61,4 @@ bpsim_status submit_task(Driver& driver, Stream& stream, Task&& task, const bpsi
   return status;
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -3,7 +3,7 @@
 
 #include "work.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Driver;
 class Stream;
@@ -17,4 +17,4 @@ void match_faults(Driver& driver, Stream& stream, const Task& task, uint64_t nod
 bpsim_status submit_task(Driver& driver, Stream& stream, Task&& task, const bpsim_range* ranges, size_t count,
                          uint64_t* sequence);
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 void Trace::start(uint64_t capacity) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -30,4 +30,4 @@ void Trace::read(bpsim_trace_entry* entries, uint64_t capacity, uint64_t* count,
   *missed = missed_;
 }
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -7,7 +7,7 @@
 
 #include "driver.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Trace {
  public:
@@ -23,4 +23,4 @@ class Trace {
   uint64_t capacity_ = 0, missed_ = 0;
 };
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -11,7 +11,7 @@
 #include <cerrno>
 #include <cstdint>
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 inline int64_t now_ns() {
   timespec time;
@@ -28,8 +28,8 @@ inline void pause_core() {
 }
 
 // How long to look before sleeping. Waking a sleeping thread costs microseconds on both sides, a launch less than
-// one; but a core that looks does not compute, so it looks only for a short time, and with few cores hands the core
-// to whoever is ready between two looks.
+// one; but a core that looks does not compute, so it looks only for a short time, and with few cores soon hands the
+// core to whoever is ready between two looks.
 struct SpinPolicy {
   int64_t limit_ns = 0;
   bool yields = true;
@@ -39,17 +39,17 @@ struct SpinPolicy {
     if (met()) return true;
     if (limit_ns <= 0) return false;
     const int64_t end = now_ns() + limit_ns;
-    do {
-      if (yields) {
+    for (int round = 0; round == 0 || now_ns() < end; ++round) {
+      if (yields && round > 3) {
         sched_yield();
         if (met()) return true;
-      } else {
-        for (int look = 0; look < 16; ++look) {
-          pause_core();
-          if (met()) return true;
-        }
+        continue;
       }
-    } while (now_ns() < end);
+      for (int look = 0; look < 16; ++look) {
+        pause_core();
+        if (met()) return true;
+      }
+    }
     return false;
   }
 };
@@ -89,4 +89,4 @@ class Monitor {
   pthread_cond_t condition_;
 };
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver

@@ -10,7 +10,7 @@
 
 #include "driver.h"
 
-namespace backplane::sim {
+namespace backplane::sim::driver {
 
 class Graph;
 class Stream;
@@ -76,6 +76,7 @@ struct Strike {
   bpsim_fault_kind kind = BPSIM_FAULT_FAIL;
   bpsim_corruption corruption = BPSIM_CORRUPT_NAN;
   uint32_t elements = 1;
+  uint64_t releases = 0;  // of the card when it was submitted: a hang ends with the next one
 };
 
 // The moment at which a stream passed an event.
@@ -99,4 +100,4 @@ struct Work {
   uint64_t sequence = 0;            // Wait: until it has finished this
 };
 
-}  // namespace backplane::sim
+}  // namespace backplane::sim::driver
