@@ -40,9 +40,8 @@ Plan::Kind kind_of(const c10::Argument& argument) {
 }
 
 at::Tensor as_meta(const at::Tensor& tensor) {
-  at::Tensor made = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return made;
+  if (tensor.device().is_cpu() && tensor.dim() == 0) return tensor;  // a scalar, which goes with any device
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
 }
 
 torch::jit::Stack as_meta(const Plan& plan, Arguments arguments) {
