@@ -15,9 +15,15 @@ int64_t cores() {
   return static_cast<int64_t>(std::thread::hardware_concurrency());
 }
 
+// The text is the caller's, and may go.
+bpsim_config without_faults(bpsim_config config) {
+  config.faults = nullptr;
+  return config;
+}
+
 }  // namespace
 
-Driver::Driver(const bpsim_config& given) : config(given) {
+Driver::Driver(const bpsim_config& given) : config(without_faults(given)) {
   const int64_t count = cores();
   spin.yields = count <= 4;
   spin.limit_ns = config.spin_us >= 0 ? int64_t{config.spin_us} * 1000 : count <= 1 ? 0 : 100000;

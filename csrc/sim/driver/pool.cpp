@@ -52,6 +52,12 @@ bpsim_status Allocator::suspend(Pool& pool) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (pool.asleep.load()) return fail(BPSIM_INVALID, "card %d: the pool is suspended already", card_.index());
   collect_pending();
+  for (const Block* block : pending_)
+    if (block->segment->pool == &pool)
+      return fail(BPSIM_INVALID,
+                  "card %d: the pool cannot be suspended: a stream of another card still works on %p, which is freed. "
+                  "Synchronise that card first",
+                  card_.index(), reinterpret_cast<void*>(block->start()));
   pool.asleep.store(true);
   for (const auto& [address, segment] : segments_) {
     if (segment->pool != &pool) continue;

@@ -84,7 +84,7 @@ bpsim_status Stream::wait(uint64_t sequence) {
         continue;
       }
       // In pieces, so that progress restarts the time soon after it was made.
-      if (monitor_.wait_until(now_ns() + std::max<int64_t>(timeout / 8, 100000))) continue;
+      monitor_.wait_until(now_ns() + std::max<int64_t>(timeout / 8, 100000));
       const uint64_t now_at = progress();
       if (now_at != seen) {
         seen = now_at;

@@ -99,6 +99,21 @@ TEST(suspending_waits_for_work) {
   CHECK_OK(bpsim_pool_resume(pool));
 }
 
+TEST(a_pool_that_another_card_works_on_stays) {
+  Session session;
+  bpsim_pool pool = 0;
+  CHECK_OK(bpsim_pool_create(0, &pool));
+  char* const shared = allocate(session.stream, 64, pool);
+  CHECK_OK(bpsim_record_stream(shared, session.other_card));
+  Gate gate(session.other_card);
+  CHECK_OK(bpsim_free(shared));
+  CHECK_STATUS(bpsim_pool_suspend(pool), BPSIM_INVALID, "a stream of another card still works on");
+  gate.open();
+  CHECK_OK(bpsim_card_synchronize(1));
+  CHECK_OK(bpsim_pool_suspend(pool));
+  CHECK_OK(bpsim_pool_resume(pool));
+}
+
 TEST(pinned_memory_is_known_and_outlives_its_use) {
   Session session;
   void* pinned = nullptr;
