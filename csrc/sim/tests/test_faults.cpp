@@ -118,6 +118,8 @@ TEST(a_hanging_stream_times_out_and_is_released) {
     config.sync_timeout_ms = 50;
   });
   int ran = 0;
+  char* const device = allocate(session.stream, 64);
+  CHECK_OK(bpsim_memset_async(session.stream, device, 7, 64));
   for (int i = 0; i < 3; ++i) CHECK_OK(launch(session.stream, "attention", [&ran] { ++ran; }));
   const bpsim_stream other = new_stream();
   const bpsim_event event = new_event();
@@ -132,7 +134,8 @@ TEST(a_hanging_stream_times_out_and_is_released) {
   CHECK_STATUS(bpsim_stream_synchronize(other), BPSIM_TIMEOUT,
                "it hangs in a wait for card 0, stream 0, which is in 'attention' (number 2)");
   // A copy that gives up leaves the caller's memory alone from then on.
-  char* const device = allocate(session.stream, 64);
+  char kept[64] = {};
+  CHECK_STATUS(bpsim_copy(session.stream, BPSIM_DEVICE_TO_HOST, kept, device, 64), BPSIM_TIMEOUT, where);
   {
     std::unique_ptr<char[]> mine(new char[64]());
     CHECK_STATUS(bpsim_copy(session.stream, BPSIM_DEVICE_TO_HOST, mine.get(), device, 64), BPSIM_TIMEOUT, where);
@@ -146,6 +149,7 @@ TEST(a_hanging_stream_times_out_and_is_released) {
   CHECK_OK(bpsim_set_sync_timeout(0));
   CHECK_OK(bpsim_card_synchronize(0));
   CHECK_EQ(ran, 4);
+  CHECK_EQ(int(kept[0]), 0);
   CHECK_STATUS(bpsim_release_hangs(5), BPSIM_INVALID, "there is no card 5");
 }
 

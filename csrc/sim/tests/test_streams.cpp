@@ -110,6 +110,8 @@ TEST(a_failed_launch_is_told_at_the_next_synchronisation) {
   CHECK_OK(launch(session.stream, "after", [&ran] { ++ran; }));
   CHECK_OK(launch(session.stream, "worse", [](char*, size_t) { return 2; }));
   gate.open();
+  bpsim_counters counters{};
+  eventually([&] { return bpsim_card_counters(0, &counters) == BPSIM_OK && counters.dropped == 2; });
   // Until somebody asks, work is accepted and dropped.
   for (int i = 0; i < 100; ++i) CHECK_OK(launch(session.stream, "after", [&ran] { ++ran; }));
   CHECK_STATUS(bpsim_stream_synchronize(session.stream), BPSIM_LAUNCH_FAILED,
@@ -128,7 +130,6 @@ TEST(a_failed_launch_is_told_at_the_next_synchronisation) {
   CHECK_OK(launch(session.other_card, "fine", [&ran] { ++ran; }));
   CHECK_OK(bpsim_card_synchronize(1));
   CHECK_EQ(ran, 1);
-  bpsim_counters counters{};
   CHECK_OK(bpsim_card_counters(0, &counters));
   CHECK_EQ(counters.dropped, 102u);
   CHECK_OK(bpsim_card_reset(0));

@@ -1,8 +1,8 @@
 """The driver of the simulated NPU, by its own C++ tests: as it is, and under the address and thread sanitizers.
 
-The driver knows nothing of Python, so its tests are a program (csrc/sim/tests). Three builds of it are kept in the build
-folder and made anew when a source changes. What kills a process (a stray access to a card's memory, an exit with work
-queued) is a scenario that the plain build plays in a process of its own.
+The driver knows nothing of Python, so its tests are a program (csrc/sim/tests). Three builds of it are kept in the
+build folder and made anew when a source changes. What kills a process (a stray access to a card's memory, an exit
+with work queued) is a scenario that the plain build plays in a process of its own.
 """
 
 from __future__ import annotations
