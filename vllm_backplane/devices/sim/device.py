@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from ctypes import byref
 from typing import Any, ClassVar
@@ -69,8 +68,6 @@ class SimDevice(Device):
             torch._register_device_module(TORCH_NAME, bpnpu)
             torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
             process_group.register(COLLECTIVES, TORCH_NAME)
-            # Before the interpreter goes: what waits must not meet a driver that has gone with the process.
-            atexit.register(library.library().bpsim_shutdown)
         self._configure()
 
     def _configure(self) -> None:

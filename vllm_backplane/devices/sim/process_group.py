@@ -76,10 +76,25 @@ class StagedProcessGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._name = name
+        self._backend = name
+        self._group_name = self._group_desc = ""
 
     def getBackendName(self) -> str:
-        return self._name
+        return self._backend
+
+    # PyTorch keeps these with the backends inside a group, of which this one has none.
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        return self._group_desc
+
+    def setGroupDesc(self, description: str) -> None:
+        self._group_desc = description
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         opts = opts or dist.BroadcastOptions()
