@@ -213,15 +213,22 @@ at::Scalar local_scalar(const at::Tensor& self) {
   return value.item();
 }
 
-// Whole pages are given back to the system instead of written: they read as zeros, and a large cache that was never
-// written takes no memory of the host.
+// The pages read as zeros from here on. Memory that is shared, if the driver's were, forgets them by one call, private
+// memory, on which that call fails, by the other.
+bool forget_pages(char* first, char* last) {
+  const size_t bytes = static_cast<size_t>(last - first);
+  return madvise(first, bytes, MADV_REMOVE) == 0 || madvise(first, bytes, MADV_DONTNEED) == 0;
+}
+
+// Whole pages are given back to the system instead of written, so a large cache that was never written takes no memory
+// of the host.
 void zero(char* data, size_t bytes) {
   constexpr size_t kWorthwhile = 1 << 20;
   static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   if (bytes >= kWorthwhile) {
     char* const first = data + (page - reinterpret_cast<uintptr_t>(data) % page) % page;
     char* const last = data + bytes - reinterpret_cast<uintptr_t>(data + bytes) % page;
-    if (madvise(first, static_cast<size_t>(last - first), MADV_REMOVE) == 0) {
+    if (forget_pages(first, last)) {
       std::memset(data, 0, static_cast<size_t>(first - data));
       std::memset(last, 0, static_cast<size_t>(data + bytes - last));
       return;

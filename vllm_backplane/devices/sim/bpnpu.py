@@ -109,11 +109,20 @@ class Stream(torch.Stream):
         return super().__new__(cls, torch.device(NAME, _index(device)), priority=priority)
 
 
-class Event(torch.Event):
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+class _Events(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Event) and instance.device.type == NAME
+
+
+class Event(metaclass=_Events):
+    """Makes plain `torch.Event` objects of this device: PyTorch measures time between no others."""
+
+    def __new__(  # type: ignore[misc]
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> torch.Event:
         if interprocess:
             raise RuntimeError(f"events of {NAME} belong to one process")
-        return super().__new__(cls, NAME, enable_timing=enable_timing, blocking=blocking)
+        return torch.Event(NAME, enable_timing=enable_timing, blocking=blocking)
 
 
 def current_stream(card: _Card = None) -> torch.Stream:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties
+from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties, fork_safety
 from vllm_backplane.devices.sim import library
 from vllm_backplane.devices.sim.library import driver, runtime
 from vllm_backplane.devices.sim.settings import (
@@ -61,6 +61,7 @@ class SimDevice(Device):
 
     def load(self) -> None:
         library.library()
+        fork_safety.install()
         if torch._C._get_privateuse1_backend_name() != TORCH_NAME:
             from vllm_backplane.devices.sim import bpnpu, process_group
 

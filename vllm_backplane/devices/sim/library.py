@@ -88,6 +88,7 @@ class Counters(ctypes.Structure):
 _DRIVER: dict[str, tuple[Any, ...]] = {
     "bpsim_shutdown": (),
     "bpsim_memory_statistics": (c_int32, POINTER(MemoryStats)),
+    "bpsim_host_resident": (c_int32, POINTER(c_uint64)),
     "bpsim_card_counters": (c_int32, POINTER(Counters)),
     "bpsim_reset_peaks": (c_int32,),
     "bpsim_card_reset": (c_int32,),
