@@ -42,6 +42,15 @@ def hash_routing(moe: Any) -> bool:
     return bool(getattr(moe, "has_hash_routing", False))
 
 
+def configure_logging(args: Any) -> None:
+    """Apply the logging options of a command line. Since vLLM 0.31 they are options; before, variables alone."""
+    import vllm.logger
+
+    configure = getattr(vllm.logger, "configure_logging_from_args", None)
+    if configure is not None:
+        configure(args)
+
+
 def build_runner(worker: Any) -> None:
     """Give a worker its workspace and its model runner. vLLM 0.32 has a method for it; before, it was inlined."""
     if hasattr(type(worker), "_init_workspace_and_model_runner"):

@@ -40,7 +40,7 @@ BACKPLANE_INLINE To bits_as(const From& from) {
 
 template <int W>
 BACKPLANE_INLINE Floats<W> all(float value) {
-  return Floats<W>{} + value;
+  return value - Floats<W>{};  // unlike a sum with zero, which would turn -0 into 0, this is no instruction
 }
 
 template <int W>

@@ -1,4 +1,5 @@
-"""Linear layers: unquantized weights are multiplied by the operator `linear`.
+"""Linear layers: unquantized weights are multiplied by the operator `linear`, or by `blocked_linear` where the device
+wants them in blocks.
 
 vLLM decides in a function which product an unquantized layer uses, with no case for out-of-tree platforms, so the
 layer's method object is exchanged after construction. Parameters, sharding and weight loading stay vLLM's.
@@ -20,11 +21,24 @@ from vllm.model_executor.layers.linear import (
 )
 
 from vllm_backplane import ops
+from vllm_backplane.runtime import runtime
 
 
 class BackplaneLinearMethod(UnquantizedLinearMethod):
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        weight: torch.Tensor = layer.weight.data  # type: ignore[assignment]
+        width = runtime().device.linear_block(weight.dtype)
+        # A convolution kept as a linear layer has three dimensions. vLLM marks what MLA reads by itself for its own CPU
+        # platform, which rearranges weights as well.
+        if width and weight.dim() == 2 and not getattr(layer, "_cpu_skip_gemm_dispatch", False):
+            layer.backplane_rows = weight.shape[0]  # type: ignore[assignment]
+            layer.weight = torch.nn.Parameter(ops.blocked(weight, width), requires_grad=False)
+
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return ops.linear.call(x, layer.weight, bias)
+        rows = getattr(layer, "backplane_rows", None)
+        if rows is None:
+            return ops.linear.call(x, layer.weight, bias)
+        return ops.blocked_linear.call(x, layer.weight, rows, bias)
 
 
 class _OnOperators(LinearBase):

@@ -49,6 +49,8 @@ class BackplaneWorker(Worker):
 
     def init_device(self) -> None:
         """Take the card, load and freeze the operators, join the group, measure memory, build the runner."""
+        # What is there now stays: the collections that measuring memory asks for would each walk through all of it.
+        gc.freeze()
         self.card = self._card()
         self.device = self.accelerator.torch_device(self.card)
         self.accelerator.set_current(self.card)
@@ -154,18 +156,21 @@ class BackplaneWorker(Worker):
     def _profile_activations(self) -> int:
         """Peak memory of a largest step: measured, or, where computing one would take long, put together.
 
-        The parts are not held at the same time. Sampling depends on the number of sequences, so the profiling step has
-        as many; the forward pass grows with tokens, and two short ones show how.
+        The parts are not held at the same time. Sampling grows with the number of sequences, the forward pass with that
+        of tokens, and two short steps of each show how.
         """
         limit, largest = self.accelerator.capabilities.profile_tokens, self.model_runner.max_num_tokens
         if limit is None:
             return self._peak(partial(self.model_runner.profile_step, largest))
-        whole = self._peak(
-            partial(self.model_runner.profile_step, min(max(limit, self.scheduler_config.max_num_seqs), largest))
-        )
-        sizes = (min(limit // 2, largest), min(limit, largest))
-        forward = {size: self._peak(partial(self.model_runner.forward_step, size)) for size in sizes}
-        return max(whole, memory.extrapolate(forward, largest))
+        runner = self.model_runner
+        # A step of n tokens samples for n sequences.
+        sampled = self._peaks(runner.profile_step, min(limit // 2, self.scheduler_config.max_num_seqs))
+        forward = self._peaks(runner.forward_step, min(limit, largest))
+        sequences = min(self.scheduler_config.max_num_seqs, largest)
+        return max(memory.extrapolate(sampled, sequences), memory.extrapolate(forward, largest))
+
+    def _peaks(self, step: Callable[[int], None], size: int) -> dict[int, int]:
+        return {tokens: self._peak(partial(step, tokens)) for tokens in (max(size // 2, 1), size)}
 
     def _peak(self, step: Callable[[], None]) -> int:
         self.accelerator.reset_peak_memory(self.card)

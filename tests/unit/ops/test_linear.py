@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,27 @@ def projected(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None)
 @pytest.mark.parametrize("dtype", FLOAT_TYPES)
 def test_over_samples(op: Operator, dtype: torch.dtype) -> None:
     check_over_samples(op, dtype, projected)
+
+
+def of_blocks(x: np.ndarray, blocks: np.ndarray, out_features: int, bias: np.ndarray | None = None) -> np.ndarray:
+    count, width, _ = blocks.shape
+    weight = np.stack([blocks[row // width, row % width] for row in range(out_features)])
+    assert count == math.ceil(out_features / width)
+    return projected(x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_TYPES)
+def test_blocks_over_samples(dtype: torch.dtype) -> None:
+    check_over_samples(ops.blocked_linear, dtype, of_blocks)
+
+
+def test_blocks_hold_the_weight_transposed_and_zeros() -> None:
+    weight = space(torch.float32).normal(5, 3)
+    blocks = ops.blocked(weight, 4)
+    assert blocks.shape == (2, 4, 3)
+    assert blocks.stride() == (12, 1, 4), "rows of a block lie side by side"
+    assert torch.equal(blocks.reshape(8, 3)[:5], weight)
+    assert not blocks[1, 1:].any()
 
 
 @pytest.mark.parametrize("op", PROJECTIONS, ids=lambda op: op.name)
