@@ -6,6 +6,7 @@ A distribution on the path announces three patches that each write down where th
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -40,7 +41,8 @@ from vllm_backplane.patch import Patch, Process
 )
 def noted_{name}(self, *args, **kwargs):
     with open(os.environ["PATCH_NOTES"], "a") as notes:
-        line = {{"patch": "{name}", "pid": os.getpid(), "parent": os.getppid()}}
+        kind = type(multiprocessing.current_process()).__name__
+        line = {{"patch": "{name}", "pid": os.getpid(), "kind": kind}}
         notes.write(json.dumps(line) + "\\n")
     return noted_{name}.original(self, *args, **kwargs)
 """
@@ -74,12 +76,19 @@ def _variables(distribution: Path, notes: Path, method: str) -> dict[str, str | 
     }
 
 
-def _ran_in(notes: Path) -> dict[str, set[int]]:
-    found: dict[str, set[int]] = {}
+STARTED_BY = {"fork": "ForkProcess", "spawn": "SpawnProcess"}
+"""What Python calls a child process, by the method it was started with."""
+
+
+def _ran_in(notes: Path) -> tuple[dict[str, set[int]], dict[str, set[str]]]:
+    """Process ids, and kinds of processes, by patch."""
+    pids: dict[str, set[int]] = {}
+    kinds: dict[str, set[str]] = {}
     for line in notes.read_text().splitlines():
         note = json.loads(line)
-        found.setdefault(note["patch"], set()).add(note["pid"])
-    return found
+        pids.setdefault(note["patch"], set()).add(note["pid"])
+        kinds.setdefault(note["patch"], set()).add(note["kind"])
+    return pids, kinds
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -89,11 +98,12 @@ def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pa
         tmp_path, [job(tiny_llama, batch([[1, 2, 3]], greedy(2)))], _variables(distribution, notes, method)
     )
     assert "error" not in results[0], results[0]
-    where = _ran_in(notes)
+    where, kinds = _ran_in(notes)
     assert set(where) == {"platform", "engine", "worker"}, tail(log)
     assert not where["engine"] & where["platform"]  # the engine has a process of its own
+    assert kinds["engine"] == {STARTED_BY[method]}
     told = log.read_text()
-    assert "Patches of vLLM: noted_platform applied, noted_engine applied." in told
+    assert re.search(r"Patches of vLLM: .*noted_platform applied, noted_engine applied\b", told)
     assert "Patch noted_worker applied to" in told
 
 
@@ -113,9 +123,22 @@ def test_online(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pat
     with Server(tmp_path, *arguments, variables=variables) as server:
         answer = server.client().completions.create(model=str(tiny_llama), prompt=[1, 2, 3], max_tokens=2)
         assert answer.usage is not None
-    where = _ran_in(notes)
+    where, kinds = _ran_in(notes)
     assert set(where) == {"platform", "engine", "worker"}
     assert not where["engine"] & where["platform"]
+    assert kinds["engine"] == {STARTED_BY[method]}
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_in_processes_of_their_own(method: str, distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    two = job(tiny_llama, batch([[1, 2, 3]], greedy(2)), tensor_parallel_size=2)
+    results, log = try_engines(tmp_path, [two], _variables(distribution, notes, method))
+    assert "error" not in results[0], results[0]
+    where, kinds = _ran_in(notes)
+    assert len(where["worker"]) == 2, tail(log)
+    assert not where["worker"] & (where["engine"] | where["platform"])
+    assert kinds["worker"] == {STARTED_BY[method]}
 
 
 def test_a_drifted_patch_stops_the_server_with_a_diff(distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:

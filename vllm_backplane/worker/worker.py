@@ -42,7 +42,7 @@ class BackplaneWorker(Worker):
         self.runtime = configured(vllm_config.additional_config)
         self.accelerator = self.runtime.device
         lifecycle.start(self.runtime.setting("patch_drift"), Process.WORKER)
-        current_platform.register_triton_kernel_overrides()  # vLLM 0.30 does not ask; later ones have asked already
+        compat.ask_for_kernel_overrides(current_platform)
         self.parallel_config.disable_custom_all_reduce = True  # vLLM's is CUDA inter-process memory
 
     # --- start ------------------------------------------------------------------------------------------------
