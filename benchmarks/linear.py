@@ -69,7 +69,7 @@ def measure(rows: int, n: int, k: int, rounds: int, seconds: float) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 32, 128, 512])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.3, help="per column, about")
     parser.add_argument("--without-bf16", action="store_true", help=f"sets {LIMIT}=AVX512_CORE (x86 only)")

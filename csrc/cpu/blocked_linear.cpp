@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
 
@@ -107,38 +108,41 @@ struct Parts {
 };
 
 // Each part of x as [k][row]: its numbers lie in the order of their use, and not all in one set of the cache.
-void rearrange(const float* x, int64_t k, const Parts& parts, float* to) {
-  for (int64_t part = 0; part < parts.count; ++part) {
-    const int64_t begin = parts.begin(part), rows = parts.size(part);
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* from = x + (begin + r) * k;
-      float* at = to + begin * k + r;
-      for (int64_t i = 0; i < k; ++i) at[i * rows] = from[i];
+at::Tensor rearranged(const at::Tensor& x, const Parts& parts) {
+  const int64_t k = x.size(1);
+  at::Tensor result = at::empty_like(x);
+  const float* from = x.const_data_ptr<float>();
+  float* to = result.mutable_data_ptr<float>();
+  at::parallel_for(0, parts.count, 1, [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      const int64_t rows = parts.size(part), offset = parts.begin(part) * k;
+      for (int64_t i = 0; i < k; ++i)
+        for (int64_t r = 0; r < rows; ++r) to[offset + i * rows + r] = from[offset + r * k + i];
     }
-  }
+  });
+  return result;
 }
 
 template <class Weight, class Result>
 void multiply(const at::Tensor& x, const at::Tensor& blocks, const float* bias, at::Tensor& out) {
   const int64_t m = x.size(0), k = x.size(1), n = out.size(1), width = geometry().width;
-  const int64_t most = geometry().most_rows;
-  const float* xp = x.const_data_ptr<float>();
+  const Parts parts(m, geometry().most_rows);
+  const bool many = parts.count > 2;  // then it pays to prepare both sides
+  const at::Tensor inputs = many ? rearranged(x, parts) : x;
+  const float* xp = inputs.const_data_ptr<float>();
   const Weight* wp = elements<Weight>(blocks);
   Result* op = mutable_elements<Result>(out);
   const Products<Weight> direct = products<Weight, false>();
   const Products<float> prepared = products<float, true>();
   const auto widen = pick<WidenBlock<Weight>>();
   const auto write_row = pick<Finish<Result>>();
-  const bool many = m > 2 * most;
-  const int64_t slice = many ? std::max<int64_t>(4 * most, input_bytes() / std::max<int64_t>(1, k * 4)) : m;
+  const int64_t part_bytes = std::max<int64_t>(1, m / parts.count * k * 4);
+  const int64_t slice = std::max<int64_t>(4, input_bytes() / part_bytes);  // parts
   const int64_t grain = std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(1, k * width * m));
   at::parallel_for(0, blocks.size(0), grain, [&](int64_t first, int64_t last) {
     alignas(64) float tile[kMostRows * kMostWidth];
-    std::vector<float> inputs(many ? std::min(slice, m) * k : 0);
     std::vector<Line> wide(many && sizeof(Weight) < sizeof(float) ? (k * width + 15) / 16 : 0);
-    for (int64_t top = 0; top < m; top += slice) {
-      const Parts parts(std::min(slice, m - top), most);
-      if (many) rearrange(xp + top * k, k, parts, inputs.data());
+    for (int64_t top = 0; top < parts.count; top += slice) {
       for (int64_t index = first; index < last; ++index) {
         const int64_t column = index * width, columns = std::min(width, n - column);
         const Weight* block = wp + index * k * width;
@@ -149,12 +153,12 @@ void multiply(const at::Tensor& x, const at::Tensor& blocks, const float* bias, 
           widen(block, wide.data()->floats, k);
           ready = wide.data()->floats;
         }
-        for (int64_t part = 0; part < parts.count; ++part) {
+        for (int64_t part = top; part < std::min(top + slice, parts.count); ++part) {
           const int64_t begin = parts.begin(part), rows = parts.size(part);
-          if (many) prepared[rows - 1](inputs.data() + begin * k, 0, ready, k, tile);
-          else direct[rows - 1](xp + (top + begin) * k, k, block, k, tile);
+          if (many) prepared[rows - 1](xp + begin * k, 0, ready, k, tile);
+          else direct[rows - 1](xp + begin * k, k, block, k, tile);
           for (int64_t r = 0; r < rows; ++r)
-            write_row(tile + r * width, bias ? bias + column : nullptr, op + (top + begin + r) * n + column, columns);
+            write_row(tile + r * width, bias ? bias + column : nullptr, op + (begin + r) * n + column, columns);
         }
       }
     }
@@ -189,8 +193,11 @@ at::Tensor blocked_linear(const at::Tensor& x, const at::Tensor& blocks, int64_t
               out_features, " x ", k);
   TORCH_CHECK(is_float_type(x.scalar_type()) && is_float_type(blocks.scalar_type()),
               "blocked_linear: ", x.scalar_type(), " times ", blocks.scalar_type(), " is not supported");
-  if (!fits(blocks, out_features))  // arranged for another machine's registers
+  if (!fits(blocks, out_features)) {
+    TORCH_WARN_ONCE("blocked_linear: the weight is arranged for other registers than this machine's, and is copied at "
+                    "every call; arrange it with Device.arrange_linear");
     return at::linear(x, blocks.reshape({-1, k}).narrow(0, 0, out_features).to(x.scalar_type()), bias);
+  }
   const at::Tensor rows = x.reshape({-1, k}).to(at::kFloat).contiguous();
   at::Tensor out = at::empty({rows.size(0), out_features}, x.options());
   at::Tensor wide_bias;
