@@ -172,7 +172,7 @@ def test_a_filter_an_unknown_variable_a_bad_configuration_and_a_wrong_vllm(tmp_p
     finding(told, "error", "'memory_shre'", "did you mean 'memory_share'?")
     finding(told, "error", "cpu.thread;", "did you mean 'threads'?")
     finding(told, "error", "backplane.reference_ops is 7", "names")
-    finding(told, "error", "vLLM 0.29.0 is not supported", "supported: vLLM 0.32")
+    finding(told, "error", "vLLM 0.29.0 is not supported", "supported: 0.30, 0.31, 0.32")
     finding(told, "error", "several distributions provide the package vllm: vllm 0.29.0, vllm")
     finding(told, "warning", "is 0.29.0, but the imported vllm calls itself")
     finding(told, "error", "vLLM would run on")

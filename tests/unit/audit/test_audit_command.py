@@ -10,12 +10,13 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 from audit_cases import read_cases
 from audit_trees import NEW, OLD, write_tree
 from sarif_schema import sarif_schema
 
 from vllm_backplane.audit import RULES
-from vllm_backplane.cli import main
+from vllm_backplane.cli import build_parser, main
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -107,6 +108,16 @@ def test_what_cannot_be_read_is_status_2(arguments, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     assert main(["audit", *arguments]) == 2
     assert capsys.readouterr().err.startswith("vllm-backplane: error: ")
+
+
+def test_a_vllm_that_cannot_be_read_does_not_stop_the_others(plugin, new, tmp_path, capsys):
+    corrupt = tmp_path / "vllm-1.5-py3-none-any.whl"
+    corrupt.write_bytes(b"PK not a wheel")
+    assert main(["audit", plugin, "--vllm", str(corrupt), new, "--json"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"vllm-backplane: error: {corrupt} is not a wheel that can be read")
+    assert json.loads(shown.out)["vllm"] == ["2.0.0"]
+    assert json.loads(shown.out)["counts"]["error"] == 1
 
 
 @pytest.mark.parametrize(
@@ -251,6 +262,22 @@ def test_the_page_names_every_rule():
     page = (ROOT / "docs" / "audit.md").read_text()
     for rule in RULES.values():
         assert f"`{rule.id}`" in page and rule.summary in page
+
+
+def test_the_documented_workflow_is_one():
+    """The recipe for CI parses, and every command of ours in it is one that this version has."""
+    page = (ROOT / "docs" / "audit.md").read_text()
+    workflow = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    commands = [
+        part.split()[1:]
+        for job in workflow["jobs"].values()
+        for step in job["steps"]
+        for part in step.get("run", "").split(" && ")
+        if part.startswith("vllm-backplane ")
+    ]
+    assert {command[0] for command in commands} == {"audit", "patches"}
+    for command in commands:
+        assert build_parser().parse_args(command).command == command[0]
 
 
 def test_the_documented_use_as_a_library(tmp_path, new):

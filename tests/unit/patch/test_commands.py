@@ -208,19 +208,42 @@ def test_new_writes_patches_of_every_kind_and_unit_tests_that_pass(
         status, told = _run(capsys, "new", target, *where, *EXPLAINED)
         assert (status, told["missing"]) == (0, [])
         tests.append(told["written"][1])
-    done = _pytest(tmp_path, tests)
-    assert done.returncode == 0, done.stdout
-    assert f"{2 * len(targets)} passed" in done.stdout
+    done = _python(tmp_path, EVERY_KIND)
+    assert done.stdout.splitlines() == [f"{len(targets)} applied and undone"], done.stderr
+    done = _pytest(tmp_path, tests[-1:])
+    assert "2 passed" in done.stdout, done.stdout
     # And they can fail: against a vLLM that is not the one that the patch was written against.
     patch = tmp_path / "fresh" / "patches" / "engine" / "patch_mem_constants.py"
     patch.write_text(re.sub(r'"[0-9a-f]{16} ', '"0123456789abcdef ', patch.read_text()))
     assert "2 failed" in _pytest(tmp_path, tests[-1:]).stdout
 
 
+EVERY_KIND = """
+from vllm_backplane.patch import PatchSet, Process, Theatre
+from vllm_backplane.patch.surgery import find
+from vllm_backplane.upstream import SymbolIndex, installed_tree
+
+tree = installed_tree()
+theatre = Theatre(lambda index=SymbolIndex(tree): index, tree.version)
+patches = PatchSet.of_package("fresh.patches")
+before = [find(patch) for patch in patches.patches]
+theatre.apply(patches, Process.ENGINE)
+assert len(theatre.incisions) == len(patches.patches)
+assert all(vars(owner)[name] is not raw for owner, name, raw in before if not isinstance(raw, int))
+theatre.undo()
+assert all(vars(owner)[name] is raw for owner, name, raw in before)
+print(len(before), "applied and undone")
+"""
+
+
 def _pytest(folder: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
-    """As another project would run them, without our platform."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", *tests]
+    return _python(folder, "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))", "-q", "-c", "/dev/null", *tests)
+
+
+def _python(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As in another project, without our platform."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "VLLM_PLUGINS": ""}
+    command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
 
 
