@@ -7,6 +7,7 @@ from operator_checks import FLOAT_TYPES, assert_near, check_over_samples, exact,
 
 from vllm_backplane import ops
 from vllm_backplane.errors import OperatorError
+from vllm_backplane.ops.linear import blocked
 from vllm_backplane.ops.operator import Operator
 
 PROJECTIONS = [ops.linear, ops.logits]
@@ -39,7 +40,7 @@ def test_blocks_over_samples(dtype: torch.dtype) -> None:
 
 def test_blocks_hold_the_weight_transposed_and_zeros() -> None:
     weight = space(torch.float32).normal(5, 3)
-    blocks = ops.blocked(weight, 4)
+    blocks = blocked(weight, 4)
     assert blocks.shape == (2, 4, 3)
     assert blocks.stride() == (12, 1, 4), "rows of a block lie side by side"
     assert torch.equal(blocks.reshape(8, 3)[:5], weight)
@@ -48,13 +49,13 @@ def test_blocks_hold_the_weight_transposed_and_zeros() -> None:
 
 def test_pairs_lie_side_by_side() -> None:
     weight = torch.arange(8.0).view(8, 1)
-    pairs = ops.blocked(weight, 8, lanes=2)
+    pairs = blocked(weight, 8, lanes=2)
     assert pairs.shape == (1, 2, 2, 2, 1)
     assert torch.equal(pairs.reshape(8, 1), weight)
     assert pairs.permute(0, 4, 1, 3, 2).is_contiguous()
     assert pairs.permute(0, 4, 1, 3, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     with pytest.raises(OperatorError, match="do not divide"):
-        ops.blocked(weight, 8, lanes=3)
+        blocked(weight, 8, lanes=3)
 
 
 @pytest.mark.parametrize("op", PROJECTIONS, ids=lambda op: op.name)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_backplane.ops import blocked
+from vllm_backplane.ops.linear import blocked
 
 LIBRARY_NAME = "libbackplane_cpu.so"
 _TYPE_CODES = (torch.float32, torch.bfloat16, torch.float16)
