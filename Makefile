@@ -20,6 +20,9 @@ ARGS ?=
 
 VLLM_VERSION := 0.32.0
 TORCH_VERSION := 2.13.0
+# Given on the command line it would reach every process, and mean the version of an edited vLLM there.
+unexport VLLM_VERSION
+VERSIONS ?=
 
 bin := $(VENV)/bin
 # Stamps live in the environment they speak of, and go with it. A step touches its stamp last, so an
@@ -57,7 +60,8 @@ help:  ## Show this list
 	    'MODEL=$(MODEL)  model to serve: smollm2, minilm, a folder, a name; empty: smollm2' \
 	    'HOST=$(HOST)  PORT=$(PORT)  where to serve' \
 	    'DEVICE=$(DEVICE)  device to run on; empty: the best that is available' \
-	    'ARGS=$(ARGS)  more arguments, for "vllm serve" (serve) or pytest (unit, e2e)' \
+	    'ARGS=$(ARGS)  more arguments, for "vllm serve" (serve), pytest (unit, e2e) or the matrix (--json)' \
+	    'VERSIONS=$(VERSIONS)  releases of vLLM for the matrix; empty: all that are served' \
 	    'PYTHON=$(PYTHON)  VENV=$(VENV)  interpreter to start from, environment to make' \
 	    'PIP_ARGS=$(PIP_ARGS)  more arguments for every "pip install"' \
 	    'BACKPLANE_CACHE  folder for prepared models' \
@@ -94,6 +98,13 @@ doctor: $(plugin)  ## Show what this machine has and what would be used
 bench: $(plugin) $(models)  ## Measure the start-up time
 	@$(bin)/python benchmarks/startup.py $(ARGS)
 
+.PHONY: matrix
+matrix:  ## Run a smoke test on every release of vLLM that is served
+	@$(PYTHON) tests/matrix/run.py $(VERSIONS) $(ARGS)
+
+.PHONY: runtime
+runtime: $(plugin) $(models)  ## Install what serving needs into VENV
+
 .PHONY: setup
 setup: $(plugin) $(models) $(tools)  ## Install everything into VENV
 
@@ -101,11 +112,11 @@ setup: $(plugin) $(models) $(tools)  ## Install everything into VENV
 clean:  ## Remove what was built; keep VENV's packages and prepared models
 	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache $(plugin)
 	find vllm_backplane -name '*.so' -delete
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './.venv-*' -prune -exec rm -rf {} +
 
 .PHONY: distclean
-distclean: clean  ## Remove VENV too
-	@rm -rf $(VENV)
+distclean: clean  ## Remove VENV and the matrix's environments too
+	@rm -rf $(VENV) .venv-matrix-*
 
 $(venv):
 	@$(functions)

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -136,9 +135,7 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         cxx, torch = compiler(), Torch.find()
-        version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
         flags = [*COMPILE, f"-D_GLIBCXX_USE_CXX11_ABI={torch.string_abi()}"]
-        flags += [f'-DBACKPLANE_VERSION="{version}"', f'-DBACKPLANE_TORCH_VERSION="{torch.version}"']
         flags += [f"-I{folder}" for folder in ext.include_dirs]
         for folder in torch.includes:
             flags += ["-isystem", str(folder)]

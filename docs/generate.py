@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/architecture.md", "docs/operators.md", "docs/audit.md")
+PAGES = ("README.md", "docs/architecture.md", "docs/operators.md", "docs/audit.md", "docs/versions.md")
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -91,6 +91,18 @@ def audit_corpus() -> str:
     )
 
 
+def releases() -> str:
+    from vllm_backplane.supported import RELEASES
+
+    return table(("vLLM", "torch", "what is run on it"), ((r.version, r.torch, r.covered) for r in RELEASES))
+
+
+def partly_there() -> str:
+    from vllm_backplane.compat import PARTLY_THERE
+
+    return table(("of vLLM", "without it"), ((f"`{path}`", why) for path, why in PARTLY_THERE.items()))
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "options": options,
     "bindings": bindings,
@@ -98,6 +110,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "minimal device": minimal_device,
     "audit rules": audit_rules,
     "audit corpus": audit_corpus,
+    "releases": releases,
+    "partly there": partly_there,
 }
 
 

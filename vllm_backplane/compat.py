@@ -1,6 +1,7 @@
 """Where the supported versions of vLLM (0.30 to 0.32) differ, asked by capability rather than by number.
 
-Everything else is written once, for all of them.
+Everything else is written once, for all of them. `PARTLY_THERE` lists what we override or use of vLLM that not every
+supported version has; a test compares it with the source of each.
 """
 
 from __future__ import annotations
@@ -13,6 +14,41 @@ from importlib.util import find_spec
 from typing import Any
 
 Launch = Callable[..., None]
+
+_PUNICA = "vllm.lora.punica_wrapper.punica_base"
+
+PARTLY_THERE: Mapping[str, str] = {
+    "vllm.platforms.interface:Platform.register_triton_kernel_overrides": (
+        "where vLLM does not ask the platform for its kernels, ask_for_kernel_overrides does"
+    ),
+    "vllm.v1.worker.gpu_worker:Worker._make_model_runner": "where vLLM does not call it, build_runner does",
+    f"{_PUNICA}:PunicaWrapperABC.apply_lora_full_linear": "vLLM calls it where it has adapters that replace a layer",
+    f"{_PUNICA}:PunicaWrapperBase._select_full_linear_output": "used by apply_lora_full_linear alone",
+}
+"""module:Class.name of vLLM, and what happens in a version without it."""
+
+
+def ask_for_kernel_overrides(platform: Any) -> None:
+    """Have the platform replace the runner's Triton kernels. vLLM 0.31 asks by itself, in every process."""
+    from vllm.platforms.interface import Platform
+
+    if not hasattr(Platform, "register_triton_kernel_overrides"):
+        platform.register_triton_kernel_overrides()
+
+
+def hash_routing(moe: Any) -> bool:
+    """Whether experts are chosen by a table of token ids. vLLM 0.30 does not say; there, the one model that does it
+    (DeepSeek-V4) is refused for its attention."""
+    return bool(getattr(moe, "has_hash_routing", False))
+
+
+def configure_logging(args: Any) -> None:
+    """Apply the logging options of a command line. Since vLLM 0.31 they are options; before, variables alone."""
+    import vllm.logger
+
+    configure = getattr(vllm.logger, "configure_logging_from_args", None)
+    if configure is not None:
+        configure(args)
 
 
 def build_runner(worker: Any) -> None:

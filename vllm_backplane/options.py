@@ -19,6 +19,8 @@ from vllm_backplane.errors import OptionError, nearest
 T = TypeVar("T")
 
 PREFIX = "BACKPLANE_"
+SECTION = "backplane"
+"""Of --additional-config."""
 
 
 @dataclass(frozen=True, slots=True)

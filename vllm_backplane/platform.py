@@ -6,6 +6,7 @@ vLLM outside of any try block, so the error reaches the user instead of becoming
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own
 
 _device = runtime().device
 answer_for(_device, 0)
+if _device.capabilities.fork:
+    # vLLM's command line chooses spawn for everyone who has not chosen; it looks after this module is imported.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
 lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
 
 

@@ -10,12 +10,22 @@ from vllm_backplane.errors import BackplaneError
 def activate() -> None:
     """Called by vLLM before it builds engine arguments, engines and workers; may be called twice."""
     _insist_on_platform()
+    _declare_variables()
     from vllm_backplane.layers.binding import bind
     from vllm_backplane.patch import Process, lifecycle
     from vllm_backplane.runtime import runtime
 
     lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
     bind()
+
+
+def _declare_variables() -> None:
+    """vLLM warns of a VLLM_* variable that is not in its table, or refuses it where it was told to."""
+    from vllm import envs
+
+    from vllm_backplane.upstream.versions import VERSION_VARIABLE
+
+    envs.environment_variables[VERSION_VARIABLE] = lambda: os.environ.get(VERSION_VARIABLE)
 
 
 def _insist_on_platform() -> None:

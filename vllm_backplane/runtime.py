@@ -14,9 +14,7 @@ from typing import Any
 
 from vllm_backplane.device import Device, DeviceEntry, Selection, discover, select
 from vllm_backplane.errors import OptionError
-from vllm_backplane.options import Option, Setting, fraction, names, one_of, resolve, text
-
-SECTION = "backplane"
+from vllm_backplane.options import SECTION, Option, Setting, fraction, names, one_of, resolve, text
 
 OPTIONS: tuple[Option[Any], ...] = (
     Option(

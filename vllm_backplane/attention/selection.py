@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -29,16 +28,12 @@ def backend_path(selected: AttentionBackendEnum | None, wanted: AttentionSelecto
             f"attention backend {selected.name} was asked for, and device {device.name!r} has CUSTOM only; "
             "remove --attention-backend"
         )
-    values = wanted._asdict()
-    accepted = inspect.signature(backend.validate_configuration).parameters
-    reasons = backend.validate_configuration(
-        **{name: value for name, value in values.items() if name in accepted}, device_capability=None
-    )
+    reasons = backend.validate_configuration(**wanted._asdict(), device_capability=None)
     if wanted.dtype not in device.capabilities.dtypes:
         reasons.append(f"device {device.name!r} cannot compute in {wanted.dtype}")
     if reasons:
         raise BackplaneError(
             f"attention as this model asks for it is not supported on device {device.name!r}: {'; '.join(reasons)} "
-            f"({wanted!r})"
+            f"({wanted!r}). Change the option that asks for it, or choose a device that has it"
         )
     return BACKEND

@@ -182,8 +182,17 @@ class Calls(Expressions):
                 self._unresolved(target, "the name it is registered under is computed at run time")
             else:
                 self.fact(RegisterFact(self.place(target.slice), (Meaning(Ref(owner.base)),), key))
-        elif owner.path == "vllm.envs.environment_variables" and key is not None:
-            self.result.variables_declared.add(key)
+        elif owner.path == "vllm.envs.environment_variables":
+            if key is not None:
+                self.result.variables_declared.add(key)
+            self.result.declared_by_constant.update(ref.path for ref, _ in self.refs(target.slice))
+
+    def note_constants(self) -> None:
+        """Keep what other files may take from this module by name."""
+        for name in self.scope.names:
+            value = self.string(ast.Name(name, ast.Load()))
+            if value is not None and _VARIABLE.fullmatch(value):
+                self.result.constants[f"{self.module}.{name}"] = value
 
     def _owner_is_read(self, node: ast.expr) -> None:
         if isinstance(node, ast.Attribute):

@@ -29,7 +29,8 @@ def class_fact(
     reads: dict[str, NamedUse] = {}
     for definition in definitions.values() if any(bases) else ():
         first = [*definition.args.posonlyargs, *definition.args.args]
-        me = first[0].arg if first else ""
+        is_static = any(dotted(decorator) == "staticmethod" for decorator in definition.decorator_list)
+        me = first[0].arg if first and not is_static else ""
         for inner, guarded in _walk(definition):
             if not isinstance(inner, ast.Attribute) or (guarded and isinstance(inner.ctx, ast.Load)):
                 continue

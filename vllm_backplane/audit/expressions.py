@@ -58,6 +58,8 @@ _HELPER_OPERATORS = {
 _GUARD_NAME = re.compile(r"(?i)version|^_?has_|_available$|^_?have_|_supported$|^_?vllm_?(ge|gt|lt|le|is)?_?v?\d")
 _GUARD_CALLS = frozenset({"hasattr", "find_spec", "signature", "importorskip"})
 _MOST_ALTERNATIVES = 8
+_COMPUTED = ast.Await(ast.Constant(None))
+"""Stands for an expression that is not followed."""
 
 
 class Expressions:
@@ -108,6 +110,8 @@ class Expressions:
             return [Alternative(Const(node.value, node.lineno, node.col_offset))]
         if isinstance(node, (ast.Dict, ast.List, ast.Set)):
             return [Alternative(Literal(node, self.scope, self.reach))]
+        if isinstance(node, ast.DictComp):
+            return self._same_keys(node)
         if isinstance(node, ast.Tuple):
             return [Alternative(self._tuple(node))]
         if isinstance(node, ast.IfExp):
@@ -134,6 +138,24 @@ class Expressions:
         if isinstance(node, ast.Call):
             return self._call(node)
         return []
+
+    def _same_keys(self, node: ast.DictComp) -> list[Alternative]:
+        """``{name: f(value) for name, value in TABLE.items()}`` has the keys of the table. With a condition, which of
+        them it has is not known."""
+        [over, *more] = node.generators
+        items, target = over.iter, over.target
+        if more or over.ifs or not isinstance(target, ast.Tuple) or not isinstance(node.key, ast.Name):
+            return []
+        if not isinstance(items, ast.Call) or not isinstance(items.func, ast.Attribute) or items.func.attr != "items":
+            return []
+        first = target.elts[0]
+        table = self.single(items.func.value)
+        if not isinstance(first, ast.Name) or first.id != node.key.id:
+            return []
+        if not isinstance(table, Literal) or not isinstance(table.node, ast.Dict):
+            return []
+        keys = [key for key, _ in table.pairs()]
+        return [Alternative(Literal(ast.Dict(keys, [_COMPUTED] * len(keys)), table.scope, table.reach))]
 
     def _tuple(self, node: ast.Tuple) -> Value:
         elements = [self.single(element) for element in node.elts]

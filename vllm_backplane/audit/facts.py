@@ -169,6 +169,10 @@ class FileFacts:
     attributes_set: set[str] = field(default_factory=set)
     variables_declared: set[str] = field(default_factory=set)
     """Added to vLLM's own table of variables."""
+    declared_by_constant: set[str] = field(default_factory=set)
+    """The same, by the dotted name of a constant in another module."""
+    constants: dict[str, str] = field(default_factory=dict)
+    """Constants of this module that hold names of variables, by dotted name."""
     variables_mentioned: set[str] = field(default_factory=set)
     """Handed to functions of the plugin that read variables, or to a table of them."""
     names_registered: set[str] = field(default_factory=set)

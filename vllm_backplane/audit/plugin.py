@@ -100,7 +100,11 @@ class Plugin:
         self.attributes_set = frozenset().union(*(file.attributes_set for file in read)) | frozenset(
             fact.attribute for fact in facts if isinstance(fact, PatchFact)
         )
-        self.variables_declared = frozenset().union(*(file.variables_declared for file in read))
+        constants = {path: name for file in read for path, name in file.constants.items()}
+        by_constant = frozenset().union(*(file.declared_by_constant for file in read))
+        self.variables_declared = frozenset().union(*(file.variables_declared for file in read)) | frozenset(
+            constants[path] for path in by_constant & constants.keys()
+        )
         self.classes = frozenset().union(*(file.classes for file in read))
         self.names_registered = frozenset().union(*(file.names_registered for file in read))
         self.variables_read = frozenset().union(*(file.variables_mentioned for file in read)) | frozenset(

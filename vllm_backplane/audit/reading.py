@@ -55,6 +55,7 @@ class Reader(Calls):
         )
         self.functions = examine(tree)
         self.block(tree.body)
+        self.note_constants()
         while self._deferred:
             function, scope, reach = self._deferred.pop(0)
             self.scope, self.reach, self.caught = scope, reach, ()

@@ -6,7 +6,7 @@ say its version. With one vLLM, it reports what is broken there; with several, a
 the next.
 
 Exits with 0 if nothing is as bad as --fail-on, 1 if something is, 2 if the command line is wrong or a vLLM or
-PATH cannot be read.
+PATH cannot be read; what can be read is audited all the same.
 
 With --json, the keys are: path, vllm, files, counts, findings; of a finding: rule, name, severity, file, line, column,
 vllm, message, remedy, and diff where --diff finds one.
@@ -66,8 +66,17 @@ def run(args: argparse.Namespace) -> int:
     to_stdout = args.sarif is not None and str(args.sarif) == "-"
     if to_stdout and args.json:
         args.parser.error("--json and --sarif - both write to stdout; give one of them a file")
+    trees, unreadable = [], False
+    for spec in args.vllm or ["installed"]:
+        try:
+            trees.append(open_tree(spec, _output.progress))
+        except BackplaneError as fault:
+            # The others are audited all the same; the exit status tells.
+            print(f"vllm-backplane: error: {fault}", file=sys.stderr)
+            unreadable = True
+    if not trees:
+        return 2
     try:
-        trees = [open_tree(spec, _output.progress) for spec in args.vllm or ["installed"]]
         report = audit(
             args.path, trees, exclude=args.exclude, workers=args.workers or len(os.sched_getaffinity(0)), diff=args.diff
         )
@@ -89,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     elif not to_stdout:
         for line in as_text(report, Severity[args.show.upper()]):
             print(line)
+    if unreadable:
+        return 2
     worst = report.worst()
     return int(args.fail_on != "never" and worst is not None and worst >= Severity[args.fail_on.upper()])
 

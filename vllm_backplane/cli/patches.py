@@ -44,6 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "target", metavar="MODULE:NAME", help="what to patch, such as vllm.config.model:ModelConfig.verify"
     )
     new.add_argument("--process", choices=("platform", "engine", "worker"), required=True)
+    new.add_argument("--on-import", action="store_true", help="for a patch of one model or feature: load it with that")
+    for field in ("why", "how", "upstream", "remove-when"):
+        new.add_argument(f"--{field}", metavar="TEXT", default="", help="that field; without it, fill it in by hand")
     new.add_argument("--root", type=Path, default=Path("."), help="the repository to write into (default: this folder)")
     for parser_ in (show, check, diff, new):
         parser_.add_argument(
@@ -186,14 +189,19 @@ def _docs(args: argparse.Namespace) -> int:
 
 
 def _new(args: argparse.Namespace) -> int:
-    from vllm_backplane.patch.skeleton import write
+    from vllm_backplane.patch.collection import OWN_PACKAGE
+    from vllm_backplane.patch.skeleton import EXPLANATIONS, Wanted, write
 
     index, version = _vllm(args)
-    written = write(args.target, args.process, index, version, args.root, args.package or "vllm_backplane.patch")
+    explained = {field: getattr(args, field) for field in EXPLANATIONS}
+    wanted = Wanted(args.target, args.process, args.package or OWN_PACKAGE, args.on_import, explained)
+    written = write(wanted, index, version, args.root)
+    missing = [field for field in EXPLANATIONS if not explained[field]]
     if args.json:
-        _output.print_json({"written": [str(path) for path in written]})
+        _output.print_json({"written": [str(path) for path in written], "missing": missing})
     else:
         for path in written:
             print(path)
-        print("Fill in why, how, upstream and remove_when: the patch cannot be imported before.")
+        if missing:
+            print(f"Fill in {', '.join(missing)}: the patch cannot be imported before.")
     return 0

@@ -12,6 +12,7 @@ With --config and no MODEL, the configuration file names the model.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shlex
 import sys
@@ -33,7 +34,7 @@ DEVICE_VARIABLE = "BACKPLANE_DEVICE"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What replaces this process."""
+    """What this process goes on as."""
 
     command: list[str]
     variables: dict[str, str]
@@ -65,10 +66,37 @@ def run(args: argparse.Namespace) -> int:
             variables = [f"{name}={shlex.quote(value)}" for name, value in launch.variables.items()]
             print(" ".join([*variables, shlex.join(launch.command)]))
         return 0
-    sys.stdout.flush()
-    sys.stderr.flush()
     os.environ.update(launch.variables)
-    os.execv(launch.command[0], launch.command)
+    return become(launch)
+
+
+def become(launch: Launch) -> int:
+    """vLLM's serve command in this process.
+
+    That saves the start of another process and the import of vLLM's other commands, keeps the current folder off the
+    path, and works where vLLM's distribution has another name than 'vllm', which its own command line insists on.
+    """
+    # Nothing that is imported becomes garbage, and the collector would look for some again and again.
+    gc.disable()
+    from vllm.entrypoints.cli import serve as vllm_serve
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_backplane import compat
+
+    gc.freeze()
+    gc.enable()
+    cli_env_setup()
+    sys.argv = ["vllm", *launch.command[launch.command.index("serve") :]]
+    parser = FlexibleArgumentParser(prog="vllm")
+    subparsers = parser.add_subparsers(required=True, dest="subparser")
+    (command,) = vllm_serve.cmd_init()
+    command.subparser_init(subparsers)
+    args = parser.parse_args()
+    compat.configure_logging(args)
+    command.validate(args)
+    command.cmd(args)
+    return 0
 
 
 def refuse_lockout(environment: Mapping[str, str]) -> None:

@@ -70,6 +70,9 @@ class Capabilities:
     """Triton compiles for it, so vLLM's own Triton kernels and its second model runner can be used."""
     pinned_memory: bool = False
     sleep: bool = False
+    fork: bool = False
+    """A process that has loaded the device, and computed with it, may be forked; then vLLM's processes start without
+    importing everything anew."""
     host_memory: bool = False
     """Cards share the host's memory, so the workers of one host divide it among themselves."""
     profile_tokens: int | None = None
@@ -146,6 +149,11 @@ class Device(ABC):
         """Highest `own_memory` since the last reset. While this is not overridden, a tenth of the allowed memory is
         kept for activations."""
         return self.own_memory(index)
+
+    def arrange_linear(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The weight of a linear layer, [out, in], in the order in which `blocked_linear` is to read it: any
+        tensor whose ``reshape(-1, in)`` begins with the weight's rows. None leaves it as it is."""
+        return None
 
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
         """Memory for the KV cache: `count` zero bytes (int8) on a card."""

@@ -13,7 +13,7 @@ from vllm_backplane.diagnosis import settings
 from vllm_backplane.diagnosis.findings import Finding, Mark, error, warning
 from vllm_backplane.diagnosis.settings import OptionInfo, Settled
 from vllm_backplane.diagnosis.stage import Step, Steps
-from vllm_backplane.options import PREFIX
+from vllm_backplane.options import PREFIX, SECTION
 
 if TYPE_CHECKING:
     from vllm_backplane.device import Device, DeviceEntry
@@ -135,7 +135,7 @@ def _is_broken(entry: DeviceEntry) -> bool:
 
 
 def _settle(entries: Mapping[str, DeviceEntry], config: Mapping[str, Any]) -> Settled:
-    from vllm_backplane.runtime import SECTION, scopes
+    from vllm_backplane.runtime import scopes
 
     return settings.settle(scopes(entries), config.get(SECTION, {}), os.environ)
 

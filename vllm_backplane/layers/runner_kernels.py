@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -299,15 +300,11 @@ ADAPTERS: Mapping[str, Launch] = {
     "vllm.v1.worker.mamba_utils.batch_memcpy_kernel": _batch_memcpy,
 }
 
-_bound: set[str] = set()
 
-
+@cache
 def register() -> None:
     """Put the operators in place of the runner's kernels. Calling it again does nothing."""
-    pending = {name: launcher(name, adapter) for name, adapter in ADAPTERS.items() if name not in _bound}
-    if pending:
-        compat.register_kernels(pending)
-        _bound.update(pending)
+    compat.register_kernels({name: launcher(name, adapter) for name, adapter in ADAPTERS.items()})
 
 
 def launcher(name: str, adapter: Launch) -> Launch:

@@ -19,7 +19,7 @@ from vllm_backplane.ops.activations import (
 from vllm_backplane.ops.attention import paged_attention, varlen_attention
 from vllm_backplane.ops.embedding import embedding, logits
 from vllm_backplane.ops.kv_cache import kv_cache_write, kv_cache_zero_blocks
-from vllm_backplane.ops.linear import linear
+from vllm_backplane.ops.linear import blocked_linear, linear
 from vllm_backplane.ops.lora import lora_expand, lora_shrink
 from vllm_backplane.ops.moe import moe_experts, moe_route
 from vllm_backplane.ops.norms import fused_add_gemma_rms_norm, fused_add_rms_norm, gemma_rms_norm, rms_norm
@@ -48,6 +48,7 @@ from vllm_backplane.ops.speculation import (
 
 __all__ = [
     "apply_penalties",
+    "blocked_linear",
     "compute_slot_mapping",
     "copy_and_expand_dflash_inputs",
     "copy_and_expand_eagle_inputs",

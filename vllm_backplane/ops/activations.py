@@ -35,7 +35,7 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(x)
 
 
-def _gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
+def gelu_of(x: torch.Tensor, approximate: str) -> torch.Tensor:
     if approximate == "none":
         return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
     if approximate == "tanh":
@@ -74,7 +74,7 @@ def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
 def gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """gelu(gate) * up, where x = [gate, up]; approximate is 'none' or 'tanh'."""
     gate, up = _halves(x)
-    return _rounded(_gelu(gate, approximate) * up, x.dtype)
+    return _rounded(gelu_of(gate, approximate) * up, x.dtype)
 
 
 @operator("(Tensor x, float threshold) -> Tensor", samples=_samples((0.0,), (0.5,)))
@@ -108,13 +108,13 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float, limit: float) -> torch.Tens
 @operator("(Tensor x, str approximate) -> Tensor", samples=_samples(("none",), ("tanh",)))
 def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     """Gaussian error linear unit; approximate is 'none' (erf) or 'tanh'."""
-    return _rounded(_gelu(x.float(), approximate), x.dtype)
+    return _rounded(gelu_of(x.float(), approximate), x.dtype)
 
 
 @operator("(Tensor x) -> Tensor", samples=_samples())
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
     """The tanh approximation of gelu as GPT-2 has it."""
-    return _rounded(_gelu(x.float(), "tanh"), x.dtype)
+    return _rounded(gelu_of(x.float(), "tanh"), x.dtype)
 
 
 @operator("(Tensor x) -> Tensor", samples=_samples())

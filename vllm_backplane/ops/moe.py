@@ -8,13 +8,13 @@ is correct everywhere, but a device that captures graphs needs a kernel of its o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
 from vllm_backplane.errors import OperatorError, nearest
+from vllm_backplane.ops.activations import gelu_of
 from vllm_backplane.ops.operator import Sample, SampleSpace, Tolerance, operator
 
 GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "situ")
@@ -105,12 +105,6 @@ def moe_route(
     return weights, ids.to(torch.int32)
 
 
-def _gelu(x: torch.Tensor, approximate: bool) -> torch.Tensor:
-    if approximate:
-        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
-    return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
-
-
 def _unknown_activation(name: str) -> OperatorError:
     return OperatorError(f"moe_experts: unknown activation {name!r}{nearest(name, GATED + PLAIN)}")
 
@@ -123,7 +117,7 @@ def _activate(name: str, projected: torch.Tensor, alpha: float, limit: float | N
         elif name == "silu_no_mul":
             y = x * torch.sigmoid(x)
         else:
-            y = _gelu(x, name == "gelu_tanh_no_mul")
+            y = gelu_of(x, "tanh" if name == "gelu_tanh_no_mul" else "none")
         return y.to(projected.dtype)
     if name == "swigluoai":
         gate, up = x[..., ::2], x[..., 1::2]
@@ -142,7 +136,7 @@ def _activate(name: str, projected: torch.Tensor, alpha: float, limit: float | N
         bounded = up if limit is None else limit * torch.tanh(up / limit)
         y = alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * bounded
     elif name in ("gelu", "gelu_tanh"):
-        y = _gelu(gate, name == "gelu_tanh") * up
+        y = gelu_of(gate, "tanh" if name == "gelu_tanh" else "none") * up
     else:
         raise _unknown_activation(name)
     return y.to(projected.dtype)

@@ -11,31 +11,65 @@ import importlib
 import pkgutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.abc import InspectLoader
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 from vllm_backplane.errors import PatchError, nearest
 from vllm_backplane.patch.declaration import Patch, Process, patches_of
+from vllm_backplane.patch.deferral import waits_for
 
 ENTRY_POINT_GROUP = "vllm_backplane.patches"
 OWN_PACKAGE = "vllm_backplane.patch"
 
 
 @dataclass(frozen=True, slots=True)
+class PatchFile:
+    """A module of patches."""
+
+    module: str
+    process: Process
+    waits_for: tuple[str, ...]
+    """Modules of vLLM before whose import nothing of it is needed; empty for a file that is always needed."""
+
+    def load(self) -> list[Patch]:
+        module = importlib.import_module(self.module)
+        patches = patches_of(vars(module))
+        if not patches:
+            raise PatchError(f"{self.module} declares no patch; remove it")
+        own = [patch for patch in patches if patch.module == self.module]  # not one that was imported to be named
+        for patch in own:
+            if patch.process is not self.process:
+                folder = self.module.rpartition(".")[0]
+                raise PatchError(f"{patch.name} is for {patch.process.value} and lies in {folder}; move it")
+        return own
+
+
+@dataclass(frozen=True, slots=True)
 class PatchSet:
     patches: tuple[Patch, ...]
+    features: tuple[PatchFile, ...] = ()
+    """Files of patches that are left for when their feature is loaded."""
 
     @classmethod
     def of_package(cls, package: str) -> PatchSet:
         """Every patch of a package, checked for what can be wrong between patches."""
-        return cls(tuple(_of_package(package))).checked()
+        return cls.of_packages([package])
 
     @classmethod
-    def installed(cls) -> PatchSet:
+    def of_packages(cls, packages: Iterable[str], *, leave_features: bool = False) -> PatchSet:
+        files = [file for package in packages for file in _files(package)]
+        left = [file for file in files if leave_features and file.waits_for]
+        return cls(tuple(patch for file in files if file not in left for patch in file.load()), tuple(left)).checked()
+
+    @classmethod
+    def installed(cls, *, leave_features: bool = False) -> PatchSet:
         """Ours and those of every distribution that announces some."""
-        found = list(_of_package(OWN_PACKAGE))
-        for point in entry_points(group=ENTRY_POINT_GROUP):
-            found += _of_package(point.value)
-        return cls(tuple(found)).checked()
+        announced = [point.value for point in entry_points(group=ENTRY_POINT_GROUP)]
+        return cls.of_packages([OWN_PACKAGE, *announced], leave_features=leave_features)
+
+    def __bool__(self) -> bool:
+        return bool(self.patches or self.features)
 
     def checked(self) -> PatchSet:
         names: dict[str, Patch] = {}
@@ -63,7 +97,7 @@ class PatchSet:
         return tuple(_ordered([patch for patch in self.patches if patch.process is process]))
 
 
-def _of_package(package: str) -> Iterator[Patch]:
+def _files(package: str) -> Iterator[PatchFile]:
     for process in Process:
         folder = f"{package}.{process.value}"
         try:
@@ -73,17 +107,16 @@ def _of_package(package: str) -> Iterator[Patch]:
                 raise
             continue  # a package need not have patches for every process
         for info in pkgutil.iter_modules(found.__path__):
+            module = f"{folder}.{info.name}"
             if not info.name.startswith("patch_"):
-                raise PatchError(f"{folder}.{info.name} is not called patch_<module>; rename it or move it elsewhere")
-            module = importlib.import_module(f"{folder}.{info.name}")
-            patches = patches_of(vars(module))
-            if not patches:
-                raise PatchError(f"{module.__name__} declares no patch; remove it")
-            for patch in patches:
-                if patch.module == module.__name__:  # not one that was imported to be named
-                    if patch.process is not process:
-                        raise PatchError(f"{patch.name} is for {patch.process.value} and lies in {folder}; move it")
-                    yield patch
+                raise PatchError(f"{module} is not called patch_<module>; rename it or move it elsewhere")
+            yield PatchFile(module, process, waits_for(_source(module)))
+
+
+def _source(module: str) -> str:
+    spec = find_spec(module)
+    source = spec.loader.get_source(module) if spec is not None and isinstance(spec.loader, InspectLoader) else None
+    return source or ""
 
 
 def _refuse_rivals(patches: Iterable[Patch]) -> None:

@@ -122,7 +122,8 @@ class Patch:
         return {version: Fingerprint.parse(text) for version, text in self.fingerprints.items()}
 
     def __call__(self, replacement: Any) -> Patch:
-        """As a decorator: the function or class that takes the target's place."""
+        """As a decorator: the function or class that takes the target's place. For a class it may be a function that
+        takes the original and returns a subclass; then declaring the patch imports nothing of vLLM."""
         if self.replacement is not None:
             raise PatchError(f"{self.name} already has its replacement")
         self.replacement = replacement

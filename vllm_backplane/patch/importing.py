@@ -27,15 +27,15 @@ class _Watcher(importlib.abc.MetaPathFinder):
                 spec = finder.find_spec(fullname, path, target)
                 if spec is not None:
                     if spec.loader is not None:
-                        spec.loader = _Loader(spec.loader, self.waiting.pop(fullname))
+                        spec.loader = _Loader(spec.loader, self)
                     return spec
         return None
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, actions: list[Action]) -> None:
+    def __init__(self, loader: importlib.abc.Loader, watcher: _Watcher) -> None:
         self._loader = loader
-        self._actions = actions
+        self._watcher = watcher
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)  # get_source, get_filename and others that tools ask for
@@ -47,8 +47,10 @@ class _Loader(importlib.abc.Loader):
         self._loader.exec_module(module)
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        for action in self._actions:
+        for action in list(self._watcher.waiting.get(module.__name__, ())):
+            # One that raises ends this import, and stays: a second import must not succeed without it.
             action()
+        self._watcher.waiting.pop(module.__name__, None)
 
 
 _watcher = _Watcher()

@@ -18,7 +18,7 @@ from vllm_backplane.upstream import SymbolIndex, installed_tree, installed_versi
 
 @cache
 def patches() -> PatchSet:
-    return PatchSet.installed()
+    return PatchSet.installed(leave_features=True)
 
 
 @cache
@@ -28,7 +28,7 @@ def theatre() -> Theatre:
 
 def start(drift: str, *processes: Process) -> None:
     """Apply the patches of these processes to this one. Nothing happens where there are none."""
-    if not patches().patches:
+    if not patches():
         return
     theatre().drift = drift
     for process in processes:
@@ -40,7 +40,7 @@ def report() -> str:
 
     vLLM sets its logging up after the platform, so what is logged while patches are applied may not be seen.
     """
-    if not patches().patches:
+    if not patches():
         return ""
     told = [
         f"{name} {'applied' if name in theatre().incisions else verdict.outcome.value}"

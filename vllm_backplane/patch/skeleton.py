@@ -2,100 +2,60 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.version import Version
 
 from vllm_backplane.errors import PatchError
+from vllm_backplane.patch import templates
 from vllm_backplane.patch.verification import take_fingerprint
 from vllm_backplane.upstream import SymbolIndex
+from vllm_backplane.upstream.modules import Binds, Calling, Symbol
 
-_PATCH = '''"""{target}: in one line, what is wrong with it here."""
-
-from __future__ import annotations
-
-from vllm_backplane.patch import Patch, Process
+EXPLANATIONS = ("why", "how", "upstream", "remove_when")
 
 
-@Patch(
-    target="{target}",
-    process=Process.{process},
-    versions=">={low},<{high}",
-    why="",
-    how="",
-    upstream="",
-    remove_when="",
-    fingerprints={{
-        "{version}": (
-{fingerprint}
-        ),
-    }},
-)
-def {name}({parameters}):  # type: ignore[no-untyped-def]
-    return {name}.original({arguments})
-'''
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What `patches new` was asked for."""
 
-_UNIT = '''"""The patch {name}, by itself."""
-
-from __future__ import annotations
-
-from {package}.{process}.patch_{module} import {name}
-from vllm_backplane.patch import Outcome, verify
-from vllm_backplane.upstream import SymbolIndex, installed_tree
+    target: str
+    process: str
+    package: str
+    on_import: bool = False
+    explained: Mapping[str, str] = field(default_factory=dict)
+    """Of `EXPLANATIONS`; what is missing is left empty, and the patch cannot be imported before it is filled in."""
 
 
-def test_it_fits_the_installed_vllm() -> None:
-    tree = installed_tree()
-    assert verify({name}, SymbolIndex(tree), tree.version).outcome is Outcome.FITS
-
-
-def test_it_does_what_it_is_for() -> None:
-    raise AssertionError("write what {name} changes, as a comparison with what vLLM does without it")
-'''
-
-_E2E = '''"""The patch {name}, in a running engine."""
-
-from __future__ import annotations
-
-
-def test_the_engine_behaves_as_the_patch_intends() -> None:
-    raise AssertionError("start an engine that needs {name} and show that it does what it should")
-'''
-
-
-def write(target: str, process: str, index: SymbolIndex, version: str, root: Path, package: str) -> list[Path]:
-    """Write three files; refuse to overwrite one. The tests fail until they are written."""
-    module, _, qualified = target.partition(":")
+def write(wanted: Wanted, index: SymbolIndex, version: str, root: Path) -> list[Path]:
+    """Write three files; refuse to overwrite one."""
+    module, _, qualified = wanted.target.partition(":")
     if not qualified:
-        raise PatchError(f"{target!r} names a module only; add what to patch in it: {target}:NAME")
+        raise PatchError(f"{wanted.target!r} names a module only; add what to patch in it: {wanted.target}:NAME")
     found = index.resolve(module, qualified)
-    if not found.is_found:
-        raise PatchError(f"{target} does not exist in vLLM {version} ({found.reason})")
-    if "." in qualified and found.qualname != qualified:
-        raise PatchError(f"{target} is inherited from {found.path}; patch it there")
-    source = index.normalised_source_of(found.module, found.qualname)
+    if not found.is_found or found.symbol is None:
+        raise PatchError(f"{wanted.target} does not exist in vLLM {version} ({found.reason or 'it is no definition'})")
+    if (found.module, found.qualname) != (module, qualified):
+        where = "inherited" if "." in qualified else "imported"
+        raise PatchError(f"{wanted.target} is {where} from {found.path}; patch it there")
     stem = module.rpartition(".")[2]
     name = re.sub(r"\W|(?<=[a-z])(?=[A-Z])", "_", qualified).lower()
-    parameters, arguments = _parameters(source)
-    release = Version(version)
-    values = {
-        "target": target,
-        "process": process.upper(),
-        "version": version,
-        "low": f"{release.major}.{release.minor}",
-        "high": f"{release.major}.{release.minor + 1}",
-        "fingerprint": _folded(str(take_fingerprint(source))),
-        "name": name,
-        "parameters": parameters,
-        "arguments": arguments,
-    }
-    names = {"name": name, "package": package, "process": process, "module": stem}
-    folder = root / Path(*package.split(".")) / process
+    source = index.normalised_source_of(found.module, found.qualname)
+    declaration = _declaration(name, found.symbol, source, _fields(wanted, source, version))
+    why = wanted.explained.get("why") or "in one line, what is wrong with it here."
+    names = {"name": name, "package": wanted.package, "process": wanted.process, "module": stem}
+    folder = root / Path(*wanted.package.split(".")) / wanted.process
     files = {
-        folder / f"patch_{stem}.py": _PATCH.format(**values),
-        root / "tests" / "unit" / "patch" / f"test_patch_{stem}.py": _UNIT.format(**names),
-        root / "tests" / "e2e" / f"test_patch_{stem}_running.py": _E2E.format(**names),
+        folder / f"patch_{stem}.py": templates.PATCH.format(
+            target=wanted.target, why_line=why.partition("\n")[0], declaration=declaration.strip("\n")
+        ),
+        root / "tests" / "unit" / "patch" / f"test_patch_{stem}.py": templates.UNIT.format(**names),
+        root / "tests" / "e2e" / f"test_patch_{stem}_running.py": templates.E2E.format(**names),
     }
     for path in files:
         if path.exists():
@@ -103,7 +63,58 @@ def write(target: str, process: str, index: SymbolIndex, version: str, root: Pat
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    for path in (folder / "__init__.py", folder.parent / "__init__.py"):
+        if not path.exists():
+            path.touch()
     return list(files)
+
+
+def _fields(wanted: Wanted, source: str, version: str) -> str:
+    release = Version(version)
+    return templates.FIELDS.format(
+        target=wanted.target,
+        process=wanted.process.upper(),
+        low=f"{release.major}.{release.minor}",
+        high=f"{release.major}.{release.minor + 1}",
+        version=version,
+        fingerprint=_folded(str(take_fingerprint(source))),
+        on_import="\n    on_import=True," if wanted.on_import else "",
+        **{each: json.dumps(wanted.explained.get(each) or "", ensure_ascii=False) for each in EXPLANATIONS},
+    )
+
+
+def _declaration(name: str, symbol: Symbol, source: str, fields: str) -> str:
+    if symbol.binds is Binds.CLASS:
+        return templates.CLASS.format(name=name, fields=fields)
+    if symbol.binds not in (Binds.FUNCTION, Binds.PROPERTY):
+        return templates.CONSTANT.format(name=name, fields=fields, value=_value(source))
+    is_async = symbol.signature is not None and symbol.signature.is_async
+    return templates.FUNCTION.format(
+        name=name,
+        fields=fields,
+        keyword="async def" if is_async else "def",
+        call="await " if is_async else "",
+        parameters=_parameters(symbol),
+    )
+
+
+def _parameters(symbol: Symbol) -> str:
+    """Of a replacement that takes whatever the original takes; also what it passes on."""
+    first = symbol.signature.parameters[0].name if symbol.signature and symbol.signature.parameters else ""
+    if symbol.binds is Binds.PROPERTY:
+        return first
+    takes_owner = symbol.calling is not Calling.NOTHING and first in ("self", "cls")
+    return f"{first}, *args, **kwargs" if takes_owner else "*args, **kwargs"
+
+
+def _value(source: str) -> str:
+    """What a constant is now, if it is written out."""
+    [statement, *_] = ast.parse(source).body
+    value = getattr(statement, "value", None)
+    try:
+        return repr(ast.literal_eval(value)) if value is not None else "None"
+    except ValueError:
+        return "None"
 
 
 def _folded(fingerprint: str, width: int = 95) -> str:
@@ -115,11 +126,3 @@ def _folded(fingerprint: str, width: int = 95) -> str:
         line += f" {word}" if lines or line else word
     lines.append(line)
     return "\n".join(f'            "{part}"' for part in lines)
-
-
-def _parameters(source: str) -> tuple[str, str]:
-    """(parameter list, call that passes everything on) of a function's source; a class gets the general form."""
-    found = re.match(r"(?:@\w+[^\n]*\n)*(?:async )?def \w+\((self|cls)?", source)
-    first = found[1] if found and found[1] == "self" else None
-    start = f"{first}, " if first else ""
-    return f"{start}*args, **kwargs", f"{start}*args, **kwargs"

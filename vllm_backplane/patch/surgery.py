@@ -81,7 +81,7 @@ def operate(patch: Patch) -> Incision:
     owner, attribute, raw = find(patch)
     replacement = _in_kind(patch, raw)
     incision = Incision(patch)
-    patch.original = getattr(owner, attribute) if inspect.isclass(owner) else raw
+    patch.original = _callable_original(raw)
     holders = _holders(patch, owner, attribute, raw)
     incision.put(owner, attribute, raw, replacement)
     for module, name in holders:
@@ -89,15 +89,27 @@ def operate(patch: Patch) -> Incision:
     return incision
 
 
+def _callable_original(raw: Any) -> Any:
+    """What was there, so that the replacement can call it with the arguments it was given, `self` or `cls` included."""
+    if isinstance(raw, (staticmethod, classmethod)):
+        return raw.__func__
+    return raw.fget if isinstance(raw, property) else raw
+
+
 def _in_kind(patch: Patch, raw: Any) -> Any:
     """The replacement as the same kind of descriptor as what it replaces."""
     new = patch.replacement
+    if inspect.isclass(raw) and inspect.isfunction(new):
+        new = new(raw)
     if isinstance(raw, (staticmethod, classmethod)) and not isinstance(new, type(raw)):
         return type(raw)(new)
     if isinstance(raw, property) and not isinstance(new, property):
         return property(new, raw.fset, raw.fdel, raw.__doc__)
     if inspect.isclass(raw) and not inspect.isclass(new):
-        raise PatchError(f"{patch.name} puts a {type(new).__name__} in the place of a class")
+        raise PatchError(
+            f"{patch.name} puts a {type(new).__name__} in the place of a class; give a subclass of it, or a function "
+            "that takes it and returns one"
+        )
     if inspect.isclass(raw) and not issubclass(new, raw):
         raise PatchError(f"{patch.name}: its class must inherit from {patch.target}, so that isinstance still holds")
     if callable(raw) and not callable(new):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from vllm_backplane.patch.declaration import Fingerprint, Patch
-from vllm_backplane.upstream import Resolution, Signature, SymbolIndex, fingerprint, in_range, mismatches
+from vllm_backplane.upstream import Resolution, Signature, SymbolIndex, fingerprint, in_range, kept_tree, mismatches
 from vllm_backplane.upstream.modules import Calling
 from vllm_backplane.upstream.signatures import signature_of_node
 
@@ -106,7 +106,8 @@ def _compared(patch: Patch, source: str, version: str) -> Verdict:
         if known.digest == found.digest:
             return Verdict(patch.name, Outcome.FITS, f"the target is as in vLLM {known_version}", "", str(found))
     nearest_version, nearest = max(patch.known().items(), key=lambda item: _alike(item[1], found))
-    diff = shown_drift(source, nearest, found)
+    before = _kept_source(patch, nearest_version, nearest)
+    diff = shown_drift(source, nearest, found) if before is None else whole_drift(before, source)
     detail = f"{patch.target} in vLLM {version} is not what the patch was written against (vLLM {nearest_version})"
     if patch.tolerates_change is not None:
         return Verdict(
@@ -117,6 +118,21 @@ def _compared(patch: Patch, source: str, version: str) -> Verdict:
 
 def _alike(known: Fingerprint, found: Fingerprint) -> float:
     return difflib.SequenceMatcher(None, known.lines, found.lines, autojunk=False).ratio()
+
+
+def _kept_source(patch: Patch, version: str, known: Fingerprint) -> str | None:
+    """What the target was, where the source of that vLLM has been fetched before."""
+    tree = kept_tree(version) if patch.target_module.partition(".")[0] == "vllm" else None
+    index = SymbolIndex(tree) if tree is not None else None
+    if index is None or not index.resolve(patch.target_module, patch.target_name).is_found:
+        return None
+    source = index.normalised_source_of(patch.target_module, patch.target_name)
+    return source if take_fingerprint(source).digest == known.digest else None
+
+
+def whole_drift(before: str, after: str) -> str:
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=3)
+    return "\n".join(f"  {line}" for line in list(lines)[2:])
 
 
 def shown_drift(source: str, known: Fingerprint, found: Fingerprint) -> str:

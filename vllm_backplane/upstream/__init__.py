@@ -3,7 +3,7 @@
 `open_tree` finds the source, `SymbolIndex` says what a name in it means, and `fingerprint` whether it changed.
 """
 
-from vllm_backplane.upstream.locate import installed_tree, open_tree
+from vllm_backplane.upstream.locate import installed_tree, kept_tree, open_tree
 from vllm_backplane.upstream.normal import fingerprint, normalised
 from vllm_backplane.upstream.signatures import Mismatch, Signature, mismatches
 from vllm_backplane.upstream.source import SourceError, SourceTree
@@ -22,6 +22,7 @@ __all__ = [
     "in_range",
     "installed_tree",
     "installed_version",
+    "kept_tree",
     "mismatches",
     "normalised",
     "open_tree",

@@ -38,10 +38,15 @@ def silent(_message: str) -> None:
     pass
 
 
+def kept_archive(version: Version) -> Path:
+    """Where the source of a published version is, once it has been fetched."""
+    return cache_folder() / "vllm-sources" / f"vllm-{version}.zip"
+
+
 def source_archive(version: Version, progress: Progress = silent) -> Path:
     """A zip file with the source of a published version, downloaded if it is not in the cache."""
-    folder = cache_folder() / "vllm-sources"
-    result = folder / f"vllm-{version}.zip"
+    result = kept_archive(version)
+    folder = result.parent
     if result.is_file():
         return result
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.upstream.fetch import Progress, silent, source_archive
+from vllm_backplane.upstream.fetch import Progress, kept_archive, silent, source_archive
 from vllm_backplane.upstream.source import FolderTree, SdistTree, SourceTree, WheelTree
 from vllm_backplane.upstream.versions import installed_folder, installed_version, parsed
 
@@ -42,6 +42,12 @@ def open_tree(spec: str, progress: Progress = silent) -> SourceTree:
     if installed_folder() is not None and installed_version().public == version.public:
         return installed_tree()
     return WheelTree(source_archive(version, progress), str(version))
+
+
+def kept_tree(version: str) -> SourceTree | None:
+    """The published vLLM of a version, if it has been fetched before; nothing is downloaded."""
+    archive = kept_archive(parsed(version, "a fingerprint", "name the version that it was taken of, such as 0.32.0"))
+    return WheelTree(archive, version) if archive.is_file() else None
 
 
 def installed_tree() -> SourceTree:

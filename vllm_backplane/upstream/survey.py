@@ -21,6 +21,11 @@ _READ = re.compile(
     r"(?:environ(?:\.(?:get|setdefault|pop))?\s*[\[(]|getenv\s*\()\s*[\"']([A-Z][A-Z0-9_]+)[\"']"
     r"|[\"']([A-Z][A-Z0-9_]+)[\"']\s*(?:not\s+)?in\s+os\.environ"
 )
+_READ_BY_CONSTANT = re.compile(
+    r"(?:environ(?:\.(?:get|setdefault|pop))?\s*[\[(]|getenv\s*\()\s*(?:\w+\.)*([A-Z]\w*)\s*[\]),]"
+    r"|\b([A-Z]\w*)\s+(?:not\s+)?in\s+os\.environ"
+)
+_CONSTANT = re.compile(r"\n([A-Z]\w*)(?:[ \t]*:[^=\n]+)?[ \t]*=[ \t]*[\"']([A-Z][A-Z0-9_]+)[\"']")
 
 VARIABLES_MODULE = "envs"
 VARIABLES_TABLE = "environment_variables"
@@ -58,9 +63,12 @@ def _survey(tree: SourceTree) -> Survey:
     definitions: dict[str, list[str]] = {}
     groups: set[str] = set()
     variables: set[str] = set()
+    constants: dict[str, set[str]] = {}
+    read_by_constant: set[str] = set()
     imports: set[str] = set()
     unreadable: list[str] = []
     prefix = tree.package + "."
+    own_variables = f"{tree.package.upper()}_"
     own_imports = [re.compile(rf"{word} {re.escape(prefix)}([\w.]+)") for word in ("from", "import")]
     for module, text in _texts(tree, unreadable):
         text = "\n" + text
@@ -72,10 +80,16 @@ def _survey(tree: SourceTree) -> Survey:
                 definitions.setdefault(name, []).append(module)
         if "environ" in text or "getenv" in text:
             variables.update(name for names in _READ.findall(text) for name in names if name)
+            read_by_constant.update(name for names in _READ_BY_CONSTANT.findall(text) for name in names if name)
+        if own_variables in text:
+            for name, value in _CONSTANT.findall(text):
+                constants.setdefault(name, set()).add(value)
         if "GROUP" in text:
             groups.update(name for names in _GROUP.findall(text) for name in names if name.startswith(prefix))
         for pattern in own_imports:
             imports.update(prefix + name.rstrip(".") for name in pattern.findall(text))
+    # The name of a variable may be a constant of another module than the one that reads it.
+    variables |= {value for name in read_by_constant for value in constants.get(name, ())}
     table = SymbolIndex(tree).module(prefix + VARIABLES_MODULE)
     if table is not None:
         variables |= table.dictionaries.get(VARIABLES_TABLE, frozenset())

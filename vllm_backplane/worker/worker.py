@@ -7,6 +7,7 @@ other hardware is how the process gets hold of its card, which runner it builds,
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -28,7 +29,7 @@ from vllm_backplane.errors import BackplaneError
 from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured
-from vllm_backplane.worker import memory
+from vllm_backplane.worker import ancestors, memory
 from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.kv_storage import KvCacheStorage
 from vllm_backplane.worker.model_runner import make_model_runner
@@ -42,13 +43,18 @@ class BackplaneWorker(Worker):
         self.runtime = configured(vllm_config.additional_config)
         self.accelerator = self.runtime.device
         lifecycle.start(self.runtime.setting("patch_drift"), Process.WORKER)
-        current_platform.register_triton_kernel_overrides()  # vLLM 0.30 does not ask; later ones have asked already
+        compat.ask_for_kernel_overrides(current_platform)
         self.parallel_config.disable_custom_all_reduce = True  # vLLM's is CUDA inter-process memory
 
     # --- start ------------------------------------------------------------------------------------------------
 
     def init_device(self) -> None:
         """Take the card, load and freeze the operators, join the group, measure memory, build the runner."""
+        if multiprocessing.parent_process() is not None:
+            # What was imported stays: the collections that measuring memory asks for would each walk through all of it.
+            # In a process of the user's own, what is there is not ours to keep.
+            gc.freeze()
+            ancestors.follow(levels=2 if self.parallel_config.world_size > 1 else 1)
         self.card = self._card()
         self.device = self.accelerator.torch_device(self.card)
         self.accelerator.set_current(self.card)
@@ -154,18 +160,22 @@ class BackplaneWorker(Worker):
     def _profile_activations(self) -> int:
         """Peak memory of a largest step: measured, or, where computing one would take long, put together.
 
-        The parts are not held at the same time. Sampling depends on the number of sequences, so the profiling step has
-        as many; the forward pass grows with tokens, and two short ones show how.
+        The parts are not held at the same time. Sampling grows with the number of sequences, the forward pass with that
+        of tokens, and two short steps of each show how.
         """
         limit, largest = self.accelerator.capabilities.profile_tokens, self.model_runner.max_num_tokens
         if limit is None:
             return self._peak(partial(self.model_runner.profile_step, largest))
-        whole = self._peak(
-            partial(self.model_runner.profile_step, min(max(limit, self.scheduler_config.max_num_seqs), largest))
-        )
-        sizes = (min(limit // 2, largest), min(limit, largest))
-        forward = {size: self._peak(partial(self.model_runner.forward_step, size)) for size in sizes}
-        return max(whole, memory.extrapolate(forward, largest))
+        runner = self.model_runner
+        # A step of n tokens samples for n sequences.
+        sampled = self._peaks(runner.profile_step, min(limit // 2, self.scheduler_config.max_num_seqs))
+        forward = self._peaks(runner.forward_step, min(limit, largest))
+        sequences = min(self.scheduler_config.max_num_seqs, largest)
+        return max(memory.extrapolate(sampled, sequences), memory.extrapolate(forward, largest))
+
+    def _peaks(self, step: Callable[[int], None], size: int) -> dict[int, int]:
+        # The larger first: the first step also pays for what stays allocated, and a steeper line errs to the safe side.
+        return {tokens: self._peak(partial(step, tokens)) for tokens in (size, max(size // 2, 1))}
 
     def _peak(self, step: Callable[[], None]) -> int:
         self.accelerator.reset_peak_memory(self.card)

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 #include <string>
 
 #include "error.h"
@@ -93,10 +94,11 @@ class RuleParser {
     const size_t equals = part.find('=');
     if (at == std::string::npos || equals == std::string::npos || equals < at)
       return wrong("a rule begins with kind@site=which");
-    if (!look_up(kKinds, part.substr(0, at), &rule->kind))
-      return wrong("'" + part.substr(0, at) + "' is no kind of fault; there are " + list(kKinds));
-    if (!look_up(kSites, part.substr(at + 1, equals - at - 1), &rule->site))
-      return wrong("'" + part.substr(at + 1, equals - at - 1) + "' is no site; there are " + list(kSites));
+    const std::string kind = part.substr(0, at), site = part.substr(at + 1, equals - at - 1);
+    if (!look_up(kKinds, kind, &rule->kind))
+      return wrong("'" + kind + "' is no kind of fault; there are " + list(kKinds));
+    if (!look_up(kSites, site, &rule->site))
+      return wrong("'" + site + "' is no site; there are " + list(kSites));
     const std::string which = part.substr(equals + 1);
     if (is_number(which, UINT64_MAX, &rule->nth)) {
       by_number_ = true;
@@ -112,8 +114,7 @@ class RuleParser {
     const size_t equals = part.find('=');
     if (equals == std::string::npos) return wrong("'" + part + "' is not of the form key=value");
     const std::string name = part.substr(0, equals), value = part.substr(equals + 1);
-    if (seen_.find("," + name + ",") != std::string::npos) return wrong("'" + name + "' is there twice");
-    seen_ += "," + name + ",";
+    if (!seen_.insert(name).second) return wrong("'" + name + "' is there twice");
     uint64_t number = 0;
     if (name == "card" || name == "stream") {
       if (!is_number(value, 1u << 20, &number)) return wrong("'" + value + "' is no number of a " + name);
@@ -150,7 +151,7 @@ class RuleParser {
 
   const std::string text_;
   bool by_number_ = false;
-  std::string seen_;
+  std::set<std::string> seen_;
 };
 
 }  // namespace

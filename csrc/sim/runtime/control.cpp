@@ -81,8 +81,6 @@ BPNPU_API const char* bpnpu_report() {
 
 BPNPU_API void bpnpu_reset_counters() { sim::reset_counters(); }
 
-BPNPU_API const char* bpnpu_version() { return BACKPLANE_VERSION " for torch " BACKPLANE_TORCH_VERSION; }
-
 // PyTorch wraps generators for Python; an operator is the way to one without a Python module of our own.
 TORCH_LIBRARY(bpnpu, library) {
   library.def("default_generator(int card) -> Generator?", [](int64_t card) {

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
+from audit_cases import read_cases
 from audit_trees import NEW, OLD, write_tree
+from sarif_schema import sarif_schema
 
 from vllm_backplane.audit import RULES
-from vllm_backplane.cli import main
+from vllm_backplane.cli import build_parser, main
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -107,6 +110,16 @@ def test_what_cannot_be_read_is_status_2(arguments, tmp_path, monkeypatch, capsy
     assert capsys.readouterr().err.startswith("vllm-backplane: error: ")
 
 
+def test_a_vllm_that_cannot_be_read_does_not_stop_the_others(plugin, new, tmp_path, capsys):
+    corrupt = tmp_path / "vllm-1.5-py3-none-any.whl"
+    corrupt.write_bytes(b"PK not a wheel")
+    assert main(["audit", plugin, "--vllm", str(corrupt), new, "--json"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"vllm-backplane: error: {corrupt} is not a wheel that can be read")
+    assert json.loads(shown.out)["vllm"] == ["2.0.0"]
+    assert json.loads(shown.out)["counts"]["error"] == 1
+
+
 @pytest.mark.parametrize(
     "arguments",
     [[], [".", "--fail-on", "x"], [".", "--workers", "0"], [".", "--jsn"], [".", "--json", "--sarif", "-"]],
@@ -152,139 +165,45 @@ def test_by_default_the_installed_vllm(tmp_path, capsys):
     assert "BP101" in capsys.readouterr().out
 
 
-# --- SARIF. The parts of the published schema that this report uses, with its requirements and its closed objects.
-
-TEXT = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string", "minLength": 1}}}
-LEVEL = {"enum": ["none", "note", "warning", "error"]}
-SARIF = {
-    "type": "object",
-    "required": ["version", "runs"],
-    "additionalProperties": False,
-    "properties": {
-        "$schema": {"type": "string", "format": "uri"},
-        "version": {"const": "2.1.0"},
-        "runs": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["tool"],
-                "additionalProperties": False,
-                "properties": {
-                    "columnKind": {"enum": ["utf16CodeUnits", "unicodeCodePoints"]},
-                    "originalUriBaseIds": {
-                        "type": "object",
-                        "additionalProperties": {
-                            "type": "object",
-                            "additionalProperties": False,
-                            "properties": {
-                                "uri": {"type": "string"},
-                                "uriBaseId": {"type": "string"},
-                                "description": TEXT,
-                            },
-                        },
-                    },
-                    "tool": {
-                        "type": "object",
-                        "required": ["driver"],
-                        "additionalProperties": False,
-                        "properties": {
-                            "driver": {
-                                "type": "object",
-                                "required": ["name"],
-                                "additionalProperties": False,
-                                "properties": {
-                                    "name": {"type": "string"},
-                                    "version": {"type": "string"},
-                                    "rules": {
-                                        "type": "array",
-                                        "uniqueItems": True,
-                                        "items": {
-                                            "type": "object",
-                                            "required": ["id"],
-                                            "additionalProperties": False,
-                                            "properties": {
-                                                "id": {"type": "string"},
-                                                "name": {"type": "string"},
-                                                "shortDescription": TEXT,
-                                                "fullDescription": TEXT,
-                                                "help": TEXT,
-                                                "defaultConfiguration": {
-                                                    "type": "object",
-                                                    "additionalProperties": False,
-                                                    "properties": {"level": LEVEL},
-                                                },
-                                            },
-                                        },
-                                    },
-                                },
-                            }
-                        },
-                    },
-                    "results": {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["message"],
-                            "additionalProperties": False,
-                            "properties": {
-                                "ruleId": {"type": "string"},
-                                "ruleIndex": {"type": "integer", "minimum": -1},
-                                "level": LEVEL,
-                                "message": TEXT,
-                                "partialFingerprints": {
-                                    "type": "object",
-                                    "additionalProperties": {"type": "string"},
-                                },
-                                "properties": {"type": "object"},
-                                "locations": {
-                                    "type": "array",
-                                    "items": {
-                                        "type": "object",
-                                        "additionalProperties": False,
-                                        "properties": {
-                                            "physicalLocation": {
-                                                "type": "object",
-                                                "required": ["artifactLocation"],
-                                                "additionalProperties": False,
-                                                "properties": {
-                                                    "artifactLocation": {
-                                                        "type": "object",
-                                                        "additionalProperties": False,
-                                                        "properties": {
-                                                            "uri": {"type": "string", "pattern": "^[^ ]+$"},
-                                                            "uriBaseId": {"type": "string"},
-                                                        },
-                                                    },
-                                                    "region": {
-                                                        "type": "object",
-                                                        "additionalProperties": False,
-                                                        "properties": {
-                                                            "startLine": {"type": "integer", "minimum": 1},
-                                                            "startColumn": {"type": "integer", "minimum": 1},
-                                                        },
-                                                    },
-                                                },
-                                            }
-                                        },
-                                    },
-                                },
-                            },
-                        },
-                    },
-                },
-            },
-        },
-    },
-}
+# --- SARIF
 
 
-def test_sarif(plugin, old, new, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def valid():
+    """Checks a report against the published schema."""
+    schema = sarif_schema()
+    jsonschema.Draft7Validator.check_schema(schema)
+    return jsonschema.Draft7Validator(schema).validate
+
+
+@pytest.mark.download
+def test_the_schema_is_the_real_one(valid):
+    """It refuses what SARIF does not allow."""
+
+    def report(results=({"message": {"text": "t"}},), **more):
+        return {"version": "2.1.0", "runs": [{"tool": {"driver": {"name": "x"}}, "results": list(results)}], **more}
+
+    valid(report())
+    for broken in (
+        report(version="2.0.0"),
+        report(extra=1),
+        report(runs=[{"results": []}]),
+        report([{"message": {}}]),
+        report([{"message": {"text": "t"}, "level": "bad"}]),
+        report([{"message": {"text": "t"}, "locations": [{"physicalLocation": {"region": {"startLine": 0}}}]}]),
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            valid(broken)
+
+
+@pytest.mark.download
+def test_sarif(plugin, old, new, tmp_path, capsys, valid):
     (Path(plugin) / "plug" / "broken.py").write_bytes(b"\0")
     file = tmp_path / "report.sarif"
     assert main(["audit", plugin, "--vllm", old, new, "--sarif", str(file), "--diff"]) == 1
     assert "WHERE" in capsys.readouterr().out
     document = json.loads(file.read_text())
-    jsonschema.validate(document, SARIF)
+    valid(document)
     [run] = document["runs"]
     rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
     assert rules == list(RULES)
@@ -299,9 +218,24 @@ def test_sarif(plugin, old, new, tmp_path, capsys):
     assert "region" not in unreadable["locations"][0]["physicalLocation"]
 
 
-def test_sarif_alone_on_stdout(plugin, new, capsys):
+@pytest.mark.download
+def test_sarif_alone_on_stdout(plugin, new, capsys, valid):
     main(["audit", plugin, "--vllm", new, "--sarif", "-"])
-    jsonschema.validate(json.loads(capsys.readouterr().out), SARIF)
+    valid(json.loads(capsys.readouterr().out))
+
+
+@pytest.mark.download
+def test_sarif_of_nothing_and_of_every_rule(tmp_path, capsys, valid):
+    """The whole corpus as one plugin: every rule but one, files at odd places, messages of every kind."""
+    (tmp_path / "fine.py").write_text("import vllm\n")
+    main(["audit", str(tmp_path / "fine.py"), "--sarif", "-"])
+    valid(json.loads(capsys.readouterr().out))
+    for number, case in enumerate(read_cases()):
+        case.write(tmp_path / "all" / f"case {number}")
+    main(["audit", str(tmp_path / "all"), "--sarif", "-", "--diff"])
+    document = json.loads(capsys.readouterr().out)
+    valid(document)
+    assert len({result["ruleId"] for result in document["runs"][0]["results"]}) >= len(RULES) - 5
 
 
 def test_a_report_that_cannot_be_written(plugin, new, tmp_path, capsys):
@@ -328,6 +262,22 @@ def test_the_page_names_every_rule():
     page = (ROOT / "docs" / "audit.md").read_text()
     for rule in RULES.values():
         assert f"`{rule.id}`" in page and rule.summary in page
+
+
+def test_the_documented_workflow_is_one():
+    """The recipe for CI parses, and every command of ours in it is one that this version has."""
+    page = (ROOT / "docs" / "audit.md").read_text()
+    workflow = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    commands = [
+        part.split()[1:]
+        for job in workflow["jobs"].values()
+        for step in job["steps"]
+        for part in step.get("run", "").split(" && ")
+        if part.startswith("vllm-backplane ")
+    ]
+    assert {command[0] for command in commands} == {"audit", "patches"}
+    for command in commands:
+        assert build_parser().parse_args(command).command == command[0]
 
 
 def test_the_documented_use_as_a_library(tmp_path, new):

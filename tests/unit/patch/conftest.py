@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vllm_backplane.errors import PatchError
 from vllm_backplane.patch import Patch, Process, Theatre, take_fingerprint
 from vllm_backplane.upstream import SymbolIndex
 from vllm_backplane.upstream.source import FolderTree
@@ -72,6 +74,7 @@ class Host:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.version = "1.0"
+        self.theatres: list[Theatre] = []
 
     @property
     def index(self) -> SymbolIndex:
@@ -87,7 +90,8 @@ class Host:
         return Patch(target=target, fingerprints=known, **{**FIELDS, **changes})
 
     def theatre(self, **settings: Any) -> Theatre:
-        return Theatre(lambda: self.index, self.version, **settings)
+        self.theatres.append(Theatre(lambda: self.index, self.version, **settings))
+        return self.theatres[-1]
 
     def module(self, name: str) -> Any:
         return importlib.import_module(f"host_package.{name}")
@@ -107,6 +111,10 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         (folder / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    yield Host(folder)
+    host = Host(folder)
+    yield host
+    for theatre in host.theatres:
+        with suppress(PatchError):  # one test leaves what cannot be undone
+            theatre.undo()
     for name in [name for name in sys.modules if name.partition(".")[0] == "host_package"]:
         del sys.modules[name]

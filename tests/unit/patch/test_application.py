@@ -47,18 +47,22 @@ def test_methods_of_every_kind(host: Host) -> None:
 
     @host.patch("core:Engine.make")
     def make(cls, x=0):  # type: ignore[no-untyped-def]
-        return ("made", cls.__name__, *make.original(x))
+        return ("made", *make.original(cls, x))
 
     @host.patch("core:Engine.name")
     def name(self):  # type: ignore[no-untyped-def]
-        return "renamed"
+        return "re" + name.original(self)
+
+    class Turbine(core.Engine):  # type: ignore[misc,name-defined]
+        pass
 
     theatre = _apply(host, run, helper, make, name)
     engine = core.Engine()
     assert engine.run(1) == ("patched", "run", 1, False)
     assert (core.Engine.helper(1), engine.helper(1)) == (20, 20)
-    assert core.Engine.make(4) == ("made", "Engine", "Engine", 4)
-    assert engine.name == "renamed"
+    assert core.Engine.make(4) == ("made", "Engine", 4)
+    assert Turbine.make(4) == ("made", "Turbine", 4)
+    assert engine.name == "reengine"
     theatre.undo()
     assert (engine.run(1), engine.helper(1), core.Engine.make(4), engine.name) == (
         ("run", 1, False),
@@ -80,6 +84,19 @@ def test_a_class_is_replaced_by_a_subclass_of_it(host: Host) -> None:
     assert user.use(1)[4] == ("better", 1)
     theatre.undo()
     assert user.use(1)[4] == ("run", 1, False)
+
+    @host.patch("core:Engine")
+    def best(original):  # type: ignore[no-untyped-def]
+        return type("Best", (original,), {"run": lambda self, x, flag=False: ("best", *original.run(self, x, flag))})
+
+    theatre = _apply(host, best)
+    assert user.use(1)[4] == ("best", "run", 1, False)
+    assert best.original is not core.Engine
+    theatre.undo()
+    assert user.use(1)[4] == ("run", 1, False)
+    nothing = host.patch("core:Engine")(lambda original: None)
+    with pytest.raises(PatchError, match="puts a NoneType in the place of a class"):
+        _apply(host, nothing)
     unrelated = host.patch("core:Engine")(type("Unrelated", (), {}))
     with pytest.raises(PatchError, match="must inherit"):
         _apply(host, unrelated)
@@ -261,8 +278,43 @@ def test_a_patch_for_one_feature_waits_for_its_module_and_fails_alone(host: Host
     _apply(host, feature, doubled)
     assert core.double(1) == 0  # the other patch is not stopped
     assert "host_package.late" not in sys.modules
-    with pytest.raises(PatchError, match="not what the patch was written against"):
-        host.module("late")
+    for _ in range(2):  # a second import does not succeed without the patch
+        with pytest.raises(PatchError, match="not what the patch was written against"):
+            host.module("late")
+    assert core.double(1) == 0
+
+
+def test_a_feature_that_is_there_already_fails_after_the_others_are_applied(host: Host) -> None:
+    core, late = host.module("core"), host.module("late")
+
+    @host.patch("late:feature", on_import=True)
+    def feature():  # type: ignore[no-untyped-def]
+        return "patched"
+
+    @host.patch("core:double")
+    def doubled(x, *, by=2):  # type: ignore[no-untyped-def]
+        return 0
+
+    host.rewrite("late.py", '"plain"', '"changed"')
+    theatre = host.theatre()
+    for _ in range(2):
+        with pytest.raises(PatchError, match="not what the patch was written against"):
+            theatre.apply(PatchSet((feature, doubled)), Process.WORKER)
+    assert (core.double(1), late.feature()) == (0, "plain")
+
+
+def test_undo_before_the_module_is_there(host: Host) -> None:
+    @host.patch("late:feature")
+    def feature():  # type: ignore[no-untyped-def]
+        return "patched"
+
+    theatre = _apply(host, feature)
+    theatre.undo()
+    assert host.module("late").feature() == "plain"
+    theatre.apply(PatchSet((feature,)), Process.WORKER)
+    assert host.module("late").feature() == "patched"
+    theatre.undo()
+    assert host.module("late").feature() == "plain"
 
 
 def test_a_module_imported_later_is_patched_before_anyone_sees_it(host: Host) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -102,6 +105,23 @@ def test_check_finds_drift_in_a_wheel_without_importing_it(
     assert "has_no_requests" in checked["patches"][0]["diff"]
 
 
+def test_the_diff_is_whole_where_the_old_source_was_fetched_before(
+    capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path / "cache"))
+    old, new = "if not self.scheduler.has_requests():", "if self.scheduler.has_no_requests():"
+    changed = _wheel(tmp_path, old, new)
+    before = _run(capsys, "check", "--package", package, "--vllm", str(changed))[1]["patches"][0]["diff"]
+    assert "lines that were here changed or went" in before
+    assert "has_requests()" not in before
+    kept = tmp_path / "cache" / "vllm-sources" / "vllm-0.32.0.zip"
+    kept.parent.mkdir(parents=True)
+    (tmp_path / "kept").mkdir()
+    _wheel(tmp_path / "kept", old, old).rename(kept)
+    diff = _run(capsys, "check", "--package", package, "--vllm", str(changed))[1]["patches"][0]["diff"]
+    assert [line[:3] for line in diff.splitlines() if "requests():" in line] == ["  -", "  +"]
+
+
 def test_check_finds_a_missing_target_in_a_tree(
     capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path
 ) -> None:
@@ -144,6 +164,7 @@ def test_new_writes_a_patch_that_cannot_be_imported_before_it_is_explained(
     arguments = ("new", TARGET, "--process", "engine", "--root", str(tmp_path), "--package", "fresh.patches")
     status, told = _run(capsys, *arguments)
     assert status == 0
+    assert told["missing"] == ["why", "how", "upstream", "remove_when"]
     assert [Path(path).name for path in told["written"]] == [
         "patch_core.py",
         "test_patch_core.py",
@@ -165,10 +186,124 @@ def test_new_writes_a_patch_that_cannot_be_imported_before_it_is_explained(
     assert "exists" in capsys.readouterr().err
 
 
+EXPLAINED = ("--why", "a reason", "--how", "a way", "--upstream", "none: a test", "--remove-when", "never.")
+
+
+def test_new_writes_patches_of_every_kind_and_unit_tests_that_pass(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    targets = {
+        "method": TARGET,
+        "async method": "vllm.v1.engine.async_llm:AsyncLLM.abort",
+        "static method": "vllm.v1.executor.abstract:Executor.get_class",
+        "class method": "vllm.v1.request:Request.from_engine_core_request",
+        "property": "vllm.v1.kv_cache_interface:KVCacheSpec.page_size_bytes",
+        "function": "vllm.utils.math_utils:cdiv",
+        "class": "vllm.v1.sample.metadata:SamplingMetadata",
+        "constant": "vllm.utils.mem_constants:GB_bytes",
+    }
+    tests = []
+    for target in targets.values():
+        where = ("--process", "engine", "--root", str(tmp_path), "--package", "fresh.patches")
+        status, told = _run(capsys, "new", target, *where, *EXPLAINED)
+        assert (status, told["missing"]) == (0, [])
+        tests.append(told["written"][1])
+    done = _python(tmp_path, EVERY_KIND)
+    assert done.stdout.splitlines() == [f"{len(targets)} applied and undone"], done.stderr
+    done = _pytest(tmp_path, tests[-1:])
+    assert "2 passed" in done.stdout, done.stdout
+    # And they can fail: against a vLLM that is not the one that the patch was written against.
+    patch = tmp_path / "fresh" / "patches" / "engine" / "patch_mem_constants.py"
+    patch.write_text(re.sub(r'"[0-9a-f]{16} ', '"0123456789abcdef ', patch.read_text()))
+    assert "2 failed" in _pytest(tmp_path, tests[-1:]).stdout
+
+
+EVERY_KIND = """
+from vllm_backplane.patch import PatchSet, Process, Theatre
+from vllm_backplane.patch.surgery import find
+from vllm_backplane.upstream import SymbolIndex, installed_tree
+
+tree = installed_tree()
+theatre = Theatre(lambda index=SymbolIndex(tree): index, tree.version)
+patches = PatchSet.of_package("fresh.patches")
+before = [find(patch) for patch in patches.patches]
+theatre.apply(patches, Process.ENGINE)
+assert len(theatre.incisions) == len(patches.patches)
+assert all(vars(owner)[name] is not raw for owner, name, raw in before if not isinstance(raw, int))
+theatre.undo()
+assert all(vars(owner)[name] is raw for owner, name, raw in before)
+print(len(before), "applied and undone")
+"""
+
+
+def _pytest(folder: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    return _python(folder, "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))", "-q", "-c", "/dev/null", *tests)
+
+
+def _python(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As in another project, without our platform."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "VLLM_PLUGINS": ""}
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_new_names_where_a_target_really_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for target, told in (
+        ("vllm:LLM", "is imported from vllm.entrypoints.llm:LLM; patch it there"),
+        ("vllm.v1.core.sched.async_scheduler:AsyncScheduler.schedule", "is inherited from vllm.v1.core.sched."),
+        ("vllm.v1.engine.core", "names a module only"),
+    ):
+        assert main(["patches", "new", target, "--process", "engine", "--root", str(tmp_path)]) != 0
+        assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_check_imports_nothing_of_vllm(package: str, tmp_path: Path) -> None:
+    """Installed, wheel and tree: only source is read."""
+    wheel = _wheel(tmp_path, "def step(self)", "def step(self)")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "tree")
+    program = (
+        "import sys\n"
+        "from vllm_backplane.cli import main\n"
+        "status = [main(['patches', 'check', '--vllm', spec]) for spec in sys.argv[1:]]\n"
+        "status += [main(['patches', 'check', '--package', 'some_patches', '--vllm', spec]) for spec in sys.argv[1:]]\n"
+        "print(status[-3:], sorted({'vllm', 'torch', 'vllm_backplane.platform'} & set(sys.modules)))\n"
+    )
+    specs = ["installed", str(wheel), str(tmp_path / "tree")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *specs], env=variables, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0] []"
+
+
 def test_new_refuses_a_target_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["patches", "new", "vllm.v1.engine.core:EngineCore.stp", "--process", "engine", "--root", str(tmp_path)]
     assert main(arguments) != 0
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_the_documented_use_without_our_platform(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The page's own lines, in a process that has nothing of Backplane's platform or of vLLM before and after."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "patching.md").read_text()
+    lines = page.partition("Without it, apply them yourself")[2].partition("```python\n")[2].partition("```")[0]
+    assert "theatre.apply(" in lines
+    where = ("--process", "worker", "--root", str(tmp_path), "--package", "my_plugin.patches")
+    assert _run(capsys, "new", "vllm.utils.mem_constants:GB_bytes", *where, *EXPLAINED)[0] == 0
+    patch = tmp_path / "my_plugin" / "patches" / "worker" / "patch_mem_constants.py"
+    patch.write_text(patch.read_text().replace("1000000000", "7"))
+    program = (
+        f"import sys\n{lines}\n"
+        "print(sorted({'vllm', 'torch', 'vllm_backplane.platform'} & set(sys.modules)))\n"
+        "from vllm.utils import mem_constants\n"
+        "print(mem_constants.GB_bytes, 'vllm_backplane.platform' in sys.modules)\n"
+        "theatre.undo()\n"
+        "print(mem_constants.GB_bytes)\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["[]", "7 False", "1000000000"], done.stderr
 
 
 def test_version_override_and_nonsense(

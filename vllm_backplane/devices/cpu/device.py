@@ -24,6 +24,7 @@ class CpuDevice(Device):
     capabilities: ClassVar[Capabilities] = Capabilities(
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         kv_cache_dtypes=("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        fork=True,  # see fork_safety.py
         host_memory=True,
         profile_tokens=128,
         default_memory_share=0.5,  # the rest stays with the system and with what else runs on it
@@ -69,6 +70,9 @@ class CpuDevice(Device):
 
     def peak_memory(self, index: int = 0) -> int:
         return host.own_peak_memory()
+
+    def arrange_linear(self, weight: torch.Tensor) -> torch.Tensor | None:
+        return native.arranged(weight) if native.wants_blocks(weight.dtype) else None
 
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
         # numpy asks the system for zero pages, which become memory when they are first written; torch.zeros would

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from vllm_backplane.ops.linear import blocked
+
 LIBRARY_NAME = "libbackplane_cpu.so"
+_TYPE_CODES = (torch.float32, torch.bfloat16, torch.float16)
+"""In the order of the library's own list."""
 _PATH = Path(__file__).with_name(LIBRARY_NAME)
 
 
-@cache
 def load() -> None:
     """Load the library if it was built; what is missing is told by `fault` and shown by doctor and at start."""
-    if fault() is None:
-        torch.ops.load_library(str(_PATH))
+    fault()
 
 
 @cache
 def fault() -> tuple[str, str] | None:
-    """(what is wrong, remedy), or None when the kernels are there."""
+    """(what is wrong, remedy), or None when the kernels are there and loaded."""
     if not _PATH.exists():
         return (
             "the CPU kernel library was not built, so every operator runs as its plain-PyTorch reference",
@@ -34,3 +37,19 @@ def fault() -> tuple[str, str] | None:
             "it was built for another PyTorch; reinstall: pip install --force-reinstall --no-deps .",
         )
     return None
+
+
+def wants_blocks(dtype: torch.dtype) -> bool:
+    """Whether weights of this type are multiplied faster in blocks than by PyTorch's own product."""
+    return (
+        fault() is None
+        and dtype in _TYPE_CODES
+        and bool(ctypes.CDLL(str(_PATH)).backplane_cpu_wants_blocks(_TYPE_CODES.index(dtype)))
+    )
+
+
+def arranged(weight: torch.Tensor) -> torch.Tensor:
+    """The weight in the blocks that the kernels of this machine read; 16-bit ones lie in pairs."""
+    library = ctypes.CDLL(str(_PATH))
+    lanes = 0 if weight.dtype == torch.float32 else library.backplane_cpu_block_lanes()
+    return blocked(weight, library.backplane_cpu_block_width(), lanes)

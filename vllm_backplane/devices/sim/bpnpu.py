@@ -175,7 +175,7 @@ def empty_cache() -> None:
 def memory_stats_as_dict(card: _Card = None) -> dict[str, int]:
     """The driver's own account of a card's memory."""
     stats = memory_stats(_index(card))
-    return {name: int(getattr(stats, name)) for name, _ in stats._fields_}
+    return {field[0]: int(getattr(stats, field[0])) for field in stats._fields_}
 
 
 def memory_allocated(card: _Card = None) -> int:
@@ -253,7 +253,7 @@ def initial_seed() -> int:
 
 def launch_counters(card: _Card = None) -> dict[str, float]:
     counted = counters(_index(card))
-    return {name: getattr(counted, name) for name, _ in counted._fields_}
+    return {field[0]: getattr(counted, field[0]) for field in counted._fields_}
 
 
 def operators() -> dict[str, Any]:

@@ -122,7 +122,6 @@ _RUNTIME: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "bpnpu_launch_cpu_kernel": (c_int, (c_char_p,)),
     "bpnpu_report": (c_char_p, ()),
     "bpnpu_reset_counters": (None, ()),
-    "bpnpu_version": (c_char_p, ()),
 }
 
 

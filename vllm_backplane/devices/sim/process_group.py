@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 Tensors = list[torch.Tensor]
 
+_c10d: Any = dist  # its stubs lack some of what is there
+
 
 class _Work(dist.Work):
     """Gloo's operation in flight, and what is to be done when it has ended."""
@@ -74,8 +76,8 @@ class StagedProcessGroup(dist.ProcessGroup):
     """Collectives of one group. Host tensors are taken too, for what PyTorch itself sends over a group."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._backend = name
         self._group_name = self._group_desc = ""
 
@@ -96,27 +98,27 @@ class StagedProcessGroup(dist.ProcessGroup):
     def setGroupDesc(self, description: str) -> None:
         self._group_desc = description
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.BroadcastOptions()
         staged = [_down(tensor) if self.rank() == opts.rootRank else _room(tensor) for tensor in tensors]
         return _Work([self._gloo.broadcast(staged, opts)], staged, _up(list(zip(tensors, staged, strict=True))))
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         staged = [_down(tensor) for tensor in tensors]
         work = self._gloo.allreduce(staged, opts or dist.AllreduceOptions())
         return _Work([work], staged, _up(list(zip(tensors, staged, strict=True))))
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.ReduceOptions()
         staged = [_down(tensor) for tensor in tensors]
         work = self._gloo.reduce(staged, opts)
         pairs = list(zip(tensors, staged, strict=True)) if self.rank() == opts.rootRank else []
         return _Work([work], staged, _up(pairs))
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         staged_in = [_down(tensor) for tensor in inputs]
         staged_out = [[_room(tensor) for tensor in row] for row in outputs]
-        work = self._gloo.allgather(staged_out, staged_in, opts or dist.AllgatherOptions())
+        work = self._gloo.allgather(staged_out, staged_in, opts or _c10d.AllgatherOptions())
         pairs = [
             pair for row, staged in zip(outputs, staged_out, strict=True) for pair in zip(row, staged, strict=True)
         ]
@@ -125,10 +127,10 @@ class StagedProcessGroup(dist.ProcessGroup):
     def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         staged_in = _down(input)
         staged_out = torch.empty((self.size(), *input.shape), dtype=input.dtype)
-        work = self._gloo.allgather([list(staged_out.unbind(0))], [staged_in], dist.AllgatherOptions())
+        work = self._gloo.allgather([list(staged_out.unbind(0))], [staged_in], _c10d.AllgatherOptions())
         return _Work([work], (staged_in, staged_out), _up([(output, staged_out.view(output.shape))]))
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         staged_in = [_down(tensor) for tensor in inputs]
         staged_out = [[_room(tensor) for tensor in row] for row in outputs]
         work = self._gloo.gather(staged_out, staged_in, opts or dist.GatherOptions())
@@ -137,13 +139,13 @@ class StagedProcessGroup(dist.ProcessGroup):
         ]
         return _Work([work], (staged_in, staged_out), _up(pairs))
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
         staged_in = [[_down(tensor) for tensor in row] for row in inputs]
         staged_out = [_room(tensor) for tensor in outputs]
         work = self._gloo.scatter(staged_out, staged_in, opts or dist.ScatterOptions())
         return _Work([work], (staged_in, staged_out), _up(list(zip(outputs, staged_out, strict=True))))
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Gloo has none for lists: the whole is reduced, and each rank keeps its piece."""
         opts = opts or dist.ReduceScatterOptions()
         pairs, works, staged = [], [], []

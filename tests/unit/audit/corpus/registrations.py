@@ -124,6 +124,28 @@ register_kernels(
     }
 )
 
+#: case kernels wrapped one by one
+from plug import kernels
+from plug.compatibility import register_kernels
+
+TABLE = {
+    "vllm.v1.sample.rejection_sampler.expand_kernel": kernels.expand,
+    "vllm.v1.sample.rejection_sampler.expand_batch_kernel": kernels.batch,  # expect: BP301
+}
+
+register_kernels({name: kernels.wrapped(kernel) for name, kernel in TABLE.items()})
+
+#: case some kernels of a table
+from vllm.triton_utils.dispatcher import register_kernels
+
+from plug import kernels
+
+TABLE = {
+    "vllm.v1.sample.rejection_sampler.expand_batch_kernel": kernels.batch,
+}
+
+register_kernels({name: kernel for name, kernel in TABLE.items() if kernels.needed(name)})  # expect: BP901 note
+
 #: case connector in the plugin
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 

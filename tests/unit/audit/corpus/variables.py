@@ -97,3 +97,27 @@ import vllm.envs as envs
 
 envs.VLLM_PLUGINS = ["plug"]
 envs.VLLM_USE_V1 = True  # expect: BP601
+
+#: case named by a constant in vLLM
+import os
+
+IS_SET = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM" in os.environ
+os.environ["VLLM_OMP_NUM_THREADS_SET_BY_PLUG"] = "1"  # expect: BP601
+
+#: case declared to vLLM by a name of another module
+import os
+
+from vllm import envs
+
+from plug.names import VARIABLE
+
+envs.environment_variables[VARIABLE] = lambda: os.environ.get(VARIABLE)
+os.environ["VLLM_PLUG_MOOD"] = "1"  # expect: BP601
+#: file names.py
+import os
+
+VARIABLE = "VLLM_PLUG_MODE"
+
+
+def mode():
+    return os.environ.get(VARIABLE)

@@ -1,7 +1,7 @@
 """The simulated NPU as a PyTorch device.
 
-Loading it gives the whole process an accelerator, for good. So the tests in `inside/` run in processes of their own, one
-per file, and this file only starts them.
+Loading it gives the whole process an accelerator, for good. So the tests in `inside/` run in processes of their own,
+one per file, and this file only starts them.
 """
 
 from __future__ import annotations

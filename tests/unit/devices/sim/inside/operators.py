@@ -62,7 +62,10 @@ CASES: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "scalar tensor": (lambda s: s * s, (SCALAR,)),
     "in place": (lambda a: a.clone().add_(1).mul_(2).sub_(0.5).div_(3), (A,)),
     "in place on a view": (lambda a: [c := a.clone(), c[1:].add_(10), c[:, 0].zero_()][0], (A,)),
-    "in place on a transposed view": (lambda a: [c := a.clone(), c.t().mul_(torch.arange(3.0, device=a.device))][0], (A,)),
+    "in place on a transposed view": (
+        lambda a: [c := a.clone(), c.t().mul_(torch.arange(3.0, device=a.device))][0],
+        (A,),
+    ),
     "rsub": (lambda a: 1 - a, (A,)),
     "rdiv": (lambda a: 1 / a, (POSITIVE,)),
     "divide integers": (lambda i: i / 2, (INTS,)),
@@ -100,7 +103,10 @@ CASES: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "any, all": (lambda m: [m.any(), m.all(), m.any(dim=1), m.all(dim=0, keepdim=True)], (MASK,)),
     "isin": (lambda i: torch.isin(i, torch.tensor([1, 2, 3], device=i.device)), (INTS,)),
     # types and copies
-    "to types": (lambda a: [a.to(t) for t in (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.bool)], (A,)),
+    "to types": (
+        lambda a: [a.to(t) for t in (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.bool)],
+        (A,),
+    ),
     "to type in place": (lambda a: torch.empty(3, 4, dtype=torch.int64, device=a.device).copy_(a), (A,)),
     "to fp8 and back": (lambda a: a.to(torch.float8_e4m3fn).float(), (A,)),
     "view as another type": (lambda a: a.view(torch.int32), (A,)),
@@ -111,7 +117,10 @@ CASES: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "copy between views": (lambda a: [c := a.clone(), c[:, :2].copy_(a[:, 2:])][0], (A,)),
     "overlapping views shift": (lambda r: [c := r.clone(), c[1:].copy_(c[:-1].clone())][0], (ROW,)),
     # views
-    "view, reshape, flatten": (lambda c: [c.view(6, 4), c.reshape(-1), c.flatten(1), c.transpose(0, 2).reshape(4, 6)], (CUBE,)),
+    "view, reshape, flatten": (
+        lambda c: [c.view(6, 4), c.reshape(-1), c.flatten(1), c.transpose(0, 2).reshape(4, 6)],
+        (CUBE,),
+    ),
     "permute, movedim": (lambda c: [c.permute(2, 0, 1), c.movedim(0, 1)], (CUBE,)),
     "squeeze, unsqueeze": (lambda a: [a.unsqueeze(1), a[None].squeeze(0)], (A,)),
     "split, chunk, unbind": (lambda w: [*w.split(2), *w.chunk(3, 1), *w.unbind(0)], (WIDE,)),
@@ -119,12 +128,30 @@ CASES: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "diagonal, unfold": (lambda a: [a.diagonal(), a.unfold(1, 2, 1)], (A,)),
     "as_strided": (lambda a: a.as_strided((2, 3), (1, 4), 1), (A,)),
     "expand_as, broadcast_to": (lambda r, a: [r.expand_as(a), r.broadcast_to(2, 4)], (ROW, A)),
-    "view_as_real": (lambda a: torch.view_as_real(torch.complex(a, a)) if a.device.type == "cpu" else torch.stack((a, a), -1), (A,)),
     # making tensors
-    "zeros, ones, full": (lambda a: [torch.zeros(3, device=a.device), torch.ones(2, 2, dtype=torch.int32, device=a.device), torch.full((2,), 7, device=a.device)], (A,)),
+    "zeros, ones, full": (
+        lambda a: [
+            torch.zeros(3, device=a.device),
+            torch.ones(2, 2, dtype=torch.int32, device=a.device),
+            torch.full((2,), 7, device=a.device),
+        ],
+        (A,),
+    ),
     "like": (lambda a: [torch.zeros_like(a), torch.ones_like(a, dtype=torch.bool), torch.full_like(a, 3.5)], (A,)),
-    "new": (lambda a: [a.new_zeros(2), a.new_ones(2, dtype=torch.int64), a.new_full((2,), 1.5), a.new_tensor([1, 2])], (A,)),
-    "arange": (lambda a: [torch.arange(5, device=a.device), torch.arange(2, 9, 3, device=a.device), torch.arange(0, 1, 0.25, device=a.device), torch.arange(5, 0, -2, device=a.device), torch.arange(0, device=a.device)], (A,)),
+    "new": (
+        lambda a: [a.new_zeros(2), a.new_ones(2, dtype=torch.int64), a.new_full((2,), 1.5), a.new_tensor([1, 2])],
+        (A,),
+    ),
+    "arange": (
+        lambda a: [
+            torch.arange(5, device=a.device),
+            torch.arange(2, 9, 3, device=a.device),
+            torch.arange(0, 1, 0.25, device=a.device),
+            torch.arange(5, 0, -2, device=a.device),
+            torch.arange(0, device=a.device),
+        ],
+        (A,),
+    ),
     "linspace, eye": (lambda a: [torch.linspace(0, 1, 5, device=a.device), torch.eye(3, device=a.device)], (A,)),
     "tensor of a list": (lambda a: torch.tensor([[1, 2], [3, 4]], device=a.device), (A,)),
     "tril, triu": (lambda a: [a.tril(), a.triu(1), torch.ones(4, 4, device=a.device).tril_()], (A,)),
@@ -156,15 +183,27 @@ CASES: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "put a number by mask": (lambda a, m: [c := a.clone(), c.__setitem__(m, -1.0)][0], (A, MASK)),
     "put into a slice": (lambda a: [c := a.clone(), c.__setitem__(slice(1, 3), 9.0)][0], (A,)),
     "put by host indices": (lambda a: [c := a.clone(), c.__setitem__(torch.tensor([1]), 4.0)][0], (A,)),
-    "put adding": (lambda a, i: a.clone().index_put_((i,), a.new_ones(4), accumulate=True), (A, torch.tensor([0, 0, 2]))),
-    "index_select": (lambda a, i: [a.index_select(0, i), a.index_select(1, i), a.t().index_select(0, i)], (A, torch.tensor([2, 0]))),
-    "index_select into out": (lambda a, i: torch.index_select(a, 0, i, out=a.new_empty(2, 4)), (A, torch.tensor([2, 0]))),
+    "put adding": (
+        lambda a, i: a.clone().index_put_((i,), a.new_ones(4), accumulate=True),
+        (A, torch.tensor([0, 0, 2])),
+    ),
+    "index_select": (
+        lambda a, i: [a.index_select(0, i), a.index_select(1, i), a.t().index_select(0, i)],
+        (A, torch.tensor([2, 0])),
+    ),
+    "index_select into out": (
+        lambda a, i: torch.index_select(a, 0, i, out=a.new_empty(2, 4)),
+        (A, torch.tensor([2, 0])),
+    ),
     "index_copy, index_add, index_fill": (
         lambda a, b, i: [a.index_copy(0, i, b[:2]), a.index_add(0, i, b[:2], alpha=2), a.index_fill(1, i, 3.0)],
         (A, B, torch.tensor([2, 0])),
     ),
     "gather": (lambda a, i: a.gather(1, i), (A, indices(4, 3, 2))),
-    "scatter": (lambda a, i, b: [a.scatter(1, i, b), a.scatter(1, i, 5.0), a.clone().scatter_(0, i % 3, b)], (A, indices(4, 3, 2), B)),
+    "scatter": (
+        lambda a, i, b: [a.scatter(1, i, b), a.scatter(1, i, 5.0), a.clone().scatter_(0, i % 3, b)],
+        (A, indices(4, 3, 2), B),
+    ),
     "scatter_add, scatter_reduce": (
         lambda a, i, b: [a.scatter_add(1, i, b), a.scatter_reduce(1, i, b, "amax"), a.clone().scatter_add_(1, i, b)],
         (A, indices(4, 3, 2), B),
@@ -178,7 +217,10 @@ CASES: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "embedding": (lambda w, i: F.embedding(i, w), (WIDE, indices(5, 2, 3))),
     "one_hot": (lambda i: F.one_hot(i, 5), (LONG,)),
     # reductions, order
-    "sum, mean": (lambda a: [a.sum(), a.mean(), a.sum(0), a.mean(1, keepdim=True), a.sum((0, 1)), a.sum(1, dtype=torch.float64)], (A,)),
+    "sum, mean": (
+        lambda a: [a.sum(), a.mean(), a.sum(0), a.mean(1, keepdim=True), a.sum((0, 1)), a.sum(1, dtype=torch.float64)],
+        (A,),
+    ),
     "sum of integers and booleans": (lambda i, m: [i.sum(), m.sum(), m.sum(1)], (INTS, MASK)),
     "max, min": (lambda a: [a.max(), a.min(), *a.max(1), *a.min(0, keepdim=True), a.amax(1), a.amin((0, 1))], (A,)),
     "argmax, argmin": (lambda a: [a.argmax(), a.argmax(-1), a.argmin(0, keepdim=True)], (A,)),
@@ -186,13 +228,22 @@ CASES: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "norm": (lambda a: [a.norm(), a.norm(dim=1), torch.linalg.vector_norm(a, 1)], (A,)),
     "cumsum, cumprod": (lambda a: [a.cumsum(0), a.cumsum(1), a.cumprod(1), a.clone().cumsum_(0)], (A,)),
     "cummax, logcumsumexp": (lambda a: [*a.cummax(1), a.logcumsumexp(0)], (A,)),
-    "count_nonzero, bincount": (lambda i: [i.count_nonzero(), i.count_nonzero(1), i.abs().flatten().bincount()], (INTS,)),
+    "count_nonzero, bincount": (
+        lambda i: [i.count_nonzero(), i.count_nonzero(1), i.abs().flatten().bincount()],
+        (INTS,),
+    ),
     "logsumexp": (lambda a: a.logsumexp(-1), (A,)),
     "sort": (lambda a: [*a.sort(), *a.sort(0, descending=True), *a.sort(stable=True, dim=1), a.argsort(1)], (A,)),
     "topk": (lambda a: [*a.topk(2), *a.topk(2, dim=0, largest=False), *a.kthvalue(2)], (A,)),
-    "median, unique": (lambda i: [i.float().median(), *i.unique(return_inverse=True), i.flatten().unique_consecutive()], (INTS,)),
+    "median, unique": (
+        lambda i: [i.float().median(), *i.unique(return_inverse=True), i.flatten().unique_consecutive()],
+        (INTS,),
+    ),
     "searchsorted, bucketize": (
-        lambda a: [torch.searchsorted(a.sort(1)[0], a), torch.bucketize(a, torch.tensor([-1.0, 0.0, 1.0], device=a.device))],
+        lambda a: [
+            torch.searchsorted(a.sort(1)[0], a),
+            torch.bucketize(a, torch.tensor([-1.0, 0.0, 1.0], device=a.device)),
+        ],
         (A,),
     ),
     # products
@@ -205,15 +256,29 @@ CASES: dict[str, tuple[Call, tuple[Any, ...]]] = {
         (A, B, CUBE),
     ),
     "linear": (lambda a, b: [F.linear(a, b), F.linear(a, b, b[:, 0])], (A, B)),
-    "einsum, outer, dot": (lambda a, b: [torch.einsum("ij,kj->ik", a, b), torch.outer(a[0], b[0]), a[0].dot(b[0])], (A, B)),
+    "einsum, outer, dot": (
+        lambda a, b: [torch.einsum("ij,kj->ik", a, b), torch.outer(a[0], b[0]), a[0].dot(b[0])],
+        (A, B),
+    ),
     "attention": (lambda c: F.scaled_dot_product_attention(c, c, c, is_causal=False), (numbers(2, 4, 8, 16),)),
     # layers
-    "softmax": (lambda a: [a.softmax(-1), a.softmax(0), a.log_softmax(1), a.half().softmax(-1, dtype=torch.float32)], (A,)),
-    "activations": (
-        lambda a: [F.silu(a), F.gelu(a), F.gelu(a, approximate="tanh"), F.relu(a), F.sigmoid(a), F.softplus(a), F.hardswish(a)],
+    "softmax": (
+        lambda a: [a.softmax(-1), a.softmax(0), a.log_softmax(1), a.half().softmax(-1, dtype=torch.float32)],
         (A,),
     ),
-    "more activations": (lambda a: [F.leaky_relu(a), F.elu(a), F.mish(a), F.glu(a), F.logsigmoid(a) if False else a], (A,)),
+    "activations": (
+        lambda a: [
+            F.silu(a),
+            F.gelu(a),
+            F.gelu(a, approximate="tanh"),
+            F.relu(a),
+            F.sigmoid(a),
+            F.softplus(a),
+            F.hardswish(a),
+        ],
+        (A,),
+    ),
+    "more activations": (lambda a: [F.leaky_relu(a), F.elu(a), F.mish(a), F.glu(a)], (A,)),
     "layer_norm": (lambda a, r: [F.layer_norm(a, (4,)), F.layer_norm(a, (4,), r, r + 1)], (A, ROW)),
     "layer_norm mixed": (lambda h, r: F.layer_norm(h, (4,), r, r), (HALF, ROW)),
     "rms_norm": (lambda a, r: F.rms_norm(a, (4,), r), (A, ROW)),
@@ -233,7 +298,7 @@ CASES: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "equal": (lambda a, b: [torch.equal(a, a.clone()), torch.equal(a, b), torch.allclose(a, a + 1e-9)], (A, B)),
     "read": (lambda a: [a[0, 0].item(), a.tolist(), bool(a.max() > 0), int(a.argmax()), float(a.sum())], (A,)),
     "numpy": (lambda a: a.cpu().numpy().tolist(), (A,)),
-}  # fmt: skip
+}
 
 
 def flat(value: Any) -> list[Any]:

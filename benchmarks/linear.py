@@ -1,0 +1,104 @@
+"""Linear layers: what 16-bit weights cost beside float32, and the cpu device's kernels beside PyTorch's product.
+
+    python benchmarks/linear.py                     # as this machine is
+    python benchmarks/linear.py --without-bf16      # as a machine without BF16 instructions would do it
+    python benchmarks/linear.py --json --rows 1 16  # two heights of input, as JSON
+
+Every column of a line is measured in turns on the same shape, so that what else happens on the machine hits all; the
+table shows medians of GFLOP/s (larger is better) and, last, the time of bfloat16 relative to the better float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from vllm_backplane import ops
+from vllm_backplane.devices.cpu import native
+
+# (rows of the weight, columns): SmolLM2-135M's projections, its logits, and two of larger models.
+SHAPES = ((960, 576), (3072, 576), (576, 1536), (49152, 576), (4096, 2048), (8960, 1536))
+LIMIT = "ONEDNN_MAX_CPU_ISA"
+COLD_BYTES = 256 << 20
+
+
+def sides(rows: int, n: int, k: int) -> dict[str, Callable[[], Any]]:
+    """Each call multiplies by another copy of the weight, as the layers of a model do: none is in the cache."""
+    result: dict[str, Callable[[], Any]] = {}
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        x, weight = torch.randn(rows, k).to(dtype), (torch.randn(n, k) * k**-0.5).to(dtype)
+        copies = max(2, COLD_BYTES // (weight.numel() * weight.itemsize))
+        plain = cycle([weight.clone() for _ in range(copies)])
+        blocks = cycle([native.arranged(weight) for _ in range(copies)])
+        result[f"{name} PyTorch"] = lambda x=x, w=plain: torch.nn.functional.linear(x, next(w))
+        if name == "bfloat16":
+            result[f"{name} rows"] = lambda x=x, w=plain: ops.linear.call(x, next(w), None)
+        result[f"{name} blocks"] = lambda x=x, b=blocks: ops.blocked_linear.call(x, next(b), n, None)
+    return result
+
+
+def measure(rows: int, n: int, k: int, rounds: int, seconds: float) -> dict[str, float]:
+    """Median seconds per call."""
+    calls = sides(rows, n, k)
+    counts = {}
+    for name, call in calls.items():
+        call()
+        began = time.perf_counter()
+        call()
+        once = time.perf_counter() - began
+        counts[name] = max(1, int(seconds / rounds / max(1e-6, once)))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            began = time.perf_counter()
+            for _ in range(counts[name]):
+                call()
+            times[name].append((time.perf_counter() - began) / counts[name])
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.3, help="per column, about")
+    parser.add_argument("--without-bf16", action="store_true", help=f"sets {LIMIT}=AVX512_CORE (x86 only)")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if args.without_bf16 and LIMIT not in os.environ:
+        os.environ[LIMIT] = "AVX512_CORE"  # read when libraries are loaded, so in a process that has it from the start
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    torch.set_num_threads(args.threads)
+    native.load()
+    fault = native.fault()
+    if fault is not None:
+        raise SystemExit(": ".join(fault))
+    lines = []
+    for n, k in SHAPES:
+        for rows in args.rows:
+            times = measure(rows, n, k, args.rounds, args.seconds)
+            wide = min(value for name, value in times.items() if name.startswith("float32"))
+            narrow = min(value for name, value in times.items() if name.startswith("bfloat16"))
+            if not args.json:
+                if not lines:
+                    print(f"{args.threads} threads, {LIMIT}={os.environ.get(LIMIT, '(not set)')}; GFLOP/s")
+                    print(f"{'weight':>14}{'rows':>6}" + "".join(f"{name:>18}" for name in times) + f"{'16/32':>8}")
+                speeds = "".join(f"{2e-9 * rows * n * k / value:>18.1f}" for value in times.values())
+                print(f"{n:>7} x{k:>5}{rows:>6}{speeds}{narrow / wide:>8.2f}", flush=True)
+            lines.append({"out": n, "in": k, "rows": rows, "seconds": times, "bf16_to_fp32_time": narrow / wide})
+    if args.json:
+        print(json.dumps({"threads": args.threads, LIMIT: os.environ.get(LIMIT), "results": lines}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

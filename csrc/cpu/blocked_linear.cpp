@@ -1,0 +1,236 @@
+// Linear layers whose weight was rearranged once, after loading, into the order in which the product reads it.
+//
+// See blocked_linear.h for the arrangement. Up to a few blocks of rows the weight is read from memory as it is; for more,
+// a block of 16-bit weights is widened once into memory that stays in the cache, and every block of rows uses that.
+
+#include "blocked_linear.h"
+
+#include <unistd.h>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
+#include <torch/library.h>
+
+#include <array>
+#include <vector>
+
+#include "rows.h"
+
+namespace backplane::cpu {
+namespace {
+
+template <class T>
+using Product = void (*)(const float*, int64_t, const T*, int64_t, float*);
+template <class T>
+using Products = std::array<Product<T>, kMostRows>;  // by number of rows, less one
+
+template <class T, bool Rearranged, size_t... I>
+Products<T> products_for(std::index_sequence<I...>) {
+  return {pick<BlockProduct<int(I) + 1, T, Rearranged>>()...};
+}
+
+template <class T, bool Rearranged>
+Products<T> products() {
+  return products_for<T, Rearranged>(std::make_index_sequence<kMostRows>{});
+}
+
+constexpr int64_t kMostWidth = 32;
+
+// Of x, that every block of a thread goes over: more of it means fewer passes over the weight, as long as it stays in the
+// cache beside a block.
+int64_t input_bytes() {
+  static const int64_t bytes = [] {
+    const long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);  // 0 or less where it is not known
+    return std::max<int64_t>(512 << 10, cache > 0 ? int64_t(cache) * 5 / 8 : 0);
+  }();
+  return bytes;
+}
+
+struct Geometry {
+  int64_t lanes;      // of a vector
+  int64_t width;      // of a block
+  int64_t most_rows;  // of a product
+};
+
+template <int W>
+constexpr Geometry geometry_of() {
+  return {W, block_vectors<W>() * W, most_rows<W>()};
+}
+
+Geometry geometry() {
+  if (isa() == Isa::avx512) return geometry_of<16>();
+  if (isa() == Isa::avx2) return geometry_of<8>();
+  return geometry_of<4>();
+}
+
+template <class T>
+struct WidenBlock {
+  template <int W>
+  static BACKPLANE_INLINE void run(const T* from, float* to, int64_t k) {
+    constexpr int V = block_vectors<W>();
+    for (int64_t i = 0; i < k; ++i) {
+      Floats<W> columns[V];
+      read_columns<W, V>(from + i * (V * W), columns);
+      each<V>(BACKPLANE_EACH(v) { store<W>(to + (i * V + v) * W, columns[v]); });
+    }
+  }
+};
+
+// A row of the tile, with its bias, in the type of the result; `count` may end inside the last vector.
+template <class T>
+struct Finish {
+  template <int W>
+  static BACKPLANE_INLINE void run(const float* tile, const float* bias, T* to, int64_t count) {
+    int64_t i = 0;
+    for (; i + W <= count; i += W) {
+      const Floats<W> sums = load<W>(tile + i);
+      write<W>(to + i, bias ? sums + load<W>(bias + i) : sums);
+    }
+    if (i < count) {
+      const Floats<W> sums = load<W>(tile + i);
+      write_some<W>(to + i, bias ? sums + read_some<W>(bias + i, count - i) : sums, count - i);
+    }
+  }
+};
+
+struct alignas(64) Line {  // a vector that begins inside a cache line costs two reads
+  float floats[16];
+};
+
+// Rows in parts of nearly one size: fifteen as eight and seven rather than fourteen and one.
+struct Parts {
+  int64_t rows, count;
+
+  Parts(int64_t rows, int64_t most) : rows(rows), count((rows + most - 1) / most) {}
+  int64_t begin(int64_t part) const { return part * rows / count; }
+  int64_t size(int64_t part) const { return begin(part + 1) - begin(part); }
+};
+
+// Each part of x as [k][row]: its numbers lie in the order of their use, and not all in one set of the cache.
+at::Tensor rearranged(const at::Tensor& x, const Parts& parts) {
+  const int64_t k = x.size(1);
+  at::Tensor result = at::empty_like(x);
+  const float* from = x.const_data_ptr<float>();
+  float* to = result.mutable_data_ptr<float>();
+  at::parallel_for(0, parts.count, 1, [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      const int64_t rows = parts.size(part), offset = parts.begin(part) * k;
+      for (int64_t i = 0; i < k; ++i)
+        for (int64_t r = 0; r < rows; ++r) to[offset + i * rows + r] = from[offset + r * k + i];
+    }
+  });
+  return result;
+}
+
+template <class Weight, class Result>
+void multiply(const at::Tensor& x, const at::Tensor& blocks, const float* bias, at::Tensor& out) {
+  const int64_t m = x.size(0), k = x.size(1), n = out.size(1), width = geometry().width;
+  const Parts parts(m, geometry().most_rows);
+  const bool many = parts.count > 2;  // then it pays to prepare both sides
+  const at::Tensor inputs = many ? rearranged(x, parts) : x;
+  const float* xp = inputs.const_data_ptr<float>();
+  const Weight* wp = elements<Weight>(blocks);
+  Result* op = mutable_elements<Result>(out);
+  const Products<Weight> direct = products<Weight, false>();
+  const Products<float> prepared = products<float, true>();
+  const auto widen = pick<WidenBlock<Weight>>();
+  const auto write_row = pick<Finish<Result>>();
+  const int64_t part_bytes = std::max<int64_t>(1, m / parts.count * k * 4);
+  const int64_t slice = std::max<int64_t>(4, input_bytes() / part_bytes);  // parts
+  const int64_t grain = std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(1, k * width * m));
+  at::parallel_for(0, blocks.size(0), grain, [&](int64_t first, int64_t last) {
+    alignas(64) float tile[kMostRows * kMostWidth];
+    std::vector<Line> wide(many && sizeof(Weight) < sizeof(float) ? (k * width + 15) / 16 : 0);
+    for (int64_t top = 0; top < parts.count; top += slice) {
+      for (int64_t index = first; index < last; ++index) {
+        const int64_t column = index * width, columns = std::min(width, n - column);
+        const Weight* block = wp + index * k * width;
+        const float* ready = nullptr;
+        if constexpr (std::is_same_v<Weight, float>) {
+          ready = block;
+        } else if (many) {
+          widen(block, wide.data()->floats, k);
+          ready = wide.data()->floats;
+        }
+        for (int64_t part = top; part < std::min(top + slice, parts.count); ++part) {
+          const int64_t begin = parts.begin(part), rows = parts.size(part);
+          if (many) prepared[rows - 1](xp + begin * k, 0, ready, k, tile);
+          else direct[rows - 1](xp + begin * k, k, block, k, tile);
+          for (int64_t r = 0; r < rows; ++r)
+            write_row(tile + r * width, bias ? bias + column : nullptr, op + (begin + r) * n + column, columns);
+        }
+      }
+    }
+  });
+}
+
+// Whether the blocks lie in memory as the products read them.
+bool fits(const at::Tensor& blocks, int64_t out_features) {
+  const auto [lanes, width, most_rows] = geometry();
+  const int64_t k = blocks.size(-1);
+  std::vector<int64_t> sizes{blocks.size(0), width, k}, strides{k * width, 1, width};
+  if (blocks.scalar_type() != at::kFloat) {
+    sizes = {blocks.size(0), width / (2 * lanes), 2, lanes, k};
+    strides = {k * width, 2 * lanes, 1, 2, width};
+  }
+  if (blocks.sizes() != sizes || blocks.size(0) != (out_features + width - 1) / width) return false;
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d] > 1 && blocks.stride(d) != strides[d]) return false;
+  return true;
+}
+
+}  // namespace
+
+bool has_fast_matmul(at::ScalarType type);  // features.cpp
+
+at::Tensor blocked_linear(const at::Tensor& x, const at::Tensor& blocks, int64_t out_features,
+                          const std::optional<at::Tensor>& bias) {
+  const int64_t k = blocks.dim() > 0 ? blocks.size(-1) : 0;
+  TORCH_CHECK(blocks.dim() >= 2 && out_features >= 0 && out_features * k <= blocks.numel(), "blocked_linear: ",
+              blocks.sizes(), " is not the blocks of ", out_features, " rows");
+  TORCH_CHECK(x.dim() >= 1 && x.size(-1) == k, "blocked_linear: input of ", x.sizes(), " does not fit a weight of ",
+              out_features, " x ", k);
+  TORCH_CHECK(is_float_type(x.scalar_type()) && is_float_type(blocks.scalar_type()),
+              "blocked_linear: ", x.scalar_type(), " times ", blocks.scalar_type(), " is not supported");
+  if (!fits(blocks, out_features)) {
+    TORCH_WARN_ONCE("blocked_linear: the weight is arranged for other registers than this machine's, and is copied at "
+                    "every call; arrange it with Device.arrange_linear");
+    return at::linear(x, blocks.reshape({-1, k}).narrow(0, 0, out_features).to(x.scalar_type()), bias);
+  }
+  const at::Tensor rows = x.reshape({-1, k}).to(at::kFloat).contiguous();
+  at::Tensor out = at::empty({rows.size(0), out_features}, x.options());
+  at::Tensor wide_bias;
+  if (bias.has_value() && bias->defined()) wide_bias = bias->to(at::kFloat).contiguous();
+  if (out.numel() > 0)
+    with_float_type(blocks.scalar_type(), "blocked_linear", [&](auto weight) {
+      return with_float_type(x.scalar_type(), "blocked_linear", [&](auto result) {
+        multiply<decltype(weight), decltype(result)>(
+            rows, blocks, wide_bias.defined() ? wide_bias.const_data_ptr<float>() : nullptr, out);
+        return 0;
+      });
+    });
+  auto shape = x.sizes().vec();
+  shape.back() = out_features;
+  return out.reshape(shape);
+}
+
+}  // namespace backplane::cpu
+
+TORCH_LIBRARY_IMPL(backplane, CPU, library) {
+  library.impl("blocked_linear", &backplane::cpu::blocked_linear);
+}
+
+// Rows of a block, and of one vector in it, that the products of this machine are written for.
+extern "C" __attribute__((visibility("default"))) int backplane_cpu_block_width() {
+  return static_cast<int>(backplane::cpu::geometry().width);
+}
+extern "C" __attribute__((visibility("default"))) int backplane_cpu_block_lanes() {
+  return static_cast<int>(backplane::cpu::geometry().lanes);
+}
+
+// Whether weights of a type (0 float32, 1 bfloat16, 2 float16) are multiplied faster in blocks than by PyTorch.
+extern "C" __attribute__((visibility("default"))) int backplane_cpu_wants_blocks(int type) {
+  using backplane::cpu::has_fast_matmul;
+  return (type == 1 && !has_fast_matmul(at::kBFloat16)) || (type == 2 && !has_fast_matmul(at::kHalf));
+}

@@ -1,0 +1,82 @@
+"""Servers that are about to end: started small, with a request in flight, and watched until nothing is left."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import psutil
+from server import Server
+
+LIMIT = 15.0
+"""Seconds that the requirement allows between the death of a worker and the end of the server."""
+
+SMALL = (
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "1024",
+    "--max-num-seqs",
+    "4",
+    "--max-num-batched-tokens",
+    "64",
+)
+TWO = ("--tensor-parallel-size", "2")
+
+
+class Starter:
+    def __init__(self, model: Path, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        self._servers: list[Server] = []
+
+    def __call__(self, *arguments: str) -> Server:
+        server = Server(self._folder, str(self._model), "--served-model-name", "tiny", *SMALL, *arguments)
+        self._servers.append(server)
+        return server
+
+    def kill(self) -> None:
+        for server in self._servers:
+            server.kill()
+
+
+def called(server: Server, name: str) -> list[psutil.Process]:
+    """The server's processes whose title holds `name`: VLLM::EngineCore, VLLM::Worker_TP0, …"""
+    return [process for process in server.descendants() if name in " ".join(process.cmdline())]
+
+
+class Request(threading.Thread):
+    """A long request in flight; what became of it is in `end`."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(daemon=True)
+        self._client = server.client()
+        self.end: object = None
+        self.begun = threading.Event()
+        self.start()
+        assert self.begun.wait(120), "no token came"
+
+    def run(self) -> None:
+        try:
+            stream = self._client.completions.create(
+                model="tiny", prompt="a", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+            )
+            for _chunk in stream:
+                self.begun.set()
+            self.end = "complete"
+        except Exception as fault:  # a broken connection shows in several ways; each is the end that is looked for
+            self.end = fault
+
+    def must_have_failed(self) -> None:
+        self.join(LIMIT)
+        assert not self.is_alive(), "the client was left waiting"
+        assert self.end != "complete", "the client was told that all was well"
+
+
+def ends_by_itself(server: Server) -> int:
+    """The exit status of a server that ends in time, with everything that it started."""
+    end = time.monotonic() + LIMIT
+    status = server.wait(LIMIT)
+    left = server.wait_for_nothing_left(max(end - time.monotonic(), 0))
+    assert not left, f"left behind: {[(process.pid, process.cmdline()) for process in left]}"
+    return status

@@ -1,0 +1,35 @@
+"""The patch serve_http, in a running server."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+from endings import LIMIT, TWO, Request, Starter, called, ends_by_itself
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+
+def test_a_killed_engine_ends_the_server(start: Starter) -> None:
+    server = start()
+    (engine,) = called(server, "EngineCore")
+    request = Request(server)
+    server.descendants()
+    engine.send_signal(signal.SIGKILL)
+    status = ends_by_itself(server)
+    assert status != 0, "whoever supervises the server is told that all was well"
+    log = server.text().lower()
+    assert re.search(r"engine ?core.* (died|exited unexpectedly)", log), "the log does not say that it died"
+    request.must_have_failed()
+
+
+def test_ctrl_c_waits_for_no_stream(start: Starter) -> None:
+    """A terminal signals every process of the foreground group, so the engine and the server stop at once."""
+    server = start(*TWO)
+    request = Request(server)
+    server.descendants()
+    server.signal_group(signal.SIGINT)
+    ends_by_itself(server)
+    request.join(LIMIT)
+    assert not request.is_alive(), "the client was left waiting"

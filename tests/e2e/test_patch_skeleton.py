@@ -1,0 +1,37 @@
+"""What `patches new` writes, as it is: the end-to-end test passes in a real engine, and fails without the patch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_backplane.cli import main
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+EXPLAINED = ("--why", "a reason", "--how", "a way", "--upstream", "none: a test", "--remove-when", "never.")
+
+
+def _pytest(folder: Path, test: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(test)]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+
+
+def test_the_end_to_end_test_of_a_new_patch(tmp_path: Path, smollm2: Path) -> None:
+    target = "vllm.v1.engine.core:EngineCore.step"
+    where = ("--process", "engine", "--root", str(tmp_path), "--package", "fresh.patches")
+    assert main(["patches", "new", target, *where, *EXPLAINED]) == 0
+    test = tmp_path / "tests" / "e2e" / "test_patch_core_running.py"
+    done = _pytest(tmp_path, test)
+    assert "1 failed" in done.stdout, done.stdout  # nobody has announced the package yet
+    metadata = tmp_path / "fresh-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fresh\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[vllm_backplane.patches]\nfresh = fresh.patches\n")
+    done = _pytest(tmp_path, test)
+    assert "1 passed" in done.stdout, done.stdout

@@ -1,0 +1,79 @@
+"""One end-to-end step with the vLLM of this Python: smoke.py chat|batch|embeddings FOLDER.
+
+Results are compared with what transformers computes. FOLDER takes logs. The helpers are those of the end-to-end tests.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
+
+import prompts
+import reference
+import torch
+from engine import batch, greedy, job, run_engines
+from server import Server
+
+from vllm_backplane.models import DEFAULT, obtain
+
+TOKENS = 24
+PROMPTS = prompts.SHORT[:6]
+TEXTS = ("Paris is the capital of France.", "A cat sleeps on the warm stove.", "x", prompts.PASSAGE[:700])
+CLOSENESS = 0.9999
+"""Least cosine between our vector and transformers'."""
+
+
+def chat(folder: Path) -> None:
+    """A question to a real server with the default model, at once and streamed."""
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    with Server(folder) as server:
+        ask = server.client().chat.completions
+        whole = ask.create(model=DEFAULT.served_name, messages=question, temperature=0, max_tokens=TOKENS)
+        stream = ask.create(model=DEFAULT.served_name, messages=question, temperature=0, max_tokens=TOKENS, stream=True)
+        streamed = "".join(part.choices[0].delta.content or "" for part in stream if part.choices)
+        log = server.text()
+    answer = whole.choices[0].message.content or ""
+    print(f"answer: {answer!r}")
+    assert "Paris" in answer, answer
+    assert streamed == answer, streamed
+    assert "Operators on device cpu:" in log, f"not on Backplane: {server.log}"
+
+
+def offline(folder: Path) -> None:
+    """Several prompts at once through `LLM`: the tokens are transformers' own."""
+    from transformers import AutoTokenizer
+
+    model = obtain(DEFAULT.name)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = [tokenizer.encode(text) for text in PROMPTS]
+    [result] = run_engines(folder, [job(model, batch(ids, greedy(TOKENS)))])
+    got = [output["token_ids"] for output in result["batches"][0]]
+    expected = [each.token_ids for each in reference.continue_together(reference.load(model), ids, TOKENS)]
+    print(f"{len(got)} x {TOKENS} tokens")
+    assert got == expected, f"vLLM {got}\ntransformers {expected}"
+
+
+def embeddings(folder: Path) -> None:
+    """Texts of different length through `LLM.embed`: mean of the last hidden states, of length one."""
+    from transformers import AutoModel, AutoTokenizer
+
+    path = obtain("minilm")
+    [result] = run_engines(folder, [job(path, embed=TEXTS, runner="pooling")])
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    for text, vector in zip(TEXTS, result["embeddings"], strict=True):
+        with torch.inference_mode():
+            states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        expected = states.double().mean(0)
+        near = float(torch.nn.functional.cosine_similarity(torch.tensor(vector).double(), expected, dim=0))
+        print(f"{near:.6f} {text[:40]!r}")
+        assert near >= CLOSENESS, (text, near)
+
+
+STEPS: dict[str, Callable[[Path], None]] = {"chat": chat, "batch": offline, "embeddings": embeddings}
+
+if __name__ == "__main__":
+    STEPS[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,117 @@
+"""The patch serve_http, by itself: a real uvicorn server whose engine is healthy, dead, or has gone quiet."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from vllm.entrypoints.launchers import launcher
+
+from vllm_backplane.patch import Outcome, verify
+from vllm_backplane.patch.platform import patch_launcher
+from vllm_backplane.patch.platform.patch_launcher import serve_http
+from vllm_backplane.upstream import SymbolIndex, installed_tree
+
+DEADLINE = 60
+"""Seconds; against a hang."""
+
+
+class Engine:
+    """What the launcher asks of an engine client."""
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(shutdown_timeout=0)
+        self.errored = False
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.errored = True  # as vLLM's client is once its engine has been stopped
+
+
+@pytest.fixture
+def unpatched() -> Any:
+    """vLLM's function; another test of this process may have applied the patch already."""
+    return serve_http.original or launcher.serve_http
+
+
+@pytest.fixture
+def patched(unpatched: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(serve_http, "original", unpatched)
+    return serve_http.replacement
+
+
+def serve(function: Any, engine: Engine, event: Any) -> None:
+    """Run `function` as vLLM does until it ends; `event` happens when a stream that never ends has begun."""
+
+    async def main() -> None:
+        app = FastAPI()
+        app.state.engine_client = engine
+
+        @app.get("/stream")
+        async def stream() -> StreamingResponse:
+            async def pieces() -> AsyncIterator[bytes]:
+                yield b"one"
+                await asyncio.Event().wait()
+
+            return StreamingResponse(pieces())
+
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            port = listening.getsockname()[1]
+            client = asyncio.create_task(read(port))
+            ending = await function(app, listening, host="127.0.0.1", port=port, log_level="error")
+            await ending
+            client.cancel()
+
+    async def read(port: int) -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE) as http:
+            while True:
+                try:
+                    async with http.stream("GET", f"http://127.0.0.1:{port}/stream") as response:
+                        async for _piece in response.aiter_raw():
+                            event()
+                except httpx.TransportError:
+                    await asyncio.sleep(0.05)
+
+    async def limited() -> None:
+        await asyncio.wait_for(main(), DEADLINE)
+
+    asyncio.run(limited())
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_it_fits_the_installed_vllm() -> None:
+    tree = installed_tree()
+    assert verify(serve_http, SymbolIndex(tree), tree.version).outcome is Outcome.FITS
+
+
+def test_a_dead_engine_is_an_error(patched: Any) -> None:
+    engine = Engine()
+    with pytest.raises(SystemExit, match="engine died"):
+        serve(patched, engine, lambda: setattr(engine, "errored", True))
+
+
+def test_an_interrupt_is_none_and_waits_for_no_stream(patched: Any) -> None:
+    serve(patched, Engine(), interrupt)
+
+
+def test_vllm_alone_waits(unpatched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the patch is for: when this fails, vLLM has changed and the patch may go."""
+    monkeypatch.setattr(f"{__name__}.DEADLINE", 3 * patch_launcher.GRACE_SECONDS)
+    with pytest.raises(TimeoutError):
+        serve(unpatched, Engine(), interrupt)

@@ -1,0 +1,148 @@
+"""Reads off the source of a vLLM whether every name that our package binds, overrides or relies on is there.
+
+Neither side is imported to be judged: the package is read from a folder, vLLM from a wheel or a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from vllm_backplane.audit.checks.context import Context
+from vllm_backplane.audit.checks.overrides import _bases, _reaches_vllm, inherited
+from vllm_backplane.audit.collect import collect
+from vllm_backplane.audit.facts import ClassFact
+from vllm_backplane.audit.plugin import Plugin
+from vllm_backplane.audit.run import read_one
+from vllm_backplane.audit.target import Judge, Target
+from vllm_backplane.layers.binding import Binding
+from vllm_backplane.layers.hooks import IR_OPERATOR, RUNNER_KERNEL, Hook
+from vllm_backplane.upstream import Resolution, SourceTree, SymbolIndex, mismatches
+from vllm_backplane.upstream.callers import calls_of
+from vllm_backplane.upstream.signatures import Kind
+from vllm_backplane.upstream.source import FolderTree
+
+REPLACEABLE = {"CustomOp", "PluggableLayer"}
+"""Classes whose instantiation looks replacements up."""
+
+
+def index_of(package: Path, tree: SourceTree) -> SymbolIndex:
+    return SymbolIndex(tree, FolderTree(package, "0", package.name))
+
+
+# --- what layers/binding.py and layers/hooks.py list
+
+
+def faults_of_bindings(index: SymbolIndex, bindings: Iterable[Binding]) -> Iterator[str]:
+    for binding in bindings:
+        line = index.ancestors(*binding.upstream.split(":"))
+        if line is None:
+            yield f"{binding.upstream}: there is no such class"
+        elif not REPLACEABLE & {name for _, name, _ in line.classes}:
+            yield f"{binding.upstream}: it never asks for a replacement"
+        else:
+            yield from _not_derived(index, binding.replacement, binding.upstream)
+
+
+def faults_of_hooks(index: SymbolIndex, hooks: Iterable[Hook]) -> Iterator[str]:
+    for hook in hooks:
+        upstream = index.resolve(*hook.upstream.split(":"))
+        if not upstream.is_found:
+            yield f"{hook.upstream}: {upstream.reason}"
+        elif hook.kind == RUNNER_KERNEL:
+            yield from _unknown_arguments(index, hook)
+        elif hook.kind == IR_OPERATOR:
+            theirs, ours = (index.signature_of(*path.split(":")) for path in (hook.upstream, hook.replacement))
+            if theirs is None or ours is None:
+                yield f"{hook.upstream}: not a function, here or upstream"
+            else:
+                yield from (f"{hook.replacement}: {fault.what} ({hook.upstream})" for fault in mismatches(theirs, ours))
+        else:
+            yield from _not_derived(index, hook.replacement, hook.upstream)
+
+
+def _not_derived(index: SymbolIndex, replacement: str, upstream: str) -> Iterator[str]:
+    line = index.ancestors(*replacement.split(":"))
+    found = index.resolve(*upstream.split(":"))
+    if line is None or (found.module, found.qualname) not in {(module, name) for module, name, _ in line.classes}:
+        yield f"{replacement}: not a subclass of {upstream}"
+
+
+def _unknown_arguments(index: SymbolIndex, hook: Hook) -> Iterator[str]:
+    """An adapter's parameter without a default is one that every supported vLLM must have."""
+    kernel, adapter = (index.signature_of(*path.split(":")) for path in (hook.upstream, hook.replacement))
+    if kernel is None or adapter is None:
+        yield f"{hook.upstream}: not a function, here or upstream"
+        return
+    known = {parameter.name for parameter in kernel.parameters}
+    for parameter in adapter.parameters:
+        if parameter.kind is Kind.KEYWORD_ONLY and not parameter.has_default and parameter.name not in known:
+            yield f"{hook.upstream}: it has no argument {parameter.name}"
+
+
+# --- methods and attributes of classes that derive from vLLM's
+
+
+class Presence:
+    """For each member of ours that derives from a class of vLLM: which of the given vLLMs have it."""
+
+    def __init__(self, package: Path, trees: Sequence[SourceTree]) -> None:
+        collection = collect(package, [])
+        self.plugin: Plugin = collection.plugin
+        roots = self.plugin.packages | {"vllm"}
+        self.plugin.gather([read_one(file, collection.wheel, roots) for file in self.plugin.files])
+        self.trees = trees
+        self.defined: dict[str, dict[str, Resolution]] = {}
+        """'file:Class.method' to what it overrides, by version."""
+        self.read: dict[str, dict[str, Resolution]] = {}
+        """The same for attributes of itself that a class reads and does not set."""
+        for tree in trees:
+            self._look(Target(tree, self.plugin))
+
+    def _look(self, target: Target) -> None:
+        for file, facts in self.plugin.facts.items():
+            context = Context(file, facts, target, Judge(target, facts), False, {}, {}, set(), [])
+            for _, fact, _ in context.each(ClassFact):
+                bases = _bases(context, fact)
+                if not any(_reaches_vllm(context, base) for base in bases):
+                    continue
+                for method in fact.methods:
+                    name = method.symbol.name
+                    where = self.defined.setdefault(f"{file}:{fact.name}.{name}", {})
+                    where[target.label] = inherited(context, bases, name)
+                for use in fact.self_reads:
+                    if use.name not in fact.own:
+                        where = self.read.setdefault(f"{file}:{fact.name}.{use.name}", {})
+                        where[target.label] = inherited(context, bases, use.name)
+
+    def partly_there(self) -> dict[str, str]:
+        """What some of the vLLMs have and others do not: 'module:Class.name' of vLLM, and where we use it."""
+        return {
+            next(each.path for each in by_version.values() if each.is_found): ours
+            for ours, by_version in {**self.read, **self.defined}.items()
+            if any(each.is_found for each in by_version.values())
+            and not all(each.is_found for each in by_version.values())
+        }
+
+    def faults(self, partly_there: Mapping[str, str]) -> Iterator[str]:
+        found = self.partly_there()
+        for upstream, ours in found.items():
+            if upstream not in partly_there:
+                yield f"{ours}: {upstream} is not in every vLLM, and compat.PARTLY_THERE does not say so"
+        for upstream in partly_there.keys() - found.keys():
+            yield f"compat.PARTLY_THERE: {upstream} is in all of them, in none, or not used"
+        for ours, by_version in self.defined.items():
+            if not any(each.is_found for each in by_version.values()):
+                yield from self._unheard(ours, ours.rpartition(".")[2])
+        for ours, by_version in self.read.items():
+            if all(each.is_missing for each in by_version.values()):
+                yield f"{ours} is read, and nothing sets it"
+
+    def _unheard(self, ours: str, name: str) -> Iterator[str]:
+        """A method that no class of vLLM has: we call it ourselves, or vLLM calls it without a base class for it."""
+        if name in self.plugin.attributes_read or name.startswith("__"):
+            return
+        for tree in self.trees:
+            calls = calls_of(tree, [name])[name]
+            if not calls.keywords and not calls.positional:
+                yield f"{ours}: no class of vLLM {tree.version} has it, and nobody calls it"

@@ -1,0 +1,210 @@
+"""Every release that we serve, read from its wheel: our patches fit, our package audits clean, every name is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from own_calls import calls
+from own_names import Presence, faults_of_bindings, faults_of_hooks, index_of
+
+import vllm_backplane
+from vllm_backplane import compat
+from vllm_backplane.audit import Severity, audit
+from vllm_backplane.cli import main
+from vllm_backplane.layers.binding import BINDINGS
+from vllm_backplane.layers.hooks import HOOKS
+from vllm_backplane.supported import FULL, NEWEST, RELEASES
+from vllm_backplane.upstream import SourceTree, open_tree
+
+PACKAGE = Path(vllm_backplane.__file__).parent
+ROOT = PACKAGE.parent
+VERSIONS = [
+    pytest.param(each.version, marks=() if each is NEWEST else pytest.mark.download, id=each.version)
+    for each in RELEASES
+]
+
+
+@pytest.fixture(scope="module")
+def trees() -> list[SourceTree]:
+    return [open_tree(release.version) for release in RELEASES]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_patches_fit(version: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["patches", "check", "--package", "vllm_backplane.patch", "--vllm", version, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert (status, told["vllm"]) == (0, version)
+    assert {patch["outcome"] for patch in told["patches"]} <= {"fits", "not needed"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_package_audits_clean(version: str) -> None:
+    report = audit(PACKAGE, [open_tree(version)])
+    assert report.files > 100
+    assert [f"{f.file}:{f.line} {f.rule_id} {f.message}" for f in report.findings] == []
+
+
+@pytest.mark.download
+def test_what_changed_upstream_is_what_we_know_of(trees: list[SourceTree]) -> None:
+    """The kernel lost two arguments in 0.32; its adapter binds by name and does without them."""
+    report = audit(PACKAGE, trees)
+    told = [(f.rule_id, f.severity, f.vllm, f.message.partition(" changed")[0]) for f in report.findings]
+    kernel = "vllm.v1.worker.block_table:ComputeSlotMappingKernel.kernel"
+    assert told == [("BP202", Severity.WARNING, "0.32.0", kernel)]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_binding_and_hook_is_there(version: str) -> None:
+    index = index_of(PACKAGE, open_tree(version))
+    assert list(faults_of_bindings(index, BINDINGS)) == []
+    assert list(faults_of_hooks(index, HOOKS)) == []
+
+
+@pytest.mark.download
+def test_every_override_is_of_something(trees: list[SourceTree]) -> None:
+    presence = Presence(PACKAGE, trees)
+    assert len(presence.defined) > 100
+    assert len(presence.read) > 30
+    assert list(presence.faults(compat.PARTLY_THERE)) == []
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_calls_are_accepted(version: str) -> None:
+    found = list(calls(PACKAGE, index_of(PACKAGE, open_tree(version))))
+    assert len(found) > 30
+    assert [each for each in found if each.fault and not each.where.startswith("compat.py:")] == []
+
+
+# --- that the above can fail
+
+
+def test_a_wrong_binding_is_found() -> None:
+    index = index_of(PACKAGE, open_tree("installed"))
+    gone = dataclasses.replace(BINDINGS[0], upstream=BINDINGS[0].upstream + "s")
+    never = dataclasses.replace(BINDINGS[0], upstream="vllm.v1.worker.gpu_worker:Worker")
+    other = dataclasses.replace(BINDINGS[0], replacement=BINDINGS[1].replacement)
+    told = list(faults_of_bindings(index, [gone, never, other]))
+    assert [each.partition(": ")[2].partition(" of")[0] for each in told] == [
+        "there is no such class",
+        "it never asks for a replacement",
+        "not a subclass",
+    ]
+
+
+def test_a_wrong_hook_is_found(tmp_path: Path) -> None:
+    copy = _copy(tmp_path, {"layers/runner_kernels.py": (r"cu_num_tokens_ptr: torch", "cu_num_token_ptr: torch")})
+    gone = [dataclasses.replace(hook, upstream=hook.upstream + "s") for hook in HOOKS]
+    index = index_of(copy, open_tree("installed"))
+    assert len(list(faults_of_hooks(index, gone))) == len(HOOKS)
+    assert list(faults_of_hooks(index, HOOKS)) == [
+        "vllm.v1.sample.rejection_sampler:expand_kernel: it has no argument cu_num_token_ptr"
+    ]
+    swapped = dataclasses.replace(HOOKS[1], replacement=HOOKS[2].replacement)
+    assert "'weight' is at another position" in "".join(faults_of_hooks(index, [swapped]))
+
+
+def test_a_wrong_name_in_a_class_is_found(tmp_path: Path) -> None:
+    copy = _copy(
+        tmp_path,
+        {
+            "platform.py": ("def get_punica_wrapper", "def get_punica_wraper"),
+            "worker/runner_v1.py": ("def _zero_block_ids", "def _zero_blocks_by_id"),
+            "attention/implementation.py": ("def do_kv_cache_update", "def do_kv_cache_updates"),
+            "worker/worker.py": (r"self\.local_rank,", "self.rank_on_host,"),
+            "distributed/communicator.py": (
+                "from vllm.distributed.device_communicators.base_device_communicator import",
+                "from vllm.distributed.device_communicators.base_communicator import",
+            ),
+            "layers/sampler.py": (r"def greedy_sample\(logits", "def greedy_sample(logits, temperature"),
+        },
+    )
+    tree = open_tree("installed")
+    told = list(Presence(copy, [tree]).faults({}))
+    nobody = f"no class of vLLM {tree.version} has it, and nobody calls it"
+    assert sorted(told) == [
+        f"attention/implementation.py:BackplaneAttentionImpl.do_kv_cache_updates: {nobody}",
+        f"platform.py:BackplanePlatform.get_punica_wraper: {nobody}",
+        "worker/runner_v1.py:BackplaneModelRunnerV1._zero_blocks_by_id: " + nobody,
+        "worker/worker.py:BackplaneWorker.rank_on_host is read, and nothing sets it",
+    ]
+    found = {(f.rule_id, f.file, f.severity) for f in audit(copy, [tree]).findings}
+    assert found == {
+        ("BP101", "distributed/communicator.py", Severity.ERROR),
+        ("BP401", "layers/sampler.py", Severity.ERROR),
+    }
+
+
+def test_a_wrong_call_is_found(tmp_path: Path) -> None:
+    copy = _copy(
+        tmp_path,
+        {
+            "worker/runner_v1.py": (r"self\._dummy_run\(1, skip_eplb", "self._dummy_run(1, skip_epl"),
+            "worker/worker.py": (r"set_random_seed\(self", "set_random_seed(1, 2, self"),
+            "layers/moe.py": (r"\.create_weights\(layer, \*args, \*\*kwargs\)", ".create_weights()"),
+        },
+    )
+    found = [each for each in calls(copy, index_of(copy, open_tree("installed"))) if each.fault]
+    assert sorted((each.where.partition(":")[0], each.fault.partition(" in ")[0][:24]) for each in found) == [
+        ("layers/moe.py", "no value for layer"),
+        ("worker/runner_v1.py", "no argument skip_epl"),
+        ("worker/worker.py", "3 arguments by position "),
+    ]
+
+
+def test_what_only_some_vllms_have_must_be_declared(tmp_path: Path) -> None:
+    """Two trees that differ in one method, in place of two releases."""
+    for version, method in (("1.0", "step"), ("2.0", "walk")):
+        folder = tmp_path / version / "vllm"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder / "core.py").write_text(f"class Engine:\n    def {method}(self): ...\n    def run(self): ...\n")
+    package = tmp_path / "plug"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from vllm.core import Engine\n\nclass Mine(Engine):\n    def step(self): ...\n    def run(self): ...\n"
+    )
+    trees = [open_tree(f"{version}@{tmp_path / version}") for version in ("1.0", "2.0")]
+    presence = Presence(package, trees)
+    assert presence.partly_there() == {"vllm.core:Engine.step": "__init__.py:Mine.step"}
+    assert list(presence.faults({"vllm.core:Engine.step": "why"})) == []
+    [undeclared, stale] = presence.faults({"vllm.core:Engine.run": "why"})
+    assert "Engine.step is not in every vLLM" in undeclared
+    assert stale.startswith("compat.PARTLY_THERE: vllm.core:Engine.run")
+
+
+def _copy(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
+    """Our package with a name in each of these files replaced, which must be there."""
+    package = folder / "vllm_backplane"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    for file, (old, new) in changes.items():
+        text, count = re.subn(old, new, (package / file).read_text())
+        assert count > 0, (file, old)
+        (package / file).write_text(text)
+    return package
+
+
+# --- one place for versions
+
+
+def test_versions_are_stated_in_one_place() -> None:
+    """The Makefile cannot import it, so it is compared."""
+    stated = dict(re.findall(r"^(VLLM_VERSION|TORCH_VERSION) := (\S+)$", (ROOT / "Makefile").read_text(), re.M))
+    assert stated == {"VLLM_VERSION": NEWEST.version, "TORCH_VERSION": NEWEST.torch}
+    assert [release.covered == FULL for release in RELEASES] == [release is NEWEST for release in RELEASES]
+
+
+def test_differences_are_asked_for_in_compat_alone() -> None:
+    """Outside of what reads or judges versions for a living, no code of ours looks at vLLM's."""
+    readers = ("upstream/", "audit/", "patch/", "diagnosis/", "cli/", "supported.py")
+    looks = re.compile(r"vllm\.__version__|installed_version|in_range\(|vllm_version|VLLM_VERSION")
+    found = [
+        file.relative_to(PACKAGE).as_posix()
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if not file.relative_to(PACKAGE).as_posix().startswith(readers) and looks.search(file.read_text())
+    ]
+    assert found == []

@@ -1,0 +1,51 @@
+"""vLLM's HTTP server ends without a word to its caller when the engine died, and may not end at all by Ctrl-C."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any
+
+from vllm_backplane.patch import Patch, Process
+
+GRACE_SECONDS = 3
+"""For responses in flight once the engine has stopped: what they still have to say is said in far less."""
+
+_UNTIL_0_31 = (
+    "65b075e11187cbe6 9f0b 7f0b 7484 380a 6ee8 0eba e256 5d6a 7484 5123 380a 6ee8 cb5b e256 e023"
+    " e607 9c14 faae 46ed 7e54 73e2 f042 b630 846f 96f9 eb9f 7300 bd13 2809 7712 1282 3fc7 492c 69bf"
+    " e254 7187 68c1 b852 43d4 d74f 8278 6050 f48d 504f 7563 eb45 c70d 488e d327 01a5 aee5 5dd5 7015"
+    " 41c0 b5d8 946f ba54 99d9 8761 3fc1 3857 d9e5 f1b8 a79a 4346 b0f7 aed6 846c 5e26 4d99 41c0 b5d8"
+)
+_SINCE_0_32 = (
+    "eef8293aeb4682e7 253e 7f0b 7484 380a 6ee8 0eba e256 5d6a 7484 5123 380a 6ee8 cb5b e256 e023"
+    " e607 9c14 faae 46ed 7e54 73e2 f042 b630 846f 96f9 7852 7300 bd13 2809 7712 1282 3fc7 492c 69bf"
+    " e254 7187 68c1 b852 43d4 d74f 8278 6050 f48d 504f 7563 eb45 c70d 488e d327 01a5 aee5 5dd5 7015"
+    " 41c0 b5d8 946f ba54 99d9 8761 3fc1 3857 d9e5 f1b8 a79a 4346 b0f7 aed6 846c 5e26 4d99 41c0 b5d8"
+)
+
+
+@Patch(
+    target="vllm.entrypoints.launchers.launcher:serve_http",
+    process=Process.PLATFORM,
+    versions=">=0.30,<0.33",
+    why="After a worker or the engine died the server exits with status 0, so whoever supervises it sees success. By "
+    "Ctrl-C it waits without limit for streams that no engine feeds any more.",
+    how="Gives uvicorn a limit for responses in flight, and exits with status 1 when the server stopped because of its "
+    "engine; everything else is the original's.",
+    upstream="https://github.com/vllm-project/vllm/issues/48966",
+    remove_when="vLLM exits with another status than 0 after its engine died and passes a graceful timeout to uvicorn.",
+    fingerprints={"0.30.0": _UNTIL_0_31, "0.31.0": _UNTIL_0_31, "0.32.0": _SINCE_0_32},
+)
+async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any, None]:
+    options.setdefault("timeout_graceful_shutdown", GRACE_SECONDS)
+    ending = await serve_http.original(app, *args, **options)
+    return _ending(app.state, ending)
+
+
+async def _ending(state: Any, ending: Coroutine[Any, Any, None]) -> None:
+    # Told to stop by a signal, vLLM hands over the server's own shutdown; otherwise the server has stopped already.
+    stopped_by_itself = getattr(ending, "cr_code", None) is not state.server.shutdown.__func__.__code__
+    await ending
+    engine = state.engine_client
+    if stopped_by_itself and engine is not None and engine.errored:
+        raise SystemExit("The server ends because its engine died; the log above says of what.")
