@@ -3,9 +3,10 @@
 #include <ATen/Parallel.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
-#include <omp.h>
 #include <pthread.h>
 
+#include <atomic>
+#include <cstdint>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -40,6 +41,7 @@ thread_local std::array<bpsim_stream, BPSIM_MAX_CARDS> this_stream{};
 thread_local bpsim_pool this_pool = 0;
 
 std::atomic<int> threads{0};
+std::atomic<uint64_t> threads_set{0};
 
 }  // namespace
 
@@ -143,7 +145,10 @@ bpsim_pool current_pool() { return this_pool; }
 void set_current_pool(bpsim_pool pool) { this_pool = pool; }
 
 int compute_threads() { return threads.load(std::memory_order_relaxed); }
-void set_compute_threads(int count) { threads.store(count, std::memory_order_relaxed); }
+void set_compute_threads(int count) {
+  threads.store(count, std::memory_order_relaxed);
+  threads_set.fetch_add(1, std::memory_order_release);
+}
 
 // --- worker threads ---------------------------------------------------------------------------------------------------
 
@@ -156,11 +161,12 @@ void prepare_worker_thread(int32_t, uint64_t, void*) {
 }
 
 void follow_thread_count() {
-  thread_local int applied = 0;
-  const int wanted = compute_threads();
-  if (C10_LIKELY(wanted == applied)) return;
-  applied = wanted;
-  if (wanted > 0) omp_set_num_threads(wanted);
+  // Counted, not compared: the host may have set PyTorch's number since, and part of that (MKL's) is not per thread.
+  thread_local uint64_t applied = 0;
+  const uint64_t set = threads_set.load(std::memory_order_acquire);
+  if (C10_LIKELY(set == applied)) return;
+  applied = set;
+  if (const int wanted = compute_threads(); wanted > 0) at::set_num_threads(wanted);
 }
 
 }  // namespace backplane::sim
