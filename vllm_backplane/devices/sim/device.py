@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from ctypes import byref
 from typing import Any, ClassVar
 
@@ -103,6 +104,10 @@ class SimDevice(Device):
                 library.REBUILD,
             ),
         )
+
+    def fallbacks(self) -> Mapping[str, int]:
+        counts: dict[str, int] = library.operator_report()["fell_back"]
+        return counts
 
     def prepare_worker(self, workers_on_host: int) -> None:
         runtime("set_compute_threads", self.settings["threads"] or max(usable_cores() // workers_on_host, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from conftest import sim
 from torch import Tensor
 
 import vllm_backplane.ops
-from vllm_backplane.ops.operator import Operator, SampleSpace, declared
+from vllm_backplane.cli.ops import fell_back
+from vllm_backplane.devices.sim.library import runtime
+from vllm_backplane.devices.sim.settings import FALLBACK
+from vllm_backplane.ops.operator import Operator, Sample, SampleSpace, declared
 from vllm_backplane.ops.resolution import has_kernel
 
 CARD = torch.device("bpnpu", 0)
@@ -91,3 +95,21 @@ def test_a_launch_uses_the_cpu_kernel_and_no_other_operator() -> None:
         "backplane::silu_and_mul": 1,
     }
     assert torch.bpnpu.launch_counters()["launches"] == before + 3
+
+
+def test_what_the_host_does_is_counted_and_told() -> None:
+    operator = dataclasses.replace(
+        declared()["linear"],
+        reference=lambda x: torch.linalg.svdvals(x),
+        samples=lambda space: iter([Sample("one", (space.normal(3, 3),)), Sample("two", (space.normal(4, 2),))]),
+    )
+    with pytest.raises(RuntimeError, match=r"linalg_svd.* has no implementation on bpnpu, and .* forbidden"):
+        fell_back(sim, operator)
+    runtime("set_fallback", FALLBACK.index("allow"))
+    try:
+        told = fell_back(sim, operator)
+    finally:
+        runtime("set_fallback", FALLBACK.index("forbid"))
+    assert len(told) == 1
+    assert set(told.values()) == {2}
+    assert fell_back(sim, declared()["apply_penalties"]) == {}
