@@ -193,9 +193,7 @@ class TestServe:
     def test_vllm_sees_its_own_arguments(self, tmp_path):
         """The real command, up to vLLM's own parser."""
         script = "import sys; from vllm_backplane.cli import main; sys.exit(main(['serve', 'x', '--no-such-option']))"
-        told = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=300
-        )
+        told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=300)
         assert told.returncode == 2
         assert "--no-such-option" in told.stderr
 
