@@ -11,13 +11,13 @@ table shows medians of GFLOP/s (larger is better) and, last, the time of bfloat1
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -28,22 +28,21 @@ from vllm_backplane.devices.cpu import native
 # (rows of the weight, columns): SmolLM2-135M's projections, its logits, and two of larger models.
 SHAPES = ((960, 576), (3072, 576), (576, 1536), (49152, 576), (4096, 2048), (8960, 1536))
 LIMIT = "ONEDNN_MAX_CPU_ISA"
-
-
-def block_width() -> int:
-    return int(ctypes.CDLL(str(native._PATH)).backplane_cpu_block_width())
+COLD_BYTES = 256 << 20
 
 
 def sides(rows: int, n: int, k: int) -> dict[str, Callable[[], Any]]:
-    width = block_width()
+    """Each call multiplies by another copy of the weight, as the layers of a model do: none is in the cache."""
     result: dict[str, Callable[[], Any]] = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         x, weight = torch.randn(rows, k).to(dtype), (torch.randn(n, k) * k**-0.5).to(dtype)
-        blocks = ops.blocked(weight, width)
-        if name == "float32":
-            result["float32 PyTorch"] = lambda x=x, w=weight: torch.nn.functional.linear(x, w)
-        result[f"{name} rows"] = lambda x=x, w=weight: ops.linear.call(x, w, None)
-        result[f"{name} blocks"] = lambda x=x, b=blocks: ops.blocked_linear.call(x, b, n, None)
+        copies = max(2, COLD_BYTES // (weight.numel() * weight.itemsize))
+        plain = cycle([weight.clone() for _ in range(copies)])
+        blocks = cycle([native.arranged(weight) for _ in range(copies)])
+        result[f"{name} PyTorch"] = lambda x=x, w=plain: torch.nn.functional.linear(x, next(w))
+        if name == "bfloat16":
+            result[f"{name} rows"] = lambda x=x, w=plain: ops.linear.call(x, next(w), None)
+        result[f"{name} blocks"] = lambda x=x, b=blocks: ops.blocked_linear.call(x, next(b), n, None)
     return result
 
 
@@ -55,7 +54,8 @@ def measure(rows: int, n: int, k: int, rounds: int, seconds: float) -> dict[str,
         call()
         began = time.perf_counter()
         call()
-        counts[name] = max(1, int(seconds / rounds / max(1e-6, time.perf_counter() - began)))
+        once = time.perf_counter() - began
+        counts[name] = max(1, int(seconds / rounds / max(1e-6, once)))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -69,7 +69,7 @@ def measure(rows: int, n: int, k: int, rounds: int, seconds: float) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 32, 128, 512])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.3, help="per column, about")
     parser.add_argument("--without-bf16", action="store_true", help=f"sets {LIMIT}=AVX512_CORE (x86 only)")

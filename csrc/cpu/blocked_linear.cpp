@@ -5,7 +5,10 @@
 
 #include "blocked_linear.h"
 
+#include <unistd.h>
+
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
 
@@ -22,24 +25,37 @@ using Product = void (*)(const float*, int64_t, const T*, int64_t, float*);
 template <class T>
 using Products = std::array<Product<T>, kMostRows>;  // by number of rows, less one
 
-template <class T, size_t... I>
+template <class T, bool Rearranged, size_t... I>
 Products<T> products_for(std::index_sequence<I...>) {
-  return {pick<BlockProduct<int(I) + 1, T>>()...};
+  return {pick<BlockProduct<int(I) + 1, T, Rearranged>>()...};
 }
 
-template <class T>
+template <class T, bool Rearranged>
 Products<T> products() {
-  return products_for<T>(std::make_index_sequence<kMostRows>{});
+  return products_for<T, Rearranged>(std::make_index_sequence<kMostRows>{});
+}
+
+constexpr int64_t kMostWidth = 32;
+
+// Of x, that every block of a thread goes over: more of it means fewer passes over the weight, as long as it stays in the
+// cache beside a block.
+int64_t input_bytes() {
+  static const int64_t bytes = [] {
+    const long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);  // 0 or less where it is not known
+    return std::max<int64_t>(512 << 10, cache > 0 ? int64_t(cache) * 5 / 8 : 0);
+  }();
+  return bytes;
 }
 
 struct Geometry {
+  int64_t lanes;      // of a vector
   int64_t width;      // of a block
   int64_t most_rows;  // of a product
 };
 
 template <int W>
 constexpr Geometry geometry_of() {
-  return {block_vectors<W>() * W, most_rows<W>()};
+  return {W, block_vectors<W>() * W, most_rows<W>()};
 }
 
 Geometry geometry() {
@@ -51,8 +67,13 @@ Geometry geometry() {
 template <class T>
 struct WidenBlock {
   template <int W>
-  static BACKPLANE_INLINE void run(const T* from, float* to, int64_t count) {
-    for (int64_t i = 0; i < count; i += W) store<W>(to + i, read<W>(from + i));  // a block is whole vectors
+  static BACKPLANE_INLINE void run(const T* from, float* to, int64_t k) {
+    constexpr int V = block_vectors<W>();
+    for (int64_t i = 0; i < k; ++i) {
+      Floats<W> columns[V];
+      read_columns<W, V>(from + i * (V * W), columns);
+      each<V>(BACKPLANE_EACH(v) { store<W>(to + (i * V + v) * W, columns[v]); });
+    }
   }
 };
 
@@ -73,49 +94,90 @@ struct Finish {
   }
 };
 
+struct alignas(64) Line {  // a vector that begins inside a cache line costs two reads
+  float floats[16];
+};
+
 // Rows in parts of nearly one size: fifteen as eight and seven rather than fourteen and one.
-template <class T>
-void times_block(const float* x, int64_t m, int64_t k, int64_t most, const T* block, const Products<T>& products,
-                 const auto& finish) {
-  alignas(64) float tile[kMostRows * 2 * 16];
-  const int64_t parts = (m + most - 1) / most;
-  for (int64_t part = 0; part < parts; ++part) {
-    const int64_t begin = part * m / parts, rows = (part + 1) * m / parts - begin;
-    products[rows - 1](x + begin * k, k, block, k, tile);
-    finish(begin, rows, tile);
-  }
+struct Parts {
+  int64_t rows, count;
+
+  Parts(int64_t rows, int64_t most) : rows(rows), count((rows + most - 1) / most) {}
+  int64_t begin(int64_t part) const { return part * rows / count; }
+  int64_t size(int64_t part) const { return begin(part + 1) - begin(part); }
+};
+
+// Each part of x as [k][row]: its numbers lie in the order of their use, and not all in one set of the cache.
+at::Tensor rearranged(const at::Tensor& x, const Parts& parts) {
+  const int64_t k = x.size(1);
+  at::Tensor result = at::empty_like(x);
+  const float* from = x.const_data_ptr<float>();
+  float* to = result.mutable_data_ptr<float>();
+  at::parallel_for(0, parts.count, 1, [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      const int64_t rows = parts.size(part), offset = parts.begin(part) * k;
+      for (int64_t i = 0; i < k; ++i)
+        for (int64_t r = 0; r < rows; ++r) to[offset + i * rows + r] = from[offset + r * k + i];
+    }
+  });
+  return result;
 }
 
 template <class Weight, class Result>
 void multiply(const at::Tensor& x, const at::Tensor& blocks, const float* bias, at::Tensor& out) {
-  const int64_t m = x.size(0), k = x.size(1), n = out.size(1), width = blocks.size(1);
-  const int64_t most = geometry().most_rows;
-  const float* xp = x.const_data_ptr<float>();
+  const int64_t m = x.size(0), k = x.size(1), n = out.size(1), width = geometry().width;
+  const Parts parts(m, geometry().most_rows);
+  const bool many = parts.count > 2;  // then it pays to prepare both sides
+  const at::Tensor inputs = many ? rearranged(x, parts) : x;
+  const float* xp = inputs.const_data_ptr<float>();
   const Weight* wp = elements<Weight>(blocks);
   Result* op = mutable_elements<Result>(out);
-  const Products<Weight> direct = products<Weight>();
-  const Products<float> widened = products<float>();
+  const Products<Weight> direct = products<Weight, false>();
+  const Products<float> prepared = products<float, true>();
   const auto widen = pick<WidenBlock<Weight>>();
   const auto write_row = pick<Finish<Result>>();
-  const bool reuse = sizeof(Weight) < sizeof(float) && m > 2 * most;
+  const int64_t part_bytes = std::max<int64_t>(1, m / parts.count * k * 4);
+  const int64_t slice = std::max<int64_t>(4, input_bytes() / part_bytes);  // parts
   const int64_t grain = std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(1, k * width * m));
   at::parallel_for(0, blocks.size(0), grain, [&](int64_t first, int64_t last) {
-    std::vector<float> scratch(reuse ? k * width : 0);
-    for (int64_t index = first; index < last; ++index) {
-      const int64_t column = index * width, columns = std::min(width, n - column);
-      const auto finish = [&](int64_t begin, int64_t rows, const float* tile) {
-        for (int64_t r = 0; r < rows; ++r)
-          write_row(tile + r * width, bias ? bias + column : nullptr, op + (begin + r) * n + column, columns);
-      };
-      const Weight* block = wp + index * k * width;
-      if (reuse) {
-        widen(block, scratch.data(), k * width);
-        times_block<float>(xp, m, k, most, scratch.data(), widened, finish);
-      } else {
-        times_block<Weight>(xp, m, k, most, block, direct, finish);
+    alignas(64) float tile[kMostRows * kMostWidth];
+    std::vector<Line> wide(many && sizeof(Weight) < sizeof(float) ? (k * width + 15) / 16 : 0);
+    for (int64_t top = 0; top < parts.count; top += slice) {
+      for (int64_t index = first; index < last; ++index) {
+        const int64_t column = index * width, columns = std::min(width, n - column);
+        const Weight* block = wp + index * k * width;
+        const float* ready = nullptr;
+        if constexpr (std::is_same_v<Weight, float>) {
+          ready = block;
+        } else if (many) {
+          widen(block, wide.data()->floats, k);
+          ready = wide.data()->floats;
+        }
+        for (int64_t part = top; part < std::min(top + slice, parts.count); ++part) {
+          const int64_t begin = parts.begin(part), rows = parts.size(part);
+          if (many) prepared[rows - 1](xp + begin * k, 0, ready, k, tile);
+          else direct[rows - 1](xp + begin * k, k, block, k, tile);
+          for (int64_t r = 0; r < rows; ++r)
+            write_row(tile + r * width, bias ? bias + column : nullptr, op + (begin + r) * n + column, columns);
+        }
       }
     }
   });
+}
+
+// Whether the blocks lie in memory as the products read them.
+bool fits(const at::Tensor& blocks, int64_t out_features) {
+  const auto [lanes, width, most_rows] = geometry();
+  const int64_t k = blocks.size(-1);
+  std::vector<int64_t> sizes{blocks.size(0), width, k}, strides{k * width, 1, width};
+  if (blocks.scalar_type() != at::kFloat) {
+    sizes = {blocks.size(0), width / (2 * lanes), 2, lanes, k};
+    strides = {k * width, 2 * lanes, 1, 2, width};
+  }
+  if (blocks.sizes() != sizes || blocks.size(0) != (out_features + width - 1) / width) return false;
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d] > 1 && blocks.stride(d) != strides[d]) return false;
+  return true;
 }
 
 }  // namespace
@@ -124,18 +186,18 @@ bool has_fast_matmul(at::ScalarType type);  // features.cpp
 
 at::Tensor blocked_linear(const at::Tensor& x, const at::Tensor& blocks, int64_t out_features,
                           const std::optional<at::Tensor>& bias) {
-  TORCH_CHECK(blocks.dim() == 3 && out_features >= 0 && out_features <= blocks.size(0) * blocks.size(1),
-              "blocked_linear: ", blocks.sizes(), " is not the blocks of ", out_features, " rows");
-  const int64_t count = blocks.size(0), width = blocks.size(1), k = blocks.size(2);
+  const int64_t k = blocks.dim() > 0 ? blocks.size(-1) : 0;
+  TORCH_CHECK(blocks.dim() >= 2 && out_features >= 0 && out_features * k <= blocks.numel(), "blocked_linear: ",
+              blocks.sizes(), " is not the blocks of ", out_features, " rows");
   TORCH_CHECK(x.dim() >= 1 && x.size(-1) == k, "blocked_linear: input of ", x.sizes(), " does not fit a weight of ",
               out_features, " x ", k);
   TORCH_CHECK(is_float_type(x.scalar_type()) && is_float_type(blocks.scalar_type()),
               "blocked_linear: ", x.scalar_type(), " times ", blocks.scalar_type(), " is not supported");
-  const bool transposed = blocks.stride(1) == 1 && (blocks.stride(2) == width || k <= 1) &&
-                          (blocks.stride(0) == width * k || count <= 1);
-  if (width != geometry().width || !transposed || count != (out_features + width - 1) / width)
-    // Blocks made for another machine's registers.
+  if (!fits(blocks, out_features)) {
+    TORCH_WARN_ONCE("blocked_linear: the weight is arranged for other registers than this machine's, and is copied at "
+                    "every call; arrange it with Device.arrange_linear");
     return at::linear(x, blocks.reshape({-1, k}).narrow(0, 0, out_features).to(x.scalar_type()), bias);
+  }
   const at::Tensor rows = x.reshape({-1, k}).to(at::kFloat).contiguous();
   at::Tensor out = at::empty({rows.size(0), out_features}, x.options());
   at::Tensor wide_bias;
@@ -159,9 +221,12 @@ TORCH_LIBRARY_IMPL(backplane, CPU, library) {
   library.impl("blocked_linear", &backplane::cpu::blocked_linear);
 }
 
-// Rows of a block that the products of this machine are written for.
+// Rows of a block, and of one vector in it, that the products of this machine are written for.
 extern "C" __attribute__((visibility("default"))) int backplane_cpu_block_width() {
   return static_cast<int>(backplane::cpu::geometry().width);
+}
+extern "C" __attribute__((visibility("default"))) int backplane_cpu_block_lanes() {
+  return static_cast<int>(backplane::cpu::geometry().lanes);
 }
 
 // Whether weights of a type (0 float32, 1 bfloat16, 2 float16) are multiplied faster in blocks than by PyTorch.

@@ -1,17 +1,16 @@
 // The inner product of the blocked linear layer: a few rows of the input times one block of the weight.
 //
-// A block is some rows of the weight, transposed in memory: [k][rows]. A step along k then reads adjacent weights, multiplies them by one broadcast number per row, and needs no sum across a vector at the end. 16-bit weights
-// are widened on their way into the registers: half the bytes of float32 are read, and the arithmetic is float32 on
-// processors that have no other.
+// A block is some rows of the weight, transposed in memory: [k][rows]. A step along k then reads adjacent weights,
+// multiplies them by one broadcast number per row of the input, and needs no sum across a vector at the end. 16-bit
+// weights are widened on their way into the registers: half the bytes of float32 are read, and the arithmetic is
+// float32 on processors that have no other. They lie in pairs, column j beside column j + W, so that one 32-bit lane
+// holds a weight of each of two vectors and a shift or a mask takes it out.
 #pragma once
 
-#include "isa.h"
+#include <type_traits>
+#include <utility>
 
-#if defined(__clang__)
-#define BACKPLANE_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define BACKPLANE_UNROLL _Pragma("GCC unroll 32")
-#endif
+#include "isa.h"
 
 namespace backplane::cpu {
 
@@ -30,8 +29,40 @@ constexpr int most_rows() {
 }
 constexpr int kMostRows = 14;
 
-// tile[row][column] = sum over k of x[row][k] * block[k][column]; tile's rows are adjacent.
-template <int Rows, class T>
+// Calls f(0), f(1), … with constants. A loop would be unrolled too late for the sums to become registers.
+template <int... I, class F>
+BACKPLANE_INLINE void each(std::integer_sequence<int, I...>, const F& f) {
+  (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+BACKPLANE_INLINE void each(const F& f) {
+  each(std::make_integer_sequence<int, N>{}, f);
+}
+#define BACKPLANE_EACH(NAME) [&](auto NAME) __attribute__((always_inline))
+
+// The columns of one step along k, as V vectors.
+template <int W, int V, class T>
+BACKPLANE_INLINE void read_columns(const T* from, Floats<W> (&to)[V]) {
+  if constexpr (std::is_same_v<T, float>) {
+    each<V>(BACKPLANE_EACH(v) { to[v] = load<W>(from + v * W); });
+  } else {
+    each<V / 2>(BACKPLANE_EACH(pair) {
+      Words<W> bits;
+      std::memcpy(&bits, from + pair * 2 * W, sizeof bits);
+      if constexpr (std::is_same_v<T, c10::BFloat16>) {
+        to[2 * pair] = bits_as<Floats<W>>(Words<W>(bits << 16));
+        to[2 * pair + 1] = bits_as<Floats<W>>(Words<W>(bits & 0xffff0000u));
+      } else {
+        to[2 * pair] = widen_ieee<W>(bits & 0xffffu);
+        to[2 * pair + 1] = widen_ieee<W>(bits >> 16);
+      }
+    });
+  }
+}
+
+// tile[row][column] = sum over k of x[row][k] * block[k][column]; tile's rows are adjacent. x is [row][k] with rows
+// `x_stride` apart, or, rearranged for many uses, [k][row] without gaps.
+template <int Rows, class T, bool Rearranged>
 struct BlockProduct {
   template <int W>
   static BACKPLANE_INLINE void run(const float* x, int64_t x_stride, const T* block, int64_t k, float* tile) {
@@ -39,45 +70,32 @@ struct BlockProduct {
       constexpr int V = block_vectors<W>();
       // A multiplication waits for the one before it on the same sum; with few sums, consecutive steps get their own.
       constexpr int Steps = Rows * V >= 8 ? 1 : Rows * V >= 4 ? 2 : 4;
-      Floats<W> sums[Steps][Rows][V];
-      BACKPLANE_UNROLL
-      for (int s = 0; s < Steps; ++s)
-        BACKPLANE_UNROLL
-        for (int r = 0; r < Rows; ++r)
-          BACKPLANE_UNROLL
-          for (int v = 0; v < V; ++v) sums[s][r][v] = Floats<W>{};
+      Floats<W> sums[Steps * Rows * V];
+      each<Steps * Rows * V>(BACKPLANE_EACH(i) { sums[i] = Floats<W>{}; });
       int64_t i = 0;
-      for (; i + Steps <= k; i += Steps) {
-        BACKPLANE_UNROLL
-        for (int s = 0; s < Steps; ++s) step<W, V>(x + i + s, x_stride, block + (i + s) * (V * W), sums[s]);
-      }
-      for (; i < k; ++i) step<W, V>(x + i, x_stride, block + i * (V * W), sums[0]);
-      BACKPLANE_UNROLL
-      for (int r = 0; r < Rows; ++r)
-        BACKPLANE_UNROLL
-        for (int v = 0; v < V; ++v) {
-          Floats<W> total = sums[0][r][v];
-          BACKPLANE_UNROLL
-          for (int s = 1; s < Steps; ++s) total += sums[s][r][v];
-          store<W>(tile + (r * V + v) * W, total);
-        }
+      for (; i + Steps <= k; i += Steps)
+        each<Steps>(BACKPLANE_EACH(s) { step<W, V, s * Rows * V>(x, x_stride, i + s, block, sums); });
+      for (; i < k; ++i) step<W, V, 0>(x, x_stride, i, block, sums);
+      each<Rows * V>(BACKPLANE_EACH(j) {
+        each<Steps - 1>(BACKPLANE_EACH(s) { sums[j] += sums[(s + 1) * Rows * V + j]; });
+        store<W>(tile + j * W, sums[j]);
+      });
     } else {
       __builtin_unreachable();
     }
   }
 
  private:
-  template <int W, int V>
-  static BACKPLANE_INLINE void step(const float* x, int64_t x_stride, const T* block, Floats<W> (&sums)[Rows][V]) {
+  template <int W, int V, int First, int Count>
+  static BACKPLANE_INLINE void step(const float* x, int64_t x_stride, int64_t i, const T* block,
+                                    Floats<W> (&sums)[Count]) {
     Floats<W> weights[V];
-    BACKPLANE_UNROLL
-    for (int v = 0; v < V; ++v) weights[v] = read<W>(block + v * W);
-    BACKPLANE_UNROLL
-    for (int r = 0; r < Rows; ++r) {
-      const Floats<W> value = all<W>(x[r * x_stride]);
-      BACKPLANE_UNROLL
-      for (int v = 0; v < V; ++v) sums[r][v] += value * weights[v];
-    }
+    read_columns<W, V>(block + i * (V * W), weights);
+    each<Rows>(BACKPLANE_EACH(r) {
+      const float value = Rearranged ? x[i * Rows + r] : x[r * x_stride + i];
+      // A number times a vector is a broadcast from memory and nothing else; GCC builds all<W>(value) in more steps.
+      each<V>(BACKPLANE_EACH(v) { sums[First + r * V + v] += value * weights[v]; });
+    });
   }
 };
 

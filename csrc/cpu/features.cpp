@@ -2,8 +2,10 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <cctype>
 #include <cstdlib>
-#include <cstring>
+#include <initializer_list>
+#include <string>
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -11,16 +13,22 @@
 namespace backplane::cpu {
 namespace {
 
-// oneDNN can be told to leave instructions out; then PyTorch does not have them either.
-bool allowed_by_onednn() {
-  const char* limit = std::getenv("ONEDNN_MAX_CPU_ISA");
-  return limit == nullptr || std::strcmp(limit, "ALL") == 0 || std::strcmp(limit, "DEFAULT") == 0 ||
-         std::strstr(limit, "AMX") != nullptr || std::strstr(limit, "BF16") != nullptr;
+// oneDNN can be told to leave instructions out; then PyTorch does not have them either. Its names are ordered: FP16 comes
+// with BF16, AMX and AVX10 with both.
+bool allowed_by_onednn(std::initializer_list<const char*> names) {
+  const char* stated = std::getenv("ONEDNN_MAX_CPU_ISA");
+  if (stated == nullptr) stated = std::getenv("DNNL_MAX_CPU_ISA");
+  if (stated == nullptr) return true;
+  std::string limit(stated);
+  for (char& letter : limit) letter = static_cast<char>(std::toupper(static_cast<unsigned char>(letter)));
+  for (const char* name : names)
+    if (limit.find(name) != std::string::npos) return true;
+  return limit == "ALL" || limit == "DEFAULT";
 }
 
 bool has_bfloat16() {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512bf16") && allowed_by_onednn();
+  return __builtin_cpu_supports("avx512bf16") && allowed_by_onednn({"BF16", "FP16", "AMX", "AVX10"});
 #elif defined(__aarch64__) && defined(__linux__)
   return (getauxval(AT_HWCAP2) & (1UL << 14)) != 0;  // HWCAP2_BF16
 #else
@@ -33,7 +41,7 @@ bool has_float16() {
   // AVX512-FP16: leaf 7, edx bit 23; not every compiler's cpu_supports knows the name.
   unsigned a = 7, b, c = 0, d;
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  return (d & (1U << 23)) != 0 && allowed_by_onednn();
+  return (d & (1U << 23)) != 0 && allowed_by_onednn({"FP16", "AMX", "AVX10"});
 #else
   return false;  // PyTorch's float16 product on aarch64 measures at a fraction of the bandwidth
 #endif

@@ -40,7 +40,7 @@ BACKPLANE_INLINE To bits_as(const From& from) {
 
 template <int W>
 BACKPLANE_INLINE Floats<W> all(float value) {
-  return value - Floats<W>{};  // unlike a sum with zero, which would turn -0 into 0, this is no instruction
+  return Floats<W>{} + value;
 }
 
 template <int W>
@@ -60,15 +60,20 @@ BACKPLANE_INLINE void store(float* to, Floats<W> v) {
 constexpr uint32_t kHalfSpecial = 0x0f800000, kFloatSpecial = 0x7f800000;
 constexpr float kHalfRescale = 0x1p112f;
 
-template <int W, Half16 F>
-BACKPLANE_INLINE Floats<W> widen(Shorts<W> narrow) {
-  const Words<W> bits = __builtin_convertvector(narrow, Words<W>);
-  if constexpr (F == Half16::bfloat) return bits_as<Floats<W>>(Words<W>(bits << 16));
+template <int W>
+BACKPLANE_INLINE Floats<W> widen_ieee(Words<W> bits) {
   const Words<W> magnitude = (bits & 0x7fff) << 13;
   Words<W> wide = bits_as<Words<W>>(Floats<W>(bits_as<Floats<W>>(magnitude) * kHalfRescale));
   wide = magnitude >= kHalfSpecial ? wide | kFloatSpecial : wide;
   wide |= (bits & 0x8000) << 16;
   return bits_as<Floats<W>>(wide);
+}
+
+template <int W, Half16 F>
+BACKPLANE_INLINE Floats<W> widen(Shorts<W> narrow) {
+  const Words<W> bits = __builtin_convertvector(narrow, Words<W>);
+  if constexpr (F == Half16::bfloat) return bits_as<Floats<W>>(Words<W>(bits << 16));
+  return widen_ieee<W>(bits);
 }
 
 template <int W, Half16 F>

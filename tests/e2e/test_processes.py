@@ -42,3 +42,19 @@ def test_ctrl_c_leaves_nothing(start: Starter) -> None:
     assert len(called(server, "Worker")) == 2
     server.signal_group(signal.SIGINT)
     assert ends_by_itself(server) == 0
+
+
+@pytest.mark.parametrize("processes", [(), TWO], ids=["one process", "two workers"])
+def test_a_killed_main_process_leaves_nothing(start: Starter, processes: tuple[str, ...]) -> None:
+    server = start(*processes)
+    assert len(server.descendants()) >= 1 + len(processes)
+    server.signal(signal.SIGKILL)
+    ends_by_itself(server)
+
+
+def test_an_engine_that_is_told_to_end_is_an_error(start: Starter) -> None:
+    """Not a Ctrl-C of the server, although the server's event loop hears of signals to processes forked from it."""
+    server = start()
+    (engine,) = called(server, "EngineCore")
+    engine.send_signal(signal.SIGTERM)
+    assert ends_by_itself(server) != 0

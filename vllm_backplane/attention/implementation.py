@@ -51,9 +51,14 @@ class BackplaneAttentionImpl(AttentionImpl[BackplaneAttentionMetadata]):
         self._slopes_given = alibi_slopes
         self.alibi_slopes: torch.Tensor | None = None
         if self.num_heads % self.num_kv_heads:
-            raise BackplaneError(f"{num_heads} heads cannot share {num_kv_heads} key/value heads evenly")
+            raise BackplaneError(
+                f"{num_heads} heads cannot share {num_kv_heads} key/value heads evenly; choose a "
+                "--tensor-parallel-size that divides both, or correct the model's configuration"
+            )
         if sinks is not None and sinks.shape[0] != num_heads:
-            raise BackplaneError(f"{sinks.shape[0]} attention sinks for {num_heads} heads")
+            raise BackplaneError(
+                f"{sinks.shape[0]} attention sinks for {num_heads} heads; the checkpoint does not fit its configuration"
+            )
         self._storage: torch.dtype | None = None
         if is_quantized_kv_cache(kv_cache_dtype):
             try:
@@ -100,7 +105,10 @@ class BackplaneAttentionImpl(AttentionImpl[BackplaneAttentionMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("quantized attention output is not supported")
+            raise BackplaneError(
+                "attention cannot write quantized output; switch off the fusion of attention and quantization in "
+                "--compilation-config (pass_config fuse_attn_quant)"
+            )
         if attn_metadata is None:  # a profiling run: shapes and memory only
             return output.zero_()
         if self._slopes_given is not None and self.alibi_slopes is None:

@@ -8,6 +8,8 @@ import torch
 from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
+from vllm_backplane.errors import BackplaneError
+
 
 @dataclass(frozen=True, slots=True)
 class BackplaneAttentionMetadata(AttentionMetadata):
@@ -31,7 +33,9 @@ class BackplaneMetadataBuilder(AttentionMetadataBuilder[BackplaneAttentionMetada
     ) -> BackplaneAttentionMetadata:
         common = common_attn_metadata
         if isinstance(common.causal, torch.Tensor):
-            raise NotImplementedError("a batch that mixes causal and non-causal requests is not supported")
+            raise BackplaneError(
+                "a batch mixes causal and non-causal requests, which attention here cannot; set --max-num-seqs 1"
+            )
         return BackplaneAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc[: common.num_reqs + 1],

@@ -34,6 +34,6 @@ def backend_path(selected: AttentionBackendEnum | None, wanted: AttentionSelecto
     if reasons:
         raise BackplaneError(
             f"attention as this model asks for it is not supported on device {device.name!r}: {'; '.join(reasons)} "
-            f"({wanted!r})"
+            f"({wanted!r}). Change the option that asks for it, or choose a device that has it"
         )
     return BACKEND

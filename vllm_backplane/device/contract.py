@@ -150,9 +150,10 @@ class Device(ABC):
         kept for activations."""
         return self.own_memory(index)
 
-    def linear_block(self, dtype: torch.dtype) -> int:
-        """Rows per block in which weights of linear layers are kept for `blocked_linear`; 0 leaves them as they are."""
-        return 0
+    def arrange_linear(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The weight of a linear layer, [out, in], in the order in which `blocked_linear` is to read it: any
+        tensor whose ``reshape(-1, in)`` begins with the weight's rows. None leaves it as it is."""
+        return None
 
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
         """Memory for the KV cache: `count` zero bytes (int8) on a card."""

@@ -1,8 +1,9 @@
 """The unquantised linear layer: where most of a model's time goes.
 
-A checkpoint's weight is [out, in]. A device may want it in blocks of rows instead, each transposed in memory
-(`Device.linear_block`): it is rearranged once, after loading, and multiplied by `blocked_linear`. `linear` takes
-weights that must stay as they are, such as a table that is also the embedding.
+A checkpoint's weight is [out, in]. A device may want it in another order in memory (`Device.arrange_linear`), such as
+blocks of rows, each transposed: it is rearranged once, after loading, and multiplied by `blocked_linear`. The strides
+tell the order, so the reference understands every one. `linear` takes weights that must stay as they are, such as a
+table that is also the embedding.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from vllm_backplane.errors import OperatorError
 from vllm_backplane.ops.operator import Sample, SampleSpace, operator
 
 _SIZES = (((1,), 8, 8), ((3,), 64, 24), ((7,), 33, 65), ((2, 3), 16, 5), ((0,), 16, 8), ((), 16, 8))
@@ -31,31 +33,44 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def blocked(weight: torch.Tensor, width: int) -> torch.Tensor:
-    """The weight as blocks of `width` rows, each transposed in memory: [blocks, width, in], missing rows zero."""
+def blocked(weight: torch.Tensor, width: int, lanes: int = 0) -> torch.Tensor:
+    """The weight as blocks of `width` rows, each transposed in memory, missing rows zero: [blocks, width, in].
+
+    With `lanes`, the rows of a block lie in pairs, row j beside row j + lanes: [blocks, pairs, 2, lanes, in].
+    """
     rows, fan_in = weight.shape
     count = -(-rows // width)
-    blocks = weight.new_zeros((count, fan_in, width)).transpose(1, 2)
-    for index in range(count):  # one at a time, so that no second copy of the weight comes to be
-        part = weight[index * width : (index + 1) * width]
-        blocks[index, : len(part)].copy_(part)
+    if lanes:
+        if width % (2 * lanes):
+            raise OperatorError(f"blocks of {width} rows do not divide into pairs of {lanes}")
+        memory = weight.new_zeros((count, fan_in, width // (2 * lanes), lanes, 2))
+        blocks = memory.permute(0, 2, 4, 3, 1)
+    else:
+        blocks = weight.new_zeros((count, fan_in, width)).transpose(1, 2)
+    whole = rows // width
+    blocks[:whole].copy_(weight[: whole * width].view(whole, *blocks.shape[1:]))
+    if whole < count:
+        last = weight.new_zeros((width, fan_in))
+        last[: rows - whole * width] = weight[whole * width :]
+        blocks[whole].copy_(last.view(blocks.shape[1:]))
     return blocks
 
 
 def blocked_samples(space: SampleSpace) -> Iterator[Sample]:
-    for width in (8, 16, 32):
+    arrangements = ((8, 0), (8, 4), (16, 0), (16, 8), (16, 4), (32, 0), (32, 16))
+    for width, lanes in arrangements:
+        named = f"blocks of {width}" + (f", pairs of {lanes}" if lanes else "")
         for sample in projection_samples(space):
             x, weight, bias = sample.args
-            args = (x, blocked(weight, width), weight.shape[0], bias)
-            yield Sample(f"{sample.label}, blocks of {width}", args)
-        for rows in (15, 40):  # more than a kernel takes at once, and enough to make one prepare the weight
+            yield Sample(f"{sample.label}, {named}", (x, blocked(weight, width, lanes), weight.shape[0], bias))
+        for rows in (15, 40):  # more than a kernel takes at once, and enough to make one prepare its arguments
             x, weight, bias = space.normal(rows, 37), space.normal(70, 37) * 37**-0.5, space.normal(70)
-            yield Sample(f"{rows} x 37 -> 70, blocks of {width}", (x, blocked(weight, width), 70, bias))
+            yield Sample(f"{rows} x 37 -> 70, {named}", (x, blocked(weight, width, lanes), 70, bias))
 
 
 @operator("(Tensor x, Tensor blocks, int out_features, Tensor? bias=None) -> Tensor", samples=blocked_samples)
 def blocked_linear(
     x: torch.Tensor, blocks: torch.Tensor, out_features: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x @ weight.T + bias for a weight in blocks of rows, [blocks, width, in]; rows past out_features are filling."""
+    """x @ weight.T + bias for a weight whose rows lie in blocks: [..., in]; rows past out_features are filling."""
     return torch.nn.functional.linear(x, blocks.reshape(-1, blocks.shape[-1])[:out_features], bias)

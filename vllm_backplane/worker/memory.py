@@ -24,7 +24,7 @@ def extrapolate(peaks: dict[int, int], tokens: int) -> int:
     if large == small:
         return high
     slope = max(high - low, 0) / (large - small)
-    return int(high + slope * (tokens - large))
+    return max(int(high + slope * (tokens - large)), low)
 
 
 def checkpoint_elements(folder: str) -> int | None:

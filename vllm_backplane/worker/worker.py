@@ -7,6 +7,7 @@ other hardware is how the process gets hold of its card, which runner it builds,
 from __future__ import annotations
 
 import gc
+import multiprocessing
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -28,7 +29,7 @@ from vllm_backplane.errors import BackplaneError
 from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured
-from vllm_backplane.worker import memory
+from vllm_backplane.worker import ancestors, memory
 from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.kv_storage import KvCacheStorage
 from vllm_backplane.worker.model_runner import make_model_runner
@@ -49,8 +50,11 @@ class BackplaneWorker(Worker):
 
     def init_device(self) -> None:
         """Take the card, load and freeze the operators, join the group, measure memory, build the runner."""
-        # What is there now stays: the collections that measuring memory asks for would each walk through all of it.
-        gc.freeze()
+        if multiprocessing.parent_process() is not None:
+            # What was imported stays: the collections that measuring memory asks for would each walk through all of it.
+            # In a process of the user's own, what is there is not ours to keep.
+            gc.freeze()
+            ancestors.follow(levels=2 if self.parallel_config.world_size > 1 else 1)
         self.card = self._card()
         self.device = self.accelerator.torch_device(self.card)
         self.accelerator.set_current(self.card)
@@ -170,7 +174,8 @@ class BackplaneWorker(Worker):
         return max(memory.extrapolate(sampled, sequences), memory.extrapolate(forward, largest))
 
     def _peaks(self, step: Callable[[int], None], size: int) -> dict[int, int]:
-        return {tokens: self._peak(partial(step, tokens)) for tokens in (max(size // 2, 1), size)}
+        # The larger first: the first step also pays for what stays allocated, and a steeper line errs to the safe side.
+        return {tokens: self._peak(partial(step, tokens)) for tokens in (size, max(size // 2, 1))}
 
     def _peak(self, step: Callable[[], None]) -> int:
         self.accelerator.reset_peak_memory(self.card)

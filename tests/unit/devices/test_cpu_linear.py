@@ -15,8 +15,7 @@ import json, sys, itertools, torch
 import vllm_backplane.ops as ops
 from vllm_backplane.devices.cpu import native
 assert native.fault() is None, native.fault()
-width = native.block_width(torch.bfloat16)
-assert width > 0, "without BF16 instructions the weights should come in blocks"
+assert native.wants_blocks(torch.bfloat16), "without BF16 instructions the weights should come in blocks"
 generator = torch.Generator().manual_seed(0)
 results = []
 for dtype, rows, inner, outer, bias in json.load(sys.stdin):
@@ -24,7 +23,7 @@ for dtype, rows, inner, outer, bias in json.load(sys.stdin):
     x = torch.randn(rows, inner, generator=generator).to(kind)
     weight = torch.randn(outer, inner, generator=generator).to(kind)
     offset = torch.randn(outer, generator=generator).to(kind) if bias else None
-    products = [ops.linear(x, weight, offset), ops.blocked_linear(x, ops.blocked(weight, width), outer, offset)]
+    products = [ops.linear(x, weight, offset), ops.blocked_linear(x, native.arranged(weight), outer, offset)]
     exact = x.double() @ weight.double().T + (offset.double() if bias else 0)
     scale = (x.double().abs() @ weight.double().abs().T).clamp_min(1e-30)
     for got in products:

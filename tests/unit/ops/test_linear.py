@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from operator_checks import FLOAT_TYPES, assert_near, check_over_samples, exact, run, space
 
 from vllm_backplane import ops
+from vllm_backplane.errors import OperatorError
 from vllm_backplane.ops.operator import Operator
 
 PROJECTIONS = [ops.linear, ops.logits]
@@ -28,9 +27,8 @@ def test_over_samples(op: Operator, dtype: torch.dtype) -> None:
 
 
 def of_blocks(x: np.ndarray, blocks: np.ndarray, out_features: int, bias: np.ndarray | None = None) -> np.ndarray:
-    count, width, _ = blocks.shape
-    weight = np.stack([blocks[row // width, row % width] for row in range(out_features)])
-    assert count == math.ceil(out_features / width)
+    places = list(np.ndindex(blocks.shape[:-1]))[:out_features]
+    weight = np.stack([blocks[place] for place in places])
     return projected(x, weight, bias)
 
 
@@ -46,6 +44,17 @@ def test_blocks_hold_the_weight_transposed_and_zeros() -> None:
     assert blocks.stride() == (12, 1, 4), "rows of a block lie side by side"
     assert torch.equal(blocks.reshape(8, 3)[:5], weight)
     assert not blocks[1, 1:].any()
+
+
+def test_pairs_lie_side_by_side() -> None:
+    weight = torch.arange(8.0).view(8, 1)
+    pairs = ops.blocked(weight, 8, lanes=2)
+    assert pairs.shape == (1, 2, 2, 2, 1)
+    assert torch.equal(pairs.reshape(8, 1), weight)
+    assert pairs.permute(0, 4, 1, 3, 2).is_contiguous()
+    assert pairs.permute(0, 4, 1, 3, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    with pytest.raises(OperatorError, match="do not divide"):
+        ops.blocked(weight, 8, lanes=3)
 
 
 @pytest.mark.parametrize("op", PROJECTIONS, ids=lambda op: op.name)

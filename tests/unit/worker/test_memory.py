@@ -78,7 +78,7 @@ def test_the_messages_show_share_and_size() -> None:
 
 @pytest.mark.parametrize(
     ("peaks", "tokens", "expected"),
-    [({128: 100, 256: 150}, 512, 250), ({128: 100}, 512, 100), ({128: 150, 256: 140}, 1024, 140)],
+    [({128: 100, 256: 150}, 512, 250), ({128: 100}, 512, 100), ({128: 150, 256: 140}, 1024, 150)],
 )
 def test_activations_grow_on_the_measured_line_and_never_shrink(
     peaks: dict[int, int], tokens: int, expected: int

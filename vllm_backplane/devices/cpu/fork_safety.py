@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import signal
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,13 @@ _HARD = 2  # omp_pause_hard: threads end, settings may be lost
 
 @cache
 def install() -> None:
-    os.register_at_fork(before=release_threads)
+    os.register_at_fork(before=release_threads, after_in_child=forget_wakeup)
+
+
+def forget_wakeup() -> None:
+    """An event loop of the parent is told of signals through a descriptor that the child inherits: a signal to the
+    engine would be handled by the server as well, which takes it for its own."""
+    signal.set_wakeup_fd(-1)
 
 
 def release_threads() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from vllm_backplane.ops import blocked
+
 LIBRARY_NAME = "libbackplane_cpu.so"
 _TYPE_CODES = (torch.float32, torch.bfloat16, torch.float16)
 """In the order of the library's own list."""
@@ -37,10 +39,17 @@ def fault() -> tuple[str, str] | None:
     return None
 
 
-def block_width(dtype: torch.dtype) -> int:
-    """Rows of a block of weights of this type that the kernels want; 0 where PyTorch's own product is faster."""
-    if fault() is not None or dtype not in _TYPE_CODES:
-        return 0
+def wants_blocks(dtype: torch.dtype) -> bool:
+    """Whether weights of this type are multiplied faster in blocks than by PyTorch's own product."""
+    return (
+        fault() is None
+        and dtype in _TYPE_CODES
+        and bool(ctypes.CDLL(str(_PATH)).backplane_cpu_wants_blocks(_TYPE_CODES.index(dtype)))
+    )
+
+
+def arranged(weight: torch.Tensor) -> torch.Tensor:
+    """The weight in the blocks that the kernels of this machine read; 16-bit ones lie in pairs."""
     library = ctypes.CDLL(str(_PATH))
-    wanted = library.backplane_cpu_wants_blocks(_TYPE_CODES.index(dtype))
-    return int(library.backplane_cpu_block_width()) if wanted else 0
+    lanes = 0 if weight.dtype == torch.float32 else library.backplane_cpu_block_lanes()
+    return blocked(weight, library.backplane_cpu_block_width(), lanes)

@@ -1,0 +1,83 @@
+"""bfloat16 beside float32 through the whole engine: tokens per second when decoding and when reading a prompt.
+
+    python benchmarks/dtypes.py                     # the default model, as this machine is
+    python benchmarks/dtypes.py --without-bf16      # as a machine without BF16 instructions would do it (x86 only)
+
+Engines of both types take turns, each in a process of its own; the table shows the median over the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LIMIT = "ONEDNN_MAX_CPU_ISA"
+PROMPT, ANSWER = 512, 48
+SEQUENCES = (1, 16)
+
+
+def engine(model: str, dtype: str) -> dict[str, float]:
+    """Tokens per second by workload, in this process."""
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    llm = LLM(model, dtype=dtype, max_model_len=1024, enable_prefix_caching=False, disable_log_stats=True)
+
+    def seconds(sequences: int, prompt: int, answer: int) -> float:
+        tokens = [[100 + (place * 7 + sequence) % 900 for place in range(prompt)] for sequence in range(sequences)]
+        prompts = [TokensPrompt(prompt_token_ids=ids) for ids in tokens]
+        began = time.perf_counter()
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True), use_tqdm=False)
+        return time.perf_counter() - began
+
+    seconds(1, 16, 4)
+    found = {f"prompt of {PROMPT}": PROMPT / seconds(1, PROMPT, 1)}
+    for sequences in SEQUENCES:
+        begun = seconds(sequences, 8, 1)
+        found[f"decoding {sequences}"] = sequences * (ANSWER - 1) / (seconds(sequences, 8, ANSWER) - begun)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--without-bf16", action="store_true", help=f"sets {LIMIT}=AVX512_CORE")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--engine", nargs=2, metavar=("MODEL", "DTYPE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:
+        print(json.dumps(engine(*args.engine)))
+        return
+    from vllm_backplane.models import DEFAULT, obtain
+
+    model = str(obtain(DEFAULT.name))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    if args.without_bf16:
+        environment[LIMIT] = "AVX512_CORE"
+    results: dict[str, dict[str, list[float]]] = {"float32": {}, "bfloat16": {}}
+    for turn in range(args.rounds):
+        for dtype, found in results.items():
+            command = [sys.executable, str(Path(__file__).resolve()), "--engine", model, dtype]
+            run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            for name, value in json.loads(run.stdout.splitlines()[-1]).items():
+                found.setdefault(name, []).append(value)
+            print(f"turn {turn + 1}: {dtype} done", file=sys.stderr)
+    medians = {dtype: {name: statistics.median(v) for name, v in found.items()} for dtype, found in results.items()}
+    if args.json:
+        print(json.dumps({"limit": environment.get(LIMIT), "all": results, "median": medians}, indent=2))
+        return
+    print(f"\n{DEFAULT.name}, tokens per second, {LIMIT}={environment.get(LIMIT, '(not set)')}\n")
+    print(f"{'workload':<18}{'float32':>10}{'bfloat16':>10}{'ratio':>8}")
+    for name in medians["float32"]:
+        wide, narrow = medians["float32"][name], medians["bfloat16"][name]
+        print(f"{name:<18}{wide:>10.1f}{narrow:>10.1f}{narrow / wide:>8.2f}")
+
+
+if __name__ == "__main__":
+    main()
