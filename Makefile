@@ -34,7 +34,7 @@ plugin := $(stamps)/plugin
 models := $(stamps)/models
 tools := $(stamps)/tools
 # The folders too: they change when a file goes.
-kernel_sources := $(wildcard csrc/* csrc/*/*)
+kernel_sources := $(wildcard csrc/* csrc/*/* csrc/*/*/*)
 
 # torch is named in every pip command: an open requirement for it may bring another, of several gigabytes.
 # A log gets one line per package that changes; a terminal gets pip as it is, with its progress bars.

@@ -1,8 +1,8 @@
-"""Builds the C++ kernels of the cpu device; everything else about the package is in pyproject.toml.
+"""Builds the C++ libraries of the devices; everything else about the package is in pyproject.toml.
 
-The kernels are one shared library, not a Python module: it registers its operators with PyTorch when it is
-loaded. It is compiled against the torch of the environment that the package is installed into. pip's build
-isolation hides that torch from imports, so it is found by path and never imported.
+A device's C++ is one shared library, not a Python module: it registers itself with PyTorch when it is loaded. It is
+compiled against the torch of the environment that the package is installed into. pip's build isolation hides that torch
+from imports, so it is found by path and never imported.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-SOURCES = Path("csrc/cpu")
-LIBRARY = "vllm_backplane.devices.cpu.libbackplane_cpu"
+# Library, and the folders its sources are in; headers are found from the folder under csrc.
+LIBRARIES = {
+    "vllm_backplane.devices.cpu.libbackplane_cpu": ("csrc/cpu",),
+    "vllm_backplane.devices.sim.libbackplane_sim": ("csrc/sim/driver", "csrc/sim/runtime"),
+}
 SWITCH = "BACKPLANE_BUILD_KERNELS"
 WITHOUT = f"or set {SWITCH}=0 to install without kernels on purpose"
 
@@ -133,7 +136,7 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         cxx, torch = compiler(), Torch.find()
         flags = [*COMPILE, f"-D_GLIBCXX_USE_CXX11_ABI={torch.string_abi()}"]
-        flags += [f"-I{SOURCES}"]
+        flags += [f"-I{folder}" for folder in ext.include_dirs]
         for folder in torch.includes:
             flags += ["-isystem", str(folder)]
         flags += shlex.split(os.environ.get("CXXFLAGS", ""))
@@ -142,10 +145,10 @@ class BuildKernels(build_ext):
         objects = ROOT / "build" / f"kernels-{sysconfig.get_platform()}-{key}"
         objects.mkdir(parents=True, exist_ok=True)
         with_what = f"torch {torch.version} with {shlex.join(cxx)}"
-        print(f"kernels: {len(ext.sources)} files for {with_what}", flush=True)
+        print(f"{ext.name.rpartition('.')[2]}: {len(ext.sources)} files for {with_what}", flush=True)
 
         def compile_one(source: str) -> Path:
-            result = objects / (Path(source).stem + ".o")
+            result = objects / (source.removeprefix("csrc/").replace("/", "-").removesuffix(".cpp") + ".o")
             rules = result.with_suffix(".d")
             command = [*cxx, *flags, "-MMD", "-MF", str(rules), "-c", source, "-o", str(result)]
             make(result, command, headers_of(rules), f"compiling {source}")
@@ -169,11 +172,21 @@ def extensions() -> list[Extension]:
     if switch in ("0", "false", "no", "off"):
         print(f"{SWITCH}={switch}: no kernels are built; operators run as their references", flush=True)
         return []
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / SOURCES).glob("*.cpp"))
-    if not sources:
-        raise BuildError(f"no C++ files in {SOURCES}, so the source tree is incomplete. Fetch it, {WITHOUT}.")
-    headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / SOURCES).glob("*.h"))
-    return [Extension(LIBRARY, sources, depends=headers, language="c++")]
+    found = []
+    for library, folders in LIBRARIES.items():
+        sources = files(folders, "*.cpp")
+        if not sources:
+            raise BuildError(
+                f"no C++ files in {', '.join(folders)}, so the source tree is incomplete. Fetch it, {WITHOUT}."
+            )
+        includes = ["/".join(folders[0].split("/")[:2])]
+        headers = files(folders, "*.h")
+        found.append(Extension(library, sources, depends=headers, include_dirs=includes, language="c++"))
+    return found
+
+
+def files(folders: tuple[str, ...], pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).glob(pattern))
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": BuildKernels})

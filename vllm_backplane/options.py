@@ -9,6 +9,7 @@ neither place is the obvious winner.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -80,6 +81,24 @@ def fraction(value: Any) -> float:
     if not 0 < number <= 1:
         raise ValueError(expected)
     return number
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {unit + "I": 1 << 10 * power for power, unit in enumerate("KMGT", start=1)}
+
+
+def byte_count(value: Any) -> int:
+    """A whole number of bytes, or a number with a unit: 512MiB, 2GiB, 1.5G."""
+    expected = "a number of bytes, such as 1073741824 or 1GiB"
+    if isinstance(value, bool):
+        raise ValueError(expected)
+    words = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(value).upper())
+    if words is None or words[2] not in _UNITS:
+        raise ValueError(expected)
+    count = int(float(words[1]) * _UNITS[words[2]]) if "." in words[1] else int(words[1]) * _UNITS[words[2]]
+    if count < 1:
+        raise ValueError(expected)
+    return count
 
 
 def one_of(*choices: str) -> Callable[[Any], str]:

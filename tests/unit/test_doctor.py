@@ -138,6 +138,8 @@ def test_what_is_broken_beside_us_is_named_and_does_not_stop_serving(tmp_path):
     )
     copy = tmp_path / "copy"
     shutil.copytree(PACKAGE, copy / "vllm_backplane", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for info in PACKAGE.parent.glob("*.egg-info"):  # of a checkout; the devices that it has, installed or not
+        shutil.copytree(info, copy / info.name)
     done = doctor(environment(tmp_path / "vendor", copy, VLLM_TARGET_DEVICE="empty", BACKPLANE_DEVICE="cpu"))
     told = " ".join(done.stdout.split())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -150,6 +152,7 @@ def test_what_is_broken_beside_us_is_named_and_does_not_stop_serving(tmp_path):
     assert "warning: the CPU kernel library was not built" in told
     assert "warning: VLLM_TARGET_DEVICE=empty is set" in told
     assert "- absent vendor-things no card in any slot" in told
+    assert "- sim vllm-backplane libbackplane_sim.so was not built; install a C++ compiler and reinstall" in told
     assert "device 'absent'" not in told, "an answer is not a fault"
     assert "- routes vendor-things vllm.endpoint_plugins filtered out (not named)" in told
     assert "by kernel" not in told

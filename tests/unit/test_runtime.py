@@ -80,7 +80,13 @@ from vllm_backplane.worker.worker import BackplaneWorker
 
 OWN = {  # additions of ours; everything else must override something upstream
     BackplaneWorker: {"_card", "_workers_on_host", "_freeze_operators", "_profile_activations", "_peak", "_peaks"},
-    BackplaneModelRunnerV1: {"profile_step", "forward_step", "warm_up", "_caches_to_zero"},
+    BackplaneModelRunnerV1: {
+        "profile_step",
+        "forward_step",
+        "warm_up",
+        "_caches_to_zero",
+        "_unfinished_prompts_draw_nothing",
+    },
     BackplaneAttentionImpl: {"_halves", "_scales", "do_kv_cache_update"},
     BackplaneCommunicator: {"_all_gatherv", "_checked_sizes", "_all2all"},
     BackplanePlatform: set(),

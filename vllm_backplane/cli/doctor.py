@@ -101,7 +101,9 @@ def _devices(report: Report) -> Iterable[str]:
                 device.mark,
                 device.name,
                 device.distribution,
-                f"available, {device.count} card{'s' * (device.count > 1)}" if device.available else device.reason,
+                f"available, {device.count} card{'s' * (device.count > 1)}"
+                if device.available
+                else "; ".join(filter(None, (device.reason, device.remedy))),
             )
             for device in report.devices
         ],

@@ -4,8 +4,11 @@ An operator runs as the device's kernel where there is one, and as its plain-PyT
 is one caller of an operator: a layer of vLLM that Backplane replaces, or another extension point (attention backend,
 IR operator, runner kernel, sampler, LoRA wrapper).
 
+On a device that lets the host run what it lacks, the references are run with their test inputs, and what the host did
+for them is shown.
+
 With --json, the keys are: device, reason, operators; of an operator: operator, family, summary, implementation,
-provider, reason, called_by (kind and layer).
+provider, reason, called_by (kind and layer), fell_back (PyTorch operators that ran on the host, with their number).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from vllm_backplane.errors import OperatorError, nearest
 
 if TYPE_CHECKING:
     from vllm_backplane.device import Device
+    from vllm_backplane.ops.operator import Operator
 
 NAME = "ops"
 HELP = "show what each layer and operator runs on"
@@ -57,7 +61,18 @@ def run(args: argparse.Namespace) -> int:
     count = Counter(line["implementation"] for line in shown)
     implementations = f"{count['kernel']} by kernel, {count['reference']} by reference"
     print(f"\n{len(shown)} operators on device {device.name}: {implementations}")
+    if counts_fallbacks(device):
+        _print_fallbacks(shown)
     return 0
+
+
+def _print_fallbacks(shown: list[dict[str, Any]]) -> None:
+    lines = [(line["operator"], name) for line in shown for name in line["fell_back"]]
+    if not lines:
+        print("None of the references needs the host for a PyTorch operator that the device lacks.")
+        return
+    print("\nPyTorch operators that the device lacks, so the host runs them for the reference of:")
+    _output.print_table(("OPERATOR", "ON THE HOST"), lines)
 
 
 def _check_family(family: str | None) -> None:
@@ -97,7 +112,29 @@ def table(device: Device, forced: tuple[str, ...] = ()) -> list[dict[str, Any]]:
             "provider": line.provider,
             "reason": line.reason,
             "called_by": [{"kind": kind, "layer": layer} for kind, layer in calling.get(line.operator, ())],
+            "fell_back": fell_back(device, get(line.operator)) if line.implementation == "reference" else {},
         }
         for line in resolution.resolve(device.dispatch_key, device.kernel_provider(), forced)
     ]
     return sorted(lines, key=lambda line: (line["family"], line["operator"]))
+
+
+def counts_fallbacks(device: Device) -> bool:
+    from vllm_backplane.device import Device
+
+    return type(device).fallbacks is not Device.fallbacks
+
+
+def fell_back(device: Device, operator: Operator) -> dict[str, int]:
+    """Run the reference with its samples, and say what the host did for it."""
+    from vllm_backplane.ops.operator import SampleSpace
+
+    if not counts_fallbacks(device):
+        return {}
+    before = device.fallbacks()
+    for sample in operator.samples(SampleSpace(device.torch_device(), operator.dtypes[0])):
+        operator.reference(*sample.args)
+    device.synchronize()
+    return {
+        name: count - before.get(name, 0) for name, count in device.fallbacks().items() if count > before.get(name, 0)
+    }

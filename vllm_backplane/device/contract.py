@@ -131,6 +131,11 @@ class Device(ABC):
         """(what is degraded, remedy) pairs for `doctor`: it serves, but not as well as it could."""
         return ()
 
+    def fallbacks(self) -> Mapping[str, int]:
+        """PyTorch operators that the device lacks and that ran on the host instead, with how often, in this process:
+        for `vllm-backplane ops`, and a worker's last words. A device on which that can happen overrides this."""
+        return {}
+
     def properties(self, index: int = 0) -> Properties:
         return Properties(name=self.name, uuid=f"{self.name}-{index}", compute_units=1)
 

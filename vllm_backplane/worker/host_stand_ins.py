@@ -1,10 +1,12 @@
-"""What vLLM asks of PyTorch's accelerator, answered for devices that PyTorch does not count as one.
+"""What vLLM asks of PyTorch's accelerator, and of `torch.cuda` whatever the accelerator is.
 
-On such a device work is done when the call returns, so there is nothing to wait for. PyTorch raises when
-`torch.accelerator` is asked and there is none, refuses to make an event, and has streams for CUDA only; vLLM asks on
-every out-of-tree platform: for an event when the runner is built, for a stream while it speculates, for a
-synchronisation when the process ends. Here the device answers for `torch.accelerator`, and PyTorch's own host streams,
-which do nothing, stand in.
+vLLM asks on every out-of-tree platform: for an event when the runner is built, for a stream while it speculates or
+copies results, for a synchronisation when the process ends. For streams and events it asks `torch.cuda` by name.
+
+- A device that is PyTorch's accelerator has a module with the same surface, which answers for `torch.cuda`.
+- A device that PyTorch does not count as an accelerator has done its work when the call returns, so there is nothing to
+  wait for. PyTorch raises when `torch.accelerator` is asked and there is none, and refuses to make an event. Here the
+  device answers for `torch.accelerator`, and PyTorch's own host streams, which do nothing, stand in.
 """
 
 from __future__ import annotations
@@ -31,9 +33,25 @@ def needed(device: Device) -> bool:
     return not known
 
 
+def _answer_with_module(device: Device) -> None:
+    module: Any = torch.get_device_module(device.torch_type)
+    if module is torch.cuda:
+        return
+    for name in ("Stream", "Event", "current_stream", "stream"):
+        try:
+            setattr(torch.cuda, name, getattr(module, name))
+        except AttributeError:
+            raise BackplaneError(
+                f"device {device.name!r} claims streams, and torch.{device.torch_type} has no {name!r}; add it to the "
+                "device module"
+            ) from None
+
+
 def answer_for(device: Device, card: int) -> None:
     """Route PyTorch's accelerator calls to the device, for the rest of this process."""
     if not needed(device):
+        if device.capabilities.streams:
+            _answer_with_module(device)
         return
 
     # Distinct functions: Dynamo keys its handling of synchronize by the object.

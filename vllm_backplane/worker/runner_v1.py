@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -38,6 +43,27 @@ class BackplaneModelRunnerV1(GPUModelRunner):
         self._dummy_run(1, skip_eplb=True)
         if self.accelerator.capabilities.graphs:
             self.capture_model()
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        with self._unfinished_prompts_draw_nothing():
+            return super()._sample(*args, **kwargs)
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        with self._unfinished_prompts_draw_nothing():
+            return super()._bookkeeping_sync(*args, **kwargs)
+
+    @contextmanager
+    def _unfinished_prompts_draw_nothing(self) -> Iterator[None]:
+        """A request whose prompt is not all in yet has its token thrown away. Upstream draws it all the same and sets
+        the request's generator back by an offset, which is how CUDA's generators count and others do not. Here the
+        generator is not there to be drawn from, so a seed gives the same tokens however the prompt was cut."""
+        generators = self.input_batch.generators
+        thrown_away = numpy.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0].tolist()
+        resting = {row: generators.pop(row) for row in thrown_away if row in generators}
+        try:
+            yield
+        finally:
+            generators.update(resting)
 
     def _sync_device(self) -> None:
         self.accelerator.synchronize()

@@ -200,3 +200,14 @@ class BackplaneWorker(Worker):
             language_model=self.compilation_config.compilation_time,
             encoder=self.compilation_config.encoder_compilation_time,
         )
+
+    # --- end --------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        if fell_back := self.accelerator.fallbacks():
+            logger.warning(
+                "On the host, because device %s lacks them: %s.",
+                self.accelerator.name,
+                ", ".join(f"{name} ({count})" for name, count in sorted(fell_back.items())),
+            )
+        super().shutdown()

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import numpy
 import torch
 
-from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties
-from vllm_backplane.devices.cpu import fork_safety, host, native
+from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties, fork_safety
+from vllm_backplane.devices.cpu import host, native
 from vllm_backplane.options import Option, integer
 
 

@@ -1,0 +1,172 @@
+#include "access_fault.h"
+
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+
+#include "process.h"
+
+namespace backplane::sim::driver {
+namespace {
+
+std::atomic<const Driver*> watched{nullptr};
+
+// Ours is installed once per signal and remembers what was there.
+struct Before {
+  int signal;
+  struct sigaction action;
+  std::atomic<bool> known;
+};
+Before before[] = {{SIGSEGV, {}, {false}}, {SIGBUS, {}, {false}}};
+
+Before* before_of(int signal) {
+  for (Before& each : before)
+    if (each.signal == signal) return &each;
+  return nullptr;
+}
+
+// Text without malloc, locale or stdio: nothing else is allowed in a handler.
+class Message {
+ public:
+  Message& operator<<(const char* text) {
+    while (*text && used_ < sizeof text_) text_[used_++] = *text++;
+    return *this;
+  }
+  Message& operator<<(uint64_t number) { return digits(number, 10); }
+  Message& hex(uint64_t number) { return (*this << "0x").digits(number, 16); }
+  void send() const {
+    for (size_t sent = 0; sent < used_;) {
+      const ssize_t wrote = write(STDERR_FILENO, text_ + sent, used_ - sent);
+      if (wrote < 0 && errno == EINTR) continue;
+      if (wrote <= 0) return;
+      sent += static_cast<size_t>(wrote);
+    }
+  }
+
+ private:
+  Message& digits(uint64_t number, unsigned base) {
+    char reversed[24];
+    size_t count = 0;
+    do {
+      reversed[count++] = "0123456789abcdef"[number % base];
+      number /= base;
+    } while (number);
+    while (count && used_ < sizeof text_) text_[used_++] = reversed[--count];
+    return *this;
+  }
+  char text_[1024];
+  size_t used_ = 0;
+};
+
+void say_where(Message& message, Card& card, uintptr_t address) {
+  const Block* const block = card.allocator().table().find_without_lock(address);
+  const Segment* const segment = card.allocator().table().segment_at(address);
+  if (block && block->is() == BlockState::Used) {
+    message << "byte " << (address - block->start()) << " of the allocation ";
+    message.hex(block->start()) << " of " << block->requested.load() << " bytes on card "
+                                << static_cast<uint64_t>(card.index());
+    if (segment && segment->asleep.load()) message << ", in a suspended pool";
+  } else if (block) {
+    message << "not allocated: in a freed block of " << block->size() << " bytes of card "
+            << static_cast<uint64_t>(card.index());
+  } else {
+    message << "not allocated: outside every segment of card " << static_cast<uint64_t>(card.index());
+  }
+}
+
+const char* running_here(const Driver& driver) {
+  const pid_t thread = static_cast<pid_t>(syscall(SYS_gettid));
+  const char* name = nullptr;
+  for (const auto& card : driver.cards)
+    card->each_stream([&](const Stream& stream) {
+      if (stream.is_worker(thread)) name = stream.running() ? stream.running() : "a launch's destructor";
+    });
+  return name;
+}
+
+// Whether the address was one of a card's.
+bool explain(uintptr_t address) {
+  const Driver* const driver = watched.load();
+  if (!driver) return false;
+  for (const auto& card : driver->cards) {
+    const Arena& arena = card->arena();
+    const bool device = arena.contains(address);
+    if (!device && !arena.contains_kernel(address)) continue;
+    const char* const launch = running_here(*driver);
+    Message message;
+    message << "\nbackplane sim: ";
+    if (launch)
+      message << "the launch '" << launch << "' ";
+    else
+      message << "the host ";
+    message << "touched " << (device ? "the device address " : "memory of a card, seen as a launch sees it, at ");
+    message.hex(address) << ": ";
+    say_where(message, *card, device ? address : address - static_cast<uintptr_t>(arena.kernel_offset()));
+    message << ". ";
+    if (launch && device)
+      message << "A launch must translate device pointers (bpsim_translate) before it uses them.\n";
+    else if (launch)
+      message << "It reaches beyond its tensors, or uses one that was freed or put to sleep.\n";
+    else
+      message << "The host cannot read or write a card's memory: copy it first (tensor.cpu(), bpsim_copy), or do the "
+                 "work in a launch.\n";
+    message.send();
+    return true;
+  }
+  return false;
+}
+
+void on_fault(int signal, siginfo_t* info, void* context) {
+  const int error = errno;
+  Before* const previous = before_of(signal);
+  // si_addr means something only where the kernel has seen the access.
+  const bool ours = info->si_code > 0 && explain(reinterpret_cast<uintptr_t>(info->si_addr));
+  const struct sigaction& action = previous->action;
+  if (!ours && (action.sa_flags & SA_SIGINFO) && action.sa_sigaction) {
+    action.sa_sigaction(signal, info, context);
+  } else if (!ours && action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN) {
+    action.sa_handler(signal);
+  } else if (ours || action.sa_handler == SIG_DFL || info->si_code > 0) {
+    // Back to whoever was there: the access is made again on return, and the process dies of it, with a traceback if a
+    // handler for that was there. A signal that was sent is not made again by itself.
+    sigaction(signal, &action, nullptr);
+    if (info->si_code <= 0) raise(signal);
+  }
+  errno = error;
+}
+
+}  // namespace
+
+void watch_accesses(const Driver* driver) { watched.store(driver); }
+
+bpsim_status install_access_handler() {
+  for (Before& each : before) {
+    struct sigaction current = {};
+    sigaction(each.signal, nullptr, &current);
+    if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == &on_fault) continue;
+    struct sigaction ours = {};
+    ours.sa_sigaction = &on_fault;
+    sigemptyset(&ours.sa_mask);
+    ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    each.action = current;
+    each.known.store(true);
+    if (sigaction(each.signal, &ours, nullptr) != 0)
+      return fail(BPSIM_SYSTEM, "the system takes no handler for signal %d (%s)", each.signal, std::strerror(errno));
+  }
+  return BPSIM_OK;
+}
+
+void remove_access_handler() {
+  for (Before& each : before) {
+    if (!each.known.load()) continue;
+    struct sigaction current = {};
+    sigaction(each.signal, nullptr, &current);
+    if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == &on_fault) sigaction(each.signal, &each.action, nullptr);
+  }
+}
+
+}  // namespace backplane::sim::driver

@@ -1,0 +1,43 @@
+// An event: a place in a stream's work. It is nothing but a stream and a sequence; only where somebody will ask for the
+// time does it also take an entry of the queue.
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include "work.h"
+
+namespace backplane::sim::driver {
+
+class Driver;
+class Graph;
+class Stream;
+
+class Event {
+ public:
+  explicit Event(bool timed) : timing(timed) {}
+  const bool timing;
+
+  // What it was last recorded as.
+  struct Record {
+    Stream* stream = nullptr;  // null: never
+    uint64_t sequence = 0;
+    std::shared_ptr<Mark> mark;
+    bool captured = false;
+    std::weak_ptr<Graph> capture;
+  };
+  Record record();
+  void set(Record record);
+
+ private:
+  std::mutex mutex_;
+  Record record_;
+};
+
+bpsim_status record_event(Driver& driver, Event& event, Stream& stream);
+bpsim_status query_event(Event& event);
+bpsim_status synchronize_event(Event& event);
+bpsim_status wait_for_event(Driver& driver, Stream& stream, Event& event);
+bpsim_status elapsed(Driver& driver, Event& start, Event& end, double* nanoseconds);
+
+}  // namespace backplane::sim::driver

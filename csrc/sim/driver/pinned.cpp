@@ -1,0 +1,46 @@
+#include "pinned.h"
+
+#include <cstdlib>
+
+#include "error.h"
+
+namespace backplane::sim::driver {
+
+bpsim_status Pinned::allocate(uint64_t bytes, void** pointer) {
+  void* raw = nullptr;
+  if (posix_memalign(&raw, 4096, bytes) != 0)
+    return fail(BPSIM_SYSTEM, "the host has no %s for pinned memory", size_text(bytes).c_str());
+  std::shared_ptr<void> memory(raw, std::free);
+  std::lock_guard<std::mutex> lock(mutex_);
+  // A freed entry at this address is gone, or the system would not have given it again.
+  entries_[reinterpret_cast<uintptr_t>(raw)] = Entry{memory, memory, bytes};
+  *pointer = raw;
+  return BPSIM_OK;
+}
+
+bpsim_status Pinned::release(void* pointer) {
+  std::shared_ptr<void> last;  // dies after the lock
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto each = entries_.begin(); each != entries_.end();)
+    each = !each->second.hold && each->second.memory.expired() ? entries_.erase(each) : std::next(each);
+  const auto found = entries_.find(reinterpret_cast<uintptr_t>(pointer));
+  if (found == entries_.end() || !found->second.hold)
+    return fail(BPSIM_INVALID, "host_free: %p is no pinned memory of this driver, or was freed before", pointer);
+  last = std::move(found->second.hold);
+  found->second.hold = nullptr;
+  return BPSIM_OK;
+}
+
+Pinned::Found Pinned::find(uintptr_t address, bool* freed) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto after = entries_.upper_bound(address);
+  if (after == entries_.begin()) return {};
+  const auto& [start, entry] = *std::prev(after);
+  if (address - start >= entry.bytes) return {};
+  std::shared_ptr<const void> memory = entry.memory.lock();
+  if (!memory) return {};  // gone; the address may be anybody's by now
+  *freed = !entry.hold;
+  return {std::move(memory), start, entry.bytes};
+}
+
+}  // namespace backplane::sim::driver

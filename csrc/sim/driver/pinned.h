@@ -1,0 +1,37 @@
+// Pinned host memory: known to the driver, so that copies can tell it from pageable memory, and kept as long as a copy
+// in flight or a graph uses it.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "driver.h"
+
+namespace backplane::sim::driver {
+
+class Pinned {
+ public:
+  bpsim_status allocate(uint64_t bytes, void** pointer);
+  bpsim_status release(void* pointer);
+
+  struct Found {
+    std::shared_ptr<const void> keep;  // null where it is not pinned
+    uintptr_t start = 0;
+    uint64_t bytes = 0;
+    explicit operator bool() const { return keep != nullptr; }
+  };
+  // What an address is in; `freed` says that the user has freed it and something still uses it.
+  Found find(uintptr_t address, bool* freed);
+
+ private:
+  struct Entry {
+    std::shared_ptr<void> hold;  // null once freed
+    std::weak_ptr<void> memory;
+    uint64_t bytes = 0;
+  };
+  std::mutex mutex_;
+  std::map<uintptr_t, Entry> entries_;
+};
+
+}  // namespace backplane::sim::driver

@@ -1,0 +1,220 @@
+#include "stream.h"
+
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "card.h"
+#include "error.h"
+#include "graph.h"
+#include "process.h"
+
+namespace backplane::sim::driver {
+namespace {
+
+thread_local Stream* this_worker = nullptr;
+
+// Card, generation, index; never 0, and positive as int64_t.
+bpsim_stream make_handle(int32_t card, uint32_t generation, int32_t index) {
+  return (static_cast<uint64_t>(card + 1) << 32) | (static_cast<uint64_t>(generation & 0xffffffu) << 8) |
+         static_cast<uint64_t>(index);
+}
+
+}  // namespace
+
+Stream* current_worker() { return this_worker; }
+
+Stream::Stream(Card& card, int32_t index)
+    : card_(card), driver_(card.driver()), index_(index), handle_(make_handle(card.index(), 0, index)) {}
+
+Stream::~Stream() = default;
+
+void Stream::reopen() {
+  const uint32_t generation = static_cast<uint32_t>(handle() >> 8) & 0xffffffu;
+  handle_.store(make_handle(card_.index(), generation + 1, index_));
+  open_.store(true);
+}
+
+bpsim_status Stream::submit(Work&& work, uint64_t* sequence) {
+  std::lock_guard<std::mutex> lock(submitting_);
+  if (!started_) {
+    const bpsim_status status = start_worker();
+    if (status != BPSIM_OK) return status;
+  }
+  const uint64_t place = head_.load(std::memory_order_relaxed);
+  if (place >= kQueue && !finished(place - kQueue + 1)) {
+    const bpsim_status status = wait(place - kQueue + 1);
+    if (status != BPSIM_OK) return status;
+  }
+  ring_[place % kQueue] = std::move(work);
+  head_.store(place + 1, std::memory_order_seq_cst);
+  if (sequence) *sequence = place + 1;
+  // The worker says that it sleeps before it looks at head_ for the last time, so one of the two sees the other.
+  if (sleeping_.load(std::memory_order_seq_cst)) wake_all();
+  return BPSIM_OK;
+}
+
+void Stream::wake_all() {
+  std::lock_guard<Monitor> lock(monitor_);
+  monitor_.notify_all();
+}
+
+bool Stream::interrupted() const {
+  return card_.is_lost() || driver_.stopping.load(std::memory_order_acquire);
+}
+
+bpsim_status Stream::wait(uint64_t sequence) {
+  const auto over = [&] { return finished(sequence) || interrupted(); };
+  const int64_t timeout = driver_.sync_timeout_ns.load(std::memory_order_relaxed);
+  bool timed_out = timeout > 0 && !finished(sequence) && hung_at_.load() == progress();
+  if (!timed_out && !driver_.spin.until(over)) {
+    std::lock_guard<Monitor> lock(monitor_);
+    uint64_t seen = progress();
+    int64_t since = now_ns();
+    for (;;) {
+      // Said before done_ is looked at for the last time, as the worker stores done_ before it looks at wanted_.
+      if (sequence < wanted_.load()) wanted_.store(sequence, std::memory_order_seq_cst);
+      if (over()) break;
+      if (timeout <= 0) {
+        monitor_.wait();
+        continue;
+      }
+      // In pieces, so that progress restarts the time soon after it was made.
+      monitor_.wait_until(now_ns() + std::max<int64_t>(timeout / 8, 100000));
+      const uint64_t now_at = progress();
+      if (now_at != seen) {
+        seen = now_at;
+        since = now_ns();
+      } else if (now_ns() - since >= timeout) {
+        timed_out = true;
+        break;
+      }
+    }
+    if (timed_out) hung_at_.store(seen);
+  }
+  if (timed_out)
+    return fail(BPSIM_TIMEOUT,
+                "card %d, stream %d: nothing was finished for %lld ms; it hangs in %s. Release it "
+                "(bpsim_release_hangs), restart the process, or raise the time-out if the work is known to take longer",
+                card_.index(), index_, static_cast<long long>(timeout / 1000000), stuck_text().c_str());
+  if (card_.is_lost()) return card_.lost_status();
+  // Asked before whether it is finished: what is queued finishes quickly when it is dropped.
+  if (!driver_.stopping.load(std::memory_order_acquire)) return BPSIM_OK;
+  return fail(BPSIM_NOT_INITIALISED, "the driver was shut down while this call waited for card %d, stream %d",
+              card_.index(), index_);
+}
+
+// Changes whenever this stream gets on, or one that it waits for does.
+uint64_t Stream::progress(int depth) const {
+  uint64_t sum = ticks_.load() + done_.load();
+  const Stream* const other = awaiting_.load();
+  if (other && depth < 8) sum += other->progress(depth + 1);
+  return sum;
+}
+
+std::string Stream::stuck_text(int depth) const {
+  const Stream* const other = awaiting_.load();
+  char text[160];
+  if (other && depth < 8) {
+    std::snprintf(text, sizeof text, "a wait for card %d, stream %d, which is in ", other->card_.index(),
+                  other->index_);
+    return text + other->stuck_text(depth + 1);
+  }
+  const char* const name = running();
+  if (!name) return "nothing that has a name";
+  std::snprintf(text, sizeof text, "'%s' (number %llu)", name,
+                static_cast<unsigned long long>(running_number_.load()));
+  return text;
+}
+
+bpsim_status Stream::start_worker() {
+  ring_.reset(new Work[kQueue]);
+  // Signals of the process are for its own threads; those of a thread's own doing cannot be blocked.
+  sigset_t all, before;
+  sigfillset(&all);
+  for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&all, signal);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const int error = pthread_create(&thread_, nullptr, &Stream::worker_main, this);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (error != 0)
+    return fail(BPSIM_SYSTEM, "card %d, stream %d: the system gives no thread (%s)", card_.index(), index_,
+                std::strerror(error));
+  started_ = true;
+  return BPSIM_OK;
+}
+
+void* Stream::worker_main(void* self) {
+  Stream& stream = *static_cast<Stream*>(self);
+  this_worker = &stream;
+  stream.worker_id_.store(static_cast<pid_t>(syscall(SYS_gettid)));
+#if defined(__linux__)
+  char name[16];
+  std::snprintf(name, sizeof name, "sim-%d-%d", stream.card_.index(), stream.index_);
+  pthread_setname_np(pthread_self(), name);
+#endif
+  if (stream.driver_.config.worker_start)
+    stream.driver_.config.worker_start(stream.card_.index(), stream.handle(), stream.driver_.config.worker_start_arg);
+  stream.work();
+  stream.worker_id_.store(0);
+  std::lock_guard<Monitor> lock(stream.monitor_);
+  stream.ended_ = true;
+  stream.monitor_.notify_all();
+  return nullptr;
+}
+
+// Waits for an entry; false when the stream is to stop.
+bool Stream::next_is_there() {
+  const uint64_t next = done_.load(std::memory_order_relaxed);
+  const auto there = [&] {
+    return head_.load(std::memory_order_seq_cst) != next || stop_.load(std::memory_order_relaxed);
+  };
+  if (!driver_.spin.until(there)) {
+    std::lock_guard<Monitor> lock(monitor_);
+    sleeping_.store(true, std::memory_order_seq_cst);
+    while (!there()) monitor_.wait();
+    sleeping_.store(false, std::memory_order_relaxed);
+  }
+  return !stop_.load();
+}
+
+void Stream::work() {
+  while (next_is_there()) {
+    const uint64_t number = done_.load(std::memory_order_relaxed);
+    Work& entry = ring_[number % kQueue];
+    execute(entry);
+    entry = Work();  // before it counts as finished: who waits for it may rely on its being gone
+    done_.store(number + 1, std::memory_order_seq_cst);
+    // Only when it is what somebody waits for: waking a caller after each of a step's launches would cost more than
+    // the launches.
+    if (number + 1 < wanted_.load(std::memory_order_seq_cst)) continue;
+    std::lock_guard<Monitor> lock(monitor_);
+    wanted_.store(UINT64_MAX);
+    monitor_.notify_all();
+  }
+}
+
+void Stream::ask_to_stop() {
+  stop_.store(true);
+  wake_all();
+}
+
+bool Stream::join(int64_t deadline_ns) {
+  std::lock_guard<std::mutex> submit_lock(submitting_);
+  if (started_) {
+    {
+      std::lock_guard<Monitor> lock(monitor_);
+      while (!ended_)
+        if (!monitor_.wait_until(deadline_ns) && now_ns() >= deadline_ns && !ended_) return false;
+    }
+    pthread_join(thread_, nullptr);
+    started_ = false;
+  }
+  ring_.reset();
+  return true;
+}
+
+}  // namespace backplane::sim::driver

@@ -1,0 +1,96 @@
+// The operators of the namespace `backplane`: their C++ kernels for the CPU, launched on the card.
+
+#include <torch/library.h>
+
+#include <cstring>
+
+#include "runtime/control.h"
+#include "runtime/counters.h"
+#include "runtime/launch.h"
+#include "runtime/memory.h"
+#include "runtime/shapes.h"
+
+namespace backplane::sim {
+namespace {
+
+void shapes_contiguous(const Plan&, Arguments arguments, c10::DeviceIndex card, Results& results) {
+  const at::Tensor& x = arguments[0].toTensor();
+  results.push_back(new_tensor(card, x.sizes(), x.scalar_type()));
+}
+
+void shapes_as_two(const Plan& plan, Arguments arguments, c10::DeviceIndex card, Results& results) {
+  shapes_as_first(plan, arguments, card, results);
+  shapes_as_first(plan, arguments, card, results);
+}
+
+void shapes_of_half(const Plan& plan, Arguments arguments, c10::DeviceIndex card, Results& results) {
+  const at::Tensor& x = arguments[0].toTensor();
+  TORCH_CHECK(x.dim() >= 1 && x.size(-1) % 2 == 0, plan.name, ": an even last dimension is needed, got ", x.sizes());
+  c10::SmallVector<int64_t, 6> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() /= 2;
+  results.push_back(new_tensor(card, sizes, x.scalar_type()));
+}
+
+void shapes_of_linear(const Plan& plan, Arguments arguments, c10::DeviceIndex card, Results& results) {
+  const at::Tensor& x = arguments[0].toTensor();
+  const at::Tensor& weight = arguments[1].toTensor();
+  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1), plan.name, ": input of ", x.sizes(),
+              " does not fit a weight of ", weight.sizes());
+  c10::SmallVector<int64_t, 6> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = weight.size(0);
+  results.push_back(new_tensor(card, sizes, x.scalar_type()));
+}
+
+double flops_of_linear(Arguments arguments) {
+  const at::Tensor& weight = arguments[1].toTensor();
+  return 2.0 * static_cast<double>(arguments[0].toTensor().numel()) * static_cast<double>(weight.size(0));
+}
+
+struct Known {
+  const char* name;
+  Plan::Shapes shapes;
+  Plan::Flops flops;
+};
+
+// Operators that return new tensors; those that are not here ask PyTorch for their fake implementation, which is Python.
+constexpr Known kKnown[] = {
+    {"silu_and_mul", &shapes_of_half, nullptr},
+    {"mul_and_silu", &shapes_of_half, nullptr},
+    {"gelu_and_mul", &shapes_of_half, nullptr},
+    {"fatrelu_and_mul", &shapes_of_half, nullptr},
+    {"silu_and_mul_with_clamp", &shapes_of_half, nullptr},
+    {"swigluoai_and_mul", &shapes_of_half, nullptr},
+    {"gelu", &shapes_contiguous, nullptr},
+    {"gelu_new", &shapes_contiguous, nullptr},
+    {"gelu_fast", &shapes_contiguous, nullptr},
+    {"quick_gelu", &shapes_contiguous, nullptr},
+    {"relu2", &shapes_contiguous, nullptr},
+    {"rms_norm", &shapes_as_first, nullptr},
+    {"gemma_rms_norm", &shapes_as_first, nullptr},
+    {"fused_add_rms_norm", &shapes_as_two, nullptr},
+    {"fused_add_gemma_rms_norm", &shapes_as_two, nullptr},
+    {"linear", &shapes_of_linear, &flops_of_linear},
+    {"logits", &shapes_of_linear, &flops_of_linear},
+};
+
+}  // namespace
+
+bool launch_cpu_kernel(const char* name) {
+  static torch::Library* const library = new torch::Library(
+      torch::Library::IMPL, "backplane", std::make_optional(c10::DispatchKey::PrivateUse1), __FILE__, __LINE__);
+  const std::string whole = std::string("backplane::") + name;
+  const auto op = c10::Dispatcher::singleton().findSchema({whole, ""});
+  TORCH_CHECK(op.has_value(), "no operator ", whole);
+  if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) return false;
+  auto plan = std::make_shared<Plan>(*op);
+  for (const Known& known : kKnown) {
+    if (std::strcmp(known.name, name) != 0) continue;
+    plan->shapes = known.shapes;
+    plan->flops = known.flops;
+  }
+  remember(plan);
+  library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Launcher>(plan)));
+  return true;
+}
+
+}  // namespace backplane::sim

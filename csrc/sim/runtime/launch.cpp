@@ -1,0 +1,388 @@
+#include "runtime/launch.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <cstring>
+
+#include "runtime/generator.h"
+#include "runtime/memory.h"
+#include "runtime/workers.h"
+
+namespace backplane::sim {
+namespace {
+
+using torch::jit::Stack;
+
+at::Tensor host_tensor(void* data, const int64_t* dims, size_t rank, at::ScalarType type) {
+  const c10::IntArrayRef sizes(dims, rank), strides(dims + rank, rank);
+  const caffe2::TypeMeta meta = c10::scalarTypeToTypeMeta(type);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), at::detail::computeStorageNbytes(sizes, strides, meta.itemsize()),
+      c10::DataPtr(data, c10::Device(c10::DeviceType::CPU)), /*allocator=*/nullptr, /*resizable=*/false);
+  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)),
+                                                             c10::DispatchKeySet(c10::DispatchKey::CPU), meta);
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  return made;
+}
+
+uint8_t element_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return BPSIM_F32;
+    case at::kHalf:
+      return BPSIM_F16;
+    case at::kBFloat16:
+      return BPSIM_BF16;
+    case at::kDouble:
+      return BPSIM_F64;
+    default:
+      return BPSIM_OTHER;
+  }
+}
+
+bpsim_range range_of(const at::Tensor& tensor, bool written) {
+  const uint64_t bytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+  return {tensor.const_data_ptr(), bytes, element_of(tensor.scalar_type()), static_cast<uint8_t>(written)};
+}
+
+void* kernel_address(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return nullptr;
+  auto* const pointer = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
+  return pointer == nullptr ? nullptr : pointer + card(tensor.device().index()).kernel_offset;
+}
+
+using Ranges = c10::SmallVector<bpsim_range, 8>;
+
+// Needed while a call is put together, and not after.
+struct Scratch {
+  Ranges ranges;
+  c10::SmallVector<const c10::TensorImpl*, 8> identities;  // compared, never followed
+  c10::SmallVector<at::Tensor, 1> moved;  // must not be freed before the launch that reads them is queued
+};
+
+// One call of an operator, waiting for its turn. It holds no reference to device memory: the driver hands memory out in
+// stream order, so what is freed after this was queued is not given to anyone who could disturb it.
+class Call {
+ public:
+  Call(const Plan& plan, Stack& stack, c10::DeviceIndex card, Scratch& scratch) : plan_(plan), card_(card) {
+    const size_t count = plan.arguments.size(), first = stack.size() - count;
+    arguments_.reserve(count);
+    for (size_t i = 0; i < count; ++i) take(i, stack[first + i], scratch);
+  }
+
+  void add_result(const at::Tensor& tensor, Scratch& scratch) {
+    results_.push_back(view_of(tensor, 0, kWhole));
+    if (tensor.numel() != 0) scratch.ranges.push_back(range_of(tensor, true));
+  }
+
+  // Where the results go of an operator that waits; otherwise they have been made by `add_result`.
+  void keep_results(std::shared_ptr<Stack> kept) { kept_ = std::move(kept); }
+
+  void run() const {
+    Stack stack(arguments_.begin(), arguments_.end());
+    for (const uint16_t list : lists_) {  // a graph runs the call again: its own lists stay empty
+      if (plan_.arguments[list].kind == Plan::Kind::tensors) stack[list] = stack[list].toTensorList().copy();
+      else stack[list] = stack[list].toOptionalTensorList().copy();
+    }
+    c10::SmallVector<at::Tensor, 6> tensors;
+    for (const View& view : views_) {
+      tensors.push_back(view.same >= 0 ? tensors[view.same] : materialise(view));
+      c10::IValue& argument = stack[view.argument];
+      if (view.element == kWhole) argument = tensors.back();
+      else if (plan_.arguments[view.argument].kind == Plan::Kind::tensors)
+        argument.toTensorList().set(view.element, tensors.back());
+      else
+        argument.toOptionalTensorList().set(view.element, tensors.back());
+    }
+    tensors.clear();
+    Placement placement;
+    for (const View& result : results_) placement.offer(result.data, bytes_of(result));
+    plan_.op.callBoxed(&stack);
+    placement.close();
+    if (kept_ != nullptr) {
+      *kept_ = std::move(stack);
+      return;
+    }
+    if (!results_.empty()) settle_results(stack);
+    stack.clear();
+    TORCH_CHECK(placement.held() == 0, plan_.name, " keeps memory of the card beyond its launch");
+  }
+
+ private:
+  static constexpr int kWhole = -1;
+
+  struct View {
+    void* data;       // as kernels see it; null: a scalar of the host, kept here
+    uint32_t dims;    // index of sizes and strides in numbers_
+    uint16_t rank;
+    uint16_t argument;
+    int16_t element;  // of a list, or kWhole
+    int16_t same;     // the number of the earlier view of the very same tensor, or -1
+    at::ScalarType type;
+    bool wrapped;     // a Python number
+    uint8_t scalar;   // index in scalars_ plus one, or 0
+  };
+  struct alignas(16) Value {
+    char bytes[16];
+  };
+
+  void take(size_t index, c10::IValue& value, Scratch& scratch) {
+    const Plan::Argument& argument = plan_.arguments[index];
+    switch (argument.kind) {
+      case Plan::Kind::tensor:
+        arguments_.emplace_back();
+        if (value.isTensor() && value.toTensor().defined()) take_tensor(value.toTensor(), index, kWhole, scratch);
+        break;
+      case Plan::Kind::tensors: {
+        const c10::List<at::Tensor> given = value.toTensorList();
+        c10::List<at::Tensor> list;
+        list.resize(given.size());
+        arguments_.emplace_back(std::move(list));
+        lists_.push_back(static_cast<uint16_t>(index));
+        for (size_t i = 0; i < given.size(); ++i) take_tensor(given.get(i), index, static_cast<int>(i), scratch);
+        break;
+      }
+      case Plan::Kind::optional_tensors: {
+        const auto given = value.toOptionalTensorList();
+        c10::List<std::optional<at::Tensor>> list;
+        list.resize(given.size());
+        arguments_.emplace_back(std::move(list));
+        lists_.push_back(static_cast<uint16_t>(index));
+        for (size_t i = 0; i < given.size(); ++i) {
+          const std::optional<at::Tensor> one = given.get(i);
+          if (one.has_value() && one->defined()) take_tensor(*one, index, static_cast<int>(i), scratch);
+        }
+        break;
+      }
+      case Plan::Kind::generator:
+        arguments_.emplace_back(numbers_for_launch(value.toOptional<at::Generator>(), card_));
+        break;
+      case Plan::Kind::device:
+        arguments_.emplace_back(c10::Device(c10::DeviceType::CPU));
+        break;
+      case Plan::Kind::other:
+        arguments_.push_back(std::move(value));
+    }
+  }
+
+  void take_tensor(const at::Tensor& given, size_t argument, int element, Scratch& scratch) {
+    const at::Tensor* tensor = &given;
+    at::Tensor moved;
+    if (C10_UNLIKELY(given.device().type() != kType)) {
+      if (given.device().is_cpu() && given.dim() == 0) return take_scalar(given, argument, element, scratch);
+      TORCH_CHECK(plan_.host_indices && given.device().is_cpu(), plan_.name,
+                  ": Expected all tensors to be on the same device, but found at least two devices, bpnpu:",
+                  static_cast<int>(card_), " and ", given.device(), "!");
+      moved = given.to(c10::Device(kType, card_));
+      scratch.moved.push_back(moved);
+      tensor = &moved;
+    }
+    const c10::TensorImpl* const identity = moved.defined() ? nullptr : tensor->unsafeGetTensorImpl();
+    View view = view_of(*tensor, argument, element);
+    for (size_t i = 0; i < scratch.identities.size() && identity != nullptr; ++i)
+      if (scratch.identities[i] == identity) view.same = static_cast<int16_t>(i);
+    scratch.identities.push_back(identity);
+    views_.push_back(view);
+    if (tensor->numel() != 0) scratch.ranges.push_back(range_of(*tensor, plan_.arguments[argument].written));
+  }
+
+  void take_scalar(const at::Tensor& tensor, size_t argument, int element, Scratch& scratch) {
+    View view = view_of(tensor, argument, element);
+    Value value;
+    std::memcpy(value.bytes, tensor.const_data_ptr(), tensor.itemsize());
+    scalars_.push_back(value);
+    view.scalar = static_cast<uint8_t>(scalars_.size());
+    view.wrapped = tensor.unsafeGetTensorImpl()->is_wrapped_number();
+    scratch.identities.push_back(nullptr);
+    views_.push_back(view);
+  }
+
+  View view_of(const at::Tensor& tensor, size_t argument, int element) {
+    View view{};
+    view.data = tensor.device().type() == kType ? kernel_address(tensor) : nullptr;
+    view.dims = static_cast<uint32_t>(numbers_.size());
+    view.rank = static_cast<uint16_t>(tensor.dim());
+    view.argument = static_cast<uint16_t>(argument);
+    view.element = static_cast<int16_t>(element);
+    view.same = -1;
+    view.type = tensor.scalar_type();
+    numbers_.append(tensor.sizes().begin(), tensor.sizes().end());
+    numbers_.append(tensor.strides().begin(), tensor.strides().end());
+    return view;
+  }
+
+  size_t bytes_of(const View& view) const {
+    const int64_t* const dims = numbers_.data() + view.dims;
+    return at::detail::computeStorageNbytes({dims, view.rank}, {dims + view.rank, view.rank},
+                                            c10::elementSize(view.type));
+  }
+
+  at::Tensor materialise(const View& view) const {
+    void* const data = view.scalar == 0 ? view.data : const_cast<char*>(scalars_[view.scalar - 1].bytes);
+    at::Tensor made = host_tensor(data, numbers_.data() + view.dims, view.rank, view.type);
+    if (view.wrapped) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return made;
+  }
+
+  // Results that the kernel did not write where they belong are moved there. A result may sit in another one's place,
+  // so all that move leave first.
+  void settle_results(Stack& stack) const {
+    c10::SmallVector<std::pair<const View*, at::Tensor>, 2> displaced;
+    size_t next = 0;
+    for (size_t i = 0; i < plan_.results.size(); ++i) {
+      if (plan_.results[i] != Plan::kNew) continue;
+      const View& place = results_[next++];
+      const at::Tensor& result = stack[i].toTensor();
+      const int64_t* const dims = numbers_.data() + place.dims;
+      const c10::IntArrayRef sizes(dims, place.rank), strides(dims + place.rank, place.rank);
+      TORCH_CHECK(result.sizes() == sizes && result.scalar_type() == place.type, plan_.name, " gave ",
+                  result.scalar_type(), result.sizes(), " where ", place.type, sizes, " was announced");
+      if (result.numel() == 0) continue;
+      const bool there = result.const_data_ptr() == place.data && result.strides() == strides;
+      if (!there) displaced.emplace_back(&place, result.clone());
+    }
+    stack.clear();
+    for (auto& [place, result] : displaced) materialise(*place).copy_(result);
+  }
+
+  const Plan& plan_;
+  c10::DeviceIndex card_;
+  c10::SmallVector<c10::IValue, 10> arguments_;
+  c10::SmallVector<View, 5> views_;
+  c10::SmallVector<View, 2> results_;
+  c10::SmallVector<int64_t, 40> numbers_;
+  c10::SmallVector<Value, 1> scalars_;
+  c10::SmallVector<uint16_t, 1> lists_;
+  std::shared_ptr<Stack> kept_;
+};
+
+// Runs on the worker: what goes wrong there becomes the text of the card's failure.
+template <class T>
+int guarded(void* arg, char* error, size_t error_bytes) {
+  const auto tell = [&](const char* text) {
+    std::strncpy(error, text, error_bytes - 1);
+    error[error_bytes - 1] = '\0';
+    return 1;
+  };
+  try {
+    follow_thread_count();
+    static_cast<T*>(arg)->run();
+    return 0;
+  } catch (const c10::Error& fault) {
+    return tell(fault.what_without_backtrace());
+  } catch (const std::exception& fault) {
+    return tell(fault.what());
+  }
+}
+
+template <class T>
+void destroy(void* arg) {
+  delete static_cast<T*>(arg);
+}
+
+template <class T>
+void submit(const char* name, c10::DeviceIndex card, std::unique_ptr<T> work, const Ranges& ranges, double flops) {
+  double bytes = 0;
+  for (const bpsim_range& range : ranges) bytes += static_cast<double>(range.bytes);
+  bpsim_launch launch{};
+  launch.name = name;
+  launch.function = &guarded<T>;
+  launch.destroy = &destroy<T>;
+  launch.ranges = ranges.data();
+  launch.range_count = static_cast<uint32_t>(ranges.size());
+  launch.bytes = bytes;
+  launch.flops = flops;
+  launch.arg = work.release();
+  check(bpsim_enqueue(current_stream_of(card), &launch), name);
+}
+
+// An `out` that Python has never seen was made by PyTorch itself, for this call and of the right size; but for those it
+// makes empty so that the kernel may size them. One that is also an input keeps its size by the operator's rules.
+bool has_its_size(const at::Tensor& out, Arguments arguments, size_t own) {
+  if (out.dim() == 1 && out.numel() == 0) return false;
+  if (out.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() == nullptr) return true;
+  for (size_t i = 0; i < own; ++i)
+    if (arguments[i].isTensor() && arguments[i].toTensor().is_same(out)) return true;
+  return false;
+}
+
+void size_outs(const Plan& plan, Arguments arguments, c10::DeviceIndex card) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (plan.arguments[i].out && !has_its_size(arguments[i].toTensor(), arguments, i)) {
+      plan.sizes(plan, arguments, card);
+      return;
+    }
+  }
+}
+
+void launch_and_wait(const Plan& plan, Stack* stack, c10::DeviceIndex card) {
+  const size_t count = plan.arguments.size();
+  Scratch scratch;
+  auto call = std::make_unique<Call>(plan, *stack, card, scratch);
+  auto kept = std::make_shared<Stack>();
+  call->keep_results(kept);
+  torch::jit::drop(*stack, count);
+  submit(plan.name.c_str(), card, std::move(call), scratch.ranges, 0);
+  check(bpsim_stream_synchronize(current_stream_of(card)), plan.name.c_str());
+  for (c10::IValue& value : *kept) {
+    if (value.isTensor() && value.toTensor().defined()) {
+      const at::Tensor& result = value.toTensor();
+      at::Tensor made = new_tensor(card, result.sizes(), result.scalar_type());
+      made.copy_(result);
+      stack->emplace_back(std::move(made));
+    } else {
+      stack->push_back(std::move(value));
+    }
+  }
+}
+
+}  // namespace
+
+void launch(const Plan& plan, Stack* stack) {
+  plan.launched.fetch_add(1, std::memory_order_relaxed);
+  const size_t count = plan.arguments.size();
+  const Arguments arguments = torch::jit::last(*stack, count);
+  const c10::DeviceIndex card = card_of(plan, arguments);
+  if (plan.waits) return launch_and_wait(plan, stack, card);
+  if (plan.has_out) size_outs(plan, arguments, card);
+  Results made;
+  if (plan.makes_new) plan.shapes(plan, arguments, card, made);
+  const double flops = plan.flops == nullptr ? 0 : plan.flops(arguments);
+  c10::SmallVector<c10::IValue, 2> answers;
+  size_t next = 0;
+  for (const int from : plan.results) {
+    if (from == Plan::kNew) answers.emplace_back(made[next++]);
+    else answers.push_back(arguments[from]);
+  }
+  Scratch scratch;
+  auto call = std::make_unique<Call>(plan, *stack, card, scratch);
+  for (const at::Tensor& result : made) call->add_result(result, scratch);
+  torch::jit::drop(*stack, count);
+  submit(plan.name.c_str(), card, std::move(call), scratch.ranges, flops);
+  for (c10::IValue& answer : answers) stack->push_back(std::move(answer));
+}
+
+HostView::HostView(const at::Tensor& tensor)
+    : data(kernel_address(tensor)),
+      dims(tensor.sizes().begin(), tensor.sizes().end()),
+      type(tensor.scalar_type()) {
+  dims.append(tensor.strides().begin(), tensor.strides().end());
+}
+
+at::Tensor HostView::tensor() const {
+  return host_tensor(data, dims.data(), dims.size() / 2, type);
+}
+
+void enqueue(const char* name, c10::DeviceIndex card, c10::ArrayRef<Touched> touched, Work work) {
+  struct Closure {
+    Work work;
+    void run() const { work(); }
+  };
+  Ranges ranges;
+  for (const Touched& one : touched)
+    if (one.tensor.numel() != 0) ranges.push_back(range_of(one.tensor, one.written));
+  submit(name, card, std::make_unique<Closure>(Closure{std::move(work)}), ranges, 0);
+}
+
+}  // namespace backplane::sim

@@ -1,0 +1,84 @@
+"""The simulated NPU under real vLLM gives the cpu device's tokens, and the host computes nothing for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import prompts
+import pytest
+from engine import Result, batch, greedy, job, run_engines
+
+from vllm_backplane.devices.sim import SimDevice
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.models,
+    pytest.mark.skipif(not SimDevice.probe().available, reason=SimDevice.probe().reason or "available"),
+]
+
+TOKENS = 32
+IDS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(31, 20031, 300))]
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
+DRAWN = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.9,
+    "min_p": 0.02,
+    "seed": 11,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.2,
+    "max_tokens": TOKENS,
+    "ignore_eos": True,
+    "detokenize": False,
+}
+
+
+@pytest.fixture(scope="module")
+def results(smollm2: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Result]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    texts = [tokenizer.encode(text) for text in (*prompts.SHORT[::3], prompts.PASSAGE + prompts.QUESTIONS[0])]
+    limits = {"max_model_len": 1024, "max_num_batched_tokens": 256}  # the passage comes in pieces
+    jobs = [
+        job(smollm2, batch(texts, greedy(TOKENS)), batch(texts[-1:], greedy(TOKENS)), **limits),
+        job(tiny_llama, batch(IDS, greedy(TOKENS, logprobs=0)), batch(IDS, DRAWN)),
+    ]
+    folder = tmp_path_factory.mktemp
+    return {
+        "sim": run_engines(folder("sim"), jobs, SIM, device="sim"),
+        "cpu": run_engines(folder("cpu"), jobs, {"BACKPLANE_DEVICE": "cpu"}, device="cpu"),
+    }
+
+
+def tokens(result: Result) -> list[list[list[int]]]:
+    return [[output["token_ids"] for output in done] for done in result["batches"]]
+
+
+def test_it_ran_on_the_simulated_card(results: dict[str, list[Result]]) -> None:
+    assert [result["device"] for result in results["sim"]] == ["bpnpu", "bpnpu"]
+    assert [result["device"] for result in results["cpu"]] == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("model", [0, 1], ids=["the default model", "a tiny one"])
+def test_tokens_equal_the_cpu_devices(results: dict[str, list[Result]], model: int) -> None:
+    """Greedy ones, cut prompts and prefix hits included, and drawn ones."""
+    assert tokens(results["sim"][model]) == tokens(results["cpu"][model])
+
+
+def test_the_prefix_was_reused(results: dict[str, list[Result]]) -> None:
+    """Otherwise the test above compares nothing that a prefix hit could get wrong."""
+    assert results["sim"][0]["batches"][1][0]["num_cached_tokens"] > 256
+
+
+def test_probabilities_equal_the_cpu_devices(results: dict[str, list[Result]]) -> None:
+    ours, theirs = (results[device][1]["batches"][0] for device in ("sim", "cpu"))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
+
+
+def test_answers_depend_on_the_prompt(results: dict[str, list[Result]]) -> None:
+    for result in results["sim"]:
+        answers = tokens(result)[0]
+        assert len({tuple(answer) for answer in answers}) == len(answers)

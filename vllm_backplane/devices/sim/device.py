@@ -1,0 +1,158 @@
+"""SimDevice: the simulated NPU, as Backplane sees it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from ctypes import byref
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties, fork_safety
+from vllm_backplane.devices.sim import library
+from vllm_backplane.devices.sim.library import driver, runtime
+from vllm_backplane.devices.sim.settings import (
+    FALLBACK,
+    OPTIONS,
+    card_memory,
+    driver_config,
+    stated_cards,
+    visible_cards,
+)
+from vllm_backplane.errors import OptionError
+from vllm_backplane.options import Option
+
+TORCH_NAME = "bpnpu"
+COLLECTIVES = "bpccl"
+
+
+class SimDevice(Device):
+    name: ClassVar[str] = "sim"
+    torch_type: ClassVar[str] = TORCH_NAME
+    dispatch_key: ClassVar[str] = "PrivateUse1"
+    priority: ClassVar[int] = -100  # for rehearsals: never without being asked for, not even before the cpu
+    collective_backend: ClassVar[str] = COLLECTIVES
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        kv_cache_dtypes=("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        streams=True,
+        pinned_memory=True,
+        profile_tokens=128,  # a host's cores compute it
+    )
+    options: ClassVar[tuple[Option[Any], ...]] = OPTIONS
+
+    @classmethod
+    def probe(cls) -> Probe:
+        if not library.PATH.exists():
+            return Probe(available=False, reason=f"{library.LIBRARY_NAME} was not built", remedy=library.REBUILD)
+        try:
+            count = len(visible_cards(stated_cards()))
+        except OptionError as fault:
+            return Probe(available=False, reason=str(fault), remedy="correct the variable")
+        if count == 0:
+            return Probe(
+                available=False,
+                reason=f"{cls.visible_cards_variable} leaves no card",
+                remedy=f"unset it, or name cards: {cls.visible_cards_variable}=0,1",
+            )
+        return Probe(available=True, count=count)
+
+    # --- start ----------------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        library.library()
+        fork_safety.install()
+        if torch._C._get_privateuse1_backend_name() != TORCH_NAME:
+            from vllm_backplane.devices.sim import bpnpu, process_group
+
+            torch.utils.rename_privateuse1_backend(TORCH_NAME)
+            torch._register_device_module(TORCH_NAME, bpnpu)
+            torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+            process_group.register(COLLECTIVES, TORCH_NAME)
+        self._configure()
+
+    def _configure(self) -> None:
+        if runtime("started"):
+            return
+        if self.settings["cards"] != stated_cards():
+            raise OptionError("sim.cards is needed before --additional-config is read; set BACKPLANE_SIM_CARDS instead")
+        runtime("configure", byref(driver_config(self.settings)))
+        runtime("set_fallback", FALLBACK.index(self.settings["fallback"]))
+        runtime("set_compute_threads", self.settings["threads"] or usable_cores())
+
+    def load_kernels(self) -> None:
+        """The C++ kernels of the cpu device compute behind launches; operators without one run as their references."""
+        from vllm_backplane.ops.operator import declared
+        from vllm_backplane.ops.resolution import has_kernel
+
+        if library.CPU_KERNELS.exists():
+            torch.ops.load_library(str(library.CPU_KERNELS))
+            for name in declared():
+                if not has_kernel(name, self.dispatch_key):
+                    runtime("launch_cpu_kernel", name.encode())
+
+    def kernel_provider(self) -> str:
+        return f"{library.CPU_KERNELS.name} behind {library.LIBRARY_NAME}"
+
+    def problems(self) -> tuple[tuple[str, str], ...]:
+        if library.CPU_KERNELS.exists():
+            return ()
+        return (
+            (
+                "the CPU kernel library was not built, so every operator runs on the simulated card as its reference",
+                library.REBUILD,
+            ),
+        )
+
+    def fallbacks(self) -> Mapping[str, int]:
+        counts: dict[str, int] = library.operator_report()["fell_back"]
+        return counts
+
+    def prepare_worker(self, workers_on_host: int) -> None:
+        runtime("set_compute_threads", self.settings["threads"] or max(usable_cores() // workers_on_host, 1))
+
+    # --- the card ---------------------------------------------------------------------------------------------------
+
+    def set_current(self, index: int) -> None:
+        self._configure()  # settings may have come since
+        runtime("set_current_card", index)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize()
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)  # of the host, and of every card
+
+    def properties(self, index: int = 0) -> Properties:
+        number = visible_cards(self.settings["cards"])[index]
+        return Properties(name="Backplane simulated NPU", uuid=f"sim-{number}", compute_units=usable_cores())
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def memory(self, index: int = 0) -> MemoryInfo:
+        if not runtime("started"):  # asked in a process that computes nothing, which may yet fork
+            total = card_memory(self.settings)
+            return MemoryInfo(total=total, free=total)
+        now = library.memory_stats(index)
+        return MemoryInfo(total=now.limit, free=now.limit - now.in_use)
+
+    def own_memory(self, index: int = 0) -> int:
+        return library.memory_stats(index).in_use if runtime("started") else 0
+
+    def reset_peak_memory(self, index: int = 0) -> None:
+        self.synchronize()
+        driver("reset_peaks", index)
+
+    def peak_memory(self, index: int = 0) -> int:
+        return library.memory_stats(index).in_use_peak
+
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    return max(len(os.sched_getaffinity(0)), 1)

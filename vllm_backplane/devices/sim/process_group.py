@@ -1,0 +1,209 @@
+"""torch.distributed between cards and processes: device tensors are copied to the host, gloo does the rest.
+
+A collective library would move memory from card to card. Simulated cards share nothing between processes, so each
+operation is an explicit copy down, gloo's operation on the host, and a copy up when it is waited for. Results arrive
+in stream order: a kernel that is queued after the wait sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Tensors = list[torch.Tensor]
+
+_c10d: Any = dist  # its stubs lack some of what is there
+
+
+class _Work(dist.Work):
+    """Gloo's operation in flight, and what is to be done when it has ended."""
+
+    def __init__(self, works: list[dist.Work], staged: Any, finish: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._works = works
+        self._staged = staged  # host memory that the operation reads and writes
+        self._finish = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+        self._works = []
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._staged = None
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        self.wait()
+        future.set_result(None)
+        return future
+
+
+def _down(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, or the tensor itself where it is there already and can be sent as it is."""
+    return tensor.cpu().contiguous()
+
+
+def _room(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _up(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+    def copy() -> None:
+        for target, source in pairs:
+            if target is not source:
+                target.copy_(source)
+
+    return copy
+
+
+class StagedProcessGroup(dist.ProcessGroup):
+    """Collectives of one group. Host tensors are taken too, for what PyTorch itself sends over a group."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._backend = name
+        self._group_name = self._group_desc = ""
+
+    def getBackendName(self) -> str:
+        return self._backend
+
+    # PyTorch keeps these with the backends inside a group, of which this one has none.
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:
+        return self._group_desc
+
+    def setGroupDesc(self, description: str) -> None:
+        self._group_desc = description
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        opts = opts or dist.BroadcastOptions()
+        staged = [_down(tensor) if self.rank() == opts.rootRank else _room(tensor) for tensor in tensors]
+        return _Work([self._gloo.broadcast(staged, opts)], staged, _up(list(zip(tensors, staged, strict=True))))
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        staged = [_down(tensor) for tensor in tensors]
+        work = self._gloo.allreduce(staged, opts or dist.AllreduceOptions())
+        return _Work([work], staged, _up(list(zip(tensors, staged, strict=True))))
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        opts = opts or dist.ReduceOptions()
+        staged = [_down(tensor) for tensor in tensors]
+        work = self._gloo.reduce(staged, opts)
+        pairs = list(zip(tensors, staged, strict=True)) if self.rank() == opts.rootRank else []
+        return _Work([work], staged, _up(pairs))
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        staged_in = [_down(tensor) for tensor in inputs]
+        staged_out = [[_room(tensor) for tensor in row] for row in outputs]
+        work = self._gloo.allgather(staged_out, staged_in, opts or _c10d.AllgatherOptions())
+        pairs = [
+            pair for row, staged in zip(outputs, staged_out, strict=True) for pair in zip(row, staged, strict=True)
+        ]
+        return _Work([work], (staged_in, staged_out), _up(pairs))
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        staged_in = _down(input)
+        staged_out = torch.empty((self.size(), *input.shape), dtype=input.dtype)
+        work = self._gloo.allgather([list(staged_out.unbind(0))], [staged_in], _c10d.AllgatherOptions())
+        return _Work([work], (staged_in, staged_out), _up([(output, staged_out.view(output.shape))]))
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
+        staged_in = [_down(tensor) for tensor in inputs]
+        staged_out = [[_room(tensor) for tensor in row] for row in outputs]
+        work = self._gloo.gather(staged_out, staged_in, opts or dist.GatherOptions())
+        pairs = [
+            pair for row, staged in zip(outputs, staged_out, strict=True) for pair in zip(row, staged, strict=True)
+        ]
+        return _Work([work], (staged_in, staged_out), _up(pairs))
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        staged_in = [[_down(tensor) for tensor in row] for row in inputs]
+        staged_out = [_room(tensor) for tensor in outputs]
+        work = self._gloo.scatter(staged_out, staged_in, opts or dist.ScatterOptions())
+        return _Work([work], (staged_in, staged_out), _up(list(zip(outputs, staged_out, strict=True))))
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
+        """Gloo has none for lists: the whole is reduced, and each rank keeps its piece."""
+        opts = opts or dist.ReduceScatterOptions()
+        pairs, works, staged = [], [], []
+        for output, pieces in zip(outputs, inputs, strict=True):
+            wholes = [_down(piece) for piece in pieces]
+            works += [self._gloo.allreduce([whole], _reduction(opts)) for whole in wholes]
+            staged.append(wholes)
+            pairs.append((output, wholes[self.rank()]))
+        return _Work(works, staged, _up(pairs))
+
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        staged = _down(input)
+        work = self._gloo.allreduce([staged], _reduction(opts or dist.ReduceScatterOptions()))
+        piece = staged.view(self.size(), *output.shape)[self.rank()]
+        return _Work([work], staged, _up([(output, piece)]))
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        staged_in, staged_out = _down(input), _room(output)
+        work = self._gloo.alltoall_base(
+            staged_out, staged_in, output_sizes, input_sizes, opts or dist.AllToAllOptions()
+        )
+        return _Work([work], (staged_in, staged_out), _up([(output, staged_out)]))
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
+        staged = [_down(tensor) for tensor in tensors]
+        return _Work([self._gloo.send(staged, dst, tag)], staged)
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
+        staged = [_room(tensor) for tensor in tensors]
+        return _Work([self._gloo.recv(staged, src, tag)], staged, _up(list(zip(tensors, staged, strict=True))))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        staged = [_room(tensor) for tensor in tensors]
+        return _Work([self._gloo.recv_anysource(staged, tag)], staged, _up(list(zip(tensors, staged, strict=True))))
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        torch.accelerator.synchronize()
+        return _Work([self._gloo.barrier(opts or dist.BarrierOptions())], None)
+
+
+def _reduction(opts: Any) -> Any:
+    reduction = dist.AllreduceOptions()
+    reduction.reduceOp = opts.reduceOp
+    reduction.timeout = opts.timeout
+    return reduction
+
+
+def register(name: str, device: str) -> None:
+    """Make the backend known to torch.distributed, as the default one for tensors of the device."""
+
+    def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StagedProcessGroup:
+        return StagedProcessGroup(store, rank, size, timeout, name)
+
+    dist.Backend.register_backend(name, create, devices=[device])

@@ -1,0 +1,136 @@
+"""Options of the simulated NPU, and the driver's configuration made of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+from vllm_backplane.devices.sim.library import Config, Model, default_config
+from vllm_backplane.errors import OptionError
+from vllm_backplane.options import Option, byte_count, integer, one_of, text
+
+MAX_CARDS = 16
+RAM_SHARE = 0.5
+"""Of the host's memory, for all cards together, where no size is given. Memory that is not written takes none."""
+
+FALLBACK = ("forbid", "warn", "allow")
+
+_RATES = {
+    "memory": "memory_bandwidth",
+    "link": "link_bandwidth",
+    "flops": "flop_rate",
+    "overhead": "launch_overhead_ns",
+}
+
+
+def model(value: Any) -> str:
+    """Checked here, kept as text: it travels between processes."""
+    parse_model(value)
+    return str(value)
+
+
+def parse_model(value: Any) -> Model:
+    expected = "memory=B/s,link=B/s,flops=FLOP/s,overhead=ns with numbers, such as memory=800e9,flops=100e12"
+    chip = Model(on=1)
+    if not isinstance(value, str) or not value:
+        raise ValueError(expected)
+    for part in value.split(","):
+        key, separator, number = part.partition("=")
+        if not separator or key.strip() not in _RATES:
+            raise ValueError(expected)
+        try:
+            rate = float(number)
+        except ValueError:
+            raise ValueError(expected) from None
+        if not rate >= 0:
+            raise ValueError(expected)
+        setattr(chip, _RATES[key.strip()], rate)
+    return chip
+
+
+CARDS: Option[int] = Option(
+    "cards",
+    2,
+    integer(1, MAX_CARDS),
+    "Simulated cards; as a variable only, because it is needed before options are read.",
+)
+
+OPTIONS: tuple[Option[Any], ...] = (
+    CARDS,
+    Option(
+        "memory",
+        None,
+        byte_count,
+        f"Memory of each card, such as 2GiB; default: {RAM_SHARE:.0%} of the host's, divided among the cards.",
+    ),
+    Option(
+        "fallback",
+        "warn",
+        one_of(*FALLBACK),
+        "What an operator means that the card does not have: an error, or running it on the host with a copy there and "
+        "back, with or without a warning.",
+    ),
+    Option(
+        "faults", None, text, "Faults to inject, such as 'oom@alloc=17;hang@launch=300'; see csrc/sim/driver/driver.h."
+    ),
+    Option(
+        "model",
+        None,
+        model,
+        "A chip whose speed is to be modelled, such as memory=800e9,link=32e9,flops=100e12,overhead=3000 (bytes and "
+        "operations per second, ns per launch). Only event times and counters follow it: nothing runs slower.",
+    ),
+    Option(
+        "sync_timeout",
+        600,
+        integer(0),
+        "Seconds after which waiting for a stream that finishes nothing is an error; 0: never.",
+    ),
+    Option("threads", None, integer(1), "Host threads that one launch may use; default: cores divided among workers."),
+    Option("check_launches", 0, integer(0, 1), "1 checks at every launch that the memory it names is in use."),
+)
+
+
+def stated_cards() -> int:
+    """How many cards there are, by the variable."""
+    stated = os.environ.get(CARDS.variable("sim"), "")
+    try:
+        return CARDS.parse(stated) if stated else CARDS.default
+    except ValueError as expected:
+        raise OptionError(f"{CARDS.variable('sim')} is {stated!r}; expected {expected}. {CARDS.help}") from None
+
+
+def visible_cards(count: int) -> tuple[int, ...]:
+    """Numbers of the cards that this process may use, as CUDA_VISIBLE_DEVICES would say it."""
+    stated = os.environ.get("BACKPLANE_VISIBLE_CARDS")
+    if stated is None:
+        return tuple(range(count))
+    words = [word.strip() for word in stated.split(",") if word.strip()]
+    if not all(word.isdigit() and int(word) < count for word in words) or len(set(words)) != len(words):
+        raise OptionError(
+            f"BACKPLANE_VISIBLE_CARDS is {stated!r}; expected different numbers below {count} with commas between "
+            f"({CARDS.variable('sim')} says how many cards there are)"
+        )
+    return tuple(int(word) for word in words)
+
+
+def card_memory(settings: Mapping[str, Any]) -> int:
+    if settings["memory"] is not None:
+        return int(settings["memory"])
+    return int(psutil.virtual_memory().total * RAM_SHARE) // int(settings["cards"]) >> 21 << 21
+
+
+def driver_config(settings: Mapping[str, Any]) -> Config:
+    config = default_config()
+    config.cards = len(visible_cards(stated_cards()))
+    config.memory_bytes = card_memory(settings)
+    config.sync_timeout_ms = settings["sync_timeout"] * 1000
+    config.check_launches = settings["check_launches"]
+    if settings["faults"]:
+        config.faults = settings["faults"].encode()
+    if settings["model"]:
+        config.model = parse_model(settings["model"])
+    return config
