@@ -78,6 +78,7 @@ test: lint unit e2e  ## Run lint, unit and e2e
 lint: $(plugin) $(models) $(tools)  ## Check style and types
 	@printf '\n==> lint\n'
 	$(bin)/ruff check .
+	$(bin)/ruff format --check --quiet .
 	$(bin)/mypy
 
 .PHONY: unit

@@ -18,6 +18,7 @@ from vllm_backplane.errors import BackplaneError
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
 from vllm_backplane.worker.host_stand_ins import answer_for
+from vllm_backplane.worker.inherited_ports import release_in_engines
 
 if TYPE_CHECKING:
     from torch.distributed import PrefixStore, ProcessGroup
@@ -33,6 +34,7 @@ answer_for(_device, 0)
 if _device.capabilities.fork:
     # vLLM's command line chooses spawn for everyone who has not chosen; it looks after this module is imported.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    release_in_engines()
 lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
 
 

@@ -1,14 +1,14 @@
 // Linear layers whose weight was rearranged once, after loading, into the order in which the product reads it.
 //
-// See blocked_linear.h for the arrangement. Up to a few blocks of rows the weight is read from memory as it is; for more,
-// a block of 16-bit weights is widened once into memory that stays in the cache, and every block of rows uses that.
+// See blocked_linear.h for the arrangement. Up to a few parts of x, a part being the rows of one product, the weight is
+// read from memory as it is. For more, a chunk of a block is widened into memory that stays in the first cache while
+// every part is multiplied by it, and as many parts take part as stay in the second.
 
 #include "blocked_linear.h"
 
 #include <unistd.h>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
 
@@ -16,12 +16,13 @@
 #include <vector>
 
 #include "rows.h"
+#include "transpose.h"
 
 namespace backplane::cpu {
 namespace {
 
 template <class T>
-using Product = void (*)(const float*, int64_t, const T*, int64_t, float*);
+using Product = void (*)(const float*, int64_t, const T*, int64_t, float*, bool);
 template <class T>
 using Products = std::array<Product<T>, kMostRows>;  // by number of rows, less one
 
@@ -37,13 +38,17 @@ Products<T> products() {
 
 constexpr int64_t kMostWidth = 32;
 
-// Of x, that every block of a thread goes over: more of it means fewer passes over the weight, as long as it stays in the
-// cache beside a block.
+// A share of a cache; the rest is for what passes through it.
+int64_t cache_bytes(int name, int64_t at_least, int64_t eighths) {
+  const long size = sysconf(name);  // 0 or less where it is not known
+  return std::max(at_least, int64_t(size)) * eighths / 8;
+}
+int64_t chunk_bytes() {
+  static const int64_t bytes = cache_bytes(_SC_LEVEL1_DCACHE_SIZE, 32 << 10, 6);
+  return bytes;
+}
 int64_t input_bytes() {
-  static const int64_t bytes = [] {
-    const long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);  // 0 or less where it is not known
-    return std::max<int64_t>(512 << 10, cache > 0 ? int64_t(cache) * 5 / 8 : 0);
-  }();
+  static const int64_t bytes = cache_bytes(_SC_LEVEL2_CACHE_SIZE, 1 << 20, 5);
   return bytes;
 }
 
@@ -98,71 +103,130 @@ struct alignas(64) Line {  // a vector that begins inside a cache line costs two
   float floats[16];
 };
 
-// Rows in parts of nearly one size: fifteen as eight and seven rather than fourteen and one.
+// A length in parts of nearly one size: fifteen rows as eight and seven rather than fourteen and one.
 struct Parts {
-  int64_t rows, count;
+  int64_t length, count;
 
-  Parts(int64_t rows, int64_t most) : rows(rows), count((rows + most - 1) / most) {}
-  int64_t begin(int64_t part) const { return part * rows / count; }
+  Parts(int64_t length, int64_t most) : length(length), count((length + most - 1) / most) {}
+  int64_t begin(int64_t part) const { return part * length / count; }
   int64_t size(int64_t part) const { return begin(part + 1) - begin(part); }
 };
 
-// Each part of x as [k][row]: its numbers lie in the order of their use, and not all in one set of the cache.
+// A part of x as [k][row]: its numbers lie in the order of their use, and not all in one set of the cache.
+template <class T>
+struct Rearrange {
+  template <int W>
+  static BACKPLANE_INLINE void run(const T* from, int64_t rows, int64_t k, float* to) {
+    constexpr int Groups = (most_rows<W>() + W - 1) / W;
+    int64_t i = 0;
+    // A vector may reach over the end of its step, into what the next step writes, but not over the end of the part.
+    for (; (i + W - 1) * rows + Groups * W <= k * rows; i += W) {
+      Floats<W> columns[Groups][W];
+      for (int group = 0; group < Groups; ++group) {
+        for (int r = 0; r < W; ++r) {
+          const int64_t row = group * W + r;
+          columns[group][r] = read<W>(from + (row < rows ? row : 0) * k + i);
+        }
+        transpose<W>(columns[group]);
+      }
+      for (int step = 0; step < W; ++step)
+        for (int group = 0; group < Groups && group * W < rows; ++group)
+          store<W>(to + (i + step) * rows + group * W, columns[group][step]);
+    }
+    for (; i < k; ++i)
+      for (int64_t r = 0; r < rows; ++r) to[i * rows + r] = static_cast<float>(from[r * k + i]);
+  }
+};
+
+template <class T>
 at::Tensor rearranged(const at::Tensor& x, const Parts& parts) {
   const int64_t k = x.size(1);
-  at::Tensor result = at::empty_like(x);
-  const float* from = x.const_data_ptr<float>();
+  at::Tensor result = at::empty(x.sizes(), x.options().dtype(at::kFloat));
+  const T* from = elements<T>(x);
   float* to = result.mutable_data_ptr<float>();
+  const auto rearrange = pick<Rearrange<T>>();
   at::parallel_for(0, parts.count, 1, [&](int64_t first, int64_t last) {
     for (int64_t part = first; part < last; ++part) {
-      const int64_t rows = parts.size(part), offset = parts.begin(part) * k;
-      for (int64_t i = 0; i < k; ++i)
-        for (int64_t r = 0; r < rows; ++r) to[offset + i * rows + r] = from[offset + r * k + i];
+      const int64_t offset = parts.begin(part) * k;
+      rearrange(from + offset, parts.size(part), k, to + offset);
     }
   });
   return result;
 }
 
+// Few rows: every weight is used once or twice, so it goes from memory into the registers.
 template <class Weight, class Result>
-void multiply(const at::Tensor& x, const at::Tensor& blocks, const float* bias, at::Tensor& out) {
-  const int64_t m = x.size(0), k = x.size(1), n = out.size(1), width = geometry().width;
-  const Parts parts(m, geometry().most_rows);
-  const bool many = parts.count > 2;  // then it pays to prepare both sides
-  const at::Tensor inputs = many ? rearranged(x, parts) : x;
+void multiply_few(const at::Tensor& x, const Parts& parts, const at::Tensor& blocks, const float* bias, at::Tensor& out) {
+  const int64_t k = x.size(1), n = out.size(1), width = geometry().width;
+  const at::Tensor inputs = x.to(at::kFloat);
   const float* xp = inputs.const_data_ptr<float>();
   const Weight* wp = elements<Weight>(blocks);
   Result* op = mutable_elements<Result>(out);
-  const Products<Weight> direct = products<Weight, false>();
-  const Products<float> prepared = products<float, true>();
-  const auto widen = pick<WidenBlock<Weight>>();
+  const Products<Weight> product = products<Weight, false>();
   const auto write_row = pick<Finish<Result>>();
-  const int64_t part_bytes = std::max<int64_t>(1, m / parts.count * k * 4);
-  const int64_t slice = std::max<int64_t>(4, input_bytes() / part_bytes);  // parts
-  const int64_t grain = std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(1, k * width * m));
+  const int64_t grain = std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(1, k * width * x.size(0)));
   at::parallel_for(0, blocks.size(0), grain, [&](int64_t first, int64_t last) {
     alignas(64) float tile[kMostRows * kMostWidth];
-    std::vector<Line> wide(many && sizeof(Weight) < sizeof(float) ? (k * width + 15) / 16 : 0);
+    for (int64_t index = first; index < last; ++index) {
+      const int64_t column = index * width, columns = std::min(width, n - column);
+      for (int64_t part = 0; part < parts.count; ++part) {
+        const int64_t begin = parts.begin(part), rows = parts.size(part);
+        product[rows - 1](xp + begin * k, k, wp + index * k * width, k, tile, false);
+        for (int64_t r = 0; r < rows; ++r)
+          write_row(tile + r * width, bias ? bias + column : nullptr, op + (begin + r) * n + column, columns);
+      }
+    }
+  });
+}
+
+template <class Weight, class Result>
+void multiply_many(const at::Tensor& x, const Parts& parts, const at::Tensor& blocks, const float* bias,
+                   at::Tensor& out) {
+  const int64_t m = x.size(0), k = x.size(1), n = out.size(1), width = geometry().width;
+  const at::Tensor inputs = rearranged<Result>(x, parts);
+  const float* xp = inputs.const_data_ptr<float>();
+  const Weight* wp = elements<Weight>(blocks);
+  Result* op = mutable_elements<Result>(out);
+  const Products<float> product = products<float, true>();
+  const auto widen = pick<WidenBlock<Weight>>();
+  const auto write_row = pick<Finish<Result>>();
+  const Parts chunks(k, std::max<int64_t>(1, chunk_bytes() / (width * 4)));
+  const int64_t part_bytes = std::max<int64_t>(1, m / parts.count * k * 4);
+  const int64_t slice = std::min(parts.count, std::max<int64_t>(4, input_bytes() / part_bytes));  // parts
+  constexpr int64_t tile_size = kMostRows * kMostWidth;
+  at::parallel_for(0, blocks.size(0), 1, [&](int64_t first, int64_t last) {
+    std::vector<Line> tiles(slice * tile_size / 16);
+    std::vector<Line> wide((chunks.size(chunks.count - 1) + 1) * width / 16 + 1);
     for (int64_t top = 0; top < parts.count; top += slice) {
+      const int64_t bottom = std::min(top + slice, parts.count);
       for (int64_t index = first; index < last; ++index) {
         const int64_t column = index * width, columns = std::min(width, n - column);
-        const Weight* block = wp + index * k * width;
-        const float* ready = nullptr;
-        if constexpr (std::is_same_v<Weight, float>) {
-          ready = block;
-        } else if (many) {
-          widen(block, wide.data()->floats, k);
-          ready = wide.data()->floats;
-        }
-        for (int64_t part = top; part < std::min(top + slice, parts.count); ++part) {
-          const int64_t begin = parts.begin(part), rows = parts.size(part);
-          if (many) prepared[rows - 1](xp + begin * k, 0, ready, k, tile);
-          else direct[rows - 1](xp + begin * k, k, block, k, tile);
-          for (int64_t r = 0; r < rows; ++r)
-            write_row(tile + r * width, bias ? bias + column : nullptr, op + (begin + r) * n + column, columns);
+        for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
+          const int64_t step = chunks.begin(chunk), steps = chunks.size(chunk);
+          const Weight* block = wp + (index * k + step) * width;
+          const float* ready = wide.data()->floats;
+          if constexpr (std::is_same_v<Weight, float>) ready = block;
+          else widen(block, wide.data()->floats, steps);
+          for (int64_t part = top; part < bottom; ++part) {
+            const int64_t begin = parts.begin(part), rows = parts.size(part);
+            float* tile = tiles.data()->floats + (part - top) * tile_size;
+            product[rows - 1](xp + begin * k + step * rows, 0, ready, steps, tile, chunk > 0);
+            if (chunk + 1 < chunks.count) continue;
+            for (int64_t r = 0; r < rows; ++r)
+              write_row(tile + r * width, bias ? bias + column : nullptr, op + (begin + r) * n + column, columns);
+          }
         }
       }
     }
   });
+}
+
+// x and the result are of one type.
+template <class Weight, class Result>
+void multiply(const at::Tensor& x, const at::Tensor& blocks, const float* bias, at::Tensor& out) {
+  const Parts parts(x.size(0), geometry().most_rows);
+  if (parts.count > 2) multiply_many<Weight, Result>(x, parts, blocks, bias, out);
+  else multiply_few<Weight, Result>(x, parts, blocks, bias, out);
 }
 
 // Whether the blocks lie in memory as the products read them.
@@ -198,7 +262,7 @@ at::Tensor blocked_linear(const at::Tensor& x, const at::Tensor& blocks, int64_t
                     "every call; arrange it with Device.arrange_linear");
     return at::linear(x, blocks.reshape({-1, k}).narrow(0, 0, out_features).to(x.scalar_type()), bias);
   }
-  const at::Tensor rows = x.reshape({-1, k}).to(at::kFloat).contiguous();
+  const at::Tensor rows = x.reshape({-1, k}).contiguous();
   at::Tensor out = at::empty({rows.size(0), out_features}, x.options());
   at::Tensor wide_bias;
   if (bias.has_value() && bias->defined()) wide_bias = bias->to(at::kFloat).contiguous();

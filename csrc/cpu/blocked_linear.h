@@ -60,12 +60,13 @@ BACKPLANE_INLINE void read_columns(const T* from, Floats<W> (&to)[V]) {
   }
 }
 
-// tile[row][column] = sum over k of x[row][k] * block[k][column]; tile's rows are adjacent. x is [row][k] with rows
-// `x_stride` apart, or, rearranged for many uses, [k][row] without gaps.
+// tile[row][column] = sum over k of x[row][k] * block[k][column], or that much `more` than it was; tile's rows are
+// adjacent. x is [row][k] with rows `x_stride` apart, or, rearranged for many uses, [k][row] without gaps.
 template <int Rows, class T, bool Rearranged>
 struct BlockProduct {
   template <int W>
-  static BACKPLANE_INLINE void run(const float* x, int64_t x_stride, const T* block, int64_t k, float* tile) {
+  static BACKPLANE_INLINE void run(const float* x, int64_t x_stride, const T* block, int64_t k, float* tile,
+                                 bool more) {
     if constexpr (Rows <= most_rows<W>()) {
       constexpr int V = block_vectors<W>();
       // A multiplication waits for the one before it on the same sum; with few sums, consecutive steps get their own.
@@ -78,7 +79,7 @@ struct BlockProduct {
       for (; i < k; ++i) step<W, V, 0>(x, x_stride, i, block, sums);
       each<Rows * V>(BACKPLANE_EACH(j) {
         each<Steps - 1>(BACKPLANE_EACH(s) { sums[j] += sums[(s + 1) * Rows * V + j]; });
-        store<W>(tile + j * W, sums[j]);
+        store<W>(tile + j * W, more ? load<W>(tile + j * W) + sums[j] : sums[j]);
       });
     } else {
       __builtin_unreachable();

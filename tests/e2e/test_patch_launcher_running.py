@@ -21,6 +21,7 @@ def test_a_killed_engine_ends_the_server(start: Starter) -> None:
     assert status != 0, "whoever supervises the server is told that all was well"
     log = server.text().lower()
     assert re.search(r"engine ?core.* (died|exited unexpectedly)", log), "the log does not say that it died"
+    assert "the server ends because its engine died" in log, "another error ended it"
     request.must_have_failed()
 
 

@@ -23,6 +23,7 @@ def test_a_killed_worker_ends_the_server(start: Starter, busy: bool) -> None:
     assert status != 0, "whoever supervises the server is told that all was well"
     log = server.text().lower()
     assert re.search(r"worker.* died", log), "the log does not say that a worker died"
+    assert "the server ends because its engine died" in log, "another error ended it"
     if request is not None:
         request.must_have_failed()
 
@@ -32,8 +33,10 @@ def test_an_interrupt_of_the_main_process_leaves_nothing(start: Starter, process
     """What a process manager sends."""
     server = start(*processes)
     assert len(server.descendants()) >= 1 + len(processes)
+    held = [held.laddr.port for process in server.descendants() for held in process.net_connections("tcp")]
+    assert server.port not in held, "a process that serves nobody holds the server's port"
     server.signal(signal.SIGINT)
-    ends_by_itself(server)
+    assert ends_by_itself(server) == 0
 
 
 def test_ctrl_c_leaves_nothing(start: Starter) -> None:

@@ -17,6 +17,7 @@ from vllm_backplane.upstream.modules import Binds, ClassBody, ModuleSymbols, Sym
 from vllm_backplane.upstream.normal import fingerprint, normalised
 from vllm_backplane.upstream.signatures import Signature
 from vllm_backplane.upstream.source import SourceError, SourceTree
+from vllm_backplane.upstream.stars import NOTHING, Starred, starred
 
 
 class Outcome(StrEnum):
@@ -87,6 +88,7 @@ class SymbolIndex:
     def __init__(self, *trees: SourceTree) -> None:
         self.trees = {tree.package: tree for tree in trees}
         self._ancestors: dict[tuple[str, str], Ancestors] = {}
+        self._stars: dict[str, Starred] = {}
 
     def tree_of(self, module: str) -> SourceTree | None:
         return self.trees.get(module.partition(".")[0])
@@ -263,21 +265,23 @@ class SymbolIndex:
         """None if no star import can have brought the name."""
         if name.startswith("_") or depth > _DEEPEST:
             return None
-        unknown = None
-        for origin in content.star_imports:
-            if self.tree_of(origin) is None:
-                why = f"it may come from {origin} (import *)"
-                unknown = Resolution(Outcome.UNKNOWN, content.name, name, reason=why)
-                continue
-            exported = self.module(origin)
-            if exported is not None and exported.exported is not None and name not in exported.exported:
-                continue
+        stars = self._starred(content)
+        unknown = Resolution(Outcome.UNKNOWN, content.name, name, reason=stars.unknown[-1]) if stars.unknown else None
+        for origin in stars.origins.get(name, ()):
             found = self._resolve(origin, [name], depth + 1)
             if found.is_found:
                 return found
             if found.outcome is Outcome.UNKNOWN:
                 unknown = found
         return unknown
+
+    def _starred(self, content: ModuleSymbols) -> Starred:
+        if not content.star_imports:
+            return NOTHING
+        known = self._stars.get(content.name)
+        if known is None:
+            known = self._stars[content.name] = starred(content, self._read, self.tree_of)
+        return known
 
     # --- classes
 

@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,8 +57,13 @@ def patched(unpatched: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def serve(function: Any, engine: Engine, event: Any) -> None:
     """Run `function` as vLLM does until it ends; `event` happens when a stream that never ends has begun."""
 
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        del app.state  # as vLLM's application does
+
     async def main() -> None:
-        app = FastAPI()
+        app = FastAPI(lifespan=lifespan)
         app.state.engine_client = engine
 
         @app.get("/stream")
@@ -108,6 +115,25 @@ def test_a_dead_engine_is_an_error(patched: Any) -> None:
 
 def test_an_interrupt_is_none_and_waits_for_no_stream(patched: Any) -> None:
     serve(patched, Engine(), interrupt)
+
+
+def test_an_engine_that_hears_the_interrupt_first_is_no_error(patched: Any) -> None:
+    """A terminal's interrupt reaches every process, in any order."""
+    engine = Engine()
+    stop = engine.shutdown
+
+    def slow(timeout: float | None = None) -> None:
+        # Long enough for vLLM's watchdog to end the server on its own.
+        time.sleep(8)
+        stop(timeout)
+
+    engine.shutdown = slow  # type: ignore[method-assign]
+
+    def both() -> None:
+        engine.errored = True
+        interrupt()
+
+    serve(patched, engine, both)
 
 
 def test_vllm_alone_waits(unpatched: Any, monkeypatch: pytest.MonkeyPatch) -> None:

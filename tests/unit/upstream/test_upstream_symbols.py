@@ -75,6 +75,33 @@ def test_star_imports(index):
     assert outcome(found, "vllm.d:anything") == "unknown"
 
 
+def test_star_imports_of_star_imports(index):
+    found = index(
+        a="from vllm.b import *\n",
+        b="from vllm.c import *\nfrom vllm.d import *\n",
+        c="__all__ = ['X', 'Lost']\nfrom vllm.e import *\n",
+        d="from vllm.a import *\nW = 1\n",
+        e="X = 1\nY = 2\n",
+        f="from vllm.g import *\n",
+        g="from vllm.nowhere import *\nfrom numpy import *\n",
+    )
+    assert found.resolve("vllm.a", "X").path == "vllm.e:X"
+    assert found.resolve("vllm.a", "W").path == "vllm.d:W"
+    assert outcome(found, "vllm.a:Y") == "missing"  # c does not pass it on
+    assert outcome(found, "vllm.a:Lost") == "missing"
+    assert outcome(found, "vllm.f:anything") == "unknown"
+
+
+def test_many_modules_that_import_everything_of_each_other(index):
+    """Not a measurement: following every path through them would never end."""
+    names = [f"m{number}" for number in range(40)]
+    text = "".join(f"from vllm.{name} import *\n" for name in names)
+    found = index(**{name: f"{text}OF_{name.upper()} = 1\n" for name in names})
+    assert found.resolve("vllm.m0", "OF_M39").path == "vllm.m39:OF_M39"
+    assert found.resolve("vllm.m39", "OF_M0").path == "vllm.m0:OF_M0"
+    assert outcome(found, "vllm.m7:nothing") == "missing"
+
+
 LAZY = {
     "table": "N = {'A': 1}\ndef __getattr__(name):\n    if name in N:\n        return 1\n    raise AttributeError\n",
     "compared": "def __getattr__(name):\n    if name == 'A':\n        return 1\n    raise AttributeError(name)\n",

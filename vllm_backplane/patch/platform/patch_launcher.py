@@ -38,14 +38,26 @@ _SINCE_0_32 = (
 )
 async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any, None]:
     options.setdefault("timeout_graceful_shutdown", GRACE_SECONDS)
-    ending = await serve_http.original(app, *args, **options)
-    return _ending(app.state, ending)
+    engine = app.state.engine_client  # taken now: the application drops its state when it ends
+    if engine is None:
+        return await serve_http.original(app, *args, **options)
+    stop, stopped = engine.shutdown, False
+
+    def shutdown(*args: Any, **options: Any) -> Any:
+        # Called when a signal came. An engine that was stopped counts as errored, as one that died does.
+        nonlocal stopped
+        stopped = True
+        return stop(*args, **options)
+
+    engine.shutdown = shutdown
+    try:
+        ending = await serve_http.original(app, *args, **options)
+    finally:
+        del engine.shutdown  # the class's own again
+    return _ending(ending, failed=engine.errored and not stopped)
 
 
-async def _ending(state: Any, ending: Coroutine[Any, Any, None]) -> None:
-    # Told to stop by a signal, vLLM hands over the server's own shutdown; otherwise the server has stopped already.
-    stopped_by_itself = getattr(ending, "cr_code", None) is not state.server.shutdown.__func__.__code__
+async def _ending(ending: Coroutine[Any, Any, None], failed: bool) -> None:
     await ending
-    engine = state.engine_client
-    if stopped_by_itself and engine is not None and engine.errored:
+    if failed:
         raise SystemExit("The server ends because its engine died; the log above says of what.")
