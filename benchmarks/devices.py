@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -27,16 +28,18 @@ def main() -> None:
     from vllm_backplane.models import DEFAULT, obtain
 
     script = Path(__file__).resolve().with_name("dtypes.py")
-    command = [sys.executable, str(script), "--engine", str(obtain(DEFAULT.name)), args.dtype]
+    model = str(obtain(DEFAULT.name))
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     results: dict[str, dict[str, list[float]]] = {device: {} for device in args.devices}
     for turn in range(args.rounds):
         for device, found in results.items():
             environment = {**os.environ, **quiet, "BACKPLANE_DEVICE": device}
-            run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-            # The engine's own process may have something to say after it.
-            measured = next(line for line in reversed(run.stdout.splitlines()) if line.startswith("{"))
-            for name, value in json.loads(measured).items():
+            with tempfile.TemporaryDirectory() as folder:
+                answer = Path(folder) / "answer"
+                command = [sys.executable, str(script), "--engine", model, args.dtype, str(answer)]
+                subprocess.run(command, env=environment, stdout=sys.stderr, check=True)
+                measured = json.loads(answer.read_text())
+            for name, value in measured.items():
                 found.setdefault(name, []).append(value)
             print(f"turn {turn + 1}: {device} done", file=sys.stderr)
     medians = {device: {name: statistics.median(v) for name, v in found.items()} for device, found in results.items()}

@@ -22,6 +22,7 @@ PARTLY_THERE: Mapping[str, str] = {
         "where vLLM does not ask the platform for its kernels, ask_for_kernel_overrides does"
     ),
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner": "where vLLM does not call it, build_runner does",
+    "vllm.v1.worker.gpu_worker:Worker.discard": "called where vLLM can give up the KV cache alone",
     f"{_PUNICA}:PunicaWrapperABC.apply_lora_full_linear": "vLLM calls it where it has adapters that replace a layer",
     f"{_PUNICA}:PunicaWrapperBase._select_full_linear_output": "used by apply_lora_full_linear alone",
 }

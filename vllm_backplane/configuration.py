@@ -64,21 +64,51 @@ def set_worker(config: VllmConfig) -> None:
         config.parallel_config.worker_cls = WORKER
 
 
-def set_compilation(config: VllmConfig, chosen: Runtime) -> None:
-    """A device without graphs runs eagerly: inductor would need a code generator for it and minutes to start."""
+def set_compilation_defaults(config: VllmConfig, chosen: Runtime) -> None:
+    """What the user has not said. What was said and cannot be done is refused later (`set_compilation`)."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
-    if chosen.device.capabilities.graphs:
-        return
-    compilation = config.compilation_config
+    compilation, can = config.compilation_config, chosen.device.capabilities
+    if compilation.mode is None:
+        compilation.mode = CompilationMode.NONE
+    if compilation.cudagraph_mode is None:
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+    elif compilation.cudagraph_mode != CUDAGraphMode.NONE:
+        if not can.graphs:
+            raise BackplaneError(
+                f"graphs were asked for (-cc.cudagraph_mode), and device {chosen.device.name!r} has none; remove it"
+            )
+        if compilation.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY:
+            raise BackplaneError(
+                f"cudagraph_mode {compilation.cudagraph_mode.name} was asked for; decode steps alone are replayed: "
+                "use -cc.cudagraph_mode=full_decode_only"
+            )
+        if compilation.cudagraph_capture_sizes is None and can.graph_sizes:
+            most = config.scheduler_config.max_num_seqs
+            compilation.cudagraph_capture_sizes = [size for size in can.graph_sizes if size <= most]
+
+
+def set_compilation(config: VllmConfig, chosen: Runtime) -> None:
+    """Models run eagerly: inductor would need a code generator for the device and minutes to start. Decode steps are
+    replayed as graphs where the device has them and the user asks for it."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    device, compilation = chosen.device, config.compilation_config
     if compilation.mode != CompilationMode.NONE:
         raise BackplaneError(
-            f"compilation mode {compilation.mode} was asked for, and device {chosen.device.name!r} runs eagerly; "
+            f"compilation mode {compilation.mode} was asked for, and device {device.name!r} runs eagerly; "
             "remove the option, or use -cc.mode=none"
         )
+    config.kernel_config.enable_jit_warmup = False  # nothing is compiled at run time
+    if device.capabilities.graphs and compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
+        if config.parallel_config.world_size > 1 and not device.capabilities.graph_collectives:
+            raise BackplaneError(
+                f"graphs were asked for, and on device {device.name!r} they cannot contain the collectives of several "
+                "workers; remove -cc.cudagraph_mode, or the parallel sizes"
+            )
+        return
     compilation.cudagraph_mode = CUDAGraphMode.NONE
     compilation.cudagraph_capture_sizes = []
-    config.kernel_config.enable_jit_warmup = False  # nothing is compiled at run time
     if config.model_config is not None:
         # vLLM captures graphs after warm-up unless the model is eager.
         config.model_config.enforce_eager = True

@@ -26,6 +26,10 @@ class OperatorError(BackplaneError):
     """An operator was declared, implemented or changed in a way that is not allowed."""
 
 
+class GraphError(BackplaneError):
+    """A graph was captured or replayed in a way that would give wrong results."""
+
+
 class PatchError(BackplaneError):
     """A patch is declared badly, or does not fit the vLLM it meets."""
 

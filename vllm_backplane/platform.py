@@ -108,6 +108,9 @@ class BackplanePlatform(Platform):
     def is_sleep_mode_available(cls) -> bool:  # upstream: an instance method
         return _device.capabilities.sleep
 
+    def get_global_graph_pool(self) -> None:
+        """vLLM asks for CUDA's memory pool of graphs. Here each graph has its own (`vllm_backplane.graph`)."""
+
     @classmethod
     def support_static_graph_mode(cls) -> bool:
         return _device.capabilities.graphs
@@ -192,12 +195,10 @@ class BackplanePlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Before vLLM fills in its defaults: without graphs there is nothing that compilation would pay for."""
-        from vllm.config import CompilationMode
+        """Before vLLM fills in its defaults: eager, and of graphs only what was asked for."""
+        from vllm_backplane import configuration
 
-        compilation = vllm_config.compilation_config
-        if compilation.mode is None and not _device.capabilities.graphs:
-            compilation.mode = CompilationMode.NONE
+        configuration.set_compilation_defaults(vllm_config, runtime())
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:

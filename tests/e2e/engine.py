@@ -24,12 +24,19 @@ def batch(prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any], *, one_
     return {"prompts": [list(ids) for ids in prompts], "sampling": dict(sampling), "one_by_one": one_by_one}
 
 
-def job(model: Path, *batches: Mapping[str, Any], embed: Sequence[str] = (), **engine: Any) -> dict[str, Any]:
+def job(
+    model: Path,
+    *batches: Mapping[str, Any],
+    embed: Sequence[str] = (),
+    steps: Sequence[Mapping[str, Any]] = (),
+    **engine: Any,
+) -> dict[str, Any]:
     """One engine. Small limits keep its profiling step short; a test that is about them names its own."""
     arguments = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 256, "dtype": "float32"}
     result: dict[str, Any] = {
         "engine": {"model": str(model), **arguments, **engine},
         "batches": list(batches),
+        "steps": list(steps),
     }
     return {**result, "embed": list(embed)} if embed else result
 

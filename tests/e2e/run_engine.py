@@ -43,6 +43,25 @@ def generate(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
     return [describe(output) for group in groups for output in engine.generate(group, parameters, use_tqdm=False)]
 
 
+def take(engine: Any, step: dict[str, Any]) -> Any:
+    """One step of a job with steps; the key says what it is."""
+    [(kind, given)] = step.items()
+    match kind:
+        case "batch":
+            return generate(engine, given)
+        case "sleep":
+            return engine.sleep(level=given)
+        case "wake":
+            return engine.wake_up(given)
+        case "ask":  # each worker, by a function of worker_questions.py
+            import worker_questions
+
+            return engine.collective_rpc(getattr(worker_questions, given))
+        case "call":  # a method of each worker
+            return engine.collective_rpc(given)
+    raise ValueError(f"no step {kind!r}")
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
     from vllm.platforms import current_platform
@@ -56,6 +75,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             "worker": config.parallel_config.worker_cls,
             "dtype": str(config.model_config.dtype),
             "batches": [generate(engine, batch) for batch in job.get("batches", ())],
+            "steps": [take(engine, step) for step in job.get("steps", ())],
         }
         if "embed" in job:
             outputs = engine.embed(job["embed"], use_tqdm=False)

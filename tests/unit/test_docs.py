@@ -34,3 +34,25 @@ def test_every_make_target_in_the_readme_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"`make ([a-z]+)", (ROOT / "README.md").read_text())):
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
+
+
+def test_quotations_are_from_the_source() -> None:
+    """A code block whose first line names a file holds lines of that file, one after another."""
+    page = (ROOT / "docs/plug-your-npu.md").read_text()
+    found = 0
+    for block in re.findall(r"^```\w+\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL):
+        first, _, quoted = block.partition("\n")
+        named = re.fullmatch(r"(?:#|//|/\*) (\S+\.\w+)(?: \*/)?", first)
+        if named is None:
+            continue
+        found += 1
+        assert quoted.rstrip() in (ROOT / named[1]).read_text(), f"{named[1]} no longer holds:\n{quoted}"
+    assert found >= 10
+
+
+def test_files_that_the_walk_names_exist() -> None:
+    page = (ROOT / "docs/plug-your-npu.md").read_text()
+    named = set(re.findall(r"`((?:csrc|tests|vllm_backplane|worker)/[\w/.-]+)`", page))
+    assert len(named) >= 10
+    for name in named:
+        assert (ROOT / name).exists() or (ROOT / "vllm_backplane" / name).exists(), name

@@ -79,7 +79,15 @@ from vllm_backplane.worker.runner_v1 import BackplaneModelRunnerV1
 from vllm_backplane.worker.worker import BackplaneWorker
 
 OWN = {  # additions of ours; everything else must override something upstream
-    BackplaneWorker: {"_card", "_workers_on_host", "_freeze_operators", "_profile_activations", "_peak", "_peaks"},
+    BackplaneWorker: {
+        "_card",
+        "_workers_on_host",
+        "_freeze_operators",
+        "_profile_activations",
+        "_peak",
+        "_peaks",
+        "_models",
+    },
     BackplaneModelRunnerV1: {
         "profile_step",
         "forward_step",

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from vllm_backplane.errors import BackplaneError
@@ -21,6 +27,9 @@ class BackplaneAttentionMetadata(AttentionMetadata):
 
 
 class BackplaneMetadataBuilder(AttentionMetadataBuilder[BackplaneAttentionMetadata]):
+    # Every tensor above is a part of a buffer that stays, and lengths are read from tensors.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):  # type: ignore[no-untyped-def]
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.is_cross_attention = isinstance(kv_cache_spec, CrossAttentionSpec)

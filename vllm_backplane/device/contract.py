@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
+from vllm_backplane.graph import Graph
 from vllm_backplane.options import Option
 
 
@@ -66,10 +68,16 @@ class Capabilities:
     streams: bool = False
     """Work is queued and the host does not wait (needs the torch device module's stream surface)."""
     graphs: bool = False
+    """Launches can be recorded and replayed (needs `new_graph`). Decode steps are, where the user asks for it."""
+    graph_sizes: tuple[int, ...] = ()
+    """Numbers of sequences for which decode steps are captured if the user names none; empty: vLLM's own list."""
+    graph_collectives: bool = False
+    """Collectives between cards can be part of a graph."""
     triton: bool = False
     """Triton compiles for it, so vLLM's own Triton kernels and its second model runner can be used."""
     pinned_memory: bool = False
     sleep: bool = False
+    """Memory can be given back and taken again at the same addresses (needs `sleep_pool`, `release` and `restore`)."""
     fork: bool = False
     """A process that has loaded the device, and computed with it, may be forked; then vLLM's processes start without
     importing everything anew."""
@@ -164,6 +172,19 @@ class Device(ABC):
         """Memory for the KV cache: `count` zero bytes (int8) on a card."""
         return torch.zeros(count, dtype=torch.int8, device=self.torch_device(index))
 
+    def sleep_pool(self, tag: str, index: int = 0) -> AbstractContextManager[None]:
+        """While it is active, memory that this thread allocates on a card belongs to the pool `tag`."""
+        raise NotImplementedError(f"device {self.name!r} claims no sleep mode")
+
+    def release(self, tag: str, keep: bool, index: int = 0) -> None:
+        """Give a pool's memory back. Its tensors keep their addresses; `keep` says whether what they hold is to be
+        there again after `restore`, or may be anything."""
+        raise NotImplementedError(f"device {self.name!r} claims no sleep mode")
+
+    def restore(self, tag: str, index: int = 0) -> None:
+        """Take a released pool's memory again."""
+        raise NotImplementedError(f"device {self.name!r} claims no sleep mode")
+
     def torch_device(self, index: int = 0) -> torch.device:
         return torch.device(self.torch_type, index)
 
@@ -175,6 +196,10 @@ class Device(ABC):
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
+
+    def new_graph(self, index: int = 0) -> Graph:
+        """A graph of a card, yet to be captured."""
+        raise NotImplementedError(f"device {self.name!r} claims no graphs")
 
     def empty_cache(self) -> None:
         """Give unused cached memory back."""

@@ -21,11 +21,11 @@ class KvCacheStorage(TorchFunctionMode):
         super().__init__()
         self._device = device
         self._card = card
-        self._provided = 0
+        self.bytes = 0
 
     def insist_on_use(self) -> None:
         """vLLM has allocated a KV cache: it must have come from here."""
-        if not self._provided:
+        if not self.bytes:
             raise BackplaneError(
                 "vLLM allocated the KV cache in a way that Backplane does not know, so it is not the device's memory; "
                 "install a vLLM this version of vllm-backplane supports ('vllm-backplane doctor' names them)"
@@ -36,6 +36,6 @@ class KvCacheStorage(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros and kwargs.get("dtype") is torch.int8 and len(args) == 1 and isinstance(args[0], int):
-            self._provided += 1
+            self.bytes += args[0]
             return self._device.zeroed_bytes(args[0], self._card)
         return func(*args, **kwargs)

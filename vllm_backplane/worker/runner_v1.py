@@ -8,16 +8,19 @@ from typing import Any
 
 import numpy
 import torch
-from vllm.config import VllmConfig
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_backplane import ops
 from vllm_backplane.device import Device
 from vllm_backplane.layers.sampler import replace_sampler
+from vllm_backplane.worker.step_graphs import StepGraphs
 
 
 class BackplaneModelRunnerV1(GPUModelRunner):
     max_num_tokens: int
+    model: Any
 
     def __init__(self, vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> None:
         self.accelerator = device
@@ -39,10 +42,15 @@ class BackplaneModelRunnerV1(GPUModelRunner):
         self._sync_device()
 
     def warm_up(self) -> None:
-        """One token through everything; then graphs, on a device that has them."""
+        """One token through everything; then graphs, where they are asked for."""
         self._dummy_run(1, skip_eplb=True)
-        if self.accelerator.capabilities.graphs:
+        if self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             self.capture_model()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if type(self.model) is CUDAGraphWrapper:
+            self.model = StepGraphs(self.model.unwrap(), self.vllm_config, self.accelerator, self.device.index or 0)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         with self._unfinished_prompts_draw_nothing():

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from vllm_backplane.errors import BackplaneError
 from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured
-from vllm_backplane.worker import ancestors, memory
+from vllm_backplane.worker import ancestors, memory, sleep
 from vllm_backplane.worker.checkpoint import weight_bytes
 from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.kv_storage import KvCacheStorage
@@ -60,6 +60,7 @@ class BackplaneWorker(Worker):
         self.device = self.accelerator.torch_device(self.card)
         self.accelerator.set_current(self.card)
         answer_for(self.accelerator, self.card)
+        self.sleeper = sleep.Sleeper(self.accelerator, self.card)
         current_platform.check_if_supports_dtype(self.model_config.dtype)
         self._freeze_operators()
         init_worker_distributed_environment(
@@ -140,15 +141,38 @@ class BackplaneWorker(Worker):
 
     # --- memory -----------------------------------------------------------------------------------------------
 
-    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
-        """Upstream's pools are CUDA's. The KV cache comes from the device."""
-        return self._kv_storage if tag == "kv_cache" else nullcontext()
+    @contextmanager
+    def _maybe_get_memory_pool_context(self, tag: str) -> Iterator[None]:
+        """Upstream's pools are CUDA's. Here the KV cache comes from the device, and what may sleep from its pools."""
+        with ExitStack() as contexts:
+            if self.model_config.enable_sleep_mode and tag in sleep.TAGS:
+                contexts.enter_context(self.sleeper.pool(tag))
+            if tag == sleep.KV_CACHE:
+                contexts.enter_context(self._kv_storage)
+            yield
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._kv_storage = KvCacheStorage(self.accelerator, self.card)
         super().initialize_from_config(kv_cache_config)
         if kv_cache_config.kv_cache_tensors:  # an encoder has none
             self._kv_storage.insist_on_use()
+
+    def sleep(self, level: int = 1) -> None:
+        self.accelerator.synchronize()
+        before = self.accelerator.memory(self.card).free
+        self.sleeper.sleep(level, self._models())
+        after = self.accelerator.memory(self.card)
+        logger.info("Asleep: %s given back, %s still in use.", memory.gib(after.free - before), memory.gib(after.used))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.sleeper.wake(tags)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.sleeper.discard(tags)
+
+    def _models(self) -> list[torch.nn.Module]:
+        drafter = getattr(getattr(self.model_runner, "drafter", None), "model", None)
+        return [self.model_runner.get_model(), *([drafter] if isinstance(drafter, torch.nn.Module) else [])]
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from ctypes import byref
 from typing import Any, ClassVar
 
@@ -11,7 +12,9 @@ import torch
 
 from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties, fork_safety
 from vllm_backplane.devices.sim import library
+from vllm_backplane.devices.sim.graphs import SimGraph
 from vllm_backplane.devices.sim.library import driver, runtime
+from vllm_backplane.devices.sim.pools import Pool
 from vllm_backplane.devices.sim.settings import (
     FALLBACK,
     OPTIONS,
@@ -21,6 +24,7 @@ from vllm_backplane.devices.sim.settings import (
     visible_cards,
 )
 from vllm_backplane.errors import OptionError
+from vllm_backplane.graph import Graph
 from vllm_backplane.options import Option
 
 TORCH_NAME = "bpnpu"
@@ -37,10 +41,17 @@ class SimDevice(Device):
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         kv_cache_dtypes=("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
         streams=True,
+        graphs=True,
+        graph_sizes=(1, 2, 4, 8, 16),  # each is computed once, by a host's cores
         pinned_memory=True,
+        sleep=True,
         profile_tokens=128,  # a host's cores compute it
     )
     options: ClassVar[tuple[Option[Any], ...]] = OPTIONS
+
+    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(settings)
+        self._pools: dict[tuple[str, int], Pool] = {}
 
     @classmethod
     def probe(cls) -> Probe:
@@ -128,6 +139,9 @@ class SimDevice(Device):
         number = visible_cards(self.settings["cards"])[index]
         return Properties(name="Backplane simulated NPU", uuid=f"sim-{number}", compute_units=usable_cores())
 
+    def new_graph(self, index: int = 0) -> Graph:
+        return SimGraph(index)
+
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def memory(self, index: int = 0) -> MemoryInfo:
@@ -149,6 +163,17 @@ class SimDevice(Device):
 
     def empty_cache(self) -> None:
         torch.accelerator.empty_cache()
+
+    def sleep_pool(self, tag: str, index: int = 0) -> AbstractContextManager[None]:
+        if (tag, index) not in self._pools:
+            self._pools[tag, index] = Pool(index)
+        return self._pools[tag, index].in_use()
+
+    def release(self, tag: str, keep: bool, index: int = 0) -> None:
+        self._pools[tag, index].release(keep)
+
+    def restore(self, tag: str, index: int = 0) -> None:
+        self._pools[tag, index].restore()
 
 
 def usable_cores() -> int:

@@ -85,6 +85,20 @@ class Counters(ctypes.Structure):
     )
 
 
+class BlockInfo(ctypes.Structure):
+    base: int
+    bytes: int
+    _fields_ = (
+        ("place", c_int),
+        ("card", c_int32),
+        ("base", c_void_p),
+        ("bytes", c_uint64),
+        ("rounded", c_uint64),
+        ("pool", c_uint64),
+        ("stream", c_uint64),
+    )
+
+
 _DRIVER: dict[str, tuple[Any, ...]] = {
     "bpsim_shutdown": (),
     "bpsim_memory_statistics": (c_int32, POINTER(MemoryStats)),
@@ -102,6 +116,18 @@ _DRIVER: dict[str, tuple[Any, ...]] = {
     "bpsim_release_hangs": (c_int32,),
     "bpsim_lose_card": (c_int32,),
     "bpsim_stream_modelled_ns": (c_uint64, POINTER(c_double)),
+    "bpsim_default_stream": (c_int32, POINTER(c_uint64)),
+    "bpsim_card_synchronize": (c_int32,),
+    "bpsim_copy": (c_uint64, c_int, c_void_p, c_void_p, c_uint64),
+    "bpsim_pool_create": (c_int32, POINTER(c_uint64)),
+    "bpsim_pool_suspend": (c_uint64,),
+    "bpsim_pool_resume": (c_uint64,),
+    "bpsim_capture_begin": (c_uint64, c_uint64),
+    "bpsim_capture_end": (c_uint64, POINTER(c_uint64)),
+    "bpsim_graph_launch": (c_uint64, c_uint64),
+    "bpsim_graph_destroy": (c_uint64,),
+    "bpsim_graph_size": (c_uint64, POINTER(c_uint64)),
+    "bpsim_blocks": (c_int32, c_uint64, POINTER(BlockInfo), c_uint64, POINTER(c_uint64)),
 }
 """Calls of the driver that return a status."""
 
@@ -119,6 +145,7 @@ _RUNTIME: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "bpnpu_compute_threads": (c_int, ()),
     "bpnpu_set_fallback": (None, (c_int,)),
     "bpnpu_set_pool": (None, (c_uint64,)),
+    "bpnpu_current_pool": (c_uint64, ()),
     "bpnpu_launch_cpu_kernel": (c_int, (c_char_p,)),
     "bpnpu_report": (c_char_p, ()),
     "bpnpu_reset_counters": (None, ()),
@@ -176,6 +203,13 @@ def memory_stats(card: int) -> MemoryStats:
     runtime("start")
     driver("memory_statistics", card, byref(stats))
     return stats
+
+
+def host_resident(card: int) -> int:
+    """Bytes of the host's memory behind a card, as the kernel counts them; slow, for tests."""
+    count = c_uint64()
+    driver("host_resident", card, byref(count))
+    return count.value
 
 
 def counters(card: int) -> Counters:

@@ -85,9 +85,10 @@ OPTIONS: tuple[Option[Any], ...] = (
     ),
     Option(
         "sync_timeout",
-        600,
+        8,
         integer(0),
-        "Seconds after which waiting for a stream that finishes nothing is an error; 0: never.",
+        "Seconds after which waiting for a stream that finishes no launch is an error; 0: never. A single launch of a "
+        "large model on a slow host may need more.",
     ),
     Option("threads", None, integer(1), "Host threads that one launch may use; default: cores divided among workers."),
     Option("check_launches", 0, integer(0, 1), "1 checks at every launch that the memory it names is in use."),

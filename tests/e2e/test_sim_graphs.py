@@ -1,0 +1,86 @@
+"""Decode steps captured and replayed on the simulated NPU give the tokens of eager steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import Result, batch, greedy, job, run_engines, try_engines
+from worker_questions import ASKING
+
+from vllm_backplane.devices.sim import SimDevice
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.models,
+    pytest.mark.skipif(not SimDevice.probe().available, reason=SimDevice.probe().reason or "available"),
+]
+
+TOKENS = 24
+PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(31, 20031, 300)), [5, 6], [77, 78, 79]]
+SIZES = [1, 2, 4]
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **ASKING}
+DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES}
+LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
+
+
+@pytest.fixture(scope="module")
+def results(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    # 1: a captured size. 3: padded to 4. 6: larger than all, so eager. 4: the prompts join one by one.
+    work = [{"batch": batch(PROMPTS[:count], greedy(TOKENS))} for count in (1, 3, 6, 4)]
+    drawn = {"batch": batch(PROMPTS[:2], {"temperature": 0.9, "seed": 3, "max_tokens": TOKENS, "ignore_eos": True})}
+    steps = [*work, drawn, {"ask": "graphs"}, {"sleep": 1}, {"wake": None}, *work, {"ask": "graphs"}]
+    limits = {**LIMITS, "enable_sleep_mode": True}
+    jobs = [
+        job(tiny_llama, steps=steps, **limits),
+        job(tiny_llama, steps=steps, compilation_config=DECODE, **limits),
+    ]
+    eager, replayed = run_engines(tmp_path_factory.mktemp("graphs"), jobs, SIM, device="sim")
+    return {"eager": eager, "replayed": replayed}
+
+
+def tokens(done: list[dict[str, Any]]) -> list[list[int]]:
+    return [output["token_ids"] for output in done]
+
+
+def test_tokens_equal_those_of_eager_steps(results: dict[str, Result]) -> None:
+    for place in (0, 1, 2, 3, 4, 8, 9, 10, 11):  # the last four after a sleep
+        assert tokens(results["replayed"]["steps"][place]) == tokens(results["eager"]["steps"][place])
+
+
+def test_steps_were_replayed_and_others_were_not(results: dict[str, Result]) -> None:
+    [eager], [first] = (results[way]["steps"][5] for way in ("eager", "replayed"))
+    assert eager == {"captured": 0, "replays": 0, "graph_launches": 0}
+    assert first["captured"] == len(SIZES)
+    # The batches of 1, 3 and 4 and the drawn one: all tokens but the first come from decode steps, of which a few share
+    # a step with another prompt. Of the batch of 6, the last steps have few sequences left.
+    assert first["replays"] >= 4 * (TOKENS - 1) - 12
+    assert first["graph_launches"] == first["replays"]
+    [second] = results["replayed"]["steps"][12]
+    assert second["replays"] > first["replays"], "graphs survive a sleep"
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "told"),
+    [
+        pytest.param("cpu", {"compilation_config": DECODE}, "device 'cpu' has none; remove it", id="no graphs"),
+        pytest.param(
+            "sim",
+            {"compilation_config": {"cudagraph_mode": "FULL"}},
+            "decode steps alone are replayed: use -cc.cudagraph_mode=full_decode_only",
+            id="all steps",
+        ),
+        pytest.param(
+            "sim",
+            {"compilation_config": DECODE, "tensor_parallel_size": 2},
+            "they cannot contain the collectives of several workers",
+            id="collectives",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    device: str, engine: dict[str, Any], told: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    [result], _ = try_engines(tmp_path, [job(tiny_llama, **LIMITS, **engine)], {**SIM, "BACKPLANE_DEVICE": device})
+    assert told in result["error"]

@@ -1,0 +1,58 @@
+"""What tests ask of a worker, in its own process: functions that vLLM's `collective_rpc` calls with the worker.
+
+Functions travel by name, which vLLM does only with ASKING among the variables.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+ASKING = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+
+
+def memory(worker: Any) -> dict[str, Any]:
+    """The device's own account of every card, beside the memory of all tensors that Python can find."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    device = worker.accelerator
+    device.synchronize()
+    gc.unfreeze()  # what is frozen is not listed
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not isinstance(each, FakeTensor)]
+
+    def taken(some: Iterable[torch.Tensor]) -> int:
+        storages = [one.untyped_storage() for one in some if one.device == worker.device]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    return {
+        "card": worker.card,
+        "held": [device.own_memory(card) for card in range(worker.runtime.selection.probe.count)],
+        "tensors": taken(tensors),
+        "weights": taken(worker.get_model().parameters()),
+        "kv_cache": worker._kv_storage.bytes,
+    }
+
+
+def driver_memory(worker: Any) -> dict[str, int]:
+    """The simulated driver's counters of the worker's card, and the pages of the host behind it."""
+    import torch
+
+    from vllm_backplane.devices.sim.library import host_resident
+
+    torch.bpnpu.synchronize()
+    return {**torch.bpnpu.memory_stats_as_dict(worker.card), "resident": host_resident(worker.card)}
+
+
+def graphs(worker: Any) -> dict[str, int]:
+    """How many decode steps were captured and replayed, by Backplane's count and by the simulated driver's."""
+    import torch
+
+    calls = getattr(worker.model_runner.model, "calls", ())
+    counted = torch.bpnpu.launch_counters(worker.card)
+    return {
+        "captured": len(calls),
+        "replays": getattr(calls, "replays", 0),
+        "graph_launches": int(counted["graph_launches"]),
+    }

@@ -1,0 +1,46 @@
+"""Graphs of the simulated NPU: the driver records and replays."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_uint64
+
+from vllm_backplane.devices.sim.library import driver, library, runtime
+from vllm_backplane.errors import GraphError
+from vllm_backplane.graph import Graph
+
+
+class SimGraph(Graph):
+    def __init__(self, card: int) -> None:
+        self._card = card
+        self._handle = 0
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        if self._handle:
+            raise GraphError("a graph is captured once; make another one")
+        stream, handle = runtime("current_stream", self._card), c_uint64()
+        driver("capture_begin", stream, 0)
+        try:
+            yield
+        except BaseException:
+            # The capture is over either way; what went wrong in it is told, not what its end says of that.
+            if library().bpsim_capture_end(stream, byref(handle)) == 0:
+                driver("graph_destroy", handle.value)
+            raise
+        driver("capture_end", stream, byref(handle))
+        self._handle = handle.value
+        weakref.finalize(self, library().bpsim_graph_destroy, self._handle)
+
+    def replay(self) -> None:
+        if not self._handle:
+            raise GraphError("this graph was never captured")
+        driver("graph_launch", runtime("current_stream", self._card), self._handle)
+
+    @property
+    def launches(self) -> int:
+        count = c_uint64()
+        driver("graph_size", self._handle, byref(count))
+        return count.value

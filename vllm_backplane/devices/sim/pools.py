@@ -1,0 +1,64 @@
+"""Memory that sleeps: pools of the driver by name, and the contents that were kept on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_uint64
+
+import torch
+
+from vllm_backplane.devices.sim.library import BlockInfo, driver, runtime
+
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 0, 1
+
+
+class Pool:
+    """Allocations of one card that are released and restored together."""
+
+    def __init__(self, card: int) -> None:
+        runtime("start")
+        handle = c_uint64()
+        driver("pool_create", card, byref(handle))
+        self._card = card
+        self._handle = handle.value
+        self._kept: list[tuple[int, torch.Tensor]] = []
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Tensors that this thread makes meanwhile are in the pool."""
+        before = runtime("current_pool")
+        runtime("set_pool", self._handle)
+        try:
+            yield
+        finally:
+            runtime("set_pool", before)
+
+    def release(self, keep: bool) -> None:
+        driver("card_synchronize", self._card)
+        if keep:
+            self._kept = [self._saved(block) for block in self._blocks()]
+        driver("pool_suspend", self._handle)
+
+    def restore(self) -> None:
+        driver("pool_resume", self._handle)
+        kept, self._kept = self._kept, []
+        for base, contents in kept:
+            driver("copy", self._stream(), _HOST_TO_DEVICE, base, contents.data_ptr(), contents.nbytes)
+
+    def _saved(self, block: BlockInfo) -> tuple[int, torch.Tensor]:
+        contents = torch.empty(block.bytes, dtype=torch.uint8)
+        driver("copy", self._stream(), _DEVICE_TO_HOST, contents.data_ptr(), block.base, block.bytes)
+        return int(block.base), contents
+
+    def _blocks(self) -> list[BlockInfo]:
+        count = c_uint64()
+        driver("blocks", self._card, self._handle, None, 0, byref(count))
+        blocks = (BlockInfo * count.value)()
+        driver("blocks", self._card, self._handle, blocks, count.value, byref(count))
+        return list(blocks)
+
+    def _stream(self) -> int:
+        stream = c_uint64()
+        driver("default_stream", self._card, byref(stream))
+        return stream.value

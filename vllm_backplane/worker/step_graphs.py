@@ -1,0 +1,71 @@
+"""Decode steps as graphs of the device.
+
+vLLM decides which steps are replayed: its dispatcher pads a batch to a captured size and says so in the forward
+context. Its own wrapper records CUDA graphs and keeps results by CUDA kernels of vLLM; this one stands in its place and
+records through `vllm_backplane.graph`. Inputs of a step are the model's arguments and the tensors of the attention
+metadata, which vLLM keeps in buffers that stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
+
+from vllm_backplane.device import Device
+from vllm_backplane.graph import CapturedCalls
+
+
+class StepGraphs(CUDAGraphWrapper):
+    """The model, as the runner calls it."""
+
+    def __init__(self, model: Callable[..., Any], vllm_config: VllmConfig, device: Device, card: int) -> None:
+        # Not the parent's, which asks for a memory pool of CUDA. It is the class by which vLLM knows a wrapped model.
+        self.runnable = model
+        self.vllm_config = vllm_config
+        self.runtime_mode = CUDAGraphMode.FULL
+        self.is_debugging_mode = False
+        self.calls = CapturedCalls(lambda: device.new_graph(card))
+        CUDAGraphWrapper._all_instances.add(self)
+
+    def clear_graphs(self) -> None:
+        self.calls.clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_forward_context_available():
+            return self.runnable(*args, **kwargs)
+        context = get_forward_context()
+        if context.cudagraph_runtime_mode != self.runtime_mode:
+            return self.runnable(*args, **kwargs)
+        inputs = dict(_inputs(args, kwargs, context))
+        key = context.batch_descriptor
+        if key in self.calls:
+            return self.calls.replay(key, inputs)
+        validate_cudagraph_capturing_enabled()
+        return self.calls.capture(key, lambda: self.runnable(*args, **kwargs), inputs)
+
+
+def _inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in (*((str(place), value) for place, value in enumerate(args)), *kwargs.items()):
+        if isinstance(value, torch.Tensor):
+            yield name, value
+    seen: set[int] = set()
+    for title, by_layer in (("attention", context.attn_metadata), ("slots", getattr(context, "slot_mapping", None))):
+        for layer, value in by_layer.items() if isinstance(by_layer, dict) else ():
+            if id(value) in seen:  # layers of a group share theirs
+                continue
+            seen.add(id(value))
+            if isinstance(value, torch.Tensor):
+                yield f"{title} of {layer}", value
+            elif dataclasses.is_dataclass(value):
+                for field in dataclasses.fields(value):
+                    if isinstance(held := getattr(value, field.name), torch.Tensor):
+                        yield f"{field.name} of {layer}", held
