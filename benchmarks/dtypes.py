@@ -49,17 +49,18 @@ def engine(model: str, dtype: str) -> dict[str, float]:
     return found
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--without-bf16", action="store_true", help=f"sets {LIMIT}=AVX512_CORE")
+    parser.add_argument("--least", type=float, metavar="RATIO", help="fail if bfloat16 is below this in any workload")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--engine", nargs=3, metavar=("MODEL", "DTYPE", "ANSWER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
         model, dtype, answer = args.engine
         Path(answer).write_text(json.dumps(engine(model, dtype)))
-        return
+        return 0
     from vllm_backplane.models import DEFAULT, obtain
 
     model = str(obtain(DEFAULT.name))
@@ -77,15 +78,17 @@ def main() -> None:
                     found.setdefault(name, []).append(value)
                 print(f"turn {turn + 1}: {dtype} done", file=sys.stderr)
     medians = {dtype: {name: statistics.median(v) for name, v in found.items()} for dtype, found in results.items()}
+    slow = [name for name, wide in medians["float32"].items() if medians["bfloat16"][name] < (args.least or 0) * wide]
     if args.json:
         print(json.dumps({"limit": environment.get(LIMIT), "all": results, "median": medians}, indent=2))
-        return
+        return int(bool(slow))
     print(f"\n{DEFAULT.name}, tokens per second, {LIMIT}={environment.get(LIMIT, '(not set)')}\n")
     print(f"{'workload':<18}{'float32':>10}{'bfloat16':>10}{'ratio':>8}")
     for name in medians["float32"]:
         wide, narrow = medians["float32"][name], medians["bfloat16"][name]
         print(f"{name:<18}{wide:>10.1f}{narrow:>10.1f}{narrow / wide:>8.2f}")
+    return int(bool(slow))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

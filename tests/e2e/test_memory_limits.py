@@ -95,6 +95,30 @@ def test_a_named_size_is_obeyed(attempts: dict[str, str]) -> None:
     assert tokens == (64 << 20) // BYTES_PER_TOKEN
 
 
+def test_more_sequences_than_the_cache_holds_wait_their_turn(tiny_llama: Path, tmp_path: Path) -> None:
+    """Sequences are put off when the cache is full and go on later, with the answers of an empty cache."""
+    prompts = [[10 + place, *range(100, 160)] for place in range(24)]
+    room = 4 * 256  # tokens: of 24 sequences of 160, six
+    (result,), log = try_engines(
+        tmp_path,
+        [
+            job(
+                tiny_llama,
+                batch(prompts, greedy(100)),
+                batch(prompts[:3], greedy(100), one_by_one=True),
+                kv_cache_memory_bytes=room * BYTES_PER_TOKEN,
+                max_num_seqs=24,
+                enable_prefix_caching=False,
+            )
+        ],
+    )
+    assert "error" not in result, result.get("error")
+    together, alone = ([output["token_ids"] for output in done] for done in result["batches"])
+    assert all(len(answer) == 100 for answer in together)
+    assert together[:3] == alone
+    assert numbers(r"KV cache size: ([\d,]+) tokens", log.read_text()) == (room,)
+
+
 def test_more_than_there_is_is_refused(attempts: dict[str, str]) -> None:
     error = (
         r"a KV cache of ([\d.]+) GiB was asked for, and ([\d.]+) GiB of ([\d.]+) GiB is free "

@@ -56,8 +56,8 @@ CASES = {
     "vLLM told to ignore plugins, vllm serve": Case(
         ("VLLM_TARGET_DEVICE", "Unset it"), {"VLLM_TARGET_DEVICE": "cpu"}, plain=True
     ),
-    "vLLM told to ignore plugins, our command": Case(("VLLM_TARGET_DEVICE", "unset it"), {"VLLM_TARGET_DEVICE": "cpu"}),
-    "plugins switched off, our command": Case(("VLLM_PLUGINS", "unset it"), {"VLLM_PLUGINS": ""}),
+    "vLLM told to ignore plugins, our command": Case(("unset VLLM_TARGET_DEVICE",), {"VLLM_TARGET_DEVICE": "cpu"}),
+    "plugins switched off, our command": Case(("unset VLLM_PLUGINS",), {"VLLM_PLUGINS": ""}),
     "unknown device": Case(("nonsense", "Offered:", "cpu"), {"BACKPLANE_DEVICE": "nonsense"}),
     "unknown device, vllm serve": Case(("nonsense", "Offered:", "cpu"), {"BACKPLANE_DEVICE": "nonsense"}, plain=True),
     "device that cannot load": Case((FAULT,), BROKEN, vendor={"method": "load", "top": ""}),
@@ -71,6 +71,10 @@ CASES = {
     "unknown option": Case(
         ("devise", "did you mean 'device'"),
         arguments=("--additional-config", '{"backplane": {"devise": "cpu"}}'),
+    ),
+    "section that is not quite ours": Case(
+        ("'backplan'", "did you mean 'backplane'"),
+        arguments=("--additional-config", '{"backplan": {"memory_share": 0.1}}'),
     ),
     "option with a bad value": Case(
         ("memory_share", "a number above 0 and at most 1"),

@@ -14,7 +14,7 @@ import vllm_backplane
 from vllm_backplane.device import discover
 
 PACKAGE = Path(vllm_backplane.__file__).parent
-FREE_OF_VLLM = ("ops", "device", "devices", "graph", "options.py", "errors.py", "runtime.py")
+FREE_OF_VLLM = ("ops", "device", "devices", "graph", "upstream", "audit", "options.py", "errors.py", "runtime.py")
 OPEN_TO_DEVICES = ("device", "devices", "graph", "ops", "options", "errors")
 
 
@@ -55,6 +55,10 @@ def is_vllm(module: str) -> bool:
         "vllm_backplane.options",
         "vllm_backplane.runtime",
         "vllm_backplane.devices.cpu",
+        "vllm_backplane.devices.sim",
+        "vllm_backplane.upstream",
+        "vllm_backplane.audit",
+        "vllm_backplane.patch",
         "vllm_backplane.cli",
         "vllm_backplane.diagnosis",
         "vllm_backplane.layers.hooks",
@@ -114,7 +118,6 @@ def compared_strings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 OTHER_MEANINGS = {
-    "cli/serve.py": 'environment.get("VLLM_TARGET_DEVICE", "").lower() == "cpu"',
     "diagnosis/plugins.py": 'target.lower() == "cpu"',
     "ops/raw_memory.py": 'addresses.device.type != "cpu"',
 }

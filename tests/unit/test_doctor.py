@@ -361,10 +361,11 @@ def test_a_configuration_that_is_no_object(given):
     assert found.severity == "error"
 
 
-def test_a_section_that_is_nearly_ours():
-    _, [found] = settings.parse_additional_config('{"backplan": {"a": 1}, "other": {}}')
-    assert found.severity == "warning" and "'backplan'" in found.what
-    assert settings.parse_additional_config('{"backplane": {}, "backplan": {}, "other": {}}')[1] == []
+@pytest.mark.parametrize("key", ["backplan", "Backplane", "back_plane", "memory_share", "cpu"])
+def test_what_stands_beside_our_section_and_is_meant_for_it(key):
+    _, [found] = settings.parse_additional_config(json.dumps({key: {"a": 1}, "backplane": {}, "other": {}}))
+    assert found.severity == "error" and f"{key!r}" in found.what
+    assert settings.parse_additional_config('{"backplane": {}, "other": {}, "plane": 1}')[1] == []
 
 
 def test_a_kernel_library_for_another_torch(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def test_the_table_has_a_line_for_every_caller():
     done = run("--device", "cpu")
     assert done.returncode == 0, done.stderr
     header, *lines = done.stdout.splitlines()
-    *lines, empty, summary = lines
+    *lines, empty, summary, linear = lines
     assert header.split() == ["LAYER", "KIND", "OPERATOR", "IMPLEMENTATION", "PROVIDER", "REASON"]
     assert empty == ""
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
@@ -45,12 +46,13 @@ def test_the_table_has_a_line_for_every_caller():
     assert ("attention backend", "AttentionImpl", "paged_attention") in pairs
     assert {row[3] for row in cells} <= {"kernel", "reference"}
     assert summary.startswith(f"{len(ops.__all__)} operators on device cpu: ")
+    assert "float32 linear" in linear
 
 
 def test_a_forced_reference_is_shown_as_one_and_why():
     done = run("--json", "--family", "linear", BACKPLANE_DEVICE="cpu", BACKPLANE_REFERENCE_OPS="linear")
     told = json.loads(done.stdout)
-    assert set(told) == {"device", "reason", "operators"}
+    assert set(told) == {"device", "reason", "operators", "linear"}
     assert told["device"] == "cpu"
     assert told["reason"] == "asked for by BACKPLANE_DEVICE"
     lines = {line["operator"]: line for line in told["operators"]}
@@ -60,6 +62,12 @@ def test_a_forced_reference_is_shown_as_one_and_why():
     assert linear["provider"] == "vllm_backplane.ops.linear"
     assert linear["reason"] == "asked for by option reference_ops"
     assert {"kind": "layer", "layer": "QKVParallelLinear"} in linear["called_by"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit is of x86")
+def test_it_says_what_multiplies_by_weights_of_a_type():
+    told = json.loads(run("--json", BACKPLANE_DEVICE="cpu", ONEDNN_MAX_CPU_ISA="AVX512_CORE").stdout)
+    assert told["linear"] == {"float32": "linear", "bfloat16": "blocked_linear", "float16": "blocked_linear"}
 
 
 def test_what_it_says_is_what_the_dispatcher_does():

@@ -45,7 +45,7 @@ def test_a_configuration_changes_the_settings_of_that_device() -> None:
     [
         ({"backplane": None}, "give an object"),
         ({"backplane": []}, "give an object"),
-        ({"Backplane": {}}, "is called 'backplane'"),
+        ({"Backplane": {}}, "did you mean 'backplane'"),
         ({"backplane": {"device": "other"}}, "BACKPLANE_DEVICE=other"),
         ({"backplane": {"patch_drift": "warn"}}, "BACKPLANE_PATCH_DRIFT"),
         ({"backplane": {"devise": "cpu"}}, "did you mean 'device'"),

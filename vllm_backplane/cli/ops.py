@@ -7,8 +7,9 @@ IR operator, runner kernel, sampler, LoRA wrapper).
 On a device that lets the host run what it lacks, the references are run with their test inputs, and what the host did
 for them is shown.
 
-With --json, the keys are: device, reason, operators; of an operator: operator, family, summary, implementation,
-provider, reason, called_by (kind and layer), fell_back (PyTorch operators that ran on the host, with their number).
+With --json, the keys are: device, reason, operators, linear (which operator multiplies by weights of which type); of
+an operator: operator, family, summary, implementation, provider, reason, called_by (kind and layer), fell_back (PyTorch
+operators that ran on the host, with their number).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     device, reason, forced = _choose(args.device)
     shown = [line for line in table(device, forced) if args.family in (None, line["family"])]
     if args.json:
-        _output.print_json({"device": device.name, "reason": reason, "operators": shown})
+        _output.print_json({"device": device.name, "reason": reason, "operators": shown, "linear": linear(device)})
         return 0
     _output.print_table(
         ("LAYER", "KIND", "OPERATOR", "IMPLEMENTATION", "PROVIDER", "REASON"),
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     count = Counter(line["implementation"] for line in shown)
     implementations = f"{count['kernel']} by kernel, {count['reference']} by reference"
     print(f"\n{len(shown)} operators on device {device.name}: {implementations}")
+    weights = ", ".join(f"{dtype} {operator}" for dtype, operator in linear(device).items())
+    print(f"Linear layers by the type of their weights: {weights}")
     if counts_fallbacks(device):
         _print_fallbacks(shown)
     return 0
@@ -117,6 +120,18 @@ def table(device: Device, forced: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         for line in resolution.resolve(device.dispatch_key, device.kernel_provider(), forced)
     ]
     return sorted(lines, key=lambda line: (line["family"], line["operator"]))
+
+
+def linear(device: Device) -> dict[str, str]:
+    """Which operator multiplies by weights of each type."""
+    import torch
+
+    found = {}
+    for dtype in device.capabilities.dtypes:
+        weight = torch.zeros(64, 64, dtype=dtype, device=device.torch_device())
+        arranged = device.arrange_linear(weight) is not None
+        found[str(dtype).removeprefix("torch.")] = "blocked_linear" if arranged else "linear"
+    return found
 
 
 def counts_fallbacks(device: Device) -> bool:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from vllm_backplane.cli import _output
+from vllm_backplane.diagnosis import plugins
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.models import DEFAULT, models, obtain
 
@@ -28,7 +29,6 @@ NAME = "serve"
 HELP = "serve a model with the OpenAI API"
 PASSES_ON = True
 
-PLUGIN_NAME = "backplane"
 DEVICE_VARIABLE = "BACKPLANE_DEVICE"
 
 
@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the command and the variables instead of running it"
+        "--dry-run", action="store_true", help="print vLLM's command and the variables instead of running it"
     )
     _output.add_json_flag(parser)
 
@@ -87,7 +87,7 @@ def become(launch: Launch) -> int:
     gc.freeze()
     gc.enable()
     cli_env_setup()
-    sys.argv = ["vllm", *launch.command[launch.command.index("serve") :]]
+    sys.argv = launch.command
     parser = FlexibleArgumentParser(prog="vllm")
     subparsers = parser.add_subparsers(required=True, dest="subparser")
     (command,) = vllm_serve.cmd_init()
@@ -95,22 +95,18 @@ def become(launch: Launch) -> int:
     args = parser.parse_args()
     compat.configure_logging(args)
     command.validate(args)
-    command.cmd(args)
+    try:
+        command.cmd(args)
+    finally:
+        gc.unfreeze()  # what is frozen outlives the interpreter, and libraries complain of that
     return 0
 
 
 def refuse_lockout(environment: Mapping[str, str]) -> None:
     """vLLM can be told to ignore this plugin, and then runs another platform or none without a word."""
-    allowed = environment.get("VLLM_PLUGINS")
-    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
-        raise BackplaneError(
-            f"VLLM_PLUGINS is {allowed!r} and so disables this plugin; unset it, or add {PLUGIN_NAME!r} to it"
-        )
-    if environment.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
-        raise BackplaneError(
-            "VLLM_TARGET_DEVICE=cpu makes vLLM ignore every platform plugin; unset it (it matters only while "
-            f"vLLM is built) and choose the device with {DEVICE_VARIABLE}"
-        )
+    for finding in plugins.check_environment(plugins.find(), environment):
+        if finding.severity == "error":
+            raise BackplaneError(f"{finding.what}; {finding.remedy}")
 
 
 def plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Launch:
@@ -125,9 +121,8 @@ def plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Launch:
     if _has(rest, "--model"):
         raise BackplaneError("name the model as the first argument instead of with --model")
     model = [] if given is None and _has(rest, "--config") else _model_arguments(given or DEFAULT.name, rest)
-    # The module rather than the script 'vllm', which may belong to another environment on the path.
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *model]
-    return Launch([*command, "--host", args.host, "--port", str(args.port), *rest], variables)
+    command = ["vllm", "serve", *model, "--host", args.host, "--port", str(args.port), *rest]
+    return Launch(command, variables)
 
 
 def _model_arguments(given: str, rest: list[str]) -> list[str]:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_backplane.diagnosis.findings import Finding, error, warning
-from vllm_backplane.errors import OptionError, nearest
+from vllm_backplane.diagnosis.findings import Finding, error
+from vllm_backplane.errors import OptionError
 from vllm_backplane.options import OTHER_VARIABLES, PREFIX, SECTION, Option, Setting, resolve
+from vllm_backplane.runtime import misplaced
 
 Scopes = Mapping[str, tuple[Option[Any], ...]]
 
@@ -36,14 +37,8 @@ def parse_additional_config(text: str | None) -> tuple[dict[str, Any], list[Find
         return {}, [error(f"--additional-config is not JSON: {fault}", remedy)]
     if not isinstance(config, dict):
         return {}, [error(f"--additional-config is not a JSON object: {text}", remedy)]
-    misspelt = [key for key in config if SECTION not in config and SECTION in nearest(key, [SECTION])]
-    return config, [
-        warning(
-            f"--additional-config has a section {key!r} and none called {SECTION!r}",
-            f"if it is meant for Backplane, call it {SECTION!r}",
-        )
-        for key in misspelt
-    ]
+    wrong = misplaced(config)
+    return config, [] if wrong is None else [error(wrong, remedy)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
-import struct
 from dataclasses import dataclass
-from pathlib import Path
 
 from vllm_backplane.device import Device
 from vllm_backplane.errors import BackplaneError
@@ -25,18 +21,6 @@ def extrapolate(peaks: dict[int, int], tokens: int) -> int:
         return high
     slope = max(high - low, 0) / (large - small)
     return max(int(high + slope * (tokens - large)), low)
-
-
-def checkpoint_elements(folder: str) -> int | None:
-    """Numbers in a local safetensors checkpoint, from the files' headers; None if there is none to look at."""
-    files = sorted(Path(folder).glob("*.safetensors")) if Path(folder).is_dir() else []
-    total = 0
-    for file in files:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return total or None
 
 
 @dataclass(frozen=True, slots=True)

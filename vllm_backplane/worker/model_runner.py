@@ -1,4 +1,4 @@
-"""The model runner: vLLM's own, whichever of its two it asks for, with the sampler bound to our operators.
+"""The model runner: vLLM's own, whichever of its two it asks for.
 
 Nothing is copied from vLLM's runners. What they assume of CUDA they reach through `torch.Event`, `torch.cuda.Stream`
 and Triton kernels: `host_stand_ins.py` answers for the first two where the device has none, and

@@ -30,6 +30,7 @@ from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured
 from vllm_backplane.worker import ancestors, memory, sleep
+from vllm_backplane.worker.checkpoint import weight_bytes
 from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.kv_storage import KvCacheStorage
 from vllm_backplane.worker.model_runner import make_model_runner
@@ -128,10 +129,12 @@ class BackplaneWorker(Worker):
         return make_model_runner(self.vllm_config, self.device, self.accelerator)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        elements = memory.checkpoint_elements(self.model_config.model)
-        if elements is not None:
+        expected = None if load_dummy_weights else weight_bytes(self.model_config)
+        if expected is None:
+            logger.info("The weights' size is not known before they are loaded, so it is not held against the memory.")
+        else:
             shards = self.parallel_config.tensor_parallel_size * self.parallel_config.pipeline_parallel_size
-            self.budget.refuse_weights(elements * self.model_config.dtype.itemsize // shards)
+            self.budget.refuse_weights(expected // shards)
         super().load_model(load_dummy_weights=load_dummy_weights)
         # vLLM has just set one host thread for serving, which is right where the host only launches.
         self.accelerator.prepare_worker(self._workers_on_host())

@@ -8,7 +8,13 @@ import numpy
 import psutil
 
 from vllm_backplane.devices.cpu import CpuDevice
-from vllm_backplane.devices.cpu.host import control_group_limits, host_memory, own_peak_memory, reset_peak
+from vllm_backplane.devices.cpu.host import (
+    control_group_cores,
+    control_group_limits,
+    host_memory,
+    own_peak_memory,
+    reset_peak,
+)
 
 
 def _write(folder: Path, **files: str) -> None:
@@ -31,6 +37,23 @@ def test_version_1_limits_and_its_way_of_writing_no_limit(tmp_path: Path) -> Non
     _write(root / "memory" / "x", memory__limit_in_bytes="2048\n", memory__usage_in_bytes="48\n")
     _write(root / "memory", memory__limit_in_bytes="9223372036854771712\n", memory__usage_in_bytes="4096\n")
     assert control_group_limits(root, membership) == [(2048, 48)]
+
+
+def test_time_that_version_2_grants(tmp_path: Path) -> None:
+    root, membership = tmp_path / "cgroup", tmp_path / "self"
+    membership.write_text("0::/a/b\n")
+    _write(root / "a" / "b", cpu__max="max 100000\n")
+    assert control_group_cores(root, membership) is None
+    _write(root / "a", cpu__max="150000 100000\n")
+    assert control_group_cores(root, membership) == 1.5
+
+
+def test_time_that_version_1_grants(tmp_path: Path) -> None:
+    root, membership = tmp_path / "cgroup", tmp_path / "self"
+    membership.write_text("5:cpu,cpuacct:/x\n4:memory:/y\n")
+    _write(root / "cpu" / "x", cpu__cfs_quota_us="50000\n", cpu__cfs_period_us="100000\n")
+    _write(root / "cpu", cpu__cfs_quota_us="-1\n", cpu__cfs_period_us="100000\n")
+    assert control_group_cores(root, membership) == 0.5
 
 
 def test_no_control_groups_means_no_limits(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Inside a container the kernel's totals are the machine's; the control group's li
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import psutil
@@ -28,9 +29,9 @@ def host_memory() -> MemoryInfo:
 def control_group_limits(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
     """(limit, used) in bytes of every control group that bounds this process, from its own up to the root."""
     limits = []
-    for folder, names in _groups(root, membership):
-        limit = _number(folder / names[0])
-        used = _number(folder / names[1])
+    for folder, version in _groups("memory", root, membership):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (_number(folder / name) for name in names)
         if limit is None or used is None or limit >= 1 << 60:  # v1 writes a huge number for "no limit"
             continue
         # Page cache counts as used, but the kernel gives it up before it kills anyone.
@@ -39,20 +40,23 @@ def control_group_limits(root: Path = _ROOT, membership: Path = Path("/proc/self
 
 
 def control_group_cores(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Cores' worth of time that the control group grants, if it bounds it (version 2)."""
+    """Cores' worth of time that the control groups grant, if they bound it."""
     granted = []
-    for folder, names in _groups(root, membership):
-        if names[0] == "memory.max":
-            try:
+    for folder, version in _groups("cpu", root, membership):
+        try:
+            if version == 2:
                 quota, period = (folder / "cpu.max").read_text().split()
-            except (OSError, ValueError):  # the group does not bound time here
-                continue
-            if quota.isdigit():
-                granted.append(int(quota) / int(period))
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        except (OSError, ValueError):  # the group does not bound time here
+            continue
+        if quota.isdigit():  # "max" or -1 where there is no bound
+            granted.append(int(quota) / int(period))
     return min(granted, default=None)
 
 
-def _groups(root: Path, membership: Path) -> list[tuple[Path, tuple[str, str]]]:
+def _groups(controller: str, root: Path, membership: Path) -> list[tuple[Path, int]]:
+    """(folder, version) of the groups that a controller has this process in, from its own up to the root."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # no procfs: not Linux, so no control groups either
@@ -60,15 +64,12 @@ def _groups(root: Path, membership: Path) -> list[tuple[Path, tuple[str, str]]]:
     found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root, ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        base, version = (root / controller, 1) if controllers else (root, 2)
         folder = base / path.strip("/")
         while True:
-            found.append((folder, names))
+            found.append((folder, version))
             if folder == base or base not in folder.parents:
                 break
             folder = folder.parent
@@ -108,4 +109,5 @@ def own_peak_memory() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    return own_resident_memory()
+    # Some sandboxes leave the line out; this mark cannot be reset, so it errs high.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

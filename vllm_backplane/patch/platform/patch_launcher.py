@@ -60,4 +60,7 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
 async def _ending(ending: Coroutine[Any, Any, None], failed: bool) -> None:
     await ending
     if failed:
-        raise SystemExit("The server ends because its engine died; the log above says of what.")
+        raise SystemExit(
+            "The server ends because its engine died. Where no error above says of what, something outside killed it: "
+            "most often the system, for want of memory (see the kernel's log)."
+        )

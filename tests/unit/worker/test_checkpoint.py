@@ -1,0 +1,63 @@
+"""What the files of a checkpoint tell about the memory that its weights take."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.worker.checkpoint import weight_bytes
+
+
+def told(folder: Path, dtype: torch.dtype = torch.bfloat16) -> int | None:
+    model: Any = SimpleNamespace(model=str(folder), revision=None, dtype=dtype)
+    return weight_bytes(model)
+
+
+def test_numbers_count_in_the_models_type(tmp_path: Path) -> None:
+    save_file(
+        {"a": torch.zeros(30, 10), "b": torch.zeros(7, dtype=torch.float16)}, tmp_path / "m.safetensors", {"x": "y"}
+    )
+    assert told(tmp_path) == 307 * 2
+    assert told(tmp_path, torch.float32) == 307 * 4
+
+
+def test_a_tensor_in_two_files_counts_once(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(100)}, tmp_path / "model-00001-of-00001.safetensors")
+    save_file({"a": torch.zeros(100)}, tmp_path / "consolidated.safetensors")
+    assert told(tmp_path) == 200
+
+
+def test_quantized_numbers_stay_what_they_are(tmp_path: Path) -> None:
+    weights = {"a": torch.zeros(100, dtype=torch.uint8), "b": torch.zeros(8, dtype=torch.float8_e4m3fn)}
+    save_file(weights, tmp_path / "m.safetensors")
+    assert told(tmp_path, torch.float32) == 108
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
+def test_other_formats_count_as_they_lie(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\0" * 1234)
+    assert told(tmp_path) == 1234
+    assert told(tmp_path / name) == 1234
+
+
+def test_nothing_tells_nothing(tmp_path: Path) -> None:
+    assert told(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{", os.urandom(7)])
+def test_a_broken_header_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "m.safetensors").write_bytes(content)
+    with pytest.raises(BackplaneError, match=f"{tmp_path}.* again"):
+        told(tmp_path)
+
+
+def test_a_place_that_cannot_be_reached_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert told(Path("s3://bucket/model")) is None
