@@ -88,11 +88,13 @@ class BackplaneWorker(Worker):
         if self.accelerator.capabilities.host_memory:
             return 0
         parallel = self.parallel_config
-        replica = parallel.data_parallel_rank_local
-        replica = parallel.data_parallel_index if replica is None else replica
-        logical = self.local_rank + replica * parallel.world_size
+        logical = self.local_rank
         if parallel.assigned_physical_gpu_ids is not None:
+            # For platforms other than its own, vLLM gives each data-parallel replica a list of its cards alone.
             set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
+        else:
+            replica = parallel.data_parallel_rank_local
+            logical += (parallel.data_parallel_index if replica is None else replica) * parallel.world_size
         card = current_platform.logical_device_id_to_visible_device_id(logical)
         count = self.runtime.selection.probe.count
         if card >= count:
