@@ -62,14 +62,14 @@ def run(args: argparse.Namespace) -> int:
 def _patches(args: argparse.Namespace) -> PatchSet:
     from vllm_backplane.patch import PatchSet
 
-    return PatchSet.of_package(args.package) if args.package else PatchSet.installed()
+    return PatchSet.of_packages([args.package]) if args.package else PatchSet.installed()
 
 
 def _vllm(args: argparse.Namespace) -> tuple[SymbolIndex, str]:
-    from vllm_backplane.upstream import SymbolIndex, installed_version, open_tree
+    from vllm_backplane.upstream import SymbolIndex, open_tree, version_of
 
     tree = open_tree(args.vllm, _output.progress)
-    return SymbolIndex(tree), str(installed_version()) if args.vllm == "installed" else tree.version
+    return SymbolIndex(tree), version_of(tree)
 
 
 def _described(patch: Patch) -> dict[str, Any]:
@@ -92,15 +92,18 @@ def _described(patch: Patch) -> dict[str, Any]:
 
 
 def _list(args: argparse.Namespace) -> int:
-    described = [_described(patch) for patch in _patches(args).patches]
+    patches = _patches(args)
+    described = [_described(patch) for patch in patches.patches]
     if args.json:
         _output.print_json(described)
     elif described:
         columns = ("name", "target", "process", "versions", "why")
         _output.print_table([c.upper() for c in columns], [[str(row[c]) for c in columns] for row in described])
-    else:
+    elif not patches.faults:
         print("No patches: everything goes through vLLM's own hooks.")
-    return 0
+    for fault in patches.faults.values():
+        _output.progress(f"error: {fault}")
+    return 1 if patches.faults else 0
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -125,10 +128,12 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from vllm_backplane.patch import verify
+    from vllm_backplane.patch import Outcome, Verdict, verify
 
+    patches = _patches(args)
     index, version = _vllm(args)
-    verdicts = [verify(patch, index, version) for patch in _patches(args).patches]
+    verdicts = [verify(patch, index, version) for patch in patches.patches]
+    verdicts += [Verdict(module, Outcome.BROKEN, str(fault)) for module, fault in patches.faults.items()]
     if args.json:
         _output.print_json(
             {
@@ -178,7 +183,7 @@ def _diff(args: argparse.Namespace) -> int:
 def _docs(args: argparse.Namespace) -> int:
     from vllm_backplane.patch.documentation import page
 
-    text = page(_patches(args))
+    text = page(_patches(args).whole())
     if args.json:
         _output.print_json({"page": text})
     elif args.output:

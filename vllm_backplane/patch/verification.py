@@ -7,11 +7,20 @@ import difflib
 import hashlib
 import inspect
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from vllm_backplane.patch.declaration import Fingerprint, Patch
-from vllm_backplane.upstream import Resolution, Signature, SymbolIndex, fingerprint, in_range, kept_tree, mismatches
+from vllm_backplane.upstream import (
+    Resolution,
+    Signature,
+    SymbolIndex,
+    fingerprint,
+    in_range,
+    is_beyond,
+    kept_tree,
+    mismatches,
+)
 from vllm_backplane.upstream.modules import Calling
 from vllm_backplane.upstream.signatures import signature_of_node
 
@@ -25,17 +34,26 @@ class Outcome(Enum):
     INCOMPATIBLE = "incompatible"
     """It cannot take the target's place: another signature, or an attribute of a base class."""
     NOT_NEEDED = "not needed"
-    """Outside of the versions it is for."""
+    """Before the versions it is for, or taken out of them."""
+    UNEXAMINED = "not yet examined"
+    """Beyond the versions it is for: nobody has said whether this one needs it."""
     EXPIRED = "expired"
     """Its removal condition holds: it can go."""
+    BROKEN = "cannot be loaded"
+    """Its file fails, so that nothing is known of it."""
 
     @property
     def applies(self) -> bool:
-        return self in (Outcome.FITS, Outcome.TOLERATED, Outcome.DRIFTED)
+        return self in (Outcome.FITS, Outcome.TOLERATED, Outcome.DRIFTED, Outcome.UNEXAMINED)
+
+    @property
+    def stops_a_start(self) -> bool:
+        """Unless drift is only to be warned of."""
+        return self in (Outcome.DRIFTED, Outcome.UNEXAMINED)
 
     @property
     def fails_a_check(self) -> bool:
-        return self in (Outcome.DRIFTED, Outcome.MISSING, Outcome.INCOMPATIBLE, Outcome.EXPIRED)
+        return self not in (Outcome.FITS, Outcome.TOLERATED, Outcome.NOT_NEEDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +77,22 @@ def verify(patch: Patch, index: SymbolIndex, version: str) -> Verdict:
         return Verdict(
             patch.name, Outcome.EXPIRED, f"vLLM {version} needs it no more ({patch.remove_when}); remove {patch.module}"
         )
-    if not in_range(version, patch.versions):
+    beyond = is_beyond(version, patch.versions)
+    if not beyond and not in_range(version, patch.versions):
         return Verdict(patch.name, Outcome.NOT_NEEDED, f"it is for vLLM {patch.versions}, and this is {version}")
+    verdict = _verified(patch, index, version)
+    return _unexamined(patch, verdict, version) if beyond and verdict.outcome.applies else verdict
+
+
+def _unexamined(patch: Patch, verdict: Verdict, version: str) -> Verdict:
+    detail = (
+        f"it is for vLLM {patch.versions}, and nobody has examined whether {version} needs it ({verdict.detail}); "
+        f"widen 'versions' of {patch.module}, or let it expire there"
+    )
+    return replace(verdict, outcome=Outcome.UNEXAMINED, detail=detail)
+
+
+def _verified(patch: Patch, index: SymbolIndex, version: str) -> Verdict:
     target = index.resolve(patch.target_module, patch.target_name)
     if not target.is_found:
         return Verdict(

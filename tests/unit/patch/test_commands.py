@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from vllm_backplane.cli import main
+from vllm_backplane.errors import PatchError
 from vllm_backplane.patch import PatchSet, take_fingerprint
 from vllm_backplane.upstream import SymbolIndex, installed_tree
+from vllm_backplane.upstream.versions import installed_folder
 
 TARGET = "vllm.v1.engine.core:EngineCore.step"
 PATCH = """
@@ -131,13 +133,107 @@ def test_check_finds_a_missing_target_in_a_tree(
     assert (status, checked["patches"][0]["outcome"]) == (1, "missing")
 
 
-@pytest.mark.parametrize(("version", "status", "outcome"), [("0.32.9", 1, "expired"), ("0.31.0", 0, "not needed")])
+@pytest.mark.parametrize(
+    ("version", "status", "outcome"),
+    [
+        ("0.32.9", 1, "expired"),
+        ("0.31.0", 0, "not needed"),
+        ("0.32.0rc1", 0, "fits"),
+        ("0.33.0", 1, "not yet examined"),
+        ("0.33.0rc1", 1, "not yet examined"),
+    ],
+)
 def test_check_says_which_can_go(
     capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path, version: str, status: int, outcome: str
 ) -> None:
+    file = tmp_path / "site" / package / "engine" / "patch_core.py"
+    file.write_text(file.read_text().replace('expires=">=0.32.9"', 'expires="==0.32.9"'))
     wheel = _wheel(tmp_path, "def step(self)", "def step(self)", version)
     got, checked = _run(capsys, "check", "--package", package, "--vllm", str(wheel))
     assert (got, checked["patches"][0]["outcome"]) == (status, outcome)
+
+
+def test_what_new_writes_fails_a_check_of_the_next_version(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Otherwise a patch would be skipped in silence from then on."""
+    where = ("--root", str(tmp_path), "--package", "fresh.patches")
+    assert _run(capsys, "new", "vllm.utils.mem_constants:GB_bytes", "--process", "engine", *where, *EXPLAINED)[0] == 0
+    for version, status in (("0.32.0", 0), ("0.33.0", 1), ("0.40.0", 1)):
+        spec = f"{version}@{installed_folder()}"
+        done = _python(tmp_path, COMMAND, "patches", "check", "--package", "fresh.patches", "--vllm", spec)
+        assert done.returncode == status, done.stdout + done.stderr
+    assert "not yet examined" in done.stdout
+
+
+COMMAND = "import sys; from vllm_backplane.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def test_a_package_without_patches_is_an_error(
+    capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path
+) -> None:
+    def told(name: str) -> str:
+        assert main(["patches", "check", "--package", name]) == 1
+        return capsys.readouterr().err
+
+    assert "json has no patches" in told("json")
+    assert "there is no package 'nope'" in told("nope")
+    assert "the package 'nope.nowhere' cannot be imported" in told("nope.nowhere")
+    assert "there is no package 'this'" in told("this")  # a module
+    folder = tmp_path / "site" / package
+    (folder / "workers").mkdir()
+    (folder / "workers" / "patch_core.py").touch()
+    assert "some_patches.workers.patch_core is in no folder of a process" in told(package)
+    (folder / "workers" / "patch_core.py").rename(folder / "patch_core.py")
+    assert "some_patches.patch_core lies beside the folders" in told(package)
+    (folder / "patch_core.py").rename(folder / "engine" / "core.py")
+    assert "some_patches.engine.core is not called patch_<module>" in told(package)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import no_such_module_anywhere", "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
+        ("def broken(:", "SyntaxError: "),
+        ("x = 1", "declares no patch"),
+        ("# \0", "cannot be loaded"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_a_row_and_the_rest_goes_on(
+    capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path, text: str, reason: str
+) -> None:
+    (tmp_path / "site" / package / "engine" / "patch_broken.py").write_text(text)
+    status, checked = _run(capsys, "check", "--package", package)
+    assert status == 1
+    assert [(row["name"], row["outcome"]) for row in checked["patches"]] == [
+        ("stepping", "fits"),
+        ("some_patches.engine.patch_broken", "cannot be loaded"),
+    ]
+    assert reason in checked["patches"][1]["detail"]
+    assert main(["patches", "list", "--package", package]) == 1
+    listed = capsys.readouterr()
+    assert "stepping" in listed.out
+    assert reason in listed.err
+    assert main(["patches", "show", "stepping", "--package", package]) == 0
+    assert main(["patches", "docs", "--package", package]) == 1
+    with pytest.raises(PatchError, match=re.escape(reason)):
+        PatchSet.of_package(package)
+
+
+def test_a_tree_that_does_not_say_its_version(
+    capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(_wheel(tmp_path, "def step(self)", "def step(self)")) as archive:
+        archive.extractall(tmp_path / "tree")
+    for file in tmp_path.glob("tree/*.dist-info/*"):
+        file.unlink()
+    tree = str(tmp_path / "tree")
+    assert main(["patches", "check", "--package", package, "--vllm", tree]) == 1
+    told = capsys.readouterr().err
+    assert tree in told
+    assert "VERSION@PATH" in told
+    assert "VLLM_VERSION" in told
+    assert _run(capsys, "check", "--package", package, "--vllm", f"0.32.0@{tree}")[0] == 0
+    monkeypatch.setenv("VLLM_VERSION", "0.32.0")
+    assert _run(capsys, "check", "--package", package, "--vllm", tree)[0] == 0
 
 
 def test_diff_shows_what_changed(capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path) -> None:
