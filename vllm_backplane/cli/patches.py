@@ -158,14 +158,10 @@ def _check(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from packaging.version import Version
 
-    from vllm_backplane.upstream import SymbolIndex, open_tree
-
     patch = _patches(args).get(args.name)
     index, version = _vllm(args)
     known = max(patch.fingerprints, key=Version)
-    before = SymbolIndex(open_tree(known, _output.progress)).normalised_source_of(
-        patch.target_module, patch.target_name
-    )
+    before = _written_against(patch, known)
     target = index.resolve(patch.target_module, patch.target_name)
     after = index.normalised_source_of(target.module, target.qualname) if target.is_found else ""
     lines = list(
@@ -180,15 +176,34 @@ def _diff(args: argparse.Namespace) -> int:
     return 0
 
 
+def _written_against(patch: Patch, version: str) -> str:
+    """The source whose fingerprint the patch has for a version: the installed vLLM's if it is that, else the published
+    one's. An edited tree keeps its version, so that alone says nothing."""
+    from vllm_backplane.errors import PatchError
+    from vllm_backplane.patch import take_fingerprint
+    from vllm_backplane.upstream import SymbolIndex, open_tree, published_tree
+
+    for opened in (open_tree, published_tree):
+        index = SymbolIndex(opened(version, _output.progress))
+        if index.resolve(patch.target_module, patch.target_name).is_found:
+            source = index.normalised_source_of(patch.target_module, patch.target_name)
+            if take_fingerprint(source).digest == patch.known()[version].digest:
+                return source
+    raise PatchError(
+        f"the fingerprint that {patch.name} has for vLLM {version} is not that of {patch.target} as it was published; "
+        "correct it"
+    )
+
+
 def _docs(args: argparse.Namespace) -> int:
     from vllm_backplane.patch.documentation import page
 
     text = page(_patches(args).whole())
+    if args.output:
+        _output.write(args.output, text)
     if args.json:
         _output.print_json({"page": text})
-    elif args.output:
-        args.output.write_text(text)
-    else:
+    elif not args.output:
         print(text, end="")
     return 0
 

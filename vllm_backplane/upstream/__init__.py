@@ -3,7 +3,7 @@
 `open_tree` finds the source, `SymbolIndex` says what a name in it means, and `fingerprint` whether it changed.
 """
 
-from vllm_backplane.upstream.locate import installed_tree, kept_tree, open_tree, version_of
+from vllm_backplane.upstream.locate import installed_tree, kept_tree, open_tree, published_tree, version_of
 from vllm_backplane.upstream.normal import fingerprint, normalised
 from vllm_backplane.upstream.signatures import Mismatch, Signature, mismatches
 from vllm_backplane.upstream.source import SourceError, SourceTree
@@ -27,5 +27,6 @@ __all__ = [
     "mismatches",
     "normalised",
     "open_tree",
+    "published_tree",
     "version_of",
 ]

@@ -47,7 +47,12 @@ def open_tree(spec: str, progress: Progress = silent) -> SourceTree:
         ) from None
     if installed_folder() is not None and installed_version().public == version.public:
         return installed_tree()
-    return WheelTree(source_archive(version, progress), str(version))
+    return published_tree(str(version), progress)
+
+
+def published_tree(version: str, progress: Progress = silent) -> SourceTree:
+    """The vLLM of that version as it was published, fetched if it has not been before."""
+    return WheelTree(source_archive(Version(version), progress), version)
 
 
 def kept_tree(version: str) -> SourceTree | None:

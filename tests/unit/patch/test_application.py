@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from vllm_backplane.errors import PatchError
-from vllm_backplane.patch import Outcome, Patch, PatchSet, Process
+from vllm_backplane.patch import Outcome, Patch, PatchSet, Process, verify
 
-from .conftest import Host
+from .conftest import FIELDS, Host
 
 
 def _apply(host: Host, *patches: Patch, **settings: Any):  # type: ignore[no-untyped-def]
@@ -261,6 +261,43 @@ def test_a_signature_that_does_not_fit_is_refused(host: Host, source: str, tmp_p
     finally:
         sys.path.remove(str(tmp_path))
         del sys.modules["replacement_module"]
+
+
+def test_a_replacement_without_source_is_compared_all_the_same(host: Host) -> None:
+    made: dict[str, Any] = {}
+    exec("def wrong(x): ...\ndef right(x, *, by=2): return 'right'", made)
+    with pytest.raises(PatchError, match="does not fit"):
+        _apply(host, host.patch("core:double")(made["wrong"]))
+    functions = [lambda x: 0, lambda x, *, by=2: "lambda"]
+    with pytest.raises(PatchError, match="does not fit"):
+        _apply(host, host.patch("core:double")(functions[0]))
+    for right, said in ((made["right"], "right"), (functions[1], "lambda")):
+        theatre = _apply(host, host.patch("core:double")(right))
+        assert host.module("core").double(1) == said
+        theatre.undo()
+
+
+def test_the_methods_of_a_class_have_to_fit_too(host: Host) -> None:
+    core = host.module("core")
+
+    class Narrow(core.Engine):  # type: ignore[misc,name-defined]
+        def run(self, x):  # type: ignore[no-untyped-def]
+            return x
+
+    with pytest.raises(PatchError, match=r"does not fit host_package\.core:Engine\.run"):
+        _apply(host, host.patch("core:Engine")(Narrow))
+
+
+def test_a_name_that_is_served_on_demand_is_refused_before_the_start(host: Host) -> None:
+    (host.folder / "__init__.py").write_text(
+        "import typing\nif typing.TYPE_CHECKING:\n    from .core import double\n"
+        "def __getattr__(name):\n    from . import core\n    return getattr(core, name)\n"
+    )
+    known = {"1.0": host.fingerprint("host_package.core:double")}
+    patch = Patch(target="host_package:double", fingerprints=known, **FIELDS)(lambda x, *, by=2: 0)
+    verdict = verify(patch, host.index, "1.0")
+    assert verdict.outcome is Outcome.INCOMPATIBLE
+    assert "it is host_package.core:double: patch it there" in verdict.detail
 
 
 def test_two_patches_on_one_target_need_an_order(host: Host) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -244,6 +245,33 @@ def test_diff_shows_what_changed(capsys: pytest.CaptureFixture[str], package: st
     assert any(line.startswith("-") and "has_requests" in line for line in told["diff"])
 
 
+def test_diff_does_not_take_an_edited_tree_for_what_it_was(package: str, tmp_path: Path) -> None:
+    """An edited vLLM keeps its version. The published one is in the cache."""
+    old, new = "if not self.scheduler.has_requests():", "if self.scheduler.has_no_requests():"
+    with zipfile.ZipFile(_wheel(tmp_path, old, new)) as archive:
+        archive.extractall(tmp_path / "edited")
+    kept = tmp_path / "cache" / "vllm-sources" / "vllm-0.32.0.zip"
+    kept.parent.mkdir(parents=True)
+    _wheel(tmp_path, old, old).rename(kept)
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "edited"), *sys.path]),
+        "BACKPLANE_CACHE": str(tmp_path / "cache"),
+        "VLLM_VERSION": "0.32.0",
+    }
+
+    def diff() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", COMMAND, "patches", "diff", "stepping", "--package", package]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+
+    done = diff()
+    assert [line[:1] for line in done.stdout.splitlines() if "requests():" in line] == ["-", "+"], done.stderr
+    _wheel(tmp_path, old, "if self.something_else:").rename(kept)
+    done = diff()
+    assert done.returncode == 1
+    assert "is not that of vllm.v1.engine.core:EngineCore.step as it was published" in done.stderr
+
+
 def test_docs_have_every_field(capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path) -> None:
     status, told = _run(capsys, "docs", "--package", package)
     assert status == 0
@@ -252,6 +280,43 @@ def test_docs_have_every_field(capsys: pytest.CaptureFixture[str], package: str,
     page = tmp_path / "page.md"
     assert main(["patches", "docs", "--package", package, "--output", str(page)]) == 0
     assert page.read_text() == told["page"]
+    page.unlink()
+    assert _run(capsys, "docs", "--package", package, "--output", str(page)) == (0, told)
+    assert page.read_text() == told["page"]
+    assert main(["patches", "docs", "--package", package, "--output", str(page / "below")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_new_refuses_what_could_not_be_imported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["patches", "new", "vllm.utils.mem_constants:GB_bytes", "--process", "engine"]
+    (tmp_path / "file").touch()
+    for more, told in (
+        (["--root", str(tmp_path), "--package", "my-plugin.x"], "'my-plugin.x' is not the dotted name of a package"),
+        (["--root", str(tmp_path), "--package", "p", "--upstream", "u"], "neither a link"),
+        (["--root", str(tmp_path / "file"), "--package", "p"], "cannot write below"),
+    ):
+        assert main([*arguments, *more]) == 1
+        assert told in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    why = 'it says """no""" and \\ and "quotes"'
+    assert main([*arguments, "--root", str(tmp_path), "--package", "p", "--why", why]) == 0
+    ast.parse((tmp_path / "p" / "engine" / "patch_mem_constants.py").read_text())
+
+
+def test_a_reader_that_has_seen_enough(package: str, tmp_path: Path) -> None:
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
+    child = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "patches", "show", "stepping", "--package", package],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.stderr is not None
+    assert child.stderr.read() == ""
+    assert child.wait() == 141
 
 
 def test_new_writes_a_patch_that_cannot_be_imported_before_it_is_explained(
@@ -422,4 +487,34 @@ def test_our_own_patches_are_documented_counted_and_tested() -> None:
     for patch in own.patches:
         stem = patch.module.rpartition(".")[2]
         for test in (f"tests/unit/patch/test_{stem}.py", f"tests/e2e/test_{stem}_running.py"):
-            assert (root / test).exists(), f"{patch.name} has no {test}"
+            assert patch.name in _tested(root / test), f"{test} has no test of {patch.name}"
+
+
+def _tested(path: Path) -> set[str]:
+    """The names that a file mentions, if it has a test."""
+    tree = ast.parse(path.read_text()) if path.exists() else ast.Module([], [])
+    nodes = list(ast.walk(tree))
+    tests = [n for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+    if not any(isinstance(node, ast.Assert) for test in tests for node in ast.walk(test)):
+        return set()
+    texts = [n.id for n in nodes if isinstance(n, ast.Name)]
+    texts += [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return {word for text in texts for word in re.findall(r"\w+", text)}
+
+
+@pytest.mark.parametrize(
+    ("text", "tested"),
+    [
+        ("def test_it():\n    assert mine()\n", True),
+        ("def test_it():\n    assert 'mine applied'\n", True),
+        ("def test_it():\n    assert other()\n", False),
+        ("def test_it():\n    mine()\n", False),
+        ("mine()\n", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_patch_without_a_test_of_its_own_is_noticed(tmp_path: Path, text: str | None, tested: bool) -> None:
+    if text is not None:
+        (tmp_path / "test_patch.py").write_text(text)
+    assert ("mine" in _tested(tmp_path / "test_patch.py")) is tested
