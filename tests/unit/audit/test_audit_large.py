@@ -46,7 +46,8 @@ def test_a_generated_plugin_completes_in_bounded_processes(tmp_path):
     size = sum(path.stat().st_size for path in (tmp_path / "project").rglob("*.py"))
     assert size > running._WORTH_PROCESSES
     (tmp_path / "run.py").write_text(PROGRAM)
-    command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path / "project"), str(write_tree(tmp_path, OLD))]
+    old = write_tree(tmp_path / "old", OLD)
+    command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path / "project"), str(old)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     told = json.loads(done.stdout)
     assert told["pools"] >= 1
