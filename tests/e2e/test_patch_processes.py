@@ -169,8 +169,10 @@ def test_a_drifted_patch_stops_the_start_with_a_diff_unless_told_to_warn(
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(file.read_bytes())
     patch = copy / "noted_patches" / "engine" / "patch_core.py"
-    fingerprint = patch.read_text().partition('"0.32.0": "')[2][:16]
-    patch.write_text(patch.read_text().replace(fingerprint, "0" * 16))
+    source = SymbolIndex(installed_tree()).normalised_source_of(*TARGETS["engine"].split(":"))
+    assert "self.scheduler.has_requests()" in source
+    before = take_fingerprint(source.replace("has_requests", "had_requests"))
+    patch.write_text(patch.read_text().replace(str(take_fingerprint(source)), str(before)))
     script = textwrap.dedent(
         f"""
         from vllm import LLM, SamplingParams
@@ -188,6 +190,8 @@ def test_a_drifted_patch_stops_the_start_with_a_diff_unless_told_to_warn(
     changed = "noted_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was"
     assert changed in told
     assert "BACKPLANE_PATCH_DRIFT=warn" in told
+    assert "- (1 lines that were here changed or went)" in told
+    assert re.search(r"^.*  \+ .*self\.scheduler\.has_requests\(\)", told, re.MULTILINE)
     assert not notes.exists()
     with Child([sys.executable, "start.py"], tmp_path / "log", {**variables, "BACKPLANE_PATCH_DRIFT": "warn"}) as child:
         assert child.wait(300) == 0, tail(child.log)

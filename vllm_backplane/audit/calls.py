@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from vllm_backplane.audit.conditions import Condition, Ref, negated
+from vllm_backplane.audit.conditions import Condition, Named, Ref, is_portable, negated
 from vllm_backplane.audit.expressions import Expressions
 from vllm_backplane.audit.facts import (
     Catch,
@@ -24,7 +24,7 @@ from vllm_backplane.audit.facts import (
     VariableFact,
 )
 from vllm_backplane.audit.functions import Functions
-from vllm_backplane.audit.scopes import Const, Literal
+from vllm_backplane.audit.scopes import Const, Literal, Perhaps
 from vllm_backplane.upstream.modules import children, dotted
 
 _VARIABLE = re.compile(r"VLLM_[A-Z0-9_]+")
@@ -36,9 +36,8 @@ _WRITERS = frozenset({"setdefault", "setenv", "putenv"})
 
 class Calls(Expressions):
     def __init__(self, result: FileFacts, module: str, roots: frozenset[str]) -> None:
-        super().__init__(module)
+        super().__init__(module, roots)
         self.result = result
-        self.roots = roots
         self.caught: tuple[Catch, ...] = ()
         self.functions = Functions()
 
@@ -159,7 +158,35 @@ class Calls(Expressions):
             self._owner_is_read(target.value)
             self.fact(PatchFact(self.place(target), owners, target.attr))
         else:
+            for alternative in self.values(target.value):
+                if isinstance(alternative.value, Perhaps):
+                    self._unresolved(target, f"what {target.attr} is set on, perhaps {alternative.value.path}")
             self.expression(target.value)
+
+    def namespace_of(self, node: ast.expr) -> Meanings:
+        """Whose attributes ``vars(x)`` or ``x.__dict__`` are."""
+        if isinstance(node, ast.Call) and dotted(node.func) == "vars" and len(node.args) == 1:
+            return self.meanings(node.args[0])
+        return self.meanings(node.value) if isinstance(node, ast.Attribute) and node.attr == "__dict__" else ()
+
+    def set_in_namespace(self, owners: Meanings, key: str | None, target: ast.Subscript) -> None:
+        if key is not None:
+            self.result.attributes_set.add(key)
+            self.fact(PatchFact(self.place(target), owners, key))
+        elif any(meaning.ref.root == "vllm" for meaning in owners):
+            self._unresolved(target, f"which attribute of {owners[0].ref.path} is set is computed at run time")
+
+    def merged(self, target: ast.expr, value: ast.expr) -> None:
+        """``os.environ |= {…}``, and the same with vLLM's own table."""
+        owner = self.single(target)
+        if dotted(target) in ("os.environ", "environ"):
+            keys = self._key_nodes(value)
+            for key in keys:
+                self._variable(key, is_written=True)
+            if not keys and not isinstance(value, ast.Dict):
+                self._unresolved(target, "which variables are set is computed at run time")
+        elif isinstance(owner, Ref) and owner.path == "vllm.envs.environment_variables":
+            self.result.variables_declared.update(self._keys(value))
 
     def read_then_set(self, target: ast.expr) -> None:
         if isinstance(target, ast.Attribute):
@@ -193,6 +220,16 @@ class Calls(Expressions):
             value = self.string(ast.Name(name, ast.Load()))
             if value is not None and _VARIABLE.fullmatch(value):
                 self.result.constants[f"{self.module}.{name}"] = value
+            self._note_flag(name, ast.Name(name, ast.Load()))
+        for name, helper in self.helpers.items():
+            if not helper.parameters:
+                self._note_flag(f"{name}()", ast.Call(ast.Name(name, ast.Load()), [], []))
+
+    def _note_flag(self, name: str, value: ast.expr) -> None:
+        condition = self.condition(value)
+        own = f"{self.module}.{name}"
+        if is_portable(condition) and condition != Named(own):
+            self.result.flags[own] = condition
 
     def _owner_is_read(self, node: ast.expr) -> None:
         if isinstance(node, ast.Attribute):
@@ -218,6 +255,8 @@ class Calls(Expressions):
             self._kernels(node.args[0])
         elif name in ("setattr", "patch", "object") or function.endswith("monkeypatch.setattr"):
             self._patching(node, function, name)
+        elif function in ("type.__setattr__", "object.__setattr__"):
+            self._patching(node, function, "setattr")
         elif function in self.functions.setters:
             self._helper(node, *self.functions.setters[function])
         elif name in ("import_module", "__import__") and node.args:

@@ -41,6 +41,8 @@ def collect(path: Path, exclude: Sequence[str] = ()) -> Collection:
     if path.suffix == ".py":
         file = PluginFile(path.name, _module_of(path, path.parent)[0], path.name == "__init__.py", path)
         return Collection(path.parent, _plugin([file], None))
+    if path.suffix not in (".whl", ".zip"):
+        raise BackplaneError(f"{path} is neither a folder, nor a wheel (.whl), nor a Python file (.py)")
     return _wheel(path, exclude)
 
 
@@ -63,6 +65,9 @@ def _folder(root: Path, exclude: Sequence[str]) -> Collection:
             raise BackplaneError(
                 f"{root} has more than {_MOST_FILES} Python files; audit a part of it, or --exclude some"
             )
+    if not files and not problems:
+        left = ", or --exclude leaves none" if exclude else ""
+        raise BackplaneError(f"{root} has no Python files to audit{left}; give the folder of a plugin")
     collection = Collection(root, _plugin(files, None), findings=problems)
     for project in projects:
         found, faults = from_project(project, project.relative_to(root).as_posix())

@@ -72,6 +72,13 @@ class Exists:
 
 
 @dataclass(frozen=True, slots=True)
+class Named:
+    """A flag of the plugin's own, by the dotted name of where it is kept; with () for what a function returns."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleExists:
     module: str
 
@@ -102,7 +109,9 @@ class Any:
     conditions: tuple[Condition, ...]
 
 
-Condition: TypeAlias = Always | Unknown | TypeChecking | VersionIs | Exists | ModuleExists | Ran | Not | All | Any
+Condition: TypeAlias = (
+    Always | Unknown | TypeChecking | VersionIs | Exists | Named | ModuleExists | Ran | Not | All | Any
+)
 Reach: TypeAlias = tuple[Condition, ...]
 """All of these hold where a line runs."""
 
@@ -113,6 +122,15 @@ def negated(condition: Condition) -> Condition:
     if isinstance(condition, Always):
         return Always(not condition.value)
     return Not(condition)
+
+
+def is_portable(condition: Condition) -> bool:
+    """Whether it means the same in another file."""
+    if isinstance(condition, Not):
+        return is_portable(condition.condition)
+    if isinstance(condition, (All, Any)):
+        return all(map(is_portable, condition.conditions))
+    return not isinstance(condition, (Unknown, Ran))
 
 
 def mentions_guard(condition: Condition) -> bool:

@@ -15,12 +15,14 @@ from vllm_backplane.audit.conditions import (
     Condition,
     Exists,
     ModuleExists,
+    Named,
     Reach,
     Ref,
     Unknown,
     VersionIs,
     negated,
 )
+from vllm_backplane.audit.functions import Helper
 from vllm_backplane.audit.scopes import (
     UNKNOWN_VALUE,
     Alternative,
@@ -55,8 +57,11 @@ _HELPER_OPERATORS = {
     **dict.fromkeys(("le", "lte"), "<="),
     "gt": ">",
 }
-_GUARD_NAME = re.compile(r"(?i)version|^_?has_|_available$|^_?have_|_supported$|^_?vllm_?(ge|gt|lt|le|is)?_?v?\d")
+_GUARD_NAME = re.compile(
+    r"(?i)version|platform|^_?has_|_available$|^_?have_|_supported$|^_?vllm_?(ge|gt|lt|le|is)?_?v?\d"
+)
 _GUARD_CALLS = frozenset({"hasattr", "find_spec", "signature", "importorskip"})
+_OLDEST_PYTHON = (3, 10)
 _MOST_ALTERNATIVES = 8
 _COMPUTED = ast.Await(ast.Constant(None))
 """Stands for an expression that is not followed."""
@@ -65,8 +70,13 @@ _COMPUTED = ast.Await(ast.Constant(None))
 class Expressions:
     """Reads expressions in the `scope` and under the `reach` that hold at the moment."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, roots: frozenset[str] = frozenset()) -> None:
         self.module = module
+        self.roots = roots
+        """Top-level names of vLLM and of the plugin."""
+        self.helpers: dict[str, Helper] = {}
+        """Functions of this module that only return something."""
+        self._inside: list[str] = []
         self.scope = Scope(None)
         self.reach: Reach = ()
         self._numbers = 0
@@ -189,11 +199,31 @@ class Expressions:
                     return Release("tuple", stop.value)
             if owner.form == "parts" and isinstance(self.single(node.slice), Const):
                 return Release("text")
+        if isinstance(owner, Literal):
+            return self._element(owner, self.single(node.slice))
         if isinstance(owner, Ref) and owner.path == "sys.modules":
             name = self.string(node.slice)
             if name is not None:
                 return Ref(name)
         return Opaque()
+
+    def _element(self, table: Literal, key: Value) -> Value:
+        """Of a list or dictionary that is written out."""
+        pairs = table.pairs()
+        if not isinstance(key, Const) or any(isinstance(value, ast.Starred) for _, value in pairs):
+            return Opaque()
+        outer = self.scope, self.reach
+        self.scope, self.reach = table.scope, table.reach
+        found: Value = Opaque()
+        if not isinstance(table.node, ast.Dict):
+            if isinstance(key.value, int) and -len(pairs) <= key.value < len(pairs):
+                found = self.single(pairs[key.value][1])
+        elif all(written is not None for written, _ in pairs):
+            for written, value in pairs:
+                if self.string(written) == key.value:
+                    found = self.single(value)
+        self.scope, self.reach = outer
+        return found
 
     def _call(self, node: ast.Call) -> list[Alternative]:
         function = dotted(node.func)
@@ -232,7 +262,32 @@ class Expressions:
             owner = self.single(node.func.value)
             return [Alternative(Release("text" if name == "strip" else "parts"))] if isinstance(owner, Release) else []
         flag = self._flag_of_call(node, name)
-        return [Alternative(Flag(flag))] if flag is not None else []
+        return [Alternative(Flag(flag))] if flag is not None else self._returned(node)
+
+    def _returned(self, node: ast.Call) -> list[Alternative]:
+        """What a function of the plugin returns, if that is all it does."""
+        if isinstance(node.func, ast.Name):
+            helper = self.helpers.get(node.func.id)
+            if helper is not None and helper.takes(node) and node.func.id not in self._inside:
+                given = [self.values(argument) for argument in node.args]
+                outer = self.scope, self.reach
+                self.scope, self.reach = Scope(self.scope.module_scope()), ()
+                self._inside.append(node.func.id)
+                for name, value in helper.imports:
+                    self.scope.bind(name, [Alternative(imported(value))], ())
+                for parameter, values in zip(helper.parameters, given, strict=True):
+                    self.scope.bind(parameter, values, ())
+                found = self.values(helper.value)
+                self._inside.pop()
+                self.scope, self.reach = outer
+                return found
+        if not node.args and not node.keywords:
+            return [
+                Alternative(Flag(Named(f"{ref.path}()")), reach)
+                for ref, reach in self.refs(node.func)
+                if ref.root in self.roots and ref.root != "vllm"
+            ]
+        return []
 
     # --- conditions
 
@@ -261,6 +316,8 @@ class Expressions:
             return Always(bool(value.value))
         if isinstance(value, Ref) and value.root == "vllm":
             return Exists(value)
+        if isinstance(value, Ref) and value.root in self.roots:
+            return Named(value.path)
         if isinstance(value, Spec):
             return ModuleExists(value.module)
         return None
@@ -283,6 +340,8 @@ class Expressions:
         if isinstance(second, Release) and isinstance(first, Const):
             first, second = second, first
             symbol = _MIRRORED.get(symbol, symbol)
+        if isinstance(first, Ref) and first.path == "sys.version_info" and isinstance(second, Const):
+            return _of_python(symbol, second.value)
         if isinstance(first, Release) and isinstance(second, Const):
             return _version_condition(first, symbol, second.value)
         return None
@@ -335,6 +394,13 @@ class Expressions:
         return None
 
 
+def imported(path: str) -> Value:
+    """What an import of that dotted name brings."""
+    module, _, name = path.rpartition(".")
+    found = _attribute(Ref(module), name) if module else None
+    return found if isinstance(found, Release) else Ref(path)
+
+
 def _first_ref(found: list[Alternative]) -> Iterator[Ref]:
     for alternative in found[:1]:
         if isinstance(alternative.value, Ref):
@@ -365,6 +431,15 @@ def _version_condition(release: Release, operator: str, literal: object) -> Cond
     return None
 
 
+def _of_python(operator: str, literal: object) -> Condition | None:
+    """What is so with every Python that vLLM runs on."""
+    if not isinstance(literal, tuple) or literal > _OLDEST_PYTHON:
+        return None
+    if operator == ">=":
+        return Always(True)
+    return Always(False) if operator == "<" else None
+
+
 def _either(answers: list[tuple[Condition, Reach]]) -> Condition:
     """One of several values, the one bound last first: an earlier one counts only where no later one was bound."""
     parts: list[Condition] = []
@@ -380,4 +455,5 @@ def _either(answers: list[tuple[Condition, Reach]]) -> Condition:
 def _looks_like_a_guard(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         return dotted(node.func).rpartition(".")[2] in _GUARD_CALLS
-    return isinstance(node, ast.Name) and bool(_GUARD_NAME.search(node.id))
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name != "version_info" and bool(_GUARD_NAME.search(name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm_backplane.audit.conditions import Reach, Ref
+from vllm_backplane.audit.conditions import Condition, Reach, Ref
 from vllm_backplane.upstream.modules import Symbol
 
 
@@ -178,6 +178,8 @@ class FileFacts:
     names_registered: set[str] = field(default_factory=set)
     """Names that a registration may add to a vLLM class, such as the members of an enumeration."""
     classes: set[str] = field(default_factory=set)
+    flags: dict[str, Condition] = field(default_factory=dict)
+    """Conditions that this module keeps under a name, or that a function of it returns, by dotted name."""
     unreadable: str = ""
     """Why the file was left out."""
     unreadable_line: int = 0

@@ -22,6 +22,42 @@ class Functions:
     """Functions that call setattr with two of their parameters: the positions of object and name."""
     caught: dict[str, tuple[Catch, ...]] = field(default_factory=dict)
     """Functions that are called, and only where this is caught."""
+    helpers: dict[str, Helper] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Helper:
+    """A function that only returns something, perhaps after an import."""
+
+    parameters: tuple[str, ...]
+    imports: tuple[tuple[str, str], ...]
+    """Name, and what it stands for."""
+    value: ast.expr
+
+    def takes(self, call: ast.Call) -> bool:
+        plain = not call.keywords and not any(isinstance(argument, ast.Starred) for argument in call.args)
+        return plain and len(call.args) == len(self.parameters)
+
+
+def helper_of(function: ast.FunctionDef) -> Helper | None:
+    given = function.args
+    if given.vararg or given.kwarg or given.kwonlyargs or given.defaults:
+        return None
+    imports: list[tuple[str, str]] = []
+    for statement in function.body:
+        if isinstance(statement, ast.Return) and statement.value is not None:
+            parameters = tuple(argument.arg for argument in [*given.posonlyargs, *given.args])
+            return Helper(parameters, tuple(imports), statement.value)
+        if isinstance(statement, ast.Import):
+            imports += [
+                (a.asname or a.name.partition(".")[0], a.name if a.asname else a.name.partition(".")[0])
+                for a in statement.names
+            ]
+        elif isinstance(statement, ast.ImportFrom) and not statement.level:
+            imports += [(a.asname or a.name, f"{statement.module}.{a.name}") for a in statement.names]
+        elif not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
+            return None
+    return None
 
 
 def examine(tree: ast.Module) -> Functions:
@@ -29,6 +65,9 @@ def examine(tree: ast.Module) -> Functions:
     defined = {s.name for s in tree.body if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef))}
     for statement in tree.body:
         if isinstance(statement, ast.FunctionDef):
+            helper = helper_of(statement)
+            if helper is not None:
+                found.helpers[statement.name] = helper
             setter = _setter(statement)
             if setter is not None:
                 found.setters[statement.name] = setter

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vllm_backplane.audit.conditions import Condition
 from vllm_backplane.audit.facts import Fact, FileFacts, ModuleFact, PatchFact, VariableFact
 from vllm_backplane.upstream.source import LARGEST_MODULE, SourceError, SourceTree, Wheel, decoded
 
@@ -91,6 +92,8 @@ class Plugin:
     """Modules of vLLM that the plugin puts in place itself."""
     names_registered: frozenset[str] = frozenset()
     classes: frozenset[str] = frozenset()
+    flags: Mapping[str, Condition] = field(default_factory=dict)
+    """Conditions that one file keeps and others ask for, by dotted name."""
 
     def gather(self, read: Iterable[FileFacts]) -> None:
         read = list(read)
@@ -105,6 +108,7 @@ class Plugin:
         self.variables_declared = frozenset().union(*(file.variables_declared for file in read)) | frozenset(
             constants[path] for path in by_constant & constants.keys()
         )
+        self.flags = {path: condition for file in read for path, condition in file.flags.items()}
         self.classes = frozenset().union(*(file.classes for file in read))
         self.names_registered = frozenset().union(*(file.names_registered for file in read))
         self.variables_read = frozenset().union(*(file.variables_mentioned for file in read)) | frozenset(

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from vllm_backplane.audit.calls import Calls
 from vllm_backplane.audit.classes import class_fact
 from vllm_backplane.audit.conditions import Condition, Ran, Reach, Ref, TypeChecking, Unknown, negated
+from vllm_backplane.audit.expressions import imported
 from vllm_backplane.audit.facts import Catch, FileFacts, ImportFact, ModuleFact
 from vllm_backplane.audit.functions import GUARDED, catch_of, caught_by, examine
-from vllm_backplane.audit.scopes import UNKNOWN_VALUE, Alternative, Literal, Release, Scope
+from vllm_backplane.audit.scopes import UNKNOWN_VALUE, Alternative, Literal, Perhaps, Scope
 from vllm_backplane.upstream.modules import absolute, bound_names, children, dotted, is_type_checking, walk
 
 _LONGEST_UNROLLED = 256
@@ -54,6 +55,7 @@ class Reader(Calls):
             for statement in tree.body
         )
         self.functions = examine(tree)
+        self.helpers = self.functions.helpers
         self.block(tree.body)
         self.note_constants()
         while self._deferred:
@@ -187,9 +189,7 @@ class Reader(Calls):
             if alias.name == "*":
                 self.scope.module_scope().starred.append(module)
             else:
-                value: Ref | Release = Ref(f"{module}.{alias.name}")
-                if self.is_of_vllm(module) and alias.name in ("__version__", "__version_tuple__"):
-                    value = Release("text" if alias.name == "__version__" else "tuple")
+                value = imported(f"{module}.{alias.name}")
                 self.scope.bind(alias.asname or alias.name, [Alternative(value)], self.reach)
 
     # --- definitions
@@ -206,6 +206,10 @@ class Reader(Calls):
         scope = Scope(self._enclosing(), base=self.reach)
         for argument in _arguments(node.args):
             scope.bind(argument.arg, UNKNOWN_VALUE, self.reach)
+        for name, default in _defaults(node.args):
+            perhaps = [Alternative(Perhaps(m.ref.path)) for m in self.meanings(default) if m.ref.root == "vllm"]
+            if perhaps:
+                scope.bind(name, perhaps, self.reach)
         self._deferred.append((node, scope, self.reach))
 
     def lambda_expression(self, node: ast.Lambda) -> None:
@@ -243,6 +247,8 @@ class Reader(Calls):
         if isinstance(node, ast.AnnAssign) and self._annotations_run:
             self.expression(node.annotation)
         if isinstance(node, ast.AugAssign):
+            if isinstance(node.op, ast.BitOr):
+                self.merged(node.target, node.value)
             self.read_then_set(node.target)
             return
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -274,6 +280,10 @@ class Reader(Calls):
         if isinstance(owner, Ref) and owner.path == "sys.modules":
             if key is not None and self.is_of_vllm(key):
                 self.fact(ModuleFact(self.place(target), key))
+            return
+        of = self.namespace_of(target.value)
+        if of:
+            self.set_in_namespace(of, key, target)
             return
         self.expression(target.value)
         if isinstance(owner, Literal) and isinstance(owner.node, ast.Dict) and value is not None:
@@ -396,6 +406,15 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 def _arguments(arguments: ast.arguments) -> list[ast.arg]:
     found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     return [*found, *(a for a in (arguments.vararg, arguments.kwarg) if a is not None)]
+
+
+def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    for argument, default in zip(reversed(positional), reversed(arguments.defaults), strict=False):
+        yield argument.arg, default
+    for argument, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if given is not None:
+            yield argument.arg, given
 
 
 def _annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.expr]:

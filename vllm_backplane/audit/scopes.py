@@ -61,7 +61,14 @@ class Opaque:
     pass
 
 
-Value: TypeAlias = Ref | Const | Release | Flag | Spec | Literal | Opaque
+@dataclass(frozen=True, slots=True)
+class Perhaps:
+    """Something that is given at run time, and this of vLLM where nothing is."""
+
+    path: str
+
+
+Value: TypeAlias = Ref | Const | Release | Flag | Spec | Literal | Opaque | Perhaps
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from vllm_backplane.audit.conditions import (
     Condition,
     Exists,
     ModuleExists,
+    Named,
     Not,
     Ran,
     Ref,
@@ -158,6 +159,9 @@ class Judge:
             return self.target.compare_version(condition)
         if isinstance(condition, Exists):
             return self._exists(condition.ref)
+        if isinstance(condition, Named):
+            kept = self._kept(condition.path)
+            return self.holds(kept) if kept is not None else None
         if isinstance(condition, ModuleExists):
             if condition.module.partition(".")[0] != "vllm":
                 return None
@@ -178,6 +182,15 @@ class Judge:
         if isinstance(condition, Ran):
             return self._ran(condition)
         return None
+
+    def _kept(self, path: str) -> Condition | None:
+        flags = self.target.plugin.flags
+        if path not in flags:
+            # Through a re-export, perhaps.
+            call = "()" if path.endswith("()") else ""
+            found = self.target.index.resolve_path(path.removesuffix("()"))
+            path = f"{found.module}.{found.qualname}{call}"
+        return flags.get(path)
 
     def _is_optional(self, module: str) -> bool:
         return not self.target.tree.has(module) and self.target.depends_on_build(module)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -67,10 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.parser.error(f"unknown argument: {' '.join(rest)}")
     args.rest = rest
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
     except BackplaneError as fault:
         print(f"vllm-backplane: error: {fault}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # Whoever reads has seen enough. Python would complain once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 130
 

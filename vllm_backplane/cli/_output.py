@@ -6,7 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
+
+from vllm_backplane.errors import BackplaneError
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +22,14 @@ def progress(message: str) -> None:
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
+
+
+def write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as fault:
+        raise BackplaneError(f"cannot write {path}: {fault.strerror}; choose another place") from fault
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -62,14 +62,14 @@ def run(args: argparse.Namespace) -> int:
 def _patches(args: argparse.Namespace) -> PatchSet:
     from vllm_backplane.patch import PatchSet
 
-    return PatchSet.of_package(args.package) if args.package else PatchSet.installed()
+    return PatchSet.of_packages([args.package]) if args.package else PatchSet.installed()
 
 
 def _vllm(args: argparse.Namespace) -> tuple[SymbolIndex, str]:
-    from vllm_backplane.upstream import SymbolIndex, installed_version, open_tree
+    from vllm_backplane.upstream import SymbolIndex, open_tree, version_of
 
     tree = open_tree(args.vllm, _output.progress)
-    return SymbolIndex(tree), str(installed_version()) if args.vllm == "installed" else tree.version
+    return SymbolIndex(tree), version_of(tree)
 
 
 def _described(patch: Patch) -> dict[str, Any]:
@@ -92,15 +92,18 @@ def _described(patch: Patch) -> dict[str, Any]:
 
 
 def _list(args: argparse.Namespace) -> int:
-    described = [_described(patch) for patch in _patches(args).patches]
+    patches = _patches(args)
+    described = [_described(patch) for patch in patches.patches]
     if args.json:
         _output.print_json(described)
     elif described:
         columns = ("name", "target", "process", "versions", "why")
         _output.print_table([c.upper() for c in columns], [[str(row[c]) for c in columns] for row in described])
-    else:
+    elif not patches.faults:
         print("No patches: everything goes through vLLM's own hooks.")
-    return 0
+    for fault in patches.faults.values():
+        _output.progress(f"error: {fault}")
+    return 1 if patches.faults else 0
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -125,10 +128,12 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from vllm_backplane.patch import verify
+    from vllm_backplane.patch import Outcome, Verdict, verify
 
+    patches = _patches(args)
     index, version = _vllm(args)
-    verdicts = [verify(patch, index, version) for patch in _patches(args).patches]
+    verdicts = [verify(patch, index, version) for patch in patches.patches]
+    verdicts += [Verdict(module, Outcome.BROKEN, str(fault)) for module, fault in patches.faults.items()]
     if args.json:
         _output.print_json(
             {
@@ -153,14 +158,10 @@ def _check(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     from packaging.version import Version
 
-    from vllm_backplane.upstream import SymbolIndex, open_tree
-
     patch = _patches(args).get(args.name)
     index, version = _vllm(args)
     known = max(patch.fingerprints, key=Version)
-    before = SymbolIndex(open_tree(known, _output.progress)).normalised_source_of(
-        patch.target_module, patch.target_name
-    )
+    before = _written_against(patch, known)
     target = index.resolve(patch.target_module, patch.target_name)
     after = index.normalised_source_of(target.module, target.qualname) if target.is_found else ""
     lines = list(
@@ -175,15 +176,34 @@ def _diff(args: argparse.Namespace) -> int:
     return 0
 
 
+def _written_against(patch: Patch, version: str) -> str:
+    """The source whose fingerprint the patch has for a version: the installed vLLM's if it is that, else the published
+    one's. An edited tree keeps its version, so that alone says nothing."""
+    from vllm_backplane.errors import PatchError
+    from vllm_backplane.patch import take_fingerprint
+    from vllm_backplane.upstream import SymbolIndex, open_tree, published_tree
+
+    for opened in (open_tree, published_tree):
+        index = SymbolIndex(opened(version, _output.progress))
+        if index.resolve(patch.target_module, patch.target_name).is_found:
+            source = index.normalised_source_of(patch.target_module, patch.target_name)
+            if take_fingerprint(source).digest == patch.known()[version].digest:
+                return source
+    raise PatchError(
+        f"the fingerprint that {patch.name} has for vLLM {version} is not that of {patch.target} as it was published; "
+        "correct it"
+    )
+
+
 def _docs(args: argparse.Namespace) -> int:
     from vllm_backplane.patch.documentation import page
 
-    text = page(_patches(args))
+    text = page(_patches(args).whole())
+    if args.output:
+        _output.write(args.output, text)
     if args.json:
         _output.print_json({"page": text})
-    elif args.output:
-        args.output.write_text(text)
-    else:
+    elif not args.output:
         print(text, end="")
     return 0
 

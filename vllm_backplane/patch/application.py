@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_backplane.errors import PatchError
-from vllm_backplane.patch.collection import PatchFile, PatchSet
+from vllm_backplane.patch.collection import PatchFile, PatchSet, ordered, refuse_namesakes
 from vllm_backplane.patch.declaration import Patch, Process
 from vllm_backplane.patch.importing import when_imported
 from vllm_backplane.patch.surgery import Incision, operate
@@ -35,25 +35,26 @@ class Theatre:
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     incisions: dict[str, Incision] = field(default_factory=dict)
     _waiting: set[str] = field(default_factory=set)
+    _loaded: dict[str, list[Patch]] = field(default_factory=dict)
+    """Patches of features that are there, by the module that declares them."""
 
     def apply(self, patches: PatchSet, process: Process) -> None:
         """Verify a process's patches and carry them out as soon as their modules are there. Those of one model or
-        feature come last and may only stop what imports it."""
+        feature come last and may only stop what imports it. One that fails stops none of the others."""
         of_process = patches.of(process)
-        for patch in of_process:
-            if not patch.on_import:
-                self._decide(patch)
-                self._wait(patch)
-        for patch in of_process:
-            if patch.on_import:
-                self._wait(patch)
-        for file in patches.features:
-            for module in file.waits_for if file.process is process else ():
-                self._when_imported(module, f"{file.module} {module}", partial(self._load, file, patches, module))
-
-    def _wait(self, patch: Patch) -> None:
-        if patch.name not in self.incisions:
-            self._when_imported(patch.target_module, patch.name, partial(self._carry_out, patch))
+        faults = _Faults()
+        for patch in [p for p in of_process if not p.on_import] + [p for p in of_process if p.on_import]:
+            with faults:
+                if not patch.on_import:
+                    self._decide(patch)
+                if patch.name not in self.incisions:
+                    self._when_imported(patch.target_module, patch.name, partial(self._carry_out, patch))
+        files = [file for file in patches.features if file.process is process]
+        for module in dict.fromkeys(module for file in files for module in file.waits_for):
+            with faults:
+                waiting = [file for file in files if module in file.waits_for]
+                self._when_imported(module, f"{process} {module}", partial(self._load, waiting, patches, module))
+        faults.raise_all()
 
     def _when_imported(self, module: str, what: str, action: Callable[[], None]) -> None:
         """Do something once, when a module has been imported, unless it is undone before."""
@@ -66,20 +67,33 @@ class Theatre:
         if what in self._waiting:
             return
         self._waiting.add(what)
-        waits = False
         try:
-            waits = when_imported(module, still_wanted)
-        finally:
-            if not waits:
-                self._waiting.discard(what)
+            when_imported(module, still_wanted)
+        except Exception:
+            self._waiting.discard(what)  # the module is there: whoever applies again may try again
+            raise
 
-    def _load(self, file: PatchFile, patches: PatchSet, imported: str) -> None:
+    def _load(self, files: Iterable[PatchFile], patches: PatchSet, imported: str) -> None:
         """The feature is there: load its patches, and carry out those of the module that was imported."""
-        found = file.load()
-        PatchSet((*patches.patches, *found)).checked()
-        for patch in PatchSet(tuple(found)).of(file.process):
-            if patch.target_module == imported:
-                self._carry_out(patch)
+        faults = _Faults()
+        for file in files:
+            with faults:
+                if file.module not in self._loaded:
+                    found = file.load()
+                    refuse_namesakes((*patches.patches, *self._features(), *found))
+                    self._loaded[file.module] = found
+        on_module = [p for p in (*patches.patches, *self._features()) if p.target_module == imported]
+        with faults:
+            PatchSet(tuple(on_module)).checked()
+            loaded = {patch.name for file in files for patch in self._loaded.get(file.module, ())}
+            for patch in ordered(on_module):
+                if patch.name in loaded:
+                    with faults:
+                        self._carry_out(patch)
+        faults.raise_all()
+
+    def _features(self) -> list[Patch]:
+        return [patch for found in self._loaded.values() for patch in found]
 
     def _decide(self, patch: Patch) -> Verdict:
         if patch.name in self.verdicts:
@@ -87,13 +101,9 @@ class Theatre:
         verdict = verify(patch, self.index(), self.version)
         if verdict.outcome in (Outcome.MISSING, Outcome.INCOMPATIBLE):
             raise PatchError(f"patch {patch.name}: {verdict.detail}")
-        if verdict.outcome is Outcome.DRIFTED and self.drift != "warn":
-            raise PatchError(
-                f"patch {patch.name}: {verdict.detail}\n{verdict.diff}\nAdapt the patch and record the new fingerprint "
-                f"('vllm-backplane patches show {patch.name}' prints it; 'patches diff' fetches the old source to show "
-                "both), or set BACKPLANE_PATCH_DRIFT=warn to apply it as it is."
-            )
-        if verdict.outcome in (Outcome.DRIFTED, Outcome.TOLERATED):
+        if verdict.outcome.stops_a_start and self.drift != "warn":
+            raise PatchError(f"patch {patch.name}: {verdict.detail}\n{verdict.diff}\n{_remedy(patch, verdict)}")
+        if verdict.outcome.stops_a_start or verdict.outcome is Outcome.TOLERATED:
             logger.warning("Patch %s: %s", patch.name, verdict.detail)
         if not verdict.outcome.applies:
             logger.info("Patch %s is not applied: %s", patch.name, verdict.detail)
@@ -105,10 +115,54 @@ class Theatre:
             self.incisions[patch.name] = operate(patch)
             logger.info("Patch %s applied to %s.", patch.name, patch.target)
 
+    def told(self) -> list[str]:
+        """What has become of each patch, in words."""
+        return [f"{name} {self._state(name, verdict)}" for name, verdict in self.verdicts.items()]
+
+    def _state(self, name: str, verdict: Verdict) -> str:
+        if name in self.incisions:
+            return "applied"
+        if not verdict.outcome.applies:
+            return verdict.outcome.value
+        return "waits for its module" if name in self._waiting else "NOT APPLIED"
+
     def undo(self, names: Iterable[str] | None = None) -> None:
         """Put back what was there, last applied first; by default everything."""
         wanted = {*self.incisions, *self._waiting} if names is None else set(names)
         self._waiting -= wanted
         for name in [name for name in reversed(list(self.incisions)) if name in wanted]:
-            self.incisions.pop(name).undo()
-            self.verdicts.pop(name)
+            self.incisions[name].undo()
+            del self.incisions[name], self.verdicts[name]
+
+
+def _remedy(patch: Patch, verdict: Verdict) -> str:
+    if verdict.outcome is Outcome.UNEXAMINED:
+        remedy = f"Install a vLLM that is {patch.versions}, or a version of the plugin that knows this one"
+    else:
+        remedy = (
+            f"Adapt the patch and record the new fingerprint ('vllm-backplane patches show {patch.name}' prints it; "
+            "'patches diff' fetches the old source to show both)"
+        )
+    return f"{remedy}, or set BACKPLANE_PATCH_DRIFT=warn to apply it as it is."
+
+
+class _Faults:
+    """Collects what goes wrong in each of its blocks, so that the rest goes on; raised together at the end."""
+
+    def __init__(self) -> None:
+        self._found: list[Exception] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, fault: BaseException | None, _trace: object) -> bool:
+        if isinstance(fault, Exception):
+            self._found.append(fault)
+            return True
+        return False
+
+    def raise_all(self) -> None:
+        if len(self._found) == 1:
+            raise self._found[0]
+        if self._found:
+            raise PatchError("\n".join(map(str, self._found))) from self._found[0]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib.abc import InspectLoader
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
 
 from vllm_backplane.errors import PatchError, nearest
 from vllm_backplane.patch.declaration import Patch, Process, patches_of
@@ -33,7 +34,12 @@ class PatchFile:
     """Modules of vLLM before whose import nothing of it is needed; empty for a file that is always needed."""
 
     def load(self) -> list[Patch]:
-        module = importlib.import_module(self.module)
+        try:
+            module = importlib.import_module(self.module)
+        except PatchError as fault:
+            raise PatchError(f"{self.module}: {fault}") from fault
+        except Exception as fault:
+            raise PatchError(f"{self.module} cannot be loaded: {type(fault).__name__}: {fault}") from fault
         patches = patches_of(vars(module))
         if not patches:
             raise PatchError(f"{self.module} declares no patch; remove it")
@@ -50,33 +56,47 @@ class PatchSet:
     patches: tuple[Patch, ...]
     features: tuple[PatchFile, ...] = ()
     """Files of patches that are left for when their feature is loaded."""
+    faults: Mapping[str, PatchError] = field(default_factory=dict)
+    """Files that could not be loaded, and why."""
 
     @classmethod
     def of_package(cls, package: str) -> PatchSet:
         """Every patch of a package, checked for what can be wrong between patches."""
-        return cls.of_packages([package])
+        return cls.of_packages([package]).whole()
 
     @classmethod
     def of_packages(cls, packages: Iterable[str], *, leave_features: bool = False) -> PatchSet:
+        """What can be loaded of some packages, and in `faults` what cannot."""
         files = [file for package in packages for file in _files(package)]
         left = [file for file in files if leave_features and file.waits_for]
-        return cls(tuple(patch for file in files if file not in left for patch in file.load()), tuple(left)).checked()
+        patches: list[Patch] = []
+        faults = {}
+        for file in files:
+            if file not in left:
+                try:
+                    patches += file.load()
+                except PatchError as fault:
+                    faults[file.module] = fault
+        found = cls(tuple(patches), tuple(left), faults)
+        return found if faults else found.checked()  # what another patch refers to may be among what is missing
 
     @classmethod
     def installed(cls, *, leave_features: bool = False) -> PatchSet:
-        """Ours and those of every distribution that announces some."""
+        """Ours and those of every distribution that announces some; as `of_packages`."""
         announced = [point.value for point in entry_points(group=ENTRY_POINT_GROUP)]
         return cls.of_packages([OWN_PACKAGE, *announced], leave_features=leave_features)
+
+    def whole(self) -> PatchSet:
+        """Itself; an error if a file could not be loaded."""
+        if self.faults:
+            raise PatchError("\n".join(map(str, self.faults.values())))
+        return self
 
     def __bool__(self) -> bool:
         return bool(self.patches or self.features)
 
     def checked(self) -> PatchSet:
-        names: dict[str, Patch] = {}
-        for patch in self.patches:
-            if patch.name in names:
-                raise PatchError(f"two patches are called {patch.name!r}: {patch.module}, {names[patch.name].module}")
-            names[patch.name] = patch
+        names = refuse_namesakes(self.patches)
         for patch in self.patches:
             if patch.after is not None:
                 other = names.get(patch.after)
@@ -89,34 +109,82 @@ class PatchSet:
         for patch in self.patches:
             if patch.name == name:
                 return patch
+        self.whole()
         names = [patch.name for patch in self.patches]
         raise PatchError(f"no patch {name!r}{nearest(name, names)} There are: {', '.join(names) or 'none'}.")
 
     def of(self, process: Process) -> tuple[Patch, ...]:
         """The patches of a process, in an order that puts each one after the one it names."""
-        return tuple(_ordered([patch for patch in self.patches if patch.process is process]))
+        return tuple(ordered([patch for patch in self.patches if patch.process is process]))
 
 
-def _files(package: str) -> Iterator[PatchFile]:
-    for process in Process:
-        folder = f"{package}.{process.value}"
-        try:
-            found = importlib.import_module(folder)
-        except ModuleNotFoundError as fault:
-            if fault.name != folder:
-                raise
-            continue  # a package need not have patches for every process
-        for info in pkgutil.iter_modules(found.__path__):
-            module = f"{folder}.{info.name}"
-            if not info.name.startswith("patch_"):
-                raise PatchError(f"{module} is not called patch_<module>; rename it or move it elsewhere")
-            yield PatchFile(module, process, waits_for(_source(module)))
+def _files(package: str) -> list[PatchFile]:
+    """A package need not have patches for every process, but anything that looks like a patch has to be where it is
+    found."""
+    processes = {process.value: process for process in Process}
+    files = []
+    for name in _below(package):
+        folder = f"{package}.{name}"
+        if name.startswith("patch_"):
+            raise PatchError(f"{folder} lies beside the folders; move it into one of {', '.join(processes)}")
+        inside = _below(folder) if _folders(folder) else []
+        for file in inside:
+            if name in processes and not file.startswith("patch_"):
+                raise PatchError(f"{folder}.{file} is not called patch_<module>; rename it or move it elsewhere")
+            if name not in processes and file.startswith("patch_"):
+                raise PatchError(f"{folder}.{file} is in no folder of a process; move it to {', '.join(processes)}")
+        if name in processes:
+            modules = [f"{folder}.{file}" for file in inside]
+            files += [PatchFile(module, processes[name], waits_for(_source(module))) for module in modules]
+    if not files and package != OWN_PACKAGE:
+        raise PatchError(
+            f"{package} has no patches: there is no patch_<module>.py in a folder {', '.join(processes)} of it"
+        )
+    return sorted(files, key=lambda file: (list(Process).index(file.process), file.module))
+
+
+def _below(package: str) -> list[str]:
+    """Names of the modules and packages in a package; it is found and not imported."""
+    path = _folders(package)
+    if path is None:
+        raise PatchError(f"there is no package {package!r} here; install it, or name one that has patches")
+    # Also folders without __init__.py, which Python imports and pkgutil passes over.
+    bare = {
+        child.name
+        for folder in map(Path, path)
+        if folder.is_dir()
+        for child in folder.iterdir()
+        if child.is_dir() and child.name.isidentifier() and next(child.glob("*.py"), None) is not None
+    }
+    return sorted({info.name for info in pkgutil.iter_modules(path)} | bare)
+
+
+def _folders(package: str) -> list[str] | None:
+    """Where the modules of a package are; None if it is no package."""
+    try:
+        spec = find_spec(package)
+    except Exception as fault:  # of a package that has it in it
+        raise PatchError(f"the package {package!r} cannot be imported: {type(fault).__name__}: {fault}") from fault
+    return list(spec.submodule_search_locations or ()) or None if spec is not None else None
 
 
 def _source(module: str) -> str:
     spec = find_spec(module)
-    source = spec.loader.get_source(module) if spec is not None and isinstance(spec.loader, InspectLoader) else None
-    return source or ""
+    loader = spec.loader if spec is not None else None
+    try:
+        return (loader.get_source(module) if isinstance(loader, InspectLoader) else None) or ""
+    except ImportError:  # not text; loading it says so better
+        return ""
+
+
+def refuse_namesakes(patches: Iterable[Patch]) -> dict[str, Patch]:
+    """The patches by name."""
+    names: dict[str, Patch] = {}
+    for patch in patches:
+        if patch.name in names:
+            raise PatchError(f"two patches are called {patch.name!r}: {patch.module}, {names[patch.name].module}")
+        names[patch.name] = patch
+    return names
 
 
 def _refuse_rivals(patches: Iterable[Patch]) -> None:
@@ -133,13 +201,14 @@ def _refuse_rivals(patches: Iterable[Patch]) -> None:
             )
 
 
-def _ordered(patches: list[Patch]) -> list[Patch]:
-    ordered: list[Patch] = []
-    while len(ordered) < len(patches):
-        placed = {patch.name for patch in ordered}
+def ordered(patches: list[Patch]) -> list[Patch]:
+    """Each one after the one it names."""
+    result: list[Patch] = []
+    while len(result) < len(patches):
+        placed = {patch.name for patch in result}
         waiting = {patch.name for patch in patches} - placed
         ready = [p for p in patches if p.name in waiting and (p.after is None or p.after not in waiting)]
         if not ready:
             raise PatchError(f"patches wait for each other: {', '.join(sorted(waiting))}")
-        ordered += ready
-    return ordered
+        result += ready
+    return result

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from vllm_backplane.errors import PatchError
 
@@ -93,19 +94,22 @@ class Patch:
             raise PatchError(f"{self.target!r} is not a target; write package.module:Qualified.name")
         if not isinstance(self.process, Process):
             raise PatchError(f"{self.target}: process is {self.process!r}; use Process.PLATFORM, ENGINE or WORKER")
-        if not self.upstream.startswith(("https://", "http://")):
-            reason = self.upstream.removeprefix(_NO_LINK).strip()
-            if not self.upstream.startswith(_NO_LINK) or not reason:
-                raise PatchError(f"{self.target}: upstream is neither a link nor '{_NO_LINK} ' and a reason")
+        check_link(self.target, self.upstream)
         for specifier in (self.versions, self.expires):
             if specifier is not None:
+                if not specifier.strip():
+                    raise PatchError(f"{self.target}: expires is empty; leave it out, or write it as '>=0.33'")
                 try:
                     SpecifierSet(specifier)
                 except InvalidSpecifier as fault:
                     raise PatchError(f"{self.target}: {fault}; write versions as '>=0.32,<0.33'") from None
         if not self.fingerprints:
             raise PatchError(f"{self.target}: no fingerprints; 'vllm-backplane patches new' writes them")
-        for text in self.fingerprints.values():
+        for version, text in self.fingerprints.items():
+            try:
+                Version(version)
+            except InvalidVersion:
+                raise PatchError(f"{self.target}: {version!r} is not the version that a fingerprint is of") from None
             Fingerprint.parse(text)
         if self.tolerates_change is not None and not self.tolerates_change.strip():
             raise PatchError(f"{self.target}: tolerates_change is empty; say why a changed target is harmless")
@@ -135,6 +139,12 @@ class Patch:
         """For a module constant: the value that takes its place."""
         self.replacement, self.name, self.module = value, name, module
         return self
+
+
+def check_link(target: str, upstream: str) -> None:
+    says_why = upstream.startswith(_NO_LINK) and upstream.removeprefix(_NO_LINK).strip()
+    if not says_why and not upstream.startswith(("https://", "http://")):
+        raise PatchError(f"{target}: upstream is neither a link nor '{_NO_LINK} ' and a reason")
 
 
 def patches_of(namespace: Mapping[str, Any]) -> list[Patch]:

@@ -53,21 +53,41 @@ class _Loader(importlib.abc.Loader):
         self._watcher.waiting.pop(module.__name__, None)
 
 
+class _EndingSpec(importlib.machinery.ModuleSpec):
+    """Of a module that is half way through its import: the import system notes in the spec when that has ended, and
+    nowhere else."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            actions: list[Action] = self.__dict__.pop("_actions")
+            self.__class__ = importlib.machinery.ModuleSpec  # type: ignore[assignment]
+            while actions:
+                try:
+                    when_imported(self.name, actions[0])  # if the import failed, the next one is waited for
+                except BaseException:
+                    # As in _Loader: this import ends here, and the next must not succeed without what is left.
+                    sys.modules.pop(self.name, None)
+                    for action in actions:
+                        when_imported(self.name, action)
+                    raise
+                actions.pop(0)
+
+
 _watcher = _Watcher()
 
 
-def when_imported(module: str, action: Action) -> bool:
-    """Call `action` at once if the module is there, else right after it has been imported.
-
-    False if the module is half way through its import: its end cannot be waited for, so ask again later.
-    """
+def when_imported(module: str, action: Action) -> None:
+    """Call `action` at once if the module is there, else right after it has been imported."""
     present = sys.modules.get(module)
-    if present is not None:
-        if getattr(present.__spec__, "_initializing", False):
-            return False
+    spec = present.__spec__ if present is not None else None
+    if spec is not None and getattr(spec, "_initializing", False):
+        if not isinstance(spec, _EndingSpec):
+            spec.__class__ = _EndingSpec
+        spec.__dict__.setdefault("_actions", []).append(action)
+    elif present is not None:
         action()
-        return True
-    if _watcher not in sys.meta_path:
-        sys.meta_path.insert(0, _watcher)
-    _watcher.waiting.setdefault(module, []).append(action)
-    return True
+    else:
+        if _watcher not in sys.meta_path:
+            sys.meta_path.insert(0, _watcher)
+        _watcher.waiting.setdefault(module, []).append(action)

@@ -18,7 +18,7 @@ from vllm_backplane.upstream import SymbolIndex, installed_tree, installed_versi
 
 @cache
 def patches() -> PatchSet:
-    return PatchSet.installed(leave_features=True)
+    return PatchSet.installed(leave_features=True).whole()
 
 
 @cache
@@ -42,8 +42,4 @@ def report() -> str:
     """
     if not patches():
         return ""
-    told = [
-        f"{name} {'applied' if name in theatre().incisions else verdict.outcome.value}"
-        for name, verdict in theatre().verdicts.items()
-    ]
-    return f"Patches of vLLM: {', '.join(told) or 'none so far'}."
+    return f"Patches of vLLM: {', '.join(theatre().told()) or 'none so far'}."

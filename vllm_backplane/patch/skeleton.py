@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from vllm_backplane.errors import PatchError
 from vllm_backplane.patch import templates
+from vllm_backplane.patch.declaration import check_link
 from vllm_backplane.patch.verification import take_fingerprint
 from vllm_backplane.upstream import SymbolIndex
 from vllm_backplane.upstream.modules import Binds, Calling, Symbol
@@ -37,6 +38,10 @@ def write(wanted: Wanted, index: SymbolIndex, version: str, root: Path) -> list[
     module, _, qualified = wanted.target.partition(":")
     if not qualified:
         raise PatchError(f"{wanted.target!r} names a module only; add what to patch in it: {wanted.target}:NAME")
+    if not all(part.isidentifier() for part in wanted.package.split(".")):
+        raise PatchError(f"{wanted.package!r} is not the dotted name of a package, such as my_plugin.patches")
+    if wanted.explained.get("upstream"):
+        check_link(wanted.target, wanted.explained["upstream"])
     found = index.resolve(module, qualified)
     if not found.is_found or found.symbol is None:
         raise PatchError(f"{wanted.target} does not exist in vLLM {version} ({found.reason or 'it is no definition'})")
@@ -52,7 +57,7 @@ def write(wanted: Wanted, index: SymbolIndex, version: str, root: Path) -> list[
     folder = root / Path(*wanted.package.split(".")) / wanted.process
     files = {
         folder / f"patch_{stem}.py": templates.PATCH.format(
-            target=wanted.target, why_line=why.partition("\n")[0], declaration=declaration.strip("\n")
+            target=wanted.target, why_line=_in_docstring(why), declaration=declaration.strip("\n")
         ),
         root / "tests" / "unit" / "patch" / f"test_patch_{stem}.py": templates.UNIT.format(**names),
         root / "tests" / "e2e" / f"test_patch_{stem}_running.py": templates.E2E.format(**names),
@@ -60,13 +65,20 @@ def write(wanted: Wanted, index: SymbolIndex, version: str, root: Path) -> list[
     for path in files:
         if path.exists():
             raise PatchError(f"{path} exists; add the patch there by hand")
-    for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    for path in (folder / "__init__.py", folder.parent / "__init__.py"):
-        if not path.exists():
+    try:
+        for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        for path in (folder / "__init__.py", folder.parent / "__init__.py"):
             path.touch()
+    except OSError as fault:
+        raise PatchError(f"cannot write below {root}: {fault}; give another --root") from fault
     return list(files)
+
+
+def _in_docstring(text: str) -> str:
+    line = text.partition("\n")[0].replace("\\", "\\\\").replace('"""', "'''")
+    return f"{line} " if line.endswith('"') else line
 
 
 def _fields(wanted: Wanted, source: str, version: str) -> str:

@@ -6,16 +6,15 @@ create a second, unused one.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
-import sys
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from vllm_backplane.errors import PatchError, nearest
 from vllm_backplane.patch.declaration import Patch
+from vllm_backplane.patch.holders import holders
 
 
 @dataclass
@@ -37,10 +36,15 @@ class Incision:
                     f"{self.patch.name} cannot be undone: {_name(owner)}.{attribute} was changed again since; undo "
                     "that first"
                 )
-        for owner, attribute, before, _ in reversed(self.places):
-            setattr(owner, attribute, before)
+        if not self.places:
+            return
+        owner, attribute, before, after = self.places[0]
+        for module, name in holders(owner, attribute, after):  # also those that imported it since
+            setattr(module, name, before)
+        for place, name, before, _ in reversed(self.places):
+            setattr(place, name, before)
         self.places.clear()
-        self.patch.original = None
+        # `original` stays: who keeps the replacement elsewhere goes on calling it.
 
 
 def find(patch: Patch) -> tuple[Any, str, Any]:
@@ -79,12 +83,15 @@ def _name(owner: Any) -> str:
 def operate(patch: Patch) -> Incision:
     """Apply a patch to this process. Raises PatchError before anything is changed."""
     owner, attribute, raw = find(patch)
+    original = _callable_original(raw)
+    if original is patch.replacement and callable(original):
+        raise PatchError(f"{patch.name} is in its place already and would call itself; undo it where it was applied")
     replacement = _in_kind(patch, raw)
     incision = Incision(patch)
-    patch.original = _callable_original(raw)
-    holders = _holders(patch, owner, attribute, raw)
+    patch.original = original
+    others = holders(owner, attribute, raw)
     incision.put(owner, attribute, raw, replacement)
-    for module, name in holders:
+    for module, name in others:
         incision.put(module, name, raw, replacement)
     return incision
 
@@ -115,37 +122,3 @@ def _in_kind(patch: Patch, raw: Any) -> Any:
     if callable(raw) and not callable(new):
         raise PatchError(f"{patch.name} puts a {type(new).__name__} in the place of something callable")
     return new
-
-
-def _holders(patch: Patch, owner: Any, attribute: str, raw: Any) -> list[tuple[ModuleType, str]]:
-    """Other modules that imported the object by name and would keep calling the old one."""
-    if not isinstance(owner, ModuleType):
-        return []
-    distinct = inspect.isfunction(raw) or inspect.isclass(raw)
-    found = []
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or module is owner:
-            continue
-        for name, value in list(vars(module).items()):
-            if value is raw and (distinct or imports(module, patch.target_module, attribute, name)):
-                found.append((module, name))
-    return found
-
-
-def imports(module: ModuleType, source: str, attribute: str, name: str) -> bool:
-    """Whether a module's text imports `attribute` of `source` as `name`.
-
-    Equal numbers and strings are often one object, so for constants identity says nothing and the text decides.
-    """
-    try:
-        tree = ast.parse(inspect.getsource(module))
-    except (OSError, TypeError, SyntaxError):  # no source: a C module or a generated one, which imports no constants
-        return False
-    package = module.__name__ if hasattr(module, "__path__") else module.__name__.rpartition(".")[0]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            origin = ".".join([*base, *([node.module] if node.module else [])])
-            if origin == source and any(a.name == attribute and (a.asname or a.name) == name for a in node.names):
-                return True
-    return False

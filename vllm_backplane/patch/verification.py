@@ -6,13 +6,22 @@ import ast
 import difflib
 import hashlib
 import inspect
-import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from vllm_backplane.patch.declaration import Fingerprint, Patch
-from vllm_backplane.upstream import Resolution, Signature, SymbolIndex, fingerprint, in_range, kept_tree, mismatches
-from vllm_backplane.upstream.modules import Calling
+from vllm_backplane.upstream import (
+    Resolution,
+    Signature,
+    SymbolIndex,
+    fingerprint,
+    in_range,
+    is_beyond,
+    kept_tree,
+    mismatches,
+)
+from vllm_backplane.upstream.modules import Calling, Symbol
 from vllm_backplane.upstream.signatures import signature_of_node
 
 
@@ -25,17 +34,26 @@ class Outcome(Enum):
     INCOMPATIBLE = "incompatible"
     """It cannot take the target's place: another signature, or an attribute of a base class."""
     NOT_NEEDED = "not needed"
-    """Outside of the versions it is for."""
+    """Before the versions it is for, or taken out of them."""
+    UNEXAMINED = "not yet examined"
+    """Beyond the versions it is for: nobody has said whether this one needs it."""
     EXPIRED = "expired"
     """Its removal condition holds: it can go."""
+    BROKEN = "cannot be loaded"
+    """Its file fails, so that nothing is known of it."""
 
     @property
     def applies(self) -> bool:
-        return self in (Outcome.FITS, Outcome.TOLERATED, Outcome.DRIFTED)
+        return self in (Outcome.FITS, Outcome.TOLERATED, Outcome.DRIFTED, Outcome.UNEXAMINED)
+
+    @property
+    def stops_a_start(self) -> bool:
+        """Unless drift is only to be warned of."""
+        return self in (Outcome.DRIFTED, Outcome.UNEXAMINED)
 
     @property
     def fails_a_check(self) -> bool:
-        return self in (Outcome.DRIFTED, Outcome.MISSING, Outcome.INCOMPATIBLE, Outcome.EXPIRED)
+        return self not in (Outcome.FITS, Outcome.TOLERATED, Outcome.NOT_NEEDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +77,22 @@ def verify(patch: Patch, index: SymbolIndex, version: str) -> Verdict:
         return Verdict(
             patch.name, Outcome.EXPIRED, f"vLLM {version} needs it no more ({patch.remove_when}); remove {patch.module}"
         )
-    if not in_range(version, patch.versions):
+    beyond = is_beyond(version, patch.versions)
+    if not beyond and not in_range(version, patch.versions):
         return Verdict(patch.name, Outcome.NOT_NEEDED, f"it is for vLLM {patch.versions}, and this is {version}")
+    verdict = _verified(patch, index, version)
+    return _unexamined(patch, verdict, version) if beyond and verdict.outcome.applies else verdict
+
+
+def _unexamined(patch: Patch, verdict: Verdict, version: str) -> Verdict:
+    detail = (
+        f"it is for vLLM {patch.versions}, and nobody has examined whether {version} needs it ({verdict.detail}); "
+        f"widen 'versions' of {patch.module}, or let it expire there"
+    )
+    return replace(verdict, outcome=Outcome.UNEXAMINED, detail=detail)
+
+
+def _verified(patch: Patch, index: SymbolIndex, version: str) -> Verdict:
     target = index.resolve(patch.target_module, patch.target_name)
     if not target.is_found:
         return Verdict(
@@ -68,35 +100,66 @@ def verify(patch: Patch, index: SymbolIndex, version: str) -> Verdict:
             Outcome.MISSING,
             f"{patch.target} does not exist in vLLM {version} ({target.reason}): an assignment to it would do nothing",
         )
-    fault = _unsuitable(patch, target)
+    fault = _unsuitable(patch, index, target) or _made_on_demand(patch, index, target)
     if fault:
         return Verdict(patch.name, Outcome.INCOMPATIBLE, fault)
     return _compared(patch, index.normalised_source_of(target.module, target.qualname), version)
 
 
-def _unsuitable(patch: Patch, target: Resolution) -> str:
+def _unsuitable(patch: Patch, index: SymbolIndex, target: Resolution) -> str:
     """Why the patch cannot take the target's place, or an empty string."""
     if "." in patch.target_name and target.qualname != patch.target_name:
         return f"{patch.target} is inherited from {target.path}; patch it there"
-    symbol = target.symbol
-    ours = _signature(patch)
+    if not inspect.isclass(patch.replacement):
+        return _misfit(patch.target, target.symbol, patch.replacement, of_class="." in patch.target_name)
+    members = (
+        _misfit(f"{patch.target}.{name}", index.member(target, name).symbol, member, of_class=True)
+        for name, member in vars(patch.replacement).items()
+    )
+    return next(filter(None, members), "")
+
+
+def _misfit(name: str, symbol: Symbol | None, replacement: Any, *, of_class: bool) -> str:
+    ours = _signature(replacement)
     if symbol is None or symbol.signature is None or ours is None:
         return ""
     theirs = symbol.signature
-    if "." in patch.target_name and symbol.calling is not Calling.NOTHING:
+    if of_class and symbol.calling is not Calling.NOTHING:
         theirs, ours = theirs.without_first(), ours.without_first()
     faults = mismatches(theirs, ours)
-    return f"its signature {ours} does not fit {patch.target}{theirs}: {faults[0].what}" if faults else ""
+    return f"its signature {ours} does not fit {name}{theirs}: {faults[0].what}" if faults else ""
 
 
-def _signature(patch: Patch) -> Signature | None:
-    function = patch.replacement
+def _made_on_demand(patch: Patch, index: SymbolIndex, target: Resolution) -> str:
+    """A name that the module's ``__getattr__`` serves is not there to be replaced."""
+    first = patch.target_name.partition(".")[0]
+    content = index.module(patch.target_module)
+    if content is None or not content.is_lazy or content.star_imports:
+        return ""
+    if any(not symbol.for_type_checkers for symbol in content.names.get(first, ())):
+        return ""
+    return f"{patch.target_module} serves {first} on demand (__getattr__); it is {target.path}: patch it there"
+
+
+def _signature(function: Any) -> Signature | None:
+    """Of a live function, whether it has source or not; defaults and annotations do not matter."""
     if isinstance(function, (staticmethod, classmethod)):
         function = function.__func__
     if not inspect.isfunction(function):
         return None
-    node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    return signature_of_node(node) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
+    live = inspect.signature(function, follow_wrapped=False)
+    parameters = [
+        parameter.replace(
+            annotation=inspect.Parameter.empty,
+            default=... if parameter.default is not inspect.Parameter.empty else inspect.Parameter.empty,
+        )
+        for parameter in live.parameters.values()
+    ]
+    text = live.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+    keyword = "async def" if inspect.iscoroutinefunction(function) else "def"
+    node = ast.parse(f"{keyword} function{text}: ...").body[0]
+    assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    return signature_of_node(node)
 
 
 def _compared(patch: Patch, source: str, version: str) -> Verdict:

@@ -3,12 +3,12 @@
 `open_tree` finds the source, `SymbolIndex` says what a name in it means, and `fingerprint` whether it changed.
 """
 
-from vllm_backplane.upstream.locate import installed_tree, kept_tree, open_tree
+from vllm_backplane.upstream.locate import installed_tree, kept_tree, open_tree, published_tree, version_of
 from vllm_backplane.upstream.normal import fingerprint, normalised
 from vllm_backplane.upstream.signatures import Mismatch, Signature, mismatches
 from vllm_backplane.upstream.source import SourceError, SourceTree
 from vllm_backplane.upstream.symbols import Outcome, Resolution, SymbolIndex
-from vllm_backplane.upstream.versions import in_range, installed_version
+from vllm_backplane.upstream.versions import in_range, installed_version, is_beyond
 
 __all__ = [
     "Mismatch",
@@ -22,8 +22,11 @@ __all__ = [
     "in_range",
     "installed_tree",
     "installed_version",
+    "is_beyond",
     "kept_tree",
     "mismatches",
     "normalised",
     "open_tree",
+    "published_tree",
+    "version_of",
 ]

@@ -10,7 +10,13 @@ from packaging.version import InvalidVersion, Version
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.upstream.fetch import Progress, kept_archive, silent, source_archive
 from vllm_backplane.upstream.source import FolderTree, SdistTree, SourceTree, WheelTree
-from vllm_backplane.upstream.versions import installed_folder, installed_version, parsed
+from vllm_backplane.upstream.versions import (
+    VERSION_VARIABLE,
+    installed_folder,
+    installed_version,
+    parsed,
+    version_of_variable,
+)
 
 INSTALLED = "installed"
 
@@ -41,7 +47,12 @@ def open_tree(spec: str, progress: Progress = silent) -> SourceTree:
         ) from None
     if installed_folder() is not None and installed_version().public == version.public:
         return installed_tree()
-    return WheelTree(source_archive(version, progress), str(version))
+    return published_tree(str(version), progress)
+
+
+def published_tree(version: str, progress: Progress = silent) -> SourceTree:
+    """The vLLM of that version as it was published, fetched if it has not been before."""
+    return WheelTree(source_archive(Version(version), progress), version)
 
 
 def kept_tree(version: str) -> SourceTree | None:
@@ -59,6 +70,19 @@ def installed_tree() -> SourceTree:
             "no vLLM is installed in this environment; install one, or name a wheel, a source tree or a version"
         )
     return FolderTree(folder, str(version))
+
+
+def version_of(tree: SourceTree) -> str:
+    """What a tree says it is; for one that says nothing, what the variable says."""
+    if tree.version:
+        return str(parsed(tree.version, tree.name, "write VERSION@PATH with a version such as 0.32.0"))
+    stated = version_of_variable()
+    if stated is None:
+        raise BackplaneError(
+            f"the source tree {tree.name} does not say which version it is; write VERSION@PATH, such as 0.32.0@PATH, "
+            f"or set {VERSION_VARIABLE}"
+        )
+    return str(stated)
 
 
 def _at(path: Path, version: str = "") -> SourceTree:

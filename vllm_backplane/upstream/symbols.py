@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 import importlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from types import ModuleType
 from typing import Protocol
 
 from vllm_backplane.upstream.modules import Binds, ClassBody, ModuleSymbols, Symbol, read_module
@@ -72,7 +72,7 @@ class Ancestors:
     metaclass: Ancestors | None = None
 
 
-_MODULE_NAMES = frozenset(dir(importlib)) - {name for name in dir(importlib) if not name.startswith("__")}
+_MODULE_NAMES = frozenset(dir(ModuleType)) | {name for name in dir(importlib) if name.startswith("__")}
 _CLASS_NAMES = frozenset(dir(type)) | frozenset(dir(object))
 _OF_PYTHON = frozenset(
     {"abc", "argparse", "builtins", "collections", "collections.abc", "enum", "logging", "threading"}
@@ -146,16 +146,6 @@ class SymbolIndex:
 
     def fingerprint_of(self, module: str, qualname: str) -> str:
         return fingerprint(self.source_of(module, qualname))
-
-    def subclasses_of(self, roots: Iterable[str], candidates: Iterable[tuple[str, str]]) -> dict[tuple[str, str], bool]:
-        """Which of the candidates, given as module and qualified name, inherit from one of the roots, given as
-        ``module:Class``."""
-        wanted = set(roots)
-        result = {}
-        for module, qualname in candidates:
-            line = self.ancestors(module, qualname)
-            result[module, qualname] = line is not None and any(f"{m}:{q}" in wanted for m, q, _ in line.classes)
-        return result
 
     # --- modules
 

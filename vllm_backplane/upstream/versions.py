@@ -12,7 +12,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution,
 from importlib.util import find_spec
 from pathlib import Path
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.specifiers import InvalidSpecifier, Specifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from vllm_backplane.errors import BackplaneError
@@ -33,9 +33,9 @@ def installed_folder() -> Path | None:
 
 def installed_version() -> Version:
     """The version of the vLLM in this environment, whatever distribution it came from."""
-    stated = os.environ.get(VERSION_VARIABLE)
-    if stated:
-        return parsed(stated, f"the variable {VERSION_VARIABLE}", "set it to a version such as 0.32.0, or unset it")
+    stated = version_of_variable()
+    if stated is not None:
+        return stated
     folder = installed_folder()
     if folder is None:
         raise BackplaneError(
@@ -49,17 +49,49 @@ def installed_version() -> Version:
     return parsed(found, f"the vLLM in {folder}", f"set {VERSION_VARIABLE} to a version such as 0.32.0")
 
 
+def version_of_variable() -> Version | None:
+    stated = os.environ.get(VERSION_VARIABLE)
+    if not stated:
+        return None
+    return parsed(stated, f"the variable {VERSION_VARIABLE}", "set it to a version such as 0.32.0, or unset it")
+
+
 def in_range(version: Version | str, specifiers: str) -> bool:
-    """Whether a version satisfies `specifiers`, such as ``>=0.32,<0.33``. Development versions and local builds
-    take part: 0.32.1.dev3+g1234567 is inside that range."""
-    if isinstance(version, str):
-        version = parsed(version, "the version to compare", "use a version such as 0.32.0")
+    """Whether a version satisfies `specifiers`, such as ``>=0.32,<0.33``. Candidates, development versions and local
+    builds count as the release that they lead to: 0.32.0rc2.dev5+g1234567 is inside that range, 0.33.0rc1 is not."""
+    wanted = _specifiers(specifiers)
+    return wanted.contains(_release(version, wanted), prereleases=True)
+
+
+def is_beyond(version: Version | str, specifiers: str) -> bool:
+    """Whether a version is later than anything in the range, so that whoever wrote it cannot have known it. A version
+    before the range, or one that ``!=`` takes out of it, is not."""
+    wanted = _specifiers(specifiers)
+    release = _release(version, wanted)
+    unmet = [each for each in wanted if not each.contains(release, prereleases=True)]
+    return bool(unmet) and all(_ends_before(each, release) for each in unmet)
+
+
+def _ends_before(specifier: Specifier, version: Version) -> bool:
+    if specifier.operator in ("==", "~="):
+        return version > Version(specifier.version.removesuffix(".*"))
+    return specifier.operator in ("<", "<=")
+
+
+def _specifiers(text: str) -> SpecifierSet:
     try:
-        return SpecifierSet(specifiers).contains(version, prereleases=True)
+        return SpecifierSet(text)
     except InvalidSpecifier:
         raise BackplaneError(
-            f"{specifiers!r} is not a range of versions; write it as in a requirement, for example '>=0.32,<0.33'"
+            f"{text!r} is not a range of versions; write it as in a requirement, for example '>=0.32,<0.33'"
         ) from None
+
+
+def _release(version: Version | str, wanted: SpecifierSet) -> Version:
+    if isinstance(version, str):
+        version = parsed(version, "the version to compare", "use a version such as 0.32.0")
+    # A range that names a candidate tells candidates apart.
+    return Version(version.base_version) if version.is_prerelease and not wanted.prereleases else version
 
 
 def parsed(text: str, origin: str, remedy: str) -> Version:

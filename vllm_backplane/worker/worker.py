@@ -28,7 +28,7 @@ from vllm_backplane import compat, configuration
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
-from vllm_backplane.runtime import configured
+from vllm_backplane.runtime import configured, runtime
 from vllm_backplane.worker import ancestors, memory, sleep
 from vllm_backplane.worker.checkpoint import weight_bytes
 from vllm_backplane.worker.host_stand_ins import answer_for
@@ -40,10 +40,10 @@ logger = init_logger("vllm." + __name__)
 
 class BackplaneWorker(Worker):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        lifecycle.start(runtime().setting("patch_drift"), Process.WORKER)  # before anything of the worker runs
         super().__init__(vllm_config, *args, **kwargs)
         self.runtime = configured(vllm_config.additional_config)
         self.accelerator = self.runtime.device
-        lifecycle.start(self.runtime.setting("patch_drift"), Process.WORKER)
         compat.ask_for_kernel_overrides(current_platform)
         self.parallel_config.disable_custom_all_reduce = True  # vLLM's is CUDA inter-process memory
 

@@ -102,12 +102,25 @@ def test_exit_status_without_one(plugin, old, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["nowhere"], ["nowhere", "--vllm", "nothing"], [".", "--vllm", "0.x"], [".", "--vllm", "/dev/null"]],
+    [
+        ["nowhere"],
+        ["nowhere", "--vllm", "nothing"],
+        [".", "--vllm", "0.x"],
+        [".", "--vllm", "/dev/null"],
+        ["empty"],
+        [".", "--exclude", "*"],
+        ["README.md"],
+    ],
 )
 def test_what_cannot_be_read_is_status_2(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "README.md").touch()
+    (tmp_path / "fine.py").touch()
     assert main(["audit", *arguments]) == 2
-    assert capsys.readouterr().err.startswith("vllm-backplane: error: ")
+    told = capsys.readouterr().err
+    assert told.startswith("vllm-backplane: error: ")
+    assert "not a wheel that can be read" not in told or "/dev/null" in arguments
 
 
 def test_a_vllm_that_cannot_be_read_does_not_stop_the_others(plugin, new, tmp_path, capsys):

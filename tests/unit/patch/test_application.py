@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from vllm_backplane.errors import PatchError
-from vllm_backplane.patch import Outcome, Patch, PatchSet, Process
+from vllm_backplane.patch import Outcome, Patch, PatchSet, Process, verify
 
-from .conftest import Host
+from .conftest import FIELDS, Host
 
 
 def _apply(host: Host, *patches: Patch, **settings: Any):  # type: ignore[no-untyped-def]
@@ -31,7 +34,36 @@ def test_a_function_is_replaced_in_every_module_that_imported_it(host: Host) -> 
     assert (core.double(5), user.use(5)[:2]) == (15, (15, 15))
     theatre.undo()
     assert (core.double(5), user.use(5)[:2]) == (10, (10, 10))
-    assert tripled.original is None
+
+
+def test_undo_reaches_who_imported_the_replacement_later(host: Host) -> None:
+    core = host.module("core")
+
+    @host.patch("core:double")
+    def tripled(x, *, by=2):  # type: ignore[no-untyped-def]
+        return tripled.original(x, by=by) + x
+
+    limit = host.patch("core:LIMIT").value("limit", 99, __name__)
+    theatre = _apply(host, tripled, limit)
+    user = host.module("user")
+    kept = [core.double]
+    assert user.use(5)[:3] == (15, 15, 99)
+    theatre.undo()
+    assert user.use(5)[:4] == (10, 10, 7, 7)
+    assert (user.double, user.twice) == (core.double, core.double)
+    assert kept[0](5) == 15  # a reference that nobody can find still works
+
+
+def test_a_module_that_defines_the_replacement_keeps_it(host: Host) -> None:
+    """Found by identity it would be rebound like who imported it."""
+    host.module("core")
+    (host.folder / "ours.py").write_text("def ours(x, *, by=2):\n    return 'ours'\n")
+    ours = host.module("ours")
+    theatre = _apply(host, host.patch("core:double")(ours.ours))
+    user = host.module("user")
+    assert user.use(1)[:2] == ("ours", "ours")
+    theatre.undo()
+    assert (user.use(1)[:2], ours.ours(1)) == ((2, 2), "ours")
 
 
 def test_methods_of_every_kind(host: Host) -> None:
@@ -112,6 +144,53 @@ def test_a_constant_is_rebound_where_it_was_imported_and_nowhere_else(host: Host
     assert (core.LIMIT, user.LIMIT) == (7, 7)
 
 
+def test_constants_and_wrapped_functions_are_followed_through_re_exports_and_stars(host: Host) -> None:
+    (host.folder / "core.py").write_text(
+        "import functools\nfrom enum import Enum\n"
+        "LIMIT = 7\nTABLE = {}\nNUMBER = int\n"
+        "class Mode(Enum):\n    A = 1\nMODE = Mode.A\n"
+        "@functools.cache\ndef answer():\n    return 42\n"
+    )
+    (host.folder / "__init__.py").write_text("from .core import LIMIT as MOST, answer\nSEVEN = 7\n")
+    (host.folder / "stars.py").write_text("from .core import *\nOTHER = 7\nOTHER_MODE = Mode.A\n")
+    (host.folder / "far.py").write_text(
+        "if True:\n    from host_package import MOST as FAR, answer as asked\n"
+        "from host_package.stars import LIMIT, TABLE\n"
+        "def f():\n    from host_package.core import LIMIT as LOCAL\nLOCAL = 7\n"
+    )
+    core, stars, far, package = (
+        host.module("core"),
+        host.module("stars"),
+        host.module("far"),
+        sys.modules["host_package"],
+    )
+
+    def state() -> list[Any]:
+        numbers = [core.LIMIT, package.MOST, stars.LIMIT, far.FAR, far.LIMIT]
+        return [*numbers, *(m() for m in (core.answer, package.answer, stars.answer, far.asked)), far.TABLE, stars.MODE]
+
+    before = state()
+
+    @host.patch("core:answer")
+    def answering():  # type: ignore[no-untyped-def]
+        return answering.original() + 1
+
+    theatre = _apply(
+        host,
+        answering,
+        host.patch("core:LIMIT").value("limit", 99, __name__),
+        host.patch("core:TABLE").value("table", {1: 2}, __name__),
+        host.patch("core:NUMBER").value("number", bool, __name__),
+        host.patch("core:MODE").value("mode", "b", __name__),
+    )
+    assert state() == [99] * 5 + [43] * 4 + [{1: 2}, "b"]
+    assert (package.SEVEN, stars.OTHER, far.LOCAL, stars.OTHER_MODE) == (7, 7, 7, core.Mode.A)
+    assert (stars.NUMBER, int("3")) == (bool, 3)  # who holds int for another reason keeps it
+    theatre.undo()
+    assert state() == before
+    assert (stars.NUMBER, bool("3")) == (int, True)
+
+
 def test_applying_twice_is_applying_once(host: Host) -> None:
     core = host.module("core")
 
@@ -121,6 +200,9 @@ def test_applying_twice_is_applying_once(host: Host) -> None:
 
     theatre = _apply(host, one_more)
     theatre.apply(PatchSet((one_more,)), Process.WORKER)
+    assert core.double(1) == 3
+    with pytest.raises(PatchError, match="in its place already"):
+        _apply(host, one_more)  # by someone else, who does not know of the first
     assert core.double(1) == 3
 
 
@@ -179,6 +261,43 @@ def test_a_signature_that_does_not_fit_is_refused(host: Host, source: str, tmp_p
     finally:
         sys.path.remove(str(tmp_path))
         del sys.modules["replacement_module"]
+
+
+def test_a_replacement_without_source_is_compared_all_the_same(host: Host) -> None:
+    made: dict[str, Any] = {}
+    exec("def wrong(x): ...\ndef right(x, *, by=2): return 'right'", made)
+    with pytest.raises(PatchError, match="does not fit"):
+        _apply(host, host.patch("core:double")(made["wrong"]))
+    functions = [lambda x: 0, lambda x, *, by=2: "lambda"]
+    with pytest.raises(PatchError, match="does not fit"):
+        _apply(host, host.patch("core:double")(functions[0]))
+    for right, said in ((made["right"], "right"), (functions[1], "lambda")):
+        theatre = _apply(host, host.patch("core:double")(right))
+        assert host.module("core").double(1) == said
+        theatre.undo()
+
+
+def test_the_methods_of_a_class_have_to_fit_too(host: Host) -> None:
+    core = host.module("core")
+
+    class Narrow(core.Engine):  # type: ignore[misc,name-defined]
+        def run(self, x):  # type: ignore[no-untyped-def]
+            return x
+
+    with pytest.raises(PatchError, match=r"does not fit host_package\.core:Engine\.run"):
+        _apply(host, host.patch("core:Engine")(Narrow))
+
+
+def test_a_name_that_is_served_on_demand_is_refused_before_the_start(host: Host) -> None:
+    (host.folder / "__init__.py").write_text(
+        "import typing\nif typing.TYPE_CHECKING:\n    from .core import double\n"
+        "def __getattr__(name):\n    from . import core\n    return getattr(core, name)\n"
+    )
+    known = {"1.0": host.fingerprint("host_package.core:double")}
+    patch = Patch(target="host_package:double", fingerprints=known, **FIELDS)(lambda x, *, by=2: 0)
+    verdict = verify(patch, host.index, "1.0")
+    assert verdict.outcome is Outcome.INCOMPATIBLE
+    assert "it is host_package.core:double: patch it there" in verdict.detail
 
 
 def test_two_patches_on_one_target_need_an_order(host: Host) -> None:
@@ -249,18 +368,57 @@ def test_a_patch_may_tolerate_change_and_says_why(host: Host) -> None:
 
 @pytest.mark.parametrize(
     ("version", "outcome"),
-    [("1.0", Outcome.FITS), ("1.5.dev3+gabc", Outcome.FITS), ("2.0", Outcome.NOT_NEEDED), ("1.9", Outcome.EXPIRED)],
+    [
+        ("1.0", Outcome.FITS),
+        ("1.0rc2.dev5+gabc", Outcome.FITS),
+        ("1.5.dev3+gabc", Outcome.FITS),
+        ("0.9", Outcome.NOT_NEEDED),
+        ("1.7.1", Outcome.NOT_NEEDED),
+        ("1.9", Outcome.EXPIRED),
+    ],
 )
 def test_versions_decide(host: Host, version: str, outcome: Outcome) -> None:
     host.version = version
 
-    @host.patch("core:double", expires=">=1.9,<2")
+    @host.patch("core:double", versions=">=1,<2,!=1.7.*", expires=">=1.9,<2")
     def versioned(x, *, by=2):  # type: ignore[no-untyped-def]
         return 0
 
     theatre = _apply(host, versioned)
     assert theatre.verdicts["versioned"].outcome is outcome
     assert (host.module("core").double(1) == 0) is outcome.applies
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.0rc1", "3.1.dev1+gabc"])
+def test_a_version_that_nobody_examined_stops_the_start(
+    host: Host, version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.version = version
+
+    @host.patch("core:double")
+    def doubled(x, *, by=2):  # type: ignore[no-untyped-def]
+        return 0
+
+    with pytest.raises(PatchError) as caught:
+        _apply(host, doubled)
+    told = str(caught.value)
+    assert f"it is for vLLM >=1,<2, and nobody has examined whether {version} needs it" in told
+    assert "the target is as in vLLM 1.0" in told
+    assert "Install a vLLM that is >=1,<2, or" in told
+    assert "BACKPLANE_PATCH_DRIFT=warn" in told
+    assert host.module("core").double(1) == 2
+    theatre = _apply(host, doubled, drift="warn")
+    assert theatre.verdicts["doubled"].outcome is Outcome.UNEXAMINED
+    assert "nobody has examined" in caplog.text
+    assert host.module("core").double(1) == 0
+
+
+def test_a_target_that_an_unexamined_version_has_no_more_is_missing_there(host: Host) -> None:
+    host.version = "2.0"
+    known = {"1.0": host.fingerprint("host_package.core:double")}
+    gone = host.patch("core:dubble", fingerprints=known)(lambda x: x)
+    with pytest.raises(PatchError, match=r"does not exist in vLLM 2\.0"):
+        _apply(host, gone, drift="warn")
 
 
 def test_a_patch_for_one_feature_waits_for_its_module_and_fails_alone(host: Host) -> None:
@@ -303,6 +461,99 @@ def test_a_feature_that_is_there_already_fails_after_the_others_are_applied(host
     assert (core.double(1), late.feature()) == (0, "plain")
 
 
+def test_one_that_fails_stops_none_of_the_others(host: Host) -> None:
+    core, late = host.module("core"), host.module("late")
+    wrong = {"1.0": "0123456789abcdef 0123"}
+    failing = [
+        host.patch("late:feature", on_import=True, fingerprints=wrong),
+        host.patch("core:Engine.helper", fingerprints=wrong),
+    ]
+    failing[0](lambda: 0).name = "feature"
+    failing[1](lambda x: 0).name = "helper"
+
+    @host.patch("core:Engine.run", on_import=True)
+    def running(self, x, flag=False):  # type: ignore[no-untyped-def]
+        return "patched"
+
+    @host.patch("core:double")
+    def doubled(x, *, by=2):  # type: ignore[no-untyped-def]
+        return 0
+
+    with pytest.raises(PatchError, match=r"(?s)patch helper: .*patch feature: "):
+        _apply(host, *failing, running, doubled)
+    assert (core.double(1), core.Engine().run(1)) == (0, "patched")
+    assert (late.feature(), core.Engine.helper(1)) == ("plain", 2)
+
+
+HALF = """
+import host_package_hook
+from host_package.core import double
+host_package_hook.meet()
+
+def feature():
+    return "plain"
+
+if host_package_hook.fails:
+    raise RuntimeError("half way")
+"""
+
+
+@pytest.fixture
+def hook(host: Host) -> Iterator[Any]:
+    """Called by the module 'late' when half of it has been imported."""
+    hook = ModuleType("host_package_hook")
+    hook.meet, hook.fails = lambda: None, False  # type: ignore[attr-defined]
+    sys.modules[hook.__name__] = hook
+    (host.folder / "late.py").write_text(HALF)
+    yield hook
+    del sys.modules[hook.__name__]
+
+
+def test_a_module_that_is_half_way_through_its_import_is_patched_at_its_end(host: Host, hook: Any) -> None:
+    @host.patch("late:feature")
+    def feature():  # type: ignore[no-untyped-def]
+        return "patched"
+
+    theatre = host.theatre()
+    seen = []
+
+    def meet() -> None:
+        for _ in range(2):
+            theatre.apply(PatchSet((feature,)), Process.WORKER)
+            seen.append(theatre.told())
+
+    hook.meet = meet
+    assert host.module("late").feature() == "patched"
+    assert seen == [["feature waits for its module"]] * 2
+    assert theatre.told() == ["feature applied"]
+    assert type(host.module("late").__spec__) is ModuleSpec
+    theatre.undo()
+    assert host.module("late").feature() == "plain"
+
+
+def test_an_import_that_fails_half_way_is_waited_for_again(host: Host, hook: Any) -> None:
+    @host.patch("late:feature")
+    def feature():  # type: ignore[no-untyped-def]
+        return "patched"
+
+    hook.meet, hook.fails = lambda: _apply(host, feature), True
+    with pytest.raises(RuntimeError, match="half way"):
+        host.module("late")
+    hook.meet, hook.fails = lambda: None, False
+    assert host.module("late").feature() == "patched"
+
+
+def test_a_patch_that_fails_at_the_end_of_an_import_fails_the_next_one_too(host: Host, hook: Any) -> None:
+    known = {"1.0": "0123456789abcdef 0123"}
+    feature = host.patch("late:feature", fingerprints=known, on_import=True)(lambda: 0)
+    theatre = host.theatre()
+    hook.meet = lambda: theatre.apply(PatchSet((feature,)), Process.WORKER)
+    for _ in range(2):
+        with pytest.raises(PatchError, match="not what the patch was written against"):
+            host.module("late")
+        hook.meet = lambda: None
+
+
 def test_undo_before_the_module_is_there(host: Host) -> None:
     @host.patch("late:feature")
     def feature():  # type: ignore[no-untyped-def]
@@ -342,3 +593,23 @@ def test_undo_refuses_to_discard_a_change_made_since(host: Host) -> None:
     core.double = lambda x: 1
     with pytest.raises(PatchError, match="was changed again since"):
         theatre.undo()
+
+
+def test_an_undo_that_fails_forgets_nothing(host: Host) -> None:
+    core = host.module("core")
+
+    @host.patch("core:double")
+    def mine(x, *, by=2):  # type: ignore[no-untyped-def]
+        return mine.original(x, by=by) + 1
+
+    theatre = _apply(host, mine)
+    patched = core.double
+    core.double = lambda x: patched(x) * 10
+    for _ in range(2):
+        with pytest.raises(PatchError, match="was changed again since"):
+            theatre.undo()
+        theatre.apply(PatchSet((mine,)), Process.WORKER)  # applied is applied: it must not come to call itself
+        assert core.double(1) == 30
+    core.double = patched
+    theatre.undo()
+    assert core.double(1) == 2

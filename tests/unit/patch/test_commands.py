@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 
 from vllm_backplane.cli import main
+from vllm_backplane.errors import PatchError
 from vllm_backplane.patch import PatchSet, take_fingerprint
 from vllm_backplane.upstream import SymbolIndex, installed_tree
+from vllm_backplane.upstream.versions import installed_folder
 
 TARGET = "vllm.v1.engine.core:EngineCore.step"
 PATCH = """
@@ -131,13 +134,107 @@ def test_check_finds_a_missing_target_in_a_tree(
     assert (status, checked["patches"][0]["outcome"]) == (1, "missing")
 
 
-@pytest.mark.parametrize(("version", "status", "outcome"), [("0.32.9", 1, "expired"), ("0.31.0", 0, "not needed")])
+@pytest.mark.parametrize(
+    ("version", "status", "outcome"),
+    [
+        ("0.32.9", 1, "expired"),
+        ("0.31.0", 0, "not needed"),
+        ("0.32.0rc1", 0, "fits"),
+        ("0.33.0", 1, "not yet examined"),
+        ("0.33.0rc1", 1, "not yet examined"),
+    ],
+)
 def test_check_says_which_can_go(
     capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path, version: str, status: int, outcome: str
 ) -> None:
+    file = tmp_path / "site" / package / "engine" / "patch_core.py"
+    file.write_text(file.read_text().replace('expires=">=0.32.9"', 'expires="==0.32.9"'))
     wheel = _wheel(tmp_path, "def step(self)", "def step(self)", version)
     got, checked = _run(capsys, "check", "--package", package, "--vllm", str(wheel))
     assert (got, checked["patches"][0]["outcome"]) == (status, outcome)
+
+
+def test_what_new_writes_fails_a_check_of_the_next_version(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Otherwise a patch would be skipped in silence from then on."""
+    where = ("--root", str(tmp_path), "--package", "fresh.patches")
+    assert _run(capsys, "new", "vllm.utils.mem_constants:GB_bytes", "--process", "engine", *where, *EXPLAINED)[0] == 0
+    for version, status in (("0.32.0", 0), ("0.33.0", 1), ("0.40.0", 1)):
+        spec = f"{version}@{installed_folder()}"
+        done = _python(tmp_path, COMMAND, "patches", "check", "--package", "fresh.patches", "--vllm", spec)
+        assert done.returncode == status, done.stdout + done.stderr
+    assert "not yet examined" in done.stdout
+
+
+COMMAND = "import sys; from vllm_backplane.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def test_a_package_without_patches_is_an_error(
+    capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path
+) -> None:
+    def told(name: str) -> str:
+        assert main(["patches", "check", "--package", name]) == 1
+        return capsys.readouterr().err
+
+    assert "json has no patches" in told("json")
+    assert "there is no package 'nope'" in told("nope")
+    assert "the package 'nope.nowhere' cannot be imported" in told("nope.nowhere")
+    assert "there is no package 'this'" in told("this")  # a module
+    folder = tmp_path / "site" / package
+    (folder / "workers").mkdir()
+    (folder / "workers" / "patch_core.py").touch()
+    assert "some_patches.workers.patch_core is in no folder of a process" in told(package)
+    (folder / "workers" / "patch_core.py").rename(folder / "patch_core.py")
+    assert "some_patches.patch_core lies beside the folders" in told(package)
+    (folder / "patch_core.py").rename(folder / "engine" / "core.py")
+    assert "some_patches.engine.core is not called patch_<module>" in told(package)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import no_such_module_anywhere", "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
+        ("def broken(:", "SyntaxError: "),
+        ("x = 1", "declares no patch"),
+        ("# \0", "cannot be loaded"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_a_row_and_the_rest_goes_on(
+    capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path, text: str, reason: str
+) -> None:
+    (tmp_path / "site" / package / "engine" / "patch_broken.py").write_text(text)
+    status, checked = _run(capsys, "check", "--package", package)
+    assert status == 1
+    assert [(row["name"], row["outcome"]) for row in checked["patches"]] == [
+        ("stepping", "fits"),
+        ("some_patches.engine.patch_broken", "cannot be loaded"),
+    ]
+    assert reason in checked["patches"][1]["detail"]
+    assert main(["patches", "list", "--package", package]) == 1
+    listed = capsys.readouterr()
+    assert "stepping" in listed.out
+    assert reason in listed.err
+    assert main(["patches", "show", "stepping", "--package", package]) == 0
+    assert main(["patches", "docs", "--package", package]) == 1
+    with pytest.raises(PatchError, match=re.escape(reason)):
+        PatchSet.of_package(package)
+
+
+def test_a_tree_that_does_not_say_its_version(
+    capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zipfile.ZipFile(_wheel(tmp_path, "def step(self)", "def step(self)")) as archive:
+        archive.extractall(tmp_path / "tree")
+    for file in tmp_path.glob("tree/*.dist-info/*"):
+        file.unlink()
+    tree = str(tmp_path / "tree")
+    assert main(["patches", "check", "--package", package, "--vllm", tree]) == 1
+    told = capsys.readouterr().err
+    assert tree in told
+    assert "VERSION@PATH" in told
+    assert "VLLM_VERSION" in told
+    assert _run(capsys, "check", "--package", package, "--vllm", f"0.32.0@{tree}")[0] == 0
+    monkeypatch.setenv("VLLM_VERSION", "0.32.0")
+    assert _run(capsys, "check", "--package", package, "--vllm", tree)[0] == 0
 
 
 def test_diff_shows_what_changed(capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path) -> None:
@@ -148,6 +245,33 @@ def test_diff_shows_what_changed(capsys: pytest.CaptureFixture[str], package: st
     assert any(line.startswith("-") and "has_requests" in line for line in told["diff"])
 
 
+def test_diff_does_not_take_an_edited_tree_for_what_it_was(package: str, tmp_path: Path) -> None:
+    """An edited vLLM keeps its version. The published one is in the cache."""
+    old, new = "if not self.scheduler.has_requests():", "if self.scheduler.has_no_requests():"
+    with zipfile.ZipFile(_wheel(tmp_path, old, new)) as archive:
+        archive.extractall(tmp_path / "edited")
+    kept = tmp_path / "cache" / "vllm-sources" / "vllm-0.32.0.zip"
+    kept.parent.mkdir(parents=True)
+    _wheel(tmp_path, old, old).rename(kept)
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "edited"), *sys.path]),
+        "BACKPLANE_CACHE": str(tmp_path / "cache"),
+        "VLLM_VERSION": "0.32.0",
+    }
+
+    def diff() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", COMMAND, "patches", "diff", "stepping", "--package", package]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+
+    done = diff()
+    assert [line[:1] for line in done.stdout.splitlines() if "requests():" in line] == ["-", "+"], done.stderr
+    _wheel(tmp_path, old, "if self.something_else:").rename(kept)
+    done = diff()
+    assert done.returncode == 1
+    assert "is not that of vllm.v1.engine.core:EngineCore.step as it was published" in done.stderr
+
+
 def test_docs_have_every_field(capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path) -> None:
     status, told = _run(capsys, "docs", "--package", package)
     assert status == 0
@@ -156,6 +280,43 @@ def test_docs_have_every_field(capsys: pytest.CaptureFixture[str], package: str,
     page = tmp_path / "page.md"
     assert main(["patches", "docs", "--package", package, "--output", str(page)]) == 0
     assert page.read_text() == told["page"]
+    page.unlink()
+    assert _run(capsys, "docs", "--package", package, "--output", str(page)) == (0, told)
+    assert page.read_text() == told["page"]
+    assert main(["patches", "docs", "--package", package, "--output", str(page / "below")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_new_refuses_what_could_not_be_imported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["patches", "new", "vllm.utils.mem_constants:GB_bytes", "--process", "engine"]
+    (tmp_path / "file").touch()
+    for more, told in (
+        (["--root", str(tmp_path), "--package", "my-plugin.x"], "'my-plugin.x' is not the dotted name of a package"),
+        (["--root", str(tmp_path), "--package", "p", "--upstream", "u"], "neither a link"),
+        (["--root", str(tmp_path / "file"), "--package", "p"], "cannot write below"),
+    ):
+        assert main([*arguments, *more]) == 1
+        assert told in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    why = 'it says """no""" and \\ and "quotes"'
+    assert main([*arguments, "--root", str(tmp_path), "--package", "p", "--why", why]) == 0
+    ast.parse((tmp_path / "p" / "engine" / "patch_mem_constants.py").read_text())
+
+
+def test_a_reader_that_has_seen_enough(package: str, tmp_path: Path) -> None:
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
+    child = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "patches", "show", "stepping", "--package", package],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.stderr is not None
+    assert child.stderr.read() == ""
+    assert child.wait() == 141
 
 
 def test_new_writes_a_patch_that_cannot_be_imported_before_it_is_explained(
@@ -326,4 +487,34 @@ def test_our_own_patches_are_documented_counted_and_tested() -> None:
     for patch in own.patches:
         stem = patch.module.rpartition(".")[2]
         for test in (f"tests/unit/patch/test_{stem}.py", f"tests/e2e/test_{stem}_running.py"):
-            assert (root / test).exists(), f"{patch.name} has no {test}"
+            assert patch.name in _tested(root / test), f"{test} has no test of {patch.name}"
+
+
+def _tested(path: Path) -> set[str]:
+    """The names that a file mentions, if it has a test."""
+    tree = ast.parse(path.read_text()) if path.exists() else ast.Module([], [])
+    nodes = list(ast.walk(tree))
+    tests = [n for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
+    if not any(isinstance(node, ast.Assert) for test in tests for node in ast.walk(test)):
+        return set()
+    texts = [n.id for n in nodes if isinstance(n, ast.Name)]
+    texts += [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return {word for text in texts for word in re.findall(r"\w+", text)}
+
+
+@pytest.mark.parametrize(
+    ("text", "tested"),
+    [
+        ("def test_it():\n    assert mine()\n", True),
+        ("def test_it():\n    assert 'mine applied'\n", True),
+        ("def test_it():\n    assert other()\n", False),
+        ("def test_it():\n    mine()\n", False),
+        ("mine()\n", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_patch_without_a_test_of_its_own_is_noticed(tmp_path: Path, text: str | None, tested: bool) -> None:
+    if text is not None:
+        (tmp_path / "test_patch.py").write_text(text)
+    assert ("mine" in _tested(tmp_path / "test_patch.py")) is tested

@@ -45,6 +45,8 @@ def test_a_missing_field_is_an_error(field: str) -> None:
         ({"upstream": "none:"}, "neither a link"),
         ({"fingerprints": {}}, "no fingerprints"),
         ({"fingerprints": {"0.32.0": "xyz"}}, "not a fingerprint"),
+        ({"fingerprints": {"newest": "0123456789abcdef"}}, "'newest' is not the version"),
+        ({"expires": " "}, "expires is empty"),
         ({"tolerates_change": " "}, "tolerates_change is empty"),
     ],
 )

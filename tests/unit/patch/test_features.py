@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,7 @@ host_package_loads.names.append(__name__)
     remove_when="never",
     fingerprints={{"1.0": "{fingerprint}"}},
     on_import={on_import},
+    after={after!r},
 )
 def {name}(*args, **kwargs):
     return "patched", {name}.original(*args, **kwargs)
@@ -47,10 +49,11 @@ def put(host: Host, tmp_path: Path) -> Iterator[Put]:
     (folder.parent / "__init__.py").touch()
     (tmp_path / "host_package_loads.py").write_text("names = []\n")
 
-    def write(target: str, name: str, *, on_import: bool = True, extra: str = "", fingerprint: str = "") -> None:
+    def write(target: str, name: str, *, file: str = "", fingerprint: str = "", **fields: Any) -> None:
         known = fingerprint or host.fingerprint(f"host_package.{target}")
-        text = PATCH.format(target=target, name=name, on_import=on_import, extra=extra, fingerprint=known)
-        (folder / f"patch_{name}.py").write_text(text)
+        given = {"on_import": True, "extra": "", "after": None, **fields}
+        text = PATCH.format(target=target, name=name, fingerprint=known, **given)
+        (folder / f"patch_{file or name}.py").write_text(text)
 
     yield write
     for name in [name for name in sys.modules if name.startswith(("feature_patches", "host_package_loads"))]:
@@ -111,6 +114,48 @@ def test_a_rival_is_found_when_it_is_loaded(host: Host, put: Put) -> None:
         host.module("late")
     with pytest.raises(PatchError, match=r"several patches on host_package\.late:feature"):
         PatchSet.of_package("feature_patches")  # as 'patches check' sees them
+
+
+def test_rivals_that_are_both_left_for_their_feature_are_found(host: Host, put: Put) -> None:
+    put("late:feature", "one")
+    put("late:feature", "two")
+    put("core:double", "other")
+    theatre = _start(host)
+    for _ in range(2):
+        with pytest.raises(PatchError, match=r"several patches on host_package\.late:feature"):
+            host.module("late")
+    assert not theatre.incisions
+    assert host.module("core").double(1) == ("patched", 2)  # of no concern to another feature
+
+
+@pytest.mark.parametrize("first", ["one", "always"])
+def test_an_order_holds_among_files_of_a_feature(host: Host, put: Put, first: str) -> None:
+    put("late:feature", first, on_import=first != "always")
+    put("late:feature", "next", file="a_comes_before_it", after=first)
+    theatre = _start(host)
+    late = host.module("late")
+    assert late.feature() == ("patched", ("patched", "plain"))
+    assert list(theatre.incisions) == [first, "next"]
+    theatre.undo()
+    assert late.feature() == "plain"
+
+
+def test_a_namesake_is_found_when_it_is_loaded(host: Host, put: Put) -> None:
+    put("late:feature", "same", file="one")
+    put("core:double", "same", file="two")
+    _start(host)
+    assert host.module("late").feature() == ("patched", "plain")
+    with pytest.raises(PatchError, match="two patches are called 'same'"):
+        host.module("core")
+
+
+def test_files_of_one_feature_fail_by_themselves(host: Host, put: Put) -> None:
+    put("core:double", "broken", extra="import no_such_module_anywhere")
+    put("core:Engine.run", "run")
+    core = host.module("core")
+    with pytest.raises(PatchError, match="no_such_module_anywhere"):
+        _start(host)
+    assert (core.double(1), core.Engine().run(1)) == (2, ("patched", ("run", 1, False)))
 
 
 def test_every_command_sees_every_patch(host: Host, put: Put, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from packaging.version import Version
 
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.upstream import in_range, installed_version
+from vllm_backplane.upstream import in_range, installed_version, is_beyond
 from vllm_backplane.upstream.versions import stated_version
 
 
@@ -81,7 +81,12 @@ def test_a_folder_that_only_has_the_name_is_not_taken(tmp_path):
         ("0.32.1.dev3+g1234567", ">=0.32,<0.33", True),
         ("0.32.1rc2", ">=0.32,<0.33", True),
         ("0.32.0+cpu", "==0.32.0", True),
+        ("0.32.0rc2.dev5+g1234567", ">=0.32,<0.33", True),
+        ("0.32.0.dev1", ">=0.32,<0.33", True),
+        ("0.32.0rc1", ">=0.32.0rc2", False),
         ("0.33.0.dev1", ">=0.32,<0.33", False),
+        ("0.33.0rc1", ">=0.32,<0.33", False),
+        ("0.33.0rc1", ">=0.33,<0.34", True),
         ("0.33.0", ">=0.32,<0.33", False),
         ("0.31.9", ">=0.32,<0.33", False),
         ("0.9.0", ">=0.10", False),
@@ -90,6 +95,27 @@ def test_a_folder_that_only_has_the_name_is_not_taken(tmp_path):
 def test_ranges(version, specifiers, inside):
     assert in_range(version, specifiers) is inside
     assert in_range(Version(version), specifiers) is inside
+
+
+@pytest.mark.parametrize(
+    ("version", "specifiers", "beyond"),
+    [
+        ("0.33.0", ">=0.32,<0.33", True),
+        ("0.33.0rc1", ">=0.32,<0.33", True),
+        ("0.32.5", ">=0.32,<0.33", False),
+        ("0.31.0", ">=0.32,<0.33", False),
+        ("0.32.1", ">=0.30,<0.33,!=0.32.*", False),
+        ("0.33.0", ">=0.30,<0.33,!=0.32.*", True),
+        ("0.33.0", "==0.32.*", True),
+        ("0.31.0", "==0.32.*", False),
+        ("0.33.0", "~=0.32.0", True),
+        ("0.31.0", "~=0.32.0", False),
+        ("0.32.1", "<=0.32.0", True),
+        ("9.0", ">=0.32", False),
+    ],
+)
+def test_what_is_later_than_a_range(version, specifiers, beyond):
+    assert is_beyond(version, specifiers) is beyond
 
 
 def test_a_wrong_range_names_a_right_one():

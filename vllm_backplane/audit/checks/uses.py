@@ -34,6 +34,8 @@ def check(context: Context) -> Iterator[Finding]:
             continue
         if name in context.plugin.names_registered:
             continue
+        if owner == VARIABLES and name in context.plugin.variables_declared:
+            continue
         swallowed, has_alternative = context.judge.swallowed(fact.place, "AttributeError")
         if swallowed and has_alternative:
             continue
