@@ -26,6 +26,10 @@ class OperatorError(BackplaneError):
     """An operator was declared, implemented or changed in a way that is not allowed."""
 
 
+class NumericFault(BackplaneError):
+    """The numeric guard found values that are not finite; the message names the module they first came out of."""
+
+
 class PatchError(BackplaneError):
     """A patch is declared badly, or does not fit the vLLM it meets."""
 
