@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 Tensors = list[torch.Tensor]
 
-_c10d: Any = dist  # its stubs lack some of what is there
+_c10d: Any = torch._C._distributed_c10d  # its stubs lack some of what is there
 
 
 class _Work(dist.Work):
@@ -124,7 +124,7 @@ class StagedProcessGroup(dist.ProcessGroup):
         ]
         return _Work([work], (staged_in, staged_out), _up(pairs))
 
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         staged_in = _down(input)
         staged_out = torch.empty((self.size(), *input.shape), dtype=input.dtype)
         work = self._gloo.allgather([list(staged_out.unbind(0))], [staged_in], _c10d.AllgatherOptions())
@@ -156,13 +156,13 @@ class StagedProcessGroup(dist.ProcessGroup):
             pairs.append((output, wholes[self.rank()]))
         return _Work(works, staged, _up(pairs))
 
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         staged = _down(input)
         work = self._gloo.allreduce([staged], _reduction(opts or dist.ReduceScatterOptions()))
         piece = staged.view(self.size(), *output.shape)[self.rank()]
         return _Work([work], staged, _up([(output, piece)]))
 
-    def alltoall_base(
+    def all_to_all_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
@@ -175,6 +175,11 @@ class StagedProcessGroup(dist.ProcessGroup):
             staged_out, staged_in, output_sizes, input_sizes, opts or dist.AllToAllOptions()
         )
         return _Work([work], (staged_in, staged_out), _up([(output, staged_out)]))
+
+    # Their names before PyTorch 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         staged = [_down(tensor) for tensor in tensors]
