@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from vllm_backplane import ops
+from vllm_backplane.errors import NumericFault
 from vllm_backplane.ops.tally import FIELDS, FLOATS
 from vllm_backplane.worker import numeric_report
 
@@ -92,6 +93,7 @@ class NumericGuard:
         self._tables: list[torch.Tensor] = []
         self._seen: list[Seen] = []
         self._calls: list[tuple[str, range]] = []
+        self._fault: NumericFault | None = None
         self._tokens: int | None = None
         self._rows_of_step: Callable[[], int | None] | None = None
         self._handles = []
@@ -134,7 +136,13 @@ class NumericGuard:
         if first is None:
             return
         tallies = [numeric_report.Tally(*row) for row in table[: first + 1].tolist()]
-        raise numeric_report.fault(self, self._seen, tallies, first, requests)
+        self._fault = numeric_report.fault(self, self._seen, tallies, first, requests)
+        raise self._fault
+
+    def insist(self) -> None:
+        """Raise the fault that was found, if one was: nothing is computed after it."""
+        if self._fault is not None:
+            raise self._fault
 
     # --- looking ------------------------------------------------------------------------------------------------------
 

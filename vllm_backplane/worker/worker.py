@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -170,6 +170,7 @@ class BackplaneWorker(Worker):
         """A step. With the guard, its results go on only if every module's output was finite."""
         if self.guard is None:
             return super().execute_model(scheduler_output)
+        self.guard.insist()
         self.guard.begin(scheduler_output.total_num_scheduled_tokens, rows_of_step)
         try:
             output = super().execute_model(scheduler_output)
@@ -178,6 +179,13 @@ class BackplaneWorker(Worker):
             raise
         self.guard.finish(tokens_by_request(self.model_runner, scheduler_output))
         return output
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        """With scheduling ahead, vLLM looks at what became of this call and not of the one before."""
+        if self.guard is not None:
+            self.guard.insist()
+        return super().sample_tokens(grammar_output)
 
     # --- memory -----------------------------------------------------------------------------------------------
 

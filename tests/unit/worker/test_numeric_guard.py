@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -227,6 +228,19 @@ def test_runs_that_are_no_steps_are_not_looked_at() -> None:
     guard.begin(TOKENS, lambda: TOKENS)
     model(torch.zeros(TOKENS, WIDTH))
     guard.finish()
+
+
+def test_a_fault_stays() -> None:
+    model = Model()
+    guard = NumericGuard(model, torch.device("cpu"), "here", parts=True)
+    guard.insist()
+    model.norm.plant = put((0, 0))
+    guard.begin(TOKENS, lambda: TOKENS)
+    model(torch.zeros(TOKENS, WIDTH))
+    with pytest.raises(NumericFault, match=r"that of norm \(Part\)") as found:
+        guard.finish()
+    with pytest.raises(NumericFault, match=re.escape(str(found.value))):
+        guard.insist()
 
 
 def test_more_tensors_than_a_table_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
