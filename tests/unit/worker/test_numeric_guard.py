@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from vllm_backplane.device import Device, MemoryInfo, Probe
+from vllm_backplane.devices.cpu import CpuDevice
 from vllm_backplane.errors import NumericFault
 from vllm_backplane.worker import numeric_guard
 from vllm_backplane.worker.numeric_guard import NumericGuard, borders
@@ -258,3 +260,18 @@ def test_hooks_do_not_change_results() -> None:
     guard.begin(TOKENS, lambda: TOKENS)
     assert torch.equal(model(x), expected)
     guard.finish()
+
+
+def test_a_device_that_checks_no_copies_says_why() -> None:
+    class Bare(Device):
+        name, torch_type, dispatch_key = "bare", "cpu", "CPU"
+
+        @classmethod
+        def probe(cls) -> Probe:
+            return Probe(available=True, count=1)
+
+        def memory(self, index: int = 0) -> MemoryInfo:
+            return MemoryInfo(total=1, free=1)
+
+    assert Bare().check_copies() == "the device does not offer it (Device.check_copies)"
+    assert "nothing is copied" in (CpuDevice().check_copies() or "")
