@@ -1,22 +1,23 @@
-"""The numeric guard under real vLLM on the simulated NPU: injected faults are named, clean runs stay as they are."""
+"""The numeric guard under real vLLM: faults are named, clean runs stay as they are.
+
+The simulated NPU injects its own; the cpu device has none to inject, and is given a checkpoint with a bad weight.
+"""
 
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
 
 from vllm_backplane.devices.sim import SimDevice
 
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.models,
-    pytest.mark.skipif(not SimDevice.probe().available, reason=SimDevice.probe().reason or "available"),
-]
+pytestmark = [pytest.mark.server, pytest.mark.models]
 
 LAYERS = 4
 """Of the tiny model: every forward pass launches this operator once in each, so the number of a launch says whose."""
@@ -41,8 +42,40 @@ class Run:
         return "\n".join(found)
 
 
+def run(folder: Path, jobs: dict[str, dict[str, Any]], variables: dict[str, str | None]) -> dict[str, Run]:
+    results, log = try_engines(folder, list(jobs.values()), variables)
+    logs = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
+    return {name: Run(result, text) for name, result, text in zip(jobs, results, logs, strict=True)}
+
+
+def with_bad_weight(model: Path, folder: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    bad = Path(shutil.copytree(model, folder / "bad-weight"))
+    (file,) = bad.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.weight"][5, 7] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    return bad
+
+
+@pytest.fixture(scope="module")
+def cpu_runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("guard-cpu")
+    guard = {"additional_config": {"backplane": {"numeric_guard": "all"}}}
+    jobs = {
+        "off": job(tiny_llama, WORK),
+        "clean": job(tiny_llama, WORK, **guard),
+        "bad weight": job(with_bad_weight(tiny_llama, folder), WORK, **guard),
+    }
+    return run(folder, jobs, {"BACKPLANE_DEVICE": "cpu"})
+
+
 @pytest.fixture(scope="module")
 def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    if not SimDevice.probe().available:
+        pytest.skip(SimDevice.probe().reason)
+
     def guarded(guard: str, faults: str | None = None, **engine: Any) -> dict[str, Any]:
         section: dict[str, Any] = {"numeric_guard": guard, "sim": {"faults": faults} if faults else {}}
         return job(tiny_llama, WORK, additional_config={"backplane": section}, **engine)
@@ -59,9 +92,7 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "clean, two cards": guarded("all", tensor_parallel_size=2),
     }
     variables = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
-    results, log = try_engines(tmp_path_factory.mktemp("guard"), list(jobs.values()), variables)
-    logs = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
-    return {name: Run(result, text) for name, result, text in zip(jobs, results, logs, strict=True)}
+    return run(tmp_path_factory.mktemp("guard"), jobs, variables)
 
 
 def tokens(run: Run) -> list[list[int]]:
@@ -118,3 +149,15 @@ def test_of_two_cards_the_one_at_fault_is_named(runs: dict[str, Run]) -> None:
     assert at_fault, report
     other = re.search(r"rank 0 on card 0 of sim, step (\d+): .* that of model\.layers\.2\.mlp\.(\S+) \(", report)
     assert other is None or other.groups() == (at_fault[1], "down_proj"), report
+
+
+def test_a_clean_run_on_the_cpu_has_the_same_tokens(cpu_runs: dict[str, Run]) -> None:
+    assert tokens(cpu_runs["clean"]) == tokens(cpu_runs["off"])
+    assert "Numeric guard: copies are not checked on device cpu" in cpu_runs["clean"].log
+
+
+def test_a_bad_weight_is_told_from_a_bad_kernel(cpu_runs: dict[str, Run]) -> None:
+    report = cpu_runs["bad weight"].report()
+    assert "rank 0 on card 0 of cpu, step 1: " in report
+    assert "is that of model.layers.1.mlp.down_proj (" in report
+    assert "its own parameters are bad: weight (1 values)" in report
