@@ -158,7 +158,8 @@ TEST(freeing_right_after_an_asynchronous_copy_is_right) {
 
 // A copy in each direction, the nth of which is struck; what the driver says of it.
 static void check_struck(const char* faults, const char* text) {
-  Session session([&](bpsim_config& config) { config.faults = faults; });
+  Session session;
+  CHECK_OK(bpsim_faults_add(faults));
   CHECK_OK(bpsim_check_copies(1));
   for (const uint64_t bytes : {1, 7, 8, 31, 32, 1000, 100000}) {
     char* const device = allocate(session.stream, bytes);
