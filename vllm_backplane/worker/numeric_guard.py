@@ -22,6 +22,10 @@ from vllm_backplane.worker import numeric_report
 
 ROWS_OF_A_TABLE = 1024
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_PLAIN = (int, float, str, torch.dtype, torch.device)
+_FLOATS = frozenset(FLOATS)
+_NO_INPUTS = range(0)
+_tally = ops.tally_values.call
 
 
 class Seen(NamedTuple):
@@ -30,15 +34,20 @@ class Seen(NamedTuple):
     module: str
     kind: str
     """Of the module."""
-    label: str
-    """output, output[1], input[0], input residual: which of the module's tensors."""
+    place: tuple[str | int, ...]
+    """Which of the module's tensors: ("output",), ("output", 1), ("input", 0), ("input", "residual")."""
     is_output: bool
-    shape: tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
     by_token: bool
     """Its rows are the tokens of the step."""
     inputs: range
     """Of an output: the rows of the table with what went into the same call."""
+
+    @property
+    def label(self) -> str:
+        words = (f"[{step}]" if isinstance(step, int) else f" {step}" for step in self.place)
+        return "".join(words).lstrip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,7 @@ class Border:
     names: tuple[str, ...]
     """More than one where layers share a module, as they do their rotary embedding."""
     module: nn.Module
+    kind: str
 
 
 def borders(model: nn.Module, *, parts: bool) -> list[Border]:
@@ -63,21 +73,21 @@ def borders(model: nn.Module, *, parts: bool) -> list[Border]:
             walk(f"{name}.{child_name}" if name else child_name, child, inside)
 
     walk("", model, False)
-    return [Border(tuple(names), module) for module, names in found.items()]
+    return [Border(tuple(names), module, type(module).__name__) for module, names in found.items()]
 
 
-def tensors_in(value: Any, label: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of arguments and results, named. What passes between pipeline stages has them in `tensors`."""
+def tensors_in(value: Any, place: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors of arguments and results, and where. What passes between pipeline stages has them in `tensors`."""
     if isinstance(value, torch.Tensor):
-        yield label, value
+        yield place, value
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
-            yield from tensors_in(item, f"{label}[{index}]")
+            yield from tensors_in(item, (*place, index))
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from tensors_in(item, f"{label} {key}")
+            yield from tensors_in(item, (*place, key))
     elif not isinstance(value, nn.Module) and isinstance(inner := getattr(value, "tensors", None), Mapping):
-        yield from tensors_in(inner, label)
+        yield from tensors_in(inner, place)
 
 
 class NumericGuard:
@@ -91,7 +101,8 @@ class NumericGuard:
         self._device = device
         self._modules = {name: border.module for border in self.borders for name in border.names}
         self._tables: list[torch.Tensor] = []
-        self._seen: list[Seen] = []
+        self._seen: list[tuple[Any, ...]] = []  # of Seen's fields: making one at each look would cost more than looking
+        self._rows: int | None = None
         self._calls: list[tuple[str, range]] = []
         self._fault: NumericFault | None = None
         self._tokens: int | None = None
@@ -132,11 +143,12 @@ class NumericGuard:
         # One copy of one tensor is what the host waits for.
         table = (used[0] if len(self._seen) <= size else torch.cat(used)[: len(self._seen)]).cpu()
         bad = (table[:, 0] + table[:, 1]).nonzero().flatten().tolist()
-        first = next((row for row in bad if self._seen[row].is_output), None)
+        seen = [Seen(*fields) for fields in self._seen] if bad else []
+        first = next((row for row in bad if seen[row].is_output), None)
         if first is None:
             return
         tallies = [numeric_report.Tally(*row) for row in table[: first + 1].tolist()]
-        self._fault = numeric_report.fault(self, self._seen, tallies, first, requests)
+        self._fault = numeric_report.fault(self, seen, tallies, first, requests)
         raise self._fault
 
     def insist(self) -> None:
@@ -151,20 +163,32 @@ class NumericGuard:
         return self._rows_of_step is not None
 
     def enter(self, border: Border, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._calls:  # inside of a call it does not change
+            assert self._rows_of_step is not None
+            self._rows = self._rows_of_step()
         name = border.names[0] if len(border.names) == 1 else self._name_here(border)
         start = len(self._seen)
-        for label, tensor in tensors_in(args, "input"):
-            self._look(name, border, label, tensor, False, range(0))
-        for label, tensor in tensors_in(kwargs, "input"):
-            self._look(name, border, label, tensor, False, range(0))
+        for index, value in enumerate(args):
+            self._look_into(name, border, ("input", index), value, False, _NO_INPUTS)
+        for key, value in kwargs.items():
+            self._look_into(name, border, ("input", key), value, False, _NO_INPUTS)
         self._calls.append((name, range(start, len(self._seen))))
 
     def leave(self, border: Border, result: Any) -> None:
         if not self._calls:  # the call began before the step
             return
         name, inputs = self._calls.pop()
-        for label, tensor in tensors_in(result, "output"):
-            self._look(name, border, label, tensor, True, inputs)
+        self._look_into(name, border, ("output",), result, True, inputs)
+
+    def _look_into(
+        self, name: str, border: Border, place: tuple[Any, ...], value: Any, is_output: bool, inputs: range
+    ) -> None:
+        """Look at every tensor in a value."""
+        if isinstance(value, torch.Tensor):
+            self._look(name, border, place, value, is_output, inputs)
+        elif value is not None and not isinstance(value, _PLAIN):
+            for inner, tensor in tensors_in(value, place):
+                self._look(name, border, inner, tensor, is_output, inputs)
 
     def _name_here(self, border: Border) -> str:
         """Of a shared module, the name that it has in the module that is running."""
@@ -175,19 +199,19 @@ class NumericGuard:
         return border.names[0]
 
     def _look(
-        self, name: str, border: Border, label: str, tensor: torch.Tensor, is_output: bool, inputs: range
+        self, name: str, border: Border, place: tuple[Any, ...], tensor: torch.Tensor, is_output: bool, inputs: range
     ) -> None:
-        if tensor.dtype not in FLOATS or tensor.device.type != self._device.type:
+        dtype = tensor.dtype
+        if dtype not in _FLOATS or tensor.device.type != self._device.type:
             return
-        assert self._rows_of_step is not None
-        by_token = tensor.dim() > 0 and tensor.shape[0] == self._rows_of_step()
+        shape = tensor.shape
+        by_token = len(shape) > 0 and shape[0] == self._rows
         rows = self._tokens if by_token and self._tokens is not None else -1
         at, slot = divmod(len(self._seen), ROWS_OF_A_TABLE)
         if at == len(self._tables):
             self._tables.append(self.new_table(ROWS_OF_A_TABLE))
-        ops.tally_values.call(tensor, rows, self._tables[at], slot)
-        kind = type(border.module).__name__
-        self._seen.append(Seen(name, kind, label, is_output, tuple(tensor.shape), tensor.dtype, by_token, inputs))
+        _tally(tensor, rows, self._tables[at], slot)
+        self._seen.append((name, border.kind, place, is_output, shape, dtype, by_token, inputs))
 
     def new_table(self, rows: int) -> torch.Tensor:
         return torch.empty(rows, len(FIELDS), dtype=torch.float32, device=self._device)
@@ -196,12 +220,12 @@ class NumericGuard:
 
     def bad_parameters(self, module: str) -> list[str]:
         """Parameters of a module that are not finite, now."""
-        found = [(name, p) for name, p in self._modules[module].named_parameters() if p.dtype in FLOATS]
+        found = [(name, p) for name, p in self._modules[module].named_parameters() if p.dtype in _FLOATS]
         if not found:
             return []
         table = self.new_table(len(found))
         for slot, (_, parameter) in enumerate(found):
-            ops.tally_values.call(parameter.detach(), -1, table, slot)
+            _tally(parameter.detach(), -1, table, slot)
         counts = table.cpu()[:, :2].sum(1).int().tolist()
         return [f"{name} ({count} values)" for (name, _), count in zip(found, counts, strict=True) if count]
 
