@@ -17,6 +17,10 @@ logger = init_logger("vllm." + __name__)
 WORKER = "vllm_backplane.worker.worker.BackplaneWorker"
 
 
+def looks_at_modules(chosen: Runtime) -> bool:
+    return bool({"layers", "modules"} & set(chosen.setting("numeric_guard")))
+
+
 def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
     device, can = chosen.device, chosen.device.capabilities
     model = config.model_config
@@ -28,6 +32,11 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
         raise BackplaneError(
             f"vLLM chose its second model runner, which needs Triton, and device {device.name!r} has none; set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if model is not None and can.graphs and not model.enforce_eager and looks_at_modules(chosen):
+        raise BackplaneError(
+            "numeric_guard looks at modules while Python calls them, and a captured graph does not call them; add "
+            "--enforce-eager, or use numeric_guard=copies"
         )
     cards = chosen.selection.probe.count
     wanted = config.parallel_config.local_world_size

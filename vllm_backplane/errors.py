@@ -30,6 +30,10 @@ class GraphError(BackplaneError):
     """A graph was captured or replayed in a way that would give wrong results."""
 
 
+class NumericFault(BackplaneError):
+    """The numeric guard found values that are not finite; the message names the module they first came out of."""
+
+
 class PatchError(BackplaneError):
     """A patch is declared badly, or does not fit the vLLM it meets."""
 

@@ -110,6 +110,24 @@ def one_of(*choices: str) -> Callable[[Any], str]:
     return parse
 
 
+def some_of(*choices: str) -> Callable[[Any], tuple[str, ...]]:
+    """Any of the choices, in their order; 'off' for none and 'all' for every one."""
+    expected = f"off, all, or of {', '.join(choices)} those that are wanted, with commas between"
+
+    def parse(value: Any) -> tuple[str, ...]:
+        try:
+            given = set(names(value))
+        except ValueError:
+            raise ValueError(expected) from None
+        if not given or given in ({"off"}, {"all"}):
+            return choices if given == {"all"} else ()
+        if not given <= set(choices):
+            raise ValueError(expected)
+        return tuple(choice for choice in choices if choice in given)
+
+    return parse
+
+
 def names(value: Any) -> tuple[str, ...]:
     """A list of strings, or one string with commas."""
     items = value.split(",") if isinstance(value, str) else value

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_backplane.device import Device, DeviceEntry, Selection, discover, select
 from vllm_backplane.errors import OptionError
-from vllm_backplane.options import SECTION, Option, Setting, fraction, names, one_of, resolve, text
+from vllm_backplane.options import SECTION, Option, Setting, fraction, names, one_of, resolve, some_of, text
 
 OPTIONS: tuple[Option[Any], ...] = (
     Option(
@@ -38,6 +38,14 @@ OPTIONS: tuple[Option[Any], ...] = (
         names,
         "Operators that run as plain-PyTorch references although the device has a kernel; 'all' for every one. "
         "To find out whether a kernel is at fault.",
+    ),
+    Option(
+        "numeric_guard",
+        (),
+        some_of("layers", "modules", "copies"),
+        "Stops the engine at the first NaN or Inf that a decoder layer (layers) or any module (modules) puts out, and "
+        "names it; checks copies between host and card (copies). Several with commas, or 'all'. docs/numeric-guard.md "
+        "says what it costs and what it cannot see.",
     ),
     Option(
         "patch_drift",

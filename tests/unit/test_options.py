@@ -14,6 +14,7 @@ from vllm_backplane.options import (
     names,
     one_of,
     resolve,
+    some_of,
     text,
 )
 
@@ -141,6 +142,20 @@ def test_booleans(raw, expected):
 def test_what_is_no_boolean(raw):
     with pytest.raises(ValueError, match="true or false"):
         boolean(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [("off", ()), ("", ()), ([], ()), ("all", ("a", "b", "c")), ("c,a", ("a", "c")), (["b"], ("b",))],
+)
+def test_some_of_several(raw, expected):
+    assert some_of("a", "b", "c")(raw) == expected
+
+
+@pytest.mark.parametrize("raw", ["d", "a,d", "off,a", "all,a", 1, True, None])
+def test_what_is_none_of_several(raw):
+    with pytest.raises(ValueError, match="off, all, or of a, b, c those that are wanted"):
+        some_of("a", "b", "c")(raw)
 
 
 def test_names_come_as_a_list_or_with_commas():

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from vllm_backplane.cli import _output
-from vllm_backplane.diagnosis import plugins
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.models import DEFAULT, models, obtain
 
@@ -104,6 +103,8 @@ def become(launch: Launch) -> int:
 
 def refuse_lockout(environment: Mapping[str, str]) -> None:
     """vLLM can be told to ignore this plugin, and then runs another platform or none without a word."""
+    from vllm_backplane.diagnosis import plugins  # brings torch
+
     for finding in plugins.check_environment(plugins.find(), environment):
         if finding.severity == "error":
             raise BackplaneError(f"{finding.what}; {finding.remedy}")

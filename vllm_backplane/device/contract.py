@@ -204,5 +204,11 @@ class Device(ABC):
     def empty_cache(self) -> None:
         """Give unused cached memory back."""
 
+    def check_copies(self) -> str | None:
+        """Compare, from now on, what arrives of every copy between host and card with what was sent (a checksum on each
+        side). A copy that differs is an error that says so, raised at the latest by the next call that waits for the
+        card, before anything computed with it is used. Returns None; or, where that is not done, the reason."""
+        return "the device does not offer it (Device.check_copies)"
+
     def prepare_worker(self, workers_on_host: int) -> None:
         """Set up the process that will compute: threads, affinity. Called after weights are loaded."""

@@ -45,6 +45,7 @@ from vllm_backplane.ops.speculation import (
     eagle_prepare_next_token_padded,
     eagle_step_slot_mapping_metadata,
 )
+from vllm_backplane.ops.tally import tally_values
 
 __all__ = [
     "apply_penalties",
@@ -88,6 +89,7 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_with_clamp",
     "swigluoai_and_mul",
+    "tally_values",
     "top_k_top_p_mask",
     "varlen_attention",
 ]

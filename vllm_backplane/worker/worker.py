@@ -11,7 +11,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -34,6 +35,8 @@ from vllm_backplane.worker.checkpoint import weight_bytes
 from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.kv_storage import KvCacheStorage
 from vllm_backplane.worker.model_runner import make_model_runner
+from vllm_backplane.worker.numeric_guard import NumericGuard
+from vllm_backplane.worker.step import rows_of_step, tokens_by_request
 
 logger = init_logger("vllm." + __name__)
 
@@ -44,6 +47,7 @@ class BackplaneWorker(Worker):
         super().__init__(vllm_config, *args, **kwargs)
         self.runtime = configured(vllm_config.additional_config)
         self.accelerator = self.runtime.device
+        self.guard: NumericGuard | None = None
         compat.ask_for_kernel_overrides(current_platform)
         self.parallel_config.disable_custom_all_reduce = True  # vLLM's is CUDA inter-process memory
 
@@ -61,6 +65,7 @@ class BackplaneWorker(Worker):
         self.accelerator.set_current(self.card)
         answer_for(self.accelerator, self.card)
         self.sleeper = sleep.Sleeper(self.accelerator, self.card)
+        self._check_copies()
         current_platform.check_if_supports_dtype(self.model_config.dtype)
         self._freeze_operators()
         init_worker_distributed_environment(
@@ -127,6 +132,16 @@ class BackplaneWorker(Worker):
         for problem, remedy in self.accelerator.problems():
             logger.warning("%s. Remedy: %s.", problem, remedy)
 
+    def _check_copies(self) -> None:
+        """Before weights are copied."""
+        if "copies" not in self.runtime.setting("numeric_guard"):
+            return
+        reason = self.accelerator.check_copies()
+        if reason is None:
+            logger.info("Numeric guard: copies between the host and device %s are checked.", self.accelerator.name)
+        else:
+            logger.warning("Numeric guard: copies are not checked on device %s: %s.", self.accelerator.name, reason)
+
     def _make_model_runner(self) -> Any:
         return make_model_runner(self.vllm_config, self.device, self.accelerator)
 
@@ -140,6 +155,43 @@ class BackplaneWorker(Worker):
         super().load_model(load_dummy_weights=load_dummy_weights)
         # vLLM has just set one host thread for serving, which is right where the host only launches.
         self.accelerator.prepare_worker(self._workers_on_host())
+        if configuration.looks_at_modules(self.runtime):
+            self.watch("modules" if "modules" in self.runtime.setting("numeric_guard") else "layers")
+
+    # --- the numeric guard --------------------------------------------------------------------------------------------
+
+    def watch(self, what: Literal["off", "layers", "modules"]) -> None:
+        """Look at the model's modules from the next step on."""
+        if self.guard is not None:
+            self.guard.remove()
+            self.guard = None
+        if what == "off":
+            return
+        place = f"rank {self.rank} on card {self.card} of {self.accelerator.name}"
+        self.guard = NumericGuard(self.model_runner.get_model(), self.device, place, parts=what == "modules")
+        logger.info("Numeric guard: looks at what goes into and comes out of %d modules.", len(self.guard.borders))
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """A step. With the guard, its results go on only if every module's output was finite."""
+        if self.guard is None:
+            return super().execute_model(scheduler_output)
+        self.guard.insist()
+        self.guard.begin(scheduler_output.total_num_scheduled_tokens, rows_of_step)
+        try:
+            output = super().execute_model(scheduler_output)
+        except BaseException:
+            self.guard.abandon()
+            raise
+        self.guard.finish(tokens_by_request(self.model_runner, scheduler_output))
+        return output
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        """With scheduling ahead, vLLM looks at what became of this call and not of the one before."""
+        if self.guard is not None:
+            self.guard.insist()
+        return super().sample_tokens(grammar_output)
 
     # --- memory -----------------------------------------------------------------------------------------------
 

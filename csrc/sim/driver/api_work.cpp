@@ -179,6 +179,13 @@ bpsim_status bpsim_copy(bpsim_stream handle, bpsim_direction direction, void* to
   });
 }
 
+bpsim_status bpsim_check_copies(int32_t on) {
+  return with_driver([&](Driver& driver) {
+    driver.check_copies.store(on != 0);
+    return BPSIM_OK;
+  });
+}
+
 bpsim_status bpsim_memset_async(bpsim_stream handle, void* to, int value, uint64_t bytes) {
   return with_stream(handle,
                      [&](Driver& driver, Stream& stream) { return fill(driver, stream, to, value, bytes); });

@@ -81,7 +81,7 @@ bpsim_status check_sides(Driver& driver, Stream& stream, bpsim_direction directi
 // When nothing is in flight and nobody counts, the caller's own thread is the quickest way to copy.
 bool can_copy_here(Driver& driver, Stream& stream) {
   return stream.idle() && stream.card().runs() && !stream.capturing.load() && !driver.faults.armed() &&
-         !driver.model.load() && !stream.card().trace.on();
+         !driver.check_copies.load() && !driver.model.load() && !stream.card().trace.on();
 }
 
 }  // namespace

@@ -310,6 +310,10 @@ BPSIM_API bpsim_status bpsim_copy_async(bpsim_stream stream, bpsim_direction dir
 /* The same, and returns when it is done. */
 BPSIM_API bpsim_status bpsim_copy(bpsim_stream stream, bpsim_direction direction, void* to, const void* from,
                                   uint64_t bytes);
+/* 1: from now on every copy and fill that runs is checked. A checksum of the source is taken before, of the destination
+ * after it; where they differ, the copy has failed, as a launch fails, with both in the text. A source that is written
+ * while it is copied, which nobody may do, looks the same. 0 (as at the start): not. */
+BPSIM_API bpsim_status bpsim_check_copies(int32_t on);
 BPSIM_API bpsim_status bpsim_memset_async(bpsim_stream stream, void* to, int value, uint64_t bytes);
 
 /* ---- graphs ------------------------------------------------------------------------------------------------------ */

@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "card.h"
+#include "checksum.h"
 #include "corruption.h"
 #include "graph.h"
 #include "process.h"
@@ -76,9 +77,12 @@ void Stream::run(Task& task, uint64_t number, const Strike* strikes, size_t coun
       done = false;
     }
   }
+  const bool checked = done && !task.counts_as_launch() && driver_.check_copies.load(std::memory_order_relaxed);
+  const uint64_t sent = checked ? checksum_of_source(task) : 0;
   done = done && call(task, number);
   for (size_t i = 0; i < count && done; ++i)
     if (strikes[i].kind == BPSIM_FAULT_CORRUPT) corrupt(task, number, strikes[i]);
+  if (checked && done) check_arrival(task, number, sent);
   const bpsim_model* const model = driver_.model.load(std::memory_order_acquire);
   double modelled = 0;
   if (model) {
@@ -136,6 +140,18 @@ void Stream::corrupt(const Task& task, uint64_t number, const Strike& strike) {
   if (!any)
     card_.fail_with(named(task, number) +
                     " was to be corrupted by an injected fault, but names no output (a bpsim_range with written=1)");
+}
+
+void Stream::check_arrival(const Task& task, uint64_t number, uint64_t sent) {
+  const uint64_t arrived = checksum(task.to, task.size);
+  if (arrived == sent) return;
+  char text[256];
+  std::snprintf(text, sizeof text,
+                " failed: %llu bytes arrived other than they were sent (checksum %016llx, sent %016llx). The link, the copy "
+                "engine or the memory is at fault, not a launch",
+                static_cast<unsigned long long>(task.size), static_cast<unsigned long long>(arrived),
+                static_cast<unsigned long long>(sent));
+  card_.fail_with(named(task, number) + text);
 }
 
 void Stream::hang(uint64_t releases) {

@@ -51,6 +51,7 @@ class Driver {
   SpinPolicy spin;
   std::atomic<int64_t> sync_timeout_ns{0};
   std::atomic<bool> stopping{false};
+  std::atomic<bool> check_copies{false};
   std::atomic<const bpsim_model*> model{nullptr};  // null: off
 
   std::vector<std::unique_ptr<Card>> cards;

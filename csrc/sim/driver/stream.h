@@ -78,6 +78,7 @@ class Stream {
   void run_graph(Work& work);
   bool call(Task& task, uint64_t number);
   void corrupt(const Task& task, uint64_t number, const Strike& strike);
+  void check_arrival(const Task& task, uint64_t number, uint64_t sent);
   void hang(uint64_t releases);
   void await(const Work& work);
   void account(double nanoseconds);

@@ -155,3 +155,55 @@ TEST(freeing_right_after_an_asynchronous_copy_is_right) {
   }
   CHECK_OK(bpsim_host_free(pinned));
 }
+
+// A copy in each direction, the nth of which is struck; what the driver says of it.
+static void check_struck(const char* faults, const char* text) {
+  Session session;
+  CHECK_OK(bpsim_faults_add(faults));
+  CHECK_OK(bpsim_check_copies(1));
+  for (const uint64_t bytes : {1, 7, 8, 31, 32, 1000, 100000}) {
+    char* const device = allocate(session.stream, bytes);
+    char* const other = allocate(session.stream, bytes);
+    std::vector<char> sent(bytes, 'x'), back(bytes);
+    bpsim_status status = bpsim_copy(session.stream, BPSIM_HOST_TO_DEVICE, device, sent.data(), bytes);
+    if (status == BPSIM_OK) CHECK_OK(bpsim_copy_async(session.stream, BPSIM_DEVICE_TO_DEVICE, other, device, bytes));
+    if (status == BPSIM_OK) status = bpsim_copy(session.stream, BPSIM_DEVICE_TO_HOST, back.data(), other, bytes);
+    if (status == BPSIM_OK) CHECK_OK(bpsim_memset_async(session.stream, other, 200, bytes));
+    if (status == BPSIM_OK) status = bpsim_card_synchronize(0);
+    CHECK_STATUS(status, BPSIM_LAUNCH_FAILED, text);
+    CHECK_STATUS(bpsim_card_synchronize(0), BPSIM_LAUNCH_FAILED, "arrived other than they were sent");
+    CHECK_OK(bpsim_card_reset(0));
+    CHECK_OK(bpsim_free(device));
+    CHECK_OK(bpsim_free(other));
+  }
+}
+
+TEST(a_corrupted_copy_is_found_where_copies_are_checked) {
+  check_struck("corrupt@copy=copy_h2d,times=always", "copy 'copy_h2d'");
+  check_struck("corrupt@copy=copy_d2d,times=always,kind=bitflip", "copy 'copy_d2d'");
+  check_struck("corrupt@copy=copy_d2h,times=always,kind=bitflip", "copy 'copy_d2h'");
+  check_struck("corrupt@copy=memset,times=always,kind=bitflip", "copy 'memset'");
+}
+
+TEST(whole_copies_pass_the_check) {
+  Session session;
+  CHECK_OK(bpsim_check_copies(1));
+  for (const uint64_t bytes : {1, 7, 8, 31, 32, 33, 1000, 100000}) {
+    char* const device = allocate(session.stream, bytes + 64);
+    std::vector<char> sent(bytes), back(bytes);
+    for (uint64_t i = 0; i < bytes; ++i) sent[i] = static_cast<char>(i * 37);
+    CHECK_OK(bpsim_copy_async(session.stream, BPSIM_HOST_TO_DEVICE, device, sent.data(), bytes));
+    // Within itself: the source is no longer what it was.
+    CHECK_OK(bpsim_copy_async(session.stream, BPSIM_DEVICE_TO_DEVICE, device + 5, device, bytes));
+    CHECK_OK(bpsim_copy(session.stream, BPSIM_DEVICE_TO_HOST, back.data(), device + 5, bytes));
+    CHECK(back == sent);
+    CHECK_OK(bpsim_memset_async(session.stream, device, -56, bytes));
+    CHECK_OK(bpsim_card_synchronize(0));
+    CHECK_OK(bpsim_free(device));
+  }
+  CHECK_OK(bpsim_check_copies(0));
+  CHECK_OK(bpsim_faults_add("corrupt@copy=1"));
+  char* const device = allocate(session.stream, 8);
+  CHECK_OK(bpsim_memset_async(session.stream, device, 0, 8));
+  CHECK_OK(bpsim_card_synchronize(0));
+}

@@ -82,6 +82,9 @@ class CpuDevice(Device):
     def torch_device(self, index: int = 0) -> torch.device:
         return torch.device("cpu")
 
+    def check_copies(self) -> str | None:
+        return "its tensors are in the host's memory, so nothing is copied to it"
+
     def prepare_worker(self, workers_on_host: int) -> None:
         torch.set_num_threads(self.settings["threads"] or stated_threads() or max(usable_cores() // workers_on_host, 1))
 

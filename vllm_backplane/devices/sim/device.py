@@ -120,6 +120,11 @@ class SimDevice(Device):
         counts: dict[str, int] = library.operator_report()["fell_back"]
         return counts
 
+    def check_copies(self) -> str | None:
+        runtime("start")
+        driver("check_copies", 1)
+        return None
+
     def prepare_worker(self, workers_on_host: int) -> None:
         runtime("set_compute_threads", self.settings["threads"] or max(usable_cores() // workers_on_host, 1))
 

@@ -109,6 +109,7 @@ _DRIVER: dict[str, tuple[Any, ...]] = {
     "bpsim_install_fault_handler": (),
     "bpsim_set_sync_timeout": (c_uint32,),
     "bpsim_set_model": (POINTER(Model),),
+    "bpsim_check_copies": (c_int32,),
     "bpsim_faults_add": (c_char_p,),
     "bpsim_faults_check": (c_char_p,),
     "bpsim_faults_clear": (),

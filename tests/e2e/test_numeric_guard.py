@@ -1,0 +1,163 @@
+"""The numeric guard under real vLLM: faults are named, clean runs stay as they are.
+
+The simulated NPU injects its own; the cpu device has none to inject, and is given a checkpoint with a bad weight.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
+
+from vllm_backplane.devices.sim import SimDevice
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+LAYERS = 4
+"""Of the tiny model: every forward pass launches this operator once in each, so the number of a launch says whose."""
+IDS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000]]
+WORK = batch(IDS, greedy(48))
+
+
+def launch_in(layer: int, forward: int = 30) -> str:
+    """A launch of the activation in a layer, in a forward pass that is later than those of the start."""
+    return f"backplane::silu_and_mul,nth={(forward - 1) * LAYERS + layer + 1}"
+
+
+@dataclass(frozen=True)
+class Run:
+    result: Result
+    log: str
+
+    def report(self) -> str:
+        """What the guard said, from the log: the client of an engine hears only that it is dead."""
+        found = re.findall(r"NumericFault: (.*)", self.log)
+        assert found, self.log[-4000:]
+        return "\n".join(found)
+
+
+def run(folder: Path, jobs: dict[str, dict[str, Any]], variables: dict[str, str | None]) -> dict[str, Run]:
+    results, log = try_engines(folder, list(jobs.values()), variables)
+    logs = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
+    return {name: Run(result, text) for name, result, text in zip(jobs, results, logs, strict=True)}
+
+
+def with_bad_weight(model: Path, folder: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    bad = Path(shutil.copytree(model, folder / "bad-weight"))
+    (file,) = bad.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.weight"][5, 7] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    return bad
+
+
+@pytest.fixture(scope="module")
+def cpu_runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("guard-cpu")
+    guard = {"additional_config": {"backplane": {"numeric_guard": "all"}}}
+    jobs = {
+        "off": job(tiny_llama, WORK),
+        "clean": job(tiny_llama, WORK, **guard),
+        "bad weight": job(with_bad_weight(tiny_llama, folder), WORK, **guard),
+    }
+    return run(folder, jobs, {"BACKPLANE_DEVICE": "cpu"})
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    if not SimDevice.probe().available:
+        pytest.skip(SimDevice.probe().reason)
+
+    def guarded(guard: str, faults: str | None = None, **engine: Any) -> dict[str, Any]:
+        section: dict[str, Any] = {"numeric_guard": guard, "sim": {"faults": faults} if faults else {}}
+        return job(tiny_llama, WORK, additional_config={"backplane": section}, **engine)
+
+    jobs = {
+        "off": guarded("off"),
+        "clean": guarded("all"),
+        "nan": guarded("modules", f"corrupt@launch={launch_in(2)},kind=nan,elements=3"),
+        "nan, layers": guarded("layers", f"corrupt@launch={launch_in(1)},kind=nan"),
+        "flipped": guarded("modules", f"corrupt@launch={launch_in(3)},kind=bitflip,elements=64"),
+        "unseen": guarded("off", f"corrupt@launch={launch_in(2)},kind=nan,elements=3"),
+        "copy": guarded("copies", "corrupt@copy=copy_h2d,nth=20,kind=bitflip"),
+        "two cards": guarded("all", f"corrupt@launch={launch_in(2)},card=1,kind=nan", tensor_parallel_size=2),
+        "clean, two cards": guarded("all", tensor_parallel_size=2),
+    }
+    variables = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
+    return run(tmp_path_factory.mktemp("guard"), jobs, variables)
+
+
+def tokens(run: Run) -> list[list[int]]:
+    assert "error" not in run.result, run.result["error"] + run.log[-4000:]
+    insist_on_backplane(run.result)
+    return [output["token_ids"] for output in run.result["batches"][0]]
+
+
+@pytest.mark.parametrize("name", ["clean", "clean, two cards"])
+def test_a_clean_run_has_the_same_tokens(runs: dict[str, Run], name: str) -> None:
+    assert tokens(runs[name]) == tokens(runs["off"])
+    assert re.search(r"Numeric guard: looks at what goes into and comes out of \d\d modules", runs[name].log)
+    assert "Numeric guard: copies between the host and device sim are checked" in runs[name].log
+    assert "NumericFault" not in runs[name].log
+
+
+def test_without_the_guard_the_same_fault_passes_unseen(runs: dict[str, Run]) -> None:
+    """So what the next tests see, the guard has seen."""
+    assert tokens(runs["unseen"]) != tokens(runs["off"])
+
+
+def test_a_nan_is_reported_with_its_module(runs: dict[str, Run]) -> None:
+    assert "EngineDeadError" in runs["nan"].result["error"]
+    report = runs["nan"].report()
+    assert "rank 0 on card 0 of sim" in report
+    assert "is that of model.layers.2.mlp.act_fn (" in report
+    assert "): 3 NaN in its output (float32 [3, 256]" in report
+    assert re.search(r"in 3 tokens, the first 0 and the last 2 of 3 \(requests 0\S*, 1\S*, 2\S*\)", report)
+    assert re.search(r"Its inputs had no such values \(input\[0\] float32 \[3, 512\]: finite values from -", report)
+
+
+def test_at_layers_the_layer_is_named(runs: dict[str, Run]) -> None:
+    report = runs["nan, layers"].report()
+    assert "is that of model.layers.1 (LlamaDecoderLayer)" in report
+    assert "Its inputs had no such values" in report
+
+
+def test_flipped_bits_are_reported_where_they_make_infinities(runs: dict[str, Run]) -> None:
+    """Of 64 values some lie between 1 and 2, which the highest bit of the exponent makes NaN or infinite."""
+    assert "is that of model.layers.3.mlp.act_fn (" in runs["flipped"].report()
+
+
+def test_a_corrupted_copy_is_reported_as_a_copy(runs: dict[str, Run]) -> None:
+    assert "error" in runs["copy"].result
+    assert re.search(r"card 0: copy 'copy_h2d' \(number \d+ .*arrived other than they were sent", runs["copy"].log)
+    assert "NumericFault" not in runs["copy"].log
+
+
+def test_of_two_cards_the_one_at_fault_is_named(runs: dict[str, Run]) -> None:
+    """The other has it from the sum over both, one module later."""
+    assert "error" in runs["two cards"].result
+    report = runs["two cards"].report()
+    at_fault = re.search(r"rank 1 on card 1 of sim, step (\d+): .* that of model\.layers\.2\.mlp\.act_fn \(", report)
+    assert at_fault, report
+    other = re.search(r"rank 0 on card 0 of sim, step (\d+): .* that of model\.layers\.2\.mlp\.(\S+) \(", report)
+    assert other is None or other.groups() == (at_fault[1], "down_proj"), report
+
+
+def test_a_clean_run_on_the_cpu_has_the_same_tokens(cpu_runs: dict[str, Run]) -> None:
+    assert tokens(cpu_runs["clean"]) == tokens(cpu_runs["off"])
+    assert "Numeric guard: copies are not checked on device cpu" in cpu_runs["clean"].log
+
+
+def test_a_bad_weight_is_told_from_a_bad_kernel(cpu_runs: dict[str, Run]) -> None:
+    report = cpu_runs["bad weight"].report()
+    assert "rank 0 on card 0 of cpu, step 1: " in report
+    assert "is that of model.layers.1.mlp.down_proj (" in report
+    assert "its own parameters are bad: weight (1 values)" in report
