@@ -81,6 +81,8 @@ from vllm_backplane.worker.worker import BackplaneWorker
 OWN = {  # additions of ours; everything else must override something upstream
     BackplaneWorker: {
         "_card",
+        "_check_copies",
+        "watch",
         "_workers_on_host",
         "_freeze_operators",
         "_profile_activations",

@@ -103,7 +103,7 @@ def become(launch: Launch) -> int:
 
 def refuse_lockout(environment: Mapping[str, str]) -> None:
     """vLLM can be told to ignore this plugin, and then runs another platform or none without a word."""
-    from vllm_backplane.diagnosis import plugins  # brings torch
+    from vllm_backplane.diagnosis import plugins
 
     for finding in plugins.check_environment(plugins.find(), environment):
         if finding.severity == "error":

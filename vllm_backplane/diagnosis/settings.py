@@ -10,7 +10,6 @@ from typing import Any
 from vllm_backplane.diagnosis.findings import Finding, error
 from vllm_backplane.errors import OptionError
 from vllm_backplane.options import OTHER_VARIABLES, PREFIX, SECTION, Option, Setting, resolve
-from vllm_backplane.runtime import misplaced
 
 Scopes = Mapping[str, tuple[Option[Any], ...]]
 
@@ -37,6 +36,8 @@ def parse_additional_config(text: str | None) -> tuple[dict[str, Any], list[Find
         return {}, [error(f"--additional-config is not JSON: {fault}", remedy)]
     if not isinstance(config, dict):
         return {}, [error(f"--additional-config is not a JSON object: {text}", remedy)]
+    from vllm_backplane.runtime import misplaced  # brings torch
+
     wrong = misplaced(config)
     return config, [] if wrong is None else [error(wrong, remedy)]
 
