@@ -84,7 +84,7 @@ lint: $(plugin) $(models) $(tools)  ## Check style and types
 .PHONY: unit
 unit: $(plugin) $(models) $(tools)  ## Run the unit tests
 	@printf '\n==> unit tests\n'
-	OMP_NUM_THREADS=1 $(bin)/python -m pytest -n auto --dist loadfile tests/unit $(ARGS)
+	$(bin)/python -m pytest tests/unit $(ARGS)
 
 .PHONY: e2e
 e2e: $(plugin) $(models) $(tools)  ## Run the tests that start engines and servers

@@ -33,11 +33,6 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
             f"vLLM chose its second model runner, which needs Triton, and device {device.name!r} has none; set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
         )
-    if model is not None and can.graphs and not model.enforce_eager and looks_at_modules(chosen):
-        raise BackplaneError(
-            "numeric_guard looks at modules while Python calls them, and a captured graph does not call them; add "
-            "--enforce-eager, or use numeric_guard=copies"
-        )
     cards = chosen.selection.probe.count
     wanted = config.parallel_config.local_world_size
     if wanted > cards and not can.host_memory:
@@ -114,6 +109,11 @@ def set_compilation(config: VllmConfig, chosen: Runtime) -> None:
             raise BackplaneError(
                 f"graphs were asked for, and on device {device.name!r} they cannot contain the collectives of several "
                 "workers; remove -cc.cudagraph_mode, or the parallel sizes"
+            )
+        if looks_at_modules(chosen):
+            raise BackplaneError(
+                "numeric_guard looks at modules while Python calls them, and a replayed graph does not call them; "
+                "remove -cc.cudagraph_mode, or use numeric_guard=copies"
             )
         return
     compilation.cudagraph_mode = CUDAGraphMode.NONE

@@ -77,6 +77,12 @@ def test_steps_were_replayed_and_others_were_not(results: dict[str, Result]) -> 
             "they cannot contain the collectives of several workers",
             id="collectives",
         ),
+        pytest.param(
+            "sim",
+            {"compilation_config": DECODE, "additional_config": {"backplane": {"numeric_guard": "layers"}}},
+            "a replayed graph does not call them",
+            id="numeric guard",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused(
