@@ -15,8 +15,6 @@ import pytest
 import torch
 from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
 
-from vllm_backplane.devices.sim import SimDevice
-
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 LAYERS = 4
@@ -73,9 +71,6 @@ def cpu_runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 @pytest.fixture(scope="module")
 def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    if not SimDevice.probe().available:
-        pytest.skip(SimDevice.probe().reason)
-
     def guarded(guard: str, faults: str | None = None, **engine: Any) -> dict[str, Any]:
         section: dict[str, Any] = {"numeric_guard": guard, "sim": {"faults": faults} if faults else {}}
         return job(tiny_llama, WORK, additional_config={"backplane": section}, **engine)

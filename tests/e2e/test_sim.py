@@ -8,13 +8,7 @@ import prompts
 import pytest
 from engine import Result, batch, greedy, job, run_engines
 
-from vllm_backplane.devices.sim import SimDevice
-
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.models,
-    pytest.mark.skipif(not SimDevice.probe().available, reason=SimDevice.probe().reason or "available"),
-]
+pytestmark = [pytest.mark.server, pytest.mark.models]
 
 TOKENS = 32
 IDS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(31, 20031, 300))]

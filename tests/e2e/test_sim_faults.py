@@ -9,13 +9,7 @@ from endings import SMALL, Request, Starter, ends_by_itself
 from processes import SCRIPTS, Child
 from server import free_port
 
-from vllm_backplane.devices.sim import SimDevice
-
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.models,
-    pytest.mark.skipif(not SimDevice.probe().available, reason=SimDevice.probe().reason or "available"),
-]
+pytestmark = [pytest.mark.server, pytest.mark.models]
 
 ATTENTION = "backplane::paged_attention"
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}

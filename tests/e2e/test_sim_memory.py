@@ -9,13 +9,7 @@ import pytest
 from engine import Result, batch, greedy, job, run_engines
 from worker_questions import ASKING
 
-from vllm_backplane.devices.sim import SimDevice
-
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.models,
-    pytest.mark.skipif(not SimDevice.probe().available, reason=SimDevice.probe().reason or "available"),
-]
+pytestmark = [pytest.mark.server, pytest.mark.models]
 
 TOKENS = 24
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(31, 20031, 300))]

@@ -172,8 +172,6 @@ def test_hooks_of_registries_are_those_that_are_registered():
 
 def test_a_device_that_counts_tells_what_the_host_did():
     done = run("--device", "sim", "--family", "sampling")
-    if "was not built" in done.stderr:
-        pytest.skip("the library of the simulated NPU was not built")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("None of the references needs the host")
     told = json.loads(run("--device", "sim", "--family", "sampling", "--json").stdout)

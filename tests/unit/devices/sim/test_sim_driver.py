@@ -47,7 +47,7 @@ def compiler() -> list[str]:
     for name in ("g++", "c++", "clang++"):
         if shutil.which(name):
             return [name]
-    pytest.skip("no C++ compiler")
+    pytest.fail("no C++ compiler; install g++, or name one with CXX")
 
 
 def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
@@ -83,7 +83,7 @@ def build(variant: str) -> Path:
             return program
         probe = run([*cxx, *flags, "-x", "c++", "-", "-o", str(folder / "probe")], input="int main() {}\n")
         if probe.returncode != 0:
-            pytest.skip(f"{shlex.join(cxx)} has no {variant} sanitizer: {probe.stdout.strip()}")
+            pytest.fail(f"{shlex.join(cxx)} has no {variant} sanitizer: {probe.stdout.strip()}")
 
         def compile_one(source: Path) -> Path:
             result = folder / f"{source.parent.name}_{source.stem}.o"

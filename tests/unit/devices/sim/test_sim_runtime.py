@@ -13,14 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_backplane.devices.sim import SimDevice
-
 FILES = sorted(path for path in (Path(__file__).parent / "inside").glob("*.py") if path.name != "conftest.py")
 
-needs_library = pytest.mark.skipif(not SimDevice.probe().available, reason=SimDevice.probe().reason or "available")
 
-
-@needs_library
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_inside(file: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("BACKPLANE_")}
