@@ -12,6 +12,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+JOBS ?= 2
 MODEL ?=
 HOST ?= 127.0.0.1
 PORT ?= 8000
@@ -35,6 +36,10 @@ models := $(stamps)/models
 tools := $(stamps)/tools
 # The folders too: they change when a file goes.
 kernel_sources := $(wildcard csrc/* csrc/*/* csrc/*/*/*)
+
+# Files of tests side by side: an engine waits, imports and compiles on one core most of the time. Threads that outnumber
+# the cores would wait for each other in every operator, so each job gets its share of the cores and no more.
+pytest = OMP_NUM_THREADS=$$(( ($$(nproc) + $(JOBS) - 1) / $(JOBS) )) $(bin)/python -m pytest -n $(JOBS) --dist loadfile
 
 # torch is named in every pip command: an open requirement for it may bring another, of several gigabytes.
 # A log gets one line per package that changes; a terminal gets pip as it is, with its progress bars.
@@ -64,6 +69,7 @@ help:  ## Show this list
 	    'VERSIONS=$(VERSIONS)  releases of vLLM for the matrix; empty: all that are served' \
 	    'PYTHON=$(PYTHON)  VENV=$(VENV)  interpreter to start from, environment to make' \
 	    'PIP_ARGS=$(PIP_ARGS)  more arguments for every "pip install"' \
+	    'JOBS=$(JOBS)  test files that run at the same time, each on its share of the cores' \
 	    'BACKPLANE_CACHE  folder for prepared models' \
 	    'BACKPLANE_BUILD_KERNELS=0  build without C++ kernels'
 
@@ -84,12 +90,12 @@ lint: $(plugin) $(models) $(tools)  ## Check style and types
 .PHONY: unit
 unit: $(plugin) $(models) $(tools)  ## Run the unit tests
 	@printf '\n==> unit tests\n'
-	$(bin)/python -m pytest tests/unit $(ARGS)
+	$(pytest) tests/unit $(ARGS)
 
 .PHONY: e2e
 e2e: $(plugin) $(models) $(tools)  ## Run the tests that start engines and servers
 	@printf '\n==> end-to-end tests\n'
-	$(bin)/python -m pytest tests/e2e $(ARGS)
+	$(pytest) tests/e2e $(ARGS)
 
 .PHONY: doctor
 doctor: $(plugin)  ## Show what this machine has and what would be used

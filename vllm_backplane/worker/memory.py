@@ -42,13 +42,18 @@ class Budget:
         return cls(device, card, share, parts, now.total, now.free, device.own_memory(card))
 
     @property
+    def place(self) -> str:
+        """As a user knows it: the host has one memory, and of cards there may be several."""
+        return self.device.name if self.device.capabilities.host_memory else f"{self.device.name}:{self.card}"
+
+    @property
     def allowed(self) -> int:
         return int(self.free_at_start * self.share) // self.workers
 
     def describe(self) -> str:
         parts = f" / {self.workers} workers" if self.workers > 1 else ""
         return (
-            f"Memory on {self.device.name}: {gib(self.total)} in all, {gib(self.free_at_start)} free; weights and KV "
+            f"Memory on {self.place}: {gib(self.total)} in all, {gib(self.free_at_start)} free; weights and KV "
             f"cache may take {self.share:.2f} of that{parts} = {gib(self.allowed)} (option memory_share)."
         )
 
@@ -57,7 +62,7 @@ class Budget:
         if expected > self.allowed:
             raise BackplaneError(
                 f"the weights take {gib(expected)} per worker, and {gib(self.allowed)} may be used on "
-                f"{self.device.name} (share {self.share:.2f} of {gib(self.free_at_start)} free"
+                f"{self.place} (share {self.share:.2f} of {gib(self.free_at_start)} free"
                 f"{f' / {self.workers} workers' if self.workers > 1 else ''}); raise BACKPLANE_MEMORY_SHARE, choose a "
                 "smaller --dtype or model, or add workers on other hosts"
             )
@@ -74,14 +79,14 @@ class Budget:
             if asked > free // self.workers:
                 raise BackplaneError(
                     f"a KV cache of {gib(asked)} was asked for, and {gib(free // self.workers)} of {gib(self.total)} "
-                    f"is free for it on {self.device.name}; lower --kv-cache-memory-bytes"
+                    f"is free for it on {self.place}; lower --kv-cache-memory-bytes"
                 )
             return asked
         taken = max(self.device.own_memory(self.card) - self.used_by_us_at_start, 0)
         left = min(self.allowed - taken - activations, int(free * self.share) // self.workers)
         if left <= 0:
             raise BackplaneError(
-                f"nothing is left for the KV cache on {self.device.name}: {gib(self.allowed)} allowed "
+                f"nothing is left for the KV cache on {self.place}: {gib(self.allowed)} allowed "
                 f"(share {self.share:.2f} of {gib(self.free_at_start)} free at start), weights took {gib(taken)} and a "
                 f"largest step needs {gib(activations)}; raise BACKPLANE_MEMORY_SHARE, lower "
                 "--max-num-batched-tokens, or free memory"

@@ -1,0 +1,67 @@
+"""Two replicas of a mixture of experts on two simulated cards, under uneven load, give transformers' tokens.
+
+vLLM divides the experts among the replicas, so every step of one needs the other: while only one has requests, the other
+takes part with empty steps (`execute_dummy_batch`). Without them the first request below would wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+from architectures import ARCHITECTURES
+from server import Server
+
+pytestmark = pytest.mark.server
+
+TOKENS = 16
+PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)], [9, 8, 7], [311]]
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("mixtral")
+    return folder, ARCHITECTURES["Mixtral: two experts of four"].save(folder)
+
+
+@pytest.fixture(scope="module")
+def server(model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    limits = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
+    two = ("--data-parallel-size", "2", "--api-server-count", "1", "--skip-tokenizer-init")
+    folder = tmp_path_factory.mktemp("replicas")
+    with Server(folder, str(model[0]), "--served-model-name", "tiny", *limits, *two, variables=SIM) as server:
+        yield server
+
+
+def answer(server: Server, replica: int, prompt: list[int]) -> list[int]:
+    request = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    response = server.http.post(
+        "/v1/completions", json=request | {"return_token_ids": True}, headers={"X-data-parallel-rank": str(replica)}
+    )
+    assert response.status_code == 200, response.text
+    return list(response.json()["choices"][0]["token_ids"])
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_replica_with_requests_beside_an_idle_one(server: Server, model: tuple[Path, Any], replica: int) -> None:
+    before = [served(server, other) for other in (0, 1)]
+    for prompt in PROMPTS:
+        expected = reference.continue_without_cache(model[1], prompt, TOKENS)
+        assert expected.smallest_margin > 1e-3, "near a tie; change the prompts"
+        assert answer(server, replica, prompt) == expected.token_ids
+    after = [served(server, other) for other in (0, 1)]
+    assert after[replica] - before[replica] == len(PROMPTS) * TOKENS
+    assert after[1 - replica] == before[1 - replica], "the idle replica was not idle"
+
+
+def served(server: Server, replica: int) -> float:
+    return server.metric("vllm:generation_tokens_total", engine=str(replica))
+
+
+def test_each_replica_has_a_card_of_its_own(server: Server) -> None:
+    log = server.log.read_text(errors="replace")
+    assert all(f"Memory on sim:{card}:" in log for card in (0, 1))
