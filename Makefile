@@ -32,7 +32,7 @@ stamps := $(VENV)/.backplane
 venv := $(stamps)/venv
 vllm := $(stamps)/vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
 plugin := $(stamps)/plugin
-models := $(stamps)/models
+needs := $(stamps)/needs
 tools := $(stamps)/tools
 # The folders too: they change when a file goes.
 kernel_sources := $(wildcard csrc/* csrc/*/* csrc/*/*/*)
@@ -50,9 +50,9 @@ pip() {
     if [ -t 1 ]; then $(bin)/python -m pip --disable-pip-version-check "$$@"
     else $(bin)/python -m pip --disable-pip-version-check "$$@" 2>&1 | sed -u -E '/^(Looking in|Requirement already)/d'; fi
 }
-extra() {
-    $(bin)/python -c "import sys, tomllib; \
-    print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]])" "$$1"
+stated() {
+    $(bin)/python -c "import tomllib; \
+    project = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*project$$1)"
 }
 endef
 
@@ -74,26 +74,26 @@ help:  ## Show this list
 	    'BACKPLANE_BUILD_KERNELS=0  build without C++ kernels'
 
 .PHONY: serve
-serve: $(plugin) $(models)  ## Serve a model with the OpenAI API
+serve: $(plugin)  ## Serve a model with the OpenAI API
 	@exec $(bin)/vllm-backplane serve $(MODEL) --host $(HOST) --port $(PORT) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 .PHONY: test
 test: lint unit e2e  ## Run lint, unit and e2e
 
 .PHONY: lint
-lint: $(plugin) $(models) $(tools)  ## Check style and types
+lint: $(plugin) $(tools)  ## Check style and types
 	@printf '\n==> lint\n'
 	$(bin)/ruff check .
 	$(bin)/ruff format --check --quiet .
 	$(bin)/mypy
 
 .PHONY: unit
-unit: $(plugin) $(models) $(tools)  ## Run the unit tests
+unit: $(plugin) $(tools)  ## Run the unit tests
 	@printf '\n==> unit tests\n'
 	$(pytest) tests/unit $(ARGS)
 
 .PHONY: e2e
-e2e: $(plugin) $(models) $(tools)  ## Run the tests that start engines and servers
+e2e: $(plugin) $(tools)  ## Run the tests that start engines and servers
 	@printf '\n==> end-to-end tests\n'
 	$(pytest) tests/e2e $(ARGS)
 
@@ -102,7 +102,7 @@ doctor: $(plugin)  ## Show what this machine has and what would be used
 	@$(bin)/vllm-backplane doctor $(ARGS)
 
 .PHONY: bench
-bench: $(plugin) $(models)  ## Measure the start-up time
+bench: $(plugin)  ## Measure the start-up time
 	@$(bin)/python benchmarks/startup.py $(ARGS)
 
 .PHONY: matrix
@@ -110,10 +110,10 @@ matrix:  ## Run a smoke test on every release of vLLM that is served
 	@$(PYTHON) tests/matrix/run.py $(VERSIONS) $(ARGS)
 
 .PHONY: runtime
-runtime: $(plugin) $(models)  ## Install what serving needs into VENV
+runtime: $(plugin)  ## Install what serving needs into VENV
 
 .PHONY: setup
-setup: $(plugin) $(models) $(tools)  ## Install everything into VENV
+setup: $(plugin) $(tools)  ## Install everything into VENV
 
 .PHONY: clean
 clean:  ## Remove what was built; keep VENV's packages and prepared models
@@ -170,7 +170,7 @@ $(vllm): $(venv)
 	fi
 	finish
 
-$(plugin): $(vllm) pyproject.toml setup.py $(kernel_sources)
+$(plugin): $(needs) pyproject.toml setup.py $(kernel_sources)
 	@$(functions)
 	banner 'Backplane and its kernels'
 	pip install $(PIP_ARGS) 'setuptools>=77'
@@ -179,14 +179,14 @@ $(plugin): $(vllm) pyproject.toml setup.py $(kernel_sources)
 	PYTHONWARNINGS=ignore pip install -q --no-build-isolation --no-deps --editable .
 	finish
 
-$(models): $(vllm) pyproject.toml
+$(needs): $(vllm) pyproject.toml
 	@$(functions)
-	banner 'What the default model needs'
-	pip install $(PIP_ARGS) $$(extra models) 'torch==$(TORCH_VERSION)'
+	banner 'What the plugin needs'
+	pip install $(PIP_ARGS) $$(stated "['dependencies']") 'torch==$(TORCH_VERSION)'
 	finish
 
 $(tools): $(vllm) pyproject.toml
 	@$(functions)
 	banner 'What the tests need'
-	pip install $(PIP_ARGS) $$(extra test) 'torch==$(TORCH_VERSION)'
+	pip install $(PIP_ARGS) $$(stated "['optional-dependencies']['test']") 'torch==$(TORCH_VERSION)'
 	finish

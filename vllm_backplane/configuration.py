@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -33,6 +34,9 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
             f"vLLM chose its second model runner, which needs Triton, and device {device.name!r} has none; set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
         )
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method == "ngram" and find_spec("numba") is None:
+        raise BackplaneError("vLLM's n-gram speculation needs the package numba; run: pip install numba")
     cards = chosen.selection.probe.count
     wanted = config.parallel_config.local_world_size
     if wanted > cards and not can.host_memory:

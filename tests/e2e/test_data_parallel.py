@@ -1,7 +1,7 @@
 """Two replicas of a mixture of experts on two simulated cards, under uneven load, give transformers' tokens.
 
-vLLM divides the experts among the replicas, so every step of one needs the other: while only one has requests, the other
-takes part with empty steps (`execute_dummy_batch`). Without them the first request below would wait for ever.
+vLLM divides the experts among the replicas, so every step of one needs the other: while only one has requests, the
+other takes part with empty steps (`execute_dummy_batch`). Without them the first request below would wait for ever.
 """
 
 from __future__ import annotations

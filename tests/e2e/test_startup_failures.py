@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,11 @@ CASES = {
         arguments=("--additional-config", '{"backplane": {"device": "minimal"}}'),
     ),
 }
+if find_spec("numba") is None:  # `make` installs none
+    CASES["n-gram speculation without numba"] = Case(
+        ("pip install numba",),
+        arguments=("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'),
+    )
 
 
 def install_vendor(folder: Path, filling: Mapping[str, str]) -> None:

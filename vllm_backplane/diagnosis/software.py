@@ -7,13 +7,21 @@ import platform
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import Distribution, distributions, packages_distributions
+from importlib.metadata import (
+    Distribution,
+    PackageNotFoundError,
+    distributions,
+    packages_distributions,
+    requires,
+)
 from importlib.util import find_spec
 
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from vllm_backplane.diagnosis.findings import Finding, Mark, error, warning
+from vllm_backplane.diagnosis.plugins import OUR_DISTRIBUTION
 from vllm_backplane.supported import NEWEST, RELEASES, covering
 
 MINIMUM_PYTHON = (3, 11)
@@ -103,6 +111,27 @@ def judge_vllm_version(version: str) -> list[Finding]:
         return []
     served = ", ".join(".".join(map(str, release.series)) for release in RELEASES)
     return [error(f"vLLM {version} is not supported; supported: {served}", _INSTALL_VLLM)]
+
+
+def check_requirements(stated: Iterable[str] | None = None) -> list[Finding]:
+    """What vllm-backplane itself depends on; an installation without dependencies leaves it out."""
+    found = _own_requirements() if stated is None else stated
+    needed = [requirement for text in found if _applies(requirement := Requirement(text))]
+    missing = [str(each.name) for each in needed if not _versions(canonicalize_name(each.name))]
+    if not missing:
+        return []
+    return [error(f"vllm-backplane needs {', '.join(missing)}, not installed", f"pip install {' '.join(missing)}")]
+
+
+def _own_requirements() -> list[str]:
+    try:
+        return requires(OUR_DISTRIBUTION) or []
+    except PackageNotFoundError:  # that the plugin is not installed is found by who looks for plugins
+        return []
+
+
+def _applies(requirement: Requirement) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
 def check_import(component: Component, imported: str) -> list[Finding]:

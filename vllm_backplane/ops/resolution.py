@@ -60,17 +60,13 @@ def has_kernel(name: str, dispatch_key: str) -> bool:
 def resolve(dispatch_key: str, provider: str, force_reference: Iterable[str] = ()) -> tuple[Resolution, ...]:
     """Settle every operator. `force_reference` names operators ('all' for each) that must run as references,
     to find out whether a kernel is at fault."""
-    forced = set(force_reference)
-    if "all" in forced:
-        forced = set(declared())
-    for name in forced:
-        get(name)
+    forced = _named(force_reference)
     table = []
     for name, operator in sorted(declared().items()):
         if name in forced:
             if has_kernel(name, dispatch_key):
                 _override_with_reference(name, dispatch_key)
-            entry = ("reference", operator.reference.__module__, "asked for by option reference_ops")
+            entry = ("reference", operator.reference.__module__, _ASKED_FOR)
         elif has_kernel(name, dispatch_key):
             origin = _python_kernels.get((name, dispatch_key), provider)
             entry = ("kernel", origin, f"registered for dispatch key {dispatch_key}")
@@ -78,6 +74,14 @@ def resolve(dispatch_key: str, provider: str, force_reference: Iterable[str] = (
             entry = ("reference", operator.reference.__module__, f"no kernel for dispatch key {dispatch_key}")
         table.append(Resolution(name, operator.family, *entry))
     return tuple(table)
+
+
+_ASKED_FOR = "asked for by option reference_ops"
+
+
+def _named(operators: Iterable[str]) -> set[str]:
+    names = set(operators)
+    return set(declared()) if "all" in names else {get(name).name for name in names}
 
 
 def _override_with_reference(name: str, dispatch_key: str) -> None:
@@ -96,11 +100,23 @@ def freeze(table: tuple[Resolution, ...], dispatch_key: str) -> None:
 def insist_unchanged() -> None:
     """A library that registered kernels after freezing went past `kernel`; the model may be compiled around the old."""
     for line in _frozen or ():
-        forced = "reference_ops" in line.reason
+        forced = line.reason == _ASKED_FOR
         if not forced and (line.implementation == "kernel") != has_kernel(line.operator, _frozen_key):
             raise OperatorError(
                 f"the implementation of {line.operator!r} changed after start-up; load it in Device.load_kernels()"
             )
+
+
+def insist_on_references(asked: Iterable[str]) -> None:
+    """A later engine of the process cannot have other implementations than the first."""
+    there = {line.operator for line in _frozen or () if line.reason == _ASKED_FOR}
+    if _named(asked) != there:
+        raise OperatorError(
+            "an earlier engine of this process runs "
+            + (f"the references of {', '.join(sorted(there))}" if there else "no operator as its reference by option")
+            + ", and implementations cannot change afterwards; start this engine in another process, or with the same "
+            "reference_ops"
+        )
 
 
 def frozen() -> tuple[Resolution, ...] | None:

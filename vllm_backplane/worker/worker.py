@@ -113,13 +113,15 @@ class BackplaneWorker(Worker):
         return configuration.workers_on_host(self.vllm_config)
 
     def _freeze_operators(self) -> None:
-        if resolution.frozen() is not None:
+        references = self.runtime.setting("reference_ops")
+        if resolution.frozen() is not None:  # by another engine of this process
+            resolution.insist_on_references(references)
             return
         self.accelerator.load_kernels()
         table = resolution.resolve(
             self.accelerator.dispatch_key,
             self.accelerator.kernel_provider(),
-            self.runtime.setting("reference_ops"),
+            references,
         )
         resolution.freeze(table, self.accelerator.dispatch_key)
         kernels = sum(line.implementation == "kernel" for line in table)

@@ -70,6 +70,13 @@ assert ops.relu2(torch.full((1,), 3.0)).item() == 9
 resolution.freeze(table, "CPU")
 resolution.insist_unchanged()
 assert resolution.frozen() is table
+resolution.insist_on_references(["relu2"])
+for asked in ([], ["relu2", "linear"], ["all"]):
+    try:
+        resolution.insist_on_references(asked)
+        raise SystemExit(f"an engine that asks for {asked} was accepted")
+    except OperatorError as error:
+        assert "the references of relu2" in str(error) and "another process" in str(error), error
 try:
     resolution.kernel("quick_gelu", "CPU")(mine)
     raise SystemExit("a kernel was accepted after freezing")

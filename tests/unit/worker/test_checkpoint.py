@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,11 +40,25 @@ def test_quantized_numbers_stay_what_they_are(tmp_path: Path) -> None:
     assert told(tmp_path, torch.float32) == 108
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf"])
-def test_other_formats_count_as_they_lie(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"\0" * 1234)
-    assert told(tmp_path) == 1234
-    assert told(tmp_path / name) == 1234
+def test_of_two_layouts_the_one_in_the_index_counts(tmp_path: Path) -> None:
+    save_file({"model.a": torch.zeros(100)}, tmp_path / "model-00001-of-00001.safetensors")
+    save_file({"layers.a": torch.zeros(100)}, tmp_path / "consolidated.safetensors")
+    index = {"weight_map": {"model.a": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert told(tmp_path) == 200
+
+
+def test_pickled_weights_count_in_the_models_type_and_nothing_beside_them(tmp_path: Path) -> None:
+    weights = {"a": torch.zeros(30, 10, dtype=torch.bfloat16), "b": torch.zeros(6, dtype=torch.int8)}
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    torch.save({"state": torch.zeros(5000)}, tmp_path / "optimizer.pt")
+    assert told(tmp_path) == 606
+    assert told(tmp_path, torch.float32) == 1206
+
+
+def test_a_gguf_file_counts_as_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"\0" * 1234)
+    assert told(tmp_path / "model.gguf", torch.float32) == 1234
 
 
 def test_nothing_tells_nothing(tmp_path: Path) -> None:
@@ -53,6 +68,12 @@ def test_nothing_tells_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{", b"too few"])
 def test_a_broken_header_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.safetensors").write_bytes(content)
+    with pytest.raises(BackplaneError, match=f"{tmp_path}.* again"):
+        told(tmp_path)
+
+
+def test_a_broken_pickle_is_named(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no weights")
     with pytest.raises(BackplaneError, match=f"{tmp_path}.* again"):
         told(tmp_path)
 

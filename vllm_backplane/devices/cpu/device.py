@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import weakref
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ import numpy
 import torch
 
 from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties, fork_safety
-from vllm_backplane.devices.cpu import host, native
+from vllm_backplane.devices.cpu import host, native, promised
 from vllm_backplane.options import Option, integer
 
 
@@ -60,7 +61,8 @@ class CpuDevice(Device):
         return Properties(name=self._model_name, uuid=f"cpu-{platform.node()}", compute_units=usable_cores())
 
     def memory(self, index: int = 0) -> MemoryInfo:
-        return host.host_memory()
+        now = host.host_memory()
+        return MemoryInfo(total=now.total, free=max(now.free - promised.unwritten(), 0))
 
     def own_memory(self, index: int = 0) -> int:
         return host.own_resident_memory()
@@ -77,7 +79,10 @@ class CpuDevice(Device):
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
         # numpy asks the system for zero pages, which become memory when they are first written; torch.zeros would
         # write the whole cache at start, seconds per gigabyte-scale cache that most of the time stays half empty.
-        return torch.from_numpy(numpy.zeros(count, dtype=numpy.int8))
+        promised.promise(count, host.host_memory().free)
+        pages = numpy.zeros(count, dtype=numpy.int8)
+        weakref.finalize(pages, promised.withdraw, count).atexit = False
+        return torch.from_numpy(pages)
 
     def torch_device(self, index: int = 0) -> torch.device:
         return torch.device("cpu")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_backplane.errors import BackplaneError
 from vllm_backplane.ops.linear import blocked
 
 LIBRARY_NAME = "libbackplane_cpu.so"
@@ -16,33 +17,36 @@ _TYPE_CODES = (torch.float32, torch.bfloat16, torch.float16)
 _PATH = Path(__file__).with_name(LIBRARY_NAME)
 
 
-def load() -> None:
-    """Load the library if it was built; what is missing is told by `fault` and shown by doctor and at start."""
-    fault()
-
-
 @cache
-def fault() -> tuple[str, str] | None:
-    """(what is wrong, remedy), or None when the kernels are there and loaded."""
+def load() -> bool:
+    """Whether the library was built, and then it is loaded. One that is there and does not load is an error: whoever
+    built it counts on it."""
     if not _PATH.exists():
-        return (
-            "the CPU kernel library was not built, so every operator runs as its plain-PyTorch reference",
-            "install a C++ compiler and reinstall: pip install --force-reinstall --no-deps .",
-        )
+        return False
     try:
         torch.ops.load_library(str(_PATH))
     except OSError as error:
-        return (
-            f"the CPU kernel library cannot be loaded ({error})",
-            "it was built for another PyTorch; reinstall: pip install --force-reinstall --no-deps .",
-        )
-    return None
+        raise BackplaneError(
+            f"the CPU kernel library cannot be loaded ({error}); it was built for another PyTorch: reinstall with "
+            "pip install --force-reinstall --no-deps ."
+        ) from error
+    return True
+
+
+def fault() -> tuple[str, str] | None:
+    """(what is wrong, remedy), or None when the kernels are there."""
+    if load():
+        return None
+    return (
+        "the CPU kernel library was not built, so every operator runs as its plain-PyTorch reference",
+        "install a C++ compiler and reinstall: pip install --force-reinstall --no-deps .",
+    )
 
 
 def wants_blocks(dtype: torch.dtype) -> bool:
     """Whether weights of this type are multiplied faster in blocks than by PyTorch's own product."""
     return (
-        fault() is None
+        load()
         and dtype in _TYPE_CODES
         and bool(ctypes.CDLL(str(_PATH)).backplane_cpu_wants_blocks(_TYPE_CODES.index(dtype)))
     )
