@@ -74,6 +74,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             "device": current_platform.device_type,
             "worker": config.parallel_config.worker_cls,
             "dtype": str(config.model_config.dtype),
+            "runner": "second" if config.use_v2_model_runner else "first",
             "batches": [generate(engine, batch) for batch in job.get("batches", ())],
             "steps": [take(engine, step) for step in job.get("steps", ())],
         }

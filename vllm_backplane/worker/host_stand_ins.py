@@ -1,7 +1,8 @@
 """What vLLM asks of PyTorch's accelerator, and of `torch.cuda` whatever the accelerator is.
 
 vLLM asks on every out-of-tree platform: for an event when the runner is built, for a stream while it speculates or
-copies results, for a synchronisation when the process ends. For streams and events it asks `torch.cuda` by name.
+copies results, for a synchronisation when the process ends. For streams and events it asks `torch.cuda` by name; its
+second runner makes some in every step.
 
 - A device that is PyTorch's accelerator has a module with the same surface, which answers for `torch.cuda`.
 - A device that PyTorch does not count as an accelerator has done its work when the call returns, so there is nothing to
@@ -11,6 +12,7 @@ copies results, for a synchronisation when the process ends. For streams and eve
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +21,24 @@ import torch
 
 from vllm_backplane.device import Device
 from vllm_backplane.errors import BackplaneError
+
+
+class HostEvent(torch.cpu.Event):
+    """What it stands for has happened when it is recorded, so no argument makes a difference."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self._recorded = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return (end._recorded - self._recorded) * 1000
+
+
+class HostStream(torch.cpu.Stream):
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        """Of which device, and how urgent, makes no difference either."""
 
 
 def needed(device: Device) -> bool:
@@ -72,19 +92,25 @@ def answer_for(device: Device, card: int) -> None:
     torch.accelerator.empty_cache = empty_cache
     torch.accelerator.empty_host_cache = empty_host_cache
     torch.accelerator.get_memory_info = get_memory_info
+
+    def set_stream(_stream: Any) -> None:
+        """There is one."""
+
     torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
     torch.cuda.stream = torch.cpu.stream  # type: ignore[assignment]
+    torch.cuda.set_stream = set_stream  # type: ignore[assignment]
+    torch.cuda.Event, torch.cuda.Stream = HostEvent, HostStream  # type: ignore[misc,assignment]
 
 
 @contextmanager
 def host_events(device: Device) -> Iterator[None]:
-    """While vLLM's runner is built, events and streams are PyTorch's own for the host."""
+    """While vLLM's runner is built, events are the host's."""
     if not needed(device):
         yield
         return
-    event, stream = torch.Event, torch.cuda.Stream
-    torch.Event, torch.cuda.Stream = torch.cpu.Event, torch.cpu.Stream  # type: ignore[misc,assignment]
+    event = torch.Event
+    torch.Event = HostEvent  # type: ignore[misc,assignment]
     try:
         yield
     finally:
-        torch.Event, torch.cuda.Stream = event, stream  # type: ignore[misc]
+        torch.Event = event  # type: ignore[misc]

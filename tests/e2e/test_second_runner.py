@@ -1,0 +1,82 @@
+"""vLLM's second model runner, which wants Triton, under the same worker: the tokens of the first.
+
+No shipped device has Triton, so Triton's own interpreter takes the compiler's place here. It computes each program of a
+kernel with numpy on the host's memory: slow, and right.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine import batch, greedy, job, run_engines
+from processes import environment, on_path
+
+pytestmark = [pytest.mark.server, pytest.mark.models, pytest.mark.download]
+
+TRITON = "triton==3.9.0"
+PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000]]
+DRAWN = {"temperature": 0.9, "seed": 3, "max_tokens": 8, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+DEVICE = """
+from dataclasses import replace
+
+from vllm_backplane.devices.cpu import CpuDevice
+
+
+class Interpreted(CpuDevice):
+    name = "interpreted"
+    capabilities = replace(CpuDevice.capabilities, triton=True, fork=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Triton, and a device that claims it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    done = subprocess.run(
+        [*command, "--only-binary=:all:", "--no-compile", "--target", str(folder), TRITON],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "interpreted_device.py").write_text(DEVICE)
+    metadata = folder / "interpreted_device-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: interpreted-device\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[vllm_backplane.devices]\ninterpreted = interpreted_device:Interpreted\n"
+    )
+    yield folder
+    shutil.rmtree(folder)  # a gigabyte
+
+
+def test_the_second_runner_gives_the_tokens_of_the_first(
+    site: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
+    work = job(tiny_llama, batch(PROMPTS, greedy(16, logprobs=0)), batch(PROMPTS[:1], DRAWN), **limits)
+    variables = {
+        "PYTHONPATH": on_path(site),
+        "BACKPLANE_DEVICE": "interpreted",
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # else vLLM wants a driver of Triton's
+    }
+    (second,) = run_engines(tmp_path_factory.mktemp("second"), [work], variables, device="interpreted")
+    (first,) = run_engines(tmp_path_factory.mktemp("first"), [work], {"BACKPLANE_DEVICE": "cpu"})
+    assert (first["runner"], second["runner"]) == ("first", "second")
+    for one, two in zip(first["batches"][0], second["batches"][0], strict=True):
+        assert two["token_ids"] == one["token_ids"]
+        assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-4)
+    # Drawn by another generator, so other tokens; each with its own probability.
+    [drawn] = second["batches"][1]
+    assert len(drawn["token_ids"]) == 8
+    assert all(logprob <= 0 for logprob in drawn["logprobs"])
