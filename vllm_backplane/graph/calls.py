@@ -60,7 +60,7 @@ class CapturedCalls:
         self._captured.clear()
 
     def capture(self, key: Hashable, call: Callable[[], Any], inputs: Inputs) -> Any:
-        """Record `call`; nothing is computed, so its results hold nothing yet."""
+        """Record `call`. Its results hold something only if the device computes what it records."""
         graph = self._new_graph()
         with graph.capture():
             outputs = call()

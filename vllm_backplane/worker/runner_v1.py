@@ -42,9 +42,12 @@ class BackplaneModelRunnerV1(GPUModelRunner):
         self._sync_device()
 
     def warm_up(self) -> None:
-        """One token through everything; then graphs, where they are asked for."""
+        """One token through everything; then graphs, where they are wanted and not captured while serving."""
         self._dummy_run(1, skip_eplb=True)
-        if self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        if (
+            self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+            and not self.accelerator.capabilities.capture_computes
+        ):
             self.capture_model()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

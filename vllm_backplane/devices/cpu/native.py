@@ -21,10 +21,14 @@ def load() -> None:
     fault()
 
 
+def built() -> bool:
+    return _PATH.exists()
+
+
 @cache
 def fault() -> tuple[str, str] | None:
     """(what is wrong, remedy), or None when the kernels are there and loaded."""
-    if not _PATH.exists():
+    if not built():
         return (
             "the CPU kernel library was not built, so every operator runs as its plain-PyTorch reference",
             "install a C++ compiler and reinstall: pip install --force-reinstall --no-deps .",
@@ -39,17 +43,22 @@ def fault() -> tuple[str, str] | None:
     return None
 
 
+@cache
+def library() -> ctypes.CDLL:
+    """Its C functions, once it is loaded."""
+    return ctypes.CDLL(str(_PATH))
+
+
 def wants_blocks(dtype: torch.dtype) -> bool:
     """Whether weights of this type are multiplied faster in blocks than by PyTorch's own product."""
     return (
         fault() is None
         and dtype in _TYPE_CODES
-        and bool(ctypes.CDLL(str(_PATH)).backplane_cpu_wants_blocks(_TYPE_CODES.index(dtype)))
+        and bool(library().backplane_cpu_wants_blocks(_TYPE_CODES.index(dtype)))
     )
 
 
 def arranged(weight: torch.Tensor) -> torch.Tensor:
     """The weight in the blocks that the kernels of this machine read; 16-bit ones lie in pairs."""
-    library = ctypes.CDLL(str(_PATH))
-    lanes = 0 if weight.dtype == torch.float32 else library.backplane_cpu_block_lanes()
-    return blocked(weight, library.backplane_cpu_block_width(), lanes)
+    lanes = 0 if weight.dtype == torch.float32 else library().backplane_cpu_block_lanes()
+    return blocked(weight, library().backplane_cpu_block_width(), lanes)
