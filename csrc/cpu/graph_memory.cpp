@@ -62,6 +62,11 @@ void GraphPool::give_back(void* context) {
   pool->leave();
 }
 
+void GraphPool::hold() {
+  std::lock_guard<std::mutex> hold(lock_);
+  ++holds_;
+}
+
 void GraphPool::leave() {
   bool last;
   {

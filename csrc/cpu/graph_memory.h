@@ -31,7 +31,8 @@ struct GraphBlock {
 class GraphPool {
  public:
   static GraphPool* make();
-  void leave();  // the graph's own hold on the pool
+  void hold();
+  void leave();  // one hold less; a new pool has its graph's
 
   c10::DataPtr take(size_t bytes);
   size_t bytes() const { return bytes_; }

@@ -41,6 +41,11 @@ void Graph::replay() {
       insist_on_place(step, expected, list[expected.item].toTensor(), &copies);
     }
     stack.clear();
+    for (const GraphAllocation& one : step.allocations) {
+      if (one.block == nullptr || !one.block->replaying) continue;
+      pool->hold();  // for good: the kernel has a tensor there
+      TORCH_CHECK(false, step.op->name, " has kept memory that it allocated at a replay, which others will write to");
+    }
   }
 }
 

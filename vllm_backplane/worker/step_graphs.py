@@ -20,7 +20,7 @@ from vllm.forward_context import ForwardContext, get_forward_context, is_forward
 from vllm.logger import init_logger
 
 from vllm_backplane.device import Device
-from vllm_backplane.errors import GraphError
+from vllm_backplane.errors import GraphError, StaleInputError
 from vllm_backplane.graph import CapturedCalls
 
 logger = init_logger("vllm." + __name__)
@@ -55,17 +55,23 @@ class StepGraphs(CUDAGraphWrapper):
             return self.runnable(*args, **kwargs)
         inputs = dict(_inputs(args, kwargs, context))
         key = context.batch_descriptor
+        if self.while_serving:
+            return self._served(key, lambda: self.runnable(*args, **kwargs), inputs)
         if key in self.calls:
             return self.calls.replay(key, inputs)
-        if self.while_serving:
-            return self._computed(key, lambda: self.runnable(*args, **kwargs), inputs)
         validate_cudagraph_capturing_enabled()
         return self.calls.capture(key, lambda: self.runnable(*args, **kwargs), inputs)
 
-    def _computed(self, key: Hashable, call: Callable[[], Any], inputs: dict[str, torch.Tensor]) -> Any:
-        """A step that is served and captured at once."""
+    def _served(self, key: Hashable, call: Callable[[], Any], inputs: dict[str, torch.Tensor]) -> Any:
+        """A step on a device whose captures compute: captured when it is first served, eager if it cannot be a graph."""
         if key in self.eager:
             return call()
+        if key in self.calls:
+            try:
+                return self.calls.replay(key, inputs)
+            except StaleInputError as error:  # nothing was computed yet
+                self._give_up(key, error)
+                return call()
         results: list[Any] = []
 
         def computed() -> Any:
@@ -75,11 +81,12 @@ class StepGraphs(CUDAGraphWrapper):
         try:
             return self.calls.capture(key, computed, inputs)
         except GraphError as error:
-            if not results:  # the capture did not even begin
-                results.append(call())
-            self.eager.add(key)
-            logger.warning_once("Decode steps run eagerly, which is slower: %s", error)
-            return results[0]
+            self._give_up(key, error)
+            return results[0] if results else call()  # no results: the capture did not even begin
+
+    def _give_up(self, key: Hashable, error: GraphError) -> None:
+        self.eager.add(key)
+        logger.warning_once("Decode steps run eagerly, which is slower: %s", error)
 
 
 def _inputs(
