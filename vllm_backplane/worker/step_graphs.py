@@ -63,7 +63,7 @@ class StepGraphs(CUDAGraphWrapper):
         return self.calls.capture(key, lambda: self.runnable(*args, **kwargs), inputs)
 
     def _served(self, key: Hashable, call: Callable[[], Any], inputs: dict[str, torch.Tensor]) -> Any:
-        """A step on a device whose captures compute: captured when it is first served, eager if it cannot be a graph."""
+        """A step where captures compute: captured when it is first served, eager if it cannot be a graph."""
         if key in self.eager:
             return call()
         if key in self.calls:
