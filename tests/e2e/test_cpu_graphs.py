@@ -57,7 +57,7 @@ def test_tokens_are_the_same_when_sequences_are_preempted(results: dict[str, Res
 def test_steps_were_replayed(results: dict[str, Result]) -> None:
     [eager], [exact], [padded] = (results[way]["steps"][-1] for way in ("eager", "replayed", "padded"))
     assert eager == {"captured": 0, "replays": 0, "given_up": 0}
-    # Of each batch: all tokens but the first. The first step of a size is captured, and some share a step with a prompt:
+    # Of each batch: all tokens but the first. The first step of a size is captured; some share one with a prompt:
     # requests reach the engine one by one.
     decoded = 6 * (TOKENS - 1)
     for found in (exact, padded):
