@@ -195,7 +195,7 @@ class BackplanePlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Before vLLM fills in its defaults: no compilation; graphs where they are asked for or the device wants them."""
+        """Before vLLM fills in its defaults: no compilation; graphs where the user or the device wants them."""
         from vllm_backplane import configuration
 
         configuration.set_compilation_defaults(vllm_config, configured(vllm_config.additional_config))
