@@ -72,6 +72,23 @@ def set_worker(config: VllmConfig) -> None:
         config.parallel_config.worker_cls = WORKER
 
 
+def graphs_fit(config: VllmConfig, chosen: Runtime) -> bool:
+    """Whether decode steps may be replayed although nobody asked for it: there are such steps, and nothing has to
+    happen in Python between a step's operators."""
+    model, parallel = config.model_config, config.parallel_config
+    return (
+        model is not None
+        and not model.enforce_eager
+        and model.runner_type == "generate"
+        and not model.is_encoder_decoder
+        and parallel.world_size_across_dp == 1
+        and config.lora_config is None
+        and config.speculative_config is None
+        and config.kv_transfer_config is None
+        and not looks_at_modules(chosen)
+    )
+
+
 def set_compilation_defaults(config: VllmConfig, chosen: Runtime) -> None:
     """What the user has not said. What was said and cannot be done is refused later (`set_compilation`)."""
     from vllm.config import CompilationMode, CUDAGraphMode
@@ -80,8 +97,9 @@ def set_compilation_defaults(config: VllmConfig, chosen: Runtime) -> None:
     if compilation.mode is None:
         compilation.mode = CompilationMode.NONE
     if compilation.cudagraph_mode is None:
-        compilation.cudagraph_mode = CUDAGraphMode.NONE
-    elif compilation.cudagraph_mode != CUDAGraphMode.NONE:
+        wanted = can.graphs and chosen.device.wants_graphs() and graphs_fit(config, chosen)
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY if wanted else CUDAGraphMode.NONE
+    if compilation.cudagraph_mode != CUDAGraphMode.NONE:
         if not can.graphs:
             raise BackplaneError(
                 f"graphs were asked for (-cc.cudagraph_mode), and device {chosen.device.name!r} has none; remove it"

@@ -30,6 +30,10 @@ class GraphError(BackplaneError):
     """A graph was captured or replayed in a way that would give wrong results."""
 
 
+class StaleInputError(GraphError):
+    """A graph was to be replayed with an input that is not where it was captured. Nothing was computed."""
+
+
 class NumericFault(BackplaneError):
     """The numeric guard found values that are not finite; the message names the module they first came out of."""
 

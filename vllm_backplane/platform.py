@@ -195,10 +195,10 @@ class BackplanePlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Before vLLM fills in its defaults: eager, and of graphs only what was asked for."""
+        """Before vLLM fills in its defaults: no compilation; graphs where the user or the device wants them."""
         from vllm_backplane import configuration
 
-        configuration.set_compilation_defaults(vllm_config, runtime())
+        configuration.set_compilation_defaults(vllm_config, configured(vllm_config.additional_config))
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:

@@ -58,7 +58,6 @@ def test_steps_were_replayed_and_others_were_not(results: dict[str, Result]) -> 
 @pytest.mark.parametrize(
     ("device", "engine", "told"),
     [
-        pytest.param("cpu", {"compilation_config": DECODE}, "device 'cpu' has none; remove it", id="no graphs"),
         pytest.param(
             "sim",
             {"compilation_config": {"cudagraph_mode": "FULL"}},

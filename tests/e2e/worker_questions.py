@@ -56,3 +56,24 @@ def graphs(worker: Any) -> dict[str, int]:
         "replays": getattr(calls, "replays", 0),
         "graph_launches": int(counted["graph_launches"]),
     }
+
+
+def replays(worker: Any) -> dict[str, int]:
+    """How many decode steps were captured, replayed and given up, on any device."""
+    model = worker.model_runner.model
+    calls = getattr(model, "calls", ())
+    return {
+        "captured": len(calls),
+        "replays": getattr(calls, "replays", 0),
+        "given_up": len(getattr(model, "eager", ())),
+    }
+
+
+def plant_stale_input(worker: Any) -> None:
+    """From now on the model gets a copy of its token ids instead of the buffer that was captured."""
+    forward = worker.model_runner._model_forward
+
+    def with_copy(input_ids: Any = None, **others: Any) -> Any:
+        return forward(input_ids=input_ids.clone(), **others)
+
+    worker.model_runner._model_forward = with_copy

@@ -68,11 +68,15 @@ class Capabilities:
     streams: bool = False
     """Work is queued and the host does not wait (needs the torch device module's stream surface)."""
     graphs: bool = False
-    """Launches can be recorded and replayed (needs `new_graph`). Decode steps are, where the user asks for it."""
+    """Launches can be recorded and replayed (needs `new_graph`). Decode steps are, where the user asks for it or the
+    device wants it (`wants_graphs`)."""
     graph_sizes: tuple[int, ...] = ()
     """Numbers of sequences for which decode steps are captured if the user names none; empty: vLLM's own list."""
     graph_collectives: bool = False
     """Collectives between cards can be part of a graph."""
+    capture_computes: bool = False
+    """A capture computes what it records. Then steps are captured when they are first served, not at start, and one
+    that cannot be a graph is served all the same."""
     triton: bool = False
     """Triton compiles for it, so vLLM's own Triton kernels and its second model runner can be used."""
     pinned_memory: bool = False
@@ -196,6 +200,10 @@ class Device(ABC):
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
+
+    def wants_graphs(self) -> bool:
+        """Whether decode steps are to be replayed if the user says nothing about it."""
+        return False
 
     def new_graph(self, index: int = 0) -> Graph:
         """A graph of a card, yet to be captured."""

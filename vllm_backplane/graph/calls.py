@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_backplane.errors import GraphError
+from vllm_backplane.errors import GraphError, StaleInputError
 from vllm_backplane.graph.interface import Graph
 
 Inputs = Mapping[str, torch.Tensor]
@@ -60,7 +60,7 @@ class CapturedCalls:
         self._captured.clear()
 
     def capture(self, key: Hashable, call: Callable[[], Any], inputs: Inputs) -> Any:
-        """Record `call`; nothing is computed, so its results hold nothing yet."""
+        """Record `call`. Its results hold something only if the device computes what it records."""
         graph = self._new_graph()
         with graph.capture():
             outputs = call()
@@ -74,7 +74,7 @@ class CapturedCalls:
         captured = self._captured[key]
         now = {name: _Place.of(tensor) for name, tensor in inputs.items()}
         if now != captured.inputs:
-            raise GraphError(f"{_difference(captured.inputs, now)} at the replay of {key}; {_REMEDY}")
+            raise StaleInputError(f"{_difference(captured.inputs, now)} at the replay of {key}; {_REMEDY}")
         captured.graph.replay()
         self.replays += 1
         return captured.outputs

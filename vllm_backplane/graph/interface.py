@@ -15,8 +15,9 @@ class Graph(ABC):
 
     @abstractmethod
     def capture(self) -> AbstractContextManager[None]:
-        """While it is active, what this thread launches on its current stream is recorded and not run. Waiting for the
-        device meanwhile, or copying from memory that a replay would find gone, is an error."""
+        """While it is active, what this thread launches on its current stream is recorded, and run only where the
+        device says so (`Capabilities.capture_computes`). Waiting for the device meanwhile, or copying from memory that
+        a replay would find gone, is an error."""
 
     @abstractmethod
     def replay(self) -> None:

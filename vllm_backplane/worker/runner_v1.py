@@ -42,9 +42,12 @@ class BackplaneModelRunnerV1(GPUModelRunner):
         self._sync_device()
 
     def warm_up(self) -> None:
-        """One token through everything; then graphs, where they are asked for."""
+        """One token through everything; then graphs, where they are wanted and not captured while serving."""
         self._dummy_run(1, skip_eplb=True)
-        if self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        if (
+            self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
+            and not self.accelerator.capabilities.capture_computes
+        ):
             self.capture_model()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -66,6 +69,9 @@ class BackplaneModelRunnerV1(GPUModelRunner):
         the request's generator back by an offset, which is how CUDA's generators count and others do not. Here the
         generator is not there to be drawn from, so a seed gives the same tokens however the prompt was cut."""
         generators = self.input_batch.generators
+        if not generators:
+            yield
+            return
         thrown_away = numpy.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0].tolist()
         resting = {row: generators.pop(row) for row in thrown_away if row in generators}
         try:

@@ -9,7 +9,7 @@ metadata, which vLLM keeps in buffers that stay.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -17,9 +17,13 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import ForwardContext, get_forward_context, is_forward_context_available
+from vllm.logger import init_logger
 
 from vllm_backplane.device import Device
+from vllm_backplane.errors import GraphError, StaleInputError
 from vllm_backplane.graph import CapturedCalls
+
+logger = init_logger("vllm." + __name__)
 
 
 class StepGraphs(CUDAGraphWrapper):
@@ -32,23 +36,57 @@ class StepGraphs(CUDAGraphWrapper):
         self.runtime_mode = CUDAGraphMode.FULL
         self.is_debugging_mode = False
         self.calls = CapturedCalls(lambda: device.new_graph(card))
+        self.while_serving = device.capabilities.capture_computes
+        self.eager: set[Hashable] = set()
+        """Steps that cannot be graphs."""
+        self.suspended = False
+        """Every step is eager, for something that looks on while Python calls the model."""
         CUDAGraphWrapper._all_instances.add(self)
 
     def clear_graphs(self) -> None:
         self.calls.clear()
+        self.eager.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_forward_context_available():
             return self.runnable(*args, **kwargs)
         context = get_forward_context()
-        if context.cudagraph_runtime_mode != self.runtime_mode:
+        if context.cudagraph_runtime_mode != self.runtime_mode or self.suspended:
             return self.runnable(*args, **kwargs)
         inputs = dict(_inputs(args, kwargs, context))
         key = context.batch_descriptor
+        if self.while_serving:
+            return self._served(key, lambda: self.runnable(*args, **kwargs), inputs)
         if key in self.calls:
             return self.calls.replay(key, inputs)
         validate_cudagraph_capturing_enabled()
         return self.calls.capture(key, lambda: self.runnable(*args, **kwargs), inputs)
+
+    def _served(self, key: Hashable, call: Callable[[], Any], inputs: dict[str, torch.Tensor]) -> Any:
+        """A step where captures compute: captured when it is first served, eager if it cannot be a graph."""
+        if key in self.eager:
+            return call()
+        if key in self.calls:
+            try:
+                return self.calls.replay(key, inputs)
+            except StaleInputError as error:  # nothing was computed yet
+                self._give_up(key, error)
+                return call()
+        results: list[Any] = []
+
+        def computed() -> Any:
+            results.append(call())
+            return results[0]
+
+        try:
+            return self.calls.capture(key, computed, inputs)
+        except GraphError as error:
+            self._give_up(key, error)
+            return results[0] if results else call()  # no results: the capture did not even begin
+
+    def _give_up(self, key: Hashable, error: GraphError) -> None:
+        self.eager.add(key)
+        logger.warning_once("Decode steps run eagerly, which is slower: %s", error)
 
 
 def _inputs(

@@ -37,6 +37,7 @@ from vllm_backplane.worker.kv_storage import KvCacheStorage
 from vllm_backplane.worker.model_runner import make_model_runner
 from vllm_backplane.worker.numeric_guard import NumericGuard
 from vllm_backplane.worker.step import rows_of_step, tokens_by_request
+from vllm_backplane.worker.step_graphs import StepGraphs
 
 logger = init_logger("vllm." + __name__)
 
@@ -163,7 +164,9 @@ class BackplaneWorker(Worker):
     # --- the numeric guard --------------------------------------------------------------------------------------------
 
     def watch(self, what: Literal["off", "layers", "modules"]) -> None:
-        """Look at the model's modules from the next step on."""
+        """Look at the model's modules from the next step on. Steps are eager meanwhile: a replay calls no module."""
+        if isinstance(self.model_runner.model, StepGraphs):
+            self.model_runner.model.suspended = what != "off"
         if self.guard is not None:
             self.guard.remove()
             self.guard = None
@@ -194,6 +197,22 @@ class BackplaneWorker(Worker):
         if self.guard is not None:
             self.guard.insist()
         return super().sample_tokens(grammar_output)
+
+    # --- other weights ----------------------------------------------------------------------------------------
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().reload_weights(*args, **kwargs)
+        self._forget_graphs()
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        """Weights may lie elsewhere now. Graphs that were captured while serving can be captured again."""
+        model = self.model_runner.model
+        if isinstance(model, StepGraphs) and model.while_serving:
+            model.clear_graphs()
 
     # --- memory -----------------------------------------------------------------------------------------------
 

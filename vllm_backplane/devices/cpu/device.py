@@ -14,6 +14,8 @@ import torch
 
 from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties, fork_safety
 from vllm_backplane.devices.cpu import host, native, promised
+from vllm_backplane.devices.cpu.graphs import CpuGraph
+from vllm_backplane.graph import Graph
 from vllm_backplane.options import Option, integer
 
 
@@ -25,6 +27,9 @@ class CpuDevice(Device):
     capabilities: ClassVar[Capabilities] = Capabilities(
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         kv_cache_dtypes=("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        graphs=True,
+        graph_sizes=tuple(range(1, 65)),  # padding would be computed, so every size has a graph of its own
+        capture_computes=True,
         fork=True,  # see fork_safety.py
         host_memory=True,
         profile_tokens=128,
@@ -89,6 +94,12 @@ class CpuDevice(Device):
 
     def check_copies(self) -> str | None:
         return "its tensors are in the host's memory, so nothing is copied to it"
+
+    def wants_graphs(self) -> bool:
+        return native.built()
+
+    def new_graph(self, index: int = 0) -> Graph:
+        return CpuGraph()
 
     def prepare_worker(self, workers_on_host: int) -> None:
         torch.set_num_threads(self.settings["threads"] or stated_threads() or max(usable_cores() // workers_on_host, 1))

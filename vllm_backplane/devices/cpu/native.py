@@ -17,11 +17,15 @@ _TYPE_CODES = (torch.float32, torch.bfloat16, torch.float16)
 _PATH = Path(__file__).with_name(LIBRARY_NAME)
 
 
+def built() -> bool:
+    return _PATH.exists()
+
+
 @cache
 def load() -> bool:
     """Whether the library was built, and then it is loaded. One that is there and does not load is an error: whoever
     built it counts on it."""
-    if not _PATH.exists():
+    if not built():
         return False
     try:
         torch.ops.load_library(str(_PATH))
@@ -43,17 +47,22 @@ def fault() -> tuple[str, str] | None:
     )
 
 
+@cache
+def library() -> ctypes.CDLL:
+    """Its C functions, once it is loaded."""
+    return ctypes.CDLL(str(_PATH))
+
+
 def wants_blocks(dtype: torch.dtype) -> bool:
     """Whether weights of this type are multiplied faster in blocks than by PyTorch's own product."""
     return (
         load()
         and dtype in _TYPE_CODES
-        and bool(ctypes.CDLL(str(_PATH)).backplane_cpu_wants_blocks(_TYPE_CODES.index(dtype)))
+        and bool(library().backplane_cpu_wants_blocks(_TYPE_CODES.index(dtype)))
     )
 
 
 def arranged(weight: torch.Tensor) -> torch.Tensor:
     """The weight in the blocks that the kernels of this machine read; 16-bit ones lie in pairs."""
-    library = ctypes.CDLL(str(_PATH))
-    lanes = 0 if weight.dtype == torch.float32 else library.backplane_cpu_block_lanes()
-    return blocked(weight, library.backplane_cpu_block_width(), lanes)
+    lanes = 0 if weight.dtype == torch.float32 else library().backplane_cpu_block_lanes()
+    return blocked(weight, library().backplane_cpu_block_width(), lanes)

@@ -1,0 +1,206 @@
+"""Where a decode step's time goes: inside kernels, and in what runs between them.
+
+    python benchmarks/step.py                       # the default model, 1 and 16 sequences, replayed and eager
+    python benchmarks/step.py --dtype bfloat16 --profile 25
+
+One engine lives in the process that times it part by part, each part without those inside of it; replayed and eager
+steps take turns. A second engine, in a process of its own as vLLM runs it by default, is timed as a whole: what it
+takes longer is the way between the processes. `--profile N` shows instead, by function, where Python's time goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import os
+import pstats
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PROMPT, ANSWER, SKIPPED = 8, 41, 4
+PARTS = {
+    "kernels": "kernels of the forward pass (one replay)",
+    "forward": "forward pass around them: Python, checks of the inputs",
+    "logits": "logits",
+    "sampling": "sampling and its bookkeeping",
+    "inputs": "inputs and attention metadata",
+    "scheduler": "scheduler",
+    "output": "engine loop and output",
+}
+
+
+class Clock:
+    """Time by part, without that of the parts inside; one list per step."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+        self.open: list[float] = []
+        self.step: dict[str, float] = defaultdict(float)
+        self.steps: list[dict[str, float]] = []
+
+    def timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = self.now()
+            self.open.append(0.0)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                spent = self.now() - began
+                self.step[part] += spent - self.open.pop()
+                if self.open:
+                    self.open[-1] += spent
+                else:
+                    self.steps.append(dict(self.step))
+                    self.step.clear()
+
+        return run
+
+
+def start(model: str, dtype: str, sequences: list[int]) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model,
+        dtype=dtype,
+        max_model_len=512,
+        max_num_seqs=max(sequences),
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+    )
+
+
+def serve(llm: Any, count: int, answer: int = ANSWER) -> float:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    tokens = [[100 + (place * 7 + sequence) % 900 for place in range(PROMPT)] for sequence in range(count)]
+    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in tokens]
+    began = time.perf_counter()
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True), use_tqdm=False)
+    return time.perf_counter() - began
+
+
+def within(
+    model: str, dtype: str, sequences: list[int], rounds: int, now: Callable[[], float]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Milliseconds by number of sequences, way and part; needs the engine in this process."""
+    from vllm_backplane.devices.cpu.graphs import CpuGraph
+
+    llm, clock = start(model, dtype, sequences), Clock(now)
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    llm.llm_engine.step = clock.timed("output", llm.llm_engine.step)
+    core.scheduler.schedule = clock.timed("scheduler", core.scheduler.schedule)
+    core.scheduler.update_from_output = clock.timed("scheduler", core.scheduler.update_from_output)
+    runner.execute_model = clock.timed("inputs", runner.execute_model)
+    runner.sample_tokens = clock.timed("sampling", runner.sample_tokens)
+    runner._model_forward = clock.timed("forward", runner._model_forward)
+    inner = runner.get_model()
+    inner.compute_logits = clock.timed("logits", inner.compute_logits)
+    CpuGraph.replay = clock.timed("kernels", CpuGraph.replay)  # type: ignore[method-assign]
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for count in sequences:
+        serve(llm, count)
+        steps: dict[str, list[dict[str, float]]] = {"replayed": [], "eager": []}
+        for _ in range(rounds):
+            for way, taken in steps.items():
+                runner.model.suspended = way == "eager"
+                clock.steps.clear()
+                serve(llm, count)
+                taken += clock.steps[SKIPPED:-1]
+        found[str(count)] = {
+            way: {part: 1000 * statistics.median(step.get(part, 0.0) for step in taken) for part in PARTS}
+            | {"step": 1000 * statistics.median(sum(step.values()) for step in taken)}
+            for way, taken in steps.items()
+        }
+    return found
+
+
+def whole(model: str, dtype: str, sequences: list[int], rounds: int) -> dict[str, float]:
+    """Milliseconds per replayed step by number of sequences, as a caller of generate sees it."""
+    llm = start(model, dtype, sequences)
+    found = {}
+    for count in sequences:
+        serve(llm, count)
+        differences = [serve(llm, count) - serve(llm, count, 1) for _ in range(rounds)]
+        found[str(count)] = 1000 * statistics.median(differences) / (ANSWER - 1)
+    return found
+
+
+def profile(model: str, dtype: str, sequences: list[int], lines: int) -> None:
+    llm = start(model, dtype, sequences)
+    for count in sequences:
+        serve(llm, count)
+        profiler = cProfile.Profile()
+        profiler.runcall(serve, llm, count)
+        print(f"\n{count} sequences, {ANSWER} steps", flush=True)
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--sequences", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="of one thread, for a machine that is busy with other things; the processes' way is left out",
+    )
+    parser.add_argument("--profile", type=int, metavar="LINES")
+    parser.add_argument("--part", nargs=2, metavar=("PART", "ANSWER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    from vllm_backplane.models import DEFAULT, obtain
+
+    model = str(obtain(DEFAULT.name))
+    if args.part:
+        given = (model, args.dtype, args.sequences, args.rounds)
+        now = time.thread_time if args.processor_time else time.perf_counter
+        found = within(*given, now) if args.part[0] == "within" else whole(*given)
+        Path(args.part[1]).write_text(json.dumps(found))
+        return 0
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    inside = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if args.profile:
+        os.environ.update(quiet | inside)
+        profile(model, args.dtype, args.sequences, args.profile)
+        return 0
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"  # standard output belongs to vLLM
+        parts: dict[str, dict[str, str]] = {"within": inside}
+        if args.processor_time:
+            inside["OMP_NUM_THREADS"] = "1"
+        else:
+            parts["whole"] = {}
+        for part, more in parts.items():
+            command = [sys.executable, str(Path(__file__).resolve()), "--part", part, str(answer)]
+            command += ["--dtype", args.dtype, "--rounds", str(args.rounds)]
+            command += ["--sequences", *map(str, args.sequences), *(["--processor-time"] * args.processor_time)]
+            subprocess.run(command, env={**os.environ, **quiet, **more}, stdout=sys.stderr, check=True)
+            results[part] = json.loads(answer.read_text())
+    print(f"\n{DEFAULT.name}, {args.dtype}, milliseconds per decode step (medians)\n")
+    for count, ways in results["within"].items():
+        print(f"| {count} sequence(s) | replayed | eager |\n| --- | ---: | ---: |")
+        for part, title in PARTS.items():
+            eager = "in the next row" if part == "kernels" else f"{ways['eager'][part]:.3f}"
+            print(f"| {title} | {ways['replayed'][part]:.3f} | {eager} |")
+        print(f"| whole step, one process | {ways['replayed']['step']:.3f} | {ways['eager']['step']:.3f} |")
+        if "whole" in results:
+            between = results["whole"][count] - ways["replayed"]["step"]
+            print(f"| between the processes | {between:.3f} | |")
+            print(f"| whole step, as vLLM runs by default | {results['whole'][count]:.3f} | |")
+        print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

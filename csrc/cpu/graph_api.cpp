@@ -1,0 +1,58 @@
+// Graphs by C functions, for Python to call. What goes wrong is a text, fetched by backplane_cpu_graph_error.
+
+#include <string>
+
+#include "graph.h"
+
+#define BACKPLANE_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using backplane::cpu::Graph;
+
+thread_local std::string error;
+
+template <class F>
+int guarded(F&& call) {
+  try {
+    call();
+    return 0;
+  } catch (const c10::Error& thrown) {
+    error = thrown.what_without_backtrace();
+  } catch (const std::exception& thrown) {
+    error = thrown.what();
+  }
+  return -1;
+}
+
+}  // namespace
+
+BACKPLANE_EXPORT const char* backplane_cpu_graph_error() { return error.c_str(); }
+
+BACKPLANE_EXPORT int backplane_cpu_graph_begin() { return guarded(&backplane::cpu::begin_graph); }
+
+BACKPLANE_EXPORT int backplane_cpu_graph_end(Graph** graph) {
+  return guarded([&] { *graph = backplane::cpu::end_graph().release(); });
+}
+
+BACKPLANE_EXPORT void backplane_cpu_graph_abandon() { backplane::cpu::abandon_graph(); }
+
+BACKPLANE_EXPORT int backplane_cpu_graph_replay(Graph* graph) {
+  return guarded([&] { graph->replay(); });
+}
+
+BACKPLANE_EXPORT void backplane_cpu_graph_destroy(Graph* graph) { delete graph; }
+
+// 0: operators of a replay. 1: operators that it does without. 2: bytes. 3: results brought to their place so far.
+BACKPLANE_EXPORT int64_t backplane_cpu_graph_figure(const Graph* graph, int which) {
+  switch (which) {
+    case 0: return static_cast<int64_t>(graph->steps.size());
+    case 1: return graph->views;
+    case 2: return static_cast<int64_t>(graph->pool->bytes());
+    case 3: return graph->copies;
+    default: return -1;
+  }
+}
+
+// Graphs of the process whose memory is still held, by themselves or by tensors that they gave.
+BACKPLANE_EXPORT int64_t backplane_cpu_graph_memories() { return backplane::cpu::GraphPool::alive(); }

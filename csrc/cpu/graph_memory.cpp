@@ -1,0 +1,127 @@
+#include "graph_memory.h"
+
+#include <c10/core/CPUAllocator.h>
+
+#include <atomic>
+
+namespace backplane::cpu {
+namespace {
+
+thread_local RecordAllocations* recording = nullptr;
+thread_local ReplayAllocations* replaying = nullptr;
+std::atomic<c10::Allocator*> behind{nullptr};
+std::atomic<int64_t> pools{0};
+
+constexpr size_t kLine = 64;
+
+void end_of_use(void* block) { static_cast<GraphBlock*>(block)->replaying = false; }
+
+}  // namespace
+
+GraphPool::GraphPool() { ++pools; }
+GraphPool::~GraphPool() { --pools; }
+int64_t GraphPool::alive() { return pools; }
+
+GraphPool* GraphPool::make() { return new GraphPool(); }
+
+c10::DataPtr GraphPool::take(size_t bytes) {
+  std::lock_guard<std::mutex> hold(lock_);
+  const size_t wanted = (bytes + kLine - 1) / kLine * kLine;
+  GraphBlock* block = nullptr;
+  // The smallest that is large enough, unless most of it would lie idle.
+  const auto found = free_.lower_bound(wanted);
+  if (found != free_.end() && found->first <= 2 * wanted) {
+    block = found->second;
+    free_.erase(found);
+  } else {
+    blocks_.push_back(std::make_unique<GraphBlock>(GraphBlock{this, host_allocator()->allocate(wanted), wanted}));
+    block = blocks_.back().get();
+    bytes_ += wanted;
+  }
+  ++block->taken;
+  block->live = true;
+  block->written = false;
+  ++holds_;
+  return {block->memory.get(), block, &give_back, c10::Device(c10::kCPU)};
+}
+
+GraphBlock* GraphPool::block_of(const c10::DataPtr& pointer) const {
+  if (pointer.get_deleter() != &give_back) return nullptr;
+  auto* block = static_cast<GraphBlock*>(pointer.get_context());
+  return block->pool == this ? block : nullptr;
+}
+
+void GraphPool::give_back(void* context) {
+  auto* block = static_cast<GraphBlock*>(context);
+  GraphPool* pool = block->pool;
+  {
+    std::lock_guard<std::mutex> hold(pool->lock_);
+    block->live = false;
+    pool->free_.emplace(block->capacity, block);
+  }
+  pool->leave();
+}
+
+void GraphPool::hold() {
+  std::lock_guard<std::mutex> hold(lock_);
+  ++holds_;
+}
+
+void GraphPool::leave() {
+  bool last;
+  {
+    std::lock_guard<std::mutex> hold(lock_);
+    last = --holds_ == 0;
+  }
+  if (last) delete this;
+}
+
+class GraphAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    if (bytes != 0 && recording != nullptr) {
+      c10::DataPtr pointer = recording->pool_->take(bytes);
+      if (recording->list_ != nullptr) {
+        auto* block = static_cast<GraphBlock*>(pointer.get_context());
+        recording->list_->push_back({bytes, block, block->taken});
+      }
+      return pointer;
+    }
+    if (bytes != 0 && replaying != nullptr && replaying->list_ != nullptr) {
+      const auto& list = *replaying->list_;
+      for (size_t i = replaying->place_; i < list.size(); ++i) {
+        if (list[i].bytes != bytes) continue;
+        replaying->place_ = i + 1;
+        GraphBlock* block = list[i].block;
+        if (block == nullptr || block->replaying) break;  // it would share the place with a tensor that is in use
+        block->replaying = true;
+        return {block->memory.get(), block, &end_of_use, c10::Device(c10::kCPU)};
+      }
+    }
+    return host_allocator()->allocate(bytes);
+  }
+
+  // Of what is allocated outside of captures and replays. Within them a pointer's context is not the pointer, which
+  // raw_allocate refuses.
+  c10::DeleterFnPtr raw_deleter() const override { return host_allocator()->raw_deleter(); }
+
+  void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
+};
+
+RecordAllocations::RecordAllocations(GraphPool* pool) : pool_(pool) { recording = this; }
+RecordAllocations::~RecordAllocations() { recording = nullptr; }
+ReplayAllocations::ReplayAllocations() { replaying = this; }
+ReplayAllocations::~ReplayAllocations() { replaying = nullptr; }
+
+void install_graph_allocator() {
+  static const bool installed = [] {
+    behind = c10::GetCPUAllocator();
+    c10::SetCPUAllocator(new GraphAllocator());  // never gone: tensors know their allocator
+    return true;
+  }();
+  (void)installed;
+}
+
+c10::Allocator* host_allocator() { return behind.load(std::memory_order_relaxed); }
+
+}  // namespace backplane::cpu
