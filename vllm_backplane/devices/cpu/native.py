@@ -55,11 +55,7 @@ def library() -> ctypes.CDLL:
 
 def wants_blocks(dtype: torch.dtype) -> bool:
     """Whether weights of this type are multiplied faster in blocks than by PyTorch's own product."""
-    return (
-        load()
-        and dtype in _TYPE_CODES
-        and bool(library().backplane_cpu_wants_blocks(_TYPE_CODES.index(dtype)))
-    )
+    return load() and dtype in _TYPE_CODES and bool(library().backplane_cpu_wants_blocks(_TYPE_CODES.index(dtype)))
 
 
 def arranged(weight: torch.Tensor) -> torch.Tensor:
