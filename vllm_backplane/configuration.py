@@ -86,6 +86,7 @@ def graphs_fit(config: VllmConfig, chosen: Runtime) -> bool:
         and config.speculative_config is None
         and config.kv_transfer_config is None
         and not looks_at_modules(chosen)
+        and not config.use_v2_model_runner
     )
 
 
@@ -131,6 +132,11 @@ def set_compilation(config: VllmConfig, chosen: Runtime) -> None:
             raise BackplaneError(
                 f"graphs were asked for, and on device {device.name!r} they cannot contain the collectives of several "
                 "workers; remove -cc.cudagraph_mode, or the parallel sizes"
+            )
+        if config.use_v2_model_runner:
+            raise BackplaneError(
+                "graphs were asked for, and vLLM's second model runner captures those of CUDA alone; remove "
+                "-cc.cudagraph_mode, or set VLLM_USE_V2_MODEL_RUNNER=0"
             )
         if looks_at_modules(chosen):
             raise BackplaneError(
