@@ -269,7 +269,10 @@ def symbols_of(
         decorators = {dotted(_called(d)).rpartition(".")[2] for d in statement.decorator_list}
         if "overload" in decorators:
             return
-        if decorators & {"property", "cached_property", "setter", "getter", "deleter"}:
+        if decorators & {"property", "cached_property", "getter"}:
+            yield symbol(statement.name, Binds.PROPERTY, signature=signature_of_node(statement))
+            return
+        if decorators & {"setter", "deleter"}:
             yield symbol(statement.name, Binds.PROPERTY)
             return
         calling = Calling.CLASS if "classmethod" in decorators else Calling.INSTANCE
