@@ -49,7 +49,7 @@ Worker.compile_or_warm_up_model = None
 #: case instance attribute of the class
 from vllm.v1.core.sched.scheduler import Scheduler
 
-Scheduler.running = []
+Scheduler.running = []  # expect: BP201
 
 #: case setattr with a literal
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
