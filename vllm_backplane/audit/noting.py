@@ -40,7 +40,7 @@ class Noting(Guards):
             if isinstance(value, Ref):
                 if value.root in self.roots:
                     self.result.reads.add((attribute, "of", value.path))
-            elif isinstance(value, Instance):
+            elif isinstance(value, Instance) and value.paths:
                 self.result.reads.update((attribute, "of", path) for path in value.paths)
             elif isinstance(value, Parameter):
                 self.result.reads.add((attribute, "by", value.function))

@@ -39,7 +39,10 @@ def _used_later(context: Context, number: int, attribute: str) -> list[str]:
 
 def _matches(context: Context, kind: str, key: str, owner: Resolution, attribute: str) -> bool | None:
     if kind == "of":
-        return _is_of(context, key, owner, attribute)
+        found = _is_of(context, key, owner, attribute)
+        # A class of the plugin whose methods are put onto vLLM's runs with instances of vLLM's.
+        given = context.target.lenders.get(key, frozenset()) if found is None else frozenset()
+        return True if any(_is_of(context, path, owner, attribute) for path in given) else found
     if kind == "by":
         given = context.target.takers.get(key, frozenset())
         answers = [_is_of(context, path, owner, attribute) for path in given]

@@ -72,6 +72,15 @@ class Target:
         return {function: frozenset(paths) for function, paths in found.items()}
 
     @cached_property
+    def lenders(self) -> dict[str, frozenset[str]]:
+        """Classes of the plugin, and onto what of vLLM they or their methods are put."""
+        found: dict[str, frozenset[str]] = {}
+        for function, paths in self.takers.items():
+            for name in (function, function.rpartition(".")[0]):
+                found[name] = found.get(name, frozenset()) | paths
+        return found
+
+    @cached_property
     def version(self) -> Version | None:
         try:
             return Version(self.tree.version)
