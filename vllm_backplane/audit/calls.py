@@ -6,11 +6,10 @@ import ast
 import re
 
 from vllm_backplane.audit.conditions import Condition, Named, Ref, is_portable, negated
-from vllm_backplane.audit.expressions import Expressions
+from vllm_backplane.audit.environment import VARIABLE as _VARIABLE
+from vllm_backplane.audit.environment import Environment, is_environment
 from vllm_backplane.audit.facts import (
-    Catch,
-    Fact,
-    FileFacts,
+    CallFact,
     ImportFact,
     KernelFact,
     Meaning,
@@ -19,42 +18,18 @@ from vllm_backplane.audit.facts import (
     PathFact,
     Place,
     RegisterFact,
-    UnresolvedFact,
     UseFact,
-    VariableFact,
 )
-from vllm_backplane.audit.functions import Functions
-from vllm_backplane.audit.scopes import Const, Literal, Perhaps
+from vllm_backplane.audit.scopes import Const, Literal, Perhaps, Release, Versioned
 from vllm_backplane.upstream.modules import children, dotted
 
-_VARIABLE = re.compile(r"VLLM_[A-Z0-9_]+")
 _PATH = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+(?::[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)?")
 _MODULE = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 _READERS = frozenset({"get", "getenv", "pop", "__getitem__"})
 _WRITERS = frozenset({"setdefault", "setenv", "putenv"})
 
 
-class Calls(Expressions):
-    def __init__(self, result: FileFacts, module: str, roots: frozenset[str]) -> None:
-        super().__init__(module, roots)
-        self.result = result
-        self.caught: tuple[Catch, ...] = ()
-        self.functions = Functions()
-
-    def is_of_vllm(self, path: str) -> bool:
-        return path.partition(".")[0] == "vllm"
-
-    def place(self, node: ast.AST) -> Place:
-        line, column = getattr(node, "lineno", 0), getattr(node, "col_offset", -1) + 1
-        return Place(line, column, self.reach, self.caught)
-
-    def fact(self, fact: Fact) -> None:
-        self.result.facts.append(fact)
-
-    def meanings(self, node: ast.expr) -> Meanings:
-        """What of vLLM or of the plugin an expression may stand for."""
-        return tuple(Meaning(ref, reach) for ref, reach in self.refs(node) if ref.root in self.roots)
-
+class Calls(Environment):
     # --- expressions
 
     def expression(self, node: ast.AST) -> None:
@@ -87,7 +62,15 @@ class Calls(Expressions):
         elif isinstance(node, ast.NamedExpr):
             self.expression(node.value)
             self.scope.bind(node.target.id, self.values(node.value), self.reach)
-        elif isinstance(node, (ast.JoinedStr, ast.Name)):
+        elif isinstance(node, ast.JoinedStr):
+            for part in node.values:
+                if isinstance(part, ast.FormattedValue):
+                    self.expression(part)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr) and is_environment(node.left):
+            for key in self.key_nodes(node.right):
+                self.variable(key, is_written=True)
+            self.expression(node.right)
+        elif isinstance(node, ast.Name):
             return
         else:
             for child in children(node):
@@ -108,7 +91,7 @@ class Calls(Expressions):
             if not isinstance(side, ast.Constant):
                 self.expression(side)
         if isinstance(node.ops[0], (ast.In, ast.NotIn)) and dotted(node.comparators[0]).endswith("environ"):
-            self._variable(node.left, is_written=False)
+            self.variable(node.left, is_written=False)
 
     def _attribute(self, node: ast.Attribute) -> None:
         found = self.meanings(node)
@@ -116,7 +99,7 @@ class Calls(Expressions):
         if of_vllm:
             self.fact(UseFact(self.place(node), of_vllm))
         else:
-            self.result.attributes_read.add(node.attr)
+            self.read(node.value, node.attr)
             self.expression(node.value)
 
     def _string(self, node: ast.Constant) -> None:
@@ -133,8 +116,13 @@ class Calls(Expressions):
                 self.fact(PathFact(self.place(node), "", text))
 
     def _table(self, node: ast.Dict) -> None:
+        sets_variables = any(
+            key is None and is_environment(value) for key, value in zip(node.keys, node.values, strict=True)
+        )
         for key, value in zip(node.keys, node.values, strict=True):
             if key is not None:
+                if sets_variables:
+                    self.variable(key, is_written=True)
                 name = self.string(key)
                 if name is not None and _VARIABLE.fullmatch(name) and isinstance(value, (ast.Lambda, ast.Call)):
                     # A table of variables and how to read them, as vLLM has one.
@@ -144,24 +132,33 @@ class Calls(Expressions):
 
     def _item(self, node: ast.Subscript) -> None:
         if dotted(node.value) in ("os.environ", "environ"):
-            self._variable(node.slice, is_written=not isinstance(node.ctx, ast.Load))
+            self.variable(node.slice, is_written=not isinstance(node.ctx, ast.Load))
             return
         self.expression(node.value)
         self.expression(node.slice)
 
     # --- setting
 
-    def set_attribute(self, target: ast.Attribute) -> None:
+    def set_attribute(self, target: ast.Attribute, value: ast.expr | None = None) -> None:
         owners = self.meanings(target.value)
         self.result.attributes_set.add(target.attr)
         if owners:
             self._owner_is_read(target.value)
-            self.fact(PatchFact(self.place(target), owners, target.attr))
+            self._patch(self.place(target), owners, target.attr, value)
         else:
             for alternative in self.values(target.value):
                 if isinstance(alternative.value, Perhaps):
-                    self._unresolved(target, f"what {target.attr} is set on, perhaps {alternative.value.path}")
+                    self.unresolved(target, f"what {target.attr} is set on, perhaps {alternative.value.path}")
             self.expression(target.value)
+
+    def _patch(
+        self, place: Place, owners: Meanings, attribute: str, value: ast.expr | None, may_create: bool = False
+    ) -> None:
+        if value is not None:
+            self.takes(value, tuple(meaning for meaning in owners if meaning.ref.root in self.roots))
+        is_function = isinstance(value, ast.Name) and value.id in self.own_functions
+        is_plain = is_function or isinstance(value, (ast.Constant, ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Lambda))
+        self.fact(PatchFact(place, owners, attribute, may_create, is_plain))
 
     def namespace_of(self, node: ast.expr) -> Meanings:
         """Whose attributes ``vars(x)`` or ``x.__dict__`` are."""
@@ -174,39 +171,29 @@ class Calls(Expressions):
             self.result.attributes_set.add(key)
             self.fact(PatchFact(self.place(target), owners, key))
         elif any(meaning.ref.root == "vllm" for meaning in owners):
-            self._unresolved(target, f"which attribute of {owners[0].ref.path} is set is computed at run time")
-
-    def merged(self, target: ast.expr, value: ast.expr) -> None:
-        """``os.environ |= {…}``, and the same with vLLM's own table."""
-        owner = self.single(target)
-        if dotted(target) in ("os.environ", "environ"):
-            keys = self._key_nodes(value)
-            for key in keys:
-                self._variable(key, is_written=True)
-            if not keys and not isinstance(value, ast.Dict):
-                self._unresolved(target, "which variables are set is computed at run time")
-        elif isinstance(owner, Ref) and owner.path == "vllm.envs.environment_variables":
-            self.result.variables_declared.update(self._keys(value))
+            self.unresolved(target, f"which attribute of {owners[0].ref.path} is set is computed at run time")
 
     def read_then_set(self, target: ast.expr) -> None:
         if isinstance(target, ast.Attribute):
             found = tuple(m for m in self.meanings(target) if m.ref.root == "vllm")
             if found:
                 self.fact(UseFact(self.place(target), found))
+            else:
+                self.read(target.value, target.attr)
         elif isinstance(target, ast.Subscript):
             self.expression(target.value)
 
     def set_item_of_anything(self, target: ast.Subscript) -> None:
         """An environment made for another process: ``env["VLLM_…"] = "1"``."""
         if "env" in dotted(target.value).rpartition(".")[2].lower():
-            self._variable(target.slice, is_written=True)
+            self.variable(target.slice, is_written=True)
 
     def set_item_of(self, owner: Ref, key: str | None, target: ast.Subscript) -> None:
         if owner.path == "os.environ":
-            self._variable(target.slice, is_written=True)
+            self.variable(target.slice, is_written=True)
         elif owner.path.endswith("custom_op.op_registry_oot"):
             if key is None:
-                self._unresolved(target, "the name it is registered under is computed at run time")
+                self.unresolved(target, "the name it is registered under is computed at run time")
             else:
                 self.fact(RegisterFact(self.place(target.slice), (Meaning(Ref(owner.base)),), key))
         elif owner.path == "vllm.envs.environment_variables":
@@ -221,6 +208,13 @@ class Calls(Expressions):
             if value is not None and _VARIABLE.fullmatch(value):
                 self.result.constants[f"{self.module}.{name}"] = value
             self._note_flag(name, ast.Name(name, ast.Load()))
+            if any(isinstance(a.value, (Release, Versioned)) for a in self.scope.names[name]):
+                self.result.of_version.add(f"{self.module}.{name}")
+        for name in self.own_functions:
+            if self.knows_version and self.asks_version(name):
+                self.result.of_version.add(f"{self.module}.{name}")
+        for name, setter in self.functions.setters.items():
+            self.result.setters[f"{self.module}.{name}"] = setter
         for name, helper in self.helpers.items():
             if not helper.parameters:
                 self._note_flag(f"{name}()", ast.Call(ast.Name(name, ast.Load()), [], []))
@@ -234,9 +228,8 @@ class Calls(Expressions):
     def _owner_is_read(self, node: ast.expr) -> None:
         if isinstance(node, ast.Attribute):
             self._attribute(node)
-
-    def _unresolved(self, node: ast.AST, what: str) -> None:
-        self.fact(UnresolvedFact(self.place(node), what))
+        else:
+            self.expression(node)
 
     # --- calls
 
@@ -244,6 +237,10 @@ class Calls(Expressions):
         for decorator in node.decorator_list:
             if isinstance(decorator, ast.Attribute) and decorator.attr == "register_oot":
                 self._register(decorator, None, decorator)
+            if isinstance(decorator, ast.Call):
+                given = tuple(m for argument in decorator.args for m in self.meanings(argument) if m.ref.root == "vllm")
+                if given:
+                    self.takes(ast.Name(node.name, ast.Load()), given)
             self.expression(decorator)
 
     def _called(self, node: ast.Call) -> None:
@@ -264,7 +261,9 @@ class Calls(Expressions):
         elif name in ("getattr", "hasattr") and len(node.args) >= 2:
             self._by_name(node, name)
         elif name in _READERS | _WRITERS | {"update", "dict"}:
-            self._variables(node, function, name)
+            self.variables(node, function, name)
+        if function and node.args:
+            self._given_to(node, function)
         if name.startswith("register") or name == "extend_enum":
             self._registered(node)
         if node.args and name not in _WRITERS:
@@ -299,7 +298,7 @@ class Calls(Expressions):
                 for meaning in self.meanings(given.value):
                     self.fact(RegisterFact(self.place(given), owners, meaning.ref.path.rpartition(".")[2]))
             else:
-                self._unresolved(given, "the name it is registered under is computed at run time")
+                self.unresolved(given, "the name it is registered under is computed at run time")
 
     def _place_of_name(self, name: ast.expr, otherwise: ast.AST) -> Place:
         """Where a name was written down: its line in a table, if it comes from one."""
@@ -311,12 +310,12 @@ class Calls(Expressions):
     def _kernels(self, node: ast.expr) -> None:
         table = self.single(node)
         if not isinstance(table, Literal) or not isinstance(table.node, ast.Dict):
-            self._unresolved(node, "which kernels are replaced is computed at run time")
+            self.unresolved(node, "which kernels are replaced is computed at run time")
             return
         for key, _ in table.pairs():
             path = self.string(key)
             if path is None:
-                self._unresolved(key or node, "which kernel is replaced is computed at run time")
+                self.unresolved(key or node, "which kernel is replaced is computed at run time")
             else:
                 self.fact(KernelFact(self.place(key or node), path))
 
@@ -336,16 +335,18 @@ class Calls(Expressions):
             owners: Meanings = (Meaning(Ref(first, tuple(rest))),)
             if rest:
                 self.fact(UseFact(self.place(arguments[0]), owners))
-            self.fact(PatchFact(self.place(arguments[0]), owners, attribute, lenient))
+            value = arguments[1] if len(arguments) > 1 else None
+            self._patch(self.place(arguments[0]), owners, attribute, value, lenient)
         elif len(arguments) >= 2 and name != "patch":
             owners = self.meanings(arguments[0])
             attribute_name = self.string(arguments[1])
             if attribute_name is not None:
                 self.result.attributes_set.add(attribute_name)
                 if owners:
-                    self.fact(PatchFact(self._place_of_name(arguments[1], node), owners, attribute_name, lenient))
+                    value = arguments[2] if len(arguments) > 2 else None
+                    self._patch(self._place_of_name(arguments[1], node), owners, attribute_name, value, lenient)
             elif any(meaning.ref.root == "vllm" for meaning in owners):
-                self._unresolved(node, f"which attribute of {owners[0].ref.path} is set is computed at run time")
+                self.unresolved(node, f"which attribute of {owners[0].ref.path} is set is computed at run time")
 
     def _helper(self, node: ast.Call, owner: int, name: int) -> None:
         """A call of the plugin's own function that sets an attribute by name."""
@@ -354,7 +355,25 @@ class Calls(Expressions):
             if owners and attribute is not None:
                 self.fact(PatchFact(self._place_of_name(node.args[name], node), owners, attribute))
             elif any(meaning.ref.root == "vllm" for meaning in owners):
-                self._unresolved(node, f"which attribute of {owners[0].ref.path} is set is computed at run time")
+                self.unresolved(node, f"which attribute of {owners[0].ref.path} is set is computed at run time")
+
+    def _given_to(self, node: ast.Call, function: str) -> None:
+        """A function of the plugin is given something of vLLM."""
+        is_here = function in self.own_functions
+        there = () if is_here else [ref.path for ref, _ in self.refs(node.func) if ref.root in self.roots - {"vllm"}]
+        if not is_here and not there:
+            return
+        given = [self.meanings(argument) for argument in node.args]
+        of_vllm = tuple(meaning for meanings in given for meaning in meanings)
+        if not of_vllm:
+            return
+        self.takes(node.func, of_vllm)
+        for path in there:
+            arguments = tuple(
+                (meanings, self.string(argument), self._place_of_name(argument, node))
+                for argument, meanings in zip(node.args, given, strict=True)
+            )
+            self.fact(CallFact(self.place(node), path, arguments))
 
     def _dynamic_import(self, node: ast.Call) -> None:
         module = self.string(node.args[0])
@@ -364,7 +383,7 @@ class Calls(Expressions):
         elif isinstance(node.args[0], ast.JoinedStr):
             first = node.args[0].values[0] if node.args[0].values else None
             if isinstance(first, ast.Constant) and str(first.value).startswith("vllm."):
-                self._unresolved(node, "which module of vLLM is imported is computed at run time")
+                self.unresolved(node, "which module of vLLM is imported is computed at run time")
 
     def _by_name(self, node: ast.Call, name: str) -> None:
         attribute = self.string(node.args[1])
@@ -372,56 +391,14 @@ class Calls(Expressions):
             return
         owners = tuple(m for m in self.meanings(node.args[0]) if m.ref.root == "vllm")
         if not owners:
-            self.result.attributes_read.add(attribute)
+            self.read(node.args[0], attribute)
         elif name == "getattr" and len(node.args) == 2:
             used = tuple(Meaning(meaning.ref.attribute(attribute), meaning.reach) for meaning in owners)
             self.fact(UseFact(self.place(node), used))
         else:
             # Asked for and provided for: if the plugin also sets it, it does so for itself.
             self.result.attributes_read.add(attribute)
-
-    def _variables(self, node: ast.Call, function: str, name: str) -> None:
-        owner = function.rpartition(".")[0]
-        if name in ("get", "pop", "setdefault", "update") and owner.rpartition(".")[2] == "environ":
-            if name == "update":
-                self._variable_table(node)
-            elif node.args:
-                self._variable(node.args[0], is_written=name == "setdefault")
-        elif name in ("getenv", "setenv", "putenv") and node.args:
-            self._variable(node.args[0], is_written=name != "getenv")
-        elif name == "update" and node.args:
-            found = self.single(node.func.value) if isinstance(node.func, ast.Attribute) else None
-            if isinstance(found, Ref) and found.path == "vllm.envs.environment_variables":
-                self.result.variables_declared.update(self._keys(node.args[0]))
-            elif isinstance(found, Literal) and isinstance(found.node, ast.Dict):
-                added = self.single(node.args[0])
-                if isinstance(added, Literal) and isinstance(added.node, ast.Dict):
-                    found.more.extend((key, value) for key, value in added.pairs() if key is not None)
-        elif function.endswith("patch.dict") and len(node.args) > 1 and "environ" in ast.dump(node.args[0]):
-            for key in self._key_nodes(node.args[1]):
-                self._variable(key, is_written=True)
-
-    def _variable_table(self, node: ast.Call) -> None:
-        for argument in node.args:
-            for key in self._key_nodes(argument):
-                self._variable(key, is_written=True)
-        for keyword in node.keywords:
-            if keyword.arg is not None and _VARIABLE.fullmatch(keyword.arg):
-                self.fact(VariableFact(self.place(keyword), keyword.arg, True))
-
-    def _key_nodes(self, node: ast.expr) -> list[ast.expr]:
-        table = self.single(node)
-        if not isinstance(table, Literal) or not isinstance(table.node, ast.Dict):
-            return []
-        return [key for key, _ in table.pairs() if key is not None]
-
-    def _keys(self, node: ast.expr) -> set[str]:
-        return {text for key in self._key_nodes(node) if (text := self.string(key)) is not None}
-
-    def _variable(self, node: ast.expr, *, is_written: bool) -> None:
-        name = self.string(node)
-        if name is not None and _VARIABLE.fullmatch(name):
-            self.fact(VariableFact(self.place(node), name, is_written))
+            self.result.reads.update((attribute, "of", meaning.ref.path) for meaning in owners)
 
     def _registered(self, node: ast.Call) -> None:
         """``register_connector("Name", "package.module", "Class")`` and its like."""

@@ -6,6 +6,7 @@ false, or None where source does not tell.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -46,6 +47,8 @@ class Unknown:
 
     number: int
     is_guard: bool = False
+    names: tuple[str, ...] = ()
+    """Of the plugin, by dotted name, that it asks: a guard too if one of them is made of vLLM's version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,12 @@ class TypeChecking:
 
 @dataclass(frozen=True, slots=True)
 class VersionIs:
-    """vLLM's version compared with a literal. `form`: version (PEP 440), text (as a string), prefix, or tuple
-    (the first `length` numbers, all of them if None)."""
+    """vLLM's version compared with a literal. `form`: version (PEP 440), text (as a string), prefix, range
+    (specifiers), tuple (the first `length` numbers, all of them if None), or number (that at `length`)."""
 
     form: str
     operator: str
-    literal: str | tuple[int, ...]
+    literal: str | int | tuple[int, ...]
     length: int | None = None
 
 
@@ -133,12 +136,12 @@ def is_portable(condition: Condition) -> bool:
     return not isinstance(condition, (Unknown, Ran))
 
 
-def mentions_guard(condition: Condition) -> bool:
+def mentions_guard(condition: Condition, is_of_version: Callable[[str], bool]) -> bool:
     """Whether an undecided condition is a guard, rather than ordinary control flow."""
     if isinstance(condition, Unknown):
-        return condition.is_guard
+        return condition.is_guard or any(map(is_of_version, condition.names))
     if isinstance(condition, Not):
-        return mentions_guard(condition.condition)
+        return mentions_guard(condition.condition, is_of_version)
     if isinstance(condition, (All, Any)):
-        return any(mentions_guard(part) for part in condition.conditions)
+        return any(mentions_guard(part, is_of_version) for part in condition.conditions)
     return not isinstance(condition, Always)

@@ -6,7 +6,7 @@ import ast
 import configparser
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vllm_backplane.audit.findings import Finding
@@ -117,6 +117,8 @@ def _from_literal(node: ast.expr, file: str) -> tuple[list[EntryPoint], list[Fin
         what = "the entry points are computed when the project is built"
         doubts.append(Finding("BP901", Severity.NOTE, file, line, column, what))
 
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return _from_text(node.value, node.lineno, file), doubts
     if not isinstance(node, ast.Dict):
         doubt(node)
         return found, doubts
@@ -134,6 +136,16 @@ def _from_literal(node: ast.expr, file: str) -> tuple[list[EntryPoint], list[Fin
             else:
                 doubt(element)
     return found, doubts
+
+
+def _from_text(text: str, first_line: int, file: str) -> list[EntryPoint]:
+    """The same in the form of entry_points.txt, indented as the source around it is."""
+    lines = [line.strip() for line in text.splitlines()]
+    try:
+        found = list(_from_ini("\n".join(lines), file))
+    except configparser.Error:
+        return []
+    return [replace(entry, line=first_line + entry.line - 1) for entry in found]
 
 
 def _line_of(text: str, name: str, value: str) -> int:

@@ -7,18 +7,22 @@ from dataclasses import replace
 
 from vllm_backplane.audit.findings import Finding
 from vllm_backplane.audit.rules import Severity
-from vllm_backplane.upstream.callers import Calls, calls_of
+from vllm_backplane.upstream.callers import Calls, calls_of, is_common
 from vllm_backplane.upstream.signatures import Fault, Mismatch
 from vllm_backplane.upstream.source import SourceTree
+from vllm_backplane.upstream.symbols import SymbolIndex
 
 Doubtful = tuple[Finding, str, tuple[Mismatch, ...]]
 
 
-def decide(tree: SourceTree, doubtful: list[Doubtful]) -> Iterator[Finding]:
+def decide(index: SymbolIndex, tree: SourceTree, doubtful: list[Doubtful]) -> Iterator[Finding]:
     calls = calls_of(tree, (method for _, method, _ in doubtful))
+    seen = {method for _, method, problems in doubtful if any(_is_seen(problem, calls[method]) for problem in problems)}
+    # A call of 'forward' may be of any of hundreds of classes.
+    common = {method for method in seen if is_common(index, tree, method)}
     for finding, method, problems in doubtful:
-        shown = [problem.what for problem in problems if _is_seen(problem, calls[method])]
-        if shown:
+        shown = any(_is_seen(problem, calls[method]) for problem in problems)
+        if shown and method not in common:
             message = f"{finding.message}; vLLM makes such calls"
             finding = replace(finding, severity=Severity.WARNING, message=message)
         yield finding

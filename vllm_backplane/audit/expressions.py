@@ -5,63 +5,42 @@ from __future__ import annotations
 
 import ast
 import builtins
-import re
 from collections.abc import Iterator
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from vllm_backplane.audit import releases
 from vllm_backplane.audit.conditions import (
-    All,
-    Always,
-    Any,
     Condition,
     Exists,
-    ModuleExists,
     Named,
     Reach,
     Ref,
     Unknown,
-    VersionIs,
     negated,
 )
 from vllm_backplane.audit.functions import Helper
 from vllm_backplane.audit.scopes import (
+    MADE_OF_VERSION,
     UNKNOWN_VALUE,
     Alternative,
     Const,
     Flag,
+    Instance,
     Literal,
     Opaque,
+    Parameter,
+    Range,
     Release,
     Scope,
+    Skip,
     Spec,
     Value,
+    Versioned,
 )
 from vllm_backplane.upstream.modules import dotted, walk
 
-_OPERATORS: dict[type[ast.cmpop], str] = {
-    ast.Eq: "==",
-    ast.NotEq: "!=",
-    ast.Lt: "<",
-    ast.LtE: "<=",
-    ast.Gt: ">",
-    ast.GtE: ">=",
-}
-_MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _VERSION_FUNCTIONS = frozenset({"Version", "parse", "parse_version", "LooseVersion", "StrictVersion"})
-_VERSION_HELPER = re.compile(
-    r"_?(?:is_)?vllm_version(?:_(?:is|eq|equals|ge|gte|at_least|min|gt|lt|le|lte|before))?(?:_\w*)?"
-)
-_HELPER_OPERATORS = {
-    **dict.fromkeys(("is", "eq", "equals"), "=="),
-    **dict.fromkeys(("ge", "gte", "at_least", "min"), ">="),
-    **dict.fromkeys(("lt", "before"), "<"),
-    **dict.fromkeys(("le", "lte"), "<="),
-    "gt": ">",
-}
-_GUARD_NAME = re.compile(
-    r"(?i)version|platform|^_?has_|_available$|^_?have_|_supported$|^_?vllm_?(ge|gt|lt|le|is)?_?v?\d"
-)
-_GUARD_CALLS = frozenset({"hasattr", "find_spec", "signature", "importorskip"})
-_OLDEST_PYTHON = (3, 10)
 _MOST_ALTERNATIVES = 8
 _COMPUTED = ast.Await(ast.Constant(None))
 """Stands for an expression that is not followed."""
@@ -76,6 +55,11 @@ class Expressions:
         """Top-level names of vLLM and of the plugin."""
         self.helpers: dict[str, Helper] = {}
         """Functions of this module that only return something."""
+        self.own_functions: dict[str, ast.AST] = {}
+        """Functions of this module, at its top level."""
+        self.knows_version = True
+        """The file may deal with vLLM's version at all."""
+        self._asks_version: dict[str, bool] = {}
         self._inside: list[str] = []
         self.scope = Scope(None)
         self.reach: Reach = ()
@@ -96,7 +80,49 @@ class Expressions:
 
     def values(self, node: ast.expr | None) -> list[Alternative]:
         found = self._values(node)
-        return found if 0 < len(found) <= _MOST_ALTERNATIVES else UNKNOWN_VALUE
+        if 0 < len(found) <= _MOST_ALTERNATIVES:
+            return found
+        is_made_of_it = node is not None and not isinstance(node, ast.Name) and self.is_of_version(node)
+        return MADE_OF_VERSION if is_made_of_it else UNKNOWN_VALUE
+
+    def is_of_version(self, node: ast.AST) -> bool:
+        """Whether vLLM's version is somewhere in an expression, or in what it calls."""
+        return self.knows_version and any(map(self._is_version, walk(node)))
+
+    def _is_version(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Name):
+            if any(isinstance(a.value, (Release, Versioned)) for a in self.scope.lookup(node.id, self.reach)):
+                return True
+            return node.id in self.own_functions and self.asks_version(node.id)
+        if isinstance(node, ast.Attribute):
+            if node.attr not in ("__version__", "__version_tuple__"):
+                return False
+        elif not isinstance(node, ast.Call) or dotted(node.func).rpartition(".")[2] != "version":
+            return False
+        return any(isinstance(alternative.value, Release) for alternative in self._values(node))
+
+    def asks_version(self, function: str) -> bool:
+        """Whether a function of this module looks at vLLM's version."""
+        if function not in self._asks_version:
+            self._asks_version[function] = False
+            node = self.own_functions[function]
+            self._asks_version[function] = self._imports_version(node) or self.is_of_version(node)
+        return self._asks_version[function]
+
+    def _imports_version(self, function: ast.AST) -> bool:
+        return any(
+            (
+                isinstance(node, ast.ImportFrom)
+                and (node.module or "").partition(".")[0] == "vllm"
+                and any(alias.name in ("__version__", "__version_tuple__") for alias in node.names)
+            )
+            or (
+                isinstance(node, ast.Attribute)
+                and node.attr in ("__version__", "__version_tuple__")
+                and dotted(node).partition(".")[0] == "vllm"
+            )
+            for node in walk(function)
+        )
 
     def refs(self, node: ast.expr) -> list[tuple[Ref, Reach]]:
         return [(a.value, a.reach) for a in self.values(node) if isinstance(a.value, Ref)]
@@ -142,9 +168,11 @@ class Expressions:
         if isinstance(node, ast.NamedExpr):
             return self.values(node.value)
         if isinstance(node, (ast.JoinedStr, ast.BinOp)):
-            return [Alternative(self._text(node))]
+            return _known(self._text(node))
         if isinstance(node, ast.Subscript):
-            return [Alternative(self._subscript(node))]
+            return _known(self._subscript(node))
+        if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
+            return self._each_number(node)
         if isinstance(node, ast.Call):
             return self._call(node)
         return []
@@ -167,8 +195,22 @@ class Expressions:
         keys = [key for key, _ in table.pairs()]
         return [Alternative(Literal(ast.Dict(keys, [_COMPUTED] * len(keys)), table.scope, table.reach))]
 
+    def _each_number(self, node: ast.ListComp | ast.GeneratorExp) -> list[Alternative]:
+        """``[int(part) for part in version.split(".")]``."""
+        [over, *more] = node.generators
+        found = self.single(over.iter) if self.knows_version and not more and not over.ifs else None
+        call, target = node.elt, over.target
+        if not isinstance(found, Release) or not isinstance(target, ast.Name) or not isinstance(call, ast.Call):
+            return []
+        if dotted(call.func) != "int" or len(call.args) != 1 or dotted(call.args[0]) != target.id:
+            return []
+        return [Alternative(releases.converted("int", found))]
+
     def _tuple(self, node: ast.Tuple) -> Value:
         elements = [self.single(element) for element in node.elts]
+        release = releases.collected(elements)
+        if release is not None:
+            return release
         if elements and all(isinstance(element, Const) for element in elements):
             values = [element.value for element in elements if isinstance(element, Const)]
             if all(isinstance(value, int) for value in values):
@@ -193,12 +235,9 @@ class Expressions:
     def _subscript(self, node: ast.Subscript) -> Value:
         owner = self.single(node.value)
         if isinstance(owner, Release):
-            if isinstance(node.slice, ast.Slice) and node.slice.lower is None and owner.form == "tuple":
-                stop = self.single(node.slice.upper)
-                if isinstance(stop, Const) and isinstance(stop.value, int):
-                    return Release("tuple", stop.value)
-            if owner.form == "parts" and isinstance(self.single(node.slice), Const):
-                return Release("text")
+            if not isinstance(node.slice, ast.Slice):
+                return releases.element(owner, self.single(node.slice), None)
+            return releases.element(owner, None, self.single(node.slice.upper) if node.slice.lower is None else None)
         if isinstance(owner, Literal):
             return self._element(owner, self.single(node.slice))
         if isinstance(owner, Ref) and owner.path == "sys.modules":
@@ -226,8 +265,7 @@ class Expressions:
         return found
 
     def _call(self, node: ast.Call) -> list[Alternative]:
-        function = dotted(node.func)
-        name = function.rpartition(".")[2]
+        name = self._called_name(node.func)
         arguments = node.args
         if name == "getattr" and len(arguments) >= 2:
             attribute = self.string(arguments[1])
@@ -258,11 +296,47 @@ class Expressions:
                 return [Alternative(Release("version"))]
             if isinstance(inner, Const) and isinstance(inner.value, str):
                 return [Alternative(Const(inner.value))]
-        if name in ("split", "strip", "partition") and isinstance(node.func, ast.Attribute):
-            owner = self.single(node.func.value)
-            return [Alternative(Release("text" if name == "strip" else "parts"))] if isinstance(owner, Release) else []
+        if name == "SpecifierSet" and arguments:
+            specifiers = self.string(arguments[0])
+            return [Alternative(Range(specifiers))] if specifiers is not None and _is_range(specifiers) else []
+        if name in ("skipif", "skipIf", "skipUnless") and arguments:
+            return self._skip(name, arguments[0])
+        release = self._from_release(node, name)
+        if release is not None:
+            return [Alternative(release)]
+        if name == "type" and len(arguments) == 1:
+            return [a for a in self.values(arguments[0]) if isinstance(a.value, (Instance, Parameter))]
         flag = self._flag_of_call(node, name)
         return [Alternative(Flag(flag))] if flag is not None else self._returned(node)
+
+    def _called_name(self, function: ast.expr) -> str:
+        """The last part of a function's name, as it is called where it comes from."""
+        if isinstance(function, ast.Name):
+            found = [ref for ref, _ in self.refs(function)]
+            return found[0].path.rpartition(".")[2] if len(found) == 1 else function.id
+        return function.attr if isinstance(function, ast.Attribute) else dotted(function)
+
+    def _skip(self, name: str, test: ast.expr) -> list[Alternative]:
+        # A condition in a string is evaluated by the test runner.
+        is_text = isinstance(test, ast.Constant) and isinstance(test.value, str)
+        condition = self.new_unknown(is_guard=True) if is_text else self.condition(test)
+        return [Alternative(Skip(condition if name == "skipUnless" else negated(condition)))]
+
+    def _from_release(self, node: ast.Call, name: str) -> Value | None:
+        """What a call makes of vLLM's version, step by step."""
+        if not self.knows_version:
+            return None
+        if isinstance(node.func, ast.Name):
+            given = node.args[-1:] if name == "map" and len(node.args) == 2 and dotted(node.args[0]) == "int" else []
+            given = node.args if name in ("int", "tuple", "list", "str") and len(node.args) == 1 else given
+            release = self.single(given[0]) if given else None
+            function = "int" if name == "map" else name
+            return releases.converted(function, release) if isinstance(release, Release) else None
+        if isinstance(node.func, ast.Attribute) and name in releases.METHODS:
+            owner = self.single(node.func.value)
+            argument = self.string(node.args[0]) if node.args else None
+            return releases.method(owner, name, argument) if isinstance(owner, Release) else None
+        return None
 
     def _returned(self, node: ast.Call) -> list[Alternative]:
         """What a function of the plugin returns, if that is all it does."""
@@ -289,109 +363,14 @@ class Expressions:
             ]
         return []
 
-    # --- conditions
+    # --- conditions, which are read in guards.py
 
     def condition(self, node: ast.expr) -> Condition:
         """When the expression is true."""
-        if isinstance(node, ast.BoolOp):
-            parts = tuple(self.condition(part) for part in node.values)
-            return All(parts) if isinstance(node.op, ast.And) else Any(parts)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return negated(self.condition(node.operand))
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            compared = self._compare(node.left, node.ops[0], node.comparators[0])
-            return compared if compared is not None else self._not_understood(node)
-        if isinstance(node, ast.Compare):
-            return self._not_understood(node)
-        found = self.values(node)
-        truths = [(self._truth(alternative.value), alternative.reach) for alternative in found]
-        if any(truth is None for truth, _ in truths):
-            return self._not_understood(node)
-        return _either([(truth, reach) for truth, reach in truths if truth is not None])
-
-    def _truth(self, value: Value) -> Condition | None:
-        if isinstance(value, Flag):
-            return value.condition
-        if isinstance(value, Const):
-            return Always(bool(value.value))
-        if isinstance(value, Ref) and value.root == "vllm":
-            return Exists(value)
-        if isinstance(value, Ref) and value.root in self.roots:
-            return Named(value.path)
-        if isinstance(value, Spec):
-            return ModuleExists(value.module)
-        return None
-
-    def _not_understood(self, node: ast.expr) -> Unknown:
-        return self.new_unknown(is_guard=any(_looks_like_a_guard(part) for part in walk(node)))
-
-    def _compare(self, left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Condition | None:
-        if isinstance(operator, (ast.Is, ast.IsNot)):
-            if isinstance(right, ast.Constant) and right.value is None:
-                absent = self._is_none(left)
-                return negated(absent) if absent is not None and isinstance(operator, ast.IsNot) else absent
-            return None
-        first, second = self.single(left), self.single(right)
-        if isinstance(operator, (ast.In, ast.NotIn)):
-            return self._member_of(first, right, isinstance(operator, ast.NotIn))
-        symbol = _OPERATORS.get(type(operator))
-        if symbol is None:
-            return None
-        if isinstance(second, Release) and isinstance(first, Const):
-            first, second = second, first
-            symbol = _MIRRORED.get(symbol, symbol)
-        if isinstance(first, Ref) and first.path == "sys.version_info" and isinstance(second, Const):
-            return _of_python(symbol, second.value)
-        if isinstance(first, Release) and isinstance(second, Const):
-            return _version_condition(first, symbol, second.value)
-        return None
-
-    def _is_none(self, node: ast.expr) -> Condition | None:
-        answers: list[tuple[Condition, Reach]] = []
-        for alternative in self.values(node):
-            value = alternative.value
-            if isinstance(value, Const):
-                answer: Condition = Always(value.value is None)
-            elif isinstance(value, Ref):
-                answer = negated(Exists(value))
-            elif isinstance(value, Spec):
-                answer = negated(ModuleExists(value.module))
-            else:
-                return None
-            answers.append((answer, alternative.reach))
-        return _either(answers)
-
-    def _member_of(self, first: Value, right: ast.expr, is_negated: bool) -> Condition | None:
-        if not isinstance(first, Release) or not isinstance(right, (ast.Tuple, ast.List, ast.Set)):
-            return None
-        parts = [
-            _version_condition(first, "==", value.value) if isinstance(value := self.single(element), Const) else None
-            for element in right.elts
-        ]
-        known = [part for part in parts if part is not None]
-        if len(known) != len(parts):
-            return None
-        return negated(Any(tuple(known))) if is_negated else Any(tuple(known))
+        raise NotImplementedError
 
     def _flag_of_call(self, node: ast.Call, name: str) -> Condition | None:
-        if name == "hasattr" and len(node.args) == 2:
-            attribute = self.string(node.args[1])
-            refs = self.refs(node.args[0])
-            if attribute is not None and refs:
-                return _either([(Exists(ref.attribute(attribute)), reach) for ref, reach in refs])
-        if name == "bool" and len(node.args) == 1:
-            return self.condition(node.args[0])
-        if name == "startswith" and isinstance(node.func, ast.Attribute) and len(node.args) == 1:
-            prefix = self.string(node.args[0])
-            if isinstance(self.single(node.func.value), Release) and prefix is not None:
-                return VersionIs("prefix", "==", prefix)
-        if _VERSION_HELPER.fullmatch(name) and len(node.args) == 1 and not node.keywords:
-            literal = self.string(node.args[0])
-            word = re.sub(r"^_?(is_)?vllm_version_?", "", name) or "is"
-            operator = _HELPER_OPERATORS.get(word)
-            if literal is not None and operator is not None:
-                return VersionIs("version", operator, literal)
-        return None
+        raise NotImplementedError
 
 
 def imported(path: str) -> Value:
@@ -416,44 +395,18 @@ def _attribute(owner: Value, name: str) -> Value | None:
             if name == "__version_tuple__":
                 return Release("tuple")
         return ref
-    if isinstance(owner, Release) and owner.form == "version":
-        return {"release": Release("tuple"), "base_version": Release("text"), "public": Release("text")}.get(name)
-    return None
+    if isinstance(owner, Release):
+        return releases.attribute(owner, name)
+    return owner if isinstance(owner, (Instance, Parameter)) and name == "__class__" else None
 
 
-def _version_condition(release: Release, operator: str, literal: object) -> Condition | None:
-    if release.form == "tuple" and isinstance(literal, tuple):
-        return VersionIs("tuple", operator, literal, release.length)
-    if release.form == "version" and isinstance(literal, str):
-        return VersionIs("version", operator, literal)
-    if release.form == "text" and isinstance(literal, str):
-        return VersionIs("text", operator, literal)
-    return None
+def _known(value: Value) -> list[Alternative]:
+    return [] if isinstance(value, Opaque) else [Alternative(value)]
 
 
-def _of_python(operator: str, literal: object) -> Condition | None:
-    """What is so with every Python that vLLM runs on."""
-    if not isinstance(literal, tuple) or literal > _OLDEST_PYTHON:
-        return None
-    if operator == ">=":
-        return Always(True)
-    return Always(False) if operator == "<" else None
-
-
-def _either(answers: list[tuple[Condition, Reach]]) -> Condition:
-    """One of several values, the one bound last first: an earlier one counts only where no later one was bound."""
-    parts: list[Condition] = []
-    later: list[Condition] = []
-    for answer, reach in answers:
-        conditions = (*later, *reach, answer)
-        parts.append(conditions[0] if len(conditions) == 1 else All(conditions))
-        if reach:
-            later.append(negated(reach[0] if len(reach) == 1 else All(reach)))
-    return parts[0] if len(parts) == 1 else Any(tuple(parts))
-
-
-def _looks_like_a_guard(node: ast.AST) -> bool:
-    if isinstance(node, ast.Call):
-        return dotted(node.func).rpartition(".")[2] in _GUARD_CALLS
-    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-    return name != "version_info" and bool(_GUARD_NAME.search(name))
+def _is_range(text: str) -> bool:
+    try:
+        SpecifierSet(text)
+    except InvalidSpecifier:
+        return False
+    return True

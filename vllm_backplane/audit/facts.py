@@ -62,6 +62,19 @@ class PatchFact:
     attribute: str
     may_create: bool = False
     """The call says that the attribute need not exist."""
+    is_plain: bool = False
+    """The value is written out, or a function: no descriptor that would answer for instances."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFact:
+    """A function of another file of the plugin is given something of vLLM and a name; it may be one that sets an
+    attribute."""
+
+    place: Place
+    function: str
+    arguments: tuple[tuple[Meanings, str | None, Place], ...]
+    """Of each: what it may stand for, the string it is, and where that is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +163,7 @@ Fact = (
     ImportFact
     | UseFact
     | PatchFact
+    | CallFact
     | RegisterFact
     | KernelFact
     | PathFact
@@ -166,6 +180,15 @@ class FileFacts:
     facts: list[Fact] = field(default_factory=list)
     attributes_read: set[str] = field(default_factory=set)
     """Names of attributes read from anything that is not known to be vLLM's."""
+    reads: set[tuple[str, str, str]] = field(default_factory=set)
+    """Attributes read: the name, and of what: "of" a class or module, "by" a function from what it is given, each with
+    its dotted name, or "?"."""
+    takes: set[tuple[str, str]] = field(default_factory=set)
+    """Functions of the plugin, and what of vLLM they are given or put onto, by dotted name."""
+    setters: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Functions that set an attribute by name, by dotted name: the positions of object and name."""
+    of_version: set[str] = field(default_factory=set)
+    """Names of this module that are made of vLLM's version, and functions that look at it, by dotted name."""
     attributes_set: set[str] = field(default_factory=set)
     variables_declared: set[str] = field(default_factory=set)
     """Added to vLLM's own table of variables."""

@@ -7,8 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_backplane.audit.conditions import Condition
-from vllm_backplane.audit.facts import Fact, FileFacts, ModuleFact, PatchFact, VariableFact
+from vllm_backplane.audit.facts import (
+    CallFact,
+    Fact,
+    FileFacts,
+    ModuleFact,
+    PatchFact,
+    UnresolvedFact,
+    UseFact,
+    VariableFact,
+)
 from vllm_backplane.upstream.source import LARGEST_MODULE, SourceError, SourceTree, Wheel, decoded
+from vllm_backplane.upstream.symbols import SymbolIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +102,26 @@ class Plugin:
     """Modules of vLLM that the plugin puts in place itself."""
     names_registered: frozenset[str] = frozenset()
     classes: frozenset[str] = frozenset()
+    reads: Mapping[str, set[tuple[str, str]]] = field(default_factory=dict)
+    """Of attributes that the plugin sets on something of vLLM: from what it reads them."""
+    uses: Mapping[str, list[tuple[str, int, UseFact]]] = field(default_factory=dict)
+    """Of the same: where they are read by their full name."""
+    takes: frozenset[tuple[str, str]] = frozenset()
+    of_version: frozenset[str] = frozenset()
     flags: Mapping[str, Condition] = field(default_factory=dict)
     """Conditions that one file keeps and others ask for, by dotted name."""
 
     def gather(self, read: Iterable[FileFacts]) -> None:
         read = list(read)
+        self._resolve_setters(read)
         facts = [fact for file in read for fact in file.facts]
         self.facts = {file.file: file.facts for file in read}
         self.attributes_read = frozenset().union(*(file.attributes_read for file in read))
         self.attributes_set = frozenset().union(*(file.attributes_set for file in read)) | frozenset(
             fact.attribute for fact in facts if isinstance(fact, PatchFact)
         )
+        self._gather_reads(read, frozenset(fact.attribute for fact in facts if isinstance(fact, PatchFact)))
+        self.of_version = frozenset().union(*(file.of_version for file in read))
         constants = {path: name for file in read for path, name in file.constants.items()}
         by_constant = frozenset().union(*(file.declared_by_constant for file in read))
         self.variables_declared = frozenset().union(*(file.variables_declared for file in read)) | frozenset(
@@ -115,3 +134,38 @@ class Plugin:
             fact.name for fact in facts if isinstance(fact, VariableFact) and not fact.is_written
         )
         self.modules_provided = frozenset(fact.module for fact in facts if isinstance(fact, ModuleFact))
+
+    def _gather_reads(self, read: list[FileFacts], patched: frozenset[str]) -> None:
+        reads: dict[str, set[tuple[str, str]]] = {}
+        uses: dict[str, list[tuple[str, int, UseFact]]] = {}
+        for file in read:
+            for attribute, kind, key in file.reads:
+                if attribute in patched:
+                    reads.setdefault(attribute, set()).add((kind, key))
+            for number, fact in enumerate(file.facts):
+                if isinstance(fact, UseFact):
+                    for attribute in {m.ref.rest[-1] for m in fact.meanings if m.ref.rest} & patched:
+                        uses.setdefault(attribute, []).append((file.file, number, fact))
+        self.reads, self.uses = reads, uses
+        self.takes = frozenset().union(*(file.takes for file in read))
+
+    def _resolve_setters(self, read: list[FileFacts]) -> None:
+        """Calls of a function that another file has and that sets an attribute by name are patches."""
+        setters = {path: places for file in read for path, places in file.setters.items()}
+        index = SymbolIndex()
+        index.trees.update(dict.fromkeys(self.packages, self.tree))
+        for file in read if setters else ():
+            for number, fact in enumerate(file.facts):
+                if isinstance(fact, CallFact):
+                    found = index.resolve_path(fact.function)
+                    places = setters.get(f"{found.module}.{found.qualname}")
+                    if places is not None and max(places) < len(fact.arguments):
+                        file.facts[number] = _patch_of(fact, *places)
+
+
+def _patch_of(call: CallFact, owner: int, name: int) -> Fact:
+    owners, attribute, place = call.arguments[owner][0], call.arguments[name][1], call.arguments[name][2]
+    if attribute is not None:
+        return PatchFact(place, owners, attribute)
+    path = owners[0].ref.path if owners else "something"
+    return UnresolvedFact(call.place, f"which attribute of {path} is set is computed at run time")

@@ -10,18 +10,40 @@ import ast
 import sys
 from collections.abc import Iterable, Iterator
 
+from vllm_backplane.audit import releases
 from vllm_backplane.audit.calls import Calls
 from vllm_backplane.audit.classes import class_fact
 from vllm_backplane.audit.conditions import Condition, Ran, Reach, Ref, TypeChecking, Unknown, negated
 from vllm_backplane.audit.expressions import imported
 from vllm_backplane.audit.facts import Catch, FileFacts, ImportFact, ModuleFact
 from vllm_backplane.audit.functions import GUARDED, catch_of, caught_by, examine
-from vllm_backplane.audit.scopes import UNKNOWN_VALUE, Alternative, Literal, Perhaps, Scope
+from vllm_backplane.audit.scopes import (
+    UNKNOWN_VALUE,
+    Alternative,
+    Instance,
+    Literal,
+    Parameter,
+    Perhaps,
+    Release,
+    Scope,
+    Skip,
+    Versioned,
+)
+from vllm_backplane.audit.syntax import (
+    annotations_of,
+    arguments_of,
+    defaults_of,
+    is_static,
+    leaves,
+    only_imports,
+    statements_in,
+)
 from vllm_backplane.upstream.modules import absolute, bound_names, children, dotted, is_type_checking, walk
 
 _LONGEST_UNROLLED = 256
 _DEEPEST = 8000
 _MOST_UNROLLED_STATEMENTS = 4096
+_LONGEST_ANNOTATION = 200
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -29,6 +51,7 @@ def read_file(file: str, source: str, module: str, is_package: bool, roots: froz
     """Raises what ast.parse raises for source that is not Python."""
     tree = ast.parse(source)
     reader = Reader(FileFacts(file), module, is_package, roots)
+    reader.knows_version = "version" in source
     limit = sys.getrecursionlimit()
     # A long chain of elif is a deep tree. Not while parsing, which recurses on the stack of the machine.
     sys.setrecursionlimit(max(limit, _DEEPEST))
@@ -56,6 +79,7 @@ class Reader(Calls):
         )
         self.functions = examine(tree)
         self.helpers = self.functions.helpers
+        self.own_functions = {statement.name: statement for statement in tree.body if isinstance(statement, _FUNCTION)}
         self.block(tree.body)
         self.note_constants()
         while self._deferred:
@@ -102,9 +126,7 @@ class Reader(Calls):
             self._branch(node.body, self.condition(node.test))
             self._branch(node.orelse, self.new_unknown())
         elif isinstance(node, ast.Match):
-            self.expression(node.subject)
-            for case in node.cases:
-                self._branch(case.body, self.new_unknown())
+            self._match(node)
         elif isinstance(node, (ast.Global, ast.Nonlocal)):
             for name in node.names:
                 self.scope.elsewhere[name] = self.scope.module_scope()
@@ -129,12 +151,30 @@ class Reader(Calls):
         test = self.condition(node.test)
         self._branch(node.body, test)
         self._branch(node.orelse, negated(test))
-        if isinstance(test, Unknown) and not test.is_guard:
+        if isinstance(test, Unknown) and not test.is_guard and not test.names:
             # Ordinary control flow: kept for what follows, it would only grow with the length of the function.
             return ()
-        if _leaves(node.body):
+        if leaves(node.body):
             return (negated(test),)
-        return (test,) if node.orelse and _leaves(node.orelse) else ()
+        return (test,) if node.orelse and leaves(node.orelse) else ()
+
+    def _match(self, node: ast.Match) -> None:
+        self.expression(node.subject)
+        subject = self.single(node.subject)
+        earlier: tuple[Condition, ...] = ()
+        for case in node.cases:
+            for part in walk(case.pattern):
+                if isinstance(part, ast.expr) and not isinstance(part, ast.Constant):
+                    self.expression(part)
+            found = releases.matched(subject, case.pattern) if isinstance(subject, Release) else None
+            test = found or self.new_unknown(is_guard=isinstance(subject, (Release, Versioned)))
+            conditions = [*earlier, test]
+            if case.guard is not None:
+                self.expression(case.guard)
+                conditions.append(self.condition(case.guard))
+            elif found is not None:
+                earlier = (*earlier, negated(found))
+            self._branch(case.body, *conditions)
 
     def _try(self, node: ast.Try | ast.TryStar) -> Reach:
         outer = self.caught
@@ -144,17 +184,19 @@ class Reader(Calls):
         self.caught = outer
         everything = frozenset().union(*map(caught_by, node.handlers)) & GUARDED
         ran: Condition = (
-            Ran(start, len(self.result.facts), everything, _only_imports(node.body))
+            Ran(start, len(self.result.facts), everything, only_imports(node.body))
             if everything
             else self.new_unknown()
         )
         for handler in node.handlers:
+            if handler.type is not None:
+                self.expression(handler.type)
             if handler.name:
                 self.scope.bind(handler.name, UNKNOWN_VALUE, (*self.reach, negated(ran)))
             self._branch(handler.body, negated(ran))
         self._branch(node.orelse, ran)
         self.block(node.finalbody)
-        return (ran,) if node.handlers and all(_leaves(handler.body) for handler in node.handlers) else ()
+        return (ran,) if node.handlers and all(leaves(handler.body) for handler in node.handlers) else ()
 
     def _with(self, node: ast.With | ast.AsyncWith) -> None:
         outer = self.caught
@@ -200,22 +242,58 @@ class Reader(Calls):
             if default is not None:
                 self.expression(default)
         if self._annotations_run:
-            for annotation in _annotations(node):
+            for annotation in annotations_of(node):
                 self.expression(annotation)
         self.scope.bind(node.name, UNKNOWN_VALUE, self.reach)
+        outer = self.reach
+        self.reach = (*outer, *self._skipped(node))
         scope = Scope(self._enclosing(), base=self.reach)
-        for argument in _arguments(node.args):
-            scope.bind(argument.arg, UNKNOWN_VALUE, self.reach)
-        for name, default in _defaults(node.args):
+        scope.function = scope.function or ".".join([self.module, *self.scope.instances[:1], node.name])
+        for argument in arguments_of(node.args):
+            scope.bind(argument.arg, self._given(argument, scope), self.reach)
+        if self.scope.is_class and node.args.args and not is_static(node):
+            scope.bind(node.args.args[0].arg, [Alternative(Instance(self.scope.instances))], self.reach)
+        for name, default in defaults_of(node.args):
             perhaps = [Alternative(Perhaps(m.ref.path)) for m in self.meanings(default) if m.ref.root == "vllm"]
             if perhaps:
                 scope.bind(name, perhaps, self.reach)
         self._deferred.append((node, scope, self.reach))
+        self.reach = outer
+
+    def _skipped(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Reach:
+        """When a test runs, by the marks on it and on its file."""
+        marks = [alternative for decorator in node.decorator_list for alternative in self.values(decorator)]
+        if self.scope.parent is None and node.name.lower().startswith("test"):
+            of_file = self.single(ast.Name("pytestmark", ast.Load()))
+            elements = of_file.pairs() if isinstance(of_file, Literal) else []
+            marks += [Alternative(of_file), *(a for _, element in elements for a in self.values(element))]
+        return tuple(mark.value.runs for mark in marks if isinstance(mark.value, Skip))
+
+    def _given(self, argument: ast.arg, scope: Scope) -> list[Alternative]:
+        paths = tuple(self._annotated(argument.annotation)) if argument.annotation is not None else ()
+        return [Alternative(Instance(paths) if paths else Parameter(scope.function))]
+
+    def _annotated(self, node: ast.expr) -> Iterator[str]:
+        """The classes of vLLM or of the plugin that an annotation names."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < _LONGEST_ANNOTATION:
+            try:
+                yield from self._annotated(ast.parse(node.value.strip(), mode="eval").body)
+            except SyntaxError:
+                return
+        elif isinstance(node, ast.BinOp):
+            yield from self._annotated(node.left)
+            yield from self._annotated(node.right)
+        elif isinstance(node, ast.Subscript):
+            if dotted(node.value).rpartition(".")[2] in ("Optional", "type", "Type"):
+                yield from self._annotated(node.slice)
+        elif isinstance(node, (ast.Name, ast.Attribute)):
+            yield from (meaning.ref.path for meaning in self.meanings(node))
 
     def lambda_expression(self, node: ast.Lambda) -> None:
         scope = Scope(self._enclosing(), base=self.reach)
-        for argument in _arguments(node.args):
-            scope.bind(argument.arg, UNKNOWN_VALUE, self.reach)
+        scope.function = self.lambda_name(node)
+        for argument in arguments_of(node.args):
+            scope.bind(argument.arg, [Alternative(Parameter(scope.function))], self.reach)
         self._deferred.append((node, scope, self.reach))
 
     def _enclosing(self) -> Scope:
@@ -234,10 +312,13 @@ class Reader(Calls):
         own = Ref(f"{self.module}.{node.name}")
         is_global = self.scope.parent is None
         self.scope.bind(node.name, [Alternative(own)] if is_global else UNKNOWN_VALUE, self.reach)
-        outer = self.scope
+        outer, reach = self.scope, self.reach
+        self.reach = (*reach, *self._skipped(node))
         self.scope = Scope(outer, base=self.reach, is_class=True)
+        of_bases = (meaning.ref.path for meanings in bases for meaning in meanings)
+        self.scope.instances = (own.path,) if is_global else tuple(of_bases)
         self.block(node.body)
-        self.scope = outer
+        self.scope, self.reach = outer, reach
 
     # --- assignments
 
@@ -262,14 +343,19 @@ class Reader(Calls):
                 self.scope.bind(target.id, values, self.reach)
         elif isinstance(target, (ast.Tuple, ast.List)):
             same = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
+            whole = values[0].value if values is not None and len(values) == 1 and not same else None
             for index, element in enumerate(target.elts):
+                if isinstance(whole, (Release, Versioned)) and not isinstance(element, ast.Starred):
+                    number = releases.unpacked(whole, index) if isinstance(whole, Release) else whole
+                    self._bind_target(element, None, [Alternative(number)])
+                    continue
                 part = value.elts[index] if same and isinstance(value, (ast.Tuple, ast.List)) else None
                 self._bind_target(element, part, self.values(part) if part is not None else UNKNOWN_VALUE)
         elif isinstance(target, ast.Starred):
             self._bind_target(target.value, None, UNKNOWN_VALUE)
         elif isinstance(target, ast.Attribute):
             if values is not None:
-                self.set_attribute(target)
+                self.set_attribute(target, value)
         elif isinstance(target, ast.Subscript):
             self._set_item(target, value)
 
@@ -298,7 +384,7 @@ class Reader(Calls):
     def _for(self, node: ast.For | ast.AsyncFor) -> None:
         self.expression(node.iter)
         rounds = self._rounds(node.iter)
-        cost = sum(1 for _ in _statements(node.body)) * len(rounds) if rounds else 0
+        cost = sum(1 for _ in statements_in(node.body)) * len(rounds) if rounds else 0
         if rounds and self._unrolled + cost <= _MOST_UNROLLED_STATEMENTS and isinstance(node, ast.For):
             self._unrolled += cost
             for element in rounds:
@@ -364,62 +450,3 @@ class Reader(Calls):
             return
         for bound in bound_names(target):
             self.scope.bind(bound, UNKNOWN_VALUE, self.reach)
-
-
-def _leaves(statements: list[ast.stmt]) -> bool:
-    """Whether control never goes past the end of the block."""
-    if not statements:
-        return False
-    last = statements[-1]
-    if isinstance(last, (ast.Return, ast.Raise, ast.Continue, ast.Break)):
-        return True
-    if isinstance(last, ast.If):
-        return bool(last.orelse) and _leaves(last.body) and _leaves(last.orelse)
-    if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
-        return dotted(last.value.func) in ("sys.exit", "exit", "pytest.skip", "os._exit")
-    return False
-
-
-def _only_imports(statements: list[ast.stmt]) -> bool:
-    """Whether nothing but the import of a part of vLLM or of Python's own can fail in these statements."""
-    for statement in statements:
-        if isinstance(statement, ast.Import):
-            roots = [alias.name.partition(".")[0] for alias in statement.names]
-        elif isinstance(statement, ast.ImportFrom):
-            roots = [(statement.module or ".").partition(".")[0]] if statement.level == 0 else ["."]
-        elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Pass, ast.Expr)):
-            if any(isinstance(node, (ast.Call, ast.Subscript)) for node in walk(statement)):
-                return False
-            continue
-        else:
-            return False
-        if any(root != "vllm" and root not in sys.stdlib_module_names for root in roots):
-            return False
-    return True
-
-
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    for statement in body:
-        yield from (node for node in walk(statement) if isinstance(node, ast.stmt))
-
-
-def _arguments(arguments: ast.arguments) -> list[ast.arg]:
-    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return [*found, *(a for a in (arguments.vararg, arguments.kwarg) if a is not None)]
-
-
-def _defaults(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
-    positional = [*arguments.posonlyargs, *arguments.args]
-    for argument, default in zip(reversed(positional), reversed(arguments.defaults), strict=False):
-        yield argument.arg, default
-    for argument, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        if given is not None:
-            yield argument.arg, given
-
-
-def _annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.expr]:
-    for argument in _arguments(node.args):
-        if argument.annotation is not None:
-            yield argument.annotation
-    if node.returns is not None:
-        yield node.returns

@@ -69,9 +69,9 @@ _RULES = (
         "assignment-creates-attribute",
         Severity.ERROR,
         "An assignment onto a vLLM module or class creates an attribute instead of replacing one.",
-        "Nothing in vLLM reads the new attribute, so the patch does nothing, in silence. A note where the "
-        "plugin reads the "
-        "attribute itself, as with a saved original.",
+        "Nothing in vLLM reads the new attribute, so the patch does nothing, in silence. A note where the plugin reads "
+        "the attribute itself, as with a saved original. The same where every instance sets the attribute for itself "
+        "when it is made, which hides what the class has.",
         "patch what replaced it, or remove the patch",
     ),
     Rule(
@@ -168,7 +168,8 @@ _RULES = (
         "unreadable",
         Severity.WARNING,
         "A file could not be read, and was left out.",
-        "Malformed Python, another encoding, too large, a link that leads nowhere, or too slow to analyse.",
+        "Malformed Python, another encoding, too large, a link that leads nowhere, or too slow to analyse. Also a file "
+        "of vLLM itself that is damaged.",
         "repair or --exclude it",
     ),
 )

@@ -30,7 +30,7 @@ from vllm_backplane.audit.facts import FileFacts
 from vllm_backplane.audit.findings import Finding
 from vllm_backplane.audit.plugin import Plugin, PluginFile, read_source
 from vllm_backplane.audit.reading import read_file
-from vllm_backplane.audit.rules import Severity
+from vllm_backplane.audit.rules import RULES, Severity
 from vllm_backplane.audit.target import Judge, Target
 from vllm_backplane.upstream.source import SourceError, SourceTree, Wheel
 
@@ -246,9 +246,18 @@ def check_target(target: Target, entry_points: Sequence[EntryPoint], compares: b
         )
         for check in CHECKS:
             outlook.findings += check(context)
-    outlook.findings += decide(target.tree, doubtful)
+    outlook.findings += decide(target.index, target.tree, doubtful)
+    outlook.findings += _unreadable_upstream(target)
     outlook.findings += check_entry_points(target, entry_points)
     return outlook
+
+
+def _unreadable_upstream(target: Target) -> Iterator[Finding]:
+    for file, why in target.survey.unreadable:
+        rule = RULES["BP902"]
+        message = f"vLLM's {file} was left out, and what the plugin does with it is not checked: {why}"
+        remedy = "get this vLLM again"
+        yield Finding(rule.id, rule.severity, file, 0, 0, message, target.label, remedy)
 
 
 # --- processes

@@ -22,10 +22,44 @@ class Const:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """vLLM's version, as a string, as a `Version`, or as a tuple of which only the first `length` are left."""
+    """vLLM's version. `form`: text, version (a `Version`), tuple (of numbers, of which only the first `length` are
+    left), fields (the same as strings), number and field (the one at `length`), parts (cut in another way)."""
 
     form: str
     length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Versioned:
+    """Something made of vLLM's version, in a way that was not followed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A set of version specifiers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A mark on a test: it runs only if the condition holds."""
+
+    runs: Condition
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """Of a class, or the class itself, by dotted name; of one of several where that is not known."""
+
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """Of a function of the plugin or of one inside it. What is passed is seen where the function is used."""
+
+    function: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +102,9 @@ class Perhaps:
     path: str
 
 
-Value: TypeAlias = Ref | Const | Release | Flag | Spec | Literal | Opaque | Perhaps
+Value: TypeAlias = (
+    Ref | Const | Release | Versioned | Range | Skip | Instance | Parameter | Flag | Spec | Literal | Opaque | Perhaps
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +116,7 @@ class Alternative:
 
 
 UNKNOWN_VALUE = [Alternative(Opaque())]
+MADE_OF_VERSION = [Alternative(Versioned())]
 
 
 class Scope:
@@ -92,6 +129,10 @@ class Scope:
         """Modules whose names were imported with a star."""
         self.elsewhere: dict[str, Scope] = {}
         """Names declared global or nonlocal."""
+        self.function: str = parent.function if parent is not None else ""
+        """The outermost function around, by dotted name."""
+        self.instances: tuple[str, ...] = ()
+        """Of a class: what its instances are, by dotted name."""
 
     def bind(self, name: str, values: list[Alternative], reach: Reach) -> None:
         if name in self.elsewhere:

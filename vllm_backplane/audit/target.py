@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from vllm_backplane.audit.conditions import (
@@ -61,6 +62,25 @@ class Target:
         return survey(self.tree)
 
     @cached_property
+    def takers(self) -> dict[str, frozenset[str]]:
+        """Functions of the plugin where they are defined, and what of vLLM they are given."""
+        found: dict[str, set[str]] = {}
+        for function, path in self.plugin.takes:
+            home = self.index.resolve_path(function) if "<" not in function else None
+            key = f"{home.module}.{home.qualname}" if home is not None and home.is_found else function
+            found.setdefault(key, set()).add(path)
+        return {function: frozenset(paths) for function, paths in found.items()}
+
+    @cached_property
+    def lenders(self) -> dict[str, frozenset[str]]:
+        """Classes of the plugin, and onto what of vLLM they or their methods are put."""
+        found: dict[str, frozenset[str]] = {}
+        for function, paths in self.takers.items():
+            for name in (function, function.rpartition(".")[0]):
+                found[name] = found.get(name, frozenset()) | paths
+        return found
+
+    @cached_property
     def version(self) -> Version | None:
         try:
             return Version(self.tree.version)
@@ -89,6 +109,12 @@ class Target:
         compare = _COMPARE[condition.operator]
         if condition.form == "prefix":
             return str(version).startswith(str(condition.literal))
+        if condition.form == "range":
+            return SpecifierSet(str(condition.literal)).contains(Version(version.public), prereleases=True)
+        if condition.form == "number":
+            numbers = (*version.release, 0, 0)
+            index = condition.length or 0
+            return compare(numbers[index], condition.literal) if index < len(numbers) else None
         if condition.form == "tuple":
             mine = version.release[: condition.length] if condition.length is not None else version.release
             return compare(mine, condition.literal)
@@ -129,8 +155,15 @@ class Judge:
             holds = self.holds(condition)
             if holds is False:
                 return Standing(False)
-            guarded = guarded or (holds is None and mentions_guard(condition))
+            guarded = guarded or (holds is None and mentions_guard(condition, self._is_of_version))
         return Standing(True, guarded)
+
+    def _is_of_version(self, path: str) -> bool:
+        known = self.target.plugin.of_version
+        if path in known:
+            return True
+        found = self.target.index.resolve_path(path) if known else None
+        return found is not None and f"{found.module}.{found.qualname}" in known
 
     def live(self, meanings: Meanings) -> list[Meaning]:
         """What the name may stand for with this vLLM: not behind a guard that is false, nor an import that fails. What
@@ -143,6 +176,16 @@ class Judge:
                 if None not in answers:
                     break
         return found
+
+    def unknown(self, meanings: Meanings) -> list[tuple[Ref, str]]:
+        """What of vLLM the name may stand for that cannot be looked into, and why."""
+        found = []
+        for meaning in meanings:
+            resolution = self.target.find(meaning.ref)
+            is_unknown = resolution.outcome is Outcome.UNKNOWN and meaning.ref.root == "vllm"
+            if is_unknown and not any(self.holds(condition) is False for condition in meaning.reach):
+                found.append((meaning.ref, resolution.reason))
+        return found[:1]
 
     def holds(self, condition: Condition) -> bool | None:
         if condition not in self._known:

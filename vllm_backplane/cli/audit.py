@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
         _output.print_json(as_json(report))
     elif not to_stdout:
         for line in as_text(report, Severity[args.show.upper()]):
-            print(line)
+            # The name of a file need not be text.
+            print(line.encode("utf-8", "backslashreplace").decode())
     if unreadable:
         return 2
     worst = report.worst()

@@ -16,8 +16,8 @@ from vllm_backplane.errors import PatchError
 from vllm_backplane.patch.collection import PatchFile, PatchSet, ordered, refuse_namesakes
 from vllm_backplane.patch.declaration import Patch, Process
 from vllm_backplane.patch.importing import when_imported
-from vllm_backplane.patch.surgery import Incision, operate
-from vllm_backplane.patch.verification import Outcome, Verdict, verify
+from vllm_backplane.patch.surgery import Incision, find, operate
+from vllm_backplane.patch.verification import Outcome, Verdict, class_misfit, verify
 from vllm_backplane.upstream import SymbolIndex
 
 logger = logging.getLogger("vllm.vllm_backplane.patch")
@@ -112,8 +112,23 @@ class Theatre:
 
     def _carry_out(self, patch: Patch) -> None:
         if patch.name not in self.incisions and self._decide(patch).outcome.applies:
-            self.incisions[patch.name] = operate(patch)
+            self._refuse_rival(patch)
+            self.incisions[patch.name] = operate(patch, partial(class_misfit, patch, self.index()))
             logger.info("Patch %s applied to %s.", patch.name, patch.target)
+
+    def _refuse_rival(self, patch: Patch) -> None:
+        """Sets of patches are checked when they are made; two sets, or two names of one thing, meet only here."""
+        owner, attribute, _ = find(patch)
+        changed = [
+            incision.patch.name
+            for incision in self.incisions.values()
+            if any(place is owner and name == attribute for place, name, _, _ in incision.places)
+        ]
+        if changed and patch.after != changed[-1]:
+            raise PatchError(
+                f"several patches on {patch.target} ({', '.join([*changed, patch.name])}) and no one order: say "
+                f"after={changed[-1]!r} on {patch.name}, or undo the other"
+            )
 
     def told(self) -> list[str]:
         """What has become of each patch, in words."""
@@ -121,10 +136,25 @@ class Theatre:
 
     def _state(self, name: str, verdict: Verdict) -> str:
         if name in self.incisions:
-            return "applied"
+            return "applied" if self._is_in_place(self.incisions[name]) else "NO LONGER IN PLACE"
         if not verdict.outcome.applies:
             return verdict.outcome.value
         return "waits for its module" if name in self._waiting else "NOT APPLIED"
+
+    def _is_in_place(self, incision: Incision) -> bool:
+        """Whether the target is what was put there, by this patch or by one on top of it. A module that was loaded
+        again has its own again."""
+        owner, attribute, _, _ = incision.places[0]
+        put = [
+            after
+            for each in self.incisions.values()
+            for place, name, _, after in each.places
+            if place is owner and name == attribute
+        ]
+        try:
+            return find(incision.patch)[2] is put[-1]
+        except PatchError:
+            return False
 
     def undo(self, names: Iterable[str] | None = None) -> None:
         """Put back what was there, last applied first; by default everything."""

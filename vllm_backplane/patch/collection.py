@@ -61,8 +61,9 @@ class PatchSet:
 
     @classmethod
     def of_package(cls, package: str) -> PatchSet:
-        """Every patch of a package, checked for what can be wrong between patches."""
-        return cls.of_packages([package]).whole()
+        """The patches of a package, to apply: checked for what can be wrong between patches, and those of one model or
+        feature left for when it is loaded. An error if a file of the others cannot be loaded."""
+        return cls.of_packages([package], leave_features=True).whole()
 
     @classmethod
     def of_packages(cls, packages: Iterable[str], *, leave_features: bool = False) -> PatchSet:
@@ -102,6 +103,7 @@ class PatchSet:
                 other = names.get(patch.after)
                 if other is None or other.target != patch.target:
                     raise PatchError(f"{patch.name} goes after {patch.after!r}, which is no patch of the same target")
+                _refuse_later(patch, other)
         _refuse_rivals(self.patches)
         return self
 
@@ -185,6 +187,20 @@ def refuse_namesakes(patches: Iterable[Patch]) -> dict[str, Patch]:
             raise PatchError(f"two patches are called {patch.name!r}: {patch.module}, {names[patch.name].module}")
         names[patch.name] = patch
     return names
+
+
+def _refuse_later(patch: Patch, before: Patch) -> None:
+    """What a patch goes after has to be applied by then."""
+    processes = list(Process)
+    if processes.index(before.process) > processes.index(patch.process):
+        raise PatchError(
+            f"{patch.name} is for {patch.process.value} and goes after {before.name}, which is for "
+            f"{before.process.value} and applied later; turn the order round, or give both one process"
+        )
+    if before.on_import and not patch.on_import:
+        raise PatchError(
+            f"{patch.name} goes after {before.name}, which waits for its module; say on_import=True for both or none"
+        )
 
 
 def _refuse_rivals(patches: Iterable[Patch]) -> None:

@@ -19,6 +19,7 @@ from vllm_backplane.errors import PatchError
 
 _TARGET = re.compile(r"^[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*(\.\w+)*$")
 _FINGERPRINT = re.compile(r"^[0-9a-f]{16}( [0-9a-f]{4})*$")
+_LINK = re.compile(r"^https?://[\w-]+(\.[\w-]+)+(:\d+)?(/\S*)?$")
 _NO_LINK = "none:"
 
 
@@ -81,9 +82,12 @@ class Patch:
     """Apply when the target's module is imported: for a patch of one model or feature, which then costs the others
     nothing and cannot stop them."""
     replacement: Any = field(default=None, init=False)
+    is_decorated: bool = field(default=False, init=False)
+    """The replacement is a function or class, and not a value."""
     name: str = field(default="", init=False)
     module: str = field(default="", init=False)
     original: Any = field(default=None, init=False)
+    in_place: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         for text in ("target", "versions", "why", "how", "upstream", "remove_when"):
@@ -100,9 +104,11 @@ class Patch:
                 if not specifier.strip():
                     raise PatchError(f"{self.target}: expires is empty; leave it out, or write it as '>=0.33'")
                 try:
-                    SpecifierSet(specifier)
+                    wanted = SpecifierSet(specifier)
                 except InvalidSpecifier as fault:
                     raise PatchError(f"{self.target}: {fault}; write versions as '>=0.32,<0.33'") from None
+                if _is_empty(wanted):
+                    raise PatchError(f"{self.target}: no version is {specifier!r}; write versions as '>=0.32,<0.33'")
         if not self.fingerprints:
             raise PatchError(f"{self.target}: no fingerprints; 'vllm-backplane patches new' writes them")
         for version, text in self.fingerprints.items():
@@ -111,6 +117,8 @@ class Patch:
             except InvalidVersion:
                 raise PatchError(f"{self.target}: {version!r} is not the version that a fingerprint is of") from None
             Fingerprint.parse(text)
+        if self.after is not None and not self.after.strip():
+            raise PatchError(f"{self.target}: after is empty; leave it out, or name the patch that goes before")
         if self.tolerates_change is not None and not self.tolerates_change.strip():
             raise PatchError(f"{self.target}: tolerates_change is empty; say why a changed target is harmless")
 
@@ -128,22 +136,35 @@ class Patch:
     def __call__(self, replacement: Any) -> Patch:
         """As a decorator: the function or class that takes the target's place. For a class it may be a function that
         takes the original and returns a subclass; then declaring the patch imports nothing of vLLM."""
-        if self.replacement is not None:
+        if self.name:
             raise PatchError(f"{self.name} already has its replacement")
         self.replacement = replacement
+        self.is_decorated = True
         self.name = replacement.__name__
         self.module = replacement.__module__
         return self
 
     def value(self, name: str, value: Any, module: str) -> Patch:
         """For a module constant: the value that takes its place."""
+        if self.name:
+            raise PatchError(f"{self.name} already has its replacement")
         self.replacement, self.name, self.module = value, name, module
         return self
 
 
+def _is_empty(wanted: SpecifierSet) -> bool:
+    """Whether the lower bounds of a range lie beyond its upper ones. Tried are the versions it names, and what comes
+    right after them: if a range has any, it has one of these."""
+    named = [Version(each.version.removesuffix(".*")) for each in wanted if each.operator != "==="]
+    tried = [Version("0.0.1.dev0"), Version("99999"), *named]
+    tried += [Version(f"{version.public}.post1") for version in named if version.post is None and version.dev is None]
+    tried += [Version(".".join(map(str, (*version.release, 0, 1)))) for version in named]
+    return bool(named) and not any(wanted.contains(version, prereleases=True) for version in tried)
+
+
 def check_link(target: str, upstream: str) -> None:
     says_why = upstream.startswith(_NO_LINK) and upstream.removeprefix(_NO_LINK).strip()
-    if not says_why and not upstream.startswith(("https://", "http://")):
+    if not says_why and not _LINK.match(upstream):
         raise PatchError(f"{target}: upstream is neither a link nor '{_NO_LINK} ' and a reason")
 
 

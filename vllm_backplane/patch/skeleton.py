@@ -14,7 +14,7 @@ from packaging.version import Version
 from vllm_backplane.errors import PatchError
 from vllm_backplane.patch import templates
 from vllm_backplane.patch.declaration import check_link
-from vllm_backplane.patch.verification import take_fingerprint
+from vllm_backplane.patch.verification import made_on_demand, no_attribute, take_fingerprint
 from vllm_backplane.upstream import SymbolIndex
 from vllm_backplane.upstream.modules import Binds, Calling, Symbol
 
@@ -44,16 +44,26 @@ def write(wanted: Wanted, index: SymbolIndex, version: str, root: Path) -> list[
         check_link(wanted.target, wanted.explained["upstream"])
     found = index.resolve(module, qualified)
     if not found.is_found or found.symbol is None:
+        unfit = made_on_demand(index, module, qualified, found) if found.is_found else ""
+        if unfit:
+            raise PatchError(f"{wanted.target}: {unfit}")
         raise PatchError(f"{wanted.target} does not exist in vLLM {version} ({found.reason or 'it is no definition'})")
     if (found.module, found.qualname) != (module, qualified):
         where = "inherited" if "." in qualified else "imported"
         raise PatchError(f"{wanted.target} is {where} from {found.path}; patch it there")
-    stem = module.rpartition(".")[2]
+    unfit = no_attribute(index, found)
+    if unfit:
+        raise PatchError(f"{wanted.target} does not exist in vLLM {version} ({unfit}); an assignment would do nothing")
+    unfit = made_on_demand(index, module, qualified, found)
+    if unfit:
+        raise PatchError(f"{wanted.target}: {unfit}")
+    stem = _stem(module, root / Path(*wanted.package.split(".")) / wanted.process)
     name = re.sub(r"\W|(?<=[a-z])(?=[A-Z])", "_", qualified).lower()
     source = index.normalised_source_of(found.module, found.qualname)
     declaration = _declaration(name, found.symbol, source, _fields(wanted, source, version))
     why = wanted.explained.get("why") or "in one line, what is wrong with it here."
-    names = {"name": name, "package": wanted.package, "process": wanted.process, "module": stem}
+    read = templates.READ.format(name=name) if found.symbol.binds is Binds.PROPERTY else ""
+    names = {"name": name, "package": wanted.package, "process": wanted.process, "module": stem, "read": read}
     folder = root / Path(*wanted.package.split(".")) / wanted.process
     files = {
         folder / f"patch_{stem}.py": templates.PATCH.format(
@@ -74,6 +84,18 @@ def write(wanted: Wanted, index: SymbolIndex, version: str, root: Path) -> list[
     except OSError as fault:
         raise PatchError(f"cannot write below {root}: {fault}; give another --root") from fault
     return list(files)
+
+
+def _stem(module: str, folder: Path) -> str:
+    """What the file is called after: the module, and the package it is in where another module of that name has its
+    patches there already."""
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        stem = "_".join(parts[-count:])
+        file = folder / f"patch_{stem}.py"
+        if not file.exists() or f'target="{module}:' in file.read_text(encoding="utf-8"):
+            return stem
+    return "_".join(parts)
 
 
 def _in_docstring(text: str) -> str:

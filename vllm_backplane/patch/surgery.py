@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +46,7 @@ class Incision:
         for place, name, before, _ in reversed(self.places):
             setattr(place, name, before)
         self.places.clear()
+        self.patch.in_place = False
         # `original` stays: who keeps the replacement elsewhere goes on calling it.
 
 
@@ -80,15 +83,21 @@ def _name(owner: Any) -> str:
     return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}:{owner.__qualname__}"
 
 
-def operate(patch: Patch) -> Incision:
-    """Apply a patch to this process. Raises PatchError before anything is changed."""
+def operate(patch: Patch, misfit: Callable[[type], str] = lambda replacement: "") -> Incision:
+    """Apply a patch to this process. Raises PatchError before anything is changed. `misfit` says why a class cannot
+    take the target's place, or nothing."""
     owner, attribute, raw = find(patch)
     original = _callable_original(raw)
-    if original is patch.replacement and callable(original):
+    if patch.in_place or (original is patch.replacement and callable(original)):
         raise PatchError(f"{patch.name} is in its place already and would call itself; undo it where it was applied")
     replacement = _in_kind(patch, raw)
+    if isinstance(replacement, cached_property):
+        replacement.__set_name__(owner, attribute)  # Python does so only for what a class body binds
+    fault = misfit(replacement) if inspect.isclass(raw) and inspect.isclass(replacement) else ""
+    if fault:
+        raise PatchError(f"patch {patch.name}: {fault}")
     incision = Incision(patch)
-    patch.original = original
+    patch.original, patch.in_place = original, True
     others = holders(owner, attribute, raw)
     incision.put(owner, attribute, raw, replacement)
     for module, name in others:
@@ -100,6 +109,8 @@ def _callable_original(raw: Any) -> Any:
     """What was there, so that the replacement can call it with the arguments it was given, `self` or `cls` included."""
     if isinstance(raw, (staticmethod, classmethod)):
         return raw.__func__
+    if isinstance(raw, cached_property):
+        return raw.func
     return raw.fget if isinstance(raw, property) else raw
 
 
@@ -112,6 +123,8 @@ def _in_kind(patch: Patch, raw: Any) -> Any:
         return type(raw)(new)
     if isinstance(raw, property) and not isinstance(new, property):
         return property(new, raw.fset, raw.fdel, raw.__doc__)
+    if isinstance(raw, cached_property):
+        return cached_property(new.func if isinstance(new, cached_property) else new)
     if inspect.isclass(raw) and not inspect.isclass(new):
         raise PatchError(
             f"{patch.name} puts a {type(new).__name__} in the place of a class; give a subclass of it, or a function "

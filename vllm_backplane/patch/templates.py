@@ -49,6 +49,11 @@ CONSTANT = """
 {name} = {fields}.value("{name}", {value}, __name__)
 """
 
+READ = """before_it, {name}.original = {name}.original, lambda self: ("read from", self)
+assert vars(owner)[attribute].__get__(theatre, owner) == ("read from", theatre)
+{name}.original = before_it
+"""
+
 UNIT = '''"""The patch {name}, by itself."""
 
 from __future__ import annotations
@@ -72,7 +77,7 @@ owner, attribute, before = find({name})
 theatre.apply(PatchSet(({name},)), {name}.process)
 assert "{name}" in theatre.incisions
 assert {name}.original is not None
-theatre.undo()
+{read}theatre.undo()
 assert vars(owner)[attribute] is before
 print("applied and undone")
 """

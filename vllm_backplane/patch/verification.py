@@ -8,6 +8,7 @@ import hashlib
 import inspect
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from vllm_backplane.patch.declaration import Fingerprint, Patch
@@ -21,8 +22,9 @@ from vllm_backplane.upstream import (
     kept_tree,
     mismatches,
 )
-from vllm_backplane.upstream.modules import Calling, Symbol
+from vllm_backplane.upstream.modules import Binds, Calling, Symbol
 from vllm_backplane.upstream.signatures import signature_of_node
+from vllm_backplane.upstream.source import SourceError
 
 
 class Outcome(Enum):
@@ -94,11 +96,12 @@ def _unexamined(patch: Patch, verdict: Verdict, version: str) -> Verdict:
 
 def _verified(patch: Patch, index: SymbolIndex, version: str) -> Verdict:
     target = index.resolve(patch.target_module, patch.target_name)
-    if not target.is_found:
+    absent = target.reason if not target.is_found else no_attribute(index, target)
+    if absent:
         return Verdict(
             patch.name,
             Outcome.MISSING,
-            f"{patch.target} does not exist in vLLM {version} ({target.reason}): an assignment to it would do nothing",
+            f"{patch.target} does not exist in vLLM {version} ({absent}): an assignment to it would do nothing",
         )
     fault = _unsuitable(patch, index, target) or _made_on_demand(patch, index, target)
     if fault:
@@ -106,17 +109,50 @@ def _verified(patch: Patch, index: SymbolIndex, version: str) -> Verdict:
     return _compared(patch, index.normalised_source_of(target.module, target.qualname), version)
 
 
+def no_attribute(index: SymbolIndex, target: Resolution) -> str:
+    """Why a name that the source has is nothing that can be replaced, or an empty string."""
+    kinds = index.kinds_of(target)
+    if kinds and kinds <= {Binds.INSTANCE, Binds.ANNOTATION}:
+        if Binds.INSTANCE in kinds:
+            return "it is set on each instance, and the class has none"
+        return "it is only annotated, and has no value"
+    return ""
+
+
 def _unsuitable(patch: Patch, index: SymbolIndex, target: Resolution) -> str:
     """Why the patch cannot take the target's place, or an empty string."""
     if "." in patch.target_name and target.qualname != patch.target_name:
         return f"{patch.target} is inherited from {target.path}; patch it there"
+    if index.is_imported(patch.target_module, patch.target_name) and target.path != patch.target:
+        # Under two names, two patches of one thing would not be seen to be rivals.
+        return f"{patch.target} is imported from {target.path}; patch it there"
+    is_value = target.symbol is not None and target.symbol.binds is Binds.ASSIGNMENT
+    if is_value and "." not in patch.target_name and patch.is_decorated and _is_plain_value(index, target):
+        return f"{patch.target} is a value, and a function would take its place; give a value with .value(…)"
     if not inspect.isclass(patch.replacement):
         return _misfit(patch.target, target.symbol, patch.replacement, of_class="." in patch.target_name)
+    return class_misfit(patch, index, patch.replacement)
+
+
+def class_misfit(patch: Patch, index: SymbolIndex, replacement: type) -> str:
+    """Why a method of a class cannot take the place of the target's, or an empty string. A function that returns the
+    class is only called when the patch is carried out, and the class is compared then."""
+    target = index.resolve(patch.target_module, patch.target_name)
     members = (
         _misfit(f"{patch.target}.{name}", index.member(target, name).symbol, member, of_class=True)
-        for name, member in vars(patch.replacement).items()
+        for name, member in vars(replacement).items()
     )
     return next(filter(None, members), "")
+
+
+def _is_plain_value(index: SymbolIndex, target: Resolution) -> bool:
+    """Whether a constant is written out, and so is nothing that could be called."""
+    try:
+        [statement, *_] = ast.parse(index.normalised_source_of(target.module, target.qualname)).body
+        ast.literal_eval(getattr(statement, "value", None) or ast.Name("unknown"))
+    except (SyntaxError, ValueError, SourceError):
+        return False
+    return True
 
 
 def _misfit(name: str, symbol: Symbol | None, replacement: Any, *, of_class: bool) -> str:
@@ -125,6 +161,9 @@ def _misfit(name: str, symbol: Symbol | None, replacement: Any, *, of_class: boo
         return ""
     theirs = symbol.signature
     if of_class and symbol.calling is not Calling.NOTHING:
+        if not ours.positional and not ours.takes_any_positional:
+            owner = theirs.positional[0].name if theirs.positional else "self"
+            return f"its signature {ours} does not fit {name}{theirs}: {owner!r} is not accepted"
         theirs, ours = theirs.without_first(), ours.without_first()
     faults = mismatches(theirs, ours)
     return f"its signature {ours} does not fit {name}{theirs}: {faults[0].what}" if faults else ""
@@ -132,19 +171,30 @@ def _misfit(name: str, symbol: Symbol | None, replacement: Any, *, of_class: boo
 
 def _made_on_demand(patch: Patch, index: SymbolIndex, target: Resolution) -> str:
     """A name that the module's ``__getattr__`` serves is not there to be replaced."""
-    first = patch.target_name.partition(".")[0]
-    content = index.module(patch.target_module)
+    return made_on_demand(index, patch.target_module, patch.target_name, target)
+
+
+def made_on_demand(index: SymbolIndex, module: str, name: str, target: Resolution) -> str:
+    first = name.partition(".")[0]
+    content = index.module(module)
     if content is None or not content.is_lazy or content.star_imports:
         return ""
     if any(not symbol.for_type_checkers for symbol in content.names.get(first, ())):
         return ""
-    return f"{patch.target_module} serves {first} on demand (__getattr__); it is {target.path}: patch it there"
+    served = f"{module} serves {first} on demand (__getattr__)"
+    if target.path == f"{module}:{name}":
+        return f"{served}, so that there is nothing to replace; patch what makes it, {module}:__getattr__"
+    return f"{served}; it is {target.path}: patch it there"
 
 
 def _signature(function: Any) -> Signature | None:
     """Of a live function, whether it has source or not; defaults and annotations do not matter."""
     if isinstance(function, (staticmethod, classmethod)):
         function = function.__func__
+    elif isinstance(function, property):
+        function = function.fget
+    elif isinstance(function, cached_property):
+        function = function.func
     if not inspect.isfunction(function):
         return None
     live = inspect.signature(function, follow_wrapped=False)

@@ -269,7 +269,10 @@ def symbols_of(
         decorators = {dotted(_called(d)).rpartition(".")[2] for d in statement.decorator_list}
         if "overload" in decorators:
             return
-        if decorators & {"property", "cached_property", "setter", "getter", "deleter"}:
+        if decorators & {"property", "cached_property", "getter"}:
+            yield symbol(statement.name, Binds.PROPERTY, signature=signature_of_node(statement))
+            return
+        if decorators & {"setter", "deleter"}:
             yield symbol(statement.name, Binds.PROPERTY)
             return
         calling = Calling.CLASS if "classmethod" in decorators else Calling.INSTANCE
@@ -324,9 +327,10 @@ def class_body(node: ast.ClassDef, package: str, *, instances: bool = True) -> C
             for symbol in symbols_of(statement, package, conditional, for_type_checkers):
                 members.setdefault(symbol.name, []).append(symbol)
             if instances and isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                for name, line in _self_attributes(statement):
-                    if name not in members:
-                        members[name] = [Symbol(name, Binds.INSTANCE, line, line)]
+                for name, line, for_certain in _self_attributes(statement):
+                    known = members.get(name)
+                    if known is None or (for_certain and known[-1].binds is Binds.INSTANCE):
+                        members[name] = [Symbol(name, Binds.INSTANCE, line, line, conditional=not for_certain)]
 
     collect(node.body, False, False)
     metaclass = next((dotted(keyword.value) for keyword in node.keywords if keyword.arg == "metaclass"), "")
@@ -337,7 +341,16 @@ def class_body(node: ast.ClassDef, package: str, *, instances: bool = True) -> C
     )
 
 
-def _self_attributes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, int]]:
+def _self_attributes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, int, bool]]:
+    """Name, line, and whether every instance has it set when it is made."""
+    makes = function.name in ("__init__", "__post_init__")
+    top = {id(statement) for statement in function.body} if makes else set()
+    certain = {
+        id(target)
+        for statement in function.body
+        if id(statement) in top and isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None
+        for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
+    }
     first = [*function.args.posonlyargs, *function.args.args]
     if not first:
         return
@@ -349,7 +362,7 @@ def _self_attributes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterat
             and isinstance(node.value, ast.Name)
             and node.value.id == me
         ):
-            yield node.attr, node.lineno
+            yield node.attr, node.lineno, id(node) in certain
 
 
 def _called(node: ast.expr) -> ast.expr:

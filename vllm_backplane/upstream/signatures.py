@@ -128,6 +128,10 @@ class Mismatch:
     """Of the parameter, among those that can be passed by position."""
 
     @property
+    def is_about_arguments(self) -> bool:
+        return not self.what.startswith("upstream is ")
+
+    @property
     def certain(self) -> bool:
         """Every call fails, and not only one of a certain form."""
         return self.fault is Fault.ANY_CALL

@@ -44,7 +44,8 @@ class Survey:
     imports: frozenset[str]
     """Modules of the package that the package itself imports by full name. One of them that is not in the tree
     depends on how the package was built."""
-    unreadable: tuple[str, ...] = ()
+    unreadable: tuple[tuple[str, str], ...] = ()
+    """Files that could not be read, and why: what is not found above may be in one of them."""
 
     def __bool__(self) -> bool:
         return bool(self.classes)
@@ -66,7 +67,7 @@ def _survey(tree: SourceTree) -> Survey:
     constants: dict[str, set[str]] = {}
     read_by_constant: set[str] = set()
     imports: set[str] = set()
-    unreadable: list[str] = []
+    unreadable: list[tuple[str, str]] = []
     prefix = tree.package + "."
     own_variables = f"{tree.package.upper()}_"
     own_imports = [re.compile(rf"{word} {re.escape(prefix)}([\w.]+)") for word in ("from", "import")]
@@ -103,12 +104,12 @@ def _survey(tree: SourceTree) -> Survey:
     )
 
 
-def _texts(tree: SourceTree, unreadable: list[str]) -> Iterator[tuple[str, str]]:
+def _texts(tree: SourceTree, unreadable: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     for module in tree.modules():
         try:
             text = tree.read(module)
         except SourceError as fault:
-            unreadable.append(str(fault))
+            unreadable.append((tree.file_of(module), str(fault)))
         else:
             if text is not None:
                 yield module, text

@@ -125,6 +125,18 @@ class SymbolIndex:
         symbol = self.resolve(module, qualname).symbol
         return symbol.signature if symbol is not None else None
 
+    def kinds_of(self, found: Resolution) -> frozenset[Binds]:
+        """How the name comes to be, in all branches that run; empty for what is not bound in the source."""
+        return (
+            frozenset(symbol.binds for symbol in self._definitions(found)) if found.symbol is not None else frozenset()
+        )
+
+    def is_imported(self, module: str, name: str) -> bool:
+        """Whether the module has the name from an import and from nothing else."""
+        content = self.module(module)
+        symbols = [s for s in content.names.get(name, ()) if not s.for_type_checkers] if content is not None else []
+        return bool(symbols) and all(symbol.binds is Binds.IMPORT for symbol in symbols)
+
     def source_of(self, module: str, qualname: str) -> str:
         """The text of the definition, decorators included, indented as it is. Definitions in several branches come
         one after the other. SourceError if it is not found or is not a definition."""
@@ -282,7 +294,10 @@ class SymbolIndex:
             if running:
                 definitions = (Binds.FUNCTION, Binds.CLASS, Binds.PROPERTY)
                 defined = [symbol for symbol in running if symbol.binds in definitions]
-                return Resolution(Outcome.FOUND, module, f"{qualname}.{name}", (defined or running)[-1])
+                # Of a property, what reads it rather than what sets it.
+                getters = [symbol for symbol in defined if symbol.signature is not None]
+                found = (getters if defined and defined[-1].binds is Binds.PROPERTY else ()) or defined or running
+                return Resolution(Outcome.FOUND, module, f"{qualname}.{name}", found[-1])
         path = f"{owner.qualname}.{name}"
         if name in line.known_outside or name in _CLASS_NAMES:
             return Resolution(Outcome.FOUND, owner.module, path)

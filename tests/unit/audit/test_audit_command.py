@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -229,6 +230,20 @@ def test_sarif(plugin, old, new, tmp_path, capsys, valid):
     unreadable = run["results"][-1]
     assert unreadable["ruleId"] == "BP902"
     assert "region" not in unreadable["locations"][0]["physicalLocation"]
+
+
+def test_a_file_name_that_is_not_text(plugin, new, tmp_path, capsys):
+    """Linux allows any bytes. In a URI they are escaped one by one."""
+    name = os.fsdecode(b"odd\xff.py")
+    (Path(plugin) / "plug" / name).write_text("from vllm.ops import dropped\n")
+    file = tmp_path / "report.sarif"
+    assert main(["audit", plugin, "--vllm", new, "--sarif", str(file)]) == 1
+    capsys.readouterr()
+    results = json.loads(file.read_text())["runs"][0]["results"]
+    uris = {result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for result in results}
+    assert "plug/odd%FF.py" in uris
+    assert main(["audit", plugin, "--vllm", new, "--json"]) == 1
+    assert f"plug/{name}" in {finding["file"] for finding in json.loads(capsys.readouterr().out)["findings"]}
 
 
 @pytest.mark.download

@@ -282,3 +282,43 @@ def test_an_upstream_module_that_cannot_be_parsed_is_unresolved(plugin, tmp_path
     tree = write_tree(tmp_path / "bad", {**NEW, "ops": "def broken(:\n"})
     [finding] = found(plugin.parent, open_tree(str(tree)))["plug/good.py"]
     assert (finding.rule_id, finding.severity.word) == ("BP901", "note")
+
+
+def damaged_wheel(path: Path, name: str) -> Path:
+    """A wheel of the small vLLM in which one file is not what its checksum says."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for module, text in NEW.items():
+            archive.writestr(f"vllm/{module}.py", text)
+        archive.writestr("vllm-2.0.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 2.0.0\n")
+    content = path.read_bytes()
+    source = NEW[name].encode()
+    assert content.count(source) == 1
+    path.write_bytes(content.replace(source, bytes(byte ^ 1 for byte in source)))
+    return path
+
+
+def test_an_upstream_file_that_is_damaged_is_told_and_nothing_is_guessed(plugin, tmp_path):
+    (plugin / "patch.py").write_text(
+        "import os\nfrom vllm.engine import Engine\nfrom vllm.custom_op import CustomOp\n"
+        "Engine.no_such_method = 3\nos.environ['VLLM_NO_SUCH'] = '1'\n"
+        "CustomOp.register_oot(name='NoSuchLayer')(object)\n"
+    )
+    tree = open_tree(str(damaged_wheel(tmp_path / "vllm-2.0.0-py3-none-any.whl", "engine")))
+    findings = found(plugin.parent, tree)
+    [left_out] = findings["vllm/engine.py"]
+    assert (left_out.rule_id, left_out.severity.word, left_out.vllm) == ("BP902", "warning", "2.0.0")
+    assert "damaged" in left_out.message
+    assert {(f.line, f.rule_id) for f in findings["plug/patch.py"]} == {
+        (2, "BP901"),
+        (4, "BP901"),
+        (5, "BP901"),
+        (6, "BP901"),
+    }
+    assert [f.rule_id for f in findings["plug/good.py"]] == ["BP102"]
+
+
+def test_an_upstream_owner_that_cannot_be_parsed_is_unresolved(plugin, tmp_path):
+    (plugin / "patch.py").write_text("import vllm.engine\nvllm.engine.Engine.no_such_method = 3\n")
+    tree = write_tree(tmp_path / "bad", {**NEW, "engine": "def broken(:\n"})
+    findings = found(plugin.parent, open_tree(str(tree)))["plug/patch.py"]
+    assert [(f.line, f.rule_id) for f in findings] == [(2, "BP901")]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm_backplane.errors import PatchError
-from vllm_backplane.patch import Patch, Process, Theatre, take_fingerprint
+from vllm_backplane.patch import Patch, PatchSet, Process, Theatre, take_fingerprint
 from vllm_backplane.upstream import SymbolIndex
 from vllm_backplane.upstream.source import FolderTree
 
@@ -118,3 +118,10 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
             theatre.undo()
     for name in [name for name in sys.modules if name.partition(".")[0] == "host_package"]:
         del sys.modules[name]
+
+
+def applied(host: Host, *patches: Patch, **settings: Any) -> Theatre:
+    """A theatre that has applied them."""
+    theatre = host.theatre(**settings)
+    theatre.apply(PatchSet(patches).checked(), Process.WORKER)
+    return theatre

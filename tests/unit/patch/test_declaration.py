@@ -48,11 +48,31 @@ def test_a_missing_field_is_an_error(field: str) -> None:
         ({"fingerprints": {"newest": "0123456789abcdef"}}, "'newest' is not the version"),
         ({"expires": " "}, "expires is empty"),
         ({"tolerates_change": " "}, "tolerates_change is empty"),
+        ({"versions": ">=0.33,<0.31"}, "no version is '>=0.33,<0.31'"),
+        ({"versions": ">0.32,<0.32"}, "no version is"),
+        ({"expires": "==0.32.1,<0.32"}, "no version is"),
+        ({"after": ""}, "after is empty"),
+        ({"upstream": "https://"}, "neither a link"),
     ],
 )
 def test_a_field_that_makes_no_sense_is_an_error(change: dict[str, Any], told: str) -> None:
     with pytest.raises(PatchError, match=told):
         Patch(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize(
+    "versions", [">=0.32", "<0.33", "==0.32.*", "!=0.32.0", "~=0.32", ">=0.32,<0.33,!=0.32.0", ">0.32", "===0.32"]
+)
+def test_a_range_that_has_versions_is_none_of_these(versions: str) -> None:
+    assert Patch(**{**GOOD, "versions": versions}).versions == versions
+
+
+def test_a_replacement_is_given_once() -> None:
+    patch = Patch(**GOOD).value("one", None, __name__)
+    with pytest.raises(PatchError, match="one already has its replacement"):
+        patch.value("two", 2, __name__)
+    with pytest.raises(PatchError, match="one already has its replacement"):
+        patch(lambda: 0)
 
 
 def test_no_link_needs_a_reason() -> None:

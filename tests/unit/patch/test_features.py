@@ -113,7 +113,7 @@ def test_a_rival_is_found_when_it_is_loaded(host: Host, put: Put) -> None:
     with pytest.raises(PatchError, match=r"several patches on host_package\.late:feature"):
         host.module("late")
     with pytest.raises(PatchError, match=r"several patches on host_package\.late:feature"):
-        PatchSet.of_package("feature_patches")  # as 'patches check' sees them
+        PatchSet.of_packages(["feature_patches"])  # as 'patches check' sees them
 
 
 def test_rivals_that_are_both_left_for_their_feature_are_found(host: Host, put: Put) -> None:

@@ -7,6 +7,7 @@ What needs two versions to be seen is only noted down here, and compared when ev
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from vllm_backplane.audit.checks.context import Context, Upstream
 from vllm_backplane.audit.facts import ClassFact, MethodInfo, Place
@@ -14,7 +15,7 @@ from vllm_backplane.audit.findings import Finding
 from vllm_backplane.audit.rules import Severity
 from vllm_backplane.audit.target import Standing
 from vllm_backplane.upstream.modules import Binds, Calling, Symbol
-from vllm_backplane.upstream.signatures import Fault, Mismatch, Signature, mismatches
+from vllm_backplane.upstream.signatures import Fault, Kind, Mismatch, Signature, mismatches
 from vllm_backplane.upstream.symbols import Outcome, Resolution
 
 _NOT_COMPARED = frozenset({"__init__", "__new__", "__init_subclass__", "__post_init__", "__class_getitem__"})
@@ -25,6 +26,7 @@ def check(context: Context) -> Iterator[Finding]:
         bases = _bases(context, fact)
         if not standing.for_types and any(_reaches_vllm(context, base) for base in bases):
             yield from _methods(context, number, fact, bases, standing)
+            yield from _mixed_in(context, fact, bases, standing)
             yield from _supers(context, number, fact, bases, standing)
             _note_reads(context, number, fact, bases)
 
@@ -75,8 +77,36 @@ def _methods(
             yield from _compare(context, fact, method, found, place, standing)
 
 
+def _mixed_in(context: Context, fact: ClassFact, bases: list[Resolution], standing: Standing) -> Iterator[Finding]:
+    """Methods of the plugin's own bases that come before vLLM's, and so override them here."""
+    taken = set(fact.own)
+    for number, base in enumerate(bases):
+        line = context.target.index.ancestors(base.module, base.qualname) if base.is_class else None
+        if line is None or _reaches_vllm(context, base):
+            return
+        for module, qualname, body in line.classes:
+            for name, symbols in body.members.items():
+                symbol = symbols[-1]
+                if name in taken or name in _NOT_COMPARED or symbol.binds not in (Binds.FUNCTION, Binds.PROPERTY):
+                    continue
+                found = inherited(context, bases[number + 1 :], name)
+                if found.is_found and found.symbol is not None and found.module.partition(".")[0] == "vllm":
+                    method = MethodInfo(symbol, symbol.line, 1)
+                    mixin = replace(fact, name=f"{qualname} (in {fact.name})")
+                    file = context.plugin.tree.file_of(module)
+                    place = Place(symbol.line, 1)
+                    yield from _compare(context, mixin, method, found, place, standing, file)
+            taken |= set(body.members)
+
+
 def _compare(
-    context: Context, fact: ClassFact, method: MethodInfo, found: Resolution, place: Place, standing: Standing
+    context: Context,
+    fact: ClassFact,
+    method: MethodInfo,
+    found: Resolution,
+    place: Place,
+    standing: Standing,
+    file: str = "",
 ) -> Iterator[Finding]:
     assert found.symbol is not None
     problems = differences(found.symbol, method.symbol)
@@ -92,6 +122,7 @@ def _compare(
     if is_example:
         severity = Severity.NOTE
     finding = context.finding("BP401", place, message, severity=severity, standing=standing)
+    finding = replace(finding, file=file or finding.file)
     if finding.severity is Severity.NOTE and not standing.guarded and not is_example:
         context.doubtful.append((finding, method.symbol.name, problems))
     else:
@@ -125,7 +156,11 @@ def differences(upstream: Symbol, override: Symbol) -> tuple[Mismatch, ...]:
     theirs, mine = upstream.signature, override.signature
     if theirs is None or mine is None:
         return ()
-    found = mismatches(_as_called(theirs, upstream.calling), _as_called(mine, override.calling))
+    called = _as_called(theirs, upstream.calling)
+    found = mismatches(called, _as_called(mine, override.calling))
+    if called.parameters and all(p.kind in (Kind.VAR_POSITIONAL, Kind.VAR_KEYWORD) for p in called.parameters):
+        # With one star as with both, it promises nothing: a placeholder for overrides of any shape.
+        found = tuple(mismatch for mismatch in found if not mismatch.is_about_arguments)
     if upstream.calling is not Calling.INSTANCE and override.calling is Calling.INSTANCE:
         what = "upstream's can be called on the class and the override needs an instance"
         found = (*found, Mismatch(Fault.ON_CLASS, what))

@@ -46,6 +46,10 @@ def _replacement(context: Context, fact: RegisterFact, standing: Standing) -> It
     if not modules:
         if fact.name in context.plugin.classes:
             return
+        if context.target.survey.unreadable:
+            what = f"whether a class of vLLM is called {fact.name} is not known: some of its files cannot be read"
+            yield context.finding("BP901", fact.place, what)
+            return
         close = difflib.get_close_matches(fact.name, context.target.survey.classes, n=1, cutoff=0.8)
         message = f"no class of vLLM is called {fact.name}, so nothing is replaced"
         remedy = f"did you mean {close[0]}?" if close else ""

@@ -18,6 +18,10 @@ def check(context: Context) -> Iterator[Finding]:
     for _, fact, standing in context.each(VariableFact):
         if fact.name in known or fact.name in context.plugin.variables_declared:
             continue
+        if context.target.survey.unreadable:
+            what = f"whether this vLLM knows {fact.name} is not known: some of its files cannot be read"
+            yield context.finding("BP901", fact.place, what)
+            continue
         close = difflib.get_close_matches(fact.name, known, n=1, cutoff=0.85)
         remedy = f"did you mean {close[0]}?" if close else ""
         if fact.name in context.plugin.variables_read:

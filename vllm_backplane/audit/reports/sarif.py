@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -47,7 +48,7 @@ def _rule(rule: Rule) -> dict[str, Any]:
 
 
 def _result(finding: Finding, number: int) -> dict[str, Any]:
-    location: dict[str, Any] = {"artifactLocation": {"uri": quote(finding.file), "uriBaseId": "ROOT"}}
+    location: dict[str, Any] = {"artifactLocation": {"uri": quote(os.fsencode(finding.file)), "uriBaseId": "ROOT"}}
     if finding.line:
         location["region"] = {"startLine": finding.line, "startColumn": max(finding.column, 1)}
     text = f"{finding.message} (vLLM {finding.vllm})" if finding.vllm else finding.message

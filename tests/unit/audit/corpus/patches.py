@@ -49,7 +49,7 @@ Worker.compile_or_warm_up_model = None
 #: case instance attribute of the class
 from vllm.v1.core.sched.scheduler import Scheduler
 
-Scheduler.running = []
+Scheduler.running = []  # expect: BP201
 
 #: case setattr with a literal
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -261,3 +261,35 @@ import vllm.envs
 import vllm.v1.core.sched.scheduler as sched
 
 sched.LIMITS += 1  # expect: BP103
+
+#: case methods of a class of the plugin, put onto vLLM's
+from vllm.v1.core.sched.scheduler import Scheduler
+
+
+class Lender:
+    def schedule(self, throttle_prefills=False):
+        return self._plug_schedule(throttle_prefills)
+
+    def add_request(self, request):
+        return self._plug_add(request)
+
+
+Scheduler._plug_schedule = Scheduler.schedule  # expect: BP201 note
+Scheduler._plug_add = Scheduler.add_request  # expect: BP201 note
+Scheduler.schedule = Lender.schedule
+for name in ("add_request",):
+    setattr(Scheduler, name, getattr(Lender, name))
+
+
+#: case a class in a function whose base is not known reads the name
+from vllm.v1.core.sched.scheduler import Scheduler
+
+Scheduler._plug_size = 3  # expect: BP201
+
+
+def make(base):
+    class Made(base):
+        def size(self):
+            return self._plug_size
+
+    return Made
