@@ -1,0 +1,35 @@
+"""The watch over memory sees what a child of the process holds, and that it let go of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.compare import memory
+
+HELD = 200 * 2**20
+PROGRAM = f"""
+import subprocess, sys
+child = "import time; held = b'x' * {HELD}; time.sleep(2)"
+sys.exit(subprocess.run([sys.executable, "-c", child]).returncode)
+"""
+
+
+def test_the_peak_is_of_the_whole_tree() -> None:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM])
+    peak = memory.watch(process, 60)
+    assert process.returncode == 0
+    assert HELD < peak < 2 * HELD
+    assert memory.tree_pss(process.pid) == 0
+
+
+def test_a_process_that_does_not_end_is_an_error() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            memory.watch(process, 0.3)
+    finally:
+        process.kill()
+        process.wait()
