@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -83,6 +84,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> int:
     args = arguments(given)
+    # So that a terminated benchmark ends its engine too.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
     folder = args.output or ROOT / "benchmarks" / "results" / str(machine.describe()["class"])
     failed = False
     if not args.report:
@@ -111,14 +114,34 @@ def measure_all(args: argparse.Namespace, folder: Path, given: Sequence[str] | N
     failed = False
     for subject in args.subjects:
         job = Job(subject, environments, args.repeats, args.timeout, _say)
-        for workload in QUICK if args.quick else FULL:
-            if (args.only and workload.name not in args.only) or (workload.needs_text and not subject.has_text):
-                continue
+        chosen = [w for w in (QUICK if args.quick else FULL) if not args.only or w.name in args.only]
+        for workload, parts in together([w for w in chosen if subject.has_text or not w.needs_text]):
             run = Run(machine.describe(), versions, _command(given), _today(), _commit(), facts=_facts(job, workload))
-            measure(job, workload, args.chosen, args.rounds, run)
-            results.save(folder, subject.name, workload.name, run, append=args.append)
+            try:
+                measure(job, workload, args.chosen, args.rounds, run)
+            finally:  # what was measured before an interruption is worth keeping
+                if run.samples or run.failures:
+                    for part in parts:
+                        results.save(folder, subject.name, part.name, of_part(run, part), append=args.append)
             failed = failed or bool(run.failures)
     return failed
+
+
+def together(chosen: Sequence[Workload]) -> list[tuple[Workload, list[Workload]]]:
+    """What one engine process measures, and its parts: starting an engine takes longer than most workloads."""
+    generating = [workload for workload in chosen if workload.kind == workloads.GENERATE]
+    others = [(workload, [workload]) for workload in chosen if workload.kind != workloads.GENERATE]
+    if not generating:
+        return others
+    points = tuple(point for workload in generating for point in workload.points)
+    name = "+".join(workload.name for workload in generating)
+    return [(Workload(name, "", workloads.GENERATE, points), generating), *others]
+
+
+def of_part(run: Run, part: Workload) -> Run:
+    points = {point.name for point in part.points}
+    kept = [replace(sample, workload=part.name) for sample in run.samples if sample.point in points]
+    return replace(run, samples=kept)
 
 
 def measure(job: Job, workload: Workload, variants: Sequence[Variant], rounds: int, run: Run) -> None:

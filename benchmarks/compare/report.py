@@ -38,9 +38,11 @@ def render(runs: Sequence[Run], folder: Path) -> str:
                 name = f"{subject.name}-{workload.name}.svg"
                 (folder / name).write_text(_plot(subject, workload, found))
                 parts.append(f"![{subject.name}: {workload.name}]({name})")
-    parts.append("## Held against what was asked for")
     facts = {run.samples[0].model: run.facts for run in runs if run.samples and "kv_bytes" in run.facts}
-    parts.append(table.verdicts(targets.judge(found, [s.name for s in measured if s in SUBJECTS], facts)))
+    verdicts = targets.judge(found, [subject.name for subject in measured if subject in SUBJECTS], facts)
+    if verdicts:
+        parts.append("## Held against what was asked for")
+        parts.append(table.verdicts(verdicts))
     failures = {f"{run.command}: {name}": why for run in runs for name, why in run.failures.items()}
     if failures:
         parts.append("## Failed")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare import plot, report, results, table, targets
-from benchmarks.compare.cli import _command, arguments
+from benchmarks.compare.cli import _command, arguments, of_part, together
 from benchmarks.compare.drivers import llama_figures
 from benchmarks.compare.machine import machine_class
 from benchmarks.compare.results import Run
@@ -177,6 +177,20 @@ def test_every_requirement_has_its_point() -> None:
     assert names["prefill"] == ["prompt of 128", "prompt of 1024"]
     assert names["context"][0] == "context 128" and names["context"][-1] == "context 8192"
     assert [workload.name for workload in QUICK] == list(names)
+
+
+def test_generating_workloads_share_a_process_and_are_saved_apart() -> None:
+    (both, parts), *others = together(FULL)
+    assert [part.name for part in parts] == ["decode", "prefill", "context"]
+    assert (both.longest, both.most_sequences) == (8192, 64)
+    assert [workload.name for workload, _ in others] == ["serve", "startup", "memory"]
+    names = [point.name for workload in FULL for point in workload.points]
+    assert len(set(names)) == len(names)
+    found = samples("smollm2", both.name, "1 sequence", {"ours/fp32": [1.0]})
+    found += samples("smollm2", both.name, "prompt of 128", {"ours/fp32": [2.0]})
+    kept = of_part(run(found, failures={"vllm-cpu/bf16": "why"}), parts[1])
+    assert [(sample.workload, sample.value) for sample in kept.samples] == [("prefill", 2.0)]
+    assert kept.failures == {"vllm-cpu/bf16": "why"}
 
 
 def test_a_machine_is_classed_by_its_best_instructions() -> None:
