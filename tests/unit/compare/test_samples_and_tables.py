@@ -49,15 +49,13 @@ def test_samples_of_a_variant_are_taken_together_over_rounds() -> None:
 
 def test_llama_figures_agree_with_the_programs_own() -> None:
     """Numbers of one line of llama-batched-bench; its own rates are the independent formula."""
-    line = {
-        "pp": 128, "tg": 128, "pl": 2, "t_pp": 0.422602, "speed_pp": 605.770935, "t_tg": 11.106112,
-        "speed_tg": 23.050371,
-    }  # fmt: skip
+    line = {"pp": 32, "tg": 8, "pl": 4, "t_pp": 0.610223, "speed_pp": 209.759384, "t_tg": 0.520111}
+    line["speed_tg"] = 61.525326
     figures = llama_figures(line)
     assert figures["prefill"] == pytest.approx(line["speed_pp"], rel=1e-5)
     assert figures["decode"] == pytest.approx(line["speed_tg"], rel=1e-5)
-    # One sequence waits for a step of both: a step makes two tokens.
-    assert figures["step"] == pytest.approx(2 * 1000 / line["speed_tg"], rel=1e-5)
+    # One sequence waits for a step of all four: a step makes four tokens.
+    assert figures["step"] == pytest.approx(4 * 1000 / line["speed_tg"], rel=1e-5)
 
 
 def test_a_ratio_is_taken_between_equal_bits_and_judged() -> None:
