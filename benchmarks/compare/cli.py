@@ -147,6 +147,7 @@ def of_part(run: Run, part: Workload) -> Run:
 def measure(job: Job, workload: Workload, variants: Sequence[Variant], rounds: int, run: Run) -> None:
     """The engines take turns; one that fails is not asked again."""
     prepare(job, variants)
+    bystanders = machine.Bystanders()
     for turn in range(1, rounds + 1):
         for variant in variants:
             if variant.name in run.failures:
@@ -161,6 +162,7 @@ def measure(job: Job, workload: Workload, variants: Sequence[Variant], rounds: i
             run.samples += [
                 Sample(job.subject.name, workload.name, point, variant.name, turn, value) for point, value in figures
             ]
+            run.bystanders = round(bystanders.share(), 3)
             took = f"{time.perf_counter() - began:.0f} s"
             _say(f"{job.subject.name}, {workload.name}, {turn}/{rounds}: {variant.name}: {_short(figures)} [{took}]")
 

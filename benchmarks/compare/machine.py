@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import time
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -33,6 +35,33 @@ def machine_class(cpuinfo: str) -> str:
     flags = set((_field(cpuinfo, "flags") or _field(cpuinfo, "Features")).split())
     best = next((name for flag, name in INSTRUCTIONS if flag in flags), "plain")
     return f"{platform.machine()}-{best}-{cores()}-cores"
+
+
+@dataclass(slots=True)
+class Bystanders:
+    """How busy everything else was meanwhile: a machine that others use measures others too."""
+
+    began: float = 0.0
+    busy: float = 0.0
+    own: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.began, self.busy, self.own = time.monotonic(), _busy_seconds(), _own_seconds()
+
+    def share(self) -> float:
+        """Of the processors' time since the start, what neither this process nor its ended children took."""
+        others = (_busy_seconds() - self.busy) - (_own_seconds() - self.own)
+        return max(0.0, others) / max(1e-9, (time.monotonic() - self.began) * cores())
+
+
+def _busy_seconds() -> float:
+    user, nice, system, _idle, _waiting, *rest = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def versions() -> dict[str, str]:

@@ -48,7 +48,9 @@ def render(runs: Sequence[Run], folder: Path) -> str:
         parts.append("## Failed")
         parts += [f"- {name}: {why.splitlines()[0]}" for name, why in failures.items()]
     parts.append("## Commands")
-    parts.append("\n".join(f"- `{run.command}` ({run.date}, {run.commit})" for run in runs))
+    parts.append("In brackets, beside date and commit: how much of the processors' time others took meanwhile.")
+    told = [f"- `{run.command}` ({run.date}, {run.commit}, {run.bystanders:.0%})" for run in runs]
+    parts.append("\n".join(dict.fromkeys(told)))
     return "\n\n".join(parts) + "\n"
 
 

@@ -25,6 +25,8 @@ class Run:
     samples: list[Sample] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     """By variant: why it has no samples here."""
+    bystanders: float = 0.0
+    """The share of the processors' time that others took meanwhile."""
     facts: dict[str, int] = field(default_factory=dict)
     """Of the model: what a bound on memory is made of."""
 

@@ -1,4 +1,4 @@
-"""The watch over memory sees what a child of the process holds, and that it let go of it."""
+"""The watch over memory sees what a child of the process holds, and that it let go of it; so does the watch over time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.compare import memory
+from benchmarks.compare import machine, memory
 
 HELD = 200 * 2**20
 PROGRAM = f"""
@@ -33,3 +33,16 @@ def test_a_process_that_does_not_end_is_an_error() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_the_work_of_a_child_counts_as_ours_once_it_has_ended() -> None:
+    work = "import time\nwhile time.process_time() < 1: pass\nprint(flush=True)\nimport sys; sys.stdin.read()"
+    bystanders = machine.Bystanders()
+    with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        # The machine was busy for a second that is not known as ours yet.
+        assert machine._busy_seconds() - bystanders.busy > 0.9
+        assert machine._own_seconds() - bystanders.own < 0.5
+        assert bystanders.share() > 0
+    assert machine._own_seconds() - bystanders.own > 0.9

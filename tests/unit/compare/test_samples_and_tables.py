@@ -148,9 +148,15 @@ def test_results_are_kept_replaced_and_appended(tmp_path: Path) -> None:
 def test_a_report_shows_machine_table_plot_verdicts_failures_and_commands(tmp_path: Path) -> None:
     measured = samples("smollm2", "decode", "1 sequence", {"ours/fp32": [40.0], "llama.cpp/f32": [50.0]})
     folder = tmp_path / "class"
-    results.save(folder, "smollm2", "decode", run(measured, failures={"vllm-cpu/fp32": "it ended\nmore"}), append=False)
+    results.save(
+        folder,
+        "smollm2",
+        "decode",
+        run(measured, failures={"vllm-cpu/fp32": "it ended\nmore"}, bystanders=0.25),
+        append=False,
+    )
     text = report.write(folder)
-    assert "a processor, 2 cores" in text and "torch 2.13.0" in text and "- `make bench` (2026-01-01, abc)" in text
+    assert "a processor, 2 cores" in text and "torch 2.13.0" in text and "- `make bench` (2026-01-01, abc, 25%)" in text
     assert "| ours/fp32 | 40.0 |" in text and "vllm-cpu/fp32: it ended\n" in text
     assert "0.80 (ours/fp32 : llama.cpp/f32) | yes |" in text
     ElementTree.parse(folder / "smollm2-decode.svg")
