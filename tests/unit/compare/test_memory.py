@@ -1,4 +1,4 @@
-"""The watch over memory sees what a child of the process holds, and that it let go of it; so does the watch over time."""
+"""The watch over memory sees what a child holds, and that it let go of it; the watch over time sees that it worked."""
 
 from __future__ import annotations
 
