@@ -51,7 +51,7 @@ class Workload:
         return max(point.sequences for point in self.points)
 
 
-DECODE_PROMPT, DECODE_ANSWER = 32, 48
+DECODE_PROMPT, DECODE_ANSWER = 32, 32
 CONTEXT_ANSWER = 16
 SLOTS = 16
 
