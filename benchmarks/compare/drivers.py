@@ -75,9 +75,9 @@ def generate(job: Job, workload: Workload, variant: Variant) -> Figures:
 def peak_memory(job: Job, workload: Workload, variant: Variant) -> Figures:
     (point,) = workload.points
     if variant.engine == LLAMA_CPP:
-        _, peak = _llama(job, point, variant, 1, watched=True)
+        _, peak = _llama(job, point, variant, 0, watched=True)
     else:
-        _, peak = _vllm(job, workload, variant, 1, watched=True)
+        _, peak = _vllm(job, workload, variant, 0, watched=True)
     return [(point.name, peak / 2**20)]
 
 
