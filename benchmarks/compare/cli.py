@@ -157,7 +157,9 @@ def measure(job: Job, workload: Workload, variants: Sequence[Variant], rounds: i
                 figures = KINDS[workload.kind](job, workload, variant)
             except EngineFailure as fault:
                 run.failures[variant.name] = str(fault)
-                _say(f"{job.subject.name}, {workload.name}, {turn}/{rounds}: {variant.name} failed: {fault}")
+                _say(
+                    f"{job.subject.name}, {workload.name}, {turn}/{rounds}: {variant.name} failed: {fault}\n{fault.log}"
+                )
                 continue
             run.samples += [
                 Sample(job.subject.name, workload.name, point, variant.name, turn, value) for point, value in figures

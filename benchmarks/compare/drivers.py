@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +33,19 @@ LONGEST_BLOCK = 128
 
 
 class EngineFailure(RuntimeError):
-    """An engine that ended, or did not end in time; the message has the end of its log."""
+    """An engine that ended, or did not end in time: one line, and apart from it the end of its log."""
+
+    def __init__(self, reason: str, log: str = "") -> None:
+        super().__init__(reason)
+        self.log = log[-3000:]
+
+
+def ended(returncode: int | None, log: Path) -> EngineFailure:
+    """With the last line that names an error, or the last of all."""
+    said = log.read_text(errors="replace")
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["it said nothing"]
+    told = [line for line in lines if re.search(r"\b\w*(Error|error|Illegal)\b", line)]
+    return EngineFailure(f"ended with {returncode}: {(told or lines)[-1]}", said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +132,7 @@ def _llama(job: Job, point: Point, variant: Variant, repeats: int, *, watched: b
         said = Path(scratch, "log").read_text(errors="replace").splitlines()
     lines = [json.loads(line) for line in said if line.startswith("{")]
     if len(lines) != repeats + 1:
-        raise EngineFailure(f"{len(lines)} results instead of {repeats + 1}: {' '.join(said[-5:])}")
+        raise EngineFailure(f"gave {len(lines)} results instead of {repeats + 1}", "\n".join(said))
     return [llama_figures(line)[point.metric] for line in lines[1:]] if not watched else [], peak
 
 
@@ -149,8 +162,7 @@ def _run(command: list[str], variant: Variant, timeout: float, scratch: Path, *,
     finally:
         end(process)
     if process.returncode:
-        tail = log.read_text(errors="replace")[-3000:]
-        raise EngineFailure(f"ended with {process.returncode}:\n{tail}")
+        raise ended(process.returncode, log)
     return peak
 
 

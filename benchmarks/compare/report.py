@@ -46,7 +46,7 @@ def render(runs: Sequence[Run], folder: Path) -> str:
     failures = {f"{run.command}: {name}": why for run in runs for name, why in run.failures.items()}
     if failures:
         parts.append("## Failed")
-        parts += [f"- {name}: {why.splitlines()[0]}" for name, why in failures.items()]
+        parts += [f"- {name}: {why}" for name, why in failures.items()]
     parts.append("## Commands")
     parts.append("In brackets, beside date and commit: how much of the processors' time others took meanwhile.")
     told = [f"- `{run.command}` ({run.date}, {run.commit}, {run.bystanders:.0%})" for run in runs]

