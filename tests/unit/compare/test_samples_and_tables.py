@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.compare import plot, report, results, table, targets
 from benchmarks.compare.cli import _command, arguments, of_part, together
+from benchmarks.compare.digest import NOTHING, digest
 from benchmarks.compare.drivers import ended, llama_figures
 from benchmarks.compare.machine import machine_class
 from benchmarks.compare.results import Run
@@ -18,6 +19,7 @@ from benchmarks.compare.samples import Sample, grouped, summarise
 from benchmarks.compare.variants import VARIANTS, choose
 from benchmarks.compare.workloads import FULL, QUICK
 
+ROOT = Path(__file__).resolve().parents[3]
 MACHINE = {"class": "x", "processor": "a processor", "architecture": "x86_64", "cores": 2, "memory_gib": 8}
 
 
@@ -232,3 +234,27 @@ def test_saved_json_is_plain(tmp_path: Path) -> None:
     told = json.loads(file.read_text())
     assert told["runs"][0]["samples"][0]["value"] == 1.0
     assert told["runs"][0]["machine"] == MACHINE
+
+
+def test_the_readmes_part_shows_every_class_of_machine(tmp_path: Path) -> None:
+    assert digest(tmp_path) == NOTHING
+    measured = samples("smollm2", "decode", "1 sequence", {"ours/fp32": [40.0], "llama.cpp/f32": [50.0]})
+    for name in ("one", "two"):
+        results.save(tmp_path / name, "smollm2", "decode", run(measured), append=False)
+        report.write(tmp_path / name)
+    text = digest(tmp_path)
+    for name in ("one", "two"):
+        assert f"(benchmarks/results/{name}/smollm2-decode.svg)" in text
+    assert text.count("| ours/fp32 | 40.0 |") == 2
+    assert "not measured" not in text
+
+
+def test_pages_of_results_are_made_from_their_measurements(tmp_path: Path) -> None:
+    for folder in (path for path in (ROOT / "benchmarks" / "results").glob("*") if path.is_dir()):
+        fresh = tmp_path / folder.name
+        fresh.mkdir()
+        assert (folder / "README.md").read_text() == report.render(results.load(folder), fresh), (
+            "make bench ARGS=--report"
+        )
+        for plot_file in fresh.glob("*.svg"):
+            assert (folder / plot_file.name).read_text() == plot_file.read_text()
