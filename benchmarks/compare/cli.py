@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from benchmarks.compare import drivers, machine, report, results, servers, subjects, workloads
 from benchmarks.compare.drivers import EngineFailure, Figures, Job
@@ -48,7 +49,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "make bench", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    listed = {"type": lambda text: [part for part in text.split(",") if part], "metavar": "A,B"}
+    listed: dict[str, Any] = {"type": lambda text: [part for part in text.split(",") if part], "metavar": "A,B"}
     parser.add_argument("--only", **listed, default=[], help=f"workloads: {', '.join(NAMES)}")
     models = ", ".join(subject.name for subject in (*subjects.SUBJECTS, subjects.TINY))
     parser.add_argument("--models", **listed, help=f"of {models} (default: all but the last)")
