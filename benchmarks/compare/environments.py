@@ -80,10 +80,11 @@ class Environments:
                     opened.extractall(Path(scratch) / "unpacked", filter="data")
                 (unpacked,) = (Path(scratch) / "unpacked").iterdir()
                 _keep_tile_configuration(unpacked / "vendor" / "llama.cpp")
-                (unpacked / "vendor" / "llama.cpp").rename(source)
+                # All of it: llama.cpp finds its commit, which its version names, in the folder above.
+                unpacked.rename(source)
         say(f"building llama.cpp for this processor in {home.name} (about 15 minutes on two cores)")
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-        _run(["cmake", "-S", str(source), "-B", str(home / "build"), *generator, *LLAMA_BUILD])
+        _run(["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", str(home / "build"), *generator, *LLAMA_BUILD])
         _run(["cmake", "--build", str(home / "build"), "--parallel", "--target", *LLAMA_PROGRAMS])
 
     def versions(self, engines: set[str]) -> dict[str, str]:
