@@ -48,15 +48,14 @@ struct DotKernels {
   Widen widen8, widen4;    // widen8 may be none: codes are taken as they are
   Multiply multiply_wide;
   int32_t bias8, bias4, wide_bias8, wide_bias4;  // what the instructions take off a code
-  int64_t wide_multiple;   // positions that a widened group is filled up to
-  void (*enter)();         // in each thread, before and after products of widened codes; may be none
+  int64_t (*wide_positions)(int64_t group);  // that a widened group has, filling included
+  // In each thread, before products of widened groups of that length, and after the last; may be none.
+  void (*enter)(int64_t group);
   void (*leave)();
   // As many products as the instructions can do, without memory; returns how many multiplications that were.
   int64_t (*spin)(int64_t rounds);
 
-  int64_t wide_bytes(int64_t group) const {
-    return (group + wide_multiple - 1) / wide_multiple * wide_multiple * width;
-  }
+  int64_t wide_bytes(int64_t group) const { return wide_positions(group) * width; }
 };
 
 // The best that the machine has, unless one was asked for or isa() was lowered.

@@ -152,6 +152,8 @@ BACKPLANE_TARGET int64_t spin(int64_t rounds) {
   return rounds * A::sums * 2 * A::lanes * 4;
 }
 
+inline int64_t as_long(int64_t group) { return group; }
+
 template <class A>
 constexpr DotKernels kernels_of(const char* name, bool (*available)()) {
   DotKernels kernels{};
@@ -166,7 +168,7 @@ constexpr DotKernels kernels_of(const char* name, bool (*available)()) {
   kernels.widen4 = &widen<A, Codes::nibbles>;
   kernels.multiply_wide = &multiply<A, Codes::wide>;
   kernels.bias8 = kernels.wide_bias8 = A::bias8;
-  kernels.wide_multiple = 8;
+  kernels.wide_positions = &as_long;
   kernels.spin = &spin<A>;
   return kernels;
 }

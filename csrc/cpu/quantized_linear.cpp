@@ -158,20 +158,25 @@ std::vector<Chunk> chunks_of(const DotKernels& kernels, const Weight& weight) {
   return chunks;
 }
 
-// Between these the thread is ready for products of widened codes.
+// Has the thread ready for products of widened codes.
 class Inside {
  public:
-  explicit Inside(const DotKernels& kernels) : kernels_(kernels) {
-    if (kernels_.enter != nullptr) kernels_.enter();
-  }
+  explicit Inside(const DotKernels& kernels) : kernels_(kernels) {}
   ~Inside() {
-    if (kernels_.leave != nullptr) kernels_.leave();
+    if (length_ > 0 && kernels_.leave != nullptr) kernels_.leave();
   }
   Inside(const Inside&) = delete;
   Inside& operator=(const Inside&) = delete;
 
+  void enter(int64_t length) {
+    if (length == length_ || kernels_.enter == nullptr) return;
+    kernels_.enter(length);
+    length_ = length;
+  }
+
  private:
   const DotKernels& kernels_;
+  int64_t length_ = 0;
 };
 
 template <class T>
@@ -192,7 +197,7 @@ void multiply_many(const DotKernels& kernels, const QuantizedRows& x, int64_t m,
       std::min(parts.count, std::max<int64_t>(2, input_bytes() / (kernels.many_rows * x.stride)));
   const int64_t tile_size = kernels.many_rows * weight.width;
   at::parallel_for(0, weight.blocks, 1, [&](int64_t first, int64_t last) {
-    const Inside inside(kernels);
+    Inside inside(kernels);
     Numbers scales(weight.scales, most_groups), offsets(weight.offsets, most_groups);
     std::vector<Line> tiles(slice * tile_size / 16 + 1), wide(widen != nullptr ? most_bytes / 64 + 1 : 0);
     uint8_t* widened = reinterpret_cast<uint8_t*>(wide.data());
@@ -202,6 +207,7 @@ void multiply_many(const DotKernels& kernels, const QuantizedRows& x, int64_t m,
         for (const Chunk& chunk : chunks) {
           const uint8_t* codes = weight.at(block, chunk.position);
           if (widen != nullptr) widen(codes, chunk.groups, chunk.length, widened);
+          inside.enter(chunk.length);
           const float* chunk_scales = scales.at(block, chunk.first_group, chunk.groups);
           const float* chunk_offsets = chunk.begins ? offsets.at(block, chunk.first_group, chunk.groups) : nullptr;
           const bool last_chunk = &chunk == &chunks.back();
