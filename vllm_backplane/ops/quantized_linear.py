@@ -23,7 +23,7 @@ SMALLEST_AMAX = 2.0**-100
 
 _SPLIT = 4
 """Input positions side by side; in 4 bits each byte holds two positions that are this far apart."""
-_PIECE = 1 << 20
+_PIECE = 1 << 18
 """Weights that are unpacked or packed at once, so that temporary memory does not grow with the layer."""
 
 
@@ -116,35 +116,38 @@ def _rounded(weight: torch.Tensor, scale: torch.Tensor, middle: int) -> torch.Te
 
 
 def scale_type_for(weight: torch.Tensor, bits: int) -> torch.dtype:
-    """float16 where it can hold the scales with its full precision, float32 for weights of unusual size."""
-    largest = weight.abs().amax().float() / 2 ** (bits - 1)
-    return torch.float16 if 2.0**-10 <= float(largest) * 2.0**4 <= 2.0**15 else torch.float32
+    """float16 where it holds the larger scales with its full precision; float32 for weights of unusual size."""
+    if weight.numel() == 0:
+        return torch.float16
+    largest = max(float(weight.amax()), -float(weight.amin())) / 2 ** (bits - 1)
+    limits = torch.finfo(torch.float16)
+    return torch.float16 if limits.smallest_normal <= largest <= limits.max / 2 or largest == 0 else torch.float32
 
 
 def packed(
-    weight: torch.Tensor, bits: int, group: int, width: int, scale_type: torch.dtype | None = None, piece: int = _PIECE
+    weight: torch.Tensor, bits: int, group: int, width: int, *, out_features: int | None = None, piece: int = _PIECE
 ) -> Packed:
     """A full-precision weight, [out, in], as codes and scales, made in pieces of about `piece` weights.
 
-    Group 0 gives each row one scale.
+    Group 0 gives each row one scale. Rows that are missing to `out_features` are zero.
     """
     _check_format(bits, group)
     rows, fan_in = weight.shape
     padded = padded_size(fan_in, group)
     group = group or padded
-    scale_type = scale_type or scale_type_for(weight, bits)
-    blocks, step = -(-rows // width), _positions_per_step(bits)
-    codes = torch.empty((blocks, padded // step, width, _SPLIT), dtype=torch.uint8, device=weight.device)
-    scales = torch.empty((blocks, padded // group, width), dtype=scale_type, device=weight.device)
+    blocks, step = -(-max(rows, out_features or 0) // width), _positions_per_step(bits)
+    codes = torch.zeros((blocks, padded // step, width, _SPLIT), dtype=torch.uint8, device=weight.device)
+    scale_type = scale_type_for(weight, bits)
+    scales = torch.zeros((blocks, padded // group, width), dtype=scale_type, device=weight.device)
     at_once = max(piece // (padded * width), 1)
-    for first in range(0, blocks, at_once):
-        last = min(first + at_once, blocks)
-        values = weight[first * width : last * width].float()
+    for first in range(0, -(-rows // width), at_once):
+        values = weight[first * width : (first + at_once) * width].float()
         if padded > fan_in:
             values = torch.nn.functional.pad(values, (0, padded - fan_in))
         part_codes, part_scales = _fitted(values.view(-1, padded // group, group), bits, scale_type)
-        codes[first:last] = packed_codes(part_codes.view(-1, padded), bits, width)
-        scales[first:last] = _packed_by_group(part_scales, width)
+        made = packed_codes(part_codes.view(-1, padded), bits, width)
+        codes[first : first + len(made)] = made
+        scales[first : first + len(made)] = _packed_by_group(part_scales, width)
     return Packed(codes, scales, None)
 
 

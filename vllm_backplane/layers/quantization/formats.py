@@ -1,0 +1,31 @@
+"""The formats in which weights are quantized while they are loaded, by the name that --quantization gives them.
+
+Group sizes are chosen by perplexity (docs/quantization.md); the option `quantization_group` names another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vllm_backplane.ops.quantized_linear import padded_size
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    bits: int
+    group: int
+    """Weights along the input that share a scale; 0: all of a row."""
+
+    def bytes_of(self, rows: int, fan_in: int) -> int:
+        """Codes and scales of a weight, [rows, fan_in], without what fills blocks up."""
+        padded = padded_size(fan_in, self.group)
+        return rows * (padded * self.bits // 8 + padded // (self.group or padded) * torch.float16.itemsize)
+
+
+ONLINE: Mapping[str, Format] = {"int8": Format(8, 32), "int4": Format(4, 32)}
+
+HEAD = ONLINE["int8"]
+"""The projection to logits is 8 bits wide in every format: there, 4 bits cost more than in the rest of the model."""
