@@ -47,7 +47,11 @@ def main() -> None:
     from vllm_backplane.runtime import runtime
 
     arguments = EngineArgs(
-        model=model, quantization=quantization, dtype=dtype, max_model_len=256, skip_tokenizer_init=True
+        model=model,
+        quantization=None if quantization == "none" else quantization,
+        dtype=dtype,
+        max_model_len=256,
+        skip_tokenizer_init=True,
     )
     config = arguments.create_engine_config()
     get_model_architecture(config.model_config)  # imports the model, which takes memory of its own
@@ -64,7 +68,7 @@ def main() -> None:
         after = own()
         watch.over = True
         watch.join()
-    weights = {each.data_ptr(): each.nbytes for each in loaded.parameters()}
+    weights = {each.data_ptr(): each.nbytes for each in (*loaded.parameters(), *loaded.buffers())}
     print(json.dumps({"weights": sum(weights.values()), "peak": watch.peak - before, "after": after - before}))
 
 

@@ -169,5 +169,5 @@ def test_names_come_as_a_list_or_with_commas():
 def test_group_sizes_are_multiples_of_eight():
     assert [group_size(value) for value in ("0", 32, "128")] == [0, 32, 128]
     for wrong in (12, -8, "row", 8.0, True):
-        with pytest.raises(ValueError, match="whole number|multiple of 8"):
+        with pytest.raises(ValueError, match=r"whole number|multiple of 8"):
             group_size(wrong)

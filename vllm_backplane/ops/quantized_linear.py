@@ -105,6 +105,18 @@ def _fitted(weight: torch.Tensor, bits: int, scale_type: torch.dtype) -> tuple[t
     return (best_codes + middle).to(torch.uint8), best_scale.squeeze(-1).to(scale_type)
 
 
+def _spanned(
+    weight: torch.Tensor, bits: int, scale_type: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and offsets of float32 [rows, groups, group]; from its smallest weight to its largest."""
+    low, high = weight.aminmax(dim=-1, keepdim=True)
+    offset = low.to(scale_type).float()
+    scale = ((high - offset) / (2**bits - 1)).to(scale_type).float()
+    inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale)
+    codes = ((weight - offset) * inverse).round_().clamp_(0, 2**bits - 1)
+    return codes.to(torch.uint8), scale.squeeze(-1).to(scale_type), offset.squeeze(-1).to(scale_type)
+
+
 _REACHES = (7.0, 8.6, 9.2)
 """Where the largest weight of a group may lie, in steps of 4-bit codes, beside 8: a little more or less than the range,
 cutting the largest for the sake of the others."""
@@ -125,11 +137,19 @@ def scale_type_for(weight: torch.Tensor, bits: int) -> torch.dtype:
 
 
 def packed(
-    weight: torch.Tensor, bits: int, group: int, width: int, *, out_features: int | None = None, piece: int = _PIECE
+    weight: torch.Tensor,
+    bits: int,
+    group: int,
+    width: int,
+    *,
+    symmetric: bool = True,
+    out_features: int | None = None,
+    piece: int = _PIECE,
 ) -> Packed:
     """A full-precision weight, [out, in], as codes and scales, made in pieces of about `piece` weights.
 
-    Group 0 gives each row one scale. Rows that are missing to `out_features` are zero.
+    Group 0 gives each row one scale. Without symmetry there are offsets too. Rows that are missing to `out_features`
+    are zero.
     """
     _check_format(bits, group)
     rows, fan_in = weight.shape
@@ -139,16 +159,23 @@ def packed(
     codes = torch.zeros((blocks, padded // step, width, _SPLIT), dtype=torch.uint8, device=weight.device)
     scale_type = scale_type_for(weight, bits)
     scales = torch.zeros((blocks, padded // group, width), dtype=scale_type, device=weight.device)
+    offsets = None if symmetric else torch.zeros_like(scales)
     at_once = max(piece // (padded * width), 1)
     for first in range(0, -(-rows // width), at_once):
         values = weight[first * width : (first + at_once) * width].float()
         if padded > fan_in:
             values = torch.nn.functional.pad(values, (0, padded - fan_in))
-        part_codes, part_scales = _fitted(values.view(-1, padded // group, group), bits, scale_type)
+        grouped = values.view(-1, padded // group, group)
+        if offsets is None:
+            part_codes, part_scales = _fitted(grouped, bits, scale_type)
+        else:
+            part_codes, part_scales, part_offsets = _spanned(grouped, bits, scale_type)
+            laid = _packed_by_group(part_offsets, width)
+            offsets[first : first + len(laid)] = laid
         made = packed_codes(part_codes.view(-1, padded), bits, width)
         codes[first : first + len(made)] = made
         scales[first : first + len(made)] = _packed_by_group(part_scales, width)
-    return Packed(codes, scales, None)
+    return Packed(codes, scales, offsets)
 
 
 def dequantized(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, bits: int) -> torch.Tensor:

@@ -71,6 +71,9 @@ class CpuDevice(Device):
     def peak_memory(self, index: int = 0) -> int:
         return host.own_peak_memory()
 
+    def empty_cache(self) -> None:
+        host.give_unused_back()
+
     def arrange_linear(self, weight: torch.Tensor) -> torch.Tensor | None:
         return native.arranged(weight) if native.wants_blocks(weight.dtype) else None
 

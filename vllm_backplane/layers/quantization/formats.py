@@ -18,11 +18,14 @@ class Format:
     bits: int
     group: int
     """Weights along the input that share a scale; 0: all of a row."""
+    symmetric: bool = True
+    """The middle code is zero; otherwise each group has an offset beside its scale."""
 
     def bytes_of(self, rows: int, fan_in: int) -> int:
-        """Codes and scales of a weight, [rows, fan_in], without what fills blocks up."""
+        """Codes, scales and offsets of a weight, [rows, fan_in], without what fills blocks up."""
         padded = padded_size(fan_in, self.group)
-        return rows * (padded * self.bits // 8 + padded // (self.group or padded) * torch.float16.itemsize)
+        per_group = torch.float16.itemsize * (1 if self.symmetric else 2)
+        return rows * (padded * self.bits // 8 + padded // (self.group or padded) * per_group)
 
 
 ONLINE: Mapping[str, Format] = {"int8": Format(8, 32), "int4": Format(4, 32)}

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.layers.quantization.linear import QuantizedLinearMethod, install
+from vllm_backplane.layers.quantization.linear import QuantizedLinearMethod, install, named
 
 
 class QuantizedHeadMethod(QuantizedLinearMethod):
@@ -59,5 +59,5 @@ class QuantizedHeadMethod(QuantizedLinearMethod):
         if kept is None:
             install(layer, made)
         else:  # vLLM has put the head's tensors aside while it loads weights anew
-            kept[0]["weight"].data.copy_(made.codes)
-            kept[0]["weight_scale"].data.copy_(made.scales)
+            for name, tensor in named(made).items():
+                kept[0][name].data.copy_(tensor)

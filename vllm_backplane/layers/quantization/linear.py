@@ -57,6 +57,8 @@ class QuantizedLinearMethod(LinearMethodBase):
             return
         self.insist_on_loaded(layer)
         install(layer, self.quantize(weight.data))
+        # Freed memory between codes that stay would add up from layer to layer.
+        runtime().device.empty_cache()
 
     def insist_on_loaded(self, layer: torch.nn.Module) -> None:
         """vLLM gives a layer that is not in the checkpoint memory of any content."""
@@ -65,20 +67,27 @@ class QuantizedLinearMethod(LinearMethodBase):
             raise BackplaneError(f"the checkpoint has no weights for {self._prefix}; choose a complete one")
 
     def quantize(self, weight: torch.Tensor, out_features: int | None = None) -> Packed:
-        width = runtime().device.quantized_width(self.format.bits)
-        return packed(weight, self.format.bits, self.format.group, width, out_features=out_features)
+        chosen, width = self.format, runtime().device.quantized_width(self.format.bits)
+        return packed(weight, chosen.bits, chosen.group, width, symmetric=chosen.symmetric, out_features=out_features)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if layer.weight.dtype != torch.uint8:
             return ops.linear.call(x, layer.weight, bias)
         return ops.quantized_linear.call(
-            x, layer.weight, layer.weight_scale, None, self.format.bits, layer.backplane_rows, bias
+            x, layer.weight, layer.weight_scale, layer.weight_offset, self.format.bits, layer.backplane_rows, bias
         )
 
 
 def install(layer: torch.nn.Module, made: Packed, device: torch.device | None = None) -> None:
     """The codes take the weight's name: vLLM looks there for where a layer is (LoRA, for one)."""
-    for name, tensor in (("weight", made.codes), ("weight_scale", made.scales)):
+    for name, tensor in named(made).items():
         parameter = torch.nn.Parameter(tensor.to(device or tensor.device), requires_grad=False)
         parameter.weight_loader = refuse_loading  # type: ignore[attr-defined]
         setattr(layer, name, parameter)
+    if made.offsets is None:
+        layer.register_parameter("weight_offset", None)
+
+
+def named(made: Packed) -> dict[str, torch.Tensor]:
+    found = {"weight": made.codes, "weight_scale": made.scales, "weight_offset": made.offsets}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
