@@ -62,7 +62,7 @@ def test_the_capital_of_france(results: dict[str, Result], tokenizer: Any, name:
 def test_logprobs_are_those_of_the_decoded_weights(
     results: dict[str, Result], smollm2: Path, text: list[int], name: str
 ) -> None:
-    model = quantized_reference.load(smollm2, ONLINE[name].bits, ONLINE[name].group, HEAD.bits, HEAD.group)
+    model = quantized_reference.load(smollm2, ONLINE[name], HEAD)
     expected = reference.prompt_logprobs(model, text)
     differences = compared(results[name]["batches"][1][0]["prompt_logprobs"], expected)
     mean, largest = sum(differences) / len(differences), max(differences)

@@ -85,12 +85,13 @@ def _packed_by_group(values: torch.Tensor, width: int) -> torch.Tensor:
 def _fitted(weight: torch.Tensor, bits: int, scale_type: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of float32 [rows, groups, group], zero at the middle code.
 
-    The value of largest magnitude gets the lowest code, which reaches one step further than the highest; its sign goes
-    into the scale. Of the scales near that one, the best by squared error is kept.
+    In 8 bits the largest magnitude gets the highest or the second lowest code. In 4 bits it gets the lowest, which
+    reaches one step further than the highest, and its sign goes into the scale; of the scales near that one, the best
+    by squared error is kept.
     """
     middle = 2 ** (bits - 1)
     largest = weight.gather(-1, weight.abs().argmax(-1, keepdim=True))
-    best_scale = (largest / -middle).to(scale_type).float()
+    best_scale = (largest / (127 if bits == 8 else -8)).to(scale_type).float()
     best_codes = _rounded(weight, best_scale, middle)
     if bits == 4:
         best_error = (weight - best_scale * best_codes).square_().sum(-1, keepdim=True)

@@ -56,7 +56,9 @@ class QuantizedLinearMethod(LinearMethodBase):
         if hasattr(layer, "weight_scale") or weight.dim() != 2:  # a convolution kept as a linear layer has three
             return
         self.insist_on_loaded(layer)
-        install(layer, self.quantize(weight.data))
+        made = self.quantize(weight.data)
+        weight.data = weight.data.new_empty(0)  # vLLM still holds on to the parameter
+        install(layer, made)
         # Freed memory between codes that stay would add up from layer to layer.
         runtime().device.empty_cache()
 
