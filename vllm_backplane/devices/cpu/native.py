@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_backplane.errors import DeviceUnavailable
 from vllm_backplane.ops.linear import blocked
 
 LIBRARY_NAME = "libbackplane_cpu.so"
@@ -53,3 +54,33 @@ def arranged(weight: torch.Tensor) -> torch.Tensor:
     library = ctypes.CDLL(str(_PATH))
     lanes = 0 if weight.dtype == torch.float32 else library.backplane_cpu_block_lanes()
     return blocked(weight, library.backplane_cpu_block_width(), lanes)
+
+
+def quantized_width() -> int | None:
+    """Output features in a block of 8- or 4-bit weights, as the products of this machine read them."""
+    return None if fault() is not None else int(ctypes.CDLL(str(_PATH)).backplane_cpu_quantized_width())
+
+
+def known_dot_products() -> tuple[str, ...]:
+    """The sets of products of 8-bit numbers that this machine can run, the best first."""
+    return tuple(_text("backplane_cpu_known_dot_products").split(","))
+
+
+def dot_products() -> str:
+    """The set in use."""
+    return _text("backplane_cpu_dot_products")
+
+
+def use_dot_products(name: str) -> None:
+    """Use a set by its name, or with an empty one the best again. Weights packed for another width are rearranged at
+    every call."""
+    library = ctypes.CDLL(str(_PATH))
+    if library.backplane_cpu_force_dot_products(name.encode()) != 0:
+        known = ", ".join(known_dot_products())
+        raise DeviceUnavailable(f"this machine cannot run products with {name!r}; use one of: {known}")
+
+
+def _text(function: str) -> str:
+    call = getattr(ctypes.CDLL(str(_PATH)), function)
+    call.restype = ctypes.c_char_p
+    return call().decode()
