@@ -16,7 +16,9 @@ from vllm_backplane.layers.quantization.formats import HEAD, ONLINE
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
-ANSWERS = {"int8": "The capital of France is Paris.", "int4": "The capital of France is Paris."}
+QUESTIONS = ("The capital of France is", "La capitale de la France est", "The opposite of hot is")
+ANSWERS = ("Paris", "Paris", "cold")
+"""Begun sentences, because the chat's first word is nearly a tie in float32 already."""
 MEAN_TOLERANCE, MAX_TOLERANCE = 0.02, 0.3
 """Between log-probabilities of the engine, which rounds the input of a product to 8 bits, and of a model that does not:
 about twice what is measured."""
@@ -40,10 +42,11 @@ def text(tokenizer: Any) -> list[int]:
 def results(
     smollm2: Path, tiny_llama: Path, tokenizer: Any, text: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Result]:
-    message = [{"role": "user", "content": "What is the capital of France?"}]
-    question = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
     small = batch([[7, 300, 21, 9000, 44], list(range(1000, 1100))], greedy(8, logprobs=0, prompt_logprobs=0))
-    asked = (batch([question], greedy(8)), batch([text], greedy(1, prompt_logprobs=0)))
+    asked = (
+        batch([tokenizer.encode(text) for text in QUESTIONS], greedy(2)),
+        batch([text], greedy(1, prompt_logprobs=0)),
+    )
     limits = {"max_model_len": 512, "max_num_batched_tokens": 512}
     jobs = {name: job(smollm2, *asked, quantization=name, **limits) for name in FORMATS}
     jobs["one worker"] = job(tiny_llama, small, quantization="int4")
@@ -53,9 +56,9 @@ def results(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_capital_of_france(results: dict[str, Result], tokenizer: Any, name: str) -> None:
-    answer = tokenizer.decode(results[name]["batches"][0][0]["token_ids"], skip_special_tokens=True)
-    assert answer == ANSWERS[name]
+def test_it_knows_what_it_knew(results: dict[str, Result], tokenizer: Any, name: str) -> None:
+    done = [tokenizer.decode(output["token_ids"]) for output in results[name]["batches"][0]]
+    assert all(answer in text for text, answer in zip(done, ANSWERS, strict=True)), done
 
 
 @pytest.mark.parametrize("name", FORMATS)
