@@ -23,7 +23,7 @@ SMALLEST_AMAX = 2.0**-100
 
 _SPLIT = 4
 """Input positions side by side; in 4 bits each byte holds two positions that are this far apart."""
-_PIECE = 1 << 20
+_PIECE = 1 << 18
 """Weights that are unpacked or packed at once, so that temporary memory does not grow with the layer."""
 
 
@@ -85,12 +85,13 @@ def _packed_by_group(values: torch.Tensor, width: int) -> torch.Tensor:
 def _fitted(weight: torch.Tensor, bits: int, scale_type: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of float32 [rows, groups, group], zero at the middle code.
 
-    The value of largest magnitude gets the lowest code, which reaches one step further than the highest; its sign goes
-    into the scale. Of the scales near that one, the best by squared error is kept.
+    In 8 bits the largest magnitude gets the highest or the second lowest code. In 4 bits it gets the lowest, which
+    reaches one step further than the highest, and its sign goes into the scale; of the scales near that one, the best
+    by squared error is kept.
     """
     middle = 2 ** (bits - 1)
     largest = weight.gather(-1, weight.abs().argmax(-1, keepdim=True))
-    best_scale = (largest / -middle).to(scale_type).float()
+    best_scale = (largest / (127 if bits == 8 else -8)).to(scale_type).float()
     best_codes = _rounded(weight, best_scale, middle)
     if bits == 4:
         best_error = (weight - best_scale * best_codes).square_().sum(-1, keepdim=True)
@@ -105,6 +106,18 @@ def _fitted(weight: torch.Tensor, bits: int, scale_type: torch.dtype) -> tuple[t
     return (best_codes + middle).to(torch.uint8), best_scale.squeeze(-1).to(scale_type)
 
 
+def _spanned(
+    weight: torch.Tensor, bits: int, scale_type: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, scales and offsets of float32 [rows, groups, group]; from its smallest weight to its largest."""
+    low, high = weight.aminmax(dim=-1, keepdim=True)
+    offset = low.to(scale_type).float()
+    scale = ((high - offset) / (2**bits - 1)).to(scale_type).float()
+    inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale)
+    codes = ((weight - offset) * inverse).round_().clamp_(0, 2**bits - 1)
+    return codes.to(torch.uint8), scale.squeeze(-1).to(scale_type), offset.squeeze(-1).to(scale_type)
+
+
 _REACHES = (7.0, 8.6, 9.2)
 """Where the largest weight of a group may lie, in steps of 4-bit codes, beside 8: a little more or less than the range,
 cutting the largest for the sake of the others."""
@@ -116,36 +129,54 @@ def _rounded(weight: torch.Tensor, scale: torch.Tensor, middle: int) -> torch.Te
 
 
 def scale_type_for(weight: torch.Tensor, bits: int) -> torch.dtype:
-    """float16 where it can hold the scales with its full precision, float32 for weights of unusual size."""
-    largest = weight.abs().amax().float() / 2 ** (bits - 1)
-    return torch.float16 if 2.0**-10 <= float(largest) * 2.0**4 <= 2.0**15 else torch.float32
+    """float16 where it holds the larger scales with its full precision; float32 for weights of unusual size."""
+    if weight.numel() == 0:
+        return torch.float16
+    largest = max(float(weight.amax()), -float(weight.amin())) / 2 ** (bits - 1)
+    limits = torch.finfo(torch.float16)
+    return torch.float16 if limits.smallest_normal <= largest <= limits.max / 2 or largest == 0 else torch.float32
 
 
 def packed(
-    weight: torch.Tensor, bits: int, group: int, width: int, scale_type: torch.dtype | None = None, piece: int = _PIECE
+    weight: torch.Tensor,
+    bits: int,
+    group: int,
+    width: int,
+    *,
+    symmetric: bool = True,
+    out_features: int | None = None,
+    piece: int = _PIECE,
 ) -> Packed:
     """A full-precision weight, [out, in], as codes and scales, made in pieces of about `piece` weights.
 
-    Group 0 gives each row one scale.
+    Group 0 gives each row one scale. Without symmetry there are offsets too. Rows that are missing to `out_features`
+    are zero.
     """
     _check_format(bits, group)
     rows, fan_in = weight.shape
     padded = padded_size(fan_in, group)
     group = group or padded
-    scale_type = scale_type or scale_type_for(weight, bits)
-    blocks, step = -(-rows // width), _positions_per_step(bits)
-    codes = torch.empty((blocks, padded // step, width, _SPLIT), dtype=torch.uint8, device=weight.device)
-    scales = torch.empty((blocks, padded // group, width), dtype=scale_type, device=weight.device)
+    blocks, step = -(-max(rows, out_features or 0) // width), _positions_per_step(bits)
+    codes = torch.zeros((blocks, padded // step, width, _SPLIT), dtype=torch.uint8, device=weight.device)
+    scale_type = scale_type_for(weight, bits)
+    scales = torch.zeros((blocks, padded // group, width), dtype=scale_type, device=weight.device)
+    offsets = None if symmetric else torch.zeros_like(scales)
     at_once = max(piece // (padded * width), 1)
-    for first in range(0, blocks, at_once):
-        last = min(first + at_once, blocks)
-        values = weight[first * width : last * width].float()
+    for first in range(0, -(-rows // width), at_once):
+        values = weight[first * width : (first + at_once) * width].float()
         if padded > fan_in:
             values = torch.nn.functional.pad(values, (0, padded - fan_in))
-        part_codes, part_scales = _fitted(values.view(-1, padded // group, group), bits, scale_type)
-        codes[first:last] = packed_codes(part_codes.view(-1, padded), bits, width)
-        scales[first:last] = _packed_by_group(part_scales, width)
-    return Packed(codes, scales, None)
+        grouped = values.view(-1, padded // group, group)
+        if offsets is None:
+            part_codes, part_scales = _fitted(grouped, bits, scale_type)
+        else:
+            part_codes, part_scales, part_offsets = _spanned(grouped, bits, scale_type)
+            laid = _packed_by_group(part_offsets, width)
+            offsets[first : first + len(laid)] = laid
+        made = packed_codes(part_codes.view(-1, padded), bits, width)
+        codes[first : first + len(made)] = made
+        scales[first : first + len(made)] = _packed_by_group(part_scales, width)
+    return Packed(codes, scales, offsets)
 
 
 def dequantized(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, bits: int) -> torch.Tensor:

@@ -116,12 +116,53 @@ def test_packing_loses_little(bits: int, bound: float) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_packing_in_pieces_is_packing_at_once(bits: int) -> None:
+def test_with_offsets_packing_is_within_half_a_step(bits: int) -> None:
+    weight = space(torch.float32).normal(21, 70) * 0.05 + 0.1
+    made = packed(weight, bits, 32, 8, symmetric=False)
+    assert made.offsets is not None
+    assert made.offsets.shape == made.scales.shape
+    back = weights(made.codes.numpy(), made.scales.double().numpy(), made.offsets.double().numpy(), bits, 21, 70)
+    for feature, position in np.ndindex(21, 70):
+        # The end of a row is filled up with zeros, which count as weights there.
+        whole = [
+            *exact(weight)[feature, position // 32 * 32 : (position // 32 + 1) * 32],
+            *([0.0] if position > 63 else []),
+        ]
+        step = (max(whole) - min(whole)) / (2**bits - 1)
+        # Half a step, and what float16 loses in the offset and over all steps.
+        allowed = 0.5 * step + 2.0**-11 * (abs(min(whole)) + max(whole) - min(whole))
+        assert abs(back[feature, position] - exact(weight)[feature, position]) <= allowed, (feature, position)
+
+
+def test_weights_that_lie_on_a_grid_are_kept() -> None:
+    """Such as those of a checkpoint that was made from 4-bit codes with offsets."""
+    random = space(torch.float32)
+    codes = random.integers(16, 6, 2, 32)
+    codes[..., 0], codes[..., 1] = 0, 15
+    steps, lowest = random.uniform(6, 2, 1, dtype=torch.float16), random.normal(6, 2, 1, dtype=torch.float16)
+    weight = (codes * steps.float() + lowest.float()).view(6, 64)
+    made = packed(weight, 4, 32, 4, symmetric=False)
+    assert made.offsets is not None
+    back = weights(made.codes.numpy(), made.scales.double().numpy(), made.offsets.double().numpy(), 4, 6, 64)
+    np.testing.assert_allclose(back, exact(weight), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packing_in_pieces_is_packing_at_once(bits: int, symmetric: bool) -> None:
     weight = space(torch.float32).normal(50, 48)
-    whole = packed(weight, bits, 16, 4)
-    parts = packed(weight, bits, 16, 4, piece=48 * 12)
-    assert torch.equal(whole.codes, parts.codes)
-    assert torch.equal(whole.scales, parts.scales)
+    whole = packed(weight, bits, 16, 4, symmetric=symmetric)
+    parts = packed(weight, bits, 16, 4, symmetric=symmetric, piece=48 * 12)
+    for one, other in zip(whole, parts, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_missing_rows_give_zero() -> None:
+    made = packed(space(torch.float32).normal(5, 32), 8, 32, 4, out_features=10, symmetric=False)
+    assert made.codes.shape[0] == 3
+    out = ops.quantized_linear(torch.ones(1, 32), *made, 8, 10)
+    assert out[0, :5].all()
+    assert not out[0, 5:].any()
 
 
 def test_weights_of_zeros_are_zero() -> None:
