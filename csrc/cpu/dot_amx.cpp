@@ -1,8 +1,8 @@
 // Products of many rows with AMX; those of few rows are AVX-512 VNNI's.
 //
-// A tile is 16 rows of 64 bytes. One instruction multiplies 16 rows of x, 64 positions each, by 64 positions of 16 output
-// features and adds to a tile of 16 x 16 sums. Four tiles of sums, from two of x and two of the weight, keep the unit
-// busy while tiles are loaded. Codes are taken less 128 or 8, so that there is nothing to correct without offsets.
+// A tile is 16 rows of 64 bytes. One instruction multiplies 16 rows of x, 64 positions each, by 64 positions of 16
+// output features and adds to a tile of 16 x 16 sums. Four tiles of sums, from two of x and two of the weight, keep the
+// unit busy while tiles are loaded. Codes are taken less 128 or 8, so that there is nothing to correct without offsets.
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -58,8 +58,8 @@ BACKPLANE_TARGET void enter(int64_t group) {
 
 BACKPLANE_TARGET void leave() { _tile_release(); }
 
-// Tiles one after another: some positions of the first 16 features, of the other 16, the next positions; a group that is
-// not shared out evenly is filled up with zeros.
+// Tiles one after another: some positions of the first 16 features, of the other 16, the next positions; a group that
+// is not shared out evenly is filled up with zeros.
 template <bool Nibbles>
 BACKPLANE_TARGET void widen_tiles(const uint8_t* codes, int64_t groups, int64_t group, uint8_t* to) {
   const __m512i low = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8), top = _mm512_set1_epi8(char(0x80));

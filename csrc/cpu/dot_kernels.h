@@ -1,8 +1,8 @@
 // The products of quantized linear layers, one set per instruction set, chosen at run time.
 //
-// A weight is unsigned codes of 8 or 4 bits in blocks of `width` output features, four input positions of a feature side
-// by side: what one lane of a dot-product instruction takes. The input is signed 8-bit codes. Within a group of positions
-// the product is one of integers; then it is scaled and added to a sum in float32.
+// A weight is unsigned codes of 8 or 4 bits in blocks of `width` output features, four input positions of a feature
+// side by side: what one lane of a dot-product instruction takes. The input is signed 8-bit codes. Within a group of
+// positions the product is one of integers; then it is scaled and added to a sum in float32.
 //
 // Nothing here knows PyTorch, so that the sets can be tested on a foreign processor without it.
 #pragma once
@@ -52,6 +52,7 @@ struct DotKernels {
   // In each thread, before products of widened groups of that length, and after the last; may be none.
   void (*enter)(int64_t group);
   void (*leave)();
+  void (*from_halves)(const uint16_t* halves, int64_t count, float* to);  // whole vectors; may be none
   // As many products as the instructions can do, without memory; returns how many multiplications that were.
   int64_t (*spin)(int64_t rounds);
 

@@ -1,9 +1,9 @@
 // Products of codes, written once over what an instruction set offers; included by one file per instruction set.
 //
 // Such a file defines BACKPLANE_TARGET first, the attribute that its functions are compiled with, and a struct with the
-// vectors and the operations used below. Functions and lambdas carry the attribute one by one: a lambda does not inherit
-// it, and -march would put instructions into what this file shares with others. All is in unnamed namespaces, because the
-// linker would otherwise take one file's variant for all.
+// vectors and the operations used below. Functions and lambdas carry the attribute one by one: a lambda does not
+// inherit it, and -march would put instructions into what this file shares with others. All is in unnamed namespaces,
+// because the linker would otherwise take one file's variant for all.
 #pragma once
 
 #include <cstdint>
@@ -152,6 +152,12 @@ BACKPLANE_TARGET int64_t spin(int64_t rounds) {
   return rounds * A::sums * 2 * A::lanes * 4;
 }
 
+// Numbers in half precision as floats, whole vectors of them.
+template <class A>
+BACKPLANE_TARGET void from_halves(const uint16_t* halves, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += A::lanes) A::store(to + i, A::load_halves(halves + i));
+}
+
 inline int64_t as_long(int64_t group) { return group; }
 
 template <class A>
@@ -170,6 +176,7 @@ constexpr DotKernels kernels_of(const char* name, bool (*available)()) {
   kernels.bias8 = kernels.wide_bias8 = A::bias8;
   kernels.wide_positions = &as_long;
   kernels.spin = &spin<A>;
+  if constexpr (A::has_halves) kernels.from_halves = &from_halves<A>;
   return kernels;
 }
 

@@ -93,7 +93,8 @@ bool check(const DotKernels& kernels, const Case& c, bool wide) {
                               (c.offsets ? offsets[g * width + column] : 0.0f);
         expected += weight * x_scales[r * c.groups + g] * x[r * stride + i];
         // Codes may be taken less 128 or 8, or not, and corrected afterwards.
-        const double reached = std::abs(scales[g * width + column]) * (1 << c.bits) + std::abs(offsets[g * width + column]);
+        const double reached =
+            std::abs(scales[g * width + column]) * (1 << c.bits) + std::abs(offsets[g * width + column]);
         size += reached * std::abs(x_scales[r * c.groups + g] * x[r * stride + i]);
       }
       const double got = tile[r * width + column];
