@@ -67,8 +67,9 @@ BACKPLANE_DOT void multiply_rows(const Product& p) {
     for (int64_t i = 0; i < p.group; i += 8) {
       typename A::template Code<C> first[V], second[V];
       read_codes<A, C, V>(codes, first, second);
-      if constexpr (Rows <= 2 && C != Codes::wide) __builtin_prefetch(codes + A::ahead);
-      if constexpr (Rows <= 2 && C != Codes::wide && step > 256) __builtin_prefetch(codes + A::ahead + 128);
+      // The hardware follows one stream well with one row and less so with more; asking for every line does with all.
+      if constexpr (C != Codes::wide)
+        repeat<(step + 63) / 64>(BACKPLANE_DO(line) { __builtin_prefetch(codes + A::ahead + line * 64); });
       repeat<Rows>(BACKPLANE_DO(r) {
         const auto eight = A::eight(x + r * p.x_stride);
         repeat<V>(BACKPLANE_DO(v) {
