@@ -4,6 +4,7 @@
     python benchmarks/quantized_linear.py --peers                # and PyTorch's
     python benchmarks/quantized_linear.py --products avx512-vnni # with other instructions than the best
     python benchmarks/quantized_linear.py --json --rows 1 --group 128
+    python benchmarks/quantized_linear.py --processor-time   # one thread, where other work shares the machine
 
 Two limits are measured first, with as many threads: how fast memory is read (a loop that reads a buffer larger than a
 core's caches and keeps nothing), and how many multiplications of 8-bit numbers the instructions in use do without
@@ -106,29 +107,31 @@ PEERS: dict[str, Callable[[int, int, int], Call]] = {
 }
 
 
-def medians(calls: dict[str, Call], rounds: int, seconds: float) -> dict[str, float]:
+def medians(calls: dict[str, Call], rounds: int, seconds: float, clock: Callable[[], float]) -> dict[str, float]:
     """Seconds per call."""
     counts = {}
     for name, call in calls.items():
         call()
-        began = time.perf_counter()
+        began = clock()
         call()
-        counts[name] = max(1, int(seconds / rounds / max(1e-6, time.perf_counter() - began)))
+        counts[name] = max(1, int(seconds / rounds / max(1e-6, clock() - began)))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            began = time.perf_counter()
+            began = clock()
             for _ in range(counts[name]):
                 call()
-            times[name].append((time.perf_counter() - began) / counts[name])
+            times[name].append((clock() - began) / counts[name])
     return {name: statistics.median(values) for name, values in times.items()}
 
 
 class Limits:
     """Measured again beside every line: what else runs on the machine changes both."""
 
-    def __init__(self, threads: int) -> None:
-        self.threads, self.pool = threads, ThreadPoolExecutor(threads)
+    def __init__(self, threads: int, clock: Callable[[], float]) -> None:
+        self.threads, self.clock = threads, clock
+        # One thread's work is done here, so that this thread's processor time has it.
+        self.pool = ThreadPoolExecutor(threads) if threads > 1 else None
         self.library = ctypes.CDLL(str(native._PATH))
         self.library.backplane_cpu_spin_dot_products.restype = ctypes.c_int64
         self.buffer = torch.ones(COLD_BYTES, dtype=torch.uint8)
@@ -137,9 +140,9 @@ class Limits:
         """What all threads did per second; the best of a few tries."""
         best = 0.0
         for _ in range(5):
-            began = time.perf_counter()
-            done = sum(self.pool.map(call, range(self.threads)))
-            best = max(best, done / (time.perf_counter() - began))
+            began = self.clock()
+            done = sum(self.pool.map(call, range(self.threads)) if self.pool else [call(0)])
+            best = max(best, done / (self.clock() - began))
         return best
 
     def bytes_per_second(self) -> float:
@@ -167,14 +170,18 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.3, help="per column, about")
+    parser.add_argument("--processor-time", action="store_true", help="of one thread, instead of time on the wall")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    clock = time.thread_time if args.processor_time else time.perf_counter
+    if args.processor_time:
+        args.threads = 1
     torch.set_num_threads(args.threads)
     fault = native.fault()
     if fault is not None:
         raise SystemExit(": ".join(fault))
     native.use_dot_products(args.products)
-    limits = Limits(args.threads)
+    limits = Limits(args.threads, clock)
     shapes = [tuple(map(int, text.split("x"))) for text in args.shapes] if args.shapes else SHAPES
     lines = []
     for n, k in shapes:
@@ -184,12 +191,13 @@ def main() -> None:
             if args.peers:
                 calls |= {name: make(rows, n, k) for name, make in PEERS.items()}
             memory, products = limits.bytes_per_second(), limits.products_per_second()
-            times = medians(calls, args.rounds, args.seconds)
+            times = medians(calls, args.rounds, args.seconds, clock)
             read = {name: size / times[name] for name, (_, size) in made.items()}
             done = {name: rows * n * k / value for name, value in times.items()}
             if not args.json:
                 if not lines:
-                    print(f"{args.threads} threads, {native.dot_products()}, groups of {args.group or 'a row'}")
+                    kind = "processor time" if args.processor_time else "time on the wall"
+                    print(f"{args.threads} threads, {kind}, {native.dot_products()}, groups of {args.group or 'a row'}")
                     print(f"{'weight':>14}{'rows':>6}  GMAC/s; for ours GB/s and shares of what was measured beside it")
                 ourselves = "".join(
                     f"  {name} {done[name] / 1e9:.1f} ({read[name] / 1e9:.1f} GB/s, {read[name] / memory:.0%} memory,"
