@@ -70,6 +70,13 @@ def integer(minimum: int, maximum: int | None = None) -> Callable[[Any], int]:
     return parse
 
 
+def group_size(value: Any) -> int:
+    number = integer(0)(value)
+    if number % 8:
+        raise ValueError("a multiple of 8, or 0")
+    return number
+
+
 def fraction(value: Any) -> float:
     expected = "a number above 0 and at most 1"
     if isinstance(value, bool):

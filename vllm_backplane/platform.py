@@ -129,11 +129,14 @@ class BackplanePlatform(Platform):
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        """An empty list of supported methods means all of them upstream; none runs on a device yet."""
-        raise BackplaneError(
-            f"the checkpoint is quantized ({quant}), and device {_device.name!r} runs unquantized weights only; choose "
-            "the full-precision checkpoint"
-        )
+        """An empty list of supported methods means all of them upstream; here those that load full precision are."""
+        from vllm_backplane.layers.quantization import formats
+
+        if quant not in formats.ONLINE:
+            raise BackplaneError(
+                f"the checkpoint is quantized ({quant}), and device {_device.name!r} takes full-precision ones only; "
+                f"choose such a checkpoint, and --quantization {' or '.join(formats.ONLINE)} to quantize it at loading"
+            )
 
     # --- what vLLM loads for us -------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_backplane.device import Device, DeviceEntry, Selection, discover, select
 from vllm_backplane.errors import OptionError
-from vllm_backplane.options import SECTION, Option, Setting, fraction, names, one_of, resolve, some_of, text
+from vllm_backplane.options import SECTION, Option, Setting, fraction, group_size, names, one_of, resolve, some_of, text
 
 OPTIONS: tuple[Option[Any], ...] = (
     Option(
@@ -46,6 +46,13 @@ OPTIONS: tuple[Option[Any], ...] = (
         "Stops the engine at the first NaN or Inf that a decoder layer (layers) or any module (modules) puts out, and "
         "names it; checks copies between host and card (copies). Several with commas, or 'all'. docs/numeric-guard.md "
         "says what it costs and what it cannot see.",
+    ),
+    Option(
+        "quantization_group",
+        None,
+        group_size,
+        "Weights that share a scale with --quantization int8 or int4: a multiple of 8, or 0 for all of a row; default: "
+        "the format's own. docs/quantization.md says what each costs.",
     ),
     Option(
         "patch_drift",

@@ -6,8 +6,6 @@
 
 #include "blocked_linear.h"
 
-#include <unistd.h>
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <torch/library.h>
@@ -16,6 +14,7 @@
 #include <vector>
 
 #include "rows.h"
+#include "tiling.h"
 #include "transpose.h"
 
 namespace backplane::cpu {
@@ -37,20 +36,6 @@ Products<T> products() {
 }
 
 constexpr int64_t kMostWidth = 32;
-
-// A share of a cache; the rest is for what passes through it.
-int64_t cache_bytes(int name, int64_t at_least, int64_t eighths) {
-  const long size = sysconf(name);  // 0 or less where it is not known
-  return std::max(at_least, int64_t(size)) * eighths / 8;
-}
-int64_t chunk_bytes() {
-  static const int64_t bytes = cache_bytes(_SC_LEVEL1_DCACHE_SIZE, 32 << 10, 6);
-  return bytes;
-}
-int64_t input_bytes() {
-  static const int64_t bytes = cache_bytes(_SC_LEVEL2_CACHE_SIZE, 1 << 20, 5);
-  return bytes;
-}
 
 struct Geometry {
   int64_t lanes;      // of a vector
@@ -80,36 +65,6 @@ struct WidenBlock {
       each<V>(BACKPLANE_EACH(v) { store<W>(to + (i * V + v) * W, columns[v]); });
     }
   }
-};
-
-// A row of the tile, with its bias, in the type of the result; `count` may end inside the last vector.
-template <class T>
-struct Finish {
-  template <int W>
-  static BACKPLANE_INLINE void run(const float* tile, const float* bias, T* to, int64_t count) {
-    int64_t i = 0;
-    for (; i + W <= count; i += W) {
-      const Floats<W> sums = load<W>(tile + i);
-      write<W>(to + i, bias ? sums + load<W>(bias + i) : sums);
-    }
-    if (i < count) {
-      const Floats<W> sums = load<W>(tile + i);
-      write_some<W>(to + i, bias ? sums + read_some<W>(bias + i, count - i) : sums, count - i);
-    }
-  }
-};
-
-struct alignas(64) Line {  // a vector that begins inside a cache line costs two reads
-  float floats[16];
-};
-
-// A length in parts of nearly one size: fifteen rows as eight and seven rather than fourteen and one.
-struct Parts {
-  int64_t length, count;
-
-  Parts(int64_t length, int64_t most) : length(length), count((length + most - 1) / most) {}
-  int64_t begin(int64_t part) const { return part * length / count; }
-  int64_t size(int64_t part) const { return begin(part + 1) - begin(part); }
 };
 
 // A part of x as [k][row]: its numbers lie in the order of their use, and not all in one set of the cache.

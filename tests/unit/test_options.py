@@ -10,6 +10,7 @@ from vllm_backplane.options import (
     Option,
     boolean,
     fraction,
+    group_size,
     integer,
     names,
     one_of,
@@ -163,3 +164,10 @@ def test_names_come_as_a_list_or_with_commas():
     for bad in (3, [1], {"a": 1}):
         with pytest.raises(ValueError, match="names"):
             names(bad)
+
+
+def test_group_sizes_are_multiples_of_eight():
+    assert [group_size(value) for value in ("0", 32, "128")] == [0, 32, 128]
+    for wrong in (12, -8, "row", 8.0, True):
+        with pytest.raises(ValueError, match=r"whole number|multiple of 8"):
+            group_size(wrong)

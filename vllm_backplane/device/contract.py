@@ -172,6 +172,11 @@ class Device(ABC):
         tensor whose ``reshape(-1, in)`` begins with the weight's rows. None leaves it as it is."""
         return None
 
+    def quantized_width(self, bits: int) -> int:
+        """Output features that lie side by side in a weight of 8- or 4-bit codes: the block width of
+        `quantized_linear`."""
+        return 16
+
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
         """Memory for the KV cache: `count` zero bytes (int8) on a card."""
         return torch.zeros(count, dtype=torch.int8, device=self.torch_device(index))

@@ -151,9 +151,11 @@ def bind() -> None:
     """Register every replacement, once per process."""
     from vllm.model_executor.custom_op import op_registry_oot
 
-    from vllm_backplane.attention.selection import register
+    from vllm_backplane.attention import selection
+    from vllm_backplane.layers.quantization import config
 
-    register()
+    selection.register()
+    config.register()
     for binding in BINDINGS:
         upstream, replacement = check(binding)
         present = op_registry_oot.get(upstream.__name__)

@@ -12,9 +12,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from vllm_backplane import ops
+from vllm_backplane.layers.quantization.head import QuantizedHeadMethod
 
 
 class BackplaneEmbeddingMethod(UnquantizedEmbeddingMethod):
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        super().process_weights_after_loading(layer)
+        for head in getattr(layer, "backplane_tied_heads", ()):
+            head.quant_method.copy_table(head, layer.weight.data)
+
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return ops.logits.call(x, layer.weight, bias)
 
@@ -36,4 +42,8 @@ class BackplaneVocabParallelEmbedding(_OnOperators, VocabParallelEmbedding):
 
 
 class BackplaneParallelLMHead(_OnOperators, ParallelLMHead):
-    pass
+    def weight_loader(self, param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        if isinstance(self.quant_method, QuantizedHeadMethod) and self.quant_method.loads(self, param):
+            self.quant_method.load(self, loaded_weight)
+        else:
+            super().weight_loader(param, loaded_weight)

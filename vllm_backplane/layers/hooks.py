@@ -90,6 +90,12 @@ HOOKS: tuple[Hook, ...] = (
         "vllm_backplane.worker.runner_v1:BackplaneModelRunnerV1",
         ("kv_cache_zero_blocks",),
     ),
+    Hook(
+        "quantization method",
+        "vllm.model_executor.layers.linear:LinearMethodBase",
+        f"{_OURS}.quantization.linear:QuantizedLinearMethod",
+        ("quantized_linear",),
+    ),
     _kernel("worker.block_table:ComputeSlotMappingKernel.kernel", "_slot_mapping", "compute_slot_mapping"),
     _speculation("eagle_step_slot_mapping_metadata", "_eagle_step"),
     _speculation("eagle_prepare_inputs_padded", "_eagle_prepare_inputs"),

@@ -38,7 +38,7 @@ class BackplaneLinearMethod(UnquantizedLinearMethod):
         if blocks is not None:
             layer.backplane_rows = weight.shape[0]  # type: ignore[assignment]
             layer.weight = torch.nn.Parameter(blocks, requires_grad=False)
-            layer.weight.weight_loader = _refuse_loading  # type: ignore[attr-defined]
+            layer.weight.weight_loader = refuse_loading  # type: ignore[attr-defined]
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = getattr(layer, "backplane_rows", None)
@@ -47,7 +47,7 @@ class BackplaneLinearMethod(UnquantizedLinearMethod):
         return ops.blocked_linear.call(x, layer.weight, rows, bias)
 
 
-def _refuse_loading(*_args: Any, **_kwargs: Any) -> None:
+def refuse_loading(*_args: Any, **_kwargs: Any) -> None:
     raise BackplaneError(
         "this weight was rearranged for the device after loading and cannot be loaded into; use the worker's "
         "reload_weights, which prepares the layers for it, or start anew"

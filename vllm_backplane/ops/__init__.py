@@ -23,6 +23,7 @@ from vllm_backplane.ops.linear import blocked_linear, linear
 from vllm_backplane.ops.lora import lora_expand, lora_shrink
 from vllm_backplane.ops.moe import moe_experts, moe_route
 from vllm_backplane.ops.norms import fused_add_gemma_rms_norm, fused_add_rms_norm, gemma_rms_norm, rms_norm
+from vllm_backplane.ops.quantized_linear import quantized_linear
 from vllm_backplane.ops.rejection import (
     expand_to_tokens,
     rejection_greedy_sample,
@@ -78,6 +79,7 @@ __all__ = [
     "moe_route",
     "mul_and_silu",
     "paged_attention",
+    "quantized_linear",
     "quick_gelu",
     "rejection_greedy_sample",
     "rejection_random_sample",

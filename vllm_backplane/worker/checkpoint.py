@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.transformers_utils.utils import parse_safetensors_file_metadata
 
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.layers.quantization import formats
 
 logger = init_logger("vllm." + __name__)
 
@@ -26,6 +28,11 @@ CONVERTED = ("F64", "F32", "F16", "BF16")
 
 INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth")
+
+
+UNQUANTIZED = ("embed", "wte", "wpe", "experts")
+"""Parts of the names of matrices that keep the model's type when the others are quantized at loading. A head that is
+tied to its embedding is in no file; its quantized copy is not counted."""
 
 
 def weight_bytes(model: ModelConfig) -> int | None:
@@ -37,9 +44,9 @@ def weight_bytes(model: ModelConfig) -> int | None:
         found = (
             _in_folder(path) if path.is_dir() else get_safetensors_params_metadata(model.model, revision=model.revision)
         )
-        count = sum(_bytes(tensor, model.dtype) for name, tensor in found.items() if name != "__metadata__")
-        if not count and path.is_dir():
-            count = sum(_pickled_bytes(file, model.dtype) for file in _pickled(path))
+        tensors = [_Tensor.described(name, header) for name, header in found.items() if name != "__metadata__"]
+        if not tensors and path.is_dir():
+            tensors = [tensor for file in _pickled(path) for tensor in _in_pickle(file)]
     except Exception as fault:  # a file may be broken, and a place unreachable, in any way
         if path.is_dir():
             raise BackplaneError(
@@ -47,7 +54,29 @@ def weight_bytes(model: ModelConfig) -> int | None:
             ) from fault
         logger.warning("The headers of %s cannot be read (%s: %s).", model.model, type(fault).__name__, fault)
         return None
-    return count or None
+    quantized = formats.ONLINE.get(model.quantization or "")
+    return sum(tensor.bytes_as(model.dtype, quantized) for tensor in tensors) or None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    converted: bool
+    """Loaded as the model's type, whatever it is in the file."""
+
+    @classmethod
+    def described(cls, name: str, header: Mapping[str, Any]) -> _Tensor:
+        begin, end = header["data_offsets"]
+        return cls(name, tuple(header["shape"]), int(end - begin), header["dtype"] in CONVERTED)
+
+    def bytes_as(self, dtype: torch.dtype, quantized: formats.Format | None) -> int:
+        if not self.converted:
+            return self.bytes
+        if quantized and len(self.shape) == 2 and not any(part in self.name for part in UNQUANTIZED):
+            return quantized.bytes_of(*self.shape)
+        return math.prod(self.shape) * dtype.itemsize
 
 
 def _in_folder(folder: Path) -> dict[str, Mapping[str, Any]]:
@@ -59,13 +88,6 @@ def _in_folder(folder: Path) -> dict[str, Mapping[str, Any]]:
     return tensors
 
 
-def _bytes(tensor: Mapping[str, Any], dtype: torch.dtype) -> int:
-    if tensor["dtype"] in CONVERTED:
-        return math.prod(tensor["shape"]) * dtype.itemsize
-    begin, end = tensor["data_offsets"]
-    return int(end - begin)
-
-
 def _pickled(folder: Path) -> list[str]:
     for pattern in PICKLED:  # vLLM takes the first kind that is there
         files = sorted(str(file) for file in folder.glob(pattern))
@@ -74,16 +96,8 @@ def _pickled(folder: Path) -> list[str]:
     return []
 
 
-def _pickled_bytes(file: str, dtype: torch.dtype) -> int:
+def _in_pickle(file: str) -> Iterator[_Tensor]:
     held = torch.load(file, map_location="meta", weights_only=True, mmap=True)  # descriptions alone, no numbers
-    return sum(
-        tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize for tensor in _tensors(held)
-    )
-
-
-def _tensors(held: Any) -> Iterator[torch.Tensor]:
-    if isinstance(held, torch.Tensor):
-        yield held
-    elif isinstance(held, Mapping):
-        for value in held.values():
-            yield from _tensors(value)
+    for name, tensor in held.items():
+        if isinstance(tensor, torch.Tensor):
+            yield _Tensor(name, tuple(tensor.shape), tensor.nbytes, tensor.is_floating_point())

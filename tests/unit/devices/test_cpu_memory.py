@@ -92,3 +92,21 @@ def test_the_cache_is_zero_and_costs_nothing_until_it_is_written() -> None:
     assert cache.numel() == 1 << 30
     assert device.own_memory() - before < 64 << 20
     assert not cache[:: 1 << 20].any()
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """Every second of many blocks is freed, so that none of it lies at the heap's end."""
+    program = (
+        "import gc, torch\n"
+        "from vllm_backplane.devices.cpu import CpuDevice\n"
+        "device = CpuDevice()\n"
+        "blocks = [torch.ones(1 << 14) for _ in range(2000)]\n"  # 64 KiB each: from the heap, not mapped
+        "kept = blocks[::2]\n"
+        "del blocks\n"
+        "gc.collect()\n"
+        "before = device.own_memory()\n"
+        "device.empty_cache()\n"
+        "print(before - device.own_memory())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert int(done.stdout) > 40 << 20

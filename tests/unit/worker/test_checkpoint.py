@@ -15,8 +15,8 @@ from vllm_backplane.errors import BackplaneError
 from vllm_backplane.worker.checkpoint import weight_bytes
 
 
-def told(folder: Path, dtype: torch.dtype = torch.bfloat16) -> int | None:
-    model: Any = SimpleNamespace(model=str(folder), revision=None, dtype=dtype)
+def told(folder: Path, dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> int | None:
+    model: Any = SimpleNamespace(model=str(folder), revision=None, dtype=dtype, quantization=quantization)
     return weight_bytes(model)
 
 
@@ -38,6 +38,19 @@ def test_quantized_numbers_stay_what_they_are(tmp_path: Path) -> None:
     weights = {"a": torch.zeros(100, dtype=torch.uint8), "b": torch.zeros(8, dtype=torch.float8_e4m3fn)}
     save_file(weights, tmp_path / "m.safetensors")
     assert told(tmp_path, torch.float32) == 108
+
+
+def test_what_will_be_quantized_counts_as_codes_and_scales(tmp_path: Path) -> None:
+    weights = {
+        "layers.0.up_proj.weight": torch.zeros(100, 64),
+        "layers.0.norm.weight": torch.zeros(64),
+        "embed_tokens.weight": torch.zeros(1000, 64),
+        "layers.0.experts.1.up_proj.weight": torch.zeros(10, 64),
+    }
+    save_file(weights, tmp_path / "m.safetensors")
+    unquantized = (64 + 1010 * 64) * 2
+    assert told(tmp_path, quantization="int4") == 100 * (32 + 2 * 4) + unquantized
+    assert told(tmp_path, quantization="int8") == 100 * (64 + 2 * 2) + unquantized
 
 
 def test_of_two_layouts_the_one_in_the_index_counts(tmp_path: Path) -> None:

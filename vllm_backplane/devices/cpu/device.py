@@ -78,8 +78,14 @@ class CpuDevice(Device):
     def peak_memory(self, index: int = 0) -> int:
         return host.own_peak_memory()
 
+    def empty_cache(self) -> None:
+        host.give_unused_back()
+
     def arrange_linear(self, weight: torch.Tensor) -> torch.Tensor | None:
         return native.arranged(weight) if native.wants_blocks(weight.dtype) else None
+
+    def quantized_width(self, bits: int) -> int:
+        return native.quantized_width() or super().quantized_width(bits)
 
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
         # numpy asks the system for zero pages, which become memory when they are first written; torch.zeros would

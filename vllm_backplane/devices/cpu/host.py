@@ -5,6 +5,7 @@ Inside a container the kernel's totals are the machine's; the control group's li
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from pathlib import Path
@@ -111,3 +112,10 @@ def own_peak_memory() -> int:
             return int(line.split()[1]) * 1024
     # Some sandboxes leave the line out; this mark cannot be reset, so it errs high.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def give_unused_back() -> None:
+    """Have the C library return what was freed to the system; between tensors that are kept, it holds on to it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other libraries have no such call
+    if trim is not None:
+        trim(0)

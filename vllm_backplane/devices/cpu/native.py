@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_backplane.errors import BackplaneError
+from vllm_backplane.errors import BackplaneError, DeviceUnavailable
 from vllm_backplane.ops.linear import blocked
 
 LIBRARY_NAME = "libbackplane_cpu.so"
@@ -62,3 +62,32 @@ def arranged(weight: torch.Tensor) -> torch.Tensor:
     """The weight in the blocks that the kernels of this machine read; 16-bit ones lie in pairs."""
     lanes = 0 if weight.dtype == torch.float32 else library().backplane_cpu_block_lanes()
     return blocked(weight, library().backplane_cpu_block_width(), lanes)
+
+
+def quantized_width() -> int | None:
+    """Output features in a block of 8- or 4-bit weights, as the products of this machine read them."""
+    return int(library().backplane_cpu_quantized_width()) if load() else None
+
+
+def known_dot_products() -> tuple[str, ...]:
+    """The sets of products of 8-bit numbers that this machine can run, the best first."""
+    return tuple(_text("backplane_cpu_known_dot_products").split(","))
+
+
+def dot_products() -> str:
+    """The set in use."""
+    return _text("backplane_cpu_dot_products")
+
+
+def use_dot_products(name: str) -> None:
+    """Use a set by its name, or with an empty one the best again. Weights packed for another width are rearranged at
+    every call."""
+    if library().backplane_cpu_force_dot_products(name.encode()) != 0:
+        known = ", ".join(known_dot_products())
+        raise DeviceUnavailable(f"this machine cannot run products with {name!r}; use one of: {known}")
+
+
+def _text(function: str) -> str:
+    call = getattr(library(), function)
+    call.restype = ctypes.c_char_p
+    return call().decode()

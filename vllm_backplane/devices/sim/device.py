@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -102,6 +103,11 @@ class SimDevice(Device):
             for name in declared():
                 if not has_kernel(name, self.dispatch_key):
                     runtime("launch_cpu_kernel", name.encode())
+
+    def quantized_width(self, bits: int) -> int:
+        if not library.CPU_KERNELS.exists():
+            return super().quantized_width(bits)
+        return int(ctypes.CDLL(str(library.CPU_KERNELS)).backplane_cpu_quantized_width())
 
     def kernel_provider(self) -> str:
         return f"{library.CPU_KERNELS.name} behind {library.LIBRARY_NAME}"

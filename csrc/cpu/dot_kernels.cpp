@@ -1,0 +1,91 @@
+// Which products the machine can run, which of them are used, and the hooks by which tests choose.
+
+#include "dot_kernels.h"
+
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "isa.h"
+
+namespace backplane::cpu {
+namespace {
+
+struct Choice {
+  const DotKernels* kernels;
+  Isa least;  // below which tests do not want to see it
+};
+
+// The best first.
+const std::vector<Choice>& choices() {
+  static const std::vector<Choice> found = [] {
+    const std::vector<Choice> known = {
+#if defined(__x86_64__)
+        {&amx_dots(), Isa::avx512},       {&kAvx512VnniDots, Isa::avx512}, {&kAvxVnniDots, Isa::avx2},
+        {&kAvx2Dots, Isa::avx2},
+#elif defined(__aarch64__)
+        {&kDotprodDots, Isa::base},       {&kNeonDots, Isa::base},
+#endif
+        {&kPortableDots, Isa::base},
+    };
+    std::vector<Choice> result;
+    for (const Choice& choice : known)
+      if (choice.kernels->available()) result.push_back(choice);
+    return result;
+  }();
+  return found;
+}
+
+std::atomic<const DotKernels*> forced{nullptr};
+
+}  // namespace
+
+const DotKernels& dot_kernels() {
+  if (const DotKernels* asked = forced.load(std::memory_order_relaxed)) return *asked;
+  const Isa most = isa();
+  for (const Choice& choice : choices())
+    if (choice.least <= most) return *choice.kernels;
+  return kPortableDots;
+}
+
+}  // namespace backplane::cpu
+
+// Output features of a block that the products of this machine are written for.
+extern "C" __attribute__((visibility("default"))) int backplane_cpu_quantized_width() {
+  return static_cast<int>(backplane::cpu::dot_kernels().width);
+}
+
+// The products in use, by name.
+extern "C" __attribute__((visibility("default"))) const char* backplane_cpu_dot_products() {
+  return backplane::cpu::dot_kernels().name;
+}
+
+// Those that the machine can run, the best first, separated by commas.
+extern "C" __attribute__((visibility("default"))) const char* backplane_cpu_known_dot_products() {
+  static const std::string names = [] {
+    std::string result;
+    for (const auto& choice : backplane::cpu::choices()) {
+      if (!result.empty()) result += ',';
+      result += choice.kernels->name;
+    }
+    return result;
+  }();
+  return names.c_str();
+}
+
+// Uses the products of that name from now on, or, for an empty name, the best again. Returns -1, with nothing changed,
+// where the machine cannot run them or there are none.
+extern "C" __attribute__((visibility("default"))) int backplane_cpu_force_dot_products(const char* name) {
+  using namespace backplane::cpu;
+  if (*name == '\0') {
+    forced.store(nullptr);
+    return 0;
+  }
+  for (const Choice& choice : choices())
+    if (std::strcmp(choice.kernels->name, name) == 0) {
+      forced.store(choice.kernels);
+      return 0;
+    }
+  return -1;
+}

@@ -1,0 +1,73 @@
+// The products of quantized linear layers, one set per instruction set, chosen at run time.
+//
+// A weight is unsigned codes of 8 or 4 bits in blocks of `width` output features, four input positions of a feature
+// side by side: what one lane of a dot-product instruction takes. The input is signed 8-bit codes. Within a group of
+// positions the product is one of integers; then it is scaled and added to a sum in float32.
+//
+// Nothing here knows PyTorch, so that the sets can be tested on a foreign processor without it.
+#pragma once
+
+#include <cstdint>
+
+namespace backplane::cpu {
+
+// Some rows of the input times one block of the weight, over some whole groups or a piece of one.
+struct Product {
+  const uint8_t* codes;   // of the block, from the first group
+  const float* scales;    // [groups][width]
+  const float* offsets;   // the same, or none
+  const int8_t* x;        // [rows][positions], rows `x_stride` apart
+  int64_t x_stride;
+  const float* x_scales;  // [rows][groups], rows `x_groups` apart
+  const int32_t* x_sums;  // of the codes of x, the same way
+  int64_t x_groups;
+  int64_t rows;
+  int64_t groups;
+  int64_t group;       // positions, a multiple of 8
+  int32_t correction;  // times the sum of x's codes, is added to the product of the codes
+  bool more;           // added to what the tile holds
+  float* tile;         // [rows][width]
+};
+
+using Multiply = void (*)(const Product&);
+// Codes of whole groups, or of a piece of one, as the product over many rows takes them; `to`
+// has room for `wide_bytes` per group.
+using Widen = void (*)(const uint8_t* codes, int64_t groups, int64_t group, uint8_t* to);
+
+struct DotKernels {
+  const char* name;
+  bool (*available)();
+  int64_t width;         // of a block
+  int64_t most_rows;     // of a product that reads codes as they are
+  Multiply multiply8, multiply4;
+  // With many rows codes are widened first, where that gains something, into memory that stays in a cache. What is zero
+  // is the codes' own zero, less a bias that the instructions ask for.
+  int64_t many_rows;       // of a product of widened codes
+  int64_t row_multiple;    // of which that product reads x, whatever its rows
+  int64_t many_from;       // rows of the whole input from which widening pays
+  Widen widen8, widen4;    // widen8 may be none: codes are taken as they are
+  Multiply multiply_wide;
+  int32_t bias8, bias4, wide_bias8, wide_bias4;  // what the instructions take off a code
+  int64_t (*wide_positions)(int64_t group);  // that a widened group has, filling included
+  // In each thread, before products of widened groups of that length, and after the last; may be none.
+  void (*enter)(int64_t group);
+  void (*leave)();
+  void (*from_halves)(const uint16_t* halves, int64_t count, float* to);  // whole vectors; may be none
+  // As many products as the instructions can do, without memory; returns how many multiplications that were.
+  int64_t (*spin)(int64_t rounds);
+
+  int64_t wide_bytes(int64_t group) const { return wide_positions(group) * width; }
+};
+
+// The best that the machine has, unless one was asked for or isa() was lowered.
+const DotKernels& dot_kernels();
+
+extern const DotKernels kPortableDots;
+#if defined(__x86_64__)
+extern const DotKernels kAvx2Dots, kAvxVnniDots, kAvx512VnniDots;
+const DotKernels& amx_dots();
+#elif defined(__aarch64__)
+extern const DotKernels kNeonDots, kDotprodDots;
+#endif
+
+}  // namespace backplane::cpu

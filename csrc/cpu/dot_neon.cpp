@@ -1,0 +1,44 @@
+// Products with NEON as every 64-bit ARM processor has it.
+
+#if defined(__aarch64__)
+#define BACKPLANE_TARGET
+#include "dot_neon.h"
+
+namespace backplane::cpu {
+namespace {
+
+struct Dots : Neon {
+  struct Eight {
+    int8x16_t first, second;
+  };
+
+  static BACKPLANE_DOT int8x16_t four(const int8_t* x) {
+    int32_t bits;
+    std::memcpy(&bits, x, sizeof bits);
+    return vreinterpretq_s8_s32(vdupq_n_s32(bits));
+  }
+  static BACKPLANE_DOT Eight eight(const int8_t* x) { return {four(x), four(x + 4)}; }
+  // Products of two bytes fit 16 bits, sums of two of them need not.
+  static BACKPLANE_DOT Int dot(Int sum, int8x16_t code, int8x16_t x) {
+    const int32x4_t left = vpaddlq_s16(vmull_s8(vget_low_s8(code), vget_low_s8(x)));
+    const int32x4_t right = vpaddlq_s16(vmull_high_s8(code, x));
+    return vaddq_s32(sum, vpaddq_s32(left, right));
+  }
+  static BACKPLANE_DOT Int dot_first(Int sum, int8x16_t code, Eight x) { return dot(sum, code, x.first); }
+  static BACKPLANE_DOT Int dot_second(Int sum, int8x16_t code, Eight x) { return dot(sum, code, x.second); }
+};
+
+bool available() { return true; }
+
+constexpr DotKernels kernels() {
+  DotKernels result = kernels_of<Dots>("neon", &available);
+  result.widen8 = &widen<Dots, Codes::bytes>;
+  return result;
+}
+
+}  // namespace
+
+const DotKernels kNeonDots = kernels();
+
+}  // namespace backplane::cpu
+#endif

@@ -1,0 +1,42 @@
+// What the machine can do at most, for benchmarks: products without memory, and memory without products. Each call is
+// one thread's share; the caller has as many threads as it wants to know about.
+
+#include <cstdint>
+
+#include "dot_kernels.h"
+#include "isa.h"
+
+namespace backplane::cpu {
+namespace {
+
+struct ReadAll {
+  template <int W>
+  static BACKPLANE_INLINE uint32_t run(const uint8_t* from, int64_t bytes) {
+    constexpr int64_t vector = W * 4, step = 4 * vector;
+    Words<W> sums[4] = {};
+    for (int64_t i = 0; i + step <= bytes; i += step) {
+      __builtin_prefetch(from + i + 4096);
+      for (int v = 0; v < 4; ++v) {
+        Words<W> words;
+        std::memcpy(&words, from + i + v * vector, sizeof words);
+        sums[v] ^= words;
+      }
+    }
+    const Words<W> all = (sums[0] ^ sums[1]) ^ (sums[2] ^ sums[3]);
+    return all[0];
+  }
+};
+
+}  // namespace
+}  // namespace backplane::cpu
+
+// Multiplications of 8-bit numbers that were done.
+extern "C" __attribute__((visibility("default"))) int64_t backplane_cpu_spin_dot_products(int64_t rounds) {
+  return backplane::cpu::dot_kernels().spin(rounds);
+}
+
+// Reads so many bytes; the result depends on them.
+extern "C" __attribute__((visibility("default"))) uint32_t backplane_cpu_read_memory(const uint8_t* from,
+                                                                                   int64_t bytes) {
+  return backplane::cpu::pick<backplane::cpu::ReadAll>()(from, bytes);
+}

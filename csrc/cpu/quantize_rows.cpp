@@ -1,0 +1,126 @@
+// scale = largest magnitude / 127, code = x * (127 / largest magnitude) rounded to the nearest even, as the reference.
+
+#include "quantize_rows.h"
+
+#include <ATen/ops/empty.h>
+
+#include <limits>
+
+#include "isa.h"
+#include "rows.h"
+
+namespace backplane::cpu {
+namespace {
+
+template <int W>
+using Bytes __attribute__((vector_size(W))) = int8_t;
+
+constexpr uint32_t kInfinite = 0x7f800000;
+constexpr float kSmallest = 0x1p-100f;  // 127 / amax must stay finite
+// Added to a small number, it leaves the nearest integer in the lowest bits.
+constexpr float kToInteger = 0x1.8p23f;
+
+template <int W>
+BACKPLANE_INLINE Words<W> larger_word(Words<W> a, Words<W> b) {
+  return a > b ? a : b;
+}
+
+template <int W>
+BACKPLANE_INLINE Words<W> magnitude(Floats<W> v) {
+  return bits_as<Words<W>>(v) & 0x7fffffffu;
+}
+
+template <int W>
+BACKPLANE_INLINE uint32_t largest_word(Words<W> v) {
+  uint32_t each[W], result = 0;
+  std::memcpy(each, &v, sizeof v);
+  for (int i = 0; i < W; ++i) result = each[i] > result ? each[i] : result;
+  return result;
+}
+
+template <int W>
+BACKPLANE_INLINE Ints<W> rounded(Floats<W> v, float inverse) {
+  v *= inverse;
+  // Cut before rounding, which gives the same and keeps the compiler from joining the product with the addition: one
+  // rounding fewer, and other codes than the reference's.
+  v = v > 127.0f ? all<W>(127.0f) : v;
+  v = v < -127.0f ? all<W>(-127.0f) : v;
+  return bits_as<Ints<W>>(Floats<W>(v + kToInteger)) - bits_as<int32_t>(kToInteger);
+}
+
+// One row. Magnitudes are compared as integers: then infinities and NaNs are the largest, and none is lost.
+template <class T>
+struct QuantizeRow {
+  template <int W>
+  static BACKPLANE_INLINE void run(const T* x, int64_t k, int64_t padded, int64_t groups, int8_t* codes, int64_t stride,
+                                   float* scales, int32_t* sums) {
+    const int64_t group = padded / groups;
+    uint32_t most = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t begin = g * group, end = std::min(begin + group, k);
+      Words<W> vector{};
+      int64_t i = begin;
+      for (; i + W <= end; i += W) vector = larger_word<W>(vector, magnitude<W>(read<W>(x + i)));
+      if (i < end) vector = larger_word<W>(vector, magnitude<W>(read_some<W>(x + i, end - i)));
+      const uint32_t bits = largest_word<W>(vector);
+      most = std::max(most, bits);
+      const float amax = bits_as<float>(bits), inverse = amax < kSmallest ? 0.0f : 127.0f / amax;
+      scales[g] = amax / 127.0f;
+      Ints<W> total{};
+      for (i = begin; i + W <= end; i += W) {
+        const Ints<W> values = rounded<W>(read<W>(x + i), inverse);
+        total += values;
+        const Bytes<W> narrow = __builtin_convertvector(values, Bytes<W>);
+        std::memcpy(codes + i, &narrow, W);
+      }
+      if (i < end) {
+        const Ints<W> values = rounded<W>(read_some<W>(x + i, end - i), inverse);
+        total += values;
+        const Bytes<W> narrow = __builtin_convertvector(values, Bytes<W>);
+        std::memcpy(codes + i, &narrow, end - i);
+      }
+      int32_t each[W], sum = 0;
+      std::memcpy(each, &total, sizeof total);
+      for (int lane = 0; lane < W; ++lane) sum += each[lane];
+      sums[g] = sum;
+    }
+    std::memset(codes + k, 0, stride - k);
+    if (most >= kInfinite) std::fill_n(scales, groups, std::numeric_limits<float>::quiet_NaN());
+  }
+};
+
+int64_t filled(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+
+template <class T>
+void quantize(const at::Tensor& x, int64_t padded, int64_t groups, const QuantizedRows& to) {
+  const int64_t k = x.size(1);
+  const T* from = elements<T>(x);
+  const auto quantize_row = pick<QuantizeRow<T>>();
+  at::parallel_for(0, x.size(0), rows_per_thread(k), [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row)
+      quantize_row(from + row * k, k, padded, groups, to.codes + row * to.stride, to.stride, to.scales + row * groups,
+                   to.sums + row * groups);
+  });
+}
+
+}  // namespace
+
+QuantizedRows quantize_rows(const at::Tensor& x, int64_t padded, int64_t groups, int64_t row_multiple) {
+  const int64_t rows = x.size(0);
+  QuantizedRows result;
+  // An odd number of cache lines: rows that begin at the same place of every page would share one set of the cache.
+  result.stride = filled(padded + 64, 64) | 64;
+  const int64_t code_bytes = filled(rows, row_multiple) * result.stride, numbers = rows * groups;
+  result.memory = at::empty({code_bytes + numbers * 8}, x.options().dtype(at::kByte));
+  uint8_t* memory = result.memory.mutable_data_ptr<uint8_t>();
+  result.codes = reinterpret_cast<int8_t*>(memory);
+  result.scales = reinterpret_cast<float*>(memory + code_bytes);
+  result.sums = reinterpret_cast<int32_t*>(memory + code_bytes + numbers * 4);
+  with_float_type(x.scalar_type(), "quantized_linear", [&](auto type) {
+    quantize<decltype(type)>(x, padded, groups, result);
+    return 0;
+  });
+  return result;
+}
+
+}  // namespace backplane::cpu

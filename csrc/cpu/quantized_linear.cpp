@@ -1,0 +1,333 @@
+// Linear layers with weights of 8 or 4 bits: the order of the work, and what is checked before it.
+//
+// With few rows every code is used a few times, so it goes from memory into the registers. With more, the codes of a
+// block are widened, a chunk at a time, into memory that stays in the first cache while every part of x is multiplied
+// by them, and as many parts take part as stay in the second. A thread has blocks of its own, so the result does not
+// depend on their number.
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "dot_kernels.h"
+#include "quantize_rows.h"
+#include "rows.h"
+#include "tiling.h"
+
+namespace backplane::cpu {
+namespace {
+
+struct Weight {
+  at::Tensor codes, scales, offsets;
+  int64_t bits, padded, groups, group, width, blocks;
+
+  int64_t bytes(int64_t positions) const { return positions * width * bits / 8; }
+  // Codes of a block from a position on.
+  const uint8_t* at(int64_t block, int64_t position) const {
+    return codes.const_data_ptr<uint8_t>() + bytes(block * padded + position);
+  }
+};
+
+template <class T>
+struct ToFloats {
+  template <int W>
+  static BACKPLANE_INLINE void run(const void* from, int64_t count, float* to) {
+    const T* values = static_cast<const T*>(from);
+    int64_t i = 0;
+    for (; i + W <= count; i += W) store<W>(to + i, read<W>(values + i));
+    for (; i < count; ++i) to[i] = static_cast<float>(values[i]);
+  }
+};
+
+// Scales or offsets of some groups of a block, in float32.
+class Numbers {
+ public:
+  Numbers(const DotKernels& kernels, const at::Tensor& tensor, int64_t most_groups) : tensor_(tensor) {
+    if (!tensor.defined()) return;
+    if (tensor.scalar_type() != at::kFloat) wide_.resize(most_groups * tensor.size(2) / 16 + 1);
+    size_ = tensor.element_size();
+    if (tensor.scalar_type() == at::kHalf) from_halves_ = kernels.from_halves;
+    convert_ = with_float_type(tensor.scalar_type(), "quantized_linear",
+                               [](auto type) { return pick<ToFloats<decltype(type)>>(); });
+  }
+
+  const float* at(int64_t block, int64_t group, int64_t groups) {
+    if (!tensor_.defined()) return nullptr;
+    const int64_t width = tensor_.size(2);
+    const char* from =
+        static_cast<const char*>(tensor_.const_data_ptr()) + (block * tensor_.size(1) + group) * width * size_;
+    if (wide_.empty()) return reinterpret_cast<const float*>(from);
+    float* to = wide_.data()->floats;
+    if (from_halves_ != nullptr) from_halves_(reinterpret_cast<const uint16_t*>(from), groups * width, to);
+    else convert_(from, groups * width, to);
+    return to;
+  }
+
+ private:
+  const at::Tensor& tensor_;
+  std::vector<Line> wide_;
+  int64_t size_ = 4;
+  void (*convert_)(const void*, int64_t, float*) = nullptr;
+  void (*from_halves_)(const uint16_t*, int64_t, float*) = nullptr;
+};
+
+template <class T>
+struct Result {
+  T* data;
+  int64_t n;
+  const float* bias;
+  int64_t width;
+  decltype(pick<Finish<T>>()) write_row = pick<Finish<T>>();
+
+  void write(const float* tile, int64_t block, int64_t begin, int64_t rows) const {
+    const int64_t column = block * width, columns = std::min(width, n - column);
+    for (int64_t r = 0; r < rows; ++r)
+      write_row(tile + r * width, bias ? bias + column : nullptr, data + (begin + r) * n + column, columns);
+  }
+};
+
+// What a product of the first row on takes, but for codes, groups and tile.
+Product product_of(const QuantizedRows& x, const Weight& weight, int64_t begin, int64_t rows, int64_t group) {
+  Product p{};
+  p.x = x.codes + begin * x.stride;
+  p.x_stride = x.stride;
+  p.x_scales = x.scales + begin * weight.groups + group;
+  p.x_sums = x.sums + begin * weight.groups + group;
+  p.x_groups = weight.groups;
+  p.rows = rows;
+  return p;
+}
+
+// A code's zero is the middle one without offsets; the instructions have taken `bias` off already.
+int32_t correction_of(const Weight& weight, int32_t bias) {
+  const int32_t zero = weight.offsets.defined() ? 0 : 1 << (weight.bits - 1);
+  return bias - zero;
+}
+
+constexpr int64_t kBytesPerThread = 1 << 14;
+
+template <class T>
+void multiply_few(const DotKernels& kernels, const QuantizedRows& x, int64_t m, const Weight& weight,
+                  const Result<T>& result) {
+  const Parts parts(m, kernels.most_rows);
+  const Multiply multiply = weight.bits == 8 ? kernels.multiply8 : kernels.multiply4;
+  const int32_t correction = correction_of(weight, weight.bits == 8 ? kernels.bias8 : kernels.bias4);
+  const int64_t grain = std::max<int64_t>(1, kBytesPerThread / weight.bytes(weight.padded));
+  at::parallel_for(0, weight.blocks, grain, [&](int64_t first, int64_t last) {
+    Numbers scales(kernels, weight.scales, weight.groups), offsets(kernels, weight.offsets, weight.groups);
+    std::vector<Line> tile(kernels.most_rows * weight.width / 16 + 1);
+    for (int64_t block = first; block < last; ++block) {
+      const float* block_scales = scales.at(block, 0, weight.groups);
+      const float* block_offsets = offsets.at(block, 0, weight.groups);
+      for (int64_t part = 0; part < parts.count; ++part) {
+        const int64_t begin = parts.begin(part), rows = parts.size(part);
+        Product p = product_of(x, weight, begin, rows, 0);
+        p.codes = weight.at(block, 0);
+        p.scales = block_scales;
+        p.offsets = block_offsets;
+        p.groups = weight.groups;
+        p.group = weight.group;
+        p.correction = correction;
+        p.tile = tile.data()->floats;
+        multiply(p);
+        result.write(p.tile, block, begin, rows);
+      }
+    }
+  });
+}
+
+// Some whole groups, or a piece of one.
+struct Chunk {
+  int64_t position, first_group, groups, length;  // the length of a group, or of the piece
+  bool begins;                                    // the first piece; corrections are for the whole group
+};
+
+std::vector<Chunk> chunks_of(const DotKernels& kernels, const Weight& weight) {
+  const int64_t most = chunk_bytes() * 2 / 3;  // x passes through the same cache
+  std::vector<Chunk> chunks;
+  const int64_t per_group = kernels.wide_bytes(weight.group);
+  if (per_group <= most) {
+    const Parts parts(weight.groups, std::max<int64_t>(1, most / per_group));
+    for (int64_t part = 0; part < parts.count; ++part)
+      chunks.push_back({parts.begin(part) * weight.group, parts.begin(part), parts.size(part), weight.group, true});
+    return chunks;
+  }
+  const int64_t piece = std::max<int64_t>(64, most / weight.width / 64 * 64);
+  for (int64_t g = 0; g < weight.groups; ++g)
+    for (int64_t from = 0; from < weight.group; from += piece)
+      chunks.push_back({g * weight.group + from, g, 1, std::min(piece, weight.group - from), from == 0});
+  return chunks;
+}
+
+// Has the thread ready for products of widened codes.
+class Inside {
+ public:
+  explicit Inside(const DotKernels& kernels) : kernels_(kernels) {}
+  ~Inside() {
+    if (length_ > 0 && kernels_.leave != nullptr) kernels_.leave();
+  }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+  void enter(int64_t length) {
+    if (length == length_ || kernels_.enter == nullptr) return;
+    kernels_.enter(length);
+    length_ = length;
+  }
+
+ private:
+  const DotKernels& kernels_;
+  int64_t length_ = 0;
+};
+
+template <class T>
+void multiply_many(const DotKernels& kernels, const QuantizedRows& x, int64_t m, const Weight& weight,
+                   const Result<T>& result) {
+  const Parts parts(m, kernels.many_rows, kernels.row_multiple);
+  const Widen widen = weight.bits == 8 ? kernels.widen8 : kernels.widen4;
+  const Multiply multiply = widen != nullptr ? kernels.multiply_wide : kernels.multiply8;
+  const int32_t correction = correction_of(weight, weight.bits == 4 ? kernels.wide_bias4
+                                                   : widen != nullptr ? kernels.wide_bias8 : kernels.bias8);
+  const std::vector<Chunk> chunks = chunks_of(kernels, weight);
+  int64_t most_bytes = 0, most_groups = 0;
+  for (const Chunk& chunk : chunks) {
+    most_bytes = std::max(most_bytes, chunk.groups * kernels.wide_bytes(chunk.length));
+    most_groups = std::max(most_groups, chunk.groups);
+  }
+  const int64_t slice =  // parts
+      std::min(parts.count, std::max<int64_t>(2, input_bytes() / (kernels.many_rows * x.stride)));
+  const int64_t tile_size = kernels.many_rows * weight.width;
+  at::parallel_for(0, weight.blocks, 1, [&](int64_t first, int64_t last) {
+    Inside inside(kernels);
+    Numbers scales(kernels, weight.scales, most_groups), offsets(kernels, weight.offsets, most_groups);
+    std::vector<Line> tiles(slice * tile_size / 16 + 1), wide(widen != nullptr ? most_bytes / 64 + 1 : 0);
+    uint8_t* widened = reinterpret_cast<uint8_t*>(wide.data());
+    for (int64_t top = 0; top < parts.count; top += slice) {
+      const int64_t bottom = std::min(top + slice, parts.count);
+      for (int64_t block = first; block < last; ++block)
+        for (const Chunk& chunk : chunks) {
+          const uint8_t* codes = weight.at(block, chunk.position);
+          if (widen != nullptr) widen(codes, chunk.groups, chunk.length, widened);
+          inside.enter(chunk.length);
+          const float* chunk_scales = scales.at(block, chunk.first_group, chunk.groups);
+          const float* chunk_offsets = chunk.begins ? offsets.at(block, chunk.first_group, chunk.groups) : nullptr;
+          const bool last_chunk = &chunk == &chunks.back();
+          for (int64_t part = top; part < bottom; ++part) {
+            const int64_t begin = parts.begin(part), rows = parts.size(part);
+            Product p = product_of(x, weight, begin, rows, chunk.first_group);
+            p.x += chunk.position;
+            p.codes = widen != nullptr ? widened : codes;
+            p.scales = chunk_scales;
+            p.offsets = chunk_offsets;
+            p.groups = chunk.groups;
+            p.group = chunk.length;
+            p.correction = chunk.begins ? correction : 0;
+            p.more = chunk.position > 0;
+            p.tile = tiles.data()->floats + (part - top) * tile_size;
+            multiply(p);
+            if (last_chunk) result.write(p.tile, block, begin, rows);
+          }
+        }
+    }
+  });
+}
+
+// Blocks of another width as this machine's: [blocks, any, width, …] -> [blocks', any, width', …].
+at::Tensor with_width(const at::Tensor& blocks, int64_t width) {
+  const int64_t rows = blocks.size(0) * blocks.size(2), count = (rows + width - 1) / width;
+  at::Tensor flat = blocks.transpose(1, 2).flatten(0, 1);  // [rows, any, …]
+  std::vector<int64_t> shape = flat.sizes().vec();
+  shape[0] = count * width - rows;
+  if (shape[0] > 0) flat = at::cat({flat, at::zeros(shape, flat.options())});
+  return flat.unflatten(0, {count, width}).transpose(1, 2).contiguous();
+}
+
+Weight weight_of(const at::Tensor& codes, const at::Tensor& scales, const std::optional<at::Tensor>& offsets,
+                 int64_t bits, int64_t out_features, int64_t width) {
+  TORCH_CHECK(bits == 8 || bits == 4, "quantized_linear: weights of ", bits, " bits are not known; use 4 or 8");
+  TORCH_CHECK(codes.dim() == 4 && codes.size(3) == 4 && codes.scalar_type() == at::kByte && scales.dim() == 3 &&
+                  codes.size(0) == scales.size(0) && codes.size(2) == scales.size(2) && scales.size(1) > 0 &&
+                  codes.size(2) > 0,
+              "quantized_linear: codes ", codes.sizes(), " (", codes.scalar_type(), ") and scales ", scales.sizes(),
+              " do not belong together");
+  Weight weight;
+  weight.bits = bits;
+  weight.padded = codes.size(1) * 32 / bits;
+  weight.groups = scales.size(1);
+  weight.group = weight.padded / weight.groups;
+  TORCH_CHECK(weight.padded % weight.groups == 0 && weight.group % 8 == 0, "quantized_linear: ", weight.padded,
+              " input positions in ", weight.groups, " groups; a group must be a multiple of 8");
+  // 255 * 127 * 2^16 is the largest sum that 32 bits hold.
+  TORCH_CHECK(weight.group <= 1 << 16, "quantized_linear: a group of ", weight.group,
+              " positions is too long; quantize with groups of at most ", 1 << 16);
+  TORCH_CHECK(out_features >= 0 && out_features <= codes.size(0) * codes.size(2), "quantized_linear: codes of ",
+              codes.size(0) * codes.size(2), " features cannot give ", out_features);
+  TORCH_CHECK(is_float_type(scales.scalar_type()), "quantized_linear: scales of type ", scales.scalar_type());
+  weight.codes = codes;
+  weight.scales = scales;
+  if (offsets.has_value() && offsets->defined()) {
+    TORCH_CHECK(offsets->sizes() == scales.sizes() && is_float_type(offsets->scalar_type()),
+                "quantized_linear: offsets ", offsets->sizes(), " (", offsets->scalar_type(),
+                ") do not fit scales ", scales.sizes());
+    weight.offsets = *offsets;
+  }
+  if (codes.size(2) != width) {
+    TORCH_WARN_ONCE("quantized_linear: the weight lies in blocks of ", codes.size(2), " features, not of this ",
+                    "machine's ", width, ", and is rearranged at every call; pack it with Device.quantized_width");
+    weight.codes = with_width(weight.codes, width);
+    weight.scales = with_width(weight.scales, width);
+    if (weight.offsets.defined()) weight.offsets = with_width(weight.offsets, width);
+  }
+  weight.codes = weight.codes.contiguous();
+  weight.scales = weight.scales.contiguous();
+  if (weight.offsets.defined()) weight.offsets = weight.offsets.contiguous();
+  weight.width = width;
+  weight.blocks = (out_features + width - 1) / width;
+  return weight;
+}
+
+}  // namespace
+
+at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& codes, const at::Tensor& scales,
+                            const std::optional<at::Tensor>& offsets, int64_t bits, int64_t out_features,
+                            const std::optional<at::Tensor>& bias) {
+  const DotKernels& kernels = dot_kernels();
+  const Weight weight = weight_of(codes, scales, offsets, bits, out_features, kernels.width);
+  TORCH_CHECK(x.dim() >= 1 && x.size(-1) <= weight.padded && is_float_type(x.scalar_type()),
+              "quantized_linear: input of ", x.sizes(), " (", x.scalar_type(), ") does not fit a weight of ",
+              out_features, " x ", weight.padded);
+  at::Tensor wide_bias;
+  if (bias.has_value() && bias->defined()) {
+    TORCH_CHECK(bias->dim() == 1 && bias->size(0) == out_features, "quantized_linear: a bias of ", bias->sizes(),
+                " does not fit ", out_features, " features");
+    wide_bias = bias->to(at::kFloat).contiguous();
+  }
+  const at::Tensor rows = x.reshape({-1, x.size(-1)}).contiguous();
+  at::Tensor out = at::empty({rows.size(0), out_features}, x.options());
+  if (out.numel() > 0) {
+    const int64_t m = rows.size(0);
+    const bool many = m >= kernels.many_from;
+    const QuantizedRows input =
+        quantize_rows(rows, weight.padded, weight.groups, many ? kernels.row_multiple : int64_t(1));
+    with_float_type(x.scalar_type(), "quantized_linear", [&](auto type) {
+      using T = decltype(type);
+      const Result<T> result{mutable_elements<T>(out), out_features,
+                             wide_bias.defined() ? wide_bias.const_data_ptr<float>() : nullptr, weight.width};
+      if (many) multiply_many(kernels, input, m, weight, result);
+      else multiply_few(kernels, input, m, weight, result);
+      return 0;
+    });
+  }
+  auto shape = x.sizes().vec();
+  shape.back() = out_features;
+  return out.reshape(shape);
+}
+
+}  // namespace backplane::cpu
+
+TORCH_LIBRARY_IMPL(backplane, CPU, library) {
+  library.impl("quantized_linear", &backplane::cpu::quantized_linear);
+}

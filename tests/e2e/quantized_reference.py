@@ -1,0 +1,45 @@
+"""A transformers model whose weights are those that quantized codes stand for, decoded by the layout's definition.
+
+Independent of the operator: codes are looked up one position at a time (over all features at once), and products are
+transformers' own, in float32, with inputs that are not rounded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import reference
+import torch
+
+from vllm_backplane.layers.quantization.formats import Format
+from vllm_backplane.ops.quantized_linear import Packed, packed
+
+
+def decoded(made: Packed, bits: int, rows: int, size: int) -> torch.Tensor:
+    codes, scales = made.codes.numpy(), made.scales.float().numpy()
+    offsets = scales * -(2.0 ** (bits - 1)) if made.offsets is None else made.offsets.float().numpy()
+    blocks, groups, width = scales.shape
+    per_step = 4 if bits == 8 else 8
+    group = codes.shape[1] * per_step // groups
+    weight = np.empty((blocks * width, size), dtype=np.float32)
+    for position in range(size):
+        step, within = divmod(position, per_step)
+        code = codes[:, step, :, within % 4].astype(np.int32)
+        if bits == 4:
+            code = code // 16 if within >= 4 else code % 16
+        weight[:, position] = (code * scales[:, position // group] + offsets[:, position // group]).reshape(-1)
+    return torch.from_numpy(weight[:rows])
+
+
+def load(folder: Path, body: Format, head: Format) -> Any:
+    """Every linear layer decoded from its codes; the embedding keeps its table."""
+    model = reference.load(folder)
+    with torch.no_grad():
+        for name, layer in model.named_modules():
+            if isinstance(layer, torch.nn.Linear):
+                chosen = head if name == "lm_head" else body
+                made = packed(layer.weight, chosen.bits, chosen.group, 8, symmetric=chosen.symmetric)
+                layer.weight = torch.nn.Parameter(decoded(made, chosen.bits, *layer.weight.shape), requires_grad=False)
+    return model

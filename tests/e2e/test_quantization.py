@@ -1,0 +1,108 @@
+"""`--quantization int8` and `int4`: the default model still answers, near what its decoded weights give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import prompts
+import pytest
+import quantized_reference
+import reference
+import torch
+from engine import Result, batch, greedy, job, run_engines, try_engines
+
+from vllm_backplane.layers.quantization.formats import HEAD, ONLINE
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+QUESTIONS = ("The capital of France is", "La capitale de la France est", "The opposite of hot is")
+ANSWERS = ("Paris", "Paris", "cold")
+"""Begun sentences, because the chat's first word is nearly a tie in float32 already."""
+MEAN_TOLERANCE, MAX_TOLERANCE = 0.02, 0.3
+"""Between log-probabilities of the engine, which rounds the input of a product to 8 bits, and of a model that does not:
+about twice what is measured."""
+FORMATS = tuple(ONLINE)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2)
+
+
+@pytest.fixture(scope="module")
+def text(tokenizer: Any) -> list[int]:
+    ids: list[int] = tokenizer.encode(prompts.PASSAGE)[:384]
+    return ids
+
+
+@pytest.fixture(scope="module")
+def results(
+    smollm2: Path, tiny_llama: Path, tokenizer: Any, text: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Result]:
+    small = batch([[7, 300, 21, 9000, 44], list(range(1000, 1100))], greedy(8, logprobs=0, prompt_logprobs=0))
+    asked = (
+        batch([tokenizer.encode(text) for text in QUESTIONS], greedy(2)),
+        batch([text], greedy(1, prompt_logprobs=0)),
+    )
+    limits = {"max_model_len": 512, "max_num_batched_tokens": 512}
+    jobs = {name: job(smollm2, *asked, quantization=name, **limits) for name in FORMATS}
+    jobs["one worker"] = job(tiny_llama, small, quantization="int4")
+    jobs["two workers"] = job(tiny_llama, small, quantization="int4", tensor_parallel_size=2)
+    done = run_engines(tmp_path_factory.mktemp("quantization"), list(jobs.values()))
+    return dict(zip(jobs, done, strict=True))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_it_knows_what_it_knew(results: dict[str, Result], tokenizer: Any, name: str) -> None:
+    done = [tokenizer.decode(output["token_ids"]) for output in results[name]["batches"][0]]
+    assert all(answer in text for text, answer in zip(done, ANSWERS, strict=True)), done
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logprobs_are_those_of_the_decoded_weights(
+    results: dict[str, Result], smollm2: Path, text: list[int], name: str
+) -> None:
+    model = quantized_reference.load(smollm2, ONLINE[name], HEAD)
+    expected = reference.prompt_logprobs(model, text)
+    differences = compared(results[name]["batches"][1][0]["prompt_logprobs"], expected)
+    mean, largest = sum(differences) / len(differences), max(differences)
+    print(f"{name}: mean {mean:.4f}, largest {largest:.4f}")
+    assert mean < MEAN_TOLERANCE, f"mean {mean:.4f}, largest {largest:.4f}"
+    assert largest < MAX_TOLERANCE, f"mean {mean:.4f}, largest {largest:.4f}"
+
+
+def test_weights_really_are_quantized(results: dict[str, Result], smollm2: Path, text: list[int]) -> None:
+    """In 4 bits the result is further from the full-precision model than the tolerance above."""
+    expected = reference.prompt_logprobs(reference.load(smollm2), text)
+    differences = compared(results["int4"]["batches"][1][0]["prompt_logprobs"], expected)
+    assert sum(differences) / len(differences) > 2 * MEAN_TOLERANCE
+
+
+def compared(ours: list[float | None], expected: list[float]) -> list[float]:
+    assert ours[0] is None
+    return [abs(one - other) for one, other in zip(ours[1:], expected, strict=True) if one is not None]
+
+
+def test_two_workers_compute_what_one_does(results: dict[str, Result]) -> None:
+    """Parts of a row are whole groups, so codes are the same; sums are taken in another order."""
+    for one, two in zip(*(results[name]["batches"][0] for name in ("one worker", "two workers")), strict=True):
+        assert two["token_ids"] == one["token_ids"]
+        assert two["logprobs"] == pytest.approx(one["logprobs"], abs=2e-2)
+        assert two["prompt_logprobs"][1:] == pytest.approx(one["prompt_logprobs"][1:], abs=2e-2)
+
+
+def test_embeddings_stay_near(minilm: Path, tmp_path: Path) -> None:
+    texts = ("Paris is the capital of France.", "A cat sleeps on the warm stove.", prompts.PASSAGE[:700])
+    jobs = [job(minilm, embed=texts, runner="pooling", quantization=name) for name in (None, "int8")]
+    full, quantized = (torch.tensor(done["embeddings"]) for done in run_engines(tmp_path, jobs))
+    assert torch.nn.functional.cosine_similarity(full, quantized).min() > 0.999
+    assert not torch.equal(full, quantized)
+
+
+def test_a_quantized_checkpoint_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    overrides = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    (result,), _ = try_engines(tmp_path, [job(tiny_llama, quantization="int8", hf_overrides=overrides)])
+    assert "quantized already (gptq)" in result["error"]

@@ -1,0 +1,140 @@
+// Every set of products that the machine can run, against a loop; needs no PyTorch, so that it runs under an emulator.
+//
+// g++ -std=c++20 -O2 -Icsrc/cpu tests/unit/devices/dot_products_check.cpp csrc/cpu/dot_*.cpp -o check   (all but
+// dot_kernels.cpp, which asks PyTorch's headers for the machine's other instructions). Prints what was checked.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "dot_kernels.h"
+
+using backplane::cpu::DotKernels;
+using backplane::cpu::Product;
+
+namespace {
+
+std::mt19937 source(1);
+int draw(int low, int high) { return std::uniform_int_distribution<int>(low, high)(source); }
+
+struct Case {
+  int bits;
+  int64_t rows, groups, group;
+  bool offsets, extreme;
+};
+
+// A code by the definition of the layout.
+int code_at(const std::vector<uint8_t>& codes, const Case& c, int64_t width, int64_t column, int64_t position) {
+  if (c.bits == 8) return codes[(position / 4 * width + column) * 4 + position % 4];
+  const uint8_t byte = codes[(position / 8 * width + column) * 4 + position % 4];
+  return position % 8 < 4 ? byte & 15 : byte >> 4;
+}
+
+template <class T>
+T* aligned(std::vector<T>& memory, size_t count) {
+  memory.resize(count + 64);
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+}
+
+bool check(const DotKernels& kernels, const Case& c, bool wide) {
+  const int64_t width = kernels.width, positions = c.groups * c.group, stride = positions + 64;
+  const int64_t readable = (c.rows + kernels.row_multiple - 1) / kernels.row_multiple * kernels.row_multiple;
+  std::vector<uint8_t> codes(positions * width * c.bits / 8);
+  for (auto& code : codes) code = c.extreme ? (draw(0, 1) ? 255 : 0) : draw(0, 255);
+  std::vector<int8_t> x(readable * stride);
+  for (auto& value : x) value = c.extreme ? (draw(0, 1) ? 127 : -127) : draw(-127, 127);
+  std::vector<float> scales(c.groups * width), offsets(c.groups * width), x_scales(c.rows * c.groups);
+  for (auto* numbers : {&scales, &offsets, &x_scales})
+    for (auto& number : *numbers) number = draw(-1000, 1000) / 1024.0f;
+  std::vector<int32_t> sums(c.rows * c.groups);
+  for (int64_t r = 0; r < c.rows; ++r)
+    for (int64_t i = 0; i < positions; ++i) sums[r * c.groups + i / c.group] += x[r * stride + i];
+  std::vector<float> tile(c.rows * width, 3.0f);
+  std::vector<uint8_t> memory;
+  Product p{};
+  p.codes = codes.data();
+  auto multiply = c.bits == 8 ? kernels.multiply8 : kernels.multiply4;
+  int32_t bias = c.bits == 8 ? kernels.bias8 : kernels.bias4;
+  if (wide) {
+    const auto widen = c.bits == 8 ? kernels.widen8 : kernels.widen4;
+    if (widen == nullptr) return true;
+    uint8_t* to = aligned(memory, c.groups * kernels.wide_bytes(c.group));
+    widen(codes.data(), c.groups, c.group, to);
+    p.codes = to;
+    multiply = kernels.multiply_wide;
+    bias = c.bits == 8 ? kernels.wide_bias8 : kernels.wide_bias4;
+  }
+  const int zero = c.offsets ? 0 : 1 << (c.bits - 1);
+  p.scales = scales.data();
+  p.offsets = c.offsets ? offsets.data() : nullptr;
+  p.x = x.data();
+  p.x_stride = stride;
+  p.x_scales = x_scales.data();
+  p.x_sums = sums.data();
+  p.x_groups = p.groups = c.groups;
+  p.group = c.group;
+  p.rows = c.rows;
+  p.correction = bias - zero;
+  p.tile = tile.data();
+  p.more = draw(0, 1) == 1;
+  if (wide && kernels.enter != nullptr) kernels.enter(c.group);
+  multiply(p);
+  if (wide && kernels.leave != nullptr) kernels.leave();
+  for (int64_t r = 0; r < c.rows; ++r)
+    for (int64_t column = 0; column < width; ++column) {
+      double expected = p.more ? 3.0 : 0.0, size = std::abs(expected);
+      for (int64_t i = 0; i < positions; ++i) {
+        const int64_t g = i / c.group;
+        const double weight = scales[g * width + column] * double(code_at(codes, c, width, column, i) - zero) +
+                              (c.offsets ? offsets[g * width + column] : 0.0f);
+        expected += weight * x_scales[r * c.groups + g] * x[r * stride + i];
+        // Codes may be taken less 128 or 8, or not, and corrected afterwards.
+        const double reached =
+            std::abs(scales[g * width + column]) * (1 << c.bits) + std::abs(offsets[g * width + column]);
+        size += reached * std::abs(x_scales[r * c.groups + g] * x[r * stride + i]);
+      }
+      const double got = tile[r * width + column];
+      if (!(std::abs(got - expected) <= 3e-7 * size + 1e-6)) {
+        std::printf("%s: %d bits, row %d of %d, %d groups of %d, offsets %d, wide %d: %g, not %g\n", kernels.name,
+                    c.bits, int(r), int(c.rows), int(c.groups), int(c.group), c.offsets, wide, got, expected);
+        return false;
+      }
+    }
+  return true;
+}
+
+}  // namespace
+
+int main() {
+  using namespace backplane::cpu;
+  const DotKernels* all[] = {
+#if defined(__x86_64__)
+      &amx_dots(), &kAvx512VnniDots, &kAvxVnniDots, &kAvx2Dots,
+#elif defined(__aarch64__)
+      &kDotprodDots, &kNeonDots,
+#endif
+      &kPortableDots,
+  };
+  for (const DotKernels* kernels : all) {
+    if (!kernels->available()) {
+      std::printf("%s: not on this machine\n", kernels->name);
+      continue;
+    }
+    int count = 0;
+    for (const int bits : {8, 4})
+      for (const int64_t group : {8, 16, 24, 32, 64, 72, 128, 200, 2048})
+        for (const bool offsets : {false, true})
+          for (const bool extreme : {false, true})
+            for (const bool wide : {false, true})
+              for (int64_t rows = 1; rows <= (wide ? kernels->many_rows : kernels->most_rows); ++rows) {
+                const Case c{bits, rows, group > 1000 ? 1 : draw(1, 4), group, offsets, extreme};
+                if (!check(*kernels, c, wide)) return 1;
+                ++count;
+              }
+    std::printf("%s: %d products as expected\n", kernels->name, count);
+  }
+}
