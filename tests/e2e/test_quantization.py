@@ -16,12 +16,12 @@ from vllm_backplane.layers.quantization.formats import HEAD, ONLINE
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
-QUESTIONS = ("The capital of France is", "La capitale de la France est", "The opposite of hot is")
-ANSWERS = ("Paris", "Paris", "cold")
+QUESTIONS = ("The capital of France is", "The opposite of hot is")
+ANSWERS = ("Paris", "cold")
 """Begun sentences, because the chat's first word is nearly a tie in float32 already."""
-MEAN_TOLERANCE, MAX_TOLERANCE = 0.02, 0.3
-"""Between log-probabilities of the engine, which rounds the input of a product to 8 bits, and of a model that does not:
-about twice what is measured."""
+MEAN_TOLERANCE, MAX_TOLERANCE = 0.02, 0.2
+"""Of the absolute difference of log-probabilities. Sums in another order make an input fall on the other side of a
+rounding now and then, and that adds up over the layers."""
 FORMATS = tuple(ONLINE)
 
 
@@ -74,11 +74,12 @@ def test_logprobs_are_those_of_the_decoded_weights(
     assert largest < MAX_TOLERANCE, f"mean {mean:.4f}, largest {largest:.4f}"
 
 
-def test_weights_really_are_quantized(results: dict[str, Result], smollm2: Path, text: list[int]) -> None:
-    """In 4 bits the result is further from the full-precision model than the tolerance above."""
+def test_it_really_is_quantized(results: dict[str, Result], smollm2: Path, text: list[int]) -> None:
+    """The full-precision model is further away than the tolerance above."""
     expected = reference.prompt_logprobs(reference.load(smollm2), text)
-    differences = compared(results["int4"]["batches"][1][0]["prompt_logprobs"], expected)
-    assert sum(differences) / len(differences) > 2 * MEAN_TOLERANCE
+    for name in FORMATS:
+        differences = compared(results[name]["batches"][1][0]["prompt_logprobs"], expected)
+        assert sum(differences) / len(differences) > 1.5 * MEAN_TOLERANCE, name
 
 
 def compared(ours: list[float | None], expected: list[float]) -> list[float]:
