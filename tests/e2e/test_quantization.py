@@ -95,7 +95,7 @@ def compared(ours: list[float | None], expected: list[float]) -> list[float]:
 
 
 def test_two_workers_compute_what_one_does(results: dict[str, Result]) -> None:
-    """Parts of a row are whole groups, so codes are the same; sums are taken in another order, which moves roundings."""
+    """Parts of a row are whole groups, so codes are the same; sums in another order move some roundings."""
     for one, two in zip(*(results[name]["batches"][0] for name in ("one worker", "two workers")), strict=True):
         assert two["token_ids"] == one["token_ids"]
         assert two["logprobs"] == pytest.approx(one["logprobs"], abs=0.1)
