@@ -36,8 +36,9 @@ COLD_BYTES = 256 << 20
 Call = Callable[[], Any]
 
 
-def copies(make: Callable[[], Any], bytes_each: int) -> Any:
-    return cycle([make() for _ in range(min(max(2, COLD_BYTES // bytes_each), 400))])
+def copies(weight: torch.Tensor) -> Any:
+    """One after another, none of them in the cache when its turn comes."""
+    return cycle([weight.clone() for _ in range(min(max(2, COLD_BYTES // weight.nbytes), 2000))])
 
 
 def ours(rows: int, n: int, k: int, bits: int, group: int, offsets: bool) -> tuple[Call, int]:
@@ -47,21 +48,18 @@ def ours(rows: int, n: int, k: int, bits: int, group: int, offsets: bool) -> tup
     padded = -(-k // (group or 8)) * (group or 8)
     blocks, groups = -(-n // width), padded // (group or padded)
 
-    def make() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        codes = torch.randint(256, (blocks, padded * bits // 32, width, 4), dtype=torch.uint8)
-        scales = torch.rand(blocks, groups, width).to(torch.float16)
-        return codes, scales, scales.clone() if offsets else None
-
-    one = make()
-    size = sum(tensor.nbytes for tensor in one if tensor is not None)
-    weights = copies(lambda: tuple(None if t is None else t.clone() for t in one), size)
+    codes = torch.randint(256, (blocks, padded * bits // 32, width, 4), dtype=torch.uint8)
+    scales = torch.rand(blocks, groups, width).to(torch.float16)
+    size = codes.nbytes + scales.nbytes * (2 if offsets else 1)
+    code_copies, scale_copies, offset_copies = copies(codes), copies(scales), copies(scales)
+    weights = ((next(code_copies), next(scale_copies), next(offset_copies) if offsets else None) for _ in cycle([0]))
     x = torch.randn(rows, k)
     return lambda: ops.quantized_linear.call(x, *next(weights), bits, n, None), size
 
 
 def torch_int8_packed(rows: int, n: int, k: int) -> Call:
     """One scale per feature; x stays bfloat16."""
-    weights = copies(lambda: torch.randint(-128, 128, (n, k), dtype=torch.int8), n * k)
+    weights = copies(torch.randint(-128, 128, (n, k), dtype=torch.int8))
     x, scales = torch.randn(rows, k).bfloat16(), torch.rand(n).bfloat16()
     return lambda: torch._weight_int8pack_mm(x, next(weights), scales)
 
@@ -70,7 +68,7 @@ def torch_int4_packed(rows: int, n: int, k: int) -> Call:
     """Groups of 32 with scales and zeros; x stays bfloat16."""
     plain = torch.randint(16, (n, k), dtype=torch.int32)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(plain, 1)
-    weights = copies(packed.clone, n * k // 2)
+    weights = copies(packed)
     x, scales = torch.randn(rows, k).bfloat16(), torch.rand(k // 32, n, 2).bfloat16()
     return lambda: torch.ops.aten._weight_int4pack_mm_for_cpu(x, next(weights), 32, scales)
 
@@ -88,13 +86,13 @@ def torch_linear_dynamic(rows: int, n: int, k: int) -> Call:
 
 def torch_int_mm(rows: int, n: int, k: int) -> Call:
     """Products of integers alone, without scales."""
-    weights = copies(lambda: torch.randint(-128, 128, (n, k), dtype=torch.int8).t(), n * k)
+    weights = copies(torch.randint(-128, 128, (n, k), dtype=torch.int8).t())
     x = torch.randint(-127, 128, (rows, k), dtype=torch.int8)
     return lambda: torch._int_mm(x, next(weights))
 
 
 def torch_float32(rows: int, n: int, k: int) -> Call:
-    weights = copies(lambda: torch.randn(n, k), 4 * n * k)
+    weights = copies(torch.randn(n, k))
     x = torch.randn(rows, k)
     return lambda: torch.nn.functional.linear(x, next(weights))
 

@@ -1,8 +1,8 @@
 // Products of many rows with AMX; those of few rows are AVX-512 VNNI's.
 //
-// A tile is 16 rows of 64 bytes. One instruction multiplies 16 rows of x, 64 positions each, by 64 positions of 16 output
-// features and adds to a tile of 16 x 16 sums. Four tiles of sums, from two of x and two of the weight, keep the unit
-// busy while tiles are loaded. Codes are taken less 128 or 8, so that there is nothing to correct without offsets.
+// A tile is 16 rows of 64 bytes. One instruction multiplies 16 rows of x, 64 positions each, by 64 positions of 16
+// output features and adds to a tile of 16 x 16 sums. Four tiles of sums, from two of x and two of the weight, keep the
+// unit busy while tiles are loaded. Codes are taken less 128 or 8, so that there is nothing to correct without offsets.
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -19,129 +19,187 @@
 namespace backplane::cpu {
 namespace {
 
-constexpr int64_t kWidth = 32, kDepth = 64, kTile = 16 * 64;
+constexpr int64_t kWidth = 32;
+
+// Positions per instruction for a group, at most 64: as many as share the group out evenly.
+struct Depth {
+  int64_t steps, positions, tile_rows, tile_bytes;
+
+  explicit Depth(int64_t group)
+      : steps((group + 63) / 64),
+        positions((group + 4 * steps - 1) / (4 * steps) * 4),
+        tile_rows(positions / 4),
+        tile_bytes(tile_rows * 64) {}
+};
+
+int64_t wide_positions(int64_t group) {
+  const Depth depth(group);
+  return depth.steps * depth.positions;
+}
 
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
 };
 
-BACKPLANE_TARGET void enter() {
-  static const TileShapes shapes;
+// Tiles 0 to 3 are sums, 4 and 5 x, 6 and 7 weights.
+BACKPLANE_TARGET void enter(int64_t group) {
+  const Depth depth(group);
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) {
+    shapes.row_bytes[tile] = static_cast<uint16_t>(tile == 4 || tile == 5 ? depth.positions : 64);
+    shapes.rows[tile] = static_cast<uint8_t>(tile < 6 ? 16 : depth.tile_rows);
+  }
+  // GCC's header tells the compiler of the first eight bytes only; it would leave the others unwritten.
+  __asm__ volatile("" : : "r"(&shapes) : "memory");
   _tile_loadconfig(&shapes);
 }
 
 BACKPLANE_TARGET void leave() { _tile_release(); }
 
-// Tiles one after another: 64 positions of the first 16 features, of the other 16, the next 64 positions; a group is
-// filled up to 64 with zeros.
+// Tiles one after another: some positions of the first 16 features, of the other 16, the next positions; a group that
+// is not shared out evenly is filled up with zeros.
 template <bool Nibbles>
 BACKPLANE_TARGET void widen_tiles(const uint8_t* codes, int64_t groups, int64_t group, uint8_t* to) {
   const __m512i low = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8), top = _mm512_set1_epi8(char(0x80));
+  const Depth depth(group);
+  int64_t row = 0;  // of the tile
+  const auto put = [&](__m512i left, __m512i right) __attribute__((always_inline)) BACKPLANE_TARGET {
+    _mm512_store_si512(to + row * 64, left);
+    _mm512_store_si512(to + depth.tile_bytes + row * 64, right);
+    if (++row == depth.tile_rows) {
+      row = 0;
+      to += 2 * depth.tile_bytes;
+    }
+  };
   for (int64_t g = 0; g < groups; ++g) {
-    int64_t step = 0;  // of four positions
-    for (; step < group / 4; step += 2) {
-      uint8_t* at = to + step / 16 * 2 * kTile + step % 16 * 64;
-      for (int half = 0; half < 2; ++half) {
-        if (Nibbles) {
-          const __m512i both = _mm512_loadu_si512(codes + half * 64);
-          _mm512_store_si512(at + half * kTile, _mm512_sub_epi8(_mm512_and_si512(both, low), eight));
-          _mm512_store_si512(at + half * kTile + 64,
-                             _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low), eight));
-        } else {
-          _mm512_store_si512(at + half * kTile, _mm512_xor_si512(_mm512_loadu_si512(codes + half * 64), top));
-          _mm512_store_si512(at + half * kTile + 64,
-                             _mm512_xor_si512(_mm512_loadu_si512(codes + kWidth * 4 + half * 64), top));
-        }
+    for (int64_t i = 0; i < group; i += 8) {
+      const __m512i left = _mm512_loadu_si512(codes), right = _mm512_loadu_si512(codes + 64);
+      if constexpr (Nibbles) {
+        put(_mm512_sub_epi8(_mm512_and_si512(left, low), eight), _mm512_sub_epi8(_mm512_and_si512(right, low), eight));
+        put(_mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(left, 4), low), eight),
+            _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(right, 4), low), eight));
+        codes += 128;
+      } else {
+        put(_mm512_xor_si512(left, top), _mm512_xor_si512(right, top));
+        put(_mm512_xor_si512(_mm512_loadu_si512(codes + 128), top),
+            _mm512_xor_si512(_mm512_loadu_si512(codes + 192), top));
+        codes += 256;
       }
-      codes += (Nibbles ? 1 : 2) * kWidth * 4;
     }
-    for (; step % 16 != 0; ++step) {
-      uint8_t* at = to + step / 16 * 2 * kTile + step % 16 * 64;
-      _mm512_store_si512(at, _mm512_setzero_si512());
-      _mm512_store_si512(at + kTile, _mm512_setzero_si512());
-    }
-    to += step / 16 * 2 * kTile;
+    for (int64_t i = group; i < depth.steps * depth.positions; i += 4)
+      put(_mm512_setzero_si512(), _mm512_setzero_si512());
   }
 }
 
-// The sums of one group, scaled and added to the tile.
-template <bool First>
-BACKPLANE_TARGET void finish(const Product& p, int64_t g, const int32_t* dots) {
-  const __m512 scales[2] = {_mm512_loadu_ps(p.scales + g * kWidth), _mm512_loadu_ps(p.scales + g * kWidth + 16)};
-  for (int64_t r = 0; r < p.rows; ++r) {
-    const int32_t* from = dots + r / 16 * 512 + r % 16 * 16;
-    float* to = p.tile + r * kWidth;
-    const __m512 x_scale = _mm512_set1_ps(p.x_scales[r * p.x_groups + g]);
-    for (int half = 0; half < 2; ++half) {
-      const __m512 dot = __builtin_convertvector((__v16si)_mm512_load_si512(from + half * 256), __v16sf);
-      const __m512 scale = _mm512_mul_ps(scales[half], x_scale);
-      _mm512_storeu_ps(to + half * 16, First ? _mm512_mul_ps(dot, scale)
-                                             : _mm512_fmadd_ps(dot, scale, _mm512_loadu_ps(to + half * 16)));
+// Sums of eight rows and one group, scaled and added to the tile.
+template <bool Offsets>
+BACKPLANE_DOT void finish_eight(const Product& p, int64_t g, const int32_t* dots, int64_t row) {
+  if (row >= p.rows) return;
+  const float* scales = p.scales + g * kWidth;
+  const __m512 left = _mm512_loadu_ps(scales), right = _mm512_loadu_ps(scales + 16);
+  __m512 left_offset = _mm512_setzero_ps(), right_offset = left_offset;
+  if constexpr (Offsets) {
+    const __m512 bias = _mm512_set1_ps(float(p.correction));  // offsets are for codes with nothing taken off
+    left_offset = _mm512_fmadd_ps(bias, left, _mm512_loadu_ps(p.offsets + g * kWidth));
+    right_offset = _mm512_fmadd_ps(bias, right, _mm512_loadu_ps(p.offsets + g * kWidth + 16));
+  }
+  // Copies, because what is stored might be p for all the compiler knows.
+  const int64_t next = p.x_groups;
+  const float* x_scales = p.x_scales + row * next + g;
+  const int32_t* x_sums = p.x_sums + row * next + g;
+  const int32_t* from = dots + row / 16 * 512 + row % 16 * 16;
+  float* to = p.tile + row * kWidth;
+  const __mmask16 more = p.more || g > 0 ? 0xffff : 0;  // nothing is read of a tile that begins
+  const auto finish_row = [&](int64_t r) __attribute__((always_inline)) BACKPLANE_TARGET {
+    const __m512 x_scale = _mm512_set1_ps(x_scales[r * next]);
+    __m512 first = _mm512_maskz_loadu_ps(more, to + r * kWidth);
+    __m512 second = _mm512_maskz_loadu_ps(more, to + r * kWidth + 16);
+    if constexpr (Offsets) {
+      const __m512 total = _mm512_set1_ps(x_scales[r * next] * float(x_sums[r * next]));
+      first = _mm512_fmadd_ps(left_offset, total, first);
+      second = _mm512_fmadd_ps(right_offset, total, second);
     }
-  }
-  if (p.offsets == nullptr) return;
-  const __m512 unsigned_from = _mm512_set1_ps(float(p.correction));
-  __m512 offsets[2];
-  for (int half = 0; half < 2; ++half)
-    offsets[half] = _mm512_fmadd_ps(unsigned_from, scales[half], _mm512_loadu_ps(p.offsets + g * kWidth + half * 16));
-  for (int64_t r = 0; r < p.rows; ++r) {
-    float* to = p.tile + r * kWidth;
-    const __m512 total = _mm512_set1_ps(p.x_scales[r * p.x_groups + g] * float(p.x_sums[r * p.x_groups + g]));
-    for (int half = 0; half < 2; ++half)
-      _mm512_storeu_ps(to + half * 16, _mm512_fmadd_ps(offsets[half], total, _mm512_loadu_ps(to + half * 16)));
-  }
+    const __m512 left_dot = __builtin_convertvector((__v16si)_mm512_load_si512(from + r * 16), __v16sf);
+    const __m512 right_dot = __builtin_convertvector((__v16si)_mm512_load_si512(from + r * 16 + 256), __v16sf);
+    _mm512_storeu_ps(to + r * kWidth, _mm512_fmadd_ps(left_dot, _mm512_mul_ps(left, x_scale), first));
+    _mm512_storeu_ps(to + r * kWidth + 16, _mm512_fmadd_ps(right_dot, _mm512_mul_ps(right, x_scale), second));
+  };
+  const int64_t count = p.rows - row;
+  if (count >= 8) repeat<8>(BACKPLANE_DO(r) { finish_row(r); });
+  else for (int64_t r = 0; r < count; ++r) finish_row(r);
 }
 
-// Tiles 0 to 3 are sums, 4 and 5 x, 6 and 7 weights. The sums of a group are finished while the next group's multiply.
-template <bool Both>
+// The instructions on tiles wait for each other, more than those on vectors do, so the work of three groups is woven
+// together by hand: of one the multiplications begin, of the one before it the sums are stored, of the one before that
+// they are finished.
+template <bool Both, bool Offsets>
 BACKPLANE_TARGET void multiply_tiles(const Product& p) {
   alignas(64) int32_t dots[2][4 * 256];
+  const Depth depth(p.group);
   const uint8_t* codes = p.codes;
   for (int64_t g = 0; g < p.groups; ++g) {
     const int8_t* x = p.x + g * p.group;
+    int32_t *stored = dots[(g + 1) % 2], *ready = dots[g % 2];
+    const bool finish = g >= 2;
+    _tile_loadd(6, codes, 64);
+    _tile_loadd(4, x, p.x_stride);
+    if (g > 0) _tile_stored(0, stored, 64);
     _tile_zero(0);
+    _tile_dpbssd(0, 4, 6);
+    if (finish) finish_eight<Offsets>(p, g - 2, ready, 0);
+    _tile_loadd(7, codes + depth.tile_bytes, 64);
+    if (g > 0) _tile_stored(1, stored + 256, 64);
     _tile_zero(1);
+    _tile_dpbssd(1, 4, 7);
+    if (finish) finish_eight<Offsets>(p, g - 2, ready, 8);
     if constexpr (Both) {
+      _tile_loadd(5, x + 16 * p.x_stride, p.x_stride);
+      if (g > 0) _tile_stored(2, stored + 512, 64);
       _tile_zero(2);
+      _tile_dpbssd(2, 5, 6);
+      if (finish) finish_eight<Offsets>(p, g - 2, ready, 16);
+      if (g > 0) _tile_stored(3, stored + 768, 64);
       _tile_zero(3);
+      _tile_dpbssd(3, 5, 7);
+      if (finish) finish_eight<Offsets>(p, g - 2, ready, 24);
     }
-    for (int64_t i = 0; i < p.group; i += kDepth) {
+    codes += 2 * depth.tile_bytes;
+    for (int64_t step = 1; step < depth.steps; ++step) {
+      const int8_t* at = x + step * depth.positions;
       _tile_loadd(6, codes, 64);
-      _tile_loadd(4, x + i, p.x_stride);
+      _tile_loadd(4, at, p.x_stride);
       _tile_dpbssd(0, 4, 6);
-      _tile_loadd(7, codes + kTile, 64);
+      _tile_loadd(7, codes + depth.tile_bytes, 64);
       _tile_dpbssd(1, 4, 7);
       if constexpr (Both) {
-        _tile_loadd(5, x + i + 16 * p.x_stride, p.x_stride);
+        _tile_loadd(5, at + 16 * p.x_stride, p.x_stride);
         _tile_dpbssd(2, 5, 6);
         _tile_dpbssd(3, 5, 7);
       }
-      codes += 2 * kTile;
+      codes += 2 * depth.tile_bytes;
     }
-    int32_t* to = dots[g % 2];
-    _tile_stored(0, to, 64);
-    _tile_stored(1, to + 256, 64);
-    if constexpr (Both) {
-      _tile_stored(2, to + 512, 64);
-      _tile_stored(3, to + 768, 64);
-    }
-    if (g == 1 && !p.more) finish<true>(p, 0, dots[0]);
-    else if (g > 0) finish<false>(p, g - 1, dots[1 - g % 2]);
   }
   const int64_t last = p.groups - 1;
-  if (last == 0 && !p.more) finish<true>(p, last, dots[0]);
-  else finish<false>(p, last, dots[last % 2]);
+  int32_t* stored = dots[last % 2];
+  _tile_stored(0, stored, 64);
+  _tile_stored(1, stored + 256, 64);
+  if constexpr (Both) {
+    _tile_stored(2, stored + 512, 64);
+    _tile_stored(3, stored + 768, 64);
+  }
+  for (int64_t g = last > 0 ? last - 1 : 0; g <= last; ++g)
+    for (int64_t row = 0; row < p.rows; row += 8) finish_eight<Offsets>(p, g, dots[g % 2], row);
 }
 
 BACKPLANE_TARGET void multiply_wide(const Product& p) {
-  if (p.rows > 16) multiply_tiles<true>(p);
-  else multiply_tiles<false>(p);
+  if (p.offsets != nullptr) p.rows > 16 ? multiply_tiles<true, true>(p) : multiply_tiles<false, true>(p);
+  else p.rows > 16 ? multiply_tiles<true, false>(p) : multiply_tiles<false, false>(p);
 }
 
 BACKPLANE_TARGET int64_t spin(int64_t rounds) {
-  enter();
+  enter(64);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -157,7 +215,7 @@ BACKPLANE_TARGET int64_t spin(int64_t rounds) {
     _tile_dpbssd(3, 5, 7);
   }
   leave();
-  return rounds * 4 * 16 * 16 * kDepth;
+  return rounds * 4 * 16 * 16 * 64;
 }
 
 // The processor has it, the system saves it, and the system lets this process use it: Linux wants to be asked.
@@ -188,7 +246,7 @@ DotKernels kernels() {
   result.multiply_wide = &multiply_wide;
   result.wide_bias8 = 128;
   result.wide_bias4 = 8;
-  result.wide_multiple = kDepth;
+  result.wide_positions = &wide_positions;
   result.enter = &enter;
   result.leave = &leave;
   result.spin = &spin;

@@ -7,8 +7,8 @@
 namespace backplane::cpu {
 namespace {
 
-// maddubs adds pairs of products of unsigned and signed bytes in 16 bits, and saturates. With codes of 4 bits it cannot.
-// Codes of 8 bits are taken less 128 and their sign is moved to x: 128 * 127 * 2 fits.
+// maddubs adds pairs of products of unsigned and signed bytes in 16 bits, and saturates. With codes of 4 bits it
+// cannot. Codes of 8 bits are taken less 128 and their sign is moved to x: 128 * 127 * 2 fits.
 struct Signed8 {
   __m256i value, magnitude;
 };

@@ -34,6 +34,10 @@ struct Avx2 {
   static BACKPLANE_DOT Int add(Int a, Int b) { return _mm256_add_epi32(a, b); }
   static BACKPLANE_DOT Float all(float v) { return _mm256_set1_ps(v); }
   static BACKPLANE_DOT Float load(const float* from) { return _mm256_loadu_ps(from); }
+  static constexpr bool has_halves = true;
+  static BACKPLANE_DOT Float load_halves(const uint16_t* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
   static BACKPLANE_DOT void store(float* to, Float v) { _mm256_storeu_ps(to, v); }
   static BACKPLANE_DOT Float to_float(Int v) { return _mm256_cvtepi32_ps(v); }
   static BACKPLANE_DOT Float multiply(Float a, Float b) { return _mm256_mul_ps(a, b); }

@@ -44,6 +44,10 @@ struct Avx512Vnni {
   static BACKPLANE_DOT Int add(Int a, Int b) { return _mm512_add_epi32(a, b); }
   static BACKPLANE_DOT Float all(float v) { return _mm512_set1_ps(v); }
   static BACKPLANE_DOT Float load(const float* from) { return _mm512_loadu_ps(from); }
+  static constexpr bool has_halves = true;
+  static BACKPLANE_DOT Float load_halves(const uint16_t* from) {
+    return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
   static BACKPLANE_DOT void store(float* to, Float v) { _mm512_storeu_ps(to, v); }
   // Not _mm512_cvtepi32_ps, which GCC 12 warns about wherever it is used.
   static BACKPLANE_DOT Float to_float(Int v) { return __builtin_convertvector((__v16si)v, __v16sf); }

@@ -1,8 +1,8 @@
 // The products of quantized linear layers, one set per instruction set, chosen at run time.
 //
-// A weight is unsigned codes of 8 or 4 bits in blocks of `width` output features, four input positions of a feature side
-// by side: what one lane of a dot-product instruction takes. The input is signed 8-bit codes. Within a group of positions
-// the product is one of integers; then it is scaled and added to a sum in float32.
+// A weight is unsigned codes of 8 or 4 bits in blocks of `width` output features, four input positions of a feature
+// side by side: what one lane of a dot-product instruction takes. The input is signed 8-bit codes. Within a group of
+// positions the product is one of integers; then it is scaled and added to a sum in float32.
 //
 // Nothing here knows PyTorch, so that the sets can be tested on a foreign processor without it.
 #pragma once
@@ -48,15 +48,15 @@ struct DotKernels {
   Widen widen8, widen4;    // widen8 may be none: codes are taken as they are
   Multiply multiply_wide;
   int32_t bias8, bias4, wide_bias8, wide_bias4;  // what the instructions take off a code
-  int64_t wide_multiple;   // positions that a widened group is filled up to
-  void (*enter)();         // in each thread, before and after products of widened codes; may be none
+  int64_t (*wide_positions)(int64_t group);  // that a widened group has, filling included
+  // In each thread, before products of widened groups of that length, and after the last; may be none.
+  void (*enter)(int64_t group);
   void (*leave)();
+  void (*from_halves)(const uint16_t* halves, int64_t count, float* to);  // whole vectors; may be none
   // As many products as the instructions can do, without memory; returns how many multiplications that were.
   int64_t (*spin)(int64_t rounds);
 
-  int64_t wide_bytes(int64_t group) const {
-    return (group + wide_multiple - 1) / wide_multiple * wide_multiple * width;
-  }
+  int64_t wide_bytes(int64_t group) const { return wide_positions(group) * width; }
 };
 
 // The best that the machine has, unless one was asked for or isa() was lowered.

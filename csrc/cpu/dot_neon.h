@@ -31,6 +31,10 @@ struct Neon {
   static BACKPLANE_DOT Int add(Int a, Int b) { return vaddq_s32(a, b); }
   static BACKPLANE_DOT Float all(float v) { return vdupq_n_f32(v); }
   static BACKPLANE_DOT Float load(const float* from) { return vld1q_f32(from); }
+  static constexpr bool has_halves = true;
+  static BACKPLANE_DOT Float load_halves(const uint16_t* from) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+  }
   static BACKPLANE_DOT void store(float* to, Float v) { vst1q_f32(to, v); }
   static BACKPLANE_DOT Float to_float(Int v) { return vcvtq_f32_s32(v); }
   static BACKPLANE_DOT Float multiply(Float a, Float b) { return vmulq_f32(a, b); }

@@ -48,6 +48,7 @@ struct Portable {
     std::memcpy(&v, from, sizeof v);
     return v;
   }
+  static constexpr bool has_halves = false;
   static BACKPLANE_DOT void store(float* to, Float v) { std::memcpy(to, &v, sizeof v); }
   static BACKPLANE_DOT Float to_float(Int v) { return __builtin_convertvector(v, Float); }
   static BACKPLANE_DOT Float multiply(Float a, Float b) { return a * b; }

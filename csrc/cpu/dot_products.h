@@ -1,9 +1,9 @@
 // Products of codes, written once over what an instruction set offers; included by one file per instruction set.
 //
 // Such a file defines BACKPLANE_TARGET first, the attribute that its functions are compiled with, and a struct with the
-// vectors and the operations used below. Functions and lambdas carry the attribute one by one: a lambda does not inherit
-// it, and -march would put instructions into what this file shares with others. All is in unnamed namespaces, because the
-// linker would otherwise take one file's variant for all.
+// vectors and the operations used below. Functions and lambdas carry the attribute one by one: a lambda does not
+// inherit it, and -march would put instructions into what this file shares with others. All is in unnamed namespaces,
+// because the linker would otherwise take one file's variant for all.
 #pragma once
 
 #include <cstdint>
@@ -67,8 +67,9 @@ BACKPLANE_DOT void multiply_rows(const Product& p) {
     for (int64_t i = 0; i < p.group; i += 8) {
       typename A::template Code<C> first[V], second[V];
       read_codes<A, C, V>(codes, first, second);
-      if constexpr (Rows <= 2 && C != Codes::wide) __builtin_prefetch(codes + A::ahead);
-      if constexpr (Rows <= 2 && C != Codes::wide && step > 256) __builtin_prefetch(codes + A::ahead + 128);
+      // The hardware follows one stream well with one row and less so with more; asking for every line does with all.
+      if constexpr (C != Codes::wide)
+        repeat<(step + 63) / 64>(BACKPLANE_DO(line) { __builtin_prefetch(codes + A::ahead + line * 64); });
       repeat<Rows>(BACKPLANE_DO(r) {
         const auto eight = A::eight(x + r * p.x_stride);
         repeat<V>(BACKPLANE_DO(v) {
@@ -152,6 +153,14 @@ BACKPLANE_TARGET int64_t spin(int64_t rounds) {
   return rounds * A::sums * 2 * A::lanes * 4;
 }
 
+// Numbers in half precision as floats, whole vectors of them.
+template <class A>
+BACKPLANE_TARGET void from_halves(const uint16_t* halves, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += A::lanes) A::store(to + i, A::load_halves(halves + i));
+}
+
+inline int64_t as_long(int64_t group) { return group; }
+
 template <class A>
 constexpr DotKernels kernels_of(const char* name, bool (*available)()) {
   DotKernels kernels{};
@@ -166,8 +175,9 @@ constexpr DotKernels kernels_of(const char* name, bool (*available)()) {
   kernels.widen4 = &widen<A, Codes::nibbles>;
   kernels.multiply_wide = &multiply<A, Codes::wide>;
   kernels.bias8 = kernels.wide_bias8 = A::bias8;
-  kernels.wide_multiple = 8;
+  kernels.wide_positions = &as_long;
   kernels.spin = &spin<A>;
+  if constexpr (A::has_halves) kernels.from_halves = &from_halves<A>;
   return kernels;
 }
 

@@ -1,5 +1,5 @@
-// What the machine can do at most, for benchmarks: products without memory, and memory without products. Each call is one
-// thread's share; the caller has as many threads as it wants to know about.
+// What the machine can do at most, for benchmarks: products without memory, and memory without products. Each call is
+// one thread's share; the caller has as many threads as it wants to know about.
 
 #include <cstdint>
 
@@ -36,6 +36,7 @@ extern "C" __attribute__((visibility("default"))) int64_t backplane_cpu_spin_dot
 }
 
 // Reads so many bytes; the result depends on them.
-extern "C" __attribute__((visibility("default"))) uint32_t backplane_cpu_read_memory(const uint8_t* from, int64_t bytes) {
+extern "C" __attribute__((visibility("default"))) uint32_t backplane_cpu_read_memory(const uint8_t* from,
+                                                                                   int64_t bytes) {
   return backplane::cpu::pick<backplane::cpu::ReadAll>()(from, bytes);
 }

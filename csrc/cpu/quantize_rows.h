@@ -15,8 +15,8 @@ struct QuantizedRows {
   int32_t* sums;  // of the codes, [rows][groups]
 };
 
-// x is [rows][k], adjacent; `padded` is k filled up to whole groups. Rows are filled up to a multiple of `row_multiple`,
-// and there are at least 64 codes past a row's end, because a product may read whole tiles.
+// x is [rows][k], adjacent; `padded` is k filled up to whole groups. Rows are filled up to a multiple of
+// `row_multiple`, and there are at least 64 codes past a row's end, because a product may read whole tiles.
 QuantizedRows quantize_rows(const at::Tensor& x, int64_t padded, int64_t groups, int64_t row_multiple);
 
 }  // namespace backplane::cpu

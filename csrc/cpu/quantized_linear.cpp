@@ -1,9 +1,9 @@
 // Linear layers with weights of 8 or 4 bits: the order of the work, and what is checked before it.
 //
 // With few rows every code is used a few times, so it goes from memory into the registers. With more, the codes of a
-// block are widened, a chunk at a time, into memory that stays in the first cache while every part of x is multiplied by
-// them, and as many parts take part as stay in the second. A thread has blocks of its own, so the result does not depend
-// on their number.
+// block are widened, a chunk at a time, into memory that stays in the first cache while every part of x is multiplied
+// by them, and as many parts take part as stay in the second. A thread has blocks of its own, so the result does not
+// depend on their number.
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -45,10 +45,11 @@ struct ToFloats {
 // Scales or offsets of some groups of a block, in float32.
 class Numbers {
  public:
-  Numbers(const at::Tensor& tensor, int64_t most_groups) : tensor_(tensor) {
+  Numbers(const DotKernels& kernels, const at::Tensor& tensor, int64_t most_groups) : tensor_(tensor) {
     if (!tensor.defined()) return;
     if (tensor.scalar_type() != at::kFloat) wide_.resize(most_groups * tensor.size(2) / 16 + 1);
     size_ = tensor.element_size();
+    if (tensor.scalar_type() == at::kHalf) from_halves_ = kernels.from_halves;
     convert_ = with_float_type(tensor.scalar_type(), "quantized_linear",
                                [](auto type) { return pick<ToFloats<decltype(type)>>(); });
   }
@@ -59,8 +60,10 @@ class Numbers {
     const char* from =
         static_cast<const char*>(tensor_.const_data_ptr()) + (block * tensor_.size(1) + group) * width * size_;
     if (wide_.empty()) return reinterpret_cast<const float*>(from);
-    convert_(from, groups * width, wide_.data()->floats);
-    return wide_.data()->floats;
+    float* to = wide_.data()->floats;
+    if (from_halves_ != nullptr) from_halves_(reinterpret_cast<const uint16_t*>(from), groups * width, to);
+    else convert_(from, groups * width, to);
+    return to;
   }
 
  private:
@@ -68,6 +71,7 @@ class Numbers {
   std::vector<Line> wide_;
   int64_t size_ = 4;
   void (*convert_)(const void*, int64_t, float*) = nullptr;
+  void (*from_halves_)(const uint16_t*, int64_t, float*) = nullptr;
 };
 
 template <class T>
@@ -113,7 +117,7 @@ void multiply_few(const DotKernels& kernels, const QuantizedRows& x, int64_t m, 
   const int32_t correction = correction_of(weight, weight.bits == 8 ? kernels.bias8 : kernels.bias4);
   const int64_t grain = std::max<int64_t>(1, kBytesPerThread / weight.bytes(weight.padded));
   at::parallel_for(0, weight.blocks, grain, [&](int64_t first, int64_t last) {
-    Numbers scales(weight.scales, weight.groups), offsets(weight.offsets, weight.groups);
+    Numbers scales(kernels, weight.scales, weight.groups), offsets(kernels, weight.offsets, weight.groups);
     std::vector<Line> tile(kernels.most_rows * weight.width / 16 + 1);
     for (int64_t block = first; block < last; ++block) {
       const float* block_scales = scales.at(block, 0, weight.groups);
@@ -158,20 +162,25 @@ std::vector<Chunk> chunks_of(const DotKernels& kernels, const Weight& weight) {
   return chunks;
 }
 
-// Between these the thread is ready for products of widened codes.
+// Has the thread ready for products of widened codes.
 class Inside {
  public:
-  explicit Inside(const DotKernels& kernels) : kernels_(kernels) {
-    if (kernels_.enter != nullptr) kernels_.enter();
-  }
+  explicit Inside(const DotKernels& kernels) : kernels_(kernels) {}
   ~Inside() {
-    if (kernels_.leave != nullptr) kernels_.leave();
+    if (length_ > 0 && kernels_.leave != nullptr) kernels_.leave();
   }
   Inside(const Inside&) = delete;
   Inside& operator=(const Inside&) = delete;
 
+  void enter(int64_t length) {
+    if (length == length_ || kernels_.enter == nullptr) return;
+    kernels_.enter(length);
+    length_ = length;
+  }
+
  private:
   const DotKernels& kernels_;
+  int64_t length_ = 0;
 };
 
 template <class T>
@@ -192,8 +201,8 @@ void multiply_many(const DotKernels& kernels, const QuantizedRows& x, int64_t m,
       std::min(parts.count, std::max<int64_t>(2, input_bytes() / (kernels.many_rows * x.stride)));
   const int64_t tile_size = kernels.many_rows * weight.width;
   at::parallel_for(0, weight.blocks, 1, [&](int64_t first, int64_t last) {
-    const Inside inside(kernels);
-    Numbers scales(weight.scales, most_groups), offsets(weight.offsets, most_groups);
+    Inside inside(kernels);
+    Numbers scales(kernels, weight.scales, most_groups), offsets(kernels, weight.offsets, most_groups);
     std::vector<Line> tiles(slice * tile_size / 16 + 1), wide(widen != nullptr ? most_bytes / 64 + 1 : 0);
     uint8_t* widened = reinterpret_cast<uint8_t*>(wide.data());
     for (int64_t top = 0; top < parts.count; top += slice) {
@@ -202,6 +211,7 @@ void multiply_many(const DotKernels& kernels, const QuantizedRows& x, int64_t m,
         for (const Chunk& chunk : chunks) {
           const uint8_t* codes = weight.at(block, chunk.position);
           if (widen != nullptr) widen(codes, chunk.groups, chunk.length, widened);
+          inside.enter(chunk.length);
           const float* chunk_scales = scales.at(block, chunk.first_group, chunk.groups);
           const float* chunk_offsets = chunk.begins ? offsets.at(block, chunk.first_group, chunk.groups) : nullptr;
           const bool last_chunk = &chunk == &chunks.back();
@@ -265,8 +275,8 @@ Weight weight_of(const at::Tensor& codes, const at::Tensor& scales, const std::o
     weight.offsets = *offsets;
   }
   if (codes.size(2) != width) {
-    TORCH_WARN_ONCE("quantized_linear: the weight lies in blocks of ", codes.size(2), " features, not of this machine's ",
-                    width, ", and is rearranged at every call; pack it with Device.quantized_width");
+    TORCH_WARN_ONCE("quantized_linear: the weight lies in blocks of ", codes.size(2), " features, not of this ",
+                    "machine's ", width, ", and is rearranged at every call; pack it with Device.quantized_width");
     weight.codes = with_width(weight.codes, width);
     weight.scales = with_width(weight.scales, width);
     if (weight.offsets.defined()) weight.offsets = with_width(weight.offsets, width);

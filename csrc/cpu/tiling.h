@@ -28,8 +28,8 @@ struct alignas(64) Line {  // a vector that begins inside a cache line costs two
   float floats[16];
 };
 
-// A length in parts of nearly one size: fifteen rows as eight and seven rather than fourteen and one. All but the last end
-// at a multiple of something, where that is what instructions take.
+// A length in parts of nearly one size: fifteen rows as eight and seven rather than fourteen and one. All but the last
+// end at a multiple of something, where that is what instructions take.
 struct Parts {
   int64_t length, multiple, units, count;
 

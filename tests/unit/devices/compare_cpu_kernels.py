@@ -25,7 +25,8 @@ NO_SUCH_ISA = 77
 EXPECTED_KERNELS = {
     "blocked_linear", "compute_slot_mapping", "fatrelu_and_mul", "fused_add_gemma_rms_norm", "fused_add_rms_norm",
     "gelu", "gelu_and_mul", "gelu_fast", "gelu_new", "gemma_rms_norm", "greedy_argmax", "kv_cache_write",
-    "kv_cache_zero_blocks", "linear", "logits", "mul_and_silu", "paged_attention", "quick_gelu", "relu2", "rms_norm",
+    "kv_cache_zero_blocks", "linear", "logits", "mul_and_silu", "paged_attention", "quantized_linear", "quick_gelu",
+    "relu2", "rms_norm",
     "rotary_embedding", "silu_and_mul", "silu_and_mul_with_clamp", "swigluoai_and_mul", "tally_values",
     "top_k_top_p_mask", "varlen_attention",
 }  # fmt: skip
