@@ -1,7 +1,7 @@
 """A transformers model whose weights are those that quantized codes stand for, decoded by the layout's definition.
 
-Independent of the operator: codes are looked up one position at a time (over all features at once), and products are
-transformers' own, in float32, with inputs that are not rounded.
+Independent of the operator: codes are looked up one position at a time (over all features at once), inputs are rounded
+to 8 bits by the definition, and the product is PyTorch's, in float32.
 """
 
 from __future__ import annotations
@@ -33,13 +33,27 @@ def decoded(made: Packed, bits: int, rows: int, size: int) -> torch.Tensor:
     return torch.from_numpy(weight[:rows])
 
 
+class Decoded(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Linear, chosen: Format) -> None:
+        super().__init__()
+        made = packed(layer.weight.detach(), chosen.bits, chosen.group, 8, symmetric=chosen.symmetric)
+        self.weight, self.bias = decoded(made, chosen.bits, *layer.weight.shape), layer.bias
+        self.group = chosen.group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [self.rounded(part) for part in x.split(self.group, dim=-1)]
+        return torch.nn.functional.linear(torch.cat(parts, dim=-1), self.weight, self.bias)
+
+    @staticmethod
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        return (x * torch.full_like(largest, 127.0).div(largest)).round() * largest / 127
+
+
 def load(folder: Path, body: Format, head: Format) -> Any:
     """Every linear layer decoded from its codes; the embedding keeps its table."""
     model = reference.load(folder)
-    with torch.no_grad():
-        for name, layer in model.named_modules():
-            if isinstance(layer, torch.nn.Linear):
-                chosen = head if name == "lm_head" else body
-                made = packed(layer.weight, chosen.bits, chosen.group, 8, symmetric=chosen.symmetric)
-                layer.weight = torch.nn.Parameter(decoded(made, chosen.bits, *layer.weight.shape), requires_grad=False)
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+    for name, layer in layers:
+        model.set_submodule(name, Decoded(layer, head if name == "lm_head" else body))
     return model

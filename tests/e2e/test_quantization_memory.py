@@ -15,8 +15,7 @@ LIMIT = 1.2
 """Most memory while loading, over the size of the weights in the end."""
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save(folder: Path, tied: bool) -> Path:
     """A quarter of Qwen2.5-0.5B's layers: its widths, and a vocabulary that outweighs a layer many times."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -28,20 +27,22 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         num_attention_heads=14,
         num_key_value_heads=2,
         vocab_size=64000,
-        tie_word_embeddings=request.param,
+        tie_word_embeddings=tied,
         dtype=torch.bfloat16,
     )
-    folder = tmp_path_factory.mktemp("checkpoint")
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        Qwen2ForCausalLM(config).save_pretrained(folder)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    for parameter in model.parameters():
+        torch.nn.init.uniform_(parameter, -0.05, 0.05)
+    model.save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_the_peak_is_near_the_end(checkpoint: Path, quantization: str) -> None:
+@pytest.mark.parametrize(("tied", "quantization"), [(True, "int8"), (False, "int4")])
+def test_the_peak_is_near_the_end(tmp_path: Path, tied: bool, quantization: str) -> None:
+    checkpoint = save(tmp_path, tied)
     script = Path(__file__).with_name("loading_memory.py")
     command = [sys.executable, str(script), str(checkpoint), quantization, "bfloat16"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)

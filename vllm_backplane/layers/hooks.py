@@ -94,7 +94,7 @@ HOOKS: tuple[Hook, ...] = (
         "quantization method",
         "vllm.model_executor.layers.linear:LinearMethodBase",
         f"{_OURS}.quantization.linear:QuantizedLinearMethod",
-        ("quantized_linear",),
+        ("quantized_linear", "linear"),
     ),
     _kernel("worker.block_table:ComputeSlotMappingKernel.kernel", "_slot_mapping", "compute_slot_mapping"),
     _speculation("eagle_step_slot_mapping_metadata", "_eagle_step"),

@@ -31,4 +31,4 @@ class Format:
 ONLINE: Mapping[str, Format] = {"int8": Format(8, 32), "int4": Format(4, 32, symmetric=False)}
 
 HEAD = ONLINE["int8"]
-"""The projection to logits is 8 bits wide in every format: there, 4 bits cost more than in the rest of the model."""
+"""The projection to logits is 8 bits wide in every format: its errors go into the probabilities as they are."""
