@@ -81,12 +81,20 @@ def layers(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """Products for which oneDNN, where PyTorch uses it, asks the allocator for memory without an owner."""
+    x = torch.cat([x] * 8)
+    for weight in WEIGHTS:
+        x = torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()).float() + x
+    return x
+
+
 def flat(results: Any) -> list[torch.Tensor]:
     return [results] if isinstance(results, torch.Tensor) else list(results)
 
 
 @pytest.mark.parametrize("inference", [True, False])
-@pytest.mark.parametrize("call", [views, in_place, several, types, masks, by_reference, layers])
+@pytest.mark.parametrize("call", [views, in_place, several, types, masks, by_reference, layers, halves])
 def test_replays_give_what_calls_give(call: Call, inference: bool) -> None:
     with torch.inference_mode(inference), torch.no_grad():
         x = numbers()
