@@ -83,10 +83,11 @@ def layers(x: torch.Tensor) -> torch.Tensor:
 
 def halves(x: torch.Tensor) -> torch.Tensor:
     """Products for which oneDNN, where PyTorch uses it, asks the allocator for memory without an owner."""
-    x = torch.cat([x] * 8)
+    wide = torch.cat([x] * 4, dim=1).repeat(4, 1).bfloat16()
     for weight in WEIGHTS:
-        x = torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()).float() + x
-    return x
+        square = weight.repeat(4, 4).bfloat16()
+        wide = torch.nn.functional.linear(wide, square) + wide
+    return wide
 
 
 def flat(results: Any) -> list[torch.Tensor]:
