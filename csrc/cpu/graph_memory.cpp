@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <atomic>
+#include <unordered_set>
 
 namespace backplane::cpu {
 namespace {
@@ -14,12 +15,37 @@ std::atomic<int64_t> pools{0};
 
 constexpr size_t kLine = 64;
 
-void end_of_use(void* block) { static_cast<GraphBlock*>(block)->replaying = false; }
+// PyTorch and oneDNN also ask for memory without its owner, and give it back by its address alone. So the address is all
+// that there is: a line ahead of the data names the block, and a list says which addresses have one.
+GraphBlock*& owner_of(void* data) { return *reinterpret_cast<GraphBlock**>(static_cast<char*>(data) - kLine); }
+
+std::mutex addresses_lock;
+std::unordered_set<const void*>& addresses() {
+  static auto* all = new std::unordered_set<const void*>();
+  return *all;
+}
+
+void end_of_use(void* data) { owner_of(data)->replaying = false; }
+
+void end_of_any(void* data) {
+  bool ours;
+  {
+    std::lock_guard<std::mutex> hold(addresses_lock);
+    ours = addresses().count(data) != 0;
+  }
+  if (!ours) host_allocator()->raw_deleter()(data);
+  else if (owner_of(data)->replaying) end_of_use(data);
+  else GraphPool::give_back(data);
+}
 
 }  // namespace
 
 GraphPool::GraphPool() { ++pools; }
-GraphPool::~GraphPool() { --pools; }
+GraphPool::~GraphPool() {
+  --pools;
+  std::lock_guard<std::mutex> hold(addresses_lock);
+  for (const auto& block : blocks_) addresses().erase(block->data);
+}
 int64_t GraphPool::alive() { return pools; }
 
 GraphPool* GraphPool::make() { return new GraphPool(); }
@@ -34,25 +60,30 @@ c10::DataPtr GraphPool::take(size_t bytes) {
     block = found->second;
     free_.erase(found);
   } else {
-    blocks_.push_back(std::make_unique<GraphBlock>(GraphBlock{this, host_allocator()->allocate(wanted), wanted}));
+    c10::DataPtr memory = host_allocator()->allocate(kLine + wanted);
+    void* data = static_cast<char*>(memory.get()) + kLine;
+    blocks_.push_back(std::make_unique<GraphBlock>(GraphBlock{this, std::move(memory), data, wanted}));
     block = blocks_.back().get();
+    owner_of(data) = block;
     bytes_ += wanted;
+    std::lock_guard<std::mutex> listed(addresses_lock);
+    addresses().insert(data);
   }
   ++block->taken;
   block->live = true;
   block->written = false;
   ++holds_;
-  return {block->memory.get(), block, &give_back, c10::Device(c10::kCPU)};
+  return {block->data, block->data, &give_back, c10::Device(c10::kCPU)};
 }
 
 GraphBlock* GraphPool::block_of(const c10::DataPtr& pointer) const {
   if (pointer.get_deleter() != &give_back) return nullptr;
-  auto* block = static_cast<GraphBlock*>(pointer.get_context());
+  GraphBlock* block = owner_of(pointer.get_context());
   return block->pool == this ? block : nullptr;
 }
 
-void GraphPool::give_back(void* context) {
-  auto* block = static_cast<GraphBlock*>(context);
+void GraphPool::give_back(void* data) {
+  GraphBlock* block = owner_of(data);
   GraphPool* pool = block->pool;
   {
     std::lock_guard<std::mutex> hold(pool->lock_);
@@ -82,7 +113,7 @@ class GraphAllocator final : public c10::Allocator {
     if (bytes != 0 && recording != nullptr) {
       c10::DataPtr pointer = recording->pool_->take(bytes);
       if (recording->list_ != nullptr) {
-        auto* block = static_cast<GraphBlock*>(pointer.get_context());
+        GraphBlock* block = owner_of(pointer.get_context());
         recording->list_->push_back({bytes, block, block->taken});
       }
       return pointer;
@@ -95,15 +126,13 @@ class GraphAllocator final : public c10::Allocator {
         GraphBlock* block = list[i].block;
         if (block == nullptr || block->replaying) break;  // it would share the place with a tensor that is in use
         block->replaying = true;
-        return {block->memory.get(), block, &end_of_use, c10::Device(c10::kCPU)};
+        return {block->data, block->data, &end_of_use, c10::Device(c10::kCPU)};
       }
     }
     return host_allocator()->allocate(bytes);
   }
 
-  // Of what is allocated outside of captures and replays. Within them a pointer's context is not the pointer, which
-  // raw_allocate refuses.
-  c10::DeleterFnPtr raw_deleter() const override { return host_allocator()->raw_deleter(); }
+  c10::DeleterFnPtr raw_deleter() const override { return &end_of_any; }
 
   void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
 };

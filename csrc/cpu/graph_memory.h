@@ -19,7 +19,8 @@ class GraphPool;
 
 struct GraphBlock {
   GraphPool* pool;
-  c10::DataPtr memory;
+  c10::DataPtr memory;  // with a line ahead of the data that says whose it is
+  void* data;
   size_t capacity;
   uint64_t taken = 0;     // how often it was taken: names one use of the block
   bool live = false;      // a tensor made during the capture has it
@@ -39,7 +40,7 @@ class GraphPool {
 
   // The block behind a pointer of this pool, or nothing for memory from elsewhere.
   GraphBlock* block_of(const c10::DataPtr& pointer) const;
-  static void give_back(void* block);
+  static void give_back(void* data);
 
   static int64_t alive();  // pools of the process
 

@@ -218,13 +218,13 @@ at::Tensor Recording::ready(const at::Tensor& tensor) {
   c10::Storage storage;
   if (is_number(tensor, block)) {  // the same at every replay
     c10::DataPtr own = host_allocator()->allocate(block->capacity);
-    std::memcpy(own.get(), block->memory.get(), block->capacity);
+    std::memcpy(own.get(), block->data, block->capacity);
     storage = c10::Storage(c10::Storage::use_byte_size_t(), block->capacity, std::move(own), nullptr, false);
   } else {
     const auto [found, is_new] = places_.try_emplace(block);
     if (is_new)
       found->second = c10::Storage(c10::Storage::use_byte_size_t(), block->capacity,
-                                   c10::DataPtr(block->memory.get(), c10::Device(c10::kCPU)), nullptr, false);
+                                   c10::DataPtr(block->data, c10::Device(c10::kCPU)), nullptr, false);
     storage = found->second;
   }
   c10::InferenceMode as_in_replays(true);

@@ -81,12 +81,21 @@ def layers(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """Products for which oneDNN, where PyTorch uses it, asks the allocator for memory without an owner."""
+    wide = torch.cat([x] * 4, dim=1).repeat(4, 1).bfloat16()
+    for weight in WEIGHTS:
+        square = weight.repeat(4, 4).bfloat16()
+        wide = torch.nn.functional.linear(wide, square) + wide
+    return wide
+
+
 def flat(results: Any) -> list[torch.Tensor]:
     return [results] if isinstance(results, torch.Tensor) else list(results)
 
 
 @pytest.mark.parametrize("inference", [True, False])
-@pytest.mark.parametrize("call", [views, in_place, several, types, masks, by_reference, layers])
+@pytest.mark.parametrize("call", [views, in_place, several, types, masks, by_reference, layers, halves])
 def test_replays_give_what_calls_give(call: Call, inference: bool) -> None:
     with torch.inference_mode(inference), torch.no_grad():
         x = numbers()
