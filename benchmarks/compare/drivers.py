@@ -124,16 +124,16 @@ def _llama(job: Job, point: Point, variant: Variant, repeats: int, *, watched: b
     command = [
         str(program), "-m", str(file), "-t", str(cores()), "-c", str(point.sequences * each), "-b", "2048",
         "-ub", "512", "-npp", str(point.prompt), "-ntg", str(point.answer), "--output-format", "jsonl",
-        # The first time is to warm up.
-        "-npl", ",".join([str(point.sequences)] * (repeats + 1)),
+        # The first time is to warm up; the last is there because the program may end before its log has written it.
+        "-npl", ",".join([str(point.sequences)] * (1 if watched else repeats + 2)),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         peak = _run(command, variant, job.timeout, Path(scratch), watched=watched)
         said = Path(scratch, "log").read_text(errors="replace").splitlines()
     lines = [json.loads(line) for line in said if line.startswith("{")]
-    if len(lines) != repeats + 1:
+    if not watched and len(lines) < repeats + 1:
         raise EngineFailure(f"gave {len(lines)} results instead of {repeats + 1}", "\n".join(said))
-    return [llama_figures(line)[point.metric] for line in lines[1:]] if not watched else [], peak
+    return [llama_figures(line)[point.metric] for line in lines[1 : repeats + 1]] if not watched else [], peak
 
 
 def llama_figures(line: dict[str, float]) -> dict[str, float]:
