@@ -74,6 +74,39 @@ def test_the_current_card_is_the_threads_own() -> None:
         torch.empty(1, device="bpnpu:5")
 
 
+def test_the_module_has_the_usual_surface_and_nothing_else() -> None:
+    public = {name: value for name, value in vars(torch.bpnpu).items() if not name.startswith("_")}
+    ours = {name: value.__module__ for name, value in public.items() if hasattr(value, "__module__")}
+    foreign = [
+        name for name, module in ours.items() if module.startswith("vllm_backplane") and module != torch.bpnpu.__name__
+    ]
+    assert foreign == [], "helpers of another module, under a name that somebody may call"
+    usual = (
+        "is_available is_initialized init device_count current_device set_device device device_of synchronize "
+        "get_device_name get_device_properties can_device_access_peer is_bf16_supported get_amp_supported_dtype "
+        "Stream Event current_stream default_stream set_stream stream StreamContext "
+        "empty_cache memory_stats memory_allocated max_memory_allocated memory_reserved max_memory_reserved "
+        "reset_peak_memory_stats mem_get_info "
+        "get_rng_state get_rng_state_all set_rng_state set_rng_state_all manual_seed manual_seed_all seed initial_seed"
+    )
+    assert [name for name in usual.split() if name not in public] == []
+
+
+def test_properties_of_a_card() -> None:
+    shown = torch.bpnpu.get_device_properties(1)
+    assert (shown.name, shown.total_memory) == (torch.bpnpu.get_device_name(1), MEMORY)
+    assert shown.multi_processor_count >= 1
+    assert torch.bpnpu.can_device_access_peer(0, 1)
+    assert not torch.bpnpu.can_device_access_peer(1, 1)
+    with pytest.raises(ValueError, match="bpnpu:2 does not exist"):
+        torch.bpnpu.can_device_access_peer(0, 2)
+    with torch.bpnpu.device_of(torch.ones(1, device=OTHER)):
+        assert torch.bpnpu.current_device() == 1
+        with torch.bpnpu.device_of(torch.ones(1)):
+            assert torch.bpnpu.current_device() == 1
+    assert torch.bpnpu.current_device() == 0
+
+
 def test_autocast() -> None:
     a = torch.ones(4, 4, device=CARD)
     with torch.autocast("bpnpu", dtype=torch.bfloat16):
@@ -116,6 +149,10 @@ def test_memory_is_counted() -> None:
     assert torch.bpnpu.max_memory_allocated() - before == 30 << 20
     assert torch.accelerator.memory_allocated() == torch.bpnpu.memory_allocated()
     assert torch.bpnpu.memory_reserved() >= torch.bpnpu.memory_allocated()
+    stats = torch.bpnpu.memory_stats()
+    assert stats["allocated_bytes.all.current"] == stats["in_use"] == torch.bpnpu.memory_allocated()
+    assert stats["allocated_bytes.all.peak"] == torch.bpnpu.max_memory_allocated()
+    assert stats["reserved_bytes.all.current"] == torch.bpnpu.memory_reserved()
     free, total = torch.bpnpu.mem_get_info()
     assert total == MEMORY
     assert free == MEMORY - torch.bpnpu.memory_reserved()
