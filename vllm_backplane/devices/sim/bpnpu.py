@@ -93,7 +93,8 @@ class device_of(device):
 
 
 def synchronize(card: _Card = None) -> None:
-    torch.accelerator.synchronize(_index(card))
+    """Wait for everything queued on a card."""
+    _sim.synchronize(_index(card))
 
 
 def get_device_name(card: _Card = None) -> str:

@@ -154,6 +154,7 @@ class SimDevice(Device):
         return library.counters(index).modelled_busy_ns / 1e9
 
     def prepare_worker(self, workers_on_host: int) -> None:
+        _explain_stray_accesses()
         runtime("set_compute_threads", self.settings["threads"] or max(usable_cores() // workers_on_host, 1))
 
     # --- the card ---------------------------------------------------------------------------------------------------
@@ -161,9 +162,10 @@ class SimDevice(Device):
     def set_current(self, index: int) -> None:
         self._configure()  # settings may have come since
         runtime("set_current_card", index)
+        _explain_stray_accesses()
 
     def synchronize(self) -> None:
-        torch.accelerator.synchronize()
+        library.synchronize(runtime("current_card"))
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)  # of the host, and of every card
@@ -207,6 +209,13 @@ class SimDevice(Device):
 
     def restore(self, tag: str, index: int = 0) -> None:
         self._pools[tag, index].restore()
+
+
+def _explain_stray_accesses() -> None:
+    """The driver's handler on top again: whoever called faulthandler.enable() since it started has replaced it, and a
+    host that touches a card's memory would die without a word about it. Python's traceback still follows."""
+    if runtime("started"):
+        driver("install_fault_handler")
 
 
 def usable_cores() -> int:

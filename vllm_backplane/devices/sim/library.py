@@ -201,6 +201,12 @@ def memory_stats(card: int) -> MemoryStats:
     return stats
 
 
+def synchronize(card: int) -> None:
+    """Wait for everything queued on a card; raises what became of it, as PyTorch's error."""
+    library()
+    torch.ops.bpnpu.synchronize(card)
+
+
 def host_resident(card: int) -> int:
     """Bytes of the host's memory behind a card, as the kernel counts them; slow, for tests."""
     count = c_uint64()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from conftest import MEMORY
 
+from vllm_backplane import ops
 from vllm_backplane.devices.sim import SimDevice
 from vllm_backplane.devices.sim.library import driver
 
@@ -105,6 +109,31 @@ def test_properties_of_a_card() -> None:
         with torch.bpnpu.device_of(torch.ones(1)):
             assert torch.bpnpu.current_device() == 1
     assert torch.bpnpu.current_device() == 0
+
+
+EARLY = """
+import torch
+from vllm_backplane.devices.sim import SimDevice
+from vllm_backplane.devices.sim.library import runtime
+
+device = SimDevice({"memory": 64 << 20, "threads": 1})
+device.load()
+torch.bpnpu.synchronize()
+device.synchronize()
+assert not runtime("started"), "waiting for nothing must not start the driver"
+for wait in (torch.bpnpu.synchronize, device.synchronize):
+    begin, end = (torch.bpnpu.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    end.record()
+    wait()
+    assert end.query()
+    assert begin.elapsed_time(end) >= 0
+"""
+
+
+def test_synchronising_waits_also_before_the_first_tensor() -> None:
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_autocast() -> None:
@@ -211,6 +240,30 @@ def test_the_host_cannot_read_the_memory() -> None:
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGSEGV
+
+
+STRAY = """
+import ctypes, faulthandler, sys
+import torch
+from vllm_backplane.devices.sim import SimDevice
+
+device = SimDevice({"memory": 64 << 20, "threads": 1})
+device.load()
+held = torch.ones(100, device="bpnpu:1")
+torch.bpnpu.synchronize(1)
+faulthandler.enable()
+getattr(device, sys.argv[1])(1)
+ctypes.string_at(held.data_ptr() + 40, 4)
+"""
+
+
+@pytest.mark.parametrize("called", ["set_current", "prepare_worker"])
+def test_a_stray_access_is_explained_although_faulthandler_came_later(called: str) -> None:
+    done = subprocess.run([sys.executable, "-c", STRAY, called], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGSEGV
+    assert re.search(r"the host touched the device address .* byte 40 of .* of 400 bytes on card 1\.", done.stderr)
+    assert "tensor.cpu()" in done.stderr
+    assert re.search(r"Fatal Python error: Segmentation fault(.|\n)*in string_at", done.stderr), "a traceback follows"
 
 
 def test_resizing_keeps_what_is_there() -> None:
@@ -410,6 +463,16 @@ def test_corrupted_results_are_wrong_and_nothing_else(faults) -> None:
     faults("corrupt@launch=aten::mul*,kind=nan")
     a = torch.ones(100, device=CARD) * 2
     assert a.isnan().sum().item() == 1
+
+
+def test_a_corrupted_cache_write_strikes_a_row_that_was_written(faults) -> None:
+    cache = torch.zeros(64, 2, 4, 16, device=CARD)
+    new = torch.ones(2, 2, 8, device=CARD)
+    slots = torch.tensor([-1, 37]).to(CARD)
+    faults("corrupt@launch=backplane::kv_cache_write,kind=nan")
+    ops.kv_cache_write.call(new, new, cache[..., :8], cache[..., 8:], slots, 1.0, 1.0)
+    assert cache.isnan().sum().item() == 1
+    assert cache[37 // 4, :, 37 % 4].isnan().sum().item() == 1
 
 
 def test_a_fork_after_the_first_tensor_is_told() -> None:
