@@ -114,8 +114,14 @@ def _insist(settings: Mapping[str, Mapping[str, Setting]], selection: Selection)
 def runtime() -> Runtime:
     """This process's device, ready for tensors."""
     chosen = choose()
+    _refuse_settings(chosen.device)
     chosen.device.load()
     return chosen
+
+
+def _refuse_settings(device: Device) -> None:
+    for what, remedy in device.faulty_settings():
+        raise OptionError(f"{what}; {remedy}")
 
 
 def configured(additional_config: Any) -> Runtime:
@@ -128,6 +134,7 @@ def configured(additional_config: Any) -> Runtime:
             "patch_drift is needed before --additional-config is read; set the variable BACKPLANE_PATCH_DRIFT instead"
         )
     chosen.device.settings = _own(settings, chosen.selection.entry.name)
+    _refuse_settings(chosen.device)
     return replace(chosen, settings=settings)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from endings import SMALL, Request, Starter, ends_by_itself
+from endings import SMALL, TWO, Request, Starter, ends_by_itself
 from processes import SCRIPTS, Child
 from server import free_port
 
@@ -41,6 +41,29 @@ def test_a_fault_while_serving_ends_the_server(
     assert ends_by_itself(server) != 0
     request.must_have_failed()
     assert told in server.text()
+
+
+# vLLM reads the answer to a step from the worker of card 0, which waits for the other one. Two workers are slow where
+# they share a core with others, so the faults come soon after the first token.
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        pytest.param(f"hang@launch={ATTENTION},nth=40,card=1", f"{ATTENTION}", id="a stream hangs"),
+        pytest.param(f"lost@launch={ATTENTION},nth=60,card=1", "card 1", id="a card disappears"),
+        pytest.param("fail@copy=copy_d2h,nth=150,card=1", "copy_d2h", id="a copy fails"),
+    ],
+)
+def test_a_fault_of_the_second_of_two_cards_ends_the_server(
+    fault: str, told: str, start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BACKPLANE_SIM_FAULTS", fault)
+    server = start(*TWO)
+    request = Request(server)
+    server.descendants()
+    assert ends_by_itself(server) != 0
+    request.must_have_failed()
+    assert told in server.text()
+    assert "Rank 1 failed in" in server.text()
 
 
 def test_no_memory_at_the_start_ends_it(tiny_llama: Path, tmp_path: Path) -> None:

@@ -15,20 +15,22 @@ TOKENS = 24
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(31, 20031, 300))]
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **ASKING}
 KV_CACHE = 64 << 20
+KEPT = "model.layers.1.mlp."
 
 
 @pytest.fixture(scope="module")
 def results(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     work = {"batch": batch(PROMPTS, greedy(TOKENS))}
-    look, counters = {"ask": "memory"}, {"ask": "driver_memory"}
+    look, counters, contents = {"ask": "memory"}, {"ask": "driver_memory"}, {"ask": "parameters"}
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": KV_CACHE}
     level_1 = (work, counters, {"sleep": 1}, counters, {"wake": None}, counters, work)
-    reload = ({"wake": ["weights"]}, {"call": "reload_weights"}, {"wake": ["kv_cache"]})
-    level_2 = ({"sleep": 2}, counters, *reload, counters, work)
+    reload = ({"wake": ["weights"]}, contents, {"call": "reload_weights"}, {"wake": ["kv_cache"]})
+    level_2 = (contents, {"sleep": 2}, counters, *reload, counters, work)
+    asleep = {"enable_sleep_mode": True, "sleep_preserve_parameter_names": [f"{KEPT}*"]}
     engines = {
         "one": job(tiny_llama, steps=(work, look), **limits),
         "two": job(tiny_llama, steps=(work, look), tensor_parallel_size=2, **limits),
-        "asleep": job(tiny_llama, steps=(*level_1, *level_2), enable_sleep_mode=True, **limits),
+        "asleep": job(tiny_llama, steps=(*level_1, *level_2), **asleep, **limits),
     }
     done = run_engines(tmp_path_factory.mktemp("memory"), list(engines.values()), SIM, device="sim")
     return dict(zip(engines, done, strict=True))
@@ -71,7 +73,7 @@ def test_two_cards_divide_the_weights(results: dict[str, Result]) -> None:
 def test_sleep_gives_memory_back_and_the_same_tokens_after_waking(results: dict[str, Result]) -> None:
     (
         first, awake, _, light, _, again, second,
-        _, deep, _, _, _, loaded, third,
+        _, _, deep, _, _, _, _, loaded, third,
     ) = results["asleep"]["steps"]  # fmt: skip
     assert tokens(first) == tokens(results["one"]["steps"][0])
     assert tokens(second) == tokens(first)
@@ -86,3 +88,12 @@ def test_sleep_gives_memory_back_and_the_same_tokens_after_waking(results: dict[
     for woken in (after, reloaded):
         assert woken["suspended"] == 0
         assert woken["in_use"] == pytest.approx(before["in_use"], rel=0.01)
+
+
+def test_a_deep_sleep_keeps_the_parameters_that_were_named(results: dict[str, Result]) -> None:
+    """Before the others were loaded again."""
+    steps = results["asleep"]["steps"]
+    [before], [woken] = steps[7], steps[11]
+    kept = {name for name in before if name.startswith(KEPT)}
+    assert len(kept) >= 2
+    assert {name for name in before if before[name] == woken[name]} == kept

@@ -35,6 +35,16 @@ def memory(worker: Any) -> dict[str, Any]:
     }
 
 
+def parameters(worker: Any) -> dict[str, str]:
+    """What each parameter holds, in short."""
+    import hashlib
+
+    return {
+        name: hashlib.sha256(parameter.detach().cpu().numpy().tobytes()).hexdigest()
+        for name, parameter in worker.get_model().named_parameters()
+    }
+
+
 def driver_memory(worker: Any) -> dict[str, int]:
     """The simulated driver's counters of the worker's card, and the pages of the host behind it."""
     import torch
@@ -42,7 +52,7 @@ def driver_memory(worker: Any) -> dict[str, int]:
     from vllm_backplane.devices.sim.library import host_resident
 
     torch.bpnpu.synchronize()
-    return {**torch.bpnpu.memory_stats_as_dict(worker.card), "resident": host_resident(worker.card)}
+    return {**torch.bpnpu.memory_stats(worker.card), "resident": host_resident(worker.card)}
 
 
 def graphs(worker: Any) -> dict[str, int]:

@@ -143,6 +143,16 @@ class Device(ABC):
         """(what is degraded, remedy) pairs for `doctor`: it serves, but not as well as it could."""
         return ()
 
+    def faulty_settings(self) -> tuple[tuple[str, str], ...]:
+        """(what is wrong, remedy) pairs: settings that have a value they may have, and that the device cannot take as
+        it is here. Asked before `load` and whenever settings have changed; serving refuses, and `doctor` tells."""
+        return ()
+
+    def modelled_seconds(self, index: int = 0) -> float | None:
+        """How long a card would have been busy so far if it were the chip that the user described, on a device that
+        models one; else None."""
+        return None
+
     def fallbacks(self) -> Mapping[str, int]:
         """PyTorch operators that the device lacks and that ran on the host instead, with how often, in this process:
         for `vllm-backplane ops`, and a worker's last words. A device on which that can happen overrides this."""

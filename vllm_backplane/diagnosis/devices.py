@@ -25,6 +25,7 @@ TORCH = "torch"
 DISCOVERY = "the devices' entry points"
 OPTIONS = "options"
 SELECTION = "choice of the device"
+SETTINGS = "settings of the device"
 START = "start of the device"
 MEMORY = "memory of the device"
 KERNELS = "kernels of the device"
@@ -103,6 +104,7 @@ def examine(steps: Steps, request: Mapping[str, Any]) -> None:
     if chosen is None:
         return
     device = chosen.device
+    steps.attempt(SETTINGS, device.faulty_settings)
     if steps.attempt(START, lambda: _start(device)) is None:
         return
     steps.attempt(MEMORY, device.memory, dataclasses.asdict)
@@ -188,6 +190,7 @@ def judge(steps: Mapping[str, Step]) -> Examination:
         options = [OptionInfo(**info) for info in settled["options"]]
         findings += [Finding(**finding) for finding in settled["findings"]]
     chosen = _judge_choice(steps)
+    findings += [error(what, remedy) for what, remedy in _value(steps, SETTINGS) or []]
     problems = _value(steps, KERNELS) or []
     findings += [warning(what, remedy) for what, remedy in problems]
     operators = [OperatorInfo(**line) for line in _value(steps, OPERATORS) or []]

@@ -1,4 +1,4 @@
-"""The numeric guard: the first module of a step whose output has values that are not finite.
+"""The numeric guard: the first module of a step whose output has values that are not finite, or beyond any model's.
 
 Forward hooks on the model's own modules look at what goes into them and at what comes out (`ops.tally_values`, on the
 device, without waiting). At the end of a step the host reads one small table and finds the first bad output in it.
@@ -142,7 +142,8 @@ class NumericGuard:
         used = [table[: len(self._seen) - at * size] for at, table in enumerate(self._tables)]
         # One copy of one tensor is what the host waits for.
         table = (used[0] if len(self._seen) <= size else torch.cat(used)[: len(self._seen)]).cpu()
-        bad = (table[:, 0] + table[:, 1]).nonzero().flatten().tolist()
+        huge = (table[:, 6] > numeric_report.HUGE) | (table[:, 5] < -numeric_report.HUGE)
+        bad = ((table[:, 0] + table[:, 1] > 0) | huge).nonzero().flatten().tolist()
         seen = [Seen(*fields) for fields in self._seen] if bad else []
         first = next((row for row in bad if seen[row].is_output), None)
         if first is None:

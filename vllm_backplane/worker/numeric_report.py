@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from vllm_backplane.worker.numeric_guard import NumericGuard, Seen
 
 
+HUGE = 1e30
+"""No model computes numbers beyond this, and one whose highest bit of the exponent was flipped mostly is: 0.1 becomes
+3e37."""
+
+
 class Tally(NamedTuple):
     """A row of the table, as `ops.tally.FIELDS` names it."""
 
@@ -24,10 +29,15 @@ class Tally(NamedTuple):
 
     @property
     def is_bad(self) -> bool:
-        return self.nan + self.inf > 0
+        return self.nan + self.inf > 0 or self.is_huge
+
+    @property
+    def is_huge(self) -> bool:
+        return self.highest > HUGE or self.lowest < -HUGE
 
     def amount(self) -> str:
         found = [f"{int(n)} {what}" for n, what in ((self.nan, "NaN"), (self.inf, "Inf")) if n]
+        found += [f"numbers beyond {HUGE:g}"] if self.is_huge else []
         return " and ".join(found) if found else "no bad values"
 
     def span(self) -> str:
@@ -41,8 +51,9 @@ def fault(
 ) -> NumericFault:
     """The error for a bad output in row `at` of the table."""
     entry, tally = seen[at], tallies[at]
+    what = "not finite" if tally.nan + tally.inf > 0 else "too large for a model"
     where = (
-        f"numeric guard, {guard.place}, step {guard.step}: the first output with values that are not finite is that of "
+        f"numeric guard, {guard.place}, step {guard.step}: the first output with values that are {what} is that of "
         f"{_module(entry)}: {tally.amount()} in its {entry.label} ({_type(entry)}; {tally.span()}), in "
         f"{_rows(entry, tally, requests)}."
     )
@@ -61,6 +72,8 @@ def _type(entry: Seen) -> str:
 
 def _rows(entry: Seen, tally: Tally, requests: Mapping[str, int] | None) -> str:
     first, last, count = int(tally.first_row), int(tally.last_row), int(tally.bad_rows)
+    if count == 0:  # of huge numbers only the range is known
+        return "rows that are not known"
     what = "token" if entry.by_token else "row"
     text = f"{what} {first}" if first == last else f"{count} {what}s, the first {first} and the last {last}"
     text += f" of {entry.shape[0]}" if entry.shape else ""

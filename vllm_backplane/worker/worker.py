@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -38,6 +39,7 @@ from vllm_backplane.worker.model_runner import make_model_runner
 from vllm_backplane.worker.numeric_guard import NumericGuard
 from vllm_backplane.worker.step import rows_of_step, tokens_by_request
 from vllm_backplane.worker.step_graphs import StepGraphs
+from vllm_backplane.worker.unheard import insist_on_being_heard
 
 logger = init_logger("vllm." + __name__)
 
@@ -158,6 +160,8 @@ class BackplaneWorker(Worker):
         super().load_model(load_dummy_weights=load_dummy_weights)
         # vLLM has just set one host thread for serving, which is right where the host only launches.
         self.accelerator.prepare_worker(self._workers_on_host())
+        if self.model_config.enable_sleep_mode:
+            self._preserved_parameters()  # a name that is none is refused now rather than at the first sleep
         if configuration.looks_at_modules(self.runtime):
             self.watch("modules" if "modules" in self.runtime.setting("numeric_guard") else "layers")
 
@@ -176,8 +180,17 @@ class BackplaneWorker(Worker):
         self.guard = NumericGuard(self.model_runner.get_model(), self.device, place, parts=what == "modules")
         logger.info("Numeric guard: looks at what goes into and comes out of %d modules.", len(self.guard.borders))
 
-    @torch.inference_mode()
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def _heard(self, doing: str) -> AbstractContextManager[None]:
+        return insist_on_being_heard(self.parallel_config, self.rank, doing)
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        with self._heard("execute_model"):
+            return self._execute_model(scheduler_output)
+
+    @torch.inference_mode()
+    def _execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """A step. With the guard, its results go on only if every module's output was finite."""
         if self.guard is None:
             return super().execute_model(scheduler_output)
@@ -194,9 +207,18 @@ class BackplaneWorker(Worker):
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """With scheduling ahead, vLLM looks at what became of this call and not of the one before."""
-        if self.guard is not None:
-            self.guard.insist()
-        return super().sample_tokens(grammar_output)
+        with self._heard("sample_tokens"):
+            if self.guard is not None:
+                self.guard.insist()
+            return super().sample_tokens(grammar_output)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        with self._heard("take_draft_token_ids"):
+            return super().take_draft_token_ids()
+
+    def execute_dummy_batch(self) -> None:
+        with self._heard("execute_dummy_batch"):
+            super().execute_dummy_batch()
 
     # --- other weights ----------------------------------------------------------------------------------------
 
@@ -235,7 +257,7 @@ class BackplaneWorker(Worker):
     def sleep(self, level: int = 1) -> None:
         self.accelerator.synchronize()
         before = self.accelerator.memory(self.card).free
-        self.sleeper.sleep(level, self._models())
+        self.sleeper.sleep(level, self._models(), self._preserved_parameters())
         after = self.accelerator.memory(self.card)
         logger.info("Asleep: %s given back, %s still in use.", memory.gib(after.free - before), memory.gib(after.used))
 
@@ -248,6 +270,11 @@ class BackplaneWorker(Worker):
     def _models(self) -> list[torch.nn.Module]:
         drafter = getattr(getattr(self.model_runner, "drafter", None), "model", None)
         return [self.model_runner.get_model(), *([drafter] if isinstance(drafter, torch.nn.Module) else [])]
+
+    def _preserved_parameters(self) -> list[torch.nn.Parameter]:
+        patterns = getattr(self.model_config, "sleep_preserve_parameter_names", ())  # since vLLM 0.32
+        model, *draft = self._models()
+        return sleep.preserved_parameters(patterns, model, draft[0] if draft else None)
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
@@ -282,7 +309,7 @@ class BackplaneWorker(Worker):
     def _peak(self, step: Callable[[], None]) -> int:
         self.accelerator.reset_peak_memory(self.card)
         before = self.accelerator.own_memory(self.card)
-        with set_current_vllm_config(self.vllm_config):
+        with set_current_vllm_config(self.vllm_config), self._heard("profiling"):
             step()
         peak = self.accelerator.peak_memory(self.card) - before
         gc.collect()
@@ -294,7 +321,8 @@ class BackplaneWorker(Worker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Upstream's warm-up is for kernels compiled at run time and imports CUDA models to find them; ours are
         compiled, and the profiling run has touched them."""
-        self.model_runner.warm_up()
+        with self._heard("warm_up"):
+            self.model_runner.warm_up()
         resolution.insist_unchanged()
         compat.seed_replica(self.model_config.seed, self.parallel_config.data_parallel_index)
         freeze_gc_heap()
@@ -312,4 +340,20 @@ class BackplaneWorker(Worker):
                 self.accelerator.name,
                 ", ".join(f"{name} ({count})" for name, count in sorted(fell_back.items())),
             )
+        if hasattr(self, "card"):
+            self._tell_modelled_time()
         super().shutdown()
+
+    def modelled_seconds(self) -> float | None:
+        """For `collective_rpc`: how long the chip that the user described would have been busy with all done so far."""
+        self.accelerator.synchronize()
+        return self.accelerator.modelled_seconds(self.card)
+
+    def _tell_modelled_time(self) -> None:
+        try:
+            seconds = self.accelerator.modelled_seconds(self.card)
+        except BackplaneError as fault:  # of a card that is gone; there was an error about that
+            logger.warning("How long the modelled chip was busy is not known: %s", fault)
+            return
+        if seconds is not None:
+            logger.info("The modelled chip would have been busy for %.6f s on card %d.", seconds, self.card)

@@ -20,8 +20,11 @@ struct Before {
   int signal;
   struct sigaction action;
   std::atomic<bool> known;
+  // Whoever is called after us came later and has us as the one before: it will hand the signal back.
+  std::atomic<bool> circular;
+  std::atomic<bool> entered;
 };
-Before before[] = {{SIGSEGV, {}, {false}}, {SIGBUS, {}, {false}}};
+Before before[] = {{SIGSEGV, {}, {false}, {false}, {false}}, {SIGBUS, {}, {false}, {false}, {false}}};
 
 Before* before_of(int signal) {
   for (Before& each : before)
@@ -123,6 +126,13 @@ bool explain(uintptr_t address) {
 void on_fault(int signal, siginfo_t* info, void* context) {
   const int error = errno;
   Before* const previous = before_of(signal);
+  if (previous->circular.load() && previous->entered.exchange(true)) {  // all has been said
+    struct sigaction usual = {};
+    usual.sa_handler = SIG_DFL;
+    sigaction(signal, &usual, nullptr);
+    if (info->si_code <= 0) raise(signal);
+    return;
+  }
   // si_addr means something only where the kernel has seen the access.
   const bool ours = info->si_code > 0 && explain(reinterpret_cast<uintptr_t>(info->si_addr));
   const struct sigaction& action = previous->action;
@@ -153,7 +163,7 @@ bpsim_status install_access_handler() {
     sigemptyset(&ours.sa_mask);
     ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
     each.action = current;
-    each.known.store(true);
+    if (each.known.exchange(true)) each.circular.store(true);
     if (sigaction(each.signal, &ours, nullptr) != 0)
       return fail(BPSIM_SYSTEM, "the system takes no handler for signal %d (%s)", each.signal, std::strerror(errno));
   }
@@ -165,7 +175,9 @@ void remove_access_handler() {
     if (!each.known.load()) continue;
     struct sigaction current = {};
     sigaction(each.signal, nullptr, &current);
-    if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == &on_fault) sigaction(each.signal, &each.action, nullptr);
+    if (!(current.sa_flags & SA_SIGINFO) || current.sa_sigaction != &on_fault) continue;
+    sigaction(each.signal, &each.action, nullptr);
+    each.known.store(each.circular.load());  // nobody else has us as the one before, unless somebody came later
   }
 }
 

@@ -125,6 +125,18 @@ bpsim_status bpsim_enqueue(bpsim_stream handle, const bpsim_launch* launch) {
   });
 }
 
+int bpsim_launch_is_watched(void) {
+  const Stream* const worker = current_worker();
+  return worker && worker->is_watched() ? 1 : 0;
+}
+
+bpsim_status bpsim_launch_detail(double bytes, double flops, const bpsim_range* output) {
+  Stream* const worker = current_worker();
+  if (!worker) return fail(BPSIM_INVALID, "bpsim_launch_detail: only a launch can say what it does");
+  worker->tell_detail(bytes, flops, output);
+  return BPSIM_OK;
+}
+
 bpsim_status bpsim_event_create(int timing, bpsim_event* event) {
   return with_driver([&](Driver& driver) {
     *event = driver.events.add(std::make_shared<Event>(timing != 0));

@@ -263,6 +263,14 @@ typedef struct bpsim_launch {
  * wait. */
 BPSIM_API bpsim_status bpsim_enqueue(bpsim_stream stream, const bpsim_launch* launch);
 
+/* What a launch does may depend on data that is on the card when it runs: how long each context is, which rows are
+ * written. Both calls are for the function of a launch; elsewhere the first gives 0 and the second is BPSIM_INVALID.
+ * 1 where somebody asks: the model is on, or the result is to be corrupted. */
+BPSIM_API int bpsim_launch_is_watched(void);
+/* Takes the place of the `bytes` and `flops` that the launch was queued with; in a graph, for this replay. `output`, if
+ * not NULL, is what this run writes, in place of the ranges. */
+BPSIM_API bpsim_status bpsim_launch_detail(double bytes, double flops, const bpsim_range* output);
+
 typedef struct bpsim_counters {
   uint64_t launches, copies, graph_launches; /* submitted; the launches of a replayed graph are counted */
   uint64_t dropped;                          /* not run, after a failure or a loss */

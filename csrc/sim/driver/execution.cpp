@@ -79,18 +79,23 @@ void Stream::run(Task& task, uint64_t number, const Strike* strikes, size_t coun
   }
   const bool checked = done && !task.counts_as_launch() && driver_.check_copies.load(std::memory_order_relaxed);
   const uint64_t sent = checked ? checksum_of_source(task) : 0;
+  const bpsim_model* const model = driver_.model.load(std::memory_order_acquire);
+  watched_ = model != nullptr;
+  for (size_t i = 0; i < count; ++i) watched_ |= strikes[i].kind == BPSIM_FAULT_CORRUPT;
+  bytes_ = task.bytes;
+  flops_ = task.flops;
+  output_ = {};
   done = done && call(task, number);
   for (size_t i = 0; i < count && done; ++i)
     if (strikes[i].kind == BPSIM_FAULT_CORRUPT) corrupt(task, number, strikes[i]);
   if (checked && done) check_arrival(task, number, sent);
-  const bpsim_model* const model = driver_.model.load(std::memory_order_acquire);
   double modelled = 0;
   if (model) {
-    modelled = modelled_duration(*model, task);
+    modelled = modelled_duration(*model, task.crosses_link, bytes_, flops_);
     account(modelled);
   }
-  if (traced)
-    card_.trace.add({task.name, handle(), number, start, now_ns(), modelled, task.bytes, task.flops});
+  if (traced) card_.trace.add({task.name, handle(), number, start, now_ns(), modelled, bytes_, flops_});
+  watched_ = false;
   running_.store(nullptr, std::memory_order_relaxed);
   ticks_.store(ticks_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
@@ -126,20 +131,27 @@ void Stream::corrupt(const Task& task, uint64_t number, const Strike& strike) {
     corrupt_bytes(task.to, task.size, strike);
     return;
   }
-  bool any = false;
-  for (const bpsim_range& range : task.ranges) {
-    if (!range.written || range.bytes == 0) continue;
+  const auto spoil = [&](const bpsim_range& range) {
+    if (!range.written || range.bytes == 0) return false;
     const Card* const card = driver_.card_with(reinterpret_cast<uintptr_t>(range.pointer));
-    if (!card) continue;
+    if (!card) return false;
     corrupt_elements(card->arena().kernel_pointer(reinterpret_cast<uintptr_t>(range.pointer)), range.bytes,
                      static_cast<bpsim_element>(range.element), strike);
-    any = true;
-    break;  // one output is enough, and harder to find than all
-  }
+    return true;
+  };
+  bool any = spoil(output_);
+  for (size_t i = 0; i < task.ranges.size() && !any; ++i)
+    any = spoil(task.ranges[i]);  // one output is enough, and harder to find than all
   // Better loud than a test that believes it has injected something.
   if (!any)
     card_.fail_with(named(task, number) +
                     " was to be corrupted by an injected fault, but names no output (a bpsim_range with written=1)");
+}
+
+void Stream::tell_detail(double bytes, double flops, const bpsim_range* output) {
+  bytes_ = bytes;
+  flops_ = flops;
+  if (output) output_ = *output;
 }
 
 void Stream::check_arrival(const Task& task, uint64_t number, uint64_t sent) {

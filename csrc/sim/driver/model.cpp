@@ -12,11 +12,11 @@ double time_of(double amount, double rate) { return rate > 0 ? amount / rate * 1
 
 }  // namespace
 
-double modelled_duration(const bpsim_model& model, const Task& task) {
-  if (task.crosses_link) return model.launch_overhead_ns + time_of(task.bytes, model.link_bandwidth);
+double modelled_duration(const bpsim_model& model, bool crosses_link, double bytes, double flops) {
+  if (crosses_link) return model.launch_overhead_ns + time_of(bytes, model.link_bandwidth);
   // Reading and computing overlap on any chip worth modelling: the slower of the two decides.
   return model.launch_overhead_ns +
-         std::max(time_of(task.bytes, model.memory_bandwidth), time_of(task.flops, model.flop_rate));
+         std::max(time_of(bytes, model.memory_bandwidth), time_of(flops, model.flop_rate));
 }
 
 bpsim_status check_model(const bpsim_model& model) {

@@ -5,7 +5,7 @@
 
 namespace backplane::sim::driver {
 
-double modelled_duration(const bpsim_model& model, const Task& task);
+double modelled_duration(const bpsim_model& model, bool crosses_link, double bytes, double flops);
 // BPSIM_INVALID where a rate is negative or no number.
 bpsim_status check_model(const bpsim_model& model);
 

@@ -57,6 +57,10 @@ class Stream {
   double modelled_ns() const { return modelled_clock_.load(std::memory_order_relaxed); }
   double modelled_busy_ns() const { return modelled_busy_.load(std::memory_order_relaxed); }
 
+  // On the worker, of the launch that runs: what bpsim_launch_detail says.
+  bool is_watched() const { return watched_; }
+  void tell_detail(double bytes, double flops, const bpsim_range* output);
+
   // For the handler of stray accesses, which may run on the worker.
   bool is_worker(pid_t thread) const { return worker_id_.load() == thread; }
   const char* running() const { return running_.load(std::memory_order_relaxed); }
@@ -106,6 +110,10 @@ class Stream {
   std::atomic<uint64_t> ticks_{0};  // tasks run: progress within a graph
   std::atomic<Stream*> awaiting_{nullptr};
   std::atomic<double> modelled_clock_{0}, modelled_busy_{0};
+  // Of the task that runs; the worker's own.
+  bool watched_ = false;
+  double bytes_ = 0, flops_ = 0;
+  bpsim_range output_{};
 
   alignas(64) Monitor monitor_;  // where the worker sleeps and callers wait
   std::atomic<bool> sleeping_{false};

@@ -86,4 +86,7 @@ TORCH_LIBRARY(bpnpu, library) {
   library.def("default_generator(int card) -> Generator?", [](int64_t card) {
     return sim::default_generator(static_cast<c10::DeviceIndex>(card));
   });
+  // Not torch.accelerator.synchronize, which does nothing before the process has made its first tensor, although streams
+  // and events may be in use by then. An operator, because its errors are PyTorch's.
+  library.def("synchronize(int card) -> ()", [](int64_t card) { sim::synchronize(static_cast<c10::DeviceIndex>(card)); });
 }

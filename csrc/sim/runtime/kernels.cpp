@@ -6,6 +6,7 @@
 
 #include "runtime/control.h"
 #include "runtime/counters.h"
+#include "runtime/details.h"
 #include "runtime/launch.h"
 #include "runtime/memory.h"
 #include "runtime/shapes.h"
@@ -88,6 +89,7 @@ bool launch_cpu_kernel(const char* name) {
     plan->shapes = known.shapes;
     plan->flops = known.flops;
   }
+  plan->details = details_of(plan->name);
   remember(plan);
   library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Launcher>(plan)));
   return true;

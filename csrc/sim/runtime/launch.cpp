@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "runtime/details.h"
 #include "runtime/generator.h"
 #include "runtime/memory.h"
 #include "runtime/workers.h"
@@ -57,6 +58,14 @@ using Ranges = c10::SmallVector<bpsim_range, 8>;
 // Needed while a call is put together, and not after.
 struct Scratch {
   Ranges ranges;
+  double bytes = 0;  // read and written, for the model
+
+  void touch(const at::Tensor& tensor, bool written) {
+    if (tensor.numel() == 0) return;
+    ranges.push_back(range_of(tensor, written));
+    bytes += bytes_in(tensor);
+  }
+
   c10::SmallVector<const c10::TensorImpl*, 8> identities;  // compared, never followed
   c10::SmallVector<at::Tensor, 1> moved;  // must not be freed before the launch that reads them is queued
 };
@@ -73,7 +82,7 @@ class Call {
 
   void add_result(const at::Tensor& tensor, Scratch& scratch) {
     results_.push_back(view_of(tensor, 0, kWhole));
-    if (tensor.numel() != 0) scratch.ranges.push_back(range_of(tensor, true));
+    scratch.touch(tensor, true);
   }
 
   // Where the results go of an operator that waits; otherwise they have been made by `add_result`.
@@ -96,6 +105,7 @@ class Call {
         argument.toOptionalTensorList().set(view.element, tensors.back());
     }
     tensors.clear();
+    if (plan_.details != nullptr && bpsim_launch_is_watched() != 0) tell(plan_.details(stack));
     Placement placement;
     for (const View& result : results_) placement.offer(result.data, bytes_of(result));
     plan_.op.callBoxed(&stack);
@@ -184,7 +194,7 @@ class Call {
       if (scratch.identities[i] == identity) view.same = static_cast<int16_t>(i);
     scratch.identities.push_back(identity);
     views_.push_back(view);
-    if (tensor->numel() != 0) scratch.ranges.push_back(range_of(*tensor, plan_.arguments[argument].written));
+    scratch.touch(*tensor, plan_.arguments[argument].written);
   }
 
   void take_scalar(const at::Tensor& tensor, size_t argument, int element, Scratch& scratch) {
@@ -210,6 +220,16 @@ class Call {
     numbers_.append(tensor.sizes().begin(), tensor.sizes().end());
     numbers_.append(tensor.strides().begin(), tensor.strides().end());
     return view;
+  }
+
+  void tell(const Plan::Detail& detail) const {
+    bpsim_range output{};
+    if (detail.output.defined()) {
+      output = range_of(detail.output, true);
+      output.pointer = static_cast<const char*>(output.pointer) - card(card_).kernel_offset;
+    }
+    check(bpsim_launch_detail(detail.bytes, detail.flops, detail.output.defined() ? &output : nullptr),
+          plan_.name.c_str());
   }
 
   size_t bytes_of(const View& view) const {
@@ -282,16 +302,14 @@ void destroy(void* arg) {
 }
 
 template <class T>
-void submit(const char* name, c10::DeviceIndex card, std::unique_ptr<T> work, const Ranges& ranges, double flops) {
-  double bytes = 0;
-  for (const bpsim_range& range : ranges) bytes += static_cast<double>(range.bytes);
+void submit(const char* name, c10::DeviceIndex card, std::unique_ptr<T> work, const Scratch& scratch, double flops) {
   bpsim_launch launch{};
   launch.name = name;
   launch.function = &guarded<T>;
   launch.destroy = &destroy<T>;
-  launch.ranges = ranges.data();
-  launch.range_count = static_cast<uint32_t>(ranges.size());
-  launch.bytes = bytes;
+  launch.ranges = scratch.ranges.data();
+  launch.range_count = static_cast<uint32_t>(scratch.ranges.size());
+  launch.bytes = scratch.bytes;
   launch.flops = flops;
   launch.arg = work.release();
   check(bpsim_enqueue(current_stream_of(card), &launch), name);
@@ -323,7 +341,7 @@ void launch_and_wait(const Plan& plan, Stack* stack, c10::DeviceIndex card) {
   auto kept = std::make_shared<Stack>();
   call->keep_results(kept);
   torch::jit::drop(*stack, count);
-  submit(plan.name.c_str(), card, std::move(call), scratch.ranges, 0);
+  submit(plan.name.c_str(), card, std::move(call), scratch, 0);
   check(bpsim_stream_synchronize(current_stream_of(card)), plan.name.c_str());
   for (c10::IValue& value : *kept) {
     if (value.isTensor() && value.toTensor().defined()) {
@@ -359,7 +377,7 @@ void launch(const Plan& plan, Stack* stack) {
   auto call = std::make_unique<Call>(plan, *stack, card, scratch);
   for (const at::Tensor& result : made) call->add_result(result, scratch);
   torch::jit::drop(*stack, count);
-  submit(plan.name.c_str(), card, std::move(call), scratch.ranges, flops);
+  submit(plan.name.c_str(), card, std::move(call), scratch, flops);
   for (c10::IValue& answer : answers) stack->push_back(std::move(answer));
 }
 
@@ -379,10 +397,9 @@ void enqueue(const char* name, c10::DeviceIndex card, c10::ArrayRef<Touched> tou
     Work work;
     void run() const { work(); }
   };
-  Ranges ranges;
-  for (const Touched& one : touched)
-    if (one.tensor.numel() != 0) ranges.push_back(range_of(one.tensor, one.written));
-  submit(name, card, std::make_unique<Closure>(Closure{std::move(work)}), ranges, 0);
+  Scratch scratch;
+  for (const Touched& one : touched) scratch.touch(one.tensor, one.written);
+  submit(name, card, std::make_unique<Closure>(Closure{std::move(work)}), scratch, 0);
 }
 
 }  // namespace backplane::sim

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "runtime/counters.h"
+#include "runtime/details.h"
 #include "runtime/launch.h"
 #include "runtime/shapes.h"
 
@@ -130,6 +131,7 @@ void add(torch::Library& library, const c10::OperatorHandle& op, Plan::Shapes sh
   plan->waits = waits;
   plan->host_indices = takes_host_indices(plan->name);
   plan->flops = flops_of(plan->name);
+  plan->details = details_of(plan->name);
   if (plan->has_out) plan->sizes = sizes_of(plan->name);
   remember(plan);
   library.impl(plan->name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Launcher>(plan)));

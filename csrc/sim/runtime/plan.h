@@ -30,6 +30,16 @@ struct Plan {
   // Floating-point operations, for the model of a chip; null where the memory traffic is what counts.
   using Flops = double (*)(Arguments);
 
+  // What the model of a chip, and an injected fault, ask about one run. Tensors are the kernel's: their data can be read.
+  struct Detail {
+    double bytes = 0;   // moved between the memory and the chip
+    double flops = 0;
+    at::Tensor output;  // where it writes, if that is less than the arguments that are written; or undefined
+  };
+  // Of an operator that touches a part of its arguments, by shape or by data; asked inside the launch. Null: `bytes` is
+  // the size of all arguments and results.
+  using Details = Detail (*)(Arguments);
+
   // A result is the argument of this number, or new.
   static constexpr int kNew = -1;
 
@@ -42,6 +52,7 @@ struct Plan {
   Shapes shapes = nullptr;
   Sizes sizes = nullptr;
   Flops flops = nullptr;
+  Details details = nullptr;
   bool waits = false;          // the shape of the result depends on data: the host waits for it
   bool host_indices = false;   // index tensors may be on the host; they are moved
   bool has_out = false;

@@ -137,6 +137,7 @@ c10::Stream pooled_stream(c10::DeviceIndex index) {
 }
 
 void synchronize(c10::DeviceIndex index) {
+  if (!started()) return;  // nothing was ever queued, and a process that waits for nothing may yet fork
   card(index);
   check(bpsim_card_synchronize(index), "synchronising");
 }

@@ -1,4 +1,5 @@
 // Injected corruption of results.
+#include <algorithm>
 #include <cmath>
 
 #include "helpers.h"
@@ -33,6 +34,20 @@ TEST(outputs_become_nan) {
   CHECK(struck(session.stream, "mm", BPSIM_F64) ==
         expected({{8, 0}, {9, 0}, {10, 0}, {11, 0}, {12, 0}, {13, 0}, {14, 0xf8}, {15, 0x7f}}));
   CHECK(struck(session.stream, "mm", BPSIM_OTHER) == expected({{8, 0x7c}}));
+}
+
+TEST(what_a_launch_says_that_it_writes_is_struck) {
+  Session session([](bpsim_config& config) { config.faults = "corrupt@launch=rows"; });
+  char* const device = allocate(session.stream, 4096);
+  CHECK_OK(bpsim_memset_async(session.stream, device, 0x3c, 4096));
+  const bpsim_range whole{device, 4096, BPSIM_F32, 1}, row{device + 64, 8, BPSIM_F32, 1};
+  const auto work = [row](char*, size_t) { return bpsim_launch_detail(0, 0, &row) == BPSIM_OK ? 0 : 1; };
+  CHECK_OK(launch(session.stream, "rows", work, &whole, 1));
+  std::vector<unsigned char> got(4096), wanted(4096, 0x3c);
+  CHECK_OK(bpsim_copy(session.stream, BPSIM_DEVICE_TO_HOST, got.data(), device, 4096));
+  const unsigned char nan[] = {0, 0, 0xc0, 0x7f};
+  std::copy(nan, nan + 4, wanted.begin() + 68);
+  CHECK(got == wanted);
 }
 
 TEST(outputs_get_flipped_bits) {

@@ -123,6 +123,47 @@ TEST(modelled_time_is_by_the_stated_rates) {
   CHECK(std::abs(got - expected) < 1e-6);
 }
 
+TEST(a_launch_says_what_it_does_when_it_runs) {
+  Session session([](bpsim_config& config) { config.model = {1, 1e9, 0, 1e9, 0}; });
+  double amount = 100;
+  int watched = 0;
+  const auto work = [&](char*, size_t) {
+    watched += bpsim_launch_is_watched();
+    return bpsim_launch_detail(amount, 3 * amount, nullptr) == BPSIM_OK ? 0 : 1;
+  };
+  double got = 0;
+  CHECK_OK(launch(session.stream, "by_data", work, nullptr, 0, 1e9, 1e9));
+  CHECK_OK(bpsim_card_synchronize(0));
+  CHECK_OK(bpsim_stream_modelled_ns(session.stream, &got));
+  CHECK(std::abs(got - 300) < 1e-6);
+  // What follows says nothing, and counts as queued.
+  CHECK_OK(launch(session.stream, "by_request", [](char*, size_t) { return 0; }, nullptr, 0, 50, 0));
+  CHECK_OK(bpsim_card_synchronize(0));
+  CHECK_OK(bpsim_stream_modelled_ns(session.stream, &got));
+  CHECK(std::abs(got - 350) < 1e-6);
+  // Every replay of a graph says it anew.
+  CHECK_OK(bpsim_capture_begin(session.stream, 0));
+  CHECK_OK(launch(session.stream, "by_data", work, nullptr, 0, 1e9, 1e9));
+  bpsim_graph graph = 0;
+  CHECK_OK(bpsim_capture_end(session.stream, &graph));
+  for (const double next : {1000.0, 10.0}) {
+    amount = next;
+    CHECK_OK(bpsim_graph_launch(session.stream, graph));
+    CHECK_OK(bpsim_card_synchronize(0));
+  }
+  CHECK_OK(bpsim_stream_modelled_ns(session.stream, &got));
+  CHECK(std::abs(got - (350 + 3000 + 30)) < 1e-6);
+  CHECK_OK(bpsim_graph_destroy(graph));
+  CHECK_EQ(watched, 3);
+  const bpsim_model off{};
+  CHECK_OK(bpsim_set_model(&off));
+  CHECK_OK(launch(session.stream, "unwatched", work, nullptr, 0, 0, 0));
+  CHECK_OK(bpsim_card_synchronize(0));
+  CHECK_EQ(watched, 3);
+  CHECK_EQ(bpsim_launch_is_watched(), 0);
+  CHECK_STATUS(bpsim_launch_detail(1, 1, nullptr), BPSIM_INVALID, "only a launch");
+}
+
 TEST(a_trace_says_what_ran) {
   Session session;
   char* const device = allocate(session.stream, 64);

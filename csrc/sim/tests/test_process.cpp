@@ -251,6 +251,23 @@ SCENARIO(handler_comes_back_on_top) {
   CHECK_OK(bpsim_install_fault_handler());
   std::printf("%d\n", block[0]);
 }
+// As faulthandler does it: restores whoever was there before, which is ours, and raises the signal again.
+static struct sigaction whom_it_replaced;
+static void hands_back(int signal, siginfo_t*, void*) {
+  static const char text[] = "a later handler\n";
+  if (write(STDERR_FILENO, text, sizeof text - 1) < 0) _exit(43);
+  sigaction(signal, &whom_it_replaced, nullptr);
+  raise(signal);
+}
+SCENARIO(handlers_that_hand_back_do_not_take_turns_for_ever) {
+  volatile char* const block = allocate(start(), 1000);
+  struct sigaction later = {};
+  later.sa_sigaction = &hands_back;
+  later.sa_flags = SA_SIGINFO;
+  CHECK_EQ(sigaction(SIGSEGV, &later, &whom_it_replaced), 0);
+  CHECK_OK(bpsim_install_fault_handler());
+  std::printf("%d\n", block[0]);
+}
 SCENARIO(no_handler) {
   volatile char* const block = allocate(start([](bpsim_config& config) { config.fault_handler = 0; }), 1000);
   std::printf("%d\n", block[0]);

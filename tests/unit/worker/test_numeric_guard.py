@@ -97,6 +97,35 @@ def test_a_clean_step_says_nothing() -> None:
     assert step(Model()) == ""
 
 
+def flipped(value: float) -> float:
+    """With the highest bit of its exponent changed."""
+    return (torch.tensor(value).view(torch.int32) ^ 0x40000000).view(torch.float32).item()
+
+
+@pytest.mark.parametrize("value", [0.1, -1e-7, 1.9])
+def test_a_flipped_exponent_is_named_where_it_happened(value: float) -> None:
+    model = Model()
+    model.layers[1].mlp.plant = put((2, 3), value=flipped(value))
+    said = step(model)
+    assert "is that of layers.1.mlp (Part): " in said
+    assert "Its inputs had no such values" in said
+
+
+def test_a_number_that_is_only_huge_is_told_as_such() -> None:
+    model = Model()
+    model.layers[1].mlp.plant = put((2, 3), value=-2e30)
+    said = step(model)
+    assert "the first output with values that are too large for a model is that of layers.1.mlp" in said
+    assert "numbers beyond 1e+30 in its output (float32 [6, 8]; finite values from -2e+30 to" in said
+
+
+@pytest.mark.parametrize("value", [9e29, -9e29])
+def test_a_large_number_is_left_alone(value: float) -> None:
+    model = Model()
+    model.norm.plant = put((2, 3), value=value)
+    assert step(model) == ""
+
+
 def test_the_first_of_several_is_named_with_what_is_known() -> None:
     model = Model()
     model.layers[1].mlp.plant = put((2, 3), (2, 5), (4, 0))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vllm_backplane.devices.sim.library import counters, driver, library, memory_stats, operator_report, runtime
+# By another name: what is public in this module is `torch.bpnpu`'s.
+from vllm_backplane.devices.sim import library as _sim
 
 NAME = "bpnpu"
 
@@ -33,30 +35,30 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    return bool(runtime("started")) and not _is_in_bad_fork()
+    return bool(_sim.runtime("started")) and not _is_in_bad_fork()
 
 
 def init() -> None:
-    runtime("start")
+    _sim.runtime("start")
 
 
 _lazy_init = init
 
 
 def _is_in_bad_fork() -> bool:
-    return bool(runtime("forked_after_start"))
+    return bool(_sim.runtime("forked_after_start"))
 
 
 def device_count() -> int:
-    return int(runtime("card_count"))
+    return int(_sim.runtime("card_count"))
 
 
 def current_device() -> int:
-    return int(runtime("current_card"))
+    return int(_sim.runtime("current_card"))
 
 
 def set_device(card: _Card) -> None:
-    runtime("set_current_card", _index(card))
+    _sim.runtime("set_current_card", _index(card))
 
 
 def _exchange_device(index: int) -> int:
@@ -83,12 +85,43 @@ class device:
         _exchange_device(self.prev_idx)
 
 
+class device_of(device):
+    """Context manager: the card of a tensor is the current one; of a tensor elsewhere, nothing changes."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.device if tensor.device.type == NAME else current_device())
+
+
 def synchronize(card: _Card = None) -> None:
-    torch.accelerator.synchronize(_index(card))
+    """Wait for everything queued on a card."""
+    _sim.synchronize(_index(card))
 
 
 def get_device_name(card: _Card = None) -> str:
     return f"Backplane simulated NPU {_index(card)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceProperties:
+    name: str
+    total_memory: int
+    multi_processor_count: int
+
+
+def get_device_properties(card: _Card = None) -> _DeviceProperties:
+    """What a program asks that fits its work to a card; compute units are the host threads that one launch may use."""
+    index = _index(card)
+    threads = int(_sim.runtime("compute_threads"))
+    return _DeviceProperties(get_device_name(index), _sim.memory_stats(index).limit, max(threads, 1))
+
+
+def can_device_access_peer(card: _Card, peer: _Card) -> bool:
+    """Whether memory goes from card to card without the host: between any two of one process."""
+    one, other = _index(card), _index(peer)
+    for index in (one, other):
+        if not 0 <= index < device_count():
+            raise ValueError(f"{NAME}:{index} does not exist; there are {device_count()} cards")
+    return one != other
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -172,36 +205,44 @@ def empty_cache() -> None:
     torch.accelerator.empty_cache()
 
 
-def memory_stats_as_dict(card: _Card = None) -> dict[str, int]:
-    """The driver's own account of a card's memory."""
-    stats = memory_stats(_index(card))
-    return {field[0]: int(getattr(stats, field[0])) for field in stats._fields_}
+def memory_stats(card: _Card = None) -> dict[str, int]:
+    """The driver's own account of a card's memory, and the same by the names that other devices of PyTorch have."""
+    stats = _sim.memory_stats(_index(card))
+    own = {field[0]: int(getattr(stats, field[0])) for field in stats._fields_}
+    return {
+        **own,
+        "allocated_bytes.all.current": own["in_use"],
+        "allocated_bytes.all.peak": own["in_use_peak"],
+        "reserved_bytes.all.current": own["reserved"],
+        "reserved_bytes.all.peak": own["reserved_peak"],
+        "num_ooms": own["out_of_memory"],
+    }
 
 
 def memory_allocated(card: _Card = None) -> int:
-    return memory_stats(_index(card)).in_use
+    return _sim.memory_stats(_index(card)).in_use
 
 
 def max_memory_allocated(card: _Card = None) -> int:
-    return memory_stats(_index(card)).in_use_peak
+    return _sim.memory_stats(_index(card)).in_use_peak
 
 
 def memory_reserved(card: _Card = None) -> int:
-    return memory_stats(_index(card)).reserved
+    return _sim.memory_stats(_index(card)).reserved
 
 
 def max_memory_reserved(card: _Card = None) -> int:
-    return memory_stats(_index(card)).reserved_peak
+    return _sim.memory_stats(_index(card)).reserved_peak
 
 
 def reset_peak_memory_stats(card: _Card = None) -> None:
     init()
-    driver("reset_peaks", _index(card))
+    _sim.driver("reset_peaks", _index(card))
 
 
 def mem_get_info(card: _Card = None) -> tuple[int, int]:
     """(free, total); what the cache keeps is not free, as elsewhere in PyTorch."""
-    stats = memory_stats(_index(card))
+    stats = _sim.memory_stats(_index(card))
     return stats.limit - stats.reserved, stats.limit
 
 
@@ -209,7 +250,7 @@ def mem_get_info(card: _Card = None) -> tuple[int, int]:
 
 
 def default_generator(card: _Card = None) -> torch.Generator:
-    library()
+    _sim.library()
     generator: torch.Generator = torch.ops.bpnpu.default_generator(_index(card))
     return generator
 
@@ -252,14 +293,14 @@ def initial_seed() -> int:
 
 
 def launch_counters(card: _Card = None) -> dict[str, float]:
-    counted = counters(_index(card))
+    counted = _sim.counters(_index(card))
     return {field[0]: getattr(counted, field[0]) for field in counted._fields_}
 
 
 def operators() -> dict[str, Any]:
     """Calls by operator since the start or the last reset: "launched", "waited", "fell_back"."""
-    return operator_report()
+    return _sim.operator_report()
 
 
 def reset_operators() -> None:
-    runtime("reset_counters")
+    _sim.runtime("reset_counters")

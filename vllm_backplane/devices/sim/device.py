@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from ctypes import byref
@@ -17,14 +18,16 @@ from vllm_backplane.devices.sim.graphs import SimGraph
 from vllm_backplane.devices.sim.library import driver, runtime
 from vllm_backplane.devices.sim.pools import Pool
 from vllm_backplane.devices.sim.settings import (
+    CARDS,
     FALLBACK,
+    FAULTS_REMEDY,
     OPTIONS,
     card_memory,
     driver_config,
     stated_cards,
     visible_cards,
 )
-from vllm_backplane.errors import OptionError
+from vllm_backplane.errors import BackplaneError, OptionError
 from vllm_backplane.graph import Graph
 from vllm_backplane.options import Option
 
@@ -84,11 +87,31 @@ class SimDevice(Device):
             process_group.register(COLLECTIVES, TORCH_NAME)
         self._configure()
 
+    def faulty_settings(self) -> tuple[tuple[str, str], ...]:
+        found = []
+        if self.settings["cards"] != stated_cards():
+            found.append(
+                (
+                    f"sim.cards is {self.settings['cards']} in --additional-config, read after the cards were made",
+                    f"set {CARDS.variable(self.name)} instead",
+                )
+            )
+        try:
+            driver("faults_check", (self.settings["faults"] or "").encode())
+        except BackplaneError as fault:
+            found.append((f"sim.faults is {self.settings['faults']!r}: {fault}", FAULTS_REMEDY))
+        cards = len(visible_cards(stated_cards()))
+        named = map(int, re.findall(r"\bcard=(\d+)", self.settings["faults"] or ""))
+        found += [
+            (f"sim.faults names card {card}, and there are {cards}, from 0 on", FAULTS_REMEDY)
+            for card in named
+            if card >= cards
+        ]
+        return tuple(found)
+
     def _configure(self) -> None:
         if runtime("started"):
             return
-        if self.settings["cards"] != stated_cards():
-            raise OptionError("sim.cards is needed before --additional-config is read; set BACKPLANE_SIM_CARDS instead")
         runtime("configure", byref(driver_config(self.settings)))
         runtime("set_fallback", FALLBACK.index(self.settings["fallback"]))
         runtime("set_compute_threads", self.settings["threads"] or usable_cores())
@@ -131,7 +154,13 @@ class SimDevice(Device):
         driver("check_copies", 1)
         return None
 
+    def modelled_seconds(self, index: int = 0) -> float | None:
+        if not self.settings["model"]:
+            return None
+        return library.counters(index).modelled_busy_ns / 1e9
+
     def prepare_worker(self, workers_on_host: int) -> None:
+        _explain_stray_accesses()
         runtime("set_compute_threads", self.settings["threads"] or max(usable_cores() // workers_on_host, 1))
 
     # --- the card ---------------------------------------------------------------------------------------------------
@@ -139,9 +168,10 @@ class SimDevice(Device):
     def set_current(self, index: int) -> None:
         self._configure()  # settings may have come since
         runtime("set_current_card", index)
+        _explain_stray_accesses()
 
     def synchronize(self) -> None:
-        torch.accelerator.synchronize()
+        library.synchronize(runtime("current_card"))
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)  # of the host, and of every card
@@ -185,6 +215,13 @@ class SimDevice(Device):
 
     def restore(self, tag: str, index: int = 0) -> None:
         self._pools[tag, index].restore()
+
+
+def _explain_stray_accesses() -> None:
+    """The driver's handler on top again: whoever called faulthandler.enable() since it started has replaced it, and a
+    host that touches a card's memory would die without a word about it. Python's traceback still follows."""
+    if runtime("started"):
+        driver("install_fault_handler")
 
 
 def usable_cores() -> int:

@@ -38,9 +38,3 @@ class SimGraph(Graph):
         if not self._handle:
             raise GraphError("this graph was never captured")
         driver("graph_launch", runtime("current_stream", self._card), self._handle)
-
-    @property
-    def launches(self) -> int:
-        count = c_uint64()
-        driver("graph_size", self._handle, byref(count))
-        return count.value

@@ -100,7 +100,6 @@ class BlockInfo(ctypes.Structure):
 
 
 _DRIVER: dict[str, tuple[Any, ...]] = {
-    "bpsim_shutdown": (),
     "bpsim_memory_statistics": (c_int32, POINTER(MemoryStats)),
     "bpsim_host_resident": (c_int32, POINTER(c_uint64)),
     "bpsim_card_counters": (c_int32, POINTER(Counters)),
@@ -113,10 +112,7 @@ _DRIVER: dict[str, tuple[Any, ...]] = {
     "bpsim_faults_add": (c_char_p,),
     "bpsim_faults_check": (c_char_p,),
     "bpsim_faults_clear": (),
-    "bpsim_faults_struck": (POINTER(c_uint64),),
     "bpsim_release_hangs": (c_int32,),
-    "bpsim_lose_card": (c_int32,),
-    "bpsim_stream_modelled_ns": (c_uint64, POINTER(c_double)),
     "bpsim_default_stream": (c_int32, POINTER(c_uint64)),
     "bpsim_card_synchronize": (c_int32,),
     "bpsim_copy": (c_uint64, c_int, c_void_p, c_void_p, c_uint64),
@@ -127,7 +123,6 @@ _DRIVER: dict[str, tuple[Any, ...]] = {
     "bpsim_capture_end": (c_uint64, POINTER(c_uint64)),
     "bpsim_graph_launch": (c_uint64, c_uint64),
     "bpsim_graph_destroy": (c_uint64,),
-    "bpsim_graph_size": (c_uint64, POINTER(c_uint64)),
     "bpsim_blocks": (c_int32, c_uint64, POINTER(BlockInfo), c_uint64, POINTER(c_uint64)),
 }
 """Calls of the driver that return a status."""
@@ -204,6 +199,12 @@ def memory_stats(card: int) -> MemoryStats:
     runtime("start")
     driver("memory_statistics", card, byref(stats))
     return stats
+
+
+def synchronize(card: int) -> None:
+    """Wait for everything queued on a card; raises what became of it, as PyTorch's error."""
+    library()
+    torch.ops.bpnpu.synchronize(card)
 
 
 def host_resident(card: int) -> int:

@@ -18,6 +18,8 @@ RAM_SHARE = 0.5
 
 FALLBACK = ("forbid", "warn", "allow")
 
+FAULTS_REMEDY = "correct or unset BACKPLANE_SIM_FAULTS or sim.faults; csrc/sim/driver/driver_faults.h has the language"
+
 _RATES = {
     "memory": "memory_bandwidth",
     "link": "link_bandwidth",
@@ -74,14 +76,18 @@ OPTIONS: tuple[Option[Any], ...] = (
         "back, with or without a warning.",
     ),
     Option(
-        "faults", None, text, "Faults to inject, such as 'oom@alloc=17;hang@launch=300'; see csrc/sim/driver/driver.h."
+        "faults",
+        None,
+        text,
+        "Faults to inject, such as 'oom@alloc=17;hang@launch=300'; csrc/sim/driver/driver_faults.h has the language.",
     ),
     Option(
         "model",
         None,
         model,
         "A chip whose speed is to be modelled, such as memory=800e9,link=32e9,flops=100e12,overhead=3000 (bytes and "
-        "operations per second, ns per launch). Only event times and counters follow it: nothing runs slower.",
+        "operations per second, ns per launch). Only event times and counters follow it: nothing runs slower. "
+        "docs/plug-your-npu.md says how to read them.",
     ),
     Option(
         "sync_timeout",

@@ -174,6 +174,11 @@ HOST = r"^backplane sim: the host touched the device address 0x[0-9a-f]+: "
         # Whoever was there before is not robbed: of the device's faults they come second, of others first and only.
         ("previous_handler_follows", 42, r"(?s)the host touched .* 0 of .* on card 0.*the previous handler"),
         ("handler_comes_back_on_top", 42, r"(?s)the host touched .* on card 0.*the previous handler"),
+        (
+            "handlers_that_hand_back_do_not_take_turns_for_ever",
+            -signal.SIGSEGV,
+            r"\A\nbackplane sim: the host touched .* 0 of .* on card 0.*\na later handler\n\Z",
+        ),
         ("other_faults_are_left_alone", 42, r"\Athe previous handler\n\Z"),
         ("other_faults_kill_as_ever", -signal.SIGSEGV, r"\A\Z"),
         ("a_signal_that_was_sent_kills", -signal.SIGSEGV, r"\A\Z"),

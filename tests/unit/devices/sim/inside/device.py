@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from conftest import MEMORY
 
+from vllm_backplane import ops
 from vllm_backplane.devices.sim import SimDevice
 from vllm_backplane.devices.sim.library import driver
 
@@ -74,6 +78,64 @@ def test_the_current_card_is_the_threads_own() -> None:
         torch.empty(1, device="bpnpu:5")
 
 
+def test_the_module_has_the_usual_surface_and_nothing_else() -> None:
+    public = {name: value for name, value in vars(torch.bpnpu).items() if not name.startswith("_")}
+    ours = {name: value.__module__ for name, value in public.items() if hasattr(value, "__module__")}
+    foreign = [
+        name for name, module in ours.items() if module.startswith("vllm_backplane") and module != torch.bpnpu.__name__
+    ]
+    assert foreign == [], "helpers of another module, under a name that somebody may call"
+    usual = (
+        "is_available is_initialized init device_count current_device set_device device device_of synchronize "
+        "get_device_name get_device_properties can_device_access_peer is_bf16_supported get_amp_supported_dtype "
+        "Stream Event current_stream default_stream set_stream stream StreamContext "
+        "empty_cache memory_stats memory_allocated max_memory_allocated memory_reserved max_memory_reserved "
+        "reset_peak_memory_stats mem_get_info "
+        "get_rng_state get_rng_state_all set_rng_state set_rng_state_all manual_seed manual_seed_all seed initial_seed"
+    )
+    assert [name for name in usual.split() if name not in public] == []
+
+
+def test_properties_of_a_card() -> None:
+    shown = torch.bpnpu.get_device_properties(1)
+    assert (shown.name, shown.total_memory) == (torch.bpnpu.get_device_name(1), MEMORY)
+    assert shown.multi_processor_count >= 1
+    assert torch.bpnpu.can_device_access_peer(0, 1)
+    assert not torch.bpnpu.can_device_access_peer(1, 1)
+    with pytest.raises(ValueError, match="bpnpu:2 does not exist"):
+        torch.bpnpu.can_device_access_peer(0, 2)
+    with torch.bpnpu.device_of(torch.ones(1, device=OTHER)):
+        assert torch.bpnpu.current_device() == 1
+        with torch.bpnpu.device_of(torch.ones(1)):
+            assert torch.bpnpu.current_device() == 1
+    assert torch.bpnpu.current_device() == 0
+
+
+EARLY = """
+import torch
+from vllm_backplane.devices.sim import SimDevice
+from vllm_backplane.devices.sim.library import runtime
+
+device = SimDevice({"memory": 64 << 20, "threads": 1})
+device.load()
+torch.bpnpu.synchronize()
+device.synchronize()
+assert not runtime("started"), "waiting for nothing must not start the driver"
+for wait in (torch.bpnpu.synchronize, device.synchronize):
+    begin, end = (torch.bpnpu.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    end.record()
+    wait()
+    assert end.query()
+    assert begin.elapsed_time(end) >= 0
+"""
+
+
+def test_synchronising_waits_also_before_the_first_tensor() -> None:
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_autocast() -> None:
     a = torch.ones(4, 4, device=CARD)
     with torch.autocast("bpnpu", dtype=torch.bfloat16):
@@ -116,6 +178,10 @@ def test_memory_is_counted() -> None:
     assert torch.bpnpu.max_memory_allocated() - before == 30 << 20
     assert torch.accelerator.memory_allocated() == torch.bpnpu.memory_allocated()
     assert torch.bpnpu.memory_reserved() >= torch.bpnpu.memory_allocated()
+    stats = torch.bpnpu.memory_stats()
+    assert stats["allocated_bytes.all.current"] == stats["in_use"] == torch.bpnpu.memory_allocated()
+    assert stats["allocated_bytes.all.peak"] == torch.bpnpu.max_memory_allocated()
+    assert stats["reserved_bytes.all.current"] == torch.bpnpu.memory_reserved()
     free, total = torch.bpnpu.mem_get_info()
     assert total == MEMORY
     assert free == MEMORY - torch.bpnpu.memory_reserved()
@@ -174,6 +240,30 @@ def test_the_host_cannot_read_the_memory() -> None:
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGSEGV
+
+
+STRAY = """
+import ctypes, faulthandler, sys
+import torch
+from vllm_backplane.devices.sim import SimDevice
+
+device = SimDevice({"memory": 64 << 20, "threads": 1})
+device.load()
+held = torch.ones(100, device="bpnpu:1")
+torch.bpnpu.synchronize(1)
+faulthandler.enable()
+getattr(device, sys.argv[1])(1)
+ctypes.string_at(held.data_ptr() + 40, 4)
+"""
+
+
+@pytest.mark.parametrize("called", ["set_current", "prepare_worker"])
+def test_a_stray_access_is_explained_although_faulthandler_came_later(called: str) -> None:
+    done = subprocess.run([sys.executable, "-c", STRAY, called], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGSEGV
+    assert re.search(r"the host touched the device address .* byte 40 of .* of 400 bytes on card 1\.", done.stderr)
+    assert "tensor.cpu()" in done.stderr
+    assert re.search(r"Fatal Python error: Segmentation fault(.|\n)*in string_at", done.stderr), "a traceback follows"
 
 
 def test_resizing_keeps_what_is_there() -> None:
@@ -373,6 +463,16 @@ def test_corrupted_results_are_wrong_and_nothing_else(faults) -> None:
     faults("corrupt@launch=aten::mul*,kind=nan")
     a = torch.ones(100, device=CARD) * 2
     assert a.isnan().sum().item() == 1
+
+
+def test_a_corrupted_cache_write_strikes_a_row_that_was_written(faults) -> None:
+    cache = torch.zeros(64, 2, 4, 16, device=CARD)
+    new = torch.ones(2, 2, 8, device=CARD)
+    slots = torch.tensor([-1, 37]).to(CARD)
+    faults("corrupt@launch=backplane::kv_cache_write,kind=nan")
+    ops.kv_cache_write.call(new, new, cache[..., :8], cache[..., 8:], slots, 1.0, 1.0)
+    assert cache.isnan().sum().item() == 1
+    assert cache[37 // 4, :, 37 % 4].isnan().sum().item() == 1
 
 
 def test_a_fork_after_the_first_tensor_is_told() -> None:

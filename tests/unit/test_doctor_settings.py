@@ -1,0 +1,44 @@
+"""`vllm-backplane doctor` finds settings that serving would refuse, and names the remedy for them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from vllm_backplane.diagnosis import devices, stage
+from vllm_backplane.diagnosis.findings import Finding
+
+
+def findings(section: dict[str, Any] | None = None, **variables: str) -> tuple[Finding, ...]:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("BACKPLANE_")}
+    request = {"additional_config": {"backplane": section or {}}}
+    steps = stage.run(devices.STAGE, request, {**plain, "BACKPLANE_DEVICE": "sim", **variables})
+    return devices.judge(steps).findings
+
+
+@pytest.mark.parametrize(
+    ("faults", "told"),
+    [
+        ("melt@launch=5", "'melt' is no kind of fault"),
+        ("lost@launch=5,card=2", "names card 2, and there are 2"),
+    ],
+)
+def test_faults_that_serving_refuses(faults: str, told: str) -> None:
+    [found] = findings(BACKPLANE_SIM_FAULTS=faults)
+    assert found.severity == "error"
+    assert told in found.what
+    assert "correct or unset BACKPLANE_SIM_FAULTS" in found.remedy
+
+
+def test_cards_by_the_wrong_way() -> None:
+    [found] = findings({"sim": {"cards": 4}})
+    assert found.severity == "error"
+    assert "sim.cards is 4" in found.what
+    assert found.remedy == "set BACKPLANE_SIM_CARDS instead"
+
+
+def test_sound_settings() -> None:
+    good = {"sim": {"faults": "fail@launch=250;lost@launch=400,card=1"}}
+    assert findings(good, BACKPLANE_SIM_CARDS="2") == ()

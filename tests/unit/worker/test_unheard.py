@@ -1,0 +1,67 @@
+"""What a rank raises that nobody listens to ends its process; what is listened to is handed on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from vllm.config import ParallelConfig
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+from vllm_backplane.worker.unheard import EXIT_STATUS, insist_on_being_heard, is_heard
+
+SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 3)]
+
+
+def parallel(tensor: int, pipeline: int, backend: str = "mp") -> ParallelConfig:
+    return ParallelConfig(
+        tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, distributed_executor_backend=backend
+    )
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), SIZES)
+def test_the_rank_that_vllm_reads_is_heard_and_no_other(tensor: int, pipeline: int) -> None:
+    config = parallel(tensor, pipeline)
+    executor = object.__new__(MultiprocExecutor)
+    executor.parallel_config, executor.world_size = config, tensor * pipeline
+    heard = [rank for rank in range(tensor * pipeline) if is_heard(config, rank)]
+    assert heard == [executor._get_output_rank()]
+
+
+def test_every_process_with_an_engine_of_its_own_is_heard() -> None:
+    assert all(is_heard(parallel(2, 2, "external_launcher"), rank) for rank in range(4))
+
+
+def test_what_is_heard_is_raised() -> None:
+    with pytest.raises(ValueError, match="a card is gone"), insist_on_being_heard(parallel(2, 1), 0, "a step"):
+        raise ValueError("a card is gone")
+
+
+def test_a_request_to_end_is_no_failure() -> None:
+    with pytest.raises(SystemExit), insist_on_being_heard(parallel(2, 1), 1, "a step"):
+        sys.exit(3)
+
+
+CHILD = """
+from vllm.config import ParallelConfig
+from vllm_backplane.worker.unheard import insist_on_being_heard
+
+parallel = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="mp")
+try:
+    with insist_on_being_heard(parallel, 1, "execute_model"):
+        raise ValueError("a card is gone")
+except BaseException:
+    print("it was handed on")
+print("it goes on")
+"""
+
+
+def test_what_nobody_hears_is_told_and_ends_the_process(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == EXIT_STATUS
+    told = done.stdout + done.stderr
+    assert "Rank 1 failed in execute_model" in told
+    assert "ValueError: a card is gone" in told, "with its traceback"
+    assert "handed on" not in told and "goes on" not in told
