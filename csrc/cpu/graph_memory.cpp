@@ -145,7 +145,9 @@ ReplayAllocations::~ReplayAllocations() { replaying = nullptr; }
 void install_graph_allocator() {
   static const bool installed = [] {
     behind = c10::GetCPUAllocator();
-    c10::SetCPUAllocator(new GraphAllocator());  // never gone: tensors know their allocator
+    // Never gone: tensors know their allocator. At the priority of another of this package's, so that whichever comes
+    // later stands in front of the earlier.
+    c10::SetCPUAllocator(new GraphAllocator(), /*priority=*/1);
     return true;
   }();
   (void)installed;

@@ -89,6 +89,12 @@ OWN = {  # additions of ours; everything else must override something upstream
         "_peak",
         "_peaks",
         "_models",
+        "_heard",
+        "_execute_model",
+        "_forget_graphs",
+        "_preserved_parameters",
+        "modelled_seconds",
+        "_tell_modelled_time",
     },
     BackplaneModelRunnerV1: {
         "profile_step",
