@@ -165,8 +165,13 @@ $(vllm): $(venv)
 	    banner 'vLLM $(VLLM_VERSION) with torch $(TORCH_VERSION) is there'
 	else
 	    banner 'vLLM $(VLLM_VERSION), built for no device, with torch $(TORCH_VERSION) (about 3 minutes)'
+	    # The kernels need torch alone, and pip leaves cores idle: they are compiled meanwhile. Whatever goes wrong there
+	    # is told by the step that needs them.
+	    pip install $(PIP_ARGS) 'torch==$(TORCH_VERSION)' 'setuptools>=77'
+	    $(bin)/python setup.py -q build_ext --inplace >/dev/null 2>&1 &
 	    export VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION)
 	    pip install $(PIP_ARGS) --no-binary vllm 'vllm==$(VLLM_VERSION)' 'torch==$(TORCH_VERSION)'
+	    wait
 	fi
 	finish
 

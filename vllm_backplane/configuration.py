@@ -111,8 +111,12 @@ def set_compilation_defaults(config: VllmConfig, chosen: Runtime) -> None:
                 "use -cc.cudagraph_mode=full_decode_only"
             )
         if compilation.cudagraph_capture_sizes is None and can.graph_sizes:
-            most = config.scheduler_config.max_num_seqs
+            most = min(
+                config.scheduler_config.max_num_seqs, compilation.max_cudagraph_capture_size or max(can.graph_sizes)
+            )
             compilation.cudagraph_capture_sizes = [size for size in can.graph_sizes if size <= most]
+            # vLLM insists that both agree, and states the largest for some models itself.
+            compilation.max_cudagraph_capture_size = max(compilation.cudagraph_capture_sizes, default=0)
 
 
 def set_compilation(config: VllmConfig, chosen: Runtime) -> None:

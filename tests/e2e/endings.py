@@ -52,6 +52,8 @@ class Request(threading.Thread):
         super().__init__(daemon=True)
         self._client = server.client()
         self.end: object = None
+        self.last = time.monotonic()
+        """When the last token came."""
         self.begun = threading.Event()
         self.start()
         assert self.begun.wait(120), "no token came"
@@ -62,6 +64,7 @@ class Request(threading.Thread):
                 model="tiny", prompt="a", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
             )
             for _chunk in stream:
+                self.last = time.monotonic()
                 self.begun.set()
             self.end = "complete"
         except Exception as fault:  # a broken connection shows in several ways; each is the end that is looked for
@@ -71,6 +74,16 @@ class Request(threading.Thread):
         self.join(LIMIT)
         assert not self.is_alive(), "the client was left waiting"
         assert self.end != "complete", "the client was told that all was well"
+
+
+def ends_after_a_fault(server: Server, request: Request) -> int:
+    """The exit status of a server that a fault is about to strike. How long it takes to come to the fault depends on
+    the machine; from the last token before it, the server ends in time."""
+    status = server.wait(60 + LIMIT)
+    assert time.monotonic() - request.last < LIMIT, f"{time.monotonic() - request.last:.1f} s after the last token"
+    left = server.wait_for_nothing_left(max(request.last + LIMIT - time.monotonic(), 0))
+    assert not left, f"left behind: {[(process.pid, process.cmdline()) for process in left]}"
+    return status
 
 
 def ends_by_itself(server: Server) -> int:
