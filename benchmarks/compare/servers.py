@@ -49,6 +49,10 @@ def load(job: Job, workload: Workload, variant: Variant) -> Figures:
     return figures
 
 
+SPARE_TOKENS = 512
+"""vLLM keeps a block for itself, and a sequence may leave most of its last one empty."""
+
+
 def server_command(job: Job, workload: Workload, variant: Variant) -> tuple[list[str], int]:
     port = _free_port()
     where = ["--host", "127.0.0.1", "--port", str(port)]
@@ -61,7 +65,7 @@ def server_command(job: Job, workload: Workload, variant: Variant) -> tuple[list
         sizes = ["-c", str(longest * slots), "-np", str(slots), "-t", str(cores())]
         return [program, "-m", file, "--alias", SERVED_NAME, *where, *sizes], port
     folder = str(job.subject.folder(job.progress))
-    tokens = longest * workload.most_sequences
+    tokens = longest * workload.most_sequences + SPARE_TOKENS
     sizes = ["--max-model-len", str(longest), "--max-num-seqs", str(max(16, workload.most_sequences))]
     sizes += ["--kv-cache-memory-bytes", str(tokens * job.subject.kv_bytes_per_token(job.progress))]
     common = ["--served-model-name", SERVED_NAME, *where, *sizes, *variant.flags()]
