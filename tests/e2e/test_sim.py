@@ -10,7 +10,7 @@ from engine import Result, batch, greedy, job, run_engines
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
-TOKENS = 32
+TOKENS = 20
 IDS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(31, 20031, 300))]
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
 DRAWN = {
@@ -33,7 +33,7 @@ def results(smollm2: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFa
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    texts = [tokenizer.encode(text) for text in (*prompts.SHORT[::3], prompts.PASSAGE + prompts.QUESTIONS[0])]
+    texts = [tokenizer.encode(text) for text in (*prompts.SHORT[::5], prompts.PASSAGE + prompts.QUESTIONS[0])]
     limits = {"max_model_len": 1024, "max_num_batched_tokens": 256}  # the passage comes in pieces
     jobs = [
         job(smollm2, batch(texts, greedy(TOKENS)), batch(texts[-1:], greedy(TOKENS)), **limits),
