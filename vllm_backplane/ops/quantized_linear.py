@@ -86,24 +86,12 @@ def _fitted(weight: torch.Tensor, bits: int, scale_type: torch.dtype) -> tuple[t
     """Codes and scales of float32 [rows, groups, group], zero at the middle code.
 
     In 8 bits the largest magnitude gets the highest or the second lowest code. In 4 bits it gets the lowest, which
-    reaches one step further than the highest, and its sign goes into the scale; of the scales near that one, the best
-    by squared error is kept.
+    reaches one step further than the highest, and its sign goes into the scale.
     """
     middle = 2 ** (bits - 1)
     largest = weight.gather(-1, weight.abs().argmax(-1, keepdim=True))
-    best_scale = (largest / (127 if bits == 8 else -8)).to(scale_type).float()
-    best_codes = _rounded(weight, best_scale, middle)
-    if bits == 4:
-        best_error = (weight - best_scale * best_codes).square_().sum(-1, keepdim=True)
-        for reach in _REACHES:
-            scale = (largest / -reach).to(scale_type).float()
-            codes = _rounded(weight, scale, middle)
-            error = (weight - scale * codes).square_().sum(-1, keepdim=True)
-            better = error < best_error
-            best_error = torch.where(better, error, best_error)
-            best_scale = torch.where(better, scale, best_scale)
-            best_codes = torch.where(better, codes, best_codes)
-    return (best_codes + middle).to(torch.uint8), best_scale.squeeze(-1).to(scale_type)
+    scale = (largest / (127 if bits == 8 else -8)).to(scale_type).float()
+    return (_rounded(weight, scale, middle) + middle).to(torch.uint8), scale.squeeze(-1).to(scale_type)
 
 
 def _spanned(
@@ -116,11 +104,6 @@ def _spanned(
     inverse = torch.where(scale == 0, torch.zeros_like(scale), 1 / scale)
     codes = ((weight - offset) * inverse).round_().clamp_(0, 2**bits - 1)
     return codes.to(torch.uint8), scale.squeeze(-1).to(scale_type), offset.squeeze(-1).to(scale_type)
-
-
-_REACHES = (7.0, 8.6, 9.2)
-"""Where the largest weight of a group may lie, in steps of 4-bit codes, beside 8: a little more or less than the range,
-cutting the largest for the sake of the others."""
 
 
 def _rounded(weight: torch.Tensor, scale: torch.Tensor, middle: int) -> torch.Tensor:
