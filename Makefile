@@ -168,6 +168,8 @@ $(vllm): $(venv)
 	    # The kernels need torch alone, and pip leaves cores idle: they are compiled meanwhile. Whatever goes wrong there
 	    # is told by the step that needs them.
 	    pip install $(PIP_ARGS) 'torch==$(TORCH_VERSION)' 'setuptools>=77'
+	    # Background jobs of a script do not hear Ctrl-C.
+	    trap 'kill $$(jobs -p) 2>/dev/null || :' EXIT
 	    $(bin)/python setup.py -q build_ext --inplace >/dev/null 2>&1 &
 	    export VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION)
 	    pip install $(PIP_ARGS) --no-binary vllm 'vllm==$(VLLM_VERSION)' 'torch==$(TORCH_VERSION)'

@@ -157,15 +157,16 @@ class Setting:
         return f"{self.scope}.{self.option.key}" if self.scope else self.option.key
 
 
-def resolve(
-    scopes: Mapping[str, tuple[Option[Any], ...]],
-    given: Mapping[str, Any],
-    environment: Mapping[str, str],
-) -> dict[str, dict[str, Setting]]:
-    """Settle every option of every scope ("" is Backplane's own); raise OptionError on the first fault."""
+Scopes = Mapping[str, tuple[Option[Any], ...] | str]
+"""Options by device; "" is Backplane's own. A text says why a device's options are not known."""
+
+
+def resolve(scopes: Scopes, given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, dict[str, Setting]]:
+    """Settle every option of every scope; raise OptionError on the first fault."""
     if not isinstance(given, Mapping):
         raise OptionError(f"the 'backplane' section of --additional-config must be an object, got {json.dumps(given)}")
-    own = {option.key for option in scopes.get("", ())}
+    known_scopes = {scope: options for scope, options in scopes.items() if not isinstance(options, str)}
+    own = {option.key for option in known_scopes.get("", ())}
     for key in given:
         if key not in own and key not in scopes:
             known = sorted(own | {scope for scope in scopes if scope})
@@ -173,8 +174,11 @@ def resolve(
                 f"unknown option {key!r} in the 'backplane' section of --additional-config"
                 f"{nearest(str(key), known)} Known: {', '.join(known)}."
             )
+    for scope, reason in scopes.items():
+        if isinstance(reason, str):
+            _refuse_unknowable(scope, reason, given, environment)
     variables: dict[str, str] = {}
-    for scope, options in scopes.items():
+    for scope, options in known_scopes.items():
         for option in options:
             variable, path = option.variable(scope), f"{scope}.{option.key}" if scope else option.key
             if variable in variables:
@@ -187,7 +191,7 @@ def resolve(
                 f"unknown variable {variable}{nearest(variable, known_variables)} Known: {', '.join(known_variables)}."
             )
     settled: dict[str, dict[str, Setting]] = {}
-    for scope, options in scopes.items():
+    for scope, options in known_scopes.items():
         section = given.get(scope, {}) if scope else given
         if not isinstance(section, Mapping):
             raise OptionError(f"option {scope!r} must be an object with the options of that device")
@@ -201,6 +205,15 @@ def resolve(
                     )
         settled[scope] = {o.key: _settle(scope, o, section, environment) for o in options}
     return settled
+
+
+def _refuse_unknowable(scope: str, reason: str, given: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """An option of a device that cannot be imported is no misspelling."""
+    if scope in given:
+        raise OptionError(f"option {scope!r} in the 'backplane' section of --additional-config: {reason}")
+    for variable in environment:
+        if variable.startswith(Option("", None, text, "").variable(scope)) and variable not in OTHER_VARIABLES:
+            raise OptionError(f"{variable}: {reason}")
 
 
 OTHER_VARIABLES: dict[str, str] = {

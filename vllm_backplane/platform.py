@@ -134,8 +134,9 @@ class BackplanePlatform(Platform):
 
         if quant not in formats.ONLINE:
             raise BackplaneError(
-                f"the checkpoint is quantized ({quant}), and device {_device.name!r} takes full-precision ones only; "
-                f"choose such a checkpoint, and --quantization {' or '.join(formats.ONLINE)} to quantize it at loading"
+                f"quantization {quant} (of the checkpoint, or of --quantization) does not run on device "
+                f"{_device.name!r}; choose a full-precision checkpoint, and --quantization "
+                f"{' or '.join(formats.ONLINE)} to quantize it at loading"
             )
 
     # --- what vLLM loads for us -------------------------------------------------------------------------------

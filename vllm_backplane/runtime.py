@@ -15,7 +15,19 @@ from typing import Any
 
 from vllm_backplane.device import Device, DeviceEntry, Selection, discover, select
 from vllm_backplane.errors import OptionError
-from vllm_backplane.options import SECTION, Option, Setting, fraction, group_size, names, one_of, resolve, some_of, text
+from vllm_backplane.options import (
+    SECTION,
+    Option,
+    Scopes,
+    Setting,
+    fraction,
+    group_size,
+    names,
+    one_of,
+    resolve,
+    some_of,
+    text,
+)
 
 OPTIONS: tuple[Option[Any], ...] = (
     Option(
@@ -74,7 +86,7 @@ class Runtime:
         return self.settings[""][key].value
 
 
-def scopes(entries: Mapping[str, DeviceEntry]) -> dict[str, tuple[Option[Any], ...]]:
+def scopes(entries: Mapping[str, DeviceEntry]) -> Scopes:
     return {"": OPTIONS, **{name: entry.options() for name, entry in entries.items()}}
 
 

@@ -15,7 +15,7 @@ namespace {
 
 // oneDNN can be told to leave instructions out; then PyTorch does not have them either. Its names are ordered: FP16 comes
 // with BF16, AMX and AVX10 with both.
-bool allowed_by_onednn(std::initializer_list<const char*> names) {
+[[maybe_unused]] bool allowed_by_onednn(std::initializer_list<const char*> names) {
   const char* stated = std::getenv("ONEDNN_MAX_CPU_ISA");
   if (stated == nullptr) stated = std::getenv("DNNL_MAX_CPU_ISA");
   if (stated == nullptr) return true;

@@ -38,6 +38,7 @@ def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathF
         "named share": job(tiny_llama, work, additional_config=named_share),
         "asked for": job(tiny_llama, work, kv_cache_memory_bytes=64 << 20),
         "too much": job(tiny_llama, work, kv_cache_memory_bytes=TEN_TERABYTES),
+        "too many blocks": job(tiny_llama, work, num_gpu_blocks_override=TEN_TERABYTES // (16 * BYTES_PER_TOKEN)),
         "no room for the weights": job(smollm2, work, additional_config=too_small),
         "no room for one sequence": job(tiny_llama, work, kv_cache_memory_bytes=128 * BYTES_PER_TOKEN),
     }
@@ -119,12 +120,12 @@ def test_more_sequences_than_the_cache_holds_wait_their_turn(tiny_llama: Path, t
     assert numbers(r"KV cache size: ([\d,]+) tokens", log.read_text()) == (room,)
 
 
-def test_more_than_there_is_is_refused(attempts: dict[str, str]) -> None:
-    error = (
-        r"a KV cache of ([\d.]+) GiB was asked for, and ([\d.]+) GiB of ([\d.]+) GiB is free "
-        r".*kv-cache-memory-bytes"
-    )
-    asked, free, total = numbers(error, attempts["too much"])
+@pytest.mark.parametrize(
+    ("name", "option"), [("too much", "kv-cache-memory-bytes"), ("too many blocks", "num-gpu-blocks-override")]
+)
+def test_more_than_there_is_is_refused(attempts: dict[str, str], name: str, option: str) -> None:
+    error = rf"a KV cache of ([\d.]+) GiB was asked for, and ([\d.]+) GiB of ([\d.]+) GiB is free .*lower --{option}"
+    asked, free, total = numbers(error, attempts[name])
     assert asked == pytest.approx(TEN_TERABYTES / GIB, abs=ROUNDING)
     assert 0 < free < total <= psutil.virtual_memory().total / GIB + ROUNDING
 

@@ -69,6 +69,11 @@ CASES = {
         BROKEN,
         vendor={"method": "load", "top": 'raise ImportError("libvendor.so: cannot open shared object file")'},
     ),
+    "option of a device whose module cannot be imported": Case(
+        ("BACKPLANE_BROKEN_MODE", "libvendor.so: cannot open"),
+        {**BROKEN, "BACKPLANE_BROKEN_MODE": "fast"},
+        vendor={"method": "load", "top": 'raise ImportError("libvendor.so: cannot open shared object file")'},
+    ),
     "unknown option": Case(
         ("devise", "did you mean 'device'"),
         arguments=("--additional-config", '{"backplane": {"devise": "cpu"}}'),

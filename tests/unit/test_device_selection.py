@@ -141,7 +141,7 @@ def test_a_broken_offer_is_unavailable_and_says_why(name, target, cause):
     probe = broken.probe()
     assert not probe.available
     assert cause in probe.reason
-    assert broken.options() == ()
+    assert "cannot be used: import failed" in str(broken.options())
     with pytest.raises(BackplaneError, match="cannot be imported"):
         broken.device_class()
 

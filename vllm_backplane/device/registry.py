@@ -61,8 +61,12 @@ class DeviceEntry:
                 remedy=f"report this to the makers of {self.source}",
             )
 
-    def options(self) -> tuple[Option[Any], ...]:
-        return () if isinstance(self._loaded, BaseException) else self._loaded.options
+    def options(self) -> tuple[Option[Any], ...] | str:
+        """Its options, or why they are not known."""
+        if isinstance(self._loaded, BaseException):
+            probe = self.probe()
+            return f"device {self.name!r} cannot be used: {probe.reason}; {probe.remedy}"
+        return self._loaded.options
 
 
 def discover() -> dict[str, DeviceEntry]:

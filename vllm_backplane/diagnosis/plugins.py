@@ -204,6 +204,6 @@ def _judge_one(info: EntryPointInfo, allowed: bool, steps: Mapping[str, Step]) -
     # raises ends every process that calls it.
     fatal = failed.fatal or (info.group == GENERAL_GROUP and failed is called)
     finding = (error if fatal else warning)(
-        what, f"repair, update or uninstall {info.distribution}, or leave {info.name!r} out of {FILTER}"
+        what, f"repair, update or uninstall {info.distribution}, or set {FILTER} to the names of the others alone"
     )
     return plugin("broken", finding.severity, how), [finding]

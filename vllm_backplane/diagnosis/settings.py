@@ -9,9 +9,7 @@ from typing import Any
 
 from vllm_backplane.diagnosis.findings import Finding, error
 from vllm_backplane.errors import OptionError
-from vllm_backplane.options import OTHER_VARIABLES, PREFIX, SECTION, Option, Setting, resolve
-
-Scopes = Mapping[str, tuple[Option[Any], ...]]
+from vllm_backplane.options import OTHER_VARIABLES, PREFIX, SECTION, Scopes, Setting, resolve
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,12 @@ from vllm_backplane.errors import BackplaneError
 
 
 class KvCacheStorage(TorchFunctionMode):
-    def __init__(self, device: Device, card: int) -> None:
+    def __init__(self, device: Device, card: int, refuse: Callable[[int], None]) -> None:
+        """`refuse` is asked before an allocation, and raises where there is not so much memory."""
         super().__init__()
         self._device = device
         self._card = card
+        self._refuse = refuse
         self.bytes = 0
 
     def insist_on_use(self) -> None:
@@ -36,6 +38,7 @@ class KvCacheStorage(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros and kwargs.get("dtype") is torch.int8 and len(args) == 1 and isinstance(args[0], int):
+            self._refuse(self.bytes + args[0])
             self.bytes += args[0]
             return self._device.zeroed_bytes(args[0], self._card)
         return func(*args, **kwargs)

@@ -9,6 +9,10 @@ from vllm_backplane.errors import BackplaneError
 
 GIB = 1 << 30
 
+KEPT_FROM_HOST = 0.03
+KEPT_FROM_HOST_AT_LEAST = 512 << 20
+"""Of the host's memory, whatever share was asked for: the API server, log-probabilities and all others need some."""
+
 
 def gib(count: int | float) -> str:
     return f"{count / GIB:.2f} GiB"
@@ -47,14 +51,22 @@ class Budget:
         return self.device.name if self.device.capabilities.host_memory else f"{self.device.name}:{self.card}"
 
     @property
+    def kept(self) -> int:
+        """Never given out: where memory is the host's, a server that takes all of it ends in the OOM killer."""
+        if not self.device.capabilities.host_memory:
+            return 0
+        return max(KEPT_FROM_HOST_AT_LEAST, int(self.total * KEPT_FROM_HOST))
+
+    @property
     def allowed(self) -> int:
-        return int(self.free_at_start * self.share) // self.workers
+        return max(min(int(self.free_at_start * self.share), self.free_at_start - self.kept), 0) // self.workers
 
     def describe(self) -> str:
         parts = f" / {self.workers} workers" if self.workers > 1 else ""
+        kept = f", all but {gib(self.kept)} at most" if self.free_at_start * (1 - self.share) < self.kept else ""
         return (
             f"Memory on {self.place}: {gib(self.total)} in all, {gib(self.free_at_start)} free; weights and KV "
-            f"cache may take {self.share:.2f} of that{parts} = {gib(self.allowed)} (option memory_share)."
+            f"cache may take {self.share:.2f} of that{kept}{parts} = {gib(self.allowed)} (option memory_share)."
         )
 
     def refuse_weights(self, expected: int) -> None:
@@ -72,14 +84,17 @@ class Budget:
         measures = type(self.device).peak_memory is not Device.peak_memory
         return measured if measures else max(measured, self.allowed // 10)
 
-    def kv_cache_bytes(self, asked: int | None, activations: int) -> int:
-        """What the KV cache may take now that weights are loaded; a largest step needs `activations` beside it."""
-        free = max(self.device.memory(self.card).free - activations * self.workers, 0)
+    def kv_cache_bytes(self, asked: int | None, activations: int, option: str = "--kv-cache-memory-bytes") -> int:
+        """What the KV cache may take now that weights are loaded; a largest step needs `activations` beside it.
+
+        `asked` is a size that the user stated by `option`.
+        """
+        free = max(self.device.memory(self.card).free - activations * self.workers - self.kept, 0)
         if asked is not None:
             if asked > free // self.workers:
                 raise BackplaneError(
                     f"a KV cache of {gib(asked)} was asked for, and {gib(free // self.workers)} of {gib(self.total)} "
-                    f"is free for it on {self.place}; lower --kv-cache-memory-bytes"
+                    f"is free for it on {self.place}; lower {option}"
                 )
             return asked
         taken = max(self.device.own_memory(self.card) - self.used_by_us_at_start, 0)

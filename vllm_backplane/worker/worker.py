@@ -87,6 +87,7 @@ class BackplaneWorker(Worker):
             share=self.cache_config.gpu_memory_utilization,
             workers=self._workers_on_host(),
         )
+        self.available_kv_cache_memory_bytes = self._activations = 0  # until they are determined
         logger.info("%s", self.budget.describe())
         compat.build_runner(self)
 
@@ -249,10 +250,15 @@ class BackplaneWorker(Worker):
             yield
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        self._kv_storage = KvCacheStorage(self.accelerator, self.card)
+        self._kv_storage = KvCacheStorage(self.accelerator, self.card, self._refuse_kv_cache)
         super().initialize_from_config(kv_cache_config)
         if kv_cache_config.kv_cache_tensors:  # an encoder has none
             self._kv_storage.insist_on_use()
+
+    def _refuse_kv_cache(self, count: int) -> None:
+        """vLLM keeps to what was granted, unless the user stated a number of blocks."""
+        if count > self.available_kv_cache_memory_bytes:
+            self.budget.kv_cache_bytes(count, self._activations, "--num-gpu-blocks-override")
 
     def sleep(self, level: int = 1) -> None:
         self.accelerator.synchronize()
@@ -279,7 +285,7 @@ class BackplaneWorker(Worker):
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
         """Bytes for the KV cache: the share allowed at start, less what weights and a largest step take."""
-        activations = self.budget.reserve(self._profile_activations())
+        activations = self._activations = self.budget.reserve(self._profile_activations())
         asked = self.cache_config.kv_cache_memory_bytes
         granted = self.budget.kv_cache_bytes(asked, activations)
         logger.info("%s", self.budget.describe_kv_cache(granted, asked, activations))

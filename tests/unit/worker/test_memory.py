@@ -69,6 +69,29 @@ def test_asking_for_more_than_there_is_names_both_numbers() -> None:
     assert budget.kv_cache_bytes(3 * GIB, activations=GIB) == 3 * GIB
 
 
+def test_the_host_keeps_some_whatever_is_asked_for() -> None:
+    card = HostCard()
+    kept = 512 << 20  # which is more than 3 % of 16 GiB
+    for share in (0.99, 1.0):
+        budget = Budget.at_start(card, 0, share=share, workers=1)
+        assert budget.allowed == 10 * GIB - kept
+        assert f"{share:.2f} of that, all but 0.50 GiB at most = 9.50 GiB" in budget.describe()
+        assert budget.kv_cache_bytes(None, activations=0) <= 10 * GIB - kept
+        with pytest.raises(BackplaneError, match=r"10\.00 GiB was asked for, and 9\.50 GiB of"):
+            budget.kv_cache_bytes(10 * GIB, activations=0)
+    assert "at most" not in Budget.at_start(card, 0, share=0.5, workers=1).describe()
+
+
+def test_a_card_of_its_own_may_be_filled() -> None:
+    assert Budget.at_start(Card(), 0, share=1.0, workers=1).allowed == 10 * GIB
+
+
+def test_the_option_that_asked_for_too_much_is_named() -> None:
+    budget = Budget.at_start(Card(), 0, share=0.5, workers=1)
+    with pytest.raises(BackplaneError, match="lower --num-gpu-blocks-override"):
+        budget.kv_cache_bytes(20 * GIB, 0, "--num-gpu-blocks-override")
+
+
 def test_the_messages_show_share_and_size() -> None:
     budget = Budget.at_start(HostCard(), 0, share=0.5, workers=2)
     assert "0.50 of that / 2 workers = 2.50 GiB" in budget.describe()
