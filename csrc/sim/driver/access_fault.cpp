@@ -13,7 +13,7 @@
 namespace backplane::sim::driver {
 namespace {
 
-std::atomic<const Driver*> watched{nullptr};
+std::atomic<Driver*> watched{nullptr};
 
 // Ours is installed once per signal and remembers what was there.
 struct Before {
@@ -123,9 +123,37 @@ bool explain(uintptr_t address) {
   return false;
 }
 
+// Whether the access was to pinned memory that copies in flight have closed, and may be made now.
+bool host_may_go_on(uintptr_t address, bool* told) {
+  Driver* const driver = watched.load();
+  if (!driver || !driver->races.on()) return false;
+  PinnedGuard::Flight copy;
+  if (!driver->races.guard().touched(address, !driver->races.fails(), &copy)) return false;
+  if (copy.position == 0) return true;
+  driver->races.count_host_access();
+  const uint64_t card = copy.stream / BPSIM_MAX_STREAMS, stream = copy.stream % BPSIM_MAX_STREAMS;
+  Message message;
+  message << "\nbackplane sim: a synchronisation is missing: the host " << (copy.written ? "touched " : "wrote ");
+  message.hex(address) << ", byte " << (address - copy.first) << " of " << (copy.last - copy.first)
+                       << " in pinned memory that '" << copy.name << "' on stream " << stream << " of card " << card
+                       << (copy.written ? " writes" : " reads")
+                       << ", and has not waited for it. Wait first for an event that is recorded behind the copy, or "
+                          "for the stream (event.synchronize, stream.synchronize).\n";
+  message.send();
+  *told = true;
+  return !driver->races.fails();
+}
+
 void on_fault(int signal, siginfo_t* info, void* context) {
   const int error = errno;
   Before* const previous = before_of(signal);
+  // si_addr means something only where the kernel has seen the access.
+  const uintptr_t address = info->si_code > 0 ? reinterpret_cast<uintptr_t>(info->si_addr) : 0;
+  bool told = false;
+  if (address && !previous->entered.load() && host_may_go_on(address, &told)) {
+    errno = error;
+    return;
+  }
   if (previous->circular.load() && previous->entered.exchange(true)) {  // all has been said
     struct sigaction usual = {};
     usual.sa_handler = SIG_DFL;
@@ -133,8 +161,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
     if (info->si_code <= 0) raise(signal);
     return;
   }
-  // si_addr means something only where the kernel has seen the access.
-  const bool ours = info->si_code > 0 && explain(reinterpret_cast<uintptr_t>(info->si_addr));
+  const bool ours = told || (address && explain(address));
   const struct sigaction& action = previous->action;
   if (!ours && (action.sa_flags & SA_SIGINFO) && action.sa_sigaction) {
     action.sa_sigaction(signal, info, context);
@@ -151,7 +178,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
 
 }  // namespace
 
-void watch_accesses(const Driver* driver) { watched.store(driver); }
+void watch_accesses(Driver* driver) { watched.store(driver); }
 
 bpsim_status install_access_handler() {
   for (Before& each : before) {

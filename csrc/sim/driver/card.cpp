@@ -99,7 +99,9 @@ bool Card::drain() {
 bpsim_status Card::synchronize() {
   bpsim_status status = BPSIM_OK;
   each_stream([&](Stream& stream) {
+    const HostWait wait(driver_, stream);
     if (status == BPSIM_OK && !stream.idle()) status = stream.wait(stream.submitted());
+    if (status == BPSIM_OK) wait.over();
   });
   return status == BPSIM_OK ? synchronised_status() : status;
 }
