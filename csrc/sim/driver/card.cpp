@@ -45,6 +45,11 @@ void Card::fail_with(const std::string& text) {
   failed_.store(true, std::memory_order_release);
 }
 
+void Card::fail_now(const std::string& text) {
+  fail_with(text);
+  reported_.store(true);
+}
+
 void Card::lose(const char* why) {
   {
     std::lock_guard<std::mutex> lock(state_mutex_);

@@ -75,8 +75,8 @@ typedef enum bpsim_races {
  * second is submitted, from what was asked for and not from what ran, so it does not depend on the moment. A launch
  * counts as touching all of its ranges; what was submitted before this call is not known.
  * Pinned memory that is allocated from now on is watched as well: until the host has waited for a copy into it, the host
- * may not touch what is copied, and until it has waited for a copy from it, not write it. A host that does is told as
- * a stray access is, and with BPSIM_RACES_FAIL dies of it. */
+ * may not touch what is copied, and until it has waited for a copy from it, not write it. A host that does is told on
+ * stderr and goes on; with BPSIM_RACES_FAIL the copy's card has failed from there on, as by a launch that fails. */
 BPSIM_API bpsim_status bpsim_check_races(bpsim_races mode);
 /* How many were found since bpsim_init. */
 BPSIM_API bpsim_status bpsim_races_found(uint64_t* count);

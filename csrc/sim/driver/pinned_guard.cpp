@@ -113,7 +113,7 @@ int PinnedGuard::allowed_in(uintptr_t page) const {
   return allowed;
 }
 
-bool PinnedGuard::touched(uintptr_t address, bool go_on, Flight* flight) {
+bool PinnedGuard::touched(uintptr_t address, Flight* flight) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!mapping_at(address)) return false;
   const uintptr_t page = address / page_ * page_;
@@ -129,7 +129,7 @@ bool PinnedGuard::touched(uintptr_t address, bool go_on, Flight* flight) {
     mprotect(reinterpret_cast<void*>(page), page_, PROT_READ);
     return true;
   }
-  if (go_on || flight->position == 0) mprotect(reinterpret_cast<void*>(page), page_, PROT_READ | PROT_WRITE);
+  mprotect(reinterpret_cast<void*>(page), page_, PROT_READ | PROT_WRITE);
   return true;
 }
 

@@ -36,10 +36,9 @@ class PinnedGuard {
   void land(const Clock& known);
   void forget_all();
 
-  // For the handler of a fault: whether the address is in memory that is guarded. `flight` is the copy that may still use
-  // the byte; it has no position where only others in its page are, and then the page is open from here on. So it is
-  // where there is one and `go_on` says so.
-  bool touched(uintptr_t address, bool go_on, Flight* flight);
+  // For the handler of a fault: whether the address is in memory that is guarded. If so, its page is open from here on,
+  // and `flight` is the copy that may still use the byte; without a position where only others in the page are.
+  bool touched(uintptr_t address, Flight* flight);
 
  private:
   struct Mapping {
