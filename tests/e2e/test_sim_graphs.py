@@ -66,12 +66,6 @@ def test_steps_were_replayed_and_others_were_not(results: dict[str, Result]) -> 
         ),
         pytest.param(
             "sim",
-            {"compilation_config": DECODE, "tensor_parallel_size": 2},
-            "they cannot contain the collectives of several workers",
-            id="collectives",
-        ),
-        pytest.param(
-            "sim",
             {"compilation_config": DECODE, "additional_config": {"backplane": {"numeric_guard": "layers"}}},
             "a replayed graph does not call them",
             id="numeric guard",

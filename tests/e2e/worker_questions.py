@@ -87,3 +87,51 @@ def plant_stale_input(worker: Any) -> None:
         return forward(input_ids=input_ids.clone(), **others)
 
     worker.model_runner._model_forward = with_copy
+
+
+def missing_synchronisations(worker: Any) -> int:
+    """How many the simulated driver has found."""
+    from vllm_backplane.devices.sim.library import races_found
+
+    return races_found()
+
+
+def plant_unawaited_stream(worker: Any) -> None:
+    """From now on the stream that copies sampled tokens to the host does not wait for the one that samples them."""
+    import torch
+
+    class Hasty(torch.bpnpu.Stream):
+        def wait_stream(self, _other: Any) -> None:
+            """The mistake."""
+
+    worker.model_runner.async_output_copy_stream = Hasty()
+
+
+def plant_unawaited_input(worker: Any) -> None:
+    """From now on the token ids of replayed steps are filled in on a stream of their own, for which nobody waits."""
+    import torch
+    from vllm.forward_context import get_forward_context
+
+    forward, side = worker.model_runner._model_forward, torch.bpnpu.Stream()
+
+    def filled_beside(input_ids: Any = None, **others: Any) -> Any:
+        if get_forward_context().cudagraph_runtime_mode.name == "FULL":
+            side.wait_stream(torch.bpnpu.current_stream())
+            with torch.bpnpu.stream(side):
+                input_ids.copy_(input_ids.clone())
+        return forward(input_ids=input_ids, **others)
+
+    worker.model_runner._model_forward = filled_beside
+
+
+def plant_unawaited_tokens(worker: Any) -> None:
+    """From now on the host reads sampled tokens without waiting for the copy that brings them."""
+
+    class Hasty:
+        def record(self) -> None:
+            """Nobody waits for it."""
+
+        def synchronize(self) -> None:
+            """The mistake."""
+
+    worker.model_runner.transfer_event = Hasty()

@@ -7,13 +7,14 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <string>
 
 #include "process.h"
 
 namespace backplane::sim::driver {
 namespace {
 
-std::atomic<const Driver*> watched{nullptr};
+std::atomic<Driver*> watched{nullptr};
 
 // Ours is installed once per signal and remembers what was there.
 struct Before {
@@ -41,6 +42,7 @@ class Message {
   }
   Message& operator<<(uint64_t number) { return digits(number, 10); }
   Message& hex(uint64_t number) { return (*this << "0x").digits(number, 16); }
+  std::string text() const { return std::string(text_, used_); }
   void send() const {
     for (size_t sent = 0; sent < used_;) {
       const ssize_t wrote = write(STDERR_FILENO, text_ + sent, used_ - sent);
@@ -123,9 +125,40 @@ bool explain(uintptr_t address) {
   return false;
 }
 
+// Whether the access was to pinned memory that copies in flight have closed, and may be made now. Who made it is told, and
+// if races are to fail, the card has failed. What is locked and allocated here is not what the host was at: it was using
+// memory that only the user touches.
+bool host_may_go_on(uintptr_t address) {
+  Driver* const driver = watched.load();
+  if (!driver || !driver->races.on()) return false;
+  PinnedGuard::Flight copy;
+  if (!driver->races.guard().touched(address, &copy)) return false;
+  if (copy.position == 0) return true;
+  driver->races.count_host_access();
+  const uint64_t card = copy.stream / BPSIM_MAX_STREAMS, stream = copy.stream % BPSIM_MAX_STREAMS;
+  Message message;
+  message << "a synchronisation is missing: the host " << (copy.written ? "touched " : "wrote ");
+  message.hex(address) << ", byte " << (address - copy.first) << " of " << (copy.last - copy.first)
+                       << " in pinned memory that '" << copy.name << "' on stream " << stream << " of card " << card
+                       << (copy.written ? " writes" : " reads")
+                       << ", and has not waited for it. Wait first for an event that is recorded behind the copy, or "
+                          "for the stream (event.synchronize, stream.synchronize)";
+  if (driver->races.fails()) driver->cards[card]->fail_now(message.text());
+  Message line;
+  line << "\nbackplane sim: " << message.text().c_str() << ".\n";
+  line.send();
+  return true;
+}
+
 void on_fault(int signal, siginfo_t* info, void* context) {
   const int error = errno;
   Before* const previous = before_of(signal);
+  // si_addr means something only where the kernel has seen the access.
+  const uintptr_t address = info->si_code > 0 ? reinterpret_cast<uintptr_t>(info->si_addr) : 0;
+  if (address && host_may_go_on(address)) {
+    errno = error;
+    return;
+  }
   if (previous->circular.load() && previous->entered.exchange(true)) {  // all has been said
     struct sigaction usual = {};
     usual.sa_handler = SIG_DFL;
@@ -133,8 +166,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
     if (info->si_code <= 0) raise(signal);
     return;
   }
-  // si_addr means something only where the kernel has seen the access.
-  const bool ours = info->si_code > 0 && explain(reinterpret_cast<uintptr_t>(info->si_addr));
+  const bool ours = address && explain(address);
   const struct sigaction& action = previous->action;
   if (!ours && (action.sa_flags & SA_SIGINFO) && action.sa_sigaction) {
     action.sa_sigaction(signal, info, context);
@@ -151,7 +183,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
 
 }  // namespace
 
-void watch_accesses(const Driver* driver) { watched.store(driver); }
+void watch_accesses(Driver* driver) { watched.store(driver); }
 
 bpsim_status install_access_handler() {
   for (Before& each : before) {

@@ -4,6 +4,7 @@
 
 #include "card.h"
 #include "error.h"
+#include "process.h"
 #include "stream.h"
 
 namespace backplane::sim::driver {
@@ -147,6 +148,11 @@ bpsim_status Allocator::release(void* pointer) {
   (block->segment->asleep.load() ? counts_.suspended : counts_.in_use) -= block->size();
   counts_.requested -= block->requested.load();
   ++counts_.frees;
+  if (Races& races = card_.driver().races; races.on()) {
+    std::vector<const Stream*> users{block->stream};
+    for (const auto& use : block->others) users.push_back(use.first);
+    races.freed(block->start(), block->size(), users);
+  }
   block->sequence = block->stream->submitted();
   settle(block);
   auto& others = block->others;

@@ -21,6 +21,7 @@ const char* bpsim_status_name(bpsim_status status) {
     case BPSIM_LOST: return "BPSIM_LOST";
     case BPSIM_CAPTURE: return "BPSIM_CAPTURE";
     case BPSIM_SYSTEM: return "BPSIM_SYSTEM";
+    case BPSIM_RACE: return "BPSIM_RACE";
   }
   return "no status of this driver";
 }
@@ -148,6 +149,17 @@ bpsim_status bpsim_faults_clear(void) {
 bpsim_status bpsim_faults_struck(uint64_t* count) {
   return with_driver([&](Driver& driver) {
     *count = driver.faults.struck();
+    return BPSIM_OK;
+  });
+}
+
+bpsim_status bpsim_check_races(bpsim_races mode) {
+  return with_driver([&](Driver& driver) { return driver.check_races(static_cast<int>(mode)); });
+}
+
+bpsim_status bpsim_races_found(uint64_t* count) {
+  return with_driver([&](Driver& driver) {
+    *count = driver.races.found();
     return BPSIM_OK;
   });
 }

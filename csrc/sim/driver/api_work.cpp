@@ -61,7 +61,9 @@ bpsim_status bpsim_stream_destroy(bpsim_stream handle) {
       return fail(BPSIM_INVALID, "stream %d of card %d captures: end the capture before destroying it",
                   stream->index(), card.index());
     status = card.may_synchronize("bpsim_stream_destroy", stream);
+    const HostWait wait(driver, *stream);
     if (status == BPSIM_OK) status = stream->wait(stream->submitted());
+    if (status == BPSIM_OK) wait.over();
     if (status == BPSIM_OK || status == BPSIM_LOST) stream->close();
     return status == BPSIM_OK && card.is_lost() ? card.lost_status() : status;
   });
@@ -91,14 +93,19 @@ bpsim_status bpsim_stream_query(bpsim_stream handle) {
       const bpsim_status status = stream.card().may_synchronize("bpsim_stream_query", &stream);
       if (status != BPSIM_OK) return status;
     }
-    return stream.idle() ? stream.card().synchronised_status() : BPSIM_NOT_READY;
+    const HostWait wait(stream.card().driver(), stream);
+    if (!stream.idle()) return BPSIM_NOT_READY;
+    wait.over();
+    return stream.card().synchronised_status();
   });
 }
 
 bpsim_status bpsim_stream_synchronize(bpsim_stream handle) {
   return with_stream(handle, [](Driver&, Stream& stream) {
     bpsim_status status = stream.card().may_synchronize("bpsim_stream_synchronize", &stream);
+    const HostWait wait(stream.card().driver(), stream);
     if (status == BPSIM_OK && !stream.idle()) status = stream.wait(stream.submitted());
+    if (status == BPSIM_OK) wait.over();
     return status == BPSIM_OK ? stream.card().synchronised_status() : status;
   });
 }

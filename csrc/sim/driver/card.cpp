@@ -45,6 +45,11 @@ void Card::fail_with(const std::string& text) {
   failed_.store(true, std::memory_order_release);
 }
 
+void Card::fail_now(const std::string& text) {
+  fail_with(text);
+  reported_.store(true);
+}
+
 void Card::lose(const char* why) {
   {
     std::lock_guard<std::mutex> lock(state_mutex_);
@@ -99,7 +104,9 @@ bool Card::drain() {
 bpsim_status Card::synchronize() {
   bpsim_status status = BPSIM_OK;
   each_stream([&](Stream& stream) {
+    const HostWait wait(driver_, stream);
     if (status == BPSIM_OK && !stream.idle()) status = stream.wait(stream.submitted());
+    if (status == BPSIM_OK) wait.over();
   });
   return status == BPSIM_OK ? synchronised_status() : status;
 }

@@ -47,6 +47,8 @@ class Card {
   bool is_lost() const { return lost_.load(std::memory_order_acquire); }
   // The first failure counts.
   void fail_with(const std::string& text);
+  // So that already the next call says so, and not only the next that waits.
+  void fail_now(const std::string& text);
   void lose(const char* why);
   // BPSIM_LOST, with its text.
   bpsim_status lost_status() const;

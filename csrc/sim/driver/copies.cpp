@@ -81,7 +81,7 @@ bpsim_status check_sides(Driver& driver, Stream& stream, bpsim_direction directi
 // When nothing is in flight and nobody counts, the caller's own thread is the quickest way to copy.
 bool can_copy_here(Driver& driver, Stream& stream) {
   return stream.idle() && stream.card().runs() && !stream.capturing.load() && !driver.faults.armed() &&
-         !driver.check_copies.load() && !driver.model.load() && !stream.card().trace.on();
+         !driver.check_copies.load() && !driver.model.load() && !stream.card().trace.on() && !driver.races.on();
 }
 
 }  // namespace
@@ -120,6 +120,15 @@ bpsim_status copy(Driver& driver, Stream& stream, bpsim_direction direction, voi
   task.from = from.kernel_pointer();
   task.size = bytes;
   task.keep = to_host ? to.keep : from.keep;
+  if (driver.races.on() && task.keep) {
+    const Side& host = to_host ? to : from;
+    task.host = {reinterpret_cast<void*>(host.address), bytes, BPSIM_OTHER, static_cast<uint8_t>(to_host)};
+    void* const seen = reinterpret_cast<void*>(driver.races.guard().for_copies(host.address));
+    if (to_host)
+      task.to = seen;
+    else
+      task.from = seen;
+  }
   bool must_wait = wait || pageable;
   if (must_wait && can_copy_here(driver, stream)) {
     card.counts.copies.fetch_add(1, std::memory_order_relaxed);
@@ -145,8 +154,12 @@ bpsim_status copy(Driver& driver, Stream& stream, bpsim_direction direction, voi
   uint64_t sequence = 0;
   status = submit_task(driver, stream, std::move(task), ranges, count, &sequence);
   if (status != BPSIM_OK || !must_wait) return status;
+  const HostWait wait_for(driver, stream);
   status = stream.wait(sequence);
-  if (status == BPSIM_OK) return card.synchronised_status();
+  if (status == BPSIM_OK) {
+    wait_for.over();
+    return card.synchronised_status();
+  }
   if (ticket) {
     // The memory is the caller's again once this returns.
     std::lock_guard<std::mutex> lock(ticket->mutex);

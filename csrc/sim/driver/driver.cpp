@@ -23,7 +23,7 @@ bpsim_config without_faults(bpsim_config config) {
 
 }  // namespace
 
-Driver::Driver(const bpsim_config& given) : config(without_faults(given)) {
+Driver::Driver(const bpsim_config& given) : config(without_faults(given)), races(*this), pinned(races) {
   const int64_t count = cores();
   spin.yields = count <= 4;
   spin.limit_ns = config.spin_us >= 0 ? int64_t{config.spin_us} * 1000 : count <= 1 ? 0 : 100000;
@@ -49,6 +49,7 @@ bpsim_status Driver::create(const bpsim_config& config, std::unique_ptr<Driver>*
   }
   status = made->add_faults(rules);
   if (status == BPSIM_OK) status = made->set_model(config.model);
+  if (status == BPSIM_OK) status = made->check_races(config.check_races);
   if (status == BPSIM_OK) *driver = std::move(made);
   return status;
 }
@@ -139,6 +140,13 @@ bpsim_status Driver::add_faults(const std::vector<FaultRule>& rules) {
     if (rule.card >= static_cast<int32_t>(cards.size()))
       return fail(BPSIM_INVALID, "faults: a rule names card %d, but there are %zu, from 0 on", rule.card, cards.size());
   if (!rules.empty()) faults.add(rules);
+  return BPSIM_OK;
+}
+
+bpsim_status Driver::check_races(int mode) {
+  if (mode < BPSIM_RACES_OFF || mode > BPSIM_RACES_FAIL)
+    return fail(BPSIM_INVALID, "check_races: %d is no way to check; there are off, report and fail", mode);
+  races.set(static_cast<bpsim_races>(mode));
   return BPSIM_OK;
 }
 

@@ -49,7 +49,8 @@ typedef enum bpsim_status {
   BPSIM_TIMEOUT = 7,         /* the watchdog: the text has the launch that hangs */
   BPSIM_LOST = 8,            /* the card has disappeared: every later call for it returns this */
   BPSIM_CAPTURE = 9,         /* not possible while capturing, or the capture is invalid; the text says why */
-  BPSIM_SYSTEM = 10          /* the operating system refused: no memory for the host, no thread, no mapping */
+  BPSIM_SYSTEM = 10,         /* the operating system refused: no memory for the host, no thread, no mapping */
+  BPSIM_RACE = 11            /* a synchronisation is missing (bpsim_check_races): the work was not submitted */
 } bpsim_status;
 
 /* The text of the calling thread's last error; never NULL; valid until the thread's next call. */
@@ -85,6 +86,7 @@ typedef struct bpsim_config {
                                number of cores */
   int32_t check_launches;   /* 1: bpsim_enqueue checks that the ranges of a launch lie in live memory of the card;
                                default 0. Graph replay always checks. */
+  int32_t check_races;      /* as for bpsim_check_races; default BPSIM_RACES_OFF */
   int32_t fault_handler;    /* 1 (default): install the SIGSEGV/SIGBUS handler that explains stray host accesses */
   bpsim_model model;        /* default: off */
   const char* faults;       /* as for bpsim_faults_add, or NULL (default) */

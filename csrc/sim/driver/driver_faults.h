@@ -1,4 +1,5 @@
-/* The part of the driver's API that real drivers do not have: faults on demand, for tests, and traces.
+/* The part of the driver's API that real drivers do not have: faults on demand, for tests, checks for missing
+ * synchronisation, and traces.
  * Included by driver.h; the rules there hold here. */
 #ifndef BACKPLANE_SIM_DRIVER_FAULTS_H
 #define BACKPLANE_SIM_DRIVER_FAULTS_H
@@ -60,6 +61,25 @@ BPSIM_API bpsim_status bpsim_faults_struck(uint64_t* count);
 BPSIM_API bpsim_status bpsim_release_hangs(int32_t card);
 /* At once, without a rule. */
 BPSIM_API bpsim_status bpsim_lose_card(int32_t card);
+
+/* ---- missing synchronisation ------------------------------------------------------------------------------------- */
+
+typedef enum bpsim_races {
+  BPSIM_RACES_OFF = 0,
+  BPSIM_RACES_REPORT = 1, /* tells it on stderr, once for each pair of names, and goes on */
+  BPSIM_RACES_FAIL = 2    /* the call that submits the second of the two returns BPSIM_RACE */
+} bpsim_races;
+
+/* From now on, two launches, copies or replayed graphs that touch the same memory, of which one writes, must be ordered:
+ * by their stream, by an event that was waited for, or by a wait on the host between them. This is judged when the
+ * second is submitted, from what was asked for and not from what ran, so it does not depend on the moment. A launch
+ * counts as touching all of its ranges; what was submitted before this call is not known.
+ * Pinned memory that is allocated from now on is watched as well: until the host has waited for a copy into it, the host
+ * may not touch what is copied, and until it has waited for a copy from it, not write it. A host that does is told on
+ * stderr and goes on; with BPSIM_RACES_FAIL the copy's card has failed from there on, as by a launch that fails. */
+BPSIM_API bpsim_status bpsim_check_races(bpsim_races mode);
+/* How many were found since bpsim_init. */
+BPSIM_API bpsim_status bpsim_races_found(uint64_t* count);
 
 /* ---- trace ------------------------------------------------------------------------------------------------------- */
 

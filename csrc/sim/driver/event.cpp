@@ -50,6 +50,7 @@ bpsim_status record_event(Driver& driver, Event& event, Stream& stream) {
       return BPSIM_OK;
     }
   }
+  if (driver.races.on()) record.known = std::make_shared<const Clock>(driver.races.known_after(stream));
   if (event.timing || driver.model.load()) {
     record.mark = std::make_shared<Mark>();
     Work work;
@@ -71,6 +72,7 @@ bpsim_status query_event(Event& event) {
   Card& card = record.stream->card();
   if (card.is_lost()) return card.lost_status();
   if (!record.stream->finished(record.sequence)) return BPSIM_NOT_READY;
+  if (record.known) card.driver().races.host_learns(*record.known);
   return card.synchronised_status();
 }
 
@@ -82,6 +84,7 @@ bpsim_status synchronize_event(Event& event) {
   if (card.is_lost()) return card.lost_status();
   bpsim_status status = card.may_synchronize("bpsim_event_synchronize", record.stream);
   if (status == BPSIM_OK) status = record.stream->wait(record.sequence);
+  if (status == BPSIM_OK && record.known) card.driver().races.host_learns(*record.known);
   return status == BPSIM_OK ? card.synchronised_status() : status;
 }
 
@@ -102,6 +105,7 @@ bpsim_status wait_for_event(Driver& driver, Stream& stream, Event& event) {
   }
   if (!record.stream) return BPSIM_OK;
   if (record.captured) return refuse_captured(record, "bpsim_stream_wait_event");
+  if (record.known) driver.races.stream_learns(stream, *record.known);
   // A stream waits for itself by working in order.
   if (record.stream == &stream) return BPSIM_OK;
   if (!driver.model.load() && record.stream->finished(record.sequence)) return BPSIM_OK;

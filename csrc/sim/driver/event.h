@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 
+#include "clock.h"
 #include "work.h"
 
 namespace backplane::sim::driver {
@@ -23,6 +24,7 @@ class Event {
     Stream* stream = nullptr;  // null: never
     uint64_t sequence = 0;
     std::shared_ptr<Mark> mark;
+    std::shared_ptr<const Clock> known;  // what whoever waits for it knows then, where that is asked
     bool captured = false;
     std::weak_ptr<Graph> capture;
   };

@@ -122,6 +122,7 @@ bpsim_status launch_graph(Driver& driver, Stream& stream, const std::shared_ptr<
           stream.index(), card.index());
   }
   status = graph->check_memory();
+  if (status == BPSIM_OK && driver.races.on()) status = driver.races.submit(stream, *graph);
   if (status != BPSIM_OK) return status;
   Work work;
   work.kind = Work::Kind::Replay;

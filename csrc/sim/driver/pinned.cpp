@@ -3,14 +3,20 @@
 #include <cstdlib>
 
 #include "error.h"
+#include "races.h"
 
 namespace backplane::sim::driver {
 
 bpsim_status Pinned::allocate(uint64_t bytes, void** pointer) {
   void* raw = nullptr;
-  if (posix_memalign(&raw, 4096, bytes) != 0)
-    return fail(BPSIM_SYSTEM, "the host has no %s for pinned memory", size_text(bytes).c_str());
-  std::shared_ptr<void> memory(raw, std::free);
+  std::shared_ptr<void> memory;
+  if (races_.on()) {
+    memory = races_.guard().map(bytes);
+    raw = memory.get();
+  } else if (posix_memalign(&raw, 4096, bytes) == 0) {
+    memory.reset(raw, std::free);
+  }
+  if (!memory) return fail(BPSIM_SYSTEM, "the host has no %s for pinned memory", size_text(bytes).c_str());
   std::lock_guard<std::mutex> lock(mutex_);
   // A freed entry at this address is gone, or the system would not have given it again.
   entries_[reinterpret_cast<uintptr_t>(raw)] = Entry{memory, memory, bytes};
@@ -26,6 +32,8 @@ bpsim_status Pinned::release(void* pointer) {
   const auto found = entries_.find(reinterpret_cast<uintptr_t>(pointer));
   if (found == entries_.end() || !found->second.hold)
     return fail(BPSIM_INVALID, "host_free: %p is no pinned memory of this driver, or was freed before", pointer);
+  // Copies in flight may use it still; whoever gets the memory next comes after them.
+  if (races_.on()) races_.forget(found->first, found->second.bytes);
   last = std::move(found->second.hold);
   found->second.hold = nullptr;
   return BPSIM_OK;

@@ -10,8 +10,11 @@
 
 namespace backplane::sim::driver {
 
+class Races;
+
 class Pinned {
  public:
+  explicit Pinned(Races& races) : races_(races) {}
   bpsim_status allocate(uint64_t bytes, void** pointer);
   bpsim_status release(void* pointer);
 
@@ -30,6 +33,7 @@ class Pinned {
     std::weak_ptr<void> memory;
     uint64_t bytes = 0;
   };
+  Races& races_;
   std::mutex mutex_;
   std::map<uintptr_t, Entry> entries_;
 };

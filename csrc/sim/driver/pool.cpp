@@ -115,6 +115,8 @@ void Allocator::dissolve(Pool& pool) {
     if (segment->pool != &pool) continue;
     Bins& from = bins_of(segment);
     segment->pool = &general_;
+    // What a graph did with its pool is done when the graph is gone.
+    if (card_.driver().races.on()) card_.driver().races.forget(segment->start(), segment->size());
     // Asleep only when the driver is being torn down: such memory is not to be handed out.
     if (segment->asleep.load()) continue;
     Bins& to = bins_of(segment);

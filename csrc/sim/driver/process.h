@@ -17,6 +17,7 @@
 #include "model.h"
 #include "pinned.h"
 #include "pool.h"
+#include "races.h"
 #include "waiting.h"
 
 namespace backplane::sim::driver {
@@ -41,6 +42,7 @@ class Driver {
   // BPSIM_OK, or an error for a rule that names a card that is not there.
   bpsim_status add_faults(const std::vector<FaultRule>& rules);
   bpsim_status set_model(const bpsim_model& model);
+  bpsim_status check_races(int mode);
 
   // Makes every call that waits return, and drops what is queued.
   void interrupt();
@@ -53,6 +55,7 @@ class Driver {
   std::atomic<bool> stopping{false};
   std::atomic<bool> check_copies{false};
   std::atomic<const bpsim_model*> model{nullptr};  // null: off
+  Races races;  // before all that holds memory it has mapped
 
   std::vector<std::unique_ptr<Card>> cards;
   Faults faults;

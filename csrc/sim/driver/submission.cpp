@@ -46,6 +46,10 @@ bpsim_status submit_task(Driver& driver, Stream& stream, Task&& task, const bpsi
     const bpsim_status status = check_ranges(driver, task.name, ranges, count);
     if (status != BPSIM_OK) return status;
   }
+  if (driver.races.on()) {
+    const bpsim_status status = driver.races.submit(stream, task, ranges, count);
+    if (status != BPSIM_OK) return status;
+  }
   Work work;
   if (driver.faults.armed()) {
     match_faults(driver, stream, task, 0, &work.strikes);

@@ -63,6 +63,7 @@ struct Task {
   uint64_t size = 0;
   // Of launches, with device pointers: only kept where something will ask for them (a graph, a fault).
   std::vector<bpsim_range> ranges;
+  bpsim_range host{};                // the pinned side of a copy, as the user names it
   std::unique_ptr<char[]> staged;    // a pageable source, copied when the copy was submitted
   std::shared_ptr<const void> keep;  // pinned memory that must stay until then
   std::shared_ptr<Ticket> ticket;

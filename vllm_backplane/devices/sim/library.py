@@ -46,6 +46,7 @@ class Config(ctypes.Structure):
         ("sync_timeout_ms", c_uint32),
         ("spin_us", c_int32),
         ("check_launches", c_int32),
+        ("check_races", c_int32),
         ("fault_handler", c_int32),
         ("model", Model),
         ("faults", c_char_p),
@@ -109,6 +110,8 @@ _DRIVER: dict[str, tuple[Any, ...]] = {
     "bpsim_set_sync_timeout": (c_uint32,),
     "bpsim_set_model": (POINTER(Model),),
     "bpsim_check_copies": (c_int32,),
+    "bpsim_check_races": (c_int,),
+    "bpsim_races_found": (POINTER(c_uint64),),
     "bpsim_faults_add": (c_char_p,),
     "bpsim_faults_check": (c_char_p,),
     "bpsim_faults_clear": (),
@@ -121,6 +124,7 @@ _DRIVER: dict[str, tuple[Any, ...]] = {
     "bpsim_pool_resume": (c_uint64,),
     "bpsim_capture_begin": (c_uint64, c_uint64),
     "bpsim_capture_end": (c_uint64, POINTER(c_uint64)),
+    "bpsim_capture_status": (c_uint64, POINTER(c_int)),
     "bpsim_graph_launch": (c_uint64, c_uint64),
     "bpsim_graph_destroy": (c_uint64,),
     "bpsim_blocks": (c_int32, c_uint64, POINTER(BlockInfo), c_uint64, POINTER(c_uint64)),
@@ -211,6 +215,20 @@ def host_resident(card: int) -> int:
     """Bytes of the host's memory behind a card, as the kernel counts them; slow, for tests."""
     count = c_uint64()
     driver("host_resident", card, byref(count))
+    return count.value
+
+
+def captures(card: int) -> bool:
+    """Whether what this thread launches on a card is recorded for a graph."""
+    state = c_int()
+    driver("capture_status", runtime("current_stream", card), byref(state))
+    return state.value != 0
+
+
+def races_found() -> int:
+    """How often a synchronisation was missing since the start, where that is checked."""
+    count = c_uint64()
+    driver("races_found", byref(count))
     return count.value
 
 

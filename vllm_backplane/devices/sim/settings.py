@@ -17,6 +17,8 @@ RAM_SHARE = 0.5
 """Of the host's memory, for all cards together, where no size is given. Memory that is not written takes none."""
 
 FALLBACK = ("forbid", "warn", "allow")
+RACES = ("off", "report", "fail")
+"""In the order of the driver's `bpsim_races`."""
 
 FAULTS_REMEDY = "correct or unset BACKPLANE_SIM_FAULTS or sim.faults; csrc/sim/driver/driver_faults.h has the language"
 
@@ -97,6 +99,13 @@ OPTIONS: tuple[Option[Any], ...] = (
         "large model on a slow host may need more.",
     ),
     Option("threads", None, integer(1), "Host threads that one launch may use; default: cores divided among workers."),
+    Option(
+        "races",
+        "off",
+        one_of(*RACES),
+        "Missing synchronisation between streams, and between copies and the host: not looked for, told on standard "
+        "error, or an error. docs/plug-your-npu.md says what it finds.",
+    ),
     Option("check_launches", 0, integer(0, 1), "1 checks at every launch that the memory it names is in use."),
 )
 
@@ -136,6 +145,7 @@ def driver_config(settings: Mapping[str, Any]) -> Config:
     config.memory_bytes = card_memory(settings)
     config.sync_timeout_ms = settings["sync_timeout"] * 1000
     config.check_launches = settings["check_launches"]
+    config.check_races = RACES.index(settings["races"])
     if settings["faults"]:
         config.faults = settings["faults"].encode()
     if settings["model"]:

@@ -149,6 +149,11 @@ def test_the_sanitizers_would_find_it(variant: str, scenario: str, report: str) 
 
 ALLOCATION = r"the allocation 0x[0-9a-f]+ of {bytes} bytes on card {card}\. "
 REMEDY = r"The host cannot read or write a card's memory: copy it first \(tensor\.cpu\(\), bpsim_copy\)"
+EARLY = (
+    "backplane sim: a synchronisation is missing: the host {} 0x[0-9a-f]+, byte {} of 64 in pinned memory that '{}' on "
+    "stream 0 of card 0 {}, and has not waited for it"
+)
+WENT_ON = r"(.|\n)*^went on$"
 HOST = r"^backplane sim: the host touched the device address 0x[0-9a-f]+: "
 
 
@@ -170,6 +175,15 @@ HOST = r"^backplane sim: the host touched the device address 0x[0-9a-f]+: "
             "launch_uses_returned_memory",
             -signal.SIGSEGV,
             r"the launch 'late' touched memory of a card, .* not allocated: outside every segment of card 0",
+        ),
+        # Of pinned memory: the host may touch it when it has waited for the copy, not when the copy happens to be done.
+        ("host_reads_what_a_copy_writes", 0, EARLY.format("touched", 3, "copy_d2h", "writes") + WENT_ON),
+        ("host_writes_what_a_copy_reads", 0, EARLY.format("wrote", 3, "copy_h2d", "reads") + WENT_ON),
+        ("host_is_told_and_goes_on", 0, EARLY.format("wrote", 3, "copy_h2d", "reads") + WENT_ON),
+        (
+            "neighbours_of_a_copy_are_the_hosts",
+            0,
+            r"^went on\n\n" + EARLY.format("wrote", 0, "copy_h2d", "reads") + r".*\n\Z",
         ),
         # Whoever was there before is not robbed: of the device's faults they come second, of others first and only.
         ("previous_handler_follows", 42, r"(?s)the host touched .* 0 of .* on card 0.*the previous handler"),

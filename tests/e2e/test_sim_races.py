@@ -1,0 +1,77 @@
+"""Synchronisation that is missing in a step of vLLM is found on the simulated NPU, and none is where none is missing.
+
+Each mistake is one that a host forgives: the tokens come out right, now and then or every time.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from engine import Result, batch, greedy, job, try_engines
+from worker_questions import ASKING
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+WORK = {"batch": batch([[7, 300, 21, 9000, 44], [40000], [5, 6]], greedy(8))}
+COUNT = {"ask": "missing_synchronisations"}
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **ASKING}
+LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
+DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
+MISSING = "backplane sim: a synchronisation is missing: "
+
+
+@pytest.fixture(scope="module")
+def reported(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, str]:
+    """An engine that goes on after each mistake: its steps, and its log."""
+    plants = ({"ask": "plant_unawaited_stream"}, WORK, COUNT, {"ask": "plant_unawaited_input"}, WORK, COUNT)
+    steps = (WORK, COUNT, *plants)
+    engine = job(tiny_llama, steps=steps, compilation_config=DECODE, async_scheduling=True, **LIMITS)
+    variables = {**SIM, "BACKPLANE_SIM_RACES": "report"}
+    [result], log = try_engines(tmp_path_factory.mktemp("races"), [engine], variables)
+    text = log.read_text(errors="replace")
+    assert "error" not in result, result["error"] + text[-4000:]
+    return result, text
+
+
+def test_a_clean_step_has_none(reported: tuple[Result, str]) -> None:
+    assert reported[0]["steps"][1] == [0], reported[1][-4000:]
+
+
+def test_tokens_copied_before_they_are_sampled(reported: tuple[Result, str]) -> None:
+    steps, log = reported[0]["steps"], reported[1]
+    assert steps[4][0] > steps[1][0]
+    told = re.search(
+        re.escape(MISSING)
+        + r"'copy_d2h' on stream ([1-9]\d*) of card 0 reads bytes 0 to \d+ of the allocation 0x\S+ of "
+        r"card 0, which '\S+' on stream 0 of card 0 writes, .* it may read what was there before\. Record an event on "
+        r"stream 0 of card 0 after '\S+' and let stream \1 of card 0 wait for it",
+        log,
+    )
+    assert told, log[-4000:]
+
+
+def test_a_graph_replayed_before_its_input_is_there(reported: tuple[Result, str]) -> None:
+    """The mistake is planted for replayed steps alone."""
+    steps, log = reported[0]["steps"], reported[1]
+    assert steps[7][0] > steps[4][0]
+    told = re.search(
+        re.escape(MISSING)
+        + r"'\S+' on stream 0 of card 0 reads .*, which 'copy_d2d' on stream [1-9]\d* of card 0 writes",
+        log,
+    )
+    assert told, log[-4000:]
+
+
+def test_tokens_read_before_they_have_arrived(tiny_llama: Path, tmp_path: Path) -> None:
+    """As an error: the engine ends with it."""
+    steps = (WORK, {"ask": "plant_unawaited_tokens"}, WORK)
+    engine = job(tiny_llama, steps=steps, async_scheduling=False, **LIMITS)
+    [result], log = try_engines(tmp_path, [engine], {**SIM, "BACKPLANE_SIM_RACES": "fail"}, timeout=150)
+    text = log.read_text(errors="replace")
+    assert "EngineDeadError" in result["error"], result["error"]
+    early = r"the host touched 0x\S+, byte 0 of \d+ in pinned memory that 'copy_d2h' on stream 0 of card 0 writes"
+    assert len(re.findall(re.escape(MISSING) + early, text)) == 1, text[-4000:]
+    assert re.search(r"AcceleratorError: .*a synchronisation is missing: " + early, text), text[-4000:]
+    assert text.count(MISSING) == 1, "none before the mistake"

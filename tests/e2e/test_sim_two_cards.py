@@ -1,0 +1,98 @@
+"""Two simulated cards that carry one model replay decode steps, sleep and wake: the tokens stay, and both cards give
+their memory back.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import Result, batch, greedy, job, run_engines
+from worker_questions import ASKING
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+WORK = {"batch": batch([[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000]], greedy(12))}
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **ASKING}
+KV_CACHE = 64 << 20
+
+
+DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
+
+
+@pytest.fixture(scope="module")
+def steps(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    counters = {"ask": "driver_memory"}
+    taken = {
+        "first": WORK,
+        "look": {"ask": "memory"},
+        "awake": counters,
+        "sleep 1": {"sleep": 1},
+        "level 1": counters,
+        "wake 1": {"wake": None},
+        "again": counters,
+        "second": WORK,
+        "graphs": {"ask": "graphs"},
+        "sleep 2": {"sleep": 2},
+        "level 2": counters,
+        "wake weights": {"wake": ["weights"]},
+        "reload": {"call": "reload_weights"},
+        "wake cache": {"wake": ["kv_cache"]},
+        "reloaded": counters,
+        "third": WORK,
+    }
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": KV_CACHE}
+    engines = [
+        job(tiny_llama, steps=[WORK, {"ask": "graphs"}], tensor_parallel_size=2, **limits),
+        job(
+            tiny_llama,
+            steps=list(taken.values()),
+            tensor_parallel_size=2,
+            enable_sleep_mode=True,
+            compilation_config=DECODE,
+            **limits,
+        ),
+    ]
+    eager, replayed = run_engines(tmp_path_factory.mktemp("two-cards"), engines, SIM, device="sim")
+    named = dict(zip(taken, replayed["steps"], strict=True))
+    return {**named, "eager": eager["steps"][0], "no graphs": eager["steps"][1]}
+
+
+def tokens(done: list[Result]) -> list[list[int]]:
+    return [output["token_ids"] for output in done]
+
+
+def test_replayed_steps_give_the_tokens_of_eager_ones(steps: dict[str, Any]) -> None:
+    assert tokens(steps["first"]) == tokens(steps["eager"])
+    assert [worker["replays"] for worker in steps["no graphs"]] == [0, 0]
+    for worker in steps["graphs"]:  # of which there are two
+        assert worker["captured"] == 3
+        # Twice twelve tokens; the first comes with the prompt, and the last prompt while others decode.
+        assert worker["replays"] == worker["graph_launches"] >= 2 * 8
+    assert len(steps["graphs"]) == 2
+
+
+def test_the_same_tokens_after_waking(steps: dict[str, Any]) -> None:
+    assert len({tuple(answer) for answer in tokens(steps["first"])}) == 3
+    assert tokens(steps["second"]) == tokens(steps["first"])
+    assert tokens(steps["third"]) == tokens(steps["first"])
+
+
+@pytest.mark.parametrize("level", ["level 1", "level 2"])
+def test_each_card_gives_its_memory_back(steps: dict[str, Any], level: str) -> None:
+    """By the driver's counters: what the card's own weights and its cache take, to one per cent."""
+    assert [worker["card"] for worker in steps["look"]] == [0, 1]
+    for look, awake, asleep in zip(steps["look"], steps["awake"], steps[level], strict=True):
+        given_back = look["weights"] + look["kv_cache"]
+        assert look["kv_cache"] == pytest.approx(KV_CACHE, rel=0.01)
+        assert awake["in_use"] - asleep["in_use"] == pytest.approx(given_back, rel=0.01)
+        assert asleep["suspended"] == pytest.approx(given_back, rel=0.01)
+        assert awake["resident"] - asleep["resident"] > 0.9 * look["weights"], "the system has the pages back"
+
+
+@pytest.mark.parametrize("woken", ["again", "reloaded"])
+def test_each_card_has_its_memory_again(steps: dict[str, Any], woken: str) -> None:
+    for awake, now in zip(steps["awake"], steps[woken], strict=True):
+        assert now["suspended"] == 0
+        assert now["in_use"] == pytest.approx(awake["in_use"], rel=0.01)
