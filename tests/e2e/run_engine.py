@@ -1,14 +1,17 @@
 """Runs vLLM engines for the tests, one after another, in a process of its own: run_engine.py JOBS RESULTS.
 
 JOBS is a JSON list. A job has the arguments of one engine and the batches it is to do; the results say what
-came out and where it ran. An engine that fails has its traceback as result, and the next one is tried.
+came out and where it ran. An engine that fails has its traceback as result, with the seconds after which it failed and
+what it left behind, and the next one is tried.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -62,12 +65,14 @@ def take(engine: Any, step: dict[str, Any]) -> Any:
     raise ValueError(f"no step {kind!r}")
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+def run(job: dict[str, Any], begun: list[float]) -> dict[str, Any]:
+    """What the job gives. When its engine is ready, `begun` gets the time."""
     from vllm import LLM
     from vllm.platforms import current_platform
 
     engine = LLM(**job["engine"])
     try:
+        begun.append(time.monotonic())
         config = engine.llm_engine.vllm_config
         result: dict[str, Any] = {
             "platform": type(current_platform).__name__,
@@ -88,16 +93,32 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def outliving(seconds: float = 15) -> list[str]:
+    """Processes of engines that have ended, if they are still there after some time. All are in this one's session."""
+    import processes
+
+    end = time.monotonic() + seconds
+    while True:
+        found = processes.commands_in_session(os.getsid(0), but=os.getpid())
+        # Python's own, for as long as this process.
+        left = [command for command in found if "resource_tracker" not in command]
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.1)
+
+
 def main() -> None:
     jobs, results = Path(sys.argv[1]), Path(sys.argv[2])
     done: list[dict[str, Any]] = []
     for job in json.loads(jobs.read_text()):
         print(f"=== engine {len(done)}: {job['engine']}", flush=True)
+        begun: list[float] = []
         try:
-            done.append(run(job))
+            done.append(run(job, begun))
         except Exception:  # it is the result
-            done.append({"error": traceback.format_exc()})
+            done.append({"error": traceback.format_exc(), "seconds": time.monotonic() - begun[0] if begun else None})
             print(done[-1]["error"], flush=True)
+            done[-1]["left"] = outliving()
     results.write_text(json.dumps(done))
 
 
