@@ -12,11 +12,11 @@ import pytest
 
 HERE = Path(__file__).parent
 LONGEST = (
-    "e2e/test_parity.py",
     "e2e/test_processes.py",
-    "e2e/test_startup_failures.py",
+    "e2e/test_parity.py",
     "e2e/test_patch_processes.py",
     "e2e/test_sim_faults.py",
+    "e2e/test_startup_failures.py",
     "e2e/test_sim.py",
     "e2e/test_numeric_guard.py",
     "e2e/test_quantization.py",
@@ -33,11 +33,12 @@ LONGEST = (
     "e2e/test_parallel.py",
     "e2e/test_quantization_memory.py",
     "e2e/test_data_parallel.py",
-    "unit/devices/test_cpu_kernels.py",
-    "unit/test_doctor.py",
-    "unit/devices/sim/test_sim_driver.py",
-    "unit/devices/sim/test_sim_runtime.py",
     "unit/devices/test_cpu_quantized.py",
+    "unit/devices/test_cpu_kernels.py",
+    "unit/devices/sim/test_sim_driver.py",
+    "unit/test_doctor.py",
+    "unit/ops/test_every_operator.py",
+    "unit/devices/sim/test_sim_runtime.py",
 )
 """By the time they take; the others follow as they are found."""
 

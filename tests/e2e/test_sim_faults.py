@@ -85,9 +85,14 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    work = batch([[7, 300, 21, 9000, 44]], greedy(TOKENS))
+    steps = [{"watch": batch([[7, 300, 21, 9000, 44]], greedy(TOKENS))}]
     jobs = [
-        job(tiny_llama, work, additional_config={"backplane": {"sim": {"faults": fault}} if fault else {}}, **engine)
+        job(
+            tiny_llama,
+            steps=steps,
+            additional_config={"backplane": {"sim": {"faults": fault} if fault else {}}},
+            **engine,
+        )
         for fault, engine in FAULTS.values()
     ]
     results, log = try_engines(tmp_path_factory.mktemp("faults"), jobs, SIM)
@@ -112,7 +117,7 @@ def test_a_fault_ends_the_engine(runs: dict[str, Run], name: str, told: str) -> 
     if "second" in name:
         assert "Rank 1 failed in" in run.log
     assert run.result["left"] == [], "processes of the engine outlive it"
-    assert run.result["seconds"] < 2 * LIMIT, "a fault of a few seconds' work was waited for"
+    assert run.result["seconds"] < LIMIT, "the client waited long after the last token"
 
 
 def test_no_memory_at_the_start_ends_it(runs: dict[str, Run]) -> None:
@@ -132,4 +137,4 @@ def test_the_next_start_works(runs: dict[str, Run]) -> None:
     result = runs["none"].result
     assert "error" not in result, result["error"]
     insist_on_backplane(result)
-    assert [len(output["token_ids"]) for output in result["batches"][0]] == [TOKENS]
+    assert result["steps"] == [[TOKENS]]
