@@ -38,8 +38,10 @@ tools := $(stamps)/tools
 kernel_sources := $(wildcard csrc/* csrc/*/* csrc/*/*/*)
 
 # Files of tests side by side: an engine waits, imports and compiles on one core most of the time. Threads that outnumber
-# the cores would wait for each other in every operator, so each job gets its share of the cores and no more.
-pytest = OMP_NUM_THREADS=$$(( ($$(nproc) + $(JOBS) - 1) / $(JOBS) )) $(bin)/python -m pytest -n $(JOBS) --dist loadfile
+# the cores would wait for each other in every operator, so each job gets its share of the cores and no more. Files are
+# handed out in the order of tests/conftest.py.
+threads = OMP_NUM_THREADS=$$(( ($$(nproc) + $(JOBS) - 1) / $(JOBS) ))
+pytest = $(threads) $(bin)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # torch is named in every pip command: an open requirement for it may bring another, of several gigabytes.
 # A log gets one line per package that changes; a terminal gets pip as it is, with its progress bars.

@@ -124,6 +124,16 @@ class Child:
             psutil.wait_procs(left, timeout=30)
 
 
+def commands_in_session(leader: int, *, but: int) -> list[str]:
+    """Command lines of what lives in a session, without that of one process."""
+    found = []
+    for process in _session(leader):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.pid != but and _lives(process):
+                found.append(" ".join(process.cmdline()))
+    return found
+
+
 def _session(leader: int) -> Iterable[psutil.Process]:
     for process in psutil.process_iter():
         try:

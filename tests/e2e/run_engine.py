@@ -1,14 +1,17 @@
 """Runs vLLM engines for the tests, one after another, in a process of its own: run_engine.py JOBS RESULTS.
 
 JOBS is a JSON list. A job has the arguments of one engine and the batches it is to do; the results say what
-came out and where it ran. An engine that fails has its traceback as result, and the next one is tried.
+came out and where it ran. An engine that fails has its traceback as result, with the seconds since it last gave
+something and what it left behind, and the next one is tried.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -43,12 +46,29 @@ def generate(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
     return [describe(output) for group in groups for output in engine.generate(group, parameters, use_tqdm=False)]
 
 
-def take(engine: Any, step: dict[str, Any]) -> Any:
+def watch(engine: Any, batch: dict[str, Any], moments: list[float]) -> list[int]:
+    """The length of each answer; `moments` gets the time of every token."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(**batch["sampling"])
+    lengths = [0] * len(batch["prompts"])
+    for place, ids in enumerate(batch["prompts"]):
+        engine.llm_engine.add_request(str(place), {"prompt_token_ids": ids}, parameters)
+    while engine.llm_engine.has_unfinished_requests():
+        for output in engine.llm_engine.step():
+            moments.append(time.monotonic())
+            lengths[int(output.request_id)] = len(output.outputs[0].token_ids)
+    return lengths
+
+
+def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
     """One step of a job with steps; the key says what it is."""
     [(kind, given)] = step.items()
     match kind:
         case "batch":
             return generate(engine, given)
+        case "watch":
+            return watch(engine, given, moments)
         case "sleep":
             return engine.sleep(level=given)
         case "wake":
@@ -62,12 +82,14 @@ def take(engine: Any, step: dict[str, Any]) -> Any:
     raise ValueError(f"no step {kind!r}")
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+def run(job: dict[str, Any], moments: list[float]) -> dict[str, Any]:
+    """What the job gives. `moments` gets the time when its engine is ready."""
     from vllm import LLM
     from vllm.platforms import current_platform
 
     engine = LLM(**job["engine"])
     try:
+        moments.append(time.monotonic())
         config = engine.llm_engine.vllm_config
         result: dict[str, Any] = {
             "platform": type(current_platform).__name__,
@@ -76,7 +98,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             "dtype": str(config.model_config.dtype),
             "runner": "second" if config.use_v2_model_runner else "first",
             "batches": [generate(engine, batch) for batch in job.get("batches", ())],
-            "steps": [take(engine, step) for step in job.get("steps", ())],
+            "steps": [take(engine, step, moments) for step in job.get("steps", ())],
         }
         if "embed" in job:
             outputs = engine.embed(job["embed"], use_tqdm=False)
@@ -88,16 +110,33 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def outliving(seconds: float = 15) -> list[str]:
+    """Processes of engines that have ended, if they are still there after some time. All are in this one's session."""
+    import processes
+
+    end = time.monotonic() + seconds
+    while True:
+        found = processes.commands_in_session(os.getsid(0), but=os.getpid())
+        # Python's own, for as long as this process.
+        left = [command for command in found if "resource_tracker" not in command]
+        if not left or time.monotonic() > end:
+            return left
+        time.sleep(0.1)
+
+
 def main() -> None:
     jobs, results = Path(sys.argv[1]), Path(sys.argv[2])
     done: list[dict[str, Any]] = []
     for job in json.loads(jobs.read_text()):
         print(f"=== engine {len(done)}: {job['engine']}", flush=True)
+        moments: list[float] = []
         try:
-            done.append(run(job))
+            done.append(run(job, moments))
         except Exception:  # it is the result
-            done.append({"error": traceback.format_exc()})
+            seconds = time.monotonic() - moments[-1] if moments else None
+            done.append({"error": traceback.format_exc(), "seconds": seconds})
             print(done[-1]["error"], flush=True)
+            done[-1]["left"] = outliving()
     results.write_text(json.dumps(done))
 
 

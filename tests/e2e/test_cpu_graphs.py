@@ -1,12 +1,18 @@
-"""Decode steps replayed on the cpu device give the tokens of eager ones: padded, preempted, from prefixes."""
+"""Decode steps replayed on the cpu device give the tokens of eager ones: padded, preempted, from prefixes.
+
+With a small random model, which has the layers of the default one; that one's own tokens, replayed as well, are
+compared with transformers' in test_parity.py.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import Result, batch, greedy, job, run_engines, try_engines
+from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
 from worker_questions import ASKING
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
@@ -21,21 +27,46 @@ WORK = [
     {"ask": "replays"},
 ]
 PADDED = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [2, 4, 8]}
-TIGHT = {"kv_cache_memory_bytes": 20 << 20}  # 27 blocks of 16 tokens: six sequences do not fit until their end
+BLOCK = 16 * (4 * 2 * 2 * 32 * 4)
+"""Bytes of 16 tokens: layers, K and V, KV heads, head size, bytes of a float32."""
+TIGHT = {"kv_cache_memory_bytes": 27 * BLOCK}  # six sequences do not fit until their end
 CROWD = {"batch": batch([list(range(start, start + 60)) for start in range(100, 700, 100)], greedy(40))}
+FIRST = {"batch": batch(PROMPTS[:1], greedy(8))}
+WITHOUT: dict[str, dict[str, Any]] = {
+    "numeric guard": {"additional_config": {"backplane": {"numeric_guard": "layers"}}},
+    "users who want none": {"compilation_config": {"cudagraph_mode": "NONE"}},
+    "tensor parallelism": {"tensor_parallel_size": 2},
+}
+"""What is served without graphs, and why."""
+
+
+@dataclass(frozen=True)
+class Run:
+    result: Result
+    log: str
+
+    @property
+    def steps(self) -> list[Any]:
+        assert "error" not in self.result, self.result["error"] + self.log[-4000:]
+        insist_on_backplane(self.result)
+        return list(self.result["steps"])
 
 
 @pytest.fixture(scope="module")
-def results(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    small = [WORK[1], {"ask": "replays"}]
     engines = {
-        "eager": job(smollm2, steps=WORK, enforce_eager=True),
-        "replayed": job(smollm2, steps=WORK),
-        "padded": job(smollm2, steps=WORK, compilation_config=PADDED),
-        "tight": job(smollm2, steps=[CROWD, {"ask": "replays"}], **TIGHT),
-        "tight and eager": job(smollm2, steps=[CROWD], enforce_eager=True, **TIGHT),
+        "eager": job(tiny_llama, steps=WORK, enforce_eager=True),
+        "replayed": job(tiny_llama, steps=WORK),
+        "padded": job(tiny_llama, steps=WORK, compilation_config=PADDED),
+        "tight": job(tiny_llama, steps=[CROWD, {"ask": "replays"}], **TIGHT),
+        "tight and eager": job(tiny_llama, steps=[CROWD], enforce_eager=True, **TIGHT),
+        "stale": job(tiny_llama, steps=[FIRST, {"ask": "plant_stale_input"}, FIRST, {"ask": "replays"}]),
+        **{name: job(tiny_llama, steps=small, **engine) for name, engine in WITHOUT.items()},
     }
-    done = run_engines(tmp_path_factory.mktemp("graphs"), list(engines.values()), ASKING)
-    return dict(zip(engines, done, strict=True))
+    results, log = try_engines(tmp_path_factory.mktemp("graphs"), list(engines.values()), ASKING)
+    logs = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
+    return {name: Run(result, text) for name, result, text in zip(engines, results, logs, strict=True)}
 
 
 def tokens(done: list[dict[str, Any]]) -> list[list[int]]:
@@ -43,19 +74,26 @@ def tokens(done: list[dict[str, Any]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("way", ["replayed", "padded"])
-def test_tokens_equal_those_of_eager_steps(results: dict[str, Result], way: str) -> None:
+def test_tokens_equal_those_of_eager_steps(runs: dict[str, Run], way: str) -> None:
     for place in range(len(WORK) - 1):
-        assert tokens(results[way]["steps"][place]) == tokens(results["eager"]["steps"][place]), WORK[place]
-    assert results[way]["steps"][4][1]["num_cached_tokens"] > 0
+        assert tokens(runs[way].steps[place]) == tokens(runs["eager"].steps[place]), WORK[place]
+    assert runs[way].steps[4][1]["num_cached_tokens"] > 0
 
 
-def test_tokens_are_the_same_when_sequences_are_preempted(results: dict[str, Result]) -> None:
-    assert tokens(results["tight"]["steps"][0]) == tokens(results["tight and eager"]["steps"][0])
-    assert results["tight"]["steps"][1][0]["replays"] > 40
+def test_answers_depend_on_the_prompt(runs: dict[str, Run]) -> None:
+    """A step replayed with another's inputs would not show in a constant answer."""
+    answers = tokens(runs["eager"].steps[2])
+    assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
+    assert all(len(set(answer)) > 4 for answer in answers)
 
 
-def test_steps_were_replayed(results: dict[str, Result]) -> None:
-    [eager], [exact], [padded] = (results[way]["steps"][-1] for way in ("eager", "replayed", "padded"))
+def test_tokens_are_the_same_when_sequences_are_preempted(runs: dict[str, Run]) -> None:
+    assert tokens(runs["tight"].steps[0]) == tokens(runs["tight and eager"].steps[0])
+    assert runs["tight"].steps[1][0]["replays"] > 40
+
+
+def test_steps_were_replayed(runs: dict[str, Run]) -> None:
+    [eager], [exact], [padded] = (runs[way].steps[-1] for way in ("eager", "replayed", "padded"))
     assert eager == {"captured": 0, "replays": 0, "given_up": 0}
     # Of each batch: all tokens but the first. The first step of a size is captured; some share one with a prompt:
     # requests reach the engine one by one.
@@ -67,27 +105,15 @@ def test_steps_were_replayed(results: dict[str, Result]) -> None:
     assert padded["captured"] == 3
 
 
-def test_others_are_served_without_graphs(tiny_llama: Path, tmp_path: Path) -> None:
-    """The guard that looks at modules, tensor parallelism, and users who want none."""
-    steps = [{"batch": batch(PROMPTS[:2], greedy(8))}, {"ask": "replays"}]
-    settings: list[dict[str, Any]] = [
-        {},
-        {"additional_config": {"backplane": {"numeric_guard": "layers"}}},
-        {"compilation_config": {"cudagraph_mode": "NONE"}},
-        {"tensor_parallel_size": 2},
-    ]
-    done = run_engines(tmp_path, [job(tiny_llama, steps=steps, **one) for one in settings], ASKING)
-    first = done[0]
-    assert first["steps"][1][0]["replays"] >= 4
-    for one in done[1:]:
-        assert tokens(one["steps"][0]) == tokens(first["steps"][0])
-        assert all(worker["replays"] == 0 for worker in one["steps"][1])
+@pytest.mark.parametrize("name", WITHOUT)
+def test_others_are_served_without_graphs(runs: dict[str, Run], name: str) -> None:
+    done, workers = runs[name].steps
+    assert tokens(done) == tokens(runs["replayed"].steps[1])
+    assert all(worker["replays"] == 0 for worker in workers)
 
 
-def test_a_stale_input_gives_no_wrong_tokens(tiny_llama: Path, tmp_path: Path) -> None:
-    work = {"batch": batch(PROMPTS[:1], greedy(8))}
-    steps = [work, {"ask": "plant_stale_input"}, work, {"ask": "replays"}]
-    [result], log = try_engines(tmp_path, [job(tiny_llama, steps=steps)], ASKING)
-    assert tokens(result["steps"][2]) == tokens(result["steps"][0])
-    assert result["steps"][3] == [{"captured": 1, "replays": 6, "given_up": 1}]
-    assert "run eagerly, which is slower: the input input_ids is another tensor" in log.read_text(errors="replace")
+def test_a_stale_input_gives_no_wrong_tokens(runs: dict[str, Run]) -> None:
+    first, _, second, counted = runs["stale"].steps
+    assert tokens(second) == tokens(first)
+    assert counted == [{"captured": 1, "replays": 6, "given_up": 1}]
+    assert "run eagerly, which is slower: the input input_ids is another tensor" in runs["stale"].log

@@ -19,7 +19,12 @@ pytestmark = pytest.mark.server
 
 TOKENS = 16
 PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)], [9, 8, 7], [311]]
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
+SIM = {
+    "BACKPLANE_DEVICE": "sim",
+    "BACKPLANE_SIM_FALLBACK": "forbid",
+    "BACKPLANE_SIM_MEMORY": "1GiB",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
+}
 
 
 @pytest.fixture(scope="module")

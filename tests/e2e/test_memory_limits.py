@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
-from engine import batch, greedy, insist_on_backplane, job, try_engines
+from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
 from processes import SCRIPTS, Child
 from server import free_port
 
@@ -22,11 +23,22 @@ BYTES_PER_TOKEN = 4 * 2 * 2 * 32 * 4
 """Of the tiny Llama: layers, K and V, KV heads, head size, bytes of a float32."""
 
 TEN_TERABYTES = 10 * 10**12
+ROOM = 4 * 256
+"""Tokens, of which each sequence below comes to 141: seven fit."""
+
+LENGTH = 80
+CROWD = [[10 + place, *range(100, 160)] for place in range(24)]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    result: Result
+    log: str
 
 
 @pytest.fixture(scope="module")
-def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Engines with various wishes: the log of each, from one run."""
+def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Attempt]:
+    """Engines with various wishes, from one run."""
     available = psutil.virtual_memory().available
     half_of_the_weights = json.loads((smollm2 / "backplane-manifest.json").read_text())
     weights = half_of_the_weights["files"]["model.safetensors"]["size"]
@@ -37,6 +49,14 @@ def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathF
         "default": job(tiny_llama, work),
         "named share": job(tiny_llama, work, additional_config=named_share),
         "asked for": job(tiny_llama, work, kv_cache_memory_bytes=64 << 20),
+        "crowded": job(
+            tiny_llama,
+            batch(CROWD, greedy(LENGTH)),
+            batch(CROWD[:3], greedy(LENGTH), one_by_one=True),
+            kv_cache_memory_bytes=ROOM * BYTES_PER_TOKEN,
+            max_num_seqs=len(CROWD),
+            enable_prefix_caching=False,
+        ),
         "too much": job(tiny_llama, work, kv_cache_memory_bytes=TEN_TERABYTES),
         "too many blocks": job(tiny_llama, work, num_gpu_blocks_override=TEN_TERABYTES // (16 * BYTES_PER_TOKEN)),
         "no room for the weights": job(smollm2, work, additional_config=too_small),
@@ -45,12 +65,12 @@ def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathF
     results, log = try_engines(tmp_path_factory.mktemp("memory"), list(engines.values()))
     texts = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
     for name, result in zip(engines, results, strict=True):
-        if name in ("default", "named share", "asked for"):
+        if name in ("default", "named share", "asked for", "crowded"):
             assert "error" not in result, f"{name}: {result['error']}"
             insist_on_backplane(result)
         else:
             assert "error" in result, f"{name}: it started"
-    return dict(zip(engines, texts, strict=True))
+    return {name: Attempt(result, text) for name, result, text in zip(engines, results, texts, strict=True)}
 
 
 def numbers(pattern: str, text: str) -> tuple[float, ...]:
@@ -66,8 +86,8 @@ def start_line(text: str) -> tuple[float, float, float, float]:
     return total, free, share, allowed
 
 
-def test_the_allowance_is_a_share_of_what_is_there(attempts: dict[str, str]) -> None:
-    total, free, share, allowed = start_line(attempts["default"])
+def test_the_allowance_is_a_share_of_what_is_there(attempts: dict[str, Attempt]) -> None:
+    total, free, share, allowed = start_line(attempts["default"].log)
     machine = psutil.virtual_memory()
     assert 0 < free <= total <= machine.total / GIB + ROUNDING
     assert free <= machine.available / GIB + 4, "other processes come and go, but not by this much"
@@ -76,68 +96,52 @@ def test_the_allowance_is_a_share_of_what_is_there(attempts: dict[str, str]) -> 
 
 
 @pytest.mark.parametrize("name", ["default", "named share"])
-def test_the_kv_cache_is_within_the_allowance(attempts: dict[str, str], name: str) -> None:
-    *_, allowed = start_line(attempts[name])
-    granted, activations = numbers(r"KV cache: ([\d.]+) GiB; ([\d.]+) GiB are kept", attempts[name])
-    (tokens,) = numbers(r"KV cache size: ([\d,]+) tokens", attempts[name])
+def test_the_kv_cache_is_within_the_allowance(attempts: dict[str, Attempt], name: str) -> None:
+    *_, allowed = start_line(attempts[name].log)
+    granted, activations = numbers(r"KV cache: ([\d.]+) GiB; ([\d.]+) GiB are kept", attempts[name].log)
+    (tokens,) = numbers(r"KV cache size: ([\d,]+) tokens", attempts[name].log)
     assert 0 < granted <= allowed - activations + ROUNDING
     assert tokens * BYTES_PER_TOKEN <= (granted + ROUNDING) * GIB
     assert tokens * BYTES_PER_TOKEN >= (granted - ROUNDING) * GIB - 16 * BYTES_PER_TOKEN, "what was granted is used"
 
 
-def test_a_named_share_is_obeyed(attempts: dict[str, str]) -> None:
-    _, free, share, allowed = start_line(attempts["named share"])
+def test_a_named_share_is_obeyed(attempts: dict[str, Attempt]) -> None:
+    _, free, share, allowed = start_line(attempts["named share"].log)
     assert share == 0.25
     assert allowed == pytest.approx(free * 0.25, abs=ROUNDING)
 
 
-def test_a_named_size_is_obeyed(attempts: dict[str, str]) -> None:
-    (tokens,) = numbers(r"KV cache size: ([\d,]+) tokens", attempts["asked for"])
+def test_a_named_size_is_obeyed(attempts: dict[str, Attempt]) -> None:
+    (tokens,) = numbers(r"KV cache size: ([\d,]+) tokens", attempts["asked for"].log)
     assert tokens == (64 << 20) // BYTES_PER_TOKEN
 
 
-def test_more_sequences_than_the_cache_holds_wait_their_turn(tiny_llama: Path, tmp_path: Path) -> None:
+def test_more_sequences_than_the_cache_holds_wait_their_turn(attempts: dict[str, Attempt]) -> None:
     """Sequences are put off when the cache is full and go on later, with the answers of an empty cache."""
-    prompts = [[10 + place, *range(100, 160)] for place in range(24)]
-    room = 4 * 256  # tokens: of 24 sequences of 160, six
-    (result,), log = try_engines(
-        tmp_path,
-        [
-            job(
-                tiny_llama,
-                batch(prompts, greedy(100)),
-                batch(prompts[:3], greedy(100), one_by_one=True),
-                kv_cache_memory_bytes=room * BYTES_PER_TOKEN,
-                max_num_seqs=24,
-                enable_prefix_caching=False,
-            )
-        ],
-    )
-    assert "error" not in result, result.get("error")
-    together, alone = ([output["token_ids"] for output in done] for done in result["batches"])
-    assert all(len(answer) == 100 for answer in together)
+    together, alone = ([output["token_ids"] for output in done] for done in attempts["crowded"].result["batches"])
+    assert all(len(answer) == LENGTH for answer in together)
     assert together[:3] == alone
-    assert numbers(r"KV cache size: ([\d,]+) tokens", log.read_text()) == (room,)
+    assert numbers(r"KV cache size: ([\d,]+) tokens", attempts["crowded"].log) == (ROOM,)
 
 
 @pytest.mark.parametrize(
     ("name", "option"), [("too much", "kv-cache-memory-bytes"), ("too many blocks", "num-gpu-blocks-override")]
 )
-def test_more_than_there_is_is_refused(attempts: dict[str, str], name: str, option: str) -> None:
+def test_more_than_there_is_is_refused(attempts: dict[str, Attempt], name: str, option: str) -> None:
     error = rf"a KV cache of ([\d.]+) GiB was asked for, and ([\d.]+) GiB of ([\d.]+) GiB is free .*lower --{option}"
-    asked, free, total = numbers(error, attempts[name])
+    asked, free, total = numbers(error, attempts[name].log)
     assert asked == pytest.approx(TEN_TERABYTES / GIB, abs=ROUNDING)
     assert 0 < free < total <= psutil.virtual_memory().total / GIB + ROUNDING
 
 
-def test_weights_that_do_not_fit_are_refused(attempts: dict[str, str]) -> None:
-    text = attempts["no room for the weights"]
+def test_weights_that_do_not_fit_are_refused(attempts: dict[str, Attempt]) -> None:
+    text = attempts["no room for the weights"].log
     assert "KV cache size" not in text
     assert re.search(r"BackplaneError: .* [\d.]+ GiB .*memory_share", text, flags=re.IGNORECASE)
 
 
-def test_a_cache_too_small_for_one_sequence_is_refused(attempts: dict[str, str]) -> None:
-    text = attempts["no room for one sequence"]
+def test_a_cache_too_small_for_one_sequence_is_refused(attempts: dict[str, Attempt]) -> None:
+    text = attempts["no room for one sequence"].log
     assert re.search(r"ValueError: .*\b256\b.*GiB", text), "vLLM's own check, with the length and the sizes"
 
 

@@ -109,15 +109,22 @@ def _ran_in(notes: Path) -> tuple[dict[str, set[int]], dict[str, set[str]]]:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    """An engine whose worker is in its own process, then one whose two workers have processes of theirs."""
     notes = tmp_path / "notes"
-    results, log = try_engines(
-        tmp_path, [job(tiny_llama, batch([[1, 2, 3]], greedy(2)))], _variables(distribution, notes, method)
-    )
-    assert "error" not in results[0], results[0]
+    work = batch([[1, 2, 3]], greedy(2))
+    jobs = [job(tiny_llama, work), job(tiny_llama, work, tensor_parallel_size=2)]
+    results, log = try_engines(tmp_path, jobs, _variables(distribution, notes, method))
+    assert not any("error" in result for result in results), results
     where, kinds = _ran_in(notes)
     assert set(where) == {"platform", "engine", "worker", "used"}, tail(log)
+    assert len(where["platform"]) == 1
+    assert len(where["engine"]) == 2
     assert not where["engine"] & where["platform"]  # the engine has a process of its own
-    assert kinds["engine"] == {STARTED_BY[method]}
+    assert len(where["worker"]) == 3
+    assert len(where["worker"] & where["engine"]) == 1
+    assert not where["worker"] & where["platform"]
+    assert where["used"] == where["worker"]
+    assert kinds["engine"] == kinds["worker"] == {STARTED_BY[method]}
     told = log.read_text()
     assert re.search(r"Patches of vLLM: .*noted_platform applied, noted_engine applied\b", told)
     assert "Patch noted_worker applied to" in told
@@ -143,18 +150,6 @@ def test_online(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pat
     assert set(where) == {"platform", "engine", "worker", "used"}
     assert not where["engine"] & where["platform"]
     assert kinds["engine"] == {STARTED_BY[method]}
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_in_processes_of_their_own(method: str, distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
-    notes = tmp_path / "notes"
-    two = job(tiny_llama, batch([[1, 2, 3]], greedy(2)), tensor_parallel_size=2)
-    results, log = try_engines(tmp_path, [two], _variables(distribution, notes, method))
-    assert "error" not in results[0], results[0]
-    where, kinds = _ran_in(notes)
-    assert len(where["worker"]) == 2, tail(log)
-    assert not where["worker"] & (where["engine"] | where["platform"])
-    assert kinds["worker"] == {STARTED_BY[method]}
 
 
 def test_a_drifted_patch_stops_the_start_with_a_diff_unless_told_to_warn(

@@ -10,7 +10,8 @@ import pytest
 import quantized_reference
 import reference
 import torch
-from engine import Result, batch, greedy, job, run_engines, try_engines
+from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
+from processes import tail
 
 from vllm_backplane.layers.quantization.formats import HEAD, ONLINE
 
@@ -25,6 +26,8 @@ make an input fall on the other side of a rounding now and then. From layer to l
 roundings have little to do with each other."""
 IDS = ([7, 300, 21, 9000, 44], list(range(1000, 1100)))
 FORMATS = tuple(ONLINE)
+TEXTS = ("Paris is the capital of France.", "A cat sleeps on the warm stove.", prompts.PASSAGE[:700])
+CHECKPOINT = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +45,14 @@ def text(tokenizer: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def results(
-    smollm2: Path, tiny_llama: Path, tokenizer: Any, text: list[int], tmp_path_factory: pytest.TempPathFactory
+    smollm2: Path,
+    tiny_llama: Path,
+    minilm: Path,
+    tokenizer: Any,
+    text: list[int],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Result]:
+    """By name; the last is to be refused."""
     small = batch(IDS, greedy(8, logprobs=0, prompt_logprobs=0))
     asked = (
         batch([tokenizer.encode(text) for text in QUESTIONS], greedy(2)),
@@ -53,7 +62,13 @@ def results(
     jobs = {name: job(smollm2, *asked, quantization=name, **limits) for name in FORMATS}
     jobs["one worker"] = job(tiny_llama, small, quantization="int4")
     jobs["two workers"] = job(tiny_llama, small, quantization="int4", tensor_parallel_size=2)
-    done = run_engines(tmp_path_factory.mktemp("quantization"), list(jobs.values()))
+    jobs["embeddings"] = job(minilm, embed=TEXTS, runner="pooling")
+    jobs["quantized embeddings"] = job(minilm, embed=TEXTS, runner="pooling", quantization="int8")
+    jobs["quantized already"] = job(tiny_llama, quantization="int8", hf_overrides=CHECKPOINT)
+    done, log = try_engines(tmp_path_factory.mktemp("quantization"), list(jobs.values()))
+    for result in done[:-1]:
+        assert "error" not in result, f"{result['error']}\n{tail(log)}"
+        insist_on_backplane(result)
     return dict(zip(jobs, done, strict=True))
 
 
@@ -102,15 +117,11 @@ def test_two_workers_compute_what_one_does(results: dict[str, Result]) -> None:
         assert two["prompt_logprobs"][1:] == pytest.approx(one["prompt_logprobs"][1:], abs=0.1)
 
 
-def test_embeddings_stay_near(minilm: Path, tmp_path: Path) -> None:
-    texts = ("Paris is the capital of France.", "A cat sleeps on the warm stove.", prompts.PASSAGE[:700])
-    jobs = [job(minilm, embed=texts, runner="pooling", quantization=name) for name in (None, "int8")]
-    full, quantized = (torch.tensor(done["embeddings"]) for done in run_engines(tmp_path, jobs))
+def test_embeddings_stay_near(results: dict[str, Result]) -> None:
+    full, quantized = (torch.tensor(results[name]["embeddings"]) for name in ("embeddings", "quantized embeddings"))
     assert torch.nn.functional.cosine_similarity(full, quantized).min() > 0.999
     assert not torch.equal(full, quantized)
 
 
-def test_a_quantized_checkpoint_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
-    overrides = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
-    (result,), _ = try_engines(tmp_path, [job(tiny_llama, quantization="int8", hf_overrides=overrides)])
-    assert "quantized already (gptq)" in result["error"]
+def test_a_quantized_checkpoint_is_refused(results: dict[str, Result]) -> None:
+    assert "quantized already (gptq)" in results["quantized already"]["error"]

@@ -1,13 +1,20 @@
-"""Faults of the simulated NPU end a server in a clear error, in time, with nothing left; the next start works."""
+"""Faults of the simulated NPU end in a clear error, in time, with nothing left; the next start works.
+
+A stream that hangs is the fault that could keep a server from ending, so it strikes real servers. The others are raised
+where they happen and reach a server as any error of its engine does; they strike engines that one process starts one
+after another.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from endings import SMALL, TWO, Request, Starter, ends_after_a_fault
-from processes import SCRIPTS, Child
-from server import free_port
+from endings import LIMIT, TWO, Request, Starter, ends_after_a_fault
+from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -17,77 +24,117 @@ SIM = {
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "1GiB",
     # Less than the default, because the end is waited for on machines that do other work as well.
-    "BACKPLANE_SIM_SYNC_TIMEOUT": "5",
+    "BACKPLANE_SIM_SYNC_TIMEOUT": "3",
 }
+TOKENS = 100
 
 
-@pytest.fixture(autouse=True)
-def _on_the_simulated_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in SIM.items():
+# The model has four layers, so a token needs four launches of attention. vLLM reads the answer to a step from the
+# worker of card 0, which waits for the other one. Two workers are slow where they share a core with others, so the
+# fault comes soon after the first token.
+@pytest.mark.parametrize(
+    ("arguments", "variables", "fault"),
+    [
+        pytest.param((), {}, f"hang@launch={ATTENTION},nth=80", id="of one card"),
+        pytest.param(
+            TWO,
+            # Not spawned, as vLLM's command would: three more processes that import all of vLLM.
+            {"VLLM_WORKER_MULTIPROC_METHOD": "fork"},
+            f"hang@launch={ATTENTION},nth=40,card=1",
+            id="of the second of two cards",
+        ),
+    ],
+)
+def test_a_stream_that_hangs_ends_the_server(
+    arguments: tuple[str, ...],
+    variables: dict[str, str],
+    fault: str,
+    start: Starter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {**SIM, **variables, "BACKPLANE_SIM_FAULTS": fault}.items():
         monkeypatch.setenv(name, value)
-
-
-# The model has four layers, so a token needs four launches of attention.
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        pytest.param(f"fail@launch={ATTENTION},nth=400", f"{ATTENTION}", id="a launch fails"),
-        pytest.param(f"hang@launch={ATTENTION},nth=80", f"{ATTENTION}", id="a stream hangs"),
-        pytest.param(f"lost@launch={ATTENTION},nth=400,card=0", "card 0", id="a card disappears"),
-        pytest.param("oom@alloc=20000", "out of memory", id="no memory"),
-    ],
-)
-def test_a_fault_while_serving_ends_the_server(
-    fault: str, told: str, start: Starter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BACKPLANE_SIM_FAULTS", fault)
-    server = start()
+    server = start(*arguments)
     request = Request(server)
     server.descendants()
     assert ends_after_a_fault(server, request) != 0
     request.must_have_failed()
-    assert told in server.text()
+    assert ATTENTION in server.text()
+    if arguments:
+        assert "Rank 1 failed in" in server.text()
 
 
-# vLLM reads the answer to a step from the worker of card 0, which waits for the other one. Two workers are slow where
-# they share a core with others, so the faults come soon after the first token.
+@dataclass(frozen=True)
+class Run:
+    result: Result
+    log: str
+
+
+FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a launch fails": (f"fail@launch={ATTENTION},nth=120", {}),
+    "a card disappears": (f"lost@launch={ATTENTION},nth=120,card=0", {}),
+    "no memory": ("oom@alloc=4000", {}),
+    "no memory at the start": ("oom@alloc=5", {}),
+    "the second card disappears": (f"lost@launch={ATTENTION},nth=120,card=1", {"tensor_parallel_size": 2}),
+    "a copy of the second card fails": ("fail@copy=copy_d2h,nth=60,card=1", {"tensor_parallel_size": 2}),
+    "no fault that there is": ("melt@launch=5", {}),
+    "none": ("", {}),
+}
+"""(fault, what the engine is started with) by name. The last is the next start."""
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    steps = [{"watch": batch([[7, 300, 21, 9000, 44]], greedy(TOKENS))}]
+    jobs = [
+        job(
+            tiny_llama,
+            steps=steps,
+            additional_config={"backplane": {"sim": {"faults": fault} if fault else {}}},
+            **engine,
+        )
+        for fault, engine in FAULTS.values()
+    ]
+    results, log = try_engines(tmp_path_factory.mktemp("faults"), jobs, SIM)
+    logs = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
+    return {name: Run(result, text) for name, result, text in zip(FAULTS, results, logs, strict=True)}
+
+
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("name", "told"),
     [
-        pytest.param(f"hang@launch={ATTENTION},nth=40,card=1", f"{ATTENTION}", id="a stream hangs"),
-        pytest.param(f"lost@launch={ATTENTION},nth=60,card=1", "card 1", id="a card disappears"),
-        pytest.param("fail@copy=copy_d2h,nth=150,card=1", "copy_d2h", id="a copy fails"),
+        ("a launch fails", ATTENTION),
+        ("a card disappears", "card 0"),
+        ("no memory", "out of memory"),
+        ("the second card disappears", "card 1"),
+        ("a copy of the second card fails", "copy_d2h"),
     ],
 )
-def test_a_fault_of_the_second_of_two_cards_ends_the_server(
-    fault: str, told: str, start: Starter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BACKPLANE_SIM_FAULTS", fault)
-    server = start(*TWO)
-    request = Request(server)
-    server.descendants()
-    assert ends_after_a_fault(server, request) != 0
-    request.must_have_failed()
-    assert told in server.text()
-    assert "Rank 1 failed in" in server.text()
+def test_a_fault_ends_the_engine(runs: dict[str, Run], name: str, told: str) -> None:
+    run = runs[name]
+    assert "EngineDeadError" in run.result["error"], "it ended before it served"
+    assert told in run.log
+    if "second" in name:
+        assert "Rank 1 failed in" in run.log
+    assert run.result["left"] == [], "processes of the engine outlive it"
+    assert run.result["seconds"] < LIMIT, "the client waited long after the last token"
 
 
-def test_no_memory_at_the_start_ends_it(tiny_llama: Path, tmp_path: Path) -> None:
-    command = [str(SCRIPTS / "vllm-backplane"), "serve", str(tiny_llama), *SMALL, "--port", str(free_port())]
-    variables = {"BACKPLANE_SIM_FAULTS": "oom@alloc=5"}
-    with Child(command, tmp_path / "server.log", variables) as server:
-        assert server.wait(120) != 0
-        assert not server.wait_for_nothing_left(15)
-        assert "out of memory" in server.text()
+def test_no_memory_at_the_start_ends_it(runs: dict[str, Run]) -> None:
+    run = runs["no memory at the start"]
+    assert "Engine core initialization failed" in run.result["error"]
+    assert "out of memory" in run.log
+    assert run.result["left"] == []
 
 
-def test_a_fault_that_cannot_be_understood_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
-    command = [str(SCRIPTS / "vllm-backplane"), "serve", str(tiny_llama), *SMALL, "--port", str(free_port())]
-    with Child(command, tmp_path / "server.log", {"BACKPLANE_SIM_FAULTS": "melt@launch=5"}) as server:
-        assert server.wait(120) != 0
-        assert "'melt' is no kind of fault; there are oom, fail, hang, lost, corrupt" in server.text()
+def test_a_fault_that_cannot_be_understood_is_refused(runs: dict[str, Run]) -> None:
+    run = runs["no fault that there is"]
+    assert "error" in run.result
+    assert "'melt' is no kind of fault; there are oom, fail, hang, lost, corrupt" in run.log
 
 
-def test_the_next_start_works(start: Starter) -> None:
-    answer = start().client().completions.create(model="tiny", prompt="a", max_tokens=8, temperature=0)
-    assert answer.usage is not None and answer.usage.completion_tokens == 8
+def test_the_next_start_works(runs: dict[str, Run]) -> None:
+    result = runs["none"].result
+    assert "error" not in result, result["error"]
+    insist_on_backplane(result)
+    assert result["steps"] == [[TOKENS]]

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import Result, batch, greedy, job, run_engines, try_engines
+from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
+from processes import tail
 from worker_questions import ASKING
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
@@ -17,6 +18,17 @@ SIZES = [1, 2, 4]
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **ASKING}
 DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES}
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "all steps": (
+        {"compilation_config": {"cudagraph_mode": "FULL"}},
+        "decode steps alone are replayed: use -cc.cudagraph_mode=full_decode_only",
+    ),
+    "numeric guard": (
+        {"compilation_config": DECODE, "additional_config": {"backplane": {"numeric_guard": "layers"}}},
+        "a replayed graph does not call them",
+    ),
+}
+"""What an engine is started with, and what it says to that."""
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +38,18 @@ def results(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     drawn = {"batch": batch(PROMPTS[:2], {"temperature": 0.9, "seed": 3, "max_tokens": TOKENS, "ignore_eos": True})}
     steps = [*work, drawn, {"ask": "graphs"}, {"sleep": 1}, {"wake": None}, *work, {"ask": "graphs"}]
     limits = {**LIMITS, "enable_sleep_mode": True}
-    jobs = [
-        job(tiny_llama, steps=steps, **limits),
-        job(tiny_llama, steps=steps, compilation_config=DECODE, **limits),
-    ]
-    eager, replayed = run_engines(tmp_path_factory.mktemp("graphs"), jobs, SIM, device="sim")
-    return {"eager": eager, "replayed": replayed}
+    jobs = {
+        "eager": job(tiny_llama, steps=steps, **limits),
+        "replayed": job(tiny_llama, steps=steps, compilation_config=DECODE, **limits),
+        **{name: job(tiny_llama, **LIMITS, **engine) for name, (engine, _) in REFUSED.items()},
+    }
+    done, log = try_engines(tmp_path_factory.mktemp("graphs"), list(jobs.values()), SIM)
+    results = dict(zip(jobs, done, strict=True))
+    for name in ("eager", "replayed"):
+        assert "error" not in results[name], results[name]["error"] + tail(log)
+        insist_on_backplane(results[name])
+        assert results[name]["device"] == "bpnpu"
+    return results
 
 
 def tokens(done: list[dict[str, Any]]) -> list[list[int]]:
@@ -55,25 +73,6 @@ def test_steps_were_replayed_and_others_were_not(results: dict[str, Result]) -> 
     assert second["replays"] > first["replays"], "graphs survive a sleep"
 
 
-@pytest.mark.parametrize(
-    ("device", "engine", "told"),
-    [
-        pytest.param(
-            "sim",
-            {"compilation_config": {"cudagraph_mode": "FULL"}},
-            "decode steps alone are replayed: use -cc.cudagraph_mode=full_decode_only",
-            id="all steps",
-        ),
-        pytest.param(
-            "sim",
-            {"compilation_config": DECODE, "additional_config": {"backplane": {"numeric_guard": "layers"}}},
-            "a replayed graph does not call them",
-            id="numeric guard",
-        ),
-    ],
-)
-def test_what_cannot_be_done_is_refused(
-    device: str, engine: dict[str, Any], told: str, tiny_llama: Path, tmp_path: Path
-) -> None:
-    [result], _ = try_engines(tmp_path, [job(tiny_llama, **LIMITS, **engine)], {**SIM, "BACKPLANE_DEVICE": device})
-    assert told in result["error"]
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused(results: dict[str, Result], name: str) -> None:
+    assert REFUSED[name][1] in results[name]["error"]

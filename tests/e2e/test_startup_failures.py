@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+from engine import Result, job, try_engines
 from processes import SCRIPTS, Child, on_path
 from server import free_port
 
@@ -78,27 +80,31 @@ CASES = {
         ("devise", "did you mean 'device'"),
         arguments=("--additional-config", '{"backplane": {"devise": "cpu"}}'),
     ),
-    "section that is not quite ours": Case(
-        ("'backplan'", "did you mean 'backplane'"),
-        arguments=("--additional-config", '{"backplan": {"memory_share": 0.1}}'),
-    ),
-    "option with a bad value": Case(
-        ("memory_share", "a number above 0 and at most 1"),
-        arguments=("--additional-config", '{"backplane": {"memory_share": 7}}'),
-    ),
     "unknown variable": Case(("BACKPLANE_DEVISE", "did you mean 'BACKPLANE_DEVICE'"), {"BACKPLANE_DEVISE": "cpu"}),
     "variable with a bad value": Case(
         ("BACKPLANE_MEMORY_SHARE", "a number above 0 and at most 1"), {"BACKPLANE_MEMORY_SHARE": "much"}
     ),
-    "option for another device than the one chosen": Case(
+}
+
+ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "section that is not quite ours": (
+        {"additional_config": {"backplan": {"memory_share": 0.1}}},
+        ("'backplan'", "did you mean 'backplane'"),
+    ),
+    "option with a bad value": (
+        {"additional_config": {"backplane": {"memory_share": 7}}},
+        ("memory_share", "a number above 0 and at most 1"),
+    ),
+    "option for another device than the one chosen": (
+        {"additional_config": {"backplane": {"device": "minimal"}}},
         ("BACKPLANE_DEVICE=minimal",),
-        arguments=("--additional-config", '{"backplane": {"device": "minimal"}}'),
     ),
 }
+"""What is given to an engine, and what it says. A server is given the same by its command line ("unknown option")."""
 if find_spec("numba") is None:  # `make` installs none
-    CASES["n-gram speculation without numba"] = Case(
+    ENGINES["n-gram speculation without numba"] = (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
         ("pip install numba",),
-        arguments=("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'),
     )
 
 
@@ -138,3 +144,19 @@ def test_it_ends_and_says_why(case: Case, tiny_llama: Path, tmp_path: Path) -> N
         assert not missing, f"the output does not say {missing}"
         assert "Application startup complete" not in output
         assert not child.wait_for_nothing_left(15)
+
+
+@pytest.fixture(scope="module")
+def refused(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """What became of each engine; one process tries them all."""
+    jobs = [job(tiny_llama, **given) for given, _ in ENGINES.values()]
+    results, _ = try_engines(tmp_path_factory.mktemp("refused"), jobs)
+    return dict(zip(ENGINES, results, strict=True))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_does_not_start_and_says_why(refused: dict[str, Result], name: str) -> None:
+    assert "error" in refused[name], "it started as if nothing had happened"
+    missing = [text for text in ENGINES[name][1] if text not in refused[name]["error"]]
+    assert not missing, f"the error does not say {missing}: {refused[name]['error']}"
+    assert refused[name]["left"] == []

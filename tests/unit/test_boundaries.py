@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,31 +47,43 @@ def is_vllm(module: str) -> bool:
     return module.split(".")[0] == "vllm"
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "vllm_backplane",
-        "vllm_backplane.device",
-        "vllm_backplane.ops",
-        "vllm_backplane.options",
-        "vllm_backplane.runtime",
-        "vllm_backplane.devices.cpu",
-        "vllm_backplane.devices.sim",
-        "vllm_backplane.upstream",
-        "vllm_backplane.audit",
-        "vllm_backplane.patch",
-        "vllm_backplane.cli",
-        "vllm_backplane.diagnosis",
-        "vllm_backplane.layers.hooks",
-    ],
+IMPORTED_WITHOUT_VLLM = (
+    "vllm_backplane",
+    "vllm_backplane.device",
+    "vllm_backplane.ops",
+    "vllm_backplane.options",
+    "vllm_backplane.runtime",
+    "vllm_backplane.devices.cpu",
+    "vllm_backplane.devices.sim",
+    "vllm_backplane.upstream",
+    "vllm_backplane.audit",
+    "vllm_backplane.patch",
+    "vllm_backplane.cli",
+    "vllm_backplane.diagnosis",
+    "vllm_backplane.layers.hooks",
 )
-def test_importing_it_does_not_import_vllm(module):
+
+
+@pytest.fixture(scope="module")
+def brought_along() -> dict[str, list[str]]:
+    """Modules of vLLM that came with each, imported one after another: one process, because torch takes seconds."""
     program = (
-        f"import sys, {module}\n"
-        "print(sorted(name for name in sys.modules if name == 'vllm' or name.startswith('vllm.')))\n"
+        "import importlib, json, sys\n"
+        "found, before = {}, set()\n"
+        f"for module in {IMPORTED_WITHOUT_VLLM!r}:\n"
+        "    importlib.import_module(module)\n"
+        "    now = {name for name in sys.modules if name == 'vllm' or name.startswith('vllm.')}\n"
+        "    found[module], before = sorted(now - before), now\n"
+        "print(json.dumps(found))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("module", IMPORTED_WITHOUT_VLLM)
+def test_importing_it_does_not_import_vllm(brought_along, module):
+    assert brought_along[module] == []
 
 
 @pytest.mark.parametrize("path", files(*FREE_OF_VLLM), ids=relative)

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+# One process imports vLLM, which takes seconds, and the ranks are forked from it.
 SCRIPT = """
-import json, sys
+import json, os, sys
 import torch, torch.distributed as dist
 from vllm_backplane.distributed.communicator import BackplaneCommunicator
 from vllm_backplane.errors import BackplaneError
 
-store, rank, world, target = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+folder, world = sys.argv[1], int(sys.argv[2])
+children = []
+for rank in range(world):
+    child = os.fork()
+    if child == 0:
+        break
+    children.append(child)
+else:
+    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+store, target = f"{folder}/store", f"{folder}/{rank}.json"
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=world)
 group = dist.new_group(list(range(world)), backend="gloo")
 comm = BackplaneCommunicator(cpu_group=group, device=torch.device("cpu"), device_group=group, unique_name="tp:0")
@@ -54,22 +66,19 @@ dist.destroy_process_group()
 @pytest.fixture(scope="module", params=[3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     world, folder = request.param, tmp_path_factory.mktemp("ranks")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(folder / "store"), str(rank), str(world), str(folder / f"{rank}.json")],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder), str(world)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        for process in processes:
-            _, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors
+        _, errors = process.communicate(timeout=120)
     finally:
-        for process in processes:
-            process.kill()
-    return [json.loads(Path(folder / f"{rank}.json").read_text()) for rank in range(world)]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 
 def _sizes(ranks: list[dict[str, Any]]) -> list[int]:

@@ -1,0 +1,51 @@
+"""Files of tests that take longest come first, so that those which run side by side end together.
+
+pytest-xdist hands out files in this order (`--no-loadscope-reorder`; by itself it begins with those that have most
+tests, and a file with one test of a minute comes last, beside nothing).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+LONGEST = (
+    "e2e/test_processes.py",
+    "e2e/test_parity.py",
+    "e2e/test_patch_processes.py",
+    "e2e/test_sim_faults.py",
+    "e2e/test_startup_failures.py",
+    "e2e/test_sim.py",
+    "e2e/test_numeric_guard.py",
+    "e2e/test_quantization.py",
+    "e2e/test_server.py",
+    "e2e/test_memory_limits.py",
+    "e2e/test_second_runner.py",
+    "e2e/test_cpu_graphs.py",
+    "e2e/test_architectures.py",
+    "e2e/test_sim_memory.py",
+    "e2e/test_bfloat16.py",
+    "e2e/test_embeddings.py",
+    "e2e/test_patch_skeleton.py",
+    "e2e/test_patch_launcher_running.py",
+    "e2e/test_parallel.py",
+    "e2e/test_quantization_memory.py",
+    "e2e/test_data_parallel.py",
+    "unit/devices/test_cpu_quantized.py",
+    "unit/devices/test_cpu_kernels.py",
+    "unit/devices/sim/test_sim_driver.py",
+    "unit/test_doctor.py",
+    "unit/ops/test_every_operator.py",
+    "unit/devices/sim/test_sim_runtime.py",
+)
+"""By the time they take; the others follow as they are found."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {HERE / name: place for place, name in enumerate(LONGEST)}
+    missing = [str(path) for path in places if not path.is_file()]
+    if missing:
+        raise pytest.UsageError(f"{__file__} names files that are not there: {', '.join(missing)}")
+    items.sort(key=lambda item: places.get(item.path, len(places)))
