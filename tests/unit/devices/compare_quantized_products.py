@@ -56,6 +56,8 @@ class Weight:
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[numpy.ndarray, numpy.ndarray]:
         """The result in float64, and the size of what was added up."""
+        if 0 < native.decoded_from() <= x.shape[0]:
+            return self.decoded_product(x, bias)
         rows, groups = x.shape[0], self.padded // self.group
         values = numpy.zeros((rows, self.padded), numpy.float32)
         values[:, : x.shape[1]] = x.float().numpy()
@@ -80,6 +82,22 @@ class Weight:
         sizes = sizes + (0 if self.symmetric else numpy.abs(self.offsets.double().numpy() * sums * x_scales[:, None]))
         extra = 0.0 if bias is None else bias.double().numpy()
         return terms.sum(-1) + extra, sizes.sum(-1) + numpy.abs(extra)
+
+    def decoded_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The same where weight and input are rounded to bfloat16."""
+        by_group = self.codes.double().view(self.out, -1, self.group)
+        scales = self.scales.double().unsqueeze(-1)
+        if self.symmetric:
+            weight = (by_group - 2 ** (self.bits - 1)) * scales
+        else:
+            weight = by_group * scales + self.offsets.double().unsqueeze(-1)
+        weight = weight.view(self.out, -1)[:, : x.shape[1]].float().bfloat16().double()
+        values = x.float().bfloat16().double()
+        values[~x.float().isfinite().all(-1)] = NAN
+        extra = 0.0 if bias is None else bias.double().numpy()
+        # Ten times as much as what compare() allows of it: sums are float32 from the first position on.
+        size = 10 * (values.abs() @ weight.abs().T).numpy()
+        return (values @ weight.T).numpy() + extra, size + numpy.abs(extra)
 
 
 def compare(weight: Weight, x: torch.Tensor, bias: torch.Tensor | None, label: str) -> Iterator[str]:

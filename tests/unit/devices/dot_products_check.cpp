@@ -107,6 +107,77 @@ bool check(const DotKernels& kernels, const Case& c, bool wide) {
   return true;
 }
 
+float as_bfloat16(double value) {
+  const float single = float(value);
+  uint32_t bits;
+  std::memcpy(&bits, &single, sizeof bits);
+  bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+  float rounded;
+  std::memcpy(&rounded, &bits, sizeof rounded);
+  return rounded;
+}
+
+// Weights decoded to bfloat16: some positions of some groups, from the middle of the first one on.
+bool check_decoded(const DotKernels& kernels, const Case& c, int64_t begin) {
+  const int64_t width = kernels.width, all = c.groups * c.group, positions = all - begin;
+  const int64_t tiled = (positions + 31) / 32 * 32, stride = tiled + 32;
+  std::vector<uint8_t> codes(all * width * c.bits / 8), memory;
+  for (auto& code : codes) code = uint8_t(draw(0, 255));
+  std::vector<float> scales(c.groups * width), offsets(c.groups * width);
+  for (auto* numbers : {&scales, &offsets})
+    for (auto& number : *numbers) number = draw(-1000, 1000) / 1024.0f;
+  std::vector<uint16_t> x((c.rows + 15) / 16 * 16 * stride);
+  std::vector<float> x_values(x.size());
+  for (size_t i = 0; i < x.size(); ++i) {
+    x_values[i] = int64_t(i) % stride < positions ? as_bfloat16(draw(-1000, 1000) / 512.0) : 0.0f;
+    uint32_t bits;
+    std::memcpy(&bits, &x_values[i], sizeof bits);
+    x[i] = uint16_t(bits >> 16);
+  }
+  uint8_t* to = aligned(memory, tiled * width * 2);
+  backplane::cpu::Decoding d{};
+  const int64_t group = begin / c.group;
+  d.codes = codes.data() + begin * width * c.bits / 8;
+  d.scales = scales.data() + group * width;
+  d.offsets = c.offsets ? offsets.data() + group * width : nullptr;
+  d.positions = positions;
+  d.group = c.group;
+  d.first_group = (group + 1) * c.group - begin;
+  (c.bits == 8 ? kernels.decoded->decode8 : kernels.decoded->decode4)(d, to);
+  std::vector<float> tile(32 * width, 3.0f);
+  backplane::cpu::DecodedProduct p{};
+  p.weight = to;
+  p.x = x.data();
+  p.x_stride = stride;
+  p.rows = c.rows;
+  p.positions = tiled;
+  p.more = draw(0, 1) == 1;
+  p.tile = tile.data();
+  kernels.decoded->enter();
+  kernels.decoded->multiply(p);
+  kernels.decoded->leave();
+  for (int64_t r = 0; r < c.rows; ++r)
+    for (int64_t column = 0; column < width; ++column) {
+      double expected = p.more ? 3.0 : 0.0, size = expected;
+      for (int64_t i = 0; i < positions; ++i) {
+        const int64_t at = (begin + i) / c.group * width + column;
+        const double code = code_at(codes, c, width, column, begin + i);
+        const double weight =
+            c.offsets ? scales[at] * code + double(offsets[at]) : scales[at] * (code - (1 << (c.bits - 1)));
+        const double term = double(as_bfloat16(weight)) * x_values[r * stride + i];
+        expected += term;
+        size += std::abs(term);
+      }
+      if (!(std::abs(tile[r * width + column] - expected) <= 1e-6 * size + 1e-6)) {
+        std::printf("%s, decoded: %d bits, row %d of %d, %d groups of %d from %d, offsets %d: %g, not %g\n",
+                    kernels.name, c.bits, int(r), int(c.rows), int(c.groups), int(c.group), int(begin), c.offsets,
+                    tile[r * width + column], expected);
+        return false;
+      }
+    }
+  return true;
+}
+
 }  // namespace
 
 int main() {
@@ -133,6 +204,16 @@ int main() {
               for (int64_t rows = 1; rows <= (wide ? kernels->many_rows : kernels->most_rows); ++rows) {
                 const Case c{bits, rows, group > 1000 ? 1 : draw(1, 4), group, offsets, extreme};
                 if (!check(*kernels, c, wide)) return 1;
+                ++count;
+              }
+    if (kernels->decoded != nullptr)
+      for (const int bits : {8, 4})
+        for (const int64_t group : {8, 24, 32, 64, 200})
+          for (const bool offsets : {false, true})
+            for (const int64_t begin : {0, 32})
+              for (int64_t rows = 1; rows <= 32; ++rows) {
+                const Case c{bits, rows, group < 64 ? draw(5, 8) : draw(1, 4), group, offsets, false};
+                if (!check_decoded(*kernels, c, begin)) return 1;
                 ++count;
               }
     std::printf("%s: %d products as expected\n", kernels->name, count);
