@@ -1,8 +1,10 @@
 // Quantized linear layers of very many rows: the weight is decoded to bfloat16, and so is the input rounded.
 //
-// A chunk of a block is decoded into memory that stays in the first cache and multiplied by every part of x that stays
-// in the second; sums are float32. Rounding to bfloat16 keeps 8 bits of every number, where rounding a group to 8 bits
-// keeps as many of its largest: the result is closer to that of the full-precision input.
+// As many blocks of the weight are decoded together as stay in the second cache, and multiplied by one part of x after
+// another, which stays in the first meanwhile. So every weight is decoded once, x is read once for all these blocks,
+// and a row of the result is written in longer pieces. Sums are float32. Rounding to bfloat16 keeps 8 bits of every
+// number, where rounding a group to 8 bits keeps as many of its largest: the result is closer to that of the
+// full-precision input.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -44,14 +46,16 @@ struct RoundRow {
   }
 };
 
+constexpr int64_t kTilePositions = 32, kTileRows = 32, kTileFeatures = 32;  // of x, of a product
+
 template <class T>
 void multiply_decoded(const DotKernels& kernels, const at::Tensor& x, const Weight& weight, const Result<T>& result) {
-  constexpr int64_t kStep = 32, kRows = 32;  // positions of a tile, rows of a product
   const DecodedKernels& decoded = *kernels.decoded;
-  const int64_t m = x.size(0), k = x.size(1), tiled = (weight.padded + kStep - 1) / kStep * kStep;
+  const int64_t m = x.size(0), k = x.size(1);
+  const int64_t tiled = (weight.padded + kTilePositions - 1) / kTilePositions * kTilePositions;
   // An odd number of cache lines: rows that begin at the same place of every page would share one set of the cache.
   const int64_t stride = (tiled + 31) / 32 * 32 | 32;
-  const Parts parts(m, kRows, 16);
+  const Parts parts(m, kTileRows, 16);
   const at::Tensor memory = at::empty({(m + 15) / 16 * 16 * stride}, x.options().dtype(at::kBFloat16));
   uint16_t* rounded = reinterpret_cast<uint16_t*>(memory.mutable_data_ptr());
   const T* from = elements<T>(x);
@@ -61,44 +65,39 @@ void multiply_decoded(const DotKernels& kernels, const at::Tensor& x, const Weig
   });
 
   const auto decode = weight.bits == 8 ? decoded.decode8 : decoded.decode4;
-  const int64_t longest = std::max(kStep, chunk_bytes() / (2 * weight.width) / kStep * kStep);
-  const Parts chunks(tiled, longest, kStep);
-  const int64_t most_groups = std::min(weight.groups, longest / weight.group + 2);
-  const int64_t slice = std::min(parts.count, std::max<int64_t>(2, input_bytes() / (kRows * stride * 2)));  // parts
-  const int64_t tile_size = kRows * weight.width;
+  const int64_t block_bytes = tiled * weight.width * 2;
+  const int64_t together = std::max<int64_t>(1, input_bytes() * 2 / 5 / block_bytes);  // blocks
   at::parallel_for(0, weight.blocks, 1, [&](int64_t first, int64_t last) {
-    Numbers scales(kernels, weight.scales, most_groups), offsets(kernels, weight.offsets, most_groups);
-    std::vector<Line> tiles(slice * tile_size / 16), wide(longest * weight.width * 2 / 64);
-    uint8_t* decoded_chunk = reinterpret_cast<uint8_t*>(wide.data());
+    Numbers scales(kernels, weight.scales, weight.groups), offsets(kernels, weight.offsets, weight.groups);
+    // Kept by the thread: taken anew at every call, it would be cleared, and come from the system page by page.
+    static thread_local std::vector<Line> kept;
+    kept.resize(std::max<size_t>(kept.size(), std::min(together, last - first) * block_bytes / sizeof(Line)));
+    uint8_t* memory_of_blocks = reinterpret_cast<uint8_t*>(kept.data());
+    Line tile[kTileRows * kTileFeatures / 16];
     decoded.enter();
-    for (int64_t top = 0; top < parts.count; top += slice) {
-      const int64_t bottom = std::min(top + slice, parts.count);
-      for (int64_t block = first; block < last; ++block)
-        for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
-          const int64_t begin = chunks.begin(chunk), end = std::min(begin + chunks.size(chunk), weight.padded);
-          const int64_t group = begin / weight.group, groups = (end - 1) / weight.group + 1 - group;
-          Decoding d{};
-          d.codes = weight.at(block, begin);
-          d.scales = scales.at(block, group, groups);
-          d.offsets = offsets.at(block, group, groups);
-          d.positions = end - begin;
-          d.group = weight.group;
-          d.first_group = (group + 1) * weight.group - begin;
-          decode(d, decoded_chunk);
-          for (int64_t part = top; part < bottom; ++part) {
-            DecodedProduct p{};
-            p.weight = decoded_chunk;
-            p.x = rounded + parts.begin(part) * stride + begin;
-            p.x_stride = stride;
-            p.rows = parts.size(part);
-            p.positions = chunks.size(chunk);
-            p.more = chunk > 0;
-            p.tile = tiles.data()->floats + (part - top) * tile_size;
-            const bool last_chunk = chunk + 1 == chunks.count;
-            if (last_chunk) result.expect(block, parts.begin(part), p.rows);
-            decoded.multiply(p);
-            if (last_chunk) result.write(p.tile, block, parts.begin(part), p.rows);
-          }
+    for (int64_t begin = first; begin < last; begin += together) {
+      const int64_t end = std::min(begin + together, last);
+      for (int64_t block = begin; block < end; ++block) {
+        Decoding d{};
+        d.codes = weight.at(block, 0);
+        d.scales = scales.at(block, 0, weight.groups);
+        d.offsets = offsets.at(block, 0, weight.groups);
+        d.positions = weight.padded;
+        d.group = weight.group;
+        decode(d, memory_of_blocks + (block - begin) * block_bytes);
+      }
+      for (int64_t part = 0; part < parts.count; ++part)
+        for (int64_t block = begin; block < end; ++block) {
+          DecodedProduct p{};
+          p.weight = memory_of_blocks + (block - begin) * block_bytes;
+          p.x = rounded + parts.begin(part) * stride;
+          p.x_stride = stride;
+          p.rows = parts.size(part);
+          p.positions = tiled;
+          p.tile = tile->floats;
+          result.expect(block, parts.begin(part), p.rows);
+          decoded.multiply(p);
+          result.write(p.tile, block, parts.begin(part), p.rows);
         }
     }
     decoded.leave();

@@ -253,7 +253,8 @@ DotKernels kernels() {
   result.enter = &enter;
   result.leave = &leave;
   result.decoded = amx_decoded();
-  result.decoded_from = 33;
+  result.decoded_from8 = 97;
+  result.decoded_from4 = 34;
   result.spin = &spin;
   return result;
 }

@@ -1,8 +1,9 @@
-// Products of very many rows with AMX in bfloat16: the weight is decoded, a chunk at a time, into tiles of bfloat16.
+// Products of very many rows with AMX in bfloat16: the weight is decoded, some blocks at a time, into tiles of
+// bfloat16.
 //
 // Products of integers must leave the tiles after every group to be scaled, and with groups of 32 that takes several
 // times as long as the multiplications. Decoded weights carry their scales with them, so sums stay in the tiles over
-// the whole chunk; bfloat16 has half the multiplications per second, and the input keeps more bits than 8.
+// the whole row; bfloat16 has half the multiplications per second, and the input keeps more bits than 8.
 //
 // A tile of the weight is 16 pairs of positions by 16 features; of x, 16 rows by 32 positions.
 
@@ -82,7 +83,7 @@ BACKPLANE_TARGET void decode(const Decoding& d, uint8_t* to) {
     if (left_in_group == 0) {
       left = line_of(d, group * kWidth, Nibbles ? 8.0f : 128.0f);
       right = line_of(d, group * kWidth + 16, Nibbles ? 8.0f : 128.0f);
-      left_in_group = group == 0 ? d.first_group : d.group;
+      left_in_group = d.group;
       ++group;
     }
     left_in_group -= 8;
@@ -113,19 +114,10 @@ BACKPLANE_TARGET void decode(const Decoding& d, uint8_t* to) {
 template <bool Both>
 BACKPLANE_TARGET void multiply_rows_of_tiles(const DecodedProduct& p) {
   constexpr int64_t kRow = kWidth * sizeof(float), kHalf = 16 * kWidth;
-  if (p.more) {
-    _tile_loadd(0, p.tile, kRow);
-    _tile_loadd(1, p.tile + 16, kRow);
-    if constexpr (Both) {
-      _tile_loadd(2, p.tile + kHalf, kRow);
-      _tile_loadd(3, p.tile + kHalf + 16, kRow);
-    }
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
   const uint8_t* weight = p.weight;
   const uint16_t* x = p.x;
   const int64_t x_bytes = p.x_stride * 2;

@@ -57,9 +57,8 @@ extern "C" __attribute__((visibility("default"))) int backplane_cpu_quantized_wi
 }
 
 // Rows of the input from which weights are decoded to bfloat16, and the input is rounded to it; 0: never.
-extern "C" __attribute__((visibility("default"))) int backplane_cpu_decoded_from() {
-  const auto& kernels = backplane::cpu::dot_kernels();
-  return kernels.decoded == nullptr ? 0 : static_cast<int>(kernels.decoded_from);
+extern "C" __attribute__((visibility("default"))) int backplane_cpu_decoded_from(int bits) {
+  return static_cast<int>(backplane::cpu::dot_kernels().decoded_from(bits));
 }
 
 // The products in use, by name.

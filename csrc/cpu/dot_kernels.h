@@ -38,14 +38,13 @@ using Multiply = void (*)(const Product&);
 // has room for `wide_bytes` per group.
 using Widen = void (*)(const uint8_t* codes, int64_t groups, int64_t group, uint8_t* to);
 
-// Some positions of a block of the weight, to be decoded to bfloat16 in tiles of 32 positions.
+// A block of the weight, to be decoded to bfloat16 in tiles of 32 positions.
 struct Decoding {
   const uint8_t* codes;
-  const float* scales;   // [groups][width], from the group of the first position
+  const float* scales;   // [groups][width]
   const float* offsets;  // the same, or none
   int64_t positions;     // a multiple of 8; what is missing to whole tiles becomes zero
   int64_t group;
-  int64_t first_group;  // positions that the first group still has
 };
 
 // Some rows of x in bfloat16 times what was decoded.
@@ -55,11 +54,10 @@ struct DecodedProduct {
   int64_t x_stride;
   int64_t rows;
   int64_t positions;  // whole tiles are read
-  bool more;          // added to what the tile holds
-  float* tile;        // [32][width]
+  float* tile;        // [32][32]
 };
 
-struct DecodedKernels {
+struct DecodedKernels {  // for blocks of 32 features
   void (*decode8)(const Decoding&, uint8_t* to);
   void (*decode4)(const Decoding&, uint8_t* to);
   void (*multiply)(const DecodedProduct&);
@@ -88,10 +86,12 @@ struct DotKernels {
   void (*from_halves)(const uint16_t* halves, int64_t count, float* to);  // whole vectors; may be none
   // From so many rows on, weights are decoded rather than the input rounded to 8 bits; may be none.
   const DecodedKernels* decoded;
-  int64_t decoded_from;
+  int64_t decoded_from8, decoded_from4;
   // As many products as the instructions can do, without memory; returns how many multiplications that were.
   int64_t (*spin)(int64_t rounds);
 
+  // 0: never
+  int64_t decoded_from(int64_t bits) const { return decoded == nullptr ? 0 : bits == 8 ? decoded_from8 : decoded_from4; }
   int64_t wide_bytes(int64_t group) const { return wide_positions(group) * width; }
 };
 

@@ -255,7 +255,8 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& codes, const 
       using T = decltype(type);
       const Result<T> result{mutable_elements<T>(out), out_features,
                              wide_bias.defined() ? wide_bias.const_data_ptr<float>() : nullptr, weight.width};
-      if (kernels.decoded != nullptr && m >= kernels.decoded_from) {
+      const int64_t decoded_from = kernels.decoded_from(bits);
+      if (decoded_from > 0 && m >= decoded_from) {
         multiply_decoded(kernels, rows, weight, result);
         return 0;
       }

@@ -63,7 +63,7 @@ bool check(const Case& c, const std::string& name) {
   const at::Tensor values = x.to(at::kFloat), wide_scales = scales.to(at::kFloat), wide_offsets = offsets.to(at::kFloat),
                    wide_bias = bias.to(at::kFloat);
   const auto& kernels = backplane::cpu::dot_kernels();
-  const bool decoded = kernels.decoded != nullptr && c.rows >= kernels.decoded_from;
+  const bool decoded = kernels.decoded_from(c.bits) > 0 && c.rows >= kernels.decoded_from(c.bits);
   for (int64_t r = 0; r < c.rows; ++r) {
     std::vector<double> rounded(padded);
     for (int64_t g = 0; g < groups; ++g) {
@@ -112,7 +112,7 @@ int main() {
     for (const int64_t bits : {8, 4})
       for (const auto& [fan_in, out, group] : {std::tuple{8, 1, 8}, {33, 65, 32}, {100, 31, 64}, {130, 33, 128},
                                                {72, 20, 24}, {577, 70, 0}, {576, 40, 192}, {1601, 35, 32}})
-        for (const int64_t rows : {1, 2, 5, 7, 16, 17, 33, 70}) {
+        for (const int64_t rows : {1, 2, 5, 7, 16, 17, 33, 100}) {
           const Case c{bits, rows, fan_in, out, group, count % 2 == 0, count % 3 == 0,
                        count % 5 == 0 ? at::kBFloat16 : count % 5 == 1 ? at::kHalf : at::kFloat};
           if (!check(c, name)) return 1;

@@ -69,9 +69,9 @@ def quantized_width() -> int | None:
     return int(library().backplane_cpu_quantized_width()) if load() else None
 
 
-def decoded_from() -> int:
+def decoded_from(bits: int) -> int:
     """Rows of an input from which quantized weights are decoded to bfloat16 instead; 0: never."""
-    return int(library().backplane_cpu_decoded_from())
+    return int(library().backplane_cpu_decoded_from(bits))
 
 
 def known_dot_products() -> tuple[str, ...]:
