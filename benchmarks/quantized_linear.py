@@ -9,8 +9,8 @@
 Two limits are measured first, with as many threads: how fast memory is read (a loop that reads a buffer larger than a
 core's caches and keeps nothing), and how many multiplications of 8-bit numbers the instructions in use do without
 memory. With one row a layer is held against the first (bytes of codes and scales), with many against the second. Every
-call has another copy of the weight, as the layers of a model do. Columns of a line are measured in turns; the table has
-medians.
+call has another copy of the weight, as the layers of a model do; all lie on large pages, as in the engine. Columns of a
+line are measured in turns; the table has medians.
 """
 
 from __future__ import annotations
@@ -29,17 +29,21 @@ from typing import Any
 import torch
 
 from vllm_backplane import ops
-from vllm_backplane.devices.cpu import native
+from vllm_backplane.devices.cpu import huge_pages, native
 
 # (output features, input size): SmolLM2-135M's projections and logits, and one of a 0.5B- and a 1.5B-class model each.
 SHAPES = ((576, 576), (1536, 576), (49152, 576), (896, 4864), (1536, 8960))
+FORMATS = {8: (64, False), 4: (32, True)}
+"""Group and offsets by bits, as --quantization int8 and int4 make them."""
 COLD_BYTES = 256 << 20
 Call = Callable[[], Any]
 
 
 def copies(weight: torch.Tensor) -> Any:
     """One after another, none of them in the cache when its turn comes."""
-    return cycle([weight.clone() for _ in range(min(max(2, COLD_BYTES // weight.nbytes), 2000))])
+    made = [weight.clone() for _ in range(min(max(2, COLD_BYTES // weight.nbytes), 2000))]
+    huge_pages.gather(made)
+    return cycle(made)
 
 
 def ours(rows: int, n: int, k: int, bits: int, group: int, offsets: bool) -> tuple[Call, int]:
@@ -135,6 +139,7 @@ class Limits:
         self.library = ctypes.CDLL(str(native._PATH))
         self.library.backplane_cpu_spin_dot_products.restype = ctypes.c_int64
         self.buffer = torch.ones(COLD_BYTES, dtype=torch.uint8)
+        huge_pages.gather([self.buffer])
 
     def _together(self, call: Callable[[int], int]) -> float:
         """What all threads did per second; the best of a few tries."""
@@ -163,8 +168,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 256, 1024])
-    parser.add_argument("--group", type=int, default=32, help="weights that share a scale; 0: all of a row")
-    parser.add_argument("--offsets", action="store_true")
+    parser.add_argument("--group", type=int, help="weights that share a scale; 0: all of a row; default: the format's")
+    parser.add_argument("--offsets", action=argparse.BooleanOptionalAction, help="default: the format's")
     parser.add_argument("--products", default="", help="a set of instructions by name; default: the best")
     parser.add_argument("--shapes", nargs="+", help="as 576x576; default: those of some models")
     parser.add_argument("--peers", action="store_true")
@@ -186,7 +191,11 @@ def main() -> None:
     lines = []
     for n, k in shapes:
         for rows in args.rows:
-            made = {f"int{bits}": ours(rows, n, k, bits, args.group, args.offsets) for bits in (8, 4)}
+            made = {}
+            for bits, (group, offsets) in FORMATS.items():
+                group = group if args.group is None else args.group
+                offsets = offsets if args.offsets is None else args.offsets
+                made[f"int{bits}"] = ours(rows, n, k, bits, group, offsets)
             calls = {name: call for name, (call, _) in made.items()}
             if args.peers:
                 calls |= {name: make(rows, n, k) for name, make in PEERS.items()}
@@ -197,7 +206,7 @@ def main() -> None:
             if not args.json:
                 if not lines:
                     kind = "processor time" if args.processor_time else "time on the wall"
-                    print(f"{args.threads} threads, {kind}, {native.dot_products()}, groups of {args.group or 'a row'}")
+                    print(f"{args.threads} threads, {kind}, {native.dot_products()}")
                     print(f"{'weight':>14}{'rows':>6}  GMAC/s; for ours GB/s and shares of what was measured beside it")
                 ourselves = "".join(
                     f"  {name} {done[name] / 1e9:.1f} ({read[name] / 1e9:.1f} GB/s, {read[name] / memory:.0%} memory,"

@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                       # the default model, 1 and 16 sequences, replayed and eager
     python benchmarks/step.py --dtype bfloat16 --profile 25
+    python benchmarks/step.py --quantization int4
 
 One engine lives in the process that times it part by part, each part without those inside of it; replayed and eager
 steps take turns. A second engine, in a process of its own as vLLM runs it by default, is timed as a whole: what it
@@ -64,12 +65,13 @@ class Clock:
         return run
 
 
-def start(model: str, dtype: str, sequences: list[int]) -> Any:
+def start(model: str, dtype: str, quantization: str | None, sequences: list[int]) -> Any:
     from vllm import LLM
 
     return LLM(
         model,
         dtype=dtype,
+        quantization=quantization,
         max_model_len=512,
         max_num_seqs=max(sequences),
         enable_prefix_caching=False,
@@ -89,12 +91,12 @@ def serve(llm: Any, count: int, answer: int = ANSWER) -> float:
 
 
 def within(
-    model: str, dtype: str, sequences: list[int], rounds: int, now: Callable[[], float]
+    model: str, dtype: str, quantization: str | None, sequences: list[int], rounds: int, now: Callable[[], float]
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Milliseconds by number of sequences, way and part; needs the engine in this process."""
     from vllm_backplane.devices.cpu.graphs import CpuGraph
 
-    llm, clock = start(model, dtype, sequences), Clock(now)
+    llm, clock = start(model, dtype, quantization, sequences), Clock(now)
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     llm.llm_engine.step = clock.timed("output", llm.llm_engine.step)
@@ -124,9 +126,9 @@ def within(
     return found
 
 
-def whole(model: str, dtype: str, sequences: list[int], rounds: int) -> dict[str, float]:
+def whole(model: str, dtype: str, quantization: str | None, sequences: list[int], rounds: int) -> dict[str, float]:
     """Milliseconds per replayed step by number of sequences, as a caller of generate sees it."""
-    llm = start(model, dtype, sequences)
+    llm = start(model, dtype, quantization, sequences)
     found = {}
     for count in sequences:
         serve(llm, count)
@@ -135,8 +137,8 @@ def whole(model: str, dtype: str, sequences: list[int], rounds: int) -> dict[str
     return found
 
 
-def profile(model: str, dtype: str, sequences: list[int], lines: int) -> None:
-    llm = start(model, dtype, sequences)
+def profile(model: str, dtype: str, quantization: str | None, sequences: list[int], lines: int) -> None:
+    llm = start(model, dtype, quantization, sequences)
     for count in sequences:
         serve(llm, count)
         profiler = cProfile.Profile()
@@ -148,6 +150,7 @@ def profile(model: str, dtype: str, sequences: list[int], lines: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--quantization", help="int8 or int4; default: none")
     parser.add_argument("--sequences", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -162,7 +165,7 @@ def main() -> int:
 
     model = str(obtain(DEFAULT.name))
     if args.part:
-        given = (model, args.dtype, args.sequences, args.rounds)
+        given = (model, args.dtype, args.quantization, args.sequences, args.rounds)
         now = time.thread_time if args.processor_time else time.perf_counter
         found = within(*given, now) if args.part[0] == "within" else whole(*given)
         Path(args.part[1]).write_text(json.dumps(found))
@@ -171,7 +174,7 @@ def main() -> int:
     inside = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if args.profile:
         os.environ.update(quiet | inside)
-        profile(model, args.dtype, args.sequences, args.profile)
+        profile(model, args.dtype, args.quantization, args.sequences, args.profile)
         return 0
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -185,9 +188,12 @@ def main() -> int:
             command = [sys.executable, str(Path(__file__).resolve()), "--part", part, str(answer)]
             command += ["--dtype", args.dtype, "--rounds", str(args.rounds)]
             command += ["--sequences", *map(str, args.sequences), *(["--processor-time"] * args.processor_time)]
+            if args.quantization:
+                command += ["--quantization", args.quantization]
             subprocess.run(command, env={**os.environ, **quiet, **more}, stdout=sys.stderr, check=True)
             results[part] = json.loads(answer.read_text())
-    print(f"\n{DEFAULT.name}, {args.dtype}, milliseconds per decode step (medians)\n")
+    weights = f", {args.quantization} weights" if args.quantization else ""
+    print(f"\n{DEFAULT.name}, {args.dtype}{weights}, milliseconds per decode step (medians)\n")
     for count, ways in results["within"].items():
         print(f"| {count} sequence(s) | replayed | eager |\n| --- | ---: | ---: |")
         for part, title in PARTS.items():

@@ -14,6 +14,7 @@
 
 #define BACKPLANE_TARGET \
   __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,amx-tile,amx-int8")))
+#include "dot_amx_bf16.h"
 #include "dot_products.h"
 
 namespace backplane::cpu {
@@ -138,9 +139,11 @@ template <bool Both, bool Offsets>
 BACKPLANE_TARGET void multiply_tiles(const Product& p) {
   alignas(64) int32_t dots[2][4 * 256];
   const Depth depth(p.group);
-  const uint8_t* codes = p.codes;
+  const uint8_t *codes = p.codes, *ahead = p.ahead;
   for (int64_t g = 0; g < p.groups; ++g) {
     const int8_t* x = p.x + g * p.group;
+    if (ahead != nullptr)
+      for (const uint8_t* end = ahead + p.ahead_bytes; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
     int32_t *stored = dots[(g + 1) % 2], *ready = dots[g % 2];
     const bool finish = g >= 2;
     _tile_loadd(6, codes, 64);
@@ -249,6 +252,9 @@ DotKernels kernels() {
   result.wide_positions = &wide_positions;
   result.enter = &enter;
   result.leave = &leave;
+  result.decoded = amx_decoded();
+  result.decoded_from8 = 97;
+  result.decoded_from4 = 34;
   result.spin = &spin;
   return result;
 }

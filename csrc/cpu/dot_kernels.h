@@ -27,12 +27,43 @@ struct Product {
   int32_t correction;  // times the sum of x's codes, is added to the product of the codes
   bool more;           // added to what the tile holds
   float* tile;         // [rows][width]
+  // Memory that is wanted next, to be asked for between the multiplications, and how much of it with each group; or
+  // none.
+  const uint8_t* ahead;
+  int64_t ahead_bytes;
 };
 
 using Multiply = void (*)(const Product&);
 // Codes of whole groups, or of a piece of one, as the product over many rows takes them; `to`
 // has room for `wide_bytes` per group.
 using Widen = void (*)(const uint8_t* codes, int64_t groups, int64_t group, uint8_t* to);
+
+// A block of the weight, to be decoded to bfloat16 in tiles of 32 positions.
+struct Decoding {
+  const uint8_t* codes;
+  const float* scales;   // [groups][width]
+  const float* offsets;  // the same, or none
+  int64_t positions;     // a multiple of 8; what is missing to whole tiles becomes zero
+  int64_t group;
+};
+
+// Some rows of x in bfloat16 times what was decoded.
+struct DecodedProduct {
+  const uint8_t* weight;
+  const uint16_t* x;  // rows `x_stride` apart, 16 or 32 of them readable
+  int64_t x_stride;
+  int64_t rows;
+  int64_t positions;  // whole tiles are read
+  float* tile;        // [32][32]
+};
+
+struct DecodedKernels {  // for blocks of 32 features
+  void (*decode8)(const Decoding&, uint8_t* to);
+  void (*decode4)(const Decoding&, uint8_t* to);
+  void (*multiply)(const DecodedProduct&);
+  void (*enter)();  // in each thread, before the first product, and after the last
+  void (*leave)();
+};
 
 struct DotKernels {
   const char* name;
@@ -53,9 +84,14 @@ struct DotKernels {
   void (*enter)(int64_t group);
   void (*leave)();
   void (*from_halves)(const uint16_t* halves, int64_t count, float* to);  // whole vectors; may be none
+  // From so many rows on, weights are decoded rather than the input rounded to 8 bits; may be none.
+  const DecodedKernels* decoded;
+  int64_t decoded_from8, decoded_from4;
   // As many products as the instructions can do, without memory; returns how many multiplications that were.
   int64_t (*spin)(int64_t rounds);
 
+  // 0: never
+  int64_t decoded_from(int64_t bits) const { return decoded == nullptr ? 0 : bits == 8 ? decoded_from8 : decoded_from4; }
   int64_t wide_bytes(int64_t group) const { return wide_positions(group) * width; }
 };
 

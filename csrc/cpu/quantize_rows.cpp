@@ -30,21 +30,37 @@ BACKPLANE_INLINE Words<W> magnitude(Floats<W> v) {
   return bits_as<Words<W>>(v) & 0x7fffffffu;
 }
 
+// Halves against each other until one element is left: a loop over the elements would take longer than a short group.
 template <int W>
 BACKPLANE_INLINE uint32_t largest_word(Words<W> v) {
-  uint32_t each[W], result = 0;
-  std::memcpy(each, &v, sizeof v);
-  for (int i = 0; i < W; ++i) result = each[i] > result ? each[i] : result;
-  return result;
+  Words<W / 2> halves[2];
+  std::memcpy(halves, &v, sizeof v);
+  if constexpr (W == 2) return std::max(halves[0][0], halves[1][0]);
+  else return largest_word<W / 2>(larger_word<W / 2>(halves[0], halves[1]));
 }
 
 template <int W>
+BACKPLANE_INLINE int32_t total_of(Ints<W> v) {
+  Ints<W / 2> halves[2];
+  std::memcpy(halves, &v, sizeof v);
+  if constexpr (W == 2) return halves[0][0] + halves[1][0];
+  else return total_of<W / 2>(halves[0] + halves[1]);
+}
+
+// |v| * inverse is 127 and a rounding error at most, so nothing is to be cut off; what is not finite gives any code, and
+// its row a scale of NaN.
+template <int W>
 BACKPLANE_INLINE Ints<W> rounded(Floats<W> v, float inverse) {
   v *= inverse;
-  // Cut before rounding, which gives the same and keeps the compiler from joining the product with the addition: one
-  // rounding fewer, and other codes than the reference's.
+  // Keeps the compiler from joining the product with the addition: one rounding fewer, and other codes than the
+  // reference's.
+#if defined(__x86_64__)
+  __asm__("" : "+x"(v));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(v));
+#else
   v = v > 127.0f ? all<W>(127.0f) : v;
-  v = v < -127.0f ? all<W>(-127.0f) : v;
+#endif
   return bits_as<Ints<W>>(Floats<W>(v + kToInteger)) - bits_as<int32_t>(kToInteger);
 }
 
@@ -79,10 +95,7 @@ struct QuantizeRow {
         const Bytes<W> narrow = __builtin_convertvector(values, Bytes<W>);
         std::memcpy(codes + i, &narrow, end - i);
       }
-      int32_t each[W], sum = 0;
-      std::memcpy(each, &total, sizeof total);
-      for (int lane = 0; lane < W; ++lane) sum += each[lane];
-      sums[g] = sum;
+      sums[g] = total_of<W>(total);
     }
     std::memset(codes + k, 0, stride - k);
     if (most >= kInfinite) std::fill_n(scales, groups, std::numeric_limits<float>::quiet_NaN());

@@ -2,8 +2,8 @@
 //
 // With few rows every code is used a few times, so it goes from memory into the registers. With more, the codes of a
 // block are widened, a chunk at a time, into memory that stays in the first cache while every part of x is multiplied
-// by them, and as many parts take part as stay in the second. A thread has blocks of its own, so the result does not
-// depend on their number.
+// by them, and as many parts take part as stay in the second. With very many, and where the machine can, the weight is
+// decoded instead (decoded_linear.h). A thread has blocks of its own, so the result does not depend on their number.
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -12,82 +12,15 @@
 
 #include <vector>
 
+#include "decoded_linear.h"
 #include "dot_kernels.h"
 #include "quantize_rows.h"
+#include "quantized_weight.h"
 #include "rows.h"
 #include "tiling.h"
 
 namespace backplane::cpu {
 namespace {
-
-struct Weight {
-  at::Tensor codes, scales, offsets;
-  int64_t bits, padded, groups, group, width, blocks;
-
-  int64_t bytes(int64_t positions) const { return positions * width * bits / 8; }
-  // Codes of a block from a position on.
-  const uint8_t* at(int64_t block, int64_t position) const {
-    return codes.const_data_ptr<uint8_t>() + bytes(block * padded + position);
-  }
-};
-
-template <class T>
-struct ToFloats {
-  template <int W>
-  static BACKPLANE_INLINE void run(const void* from, int64_t count, float* to) {
-    const T* values = static_cast<const T*>(from);
-    int64_t i = 0;
-    for (; i + W <= count; i += W) store<W>(to + i, read<W>(values + i));
-    for (; i < count; ++i) to[i] = static_cast<float>(values[i]);
-  }
-};
-
-// Scales or offsets of some groups of a block, in float32.
-class Numbers {
- public:
-  Numbers(const DotKernels& kernels, const at::Tensor& tensor, int64_t most_groups) : tensor_(tensor) {
-    if (!tensor.defined()) return;
-    if (tensor.scalar_type() != at::kFloat) wide_.resize(most_groups * tensor.size(2) / 16 + 1);
-    size_ = tensor.element_size();
-    if (tensor.scalar_type() == at::kHalf) from_halves_ = kernels.from_halves;
-    convert_ = with_float_type(tensor.scalar_type(), "quantized_linear",
-                               [](auto type) { return pick<ToFloats<decltype(type)>>(); });
-  }
-
-  const float* at(int64_t block, int64_t group, int64_t groups) {
-    if (!tensor_.defined()) return nullptr;
-    const int64_t width = tensor_.size(2);
-    const char* from =
-        static_cast<const char*>(tensor_.const_data_ptr()) + (block * tensor_.size(1) + group) * width * size_;
-    if (wide_.empty()) return reinterpret_cast<const float*>(from);
-    float* to = wide_.data()->floats;
-    if (from_halves_ != nullptr) from_halves_(reinterpret_cast<const uint16_t*>(from), groups * width, to);
-    else convert_(from, groups * width, to);
-    return to;
-  }
-
- private:
-  const at::Tensor& tensor_;
-  std::vector<Line> wide_;
-  int64_t size_ = 4;
-  void (*convert_)(const void*, int64_t, float*) = nullptr;
-  void (*from_halves_)(const uint16_t*, int64_t, float*) = nullptr;
-};
-
-template <class T>
-struct Result {
-  T* data;
-  int64_t n;
-  const float* bias;
-  int64_t width;
-  decltype(pick<Finish<T>>()) write_row = pick<Finish<T>>();
-
-  void write(const float* tile, int64_t block, int64_t begin, int64_t rows) const {
-    const int64_t column = block * width, columns = std::min(width, n - column);
-    for (int64_t r = 0; r < rows; ++r)
-      write_row(tile + r * width, bias ? bias + column : nullptr, data + (begin + r) * n + column, columns);
-  }
-};
 
 // What a product of the first row on takes, but for codes, groups and tile.
 Product product_of(const QuantizedRows& x, const Weight& weight, int64_t begin, int64_t rows, int64_t group) {
@@ -227,6 +160,12 @@ void multiply_many(const DotKernels& kernels, const QuantizedRows& x, int64_t m,
             p.correction = chunk.begins ? correction : 0;
             p.more = chunk.position > 0;
             p.tile = tiles.data()->floats + (part - top) * tile_size;
+            // Codes lie in the order in which they are wanted. With few parts, reading them takes the longest.
+            if (widen != nullptr && part == top) {
+              p.ahead_bytes = weight.bytes(chunk.length);
+              p.ahead = codes + chunk.groups * p.ahead_bytes;
+            }
+            if (last_chunk) result.expect(block, begin, rows);
             multiply(p);
             if (last_chunk) result.write(p.tile, block, begin, rows);
           }
@@ -284,6 +223,7 @@ Weight weight_of(const at::Tensor& codes, const at::Tensor& scales, const std::o
   weight.codes = weight.codes.contiguous();
   weight.scales = weight.scales.contiguous();
   if (weight.offsets.defined()) weight.offsets = weight.offsets.contiguous();
+  weight.data = weight.codes.const_data_ptr<uint8_t>();
   weight.width = width;
   weight.blocks = (out_features + width - 1) / width;
   return weight;
@@ -305,22 +245,29 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& codes, const 
                 " does not fit ", out_features, " features");
     wide_bias = bias->to(at::kFloat).contiguous();
   }
-  const at::Tensor rows = x.reshape({-1, x.size(-1)}).contiguous();
+  // A step has some hundred of these calls, so what costs a microsecond is left out where nothing is to be done.
+  const at::Tensor rows = (x.dim() == 2 ? x : x.reshape({-1, x.size(-1)})).contiguous();
   at::Tensor out = at::empty({rows.size(0), out_features}, x.options());
   if (out.numel() > 0) {
     const int64_t m = rows.size(0);
     const bool many = m >= kernels.many_from;
-    const QuantizedRows input =
-        quantize_rows(rows, weight.padded, weight.groups, many ? kernels.row_multiple : int64_t(1));
     with_float_type(x.scalar_type(), "quantized_linear", [&](auto type) {
       using T = decltype(type);
       const Result<T> result{mutable_elements<T>(out), out_features,
                              wide_bias.defined() ? wide_bias.const_data_ptr<float>() : nullptr, weight.width};
+      const int64_t decoded_from = kernels.decoded_from(bits);
+      if (decoded_from > 0 && m >= decoded_from) {
+        multiply_decoded(kernels, rows, weight, result);
+        return 0;
+      }
+      const QuantizedRows input =
+          quantize_rows(rows, weight.padded, weight.groups, many ? kernels.row_multiple : int64_t(1));
       if (many) multiply_many(kernels, input, m, weight, result);
       else multiply_few(kernels, input, m, weight, result);
       return 0;
     });
   }
+  if (x.dim() == 2) return out;
   auto shape = x.sizes().vec();
   shape.back() = out_features;
   return out.reshape(shape);

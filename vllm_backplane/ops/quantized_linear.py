@@ -242,6 +242,7 @@ def quantized_linear(
 
     weight = scale * code + offset, or scale * (code - 2 ** (bits - 1)) without offsets. Codes of features past
     out_features and of positions past x's are filling. Sums are in float32; a row of x that is not finite gives NaN.
+    A kernel may instead round x and the weight to bfloat16 where rows are many, which loses less.
     """
     _check_format(bits, 0)
     blocks, groups, width = scales.shape

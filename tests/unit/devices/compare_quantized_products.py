@@ -56,6 +56,8 @@ class Weight:
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[numpy.ndarray, numpy.ndarray]:
         """The result in float64, and the size of what was added up."""
+        if 0 < native.decoded_from(self.bits) <= x.shape[0]:
+            return self.decoded_product(x, bias)
         rows, groups = x.shape[0], self.padded // self.group
         values = numpy.zeros((rows, self.padded), numpy.float32)
         values[:, : x.shape[1]] = x.float().numpy()
@@ -80,6 +82,22 @@ class Weight:
         sizes = sizes + (0 if self.symmetric else numpy.abs(self.offsets.double().numpy() * sums * x_scales[:, None]))
         extra = 0.0 if bias is None else bias.double().numpy()
         return terms.sum(-1) + extra, sizes.sum(-1) + numpy.abs(extra)
+
+    def decoded_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The same where weight and input are rounded to bfloat16."""
+        by_group = self.codes.double().view(self.out, -1, self.group)
+        scales = self.scales.double().unsqueeze(-1)
+        if self.symmetric:
+            weight = (by_group - 2 ** (self.bits - 1)) * scales
+        else:
+            weight = by_group * scales + self.offsets.double().unsqueeze(-1)
+        weight = weight.view(self.out, -1)[:, : x.shape[1]].float().bfloat16().double()
+        values = x.float().bfloat16().double()
+        values[~x.float().isfinite().all(-1)] = NAN
+        extra = 0.0 if bias is None else bias.double().numpy()
+        # Ten times as much as what compare() allows of it: sums are float32 from the first position on.
+        size = 10 * (values.abs() @ weight.abs().T).numpy()
+        return (values @ weight.T).numpy() + extra, size + numpy.abs(extra)
 
 
 def compare(weight: Weight, x: torch.Tensor, bias: torch.Tensor | None, label: str) -> Iterator[str]:
@@ -123,7 +141,7 @@ def shapes(width: int) -> Iterator[str]:
 
 
 def extremes(width: int) -> Iterator[str]:
-    for bits, offsets, group, rows in itertools.product((8, 4), (False, True), (32, 0), (1, 5, 40)):
+    for bits, offsets, group, rows in itertools.product((8, 4), (False, True), (32, 0), (1, 5, 40, 100)):
         weight = Weight(bits, 50, 4096, group, offsets, width, torch.float32)
         weight.codes = (integers(0, 2, 50, 4096) * (2**bits - 1)).to(torch.uint8)
         x = (integers(0, 2, rows, 4096) * 2 - 1).float() * 1e30
@@ -140,7 +158,7 @@ def extremes(width: int) -> Iterator[str]:
 
 
 def not_finite(width: int) -> Iterator[str]:
-    for bits, group, rows, fault in itertools.product((8, 4), (32, 0), (2, 3, 8, 40), (NAN, INF, -INF)):
+    for bits, group, rows, fault in itertools.product((8, 4), (32, 0), (2, 3, 8, 40, 110), (NAN, INF, -INF)):
         weight = Weight(bits, 37, 200, group, False, width, torch.float16)
         x = torch.randn(rows, 200, generator=generator)
         clean = ops.quantized_linear(x, *weight.arguments())
@@ -179,7 +197,7 @@ def layouts(width: int) -> Iterator[str]:
 
 
 def threads(width: int) -> Iterator[str]:
-    for rows in (1, 40):
+    for rows in (1, 40, 130):
         weight = Weight(8, 300, 2000, 0, False, width, torch.float16)
         x = torch.randn(rows, 2000, generator=generator)
         results = []

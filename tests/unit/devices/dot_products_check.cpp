@@ -107,6 +107,74 @@ bool check(const DotKernels& kernels, const Case& c, bool wide) {
   return true;
 }
 
+float as_bfloat16(double value) {
+  const float single = float(value);
+  uint32_t bits;
+  std::memcpy(&bits, &single, sizeof bits);
+  bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+  float rounded;
+  std::memcpy(&rounded, &bits, sizeof rounded);
+  return rounded;
+}
+
+// Weights decoded to bfloat16.
+bool check_decoded(const DotKernels& kernels, const Case& c) {
+  const int64_t width = kernels.width, positions = c.groups * c.group;
+  const int64_t tiled = (positions + 31) / 32 * 32, stride = tiled + 32;
+  std::vector<uint8_t> codes(positions * width * c.bits / 8), memory;
+  for (auto& code : codes) code = uint8_t(draw(0, 255));
+  std::vector<float> scales(c.groups * width), offsets(c.groups * width);
+  for (auto* numbers : {&scales, &offsets})
+    for (auto& number : *numbers) number = draw(-1000, 1000) / 1024.0f;
+  std::vector<uint16_t> x((c.rows + 15) / 16 * 16 * stride);
+  std::vector<float> x_values(x.size());
+  for (size_t i = 0; i < x.size(); ++i) {
+    x_values[i] = int64_t(i) % stride < positions ? as_bfloat16(draw(-1000, 1000) / 512.0) : 0.0f;
+    uint32_t bits;
+    std::memcpy(&bits, &x_values[i], sizeof bits);
+    x[i] = uint16_t(bits >> 16);
+  }
+  uint8_t* to = aligned(memory, tiled * width * 2);
+  backplane::cpu::Decoding d{};
+  d.codes = codes.data();
+  d.scales = scales.data();
+  d.offsets = c.offsets ? offsets.data() : nullptr;
+  d.positions = positions;
+  d.group = c.group;
+  (c.bits == 8 ? kernels.decoded->decode8 : kernels.decoded->decode4)(d, to);
+  std::vector<float> tile(32 * width, 3.0f);
+  backplane::cpu::DecodedProduct p{};
+  p.weight = to;
+  p.x = x.data();
+  p.x_stride = stride;
+  p.rows = c.rows;
+  p.positions = tiled;
+  p.tile = tile.data();
+  kernels.decoded->enter();
+  kernels.decoded->multiply(p);
+  kernels.decoded->leave();
+  for (int64_t r = 0; r < c.rows; ++r)
+    for (int64_t column = 0; column < width; ++column) {
+      double expected = 0, size = 0;
+      for (int64_t i = 0; i < positions; ++i) {
+        const int64_t at = i / c.group * width + column;
+        const double code = code_at(codes, c, width, column, i);
+        const double weight =
+            c.offsets ? scales[at] * code + double(offsets[at]) : scales[at] * (code - (1 << (c.bits - 1)));
+        const double term = double(as_bfloat16(weight)) * x_values[r * stride + i];
+        expected += term;
+        size += std::abs(term);
+      }
+      if (!(std::abs(tile[r * width + column] - expected) <= 1e-6 * size + 1e-6)) {
+        std::printf("%s, decoded: %d bits, row %d of %d, %d groups of %d, offsets %d: %g, not %g\n", kernels.name,
+                    c.bits, int(r), int(c.rows), int(c.groups), int(c.group), c.offsets, tile[r * width + column],
+                    expected);
+        return false;
+      }
+    }
+  return true;
+}
+
 }  // namespace
 
 int main() {
@@ -135,6 +203,15 @@ int main() {
                 if (!check(*kernels, c, wide)) return 1;
                 ++count;
               }
+    if (kernels->decoded != nullptr)
+      for (const int bits : {8, 4})
+        for (const int64_t group : {8, 24, 32, 64, 200})
+          for (const bool offsets : {false, true})
+            for (int64_t rows = 1; rows <= 32; ++rows) {
+              const Case c{bits, rows, draw(1, 8), group, offsets, false};
+              if (!check_decoded(*kernels, c)) return 1;
+              ++count;
+            }
     std::printf("%s: %d products as expected\n", kernels->name, count);
   }
 }

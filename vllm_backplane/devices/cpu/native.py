@@ -69,6 +69,11 @@ def quantized_width() -> int | None:
     return int(library().backplane_cpu_quantized_width()) if load() else None
 
 
+def decoded_from(bits: int) -> int:
+    """Rows of an input from which quantized weights are decoded to bfloat16 instead; 0: never."""
+    return int(library().backplane_cpu_decoded_from(bits))
+
+
 def known_dot_products() -> tuple[str, ...]:
     """The sets of products of 8-bit numbers that this machine can run, the best first."""
     return tuple(_text("backplane_cpu_known_dot_products").split(","))

@@ -28,7 +28,7 @@ class Format:
         return rows * (padded * self.bits // 8 + padded // (self.group or padded) * per_group)
 
 
-ONLINE: Mapping[str, Format] = {"int8": Format(8, 32), "int4": Format(4, 32, symmetric=False)}
+ONLINE: Mapping[str, Format] = {"int8": Format(8, 64), "int4": Format(4, 32, symmetric=False)}
 
 HEAD = ONLINE["int8"]
 """The projection to logits is 8 bits wide in every format: its errors go into the probabilities as they are."""
