@@ -130,9 +130,10 @@ class BackplanePlatform(Platform):
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
         """An empty list of supported methods means all of them upstream; here those that load full precision are."""
+        from vllm_backplane.gguf.configuration import QUANTIZATION
         from vllm_backplane.layers.quantization import formats
 
-        if quant not in formats.ONLINE:
+        if quant not in formats.ONLINE and quant != QUANTIZATION:
             raise BackplaneError(
                 f"the checkpoint is quantized ({quant}), and device {_device.name!r} takes full-precision ones only; "
                 f"choose such a checkpoint, and --quantization {' or '.join(formats.ONLINE)} to quantize it at loading"
@@ -220,6 +221,8 @@ class BackplanePlatform(Platform):
         configuration.set_scheduling(vllm_config, chosen)
         # 6. Memory.
         configuration.set_memory(vllm_config, chosen)
+        # 7. Where the weights are in a GGUF file.
+        configuration.set_loading(vllm_config)
         logger.info_once("Backplane runs on device %s: %s", chosen.device.name, chosen.selection.reason)
         if patched := lifecycle.report():
             logger.info_once("%s", patched)

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
 
 from vllm_backplane.errors import CheckpointError
-
-Type = GGMLQuantizationType
 
 FLOATS = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 

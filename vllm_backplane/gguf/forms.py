@@ -28,10 +28,13 @@ def mapped(placed: Placed) -> torch.Tensor:
     return flat.view(-1, placed.tensor.row_bytes)
 
 
-def packed_rows(parts: Sequence[torch.Tensor], kind: Type, width: int, *, piece: int = _PIECE) -> Packed:
-    """The rows of `parts`, each uint8 [rows, row_bytes] of a quantized type, one below the other."""
+def packed_rows(
+    parts: Sequence[torch.Tensor], kind: Type, width: int, *, out_features: int = 0, piece: int = _PIECE
+) -> Packed:
+    """The rows of `parts`, each uint8 [rows, row_bytes] of a quantized type, one below the other. Rows that are missing
+    to `out_features` are zero."""
     layout = LAYOUTS[kind]
-    rows = sum(len(part) for part in parts)
+    rows = max(sum(len(part) for part in parts), out_features)
     sample = grouped(parts[0][:1], kind)
     groups = sample.scales.shape[1]
     fan_in = groups * layout.group

@@ -32,7 +32,7 @@ class Limits(NamedTuple):
 
 LIMITS = Limits()
 
-_NUMBERS = {
+_NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),
