@@ -1,12 +1,12 @@
 """Tiny models as GGUF files, written with the gguf package the way llama.cpp's converter would.
 
-Names come from the package's own table, so they are not ours; rows of Llama's Q and K are put into llama.cpp's order, and
-Gemma's norms get their 1. The transformers model that is handed back has the weights that the file holds.
+Names come from the package's own table, so they are not ours; rows of Llama's Q and K are put into llama.cpp's order,
+and Gemma's norms get their 1. The transformers model that is handed back has the weights that the file holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,13 @@ class Tiny:
         _describe(writer, config, self.metadata, self.architecture)
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(numbers[self.architecture], config.num_hidden_layers)
-        state, matrices = model.state_dict(), 0
-        for name, tensor in state.items():
+        matrices = 0
+        for name, tensor in _separate(model.state_dict(), self.architecture):
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
             values = self._converted(name, tensor, config)
             kind = Type.F32
-            if tensor.dim() == 2:
+            if tensor.dim() > 1 and not name.endswith(".gate.weight"):  # llama.cpp keeps routers in float32
                 kind = self.types[matrices % len(self.types)]
                 matrices += 1
             raw = _blocks(values.numpy(), kind, seed=matrices)
@@ -82,6 +82,25 @@ class Tiny:
         return tensor
 
 
+def _separate(state: Mapping[str, torch.Tensor], architecture: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """transformers keeps the gate and up projections of experts in one tensor, files in two. Views, to be written to."""
+    for name, tensor in state.items():
+        path, _, last = name.rpartition(".")
+        parts = {}
+        if last == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=1)
+            parts = {"gate_proj": gate, "up_proj": up}
+        elif last == "down_proj":
+            parts = {"down_proj": tensor}
+        if not parts:
+            yield name, tensor
+        for part, one in parts.items():
+            mixtral = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[part]
+            layer = path.split(".")[2]
+            known = f"layers.{layer}.feed_forward.experts.{mixtral}" if architecture == "llama" else f"{path}.{part}"
+            yield f"{known}.weight", one
+
+
 def _describe(writer: Any, config: Any, metadata: Mapping[str, Any], architecture: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -90,6 +109,8 @@ def _describe(writer: Any, config: Any, metadata: Mapping[str, Any], architectur
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    positions = config.rope_parameters
+    writer.add_rope_freq_base(positions.get("full_attention", positions)["rope_theta"])
     writer.add_tokenizer_model("none")
     for key, value in metadata.items():
         add = writer.add_uint32 if isinstance(value, int) else writer.add_string if isinstance(value, str) else None
@@ -153,7 +174,7 @@ MODELS: dict[str, Tiny] = {
         "Qwen3ForCausalLM",
         "qwen3",
         {**COMMON, "head_dim": 64},
-        {"attention.key_length": 64, "attention.value_length": 64, "rope.freq_base": 10000.0},
+        {"attention.key_length": 64, "attention.value_length": 64},
     ),
     "Gemma": Tiny(
         "GemmaConfig",
@@ -195,10 +216,56 @@ MODELS: dict[str, Tiny] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             },
         },
-        {**_WINDOWED, "rope.freq_base": 1000000.0, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+        {**_WINDOWED, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
         adjust=_gemma2_adjust,
     ),
     "Phi3": Tiny("Phi3Config", "Phi3ForCausalLM", "phi3", COMMON, {"rope.dimension_count": 32}),
+    "Mixtral": Tiny(
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        "llama",
+        {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        {"expert_count": 4, "expert_used_count": 2},
+    ),
+    "Qwen2-MoE": Tiny(
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        "qwen2moe",
+        {
+            **COMMON,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 96,
+            "norm_topk_prob": False,
+        },
+        {
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 64,
+            "expert_shared_feed_forward_length": 96,
+        },
+    ),
+    "Qwen3-MoE": Tiny(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        "qwen3moe",
+        {
+            **COMMON,
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
+        {
+            "attention.key_length": 32,
+            "attention.value_length": 32,
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 64,
+        },
+    ),
     "Mistral": Tiny("MistralConfig", "MistralForCausalLM", "llama", {**COMMON, "sliding_window": None}),
 }
 

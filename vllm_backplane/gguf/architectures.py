@@ -44,9 +44,37 @@ class Architecture:
     permuted: bool = False
     """Rows of Q and K are in llama.cpp's order."""
     norms_plus_one: bool = False
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Names within a layer of what a file has for all experts together; {} is an expert's number."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Of the configuration, where files do not say it."""
 
+
+_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_ROUTED = {**_ATTENTION, "ffn_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"}
+_SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+MIXTRAL = Architecture(
+    "mixtral",
+    "MixtralForCausalLM",
+    {**_ROUTED, "ffn_gate_inp": "block_sparse_moe.gate"},
+    permuted=True,
+    experts={
+        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    },
+)
+"""Its files say llama."""
 
 _GEMMA = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
@@ -54,6 +82,20 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", _DENSE, permuted=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _DENSE),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**_DENSE, **_HEAD_NORMS}),
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        {**_ROUTED, **_SHARED},
+        experts=_EXPERTS,
+        defaults={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {**_ROUTED, **_HEAD_NORMS},
+        experts=_EXPERTS,
+        defaults={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
     "gemma": Architecture("gemma", "GemmaForCausalLM", _DENSE, norms_plus_one=True, defaults=_GEMMA),
     "gemma2": Architecture(
         "gemma2", "Gemma2ForCausalLM", {**_DENSE, **_FOUR_NORMS}, norms_plus_one=True, defaults=_GEMMA
@@ -87,6 +129,8 @@ class Named(NamedTuple):
     name: str
     """As vLLM's models expect it."""
     placed: Placed
+    experts: int
+    """How many experts the tensor is for, whose number goes into the name; 0: it is one weight."""
     heads: int
     """Heads whose rows are in llama.cpp's order; 0: rows are in order."""
     plus_one: bool
@@ -104,9 +148,13 @@ def architecture_of(model: Gguf) -> Architecture:
             "Use the model's original checkpoint instead."
         )
     if model.number(f"{stated}.expert_count"):
-        raise CheckpointError(
-            f"{model.path} is a mixture of experts, which is not served from GGUF; use the model's original checkpoint"
-        )
+        if stated == "llama":
+            return MIXTRAL
+        if not found.experts:
+            raise CheckpointError(
+                f"{model.path} is a mixture of experts of architecture {stated!r}, which is not served from GGUF; use "
+                "the model's original checkpoint"
+            )
     return found
 
 
@@ -126,7 +174,7 @@ def named(model: Gguf) -> Iterator[Named]:
             prefix = ""
         else:
             top, kind = match[2], match[3]
-            translated = architecture.layer.get(top)
+            translated = architecture.layer.get(top) or architecture.experts.get(top)
             prefix = f"model.layers.{match[1]}."
         if translated is None or kind not in ("weight", "bias"):
             raise CheckpointError(
@@ -135,4 +183,12 @@ def named(model: Gguf) -> Iterator[Named]:
             )
         permuted = {"attn_q": heads, "attn_k": kv_heads}.get(top, 0) if architecture.permuted else 0
         plus_one = architecture.norms_plus_one and top.endswith("norm")
-        yield Named(f"{prefix}{translated}.{kind}", placed, permuted, plus_one)
+        experts = 0
+        if top in architecture.experts:
+            experts = placed.tensor.shape[0]
+            if len(placed.tensor.shape) != 3 or experts != model.number(f"{stated}.expert_count"):
+                raise CheckpointError(
+                    f"{model.path} has {placed.tensor.shape} for {name!r}, which is not the number of its experts; "
+                    "make it anew with a current converter"
+                )
+        yield Named(f"{prefix}{translated}.{kind}", placed, experts, permuted, plus_one)

@@ -9,6 +9,7 @@ K-types) it has at most 19 significant bits, so float32 holds it. `dequantized` 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -82,9 +83,14 @@ def _q8_0(raw: torch.Tensor) -> Grouped:
     return Grouped((raw[:, 2:] ^ 128).unsqueeze(1), _halves(raw[:, :2]), None)
 
 
+@cache
+def _nonlinear(device: torch.device) -> torch.Tensor:
+    """Made once: a graph that is captured later could not make it."""
+    return torch.tensor([value + 128 for value in _NONLINEAR], dtype=torch.uint8).to(device)
+
+
 def _iq4_nl(raw: torch.Tensor) -> Grouped:
-    values = torch.tensor([value + 128 for value in _NONLINEAR], dtype=torch.uint8, device=raw.device)
-    return Grouped(values[_nibbles(raw[:, 2:]).int()].unsqueeze(1), _halves(raw[:, :2]), None)
+    return Grouped(_nonlinear(raw.device)[_nibbles(raw[:, 2:]).int()].unsqueeze(1), _halves(raw[:, :2]), None)
 
 
 def _q2_k(raw: torch.Tensor) -> Grouped:

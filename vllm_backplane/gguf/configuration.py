@@ -90,6 +90,8 @@ def configuration(model: Gguf) -> dict[str, Any]:
         made |= _gemma(reader, made)
     elif reader.architecture == "phi3":
         made |= _phi3(model, reader, head_dim)
+    if architecture.experts:
+        made |= _experts(reader, made)
     made |= _tokens(model)
     return made
 
@@ -170,6 +172,19 @@ def _phi3(model: Gguf, reader: _Reader, head_dim: int) -> dict[str, Any]:
     if any(name.startswith("rope_factors") for name in model.tensors):
         raise reader.fault("its positions are scaled by tables (longrope), which is not served")
     return {"partial_rotary_factor": rotated / head_dim, "sliding_window": reader.number("attention.sliding_window")}
+
+
+def _experts(reader: _Reader, made: dict[str, Any]) -> dict[str, Any]:
+    """Mixtral calls its experts local, and gives them the whole width."""
+    experts = reader.positive("expert_count")
+    width = reader.number("expert_feed_forward_length") or made["intermediate_size"]
+    return {
+        "num_local_experts": experts,
+        "num_experts": experts,
+        "num_experts_per_tok": reader.positive("expert_used_count"),
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": reader.number("expert_shared_feed_forward_length") or 0,
+    }
 
 
 def _tokens(model: Gguf) -> dict[str, Any]:

@@ -8,15 +8,29 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
 import torch
+from gguf import GGML_QUANT_SIZES
 
 from vllm_backplane.gguf.blocks import LAYOUTS, Type, grouped
+from vllm_backplane.gguf.file import Tensor
 from vllm_backplane.gguf.parts import Placed
 from vllm_backplane.ops.quantized_linear import Packed, packed_codes
 
 _PIECE = 1 << 20
 """Weights that are converted at once, so that temporary memory does not grow with the layer."""
+
+
+def bytes_in_memory(tensor: Tensor, dtype: torch.dtype) -> int:
+    """What a tensor takes where it is multiplied, or kept in `dtype`; without what fills blocks up."""
+    weights = prod(tensor.shape)
+    layout = LAYOUTS.get(tensor.type)
+    if layout is None:
+        return weights * dtype.itemsize
+    sample = grouped(torch.zeros(1, GGML_QUANT_SIZES[tensor.type][1], dtype=torch.uint8), tensor.type)
+    numbers = sample.scales.itemsize * (1 if sample.offsets is None else 2)
+    return weights * layout.bits // 8 + weights // layout.group * numbers
 
 
 def mapped(placed: Placed) -> torch.Tensor:

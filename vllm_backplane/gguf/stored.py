@@ -1,11 +1,13 @@
 """A tensor whose values still lie as blocks in the mapped file.
 
 vLLM's models hand tensors from the loader to layers by name. A layer that multiplies blocks asks for `rows`; anything
-else that touches such a tensor (the copy into a norm's weight, say) sees the values, decoded at that moment.
+else that touches such a tensor (the copy into a norm's weight, say) sees the values, decoded at that moment. Experts
+may be put together and taken apart: that is done to the blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,10 +41,26 @@ class StoredTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.unsqueeze.default and args[1] == 0:
+            return StoredTensor(args[0].rows, args[0].kind, (1, *args[0].shape))
+        if func is torch.ops.aten.unbind.int and (len(args) == 1 or args[1] == 0) and args[0].dim() == 3:
+            count, *shape = args[0].shape
+            return [StoredTensor(rows, args[0].kind, tuple(shape)) for rows in args[0].rows.chunk(count)]
+
         def decoded(value: Any) -> Any:
             return value.values() if isinstance(value, StoredTensor) else value
 
         return func(*tree_map(decoded, args), **tree_map(decoded, kwargs or {}))
+
+
+def weights(one: Named) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors as a checkpoint has them."""
+    made = stored(one)
+    if not one.experts:
+        yield one.name, made
+        return
+    for expert, weight in enumerate(made.unbind()):
+        yield one.name.format(expert), weight
 
 
 def stored(one: Named) -> torch.Tensor:

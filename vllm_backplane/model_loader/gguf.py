@@ -17,7 +17,7 @@ from vllm_backplane.gguf.architectures import named
 from vllm_backplane.gguf.configuration import QUANTIZATION
 from vllm_backplane.gguf.folder import source
 from vllm_backplane.gguf.parts import Gguf
-from vllm_backplane.gguf.stored import stored
+from vllm_backplane.gguf.stored import weights
 
 
 class GgufModelLoader(BaseModelLoader):
@@ -46,7 +46,7 @@ def _weights(model: Gguf, shown: bool) -> Iterator[tuple[str, torch.Tensor]]:
         mininterval=1,
     ) as bar:
         for one in named(model):
-            yield one.name, stored(one)
+            yield from weights(one)
             bar.update(one.placed.tensor.size)
 
 

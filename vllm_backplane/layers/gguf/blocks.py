@@ -72,8 +72,6 @@ def install(
         _set(layer, f"{name}_scale", packed.scales, device)
         _set(layer, f"{name}_offset", packed.offsets, device)
         runs.append(Run(rows, bits, name))
-    # Freed memory between codes that stay would add up from layer to layer.
-    runtime().device.empty_cache()
     return runs
 
 

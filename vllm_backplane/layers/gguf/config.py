@@ -18,6 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_backplane.errors import BackplaneError, BindingError
 from vllm_backplane.gguf.configuration import QUANTIZATION
+from vllm_backplane.layers.gguf.experts import GgufMoEMethod
 from vllm_backplane.layers.gguf.linear import GgufLinearMethod
 from vllm_backplane.layers.gguf.table import GgufHeadMethod, GgufTableMethod
 
@@ -50,7 +51,7 @@ class GgufConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
-            raise BackplaneError("mixtures of experts are not served from GGUF; use the model's original checkpoint")
+            return GgufMoEMethod(layer.moe_config, prefix)
         if isinstance(layer, LinearBase):
             return GgufLinearMethod(prefix)
         if isinstance(layer, ParallelLMHead):

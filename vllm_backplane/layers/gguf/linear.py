@@ -17,6 +17,7 @@ from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.stored import StoredTensor
 from vllm_backplane.layers.gguf.blocks import Rows, Run, all_floats, install, multiply, values
 from vllm_backplane.layers.linear import BackplaneLinearMethod
+from vllm_backplane.runtime import runtime
 
 _QKV = {"q": 0, "k": 1, "v": 2}
 
@@ -112,6 +113,8 @@ class GgufLinearMethod(LinearMethodBase):
             layer.quant_method = BackplaneLinearMethod()
         else:
             self._runs = install(layer, parts, self._dtype, self._device, sum(self._sizes))
+        # Freed memory between codes that stay would add up from layer to layer.
+        runtime().device.empty_cache()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if not self._runs:
