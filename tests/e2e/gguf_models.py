@@ -83,7 +83,7 @@ class Tiny:
 
 
 def _separate(state: Mapping[str, torch.Tensor], architecture: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """transformers keeps the gate and up projections of experts in one tensor, files in two. Views, to be written to."""
+    """transformers keeps the gate and up projections of experts in one tensor, files in two. These are views."""
     for name, tensor in state.items():
         path, _, last = name.rpartition(".")
         parts = {}
