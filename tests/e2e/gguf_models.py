@@ -150,13 +150,13 @@ def _llama3_factors(scaling: Mapping[str, Any], head_dim: int) -> np.ndarray:
 _WINDOWED = {"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 12}
 
 MODELS: dict[str, Tiny] = {
-    "Llama": Tiny("LlamaConfig", "LlamaForCausalLM", "llama", COMMON),
-    "Llama, positions as in Llama 3.1": Tiny(
+    "Llama 3.1, tied": Tiny(
         "LlamaConfig",
         "LlamaForCausalLM",
         "llama",
         {
             **COMMON,
+            "tie_word_embeddings": True,
             "rope_parameters": {
                 "rope_type": "llama3",
                 "rope_theta": 10000.0,
@@ -167,7 +167,6 @@ MODELS: dict[str, Tiny] = {
             },
         },
     ),
-    "Llama, tied": Tiny("LlamaConfig", "LlamaForCausalLM", "llama", {**COMMON, "tie_word_embeddings": True}),
     "Qwen2": Tiny("Qwen2Config", "Qwen2ForCausalLM", "qwen2", COMMON),
     "Qwen3": Tiny(
         "Qwen3Config",
@@ -266,7 +265,9 @@ MODELS: dict[str, Tiny] = {
             "expert_feed_forward_length": 64,
         },
     ),
-    "Mistral": Tiny("MistralConfig", "MistralForCausalLM", "llama", {**COMMON, "sliding_window": None}),
+    "Mistral, which says llama": Tiny(
+        "MistralConfig", "MistralForCausalLM", "llama", {**COMMON, "sliding_window": None}
+    ),
 }
 
 EVERY_TYPE = Tiny(
