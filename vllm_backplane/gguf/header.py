@@ -2,7 +2,7 @@
 
 A length in the file is believed only once the bytes that it announces are there, so no header can make the reader take
 more memory than a multiple of its own size, and `LIMITS` bounds that. The reader of the `gguf` package does not check:
-an array that announces 2**60 numbers and has none keeps it busy, and growing, until something ends it.
+an array that announces 2**60 bytes and has none keeps it busy, and growing, until something ends it.
 """
 
 from __future__ import annotations
