@@ -36,8 +36,8 @@ class Tiny:
     """Of the matrices, in turn."""
     seed: int = 0
 
-    def write(self, path: Path) -> Any:
-        """The file, and transformers' model with its weights."""
+    def write(self, path: Path, tensors_per_part: int = 0) -> Any:
+        """The file, or its parts, and transformers' model with its weights."""
         import transformers
 
         config = getattr(transformers, self.config)(**self.arguments)
@@ -46,7 +46,7 @@ class Tiny:
         randomize(model, seed=self.seed)
         with torch.no_grad():
             self.adjust(model)
-        writer = gguf.GGUFWriter(path, self.architecture)
+        writer = gguf.GGUFWriter(path, self.architecture, split_max_tensors=tensors_per_part)
         _describe(writer, config, self.metadata, self.architecture)
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(numbers[self.architecture], config.num_hidden_layers)
@@ -269,6 +269,15 @@ MODELS: dict[str, Tiny] = {
         "MistralConfig", "MistralForCausalLM", "llama", {**COMMON, "sliding_window": None}
     ),
 }
+
+SHARED_OUT = Tiny(
+    "LlamaConfig",
+    "LlamaForCausalLM",
+    "llama",
+    {**COMMON, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    types=(Type.Q8_0, Type.Q4_1),
+)
+"""For two workers: one head of keys, which both have."""
 
 EVERY_TYPE = Tiny(
     "LlamaConfig",
