@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
@@ -12,7 +12,7 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from vllm_backplane.errors import BackplaneError, BindingError
+from vllm_backplane.errors import BackplaneError, BindingError, CheckpointError
 from vllm_backplane.gguf.architectures import named
 from vllm_backplane.gguf.configuration import QUANTIZATION
 from vllm_backplane.gguf.folder import source
@@ -30,8 +30,16 @@ class GgufModelLoader(BaseModelLoader):
             raise BackplaneError(
                 f"--load-format {QUANTIZATION} loads GGUF files, and {model_config.model} is none; remove the option"
             )
-        found: Any = model
-        found.load_weights(_weights(source(stated), bool(self.load_config.use_tqdm_on_load)))
+        # What is multiplied as blocks has no memory yet, and its layer insists on it; a tied head has nothing.
+        wanted = {name for name, weight in model.named_parameters() if not weight.is_meta and weight.numel()}
+        file, into = source(stated), cast(Any, model)
+        loaded = into.load_weights(_weights(file, bool(self.load_config.use_tqdm_on_load)))
+        missing = sorted(wanted - loaded) if loaded is not None else []
+        if missing:
+            raise CheckpointError(
+                f"{file.path} has no weights for {', '.join(missing[:4])}{' and others' * (len(missing) > 4)}; choose "
+                "a complete file"
+            )
 
 
 def _weights(model: Gguf, shown: bool) -> Iterator[tuple[str, torch.Tensor]]:
