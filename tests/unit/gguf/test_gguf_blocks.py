@@ -59,3 +59,23 @@ def test_codes_and_groups_are_what_the_layout_says(kind: Type) -> None:
 def test_other_types_are_refused_with_those_that_are_served() -> None:
     with pytest.raises(CheckpointError, match=r"the tensor x is of type IQ2_XXS.*Q4_0.*IQ4_NL.*BF16"):
         insist_on_served(Type.IQ2_XXS, "the tensor x")
+
+
+@pytest.mark.models
+def test_a_real_file_is_dequantized_bit_equal() -> None:
+    """Rows of every tensor of the default model's file, which the gguf package reads on its own."""
+    from vllm_backplane.gguf.forms import mapped
+    from vllm_backplane.gguf.parts import opened
+    from vllm_backplane.models import obtain
+
+    model = opened(obtain("smollm2-gguf"))
+    reader = gguf.GGUFReader(model.path)
+    assert {tensor.name for tensor in reader.tensors} == model.tensors.keys()
+    kinds = set()
+    for tensor in reader.tensors:
+        rows = tensor.data.reshape(-1, tensor.data.shape[-1])[-64:]
+        expected = gguf.quants.dequantize(rows, tensor.tensor_type)
+        placed = model.tensors[tensor.name]
+        assert same_bits(dequantized(mapped(placed)[-64:], placed.tensor.type), expected), tensor.name
+        kinds.add(placed.tensor.type)
+    assert Type.Q4_1 in kinds and Type.F32 in kinds
