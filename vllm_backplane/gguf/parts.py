@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.file import GgufFile, Tensor, is_gguf
 
@@ -58,14 +60,34 @@ class Gguf:
         found = self.metadata.get(key)
         return float(found) if type(found) is int else self._of(key, float)
 
+    def truth(self, key: str) -> bool | None:
+        return self._of(key, bool)
+
+    def words(self, key: str) -> list[str] | None:
+        found = self._of(key, list)
+        if found is not None and not all(type(word) is str for word in found):
+            raise self._wrong(key, "a list of other things", "a list of words")
+        return found
+
+    def numbers(self, key: str, *, whole: bool = False) -> list[Any] | None:
+        """Of an array of numbers; all of them finite, or whole."""
+        found = self._of(key, np.ndarray)
+        if found is None:
+            return None
+        if found.dtype.kind not in ("iu" if whole else "f") or not np.isfinite(found).all():
+            raise self._wrong(key, f"{found.dtype} or infinite values", "whole numbers" if whole else "finite numbers")
+        return list(found.tolist())
+
     def _of(self, key: str, kind: type) -> Any:
         found = self.metadata.get(key)
         if found is not None and type(found) is not kind:
-            raise CheckpointError(
-                f"{self.path} has {type(found).__name__} for {key} where {kind.__name__} belongs; make the file anew "
-                "with a current converter"
-            )
+            raise self._wrong(key, type(found).__name__, kind.__name__)
         return found
+
+    def _wrong(self, key: str, found: str, expected: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} has {found} for {key} where {expected} belongs; make the file anew with a current converter"
+        )
 
 
 def opened(path: str | Path) -> Gguf:

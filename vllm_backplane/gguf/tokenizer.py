@@ -116,10 +116,10 @@ def _fault(model: Gguf, what: str) -> CheckpointError:
 
 
 def _vocabulary(model: Gguf) -> _Vocabulary:
-    tokens, kinds = model.metadata.get("tokenizer.ggml.tokens"), model.metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
-        raise _fault(model, "its vocabulary (tokenizer.ggml.tokens) is not a list of words")
-    numbers = [NORMAL] * len(tokens) if kinds is None else list(map(int, kinds))
+    tokens, kinds = model.words("tokenizer.ggml.tokens"), model.numbers("tokenizer.ggml.token_type", whole=True)
+    if not tokens:
+        raise _fault(model, "it has no vocabulary (tokenizer.ggml.tokens)")
+    numbers = [NORMAL] * len(tokens) if kinds is None else kinds
     if len(numbers) != len(tokens):
         raise _fault(model, f"it has {len(tokens)} tokens and {len(numbers)} kinds of tokens")
     ids = {token: number for number, token in enumerate(tokens)}
@@ -142,8 +142,8 @@ def _is_special(vocabulary: _Vocabulary, token: str) -> bool:
 
 
 def _adds_bos(model: Gguf, kind: str) -> bool:
-    stated = model.metadata.get("tokenizer.ggml.add_bos_token")
-    if isinstance(stated, bool):
+    stated = model.truth("tokenizer.ggml.add_bos_token")
+    if stated is not None:
         return stated
     return True if kind == "llama" else _splitting(model).bos
 
@@ -159,10 +159,10 @@ def _byte_level(model: Gguf, vocabulary: _Vocabulary) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     splitting = _splitting(model)
-    raw = model.metadata.get("tokenizer.ggml.merges")
-    merges = [tuple(merge.split(" ", 1)) for merge in raw] if isinstance(raw, list) else None
-    if merges is None or any(len(merge) != 2 for merge in merges):
-        raise _fault(model, "its merges (tokenizer.ggml.merges) are not a list of pairs")
+    raw = model.words("tokenizer.ggml.merges")
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in raw or ())]
+    if raw is None:
+        raise _fault(model, "it has no merges (tokenizer.ggml.merges)")
     known = vocabulary.ids
     for left, right in merges:
         if left not in known or right not in known or left + right not in known:
@@ -183,20 +183,20 @@ def _byte_level(model: Gguf, vocabulary: _Vocabulary) -> Any:
 def _sentence_pieces(model: Gguf, vocabulary: _Vocabulary) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = model.metadata.get("tokenizer.ggml.scores")
+    scores = model.numbers("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(vocabulary.tokens):
         raise _fault(model, "its vocabulary has no scores (tokenizer.ggml.scores)")
     unknown = next((token for token, kind in zip(*vocabulary[:2], strict=True) if kind == UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary.ids,
-            merges=_merges(vocabulary, list(map(float, scores))),
+            merges=_merges(vocabulary, scores),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=BYTE in vocabulary.kinds,
         )
     )
-    prefix = model.metadata.get("tokenizer.ggml.add_space_prefix", True) is True
+    prefix = model.truth("tokenizer.ggml.add_space_prefix") is not False
     spaces = normalizers.Replace(" ", _SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]

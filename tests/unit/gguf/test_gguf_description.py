@@ -224,3 +224,44 @@ def test_scored_vocabularies_encode_as_sentencepiece_does(tmp_path: Path, prefix
     for text in [*TEXTS, "unseen words: xyzzy 77 ß"]:
         assert made.encode(text).ids == [1, *trained.encode(text)]
         assert made.decode(made.encode(text).ids) == text
+
+
+WRONG: tuple[Any, ...] = (0, 3000000000, 0.5, float("nan"), "word", True, [1, 2], ["a", "b"], [0.5, float("inf")])
+
+SOUND: dict[str, Any] = {
+    "ggml.model": "gpt2",
+    "ggml.pre": "gpt-2",
+    "ggml.tokens": ["a", "b", "ab", "<s>"],
+    "ggml.token_type": [1, 1, 1, 3],
+    "ggml.scores": [0.0, -1.0, -2.0, 0.0],
+    "ggml.merges": ["a b"],
+    "ggml.bos_token_id": 3,
+    "ggml.eos_token_id": 3,
+    "ggml.unknown_token_id": 3,
+    "ggml.padding_token_id": 3,
+    "ggml.eot_token_id": 3,
+    "ggml.add_bos_token": True,
+    "ggml.add_space_prefix": True,
+    "chat_template": "{{ messages }}",
+}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_metadata_of_a_wrong_kind_is_used_or_refused(tmp_path: Path, kind: str) -> None:
+    sound = {**SOUND, "ggml.model": kind}
+    assert (described(write(tmp_path / "m.gguf", tokenizer=sound)) / "tokenizer.json").exists()
+    refused = 0
+    for key in sound:
+        for value in (*WRONG, ["a", "b", "", "<s>"], ["", "", "", ""], ["a  b"], [9, 9, 9, 9]):
+            path = write(tmp_path / "m.gguf", tokenizer={**sound, key: value})
+            try:
+                described(path)
+            except CheckpointError:
+                refused += 1
+    for key in (*SIZES, "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.dimension_count"):
+        for value in WRONG:
+            try:
+                described(write(tmp_path / "m.gguf", **{key.replace(".", "__"): value}))
+            except CheckpointError:
+                refused += 1
+    assert refused > 100
