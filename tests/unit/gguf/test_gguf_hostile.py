@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -210,3 +212,9 @@ def test_a_folder_of_several_models_is_refused_by_name(tmp_path: Path) -> None:
         opened(tmp_path)
     (tmp_path / "two.gguf").rename(tmp_path / "mmproj-two.gguf")
     assert opened(tmp_path).path.name == "one.gguf"
+
+
+def test_the_reader_needs_neither_torch_nor_vllm() -> None:
+    program = "import sys, vllm_backplane.gguf.parts\nprint({'torch', 'vllm'} & sys.modules.keys() or 'neither')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "neither"
