@@ -265,10 +265,10 @@ MODELS: dict[str, Tiny] = {
             "expert_feed_forward_length": 64,
         },
     ),
-    "Mistral, which says llama": Tiny(
-        "MistralConfig", "MistralForCausalLM", "llama", {**COMMON, "sliding_window": None}
-    ),
 }
+
+MISTRAL = Tiny("MistralConfig", "MistralForCausalLM", "llama", {**COMMON, "sliding_window": None})
+"""Its files say llama."""
 
 SHARED_OUT = Tiny(
     "LlamaConfig",

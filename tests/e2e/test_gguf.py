@@ -15,7 +15,7 @@ EVERY_TYPE, TWO_WORKERS = "every type, from the parts in a folder", "two workers
 PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)]]
 TOKENS = 8
 TOLERANCE = 1e-3
-ROUNDED = 0.15
+ROUNDED = 0.03
 """Of log-probabilities where the inputs of products are rounded to 8 bits, in the mean."""
 
 
