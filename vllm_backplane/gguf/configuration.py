@@ -70,7 +70,7 @@ def configuration(model: Gguf) -> dict[str, Any]:
     table = model.tensors.get("token_embd.weight")
     if table is None or len(table.tensor.shape) != 2 or table.tensor.shape[1] != made["hidden_size"]:
         raise reader.fault(f"it has no embedding (token_embd.weight) of vectors of {made['hidden_size']}")
-    head_dim = reader.number("attention.key_length") or made["hidden_size"] // heads
+    head_dim = reader.number("attention.key_length") or _head_dim(model, heads) or made["hidden_size"] // heads
     made |= {
         "architectures": [architecture.model_class],
         "model_type": architecture.model_type,
@@ -94,6 +94,12 @@ def configuration(model: Gguf) -> dict[str, Any]:
         made |= _experts(reader, made)
     made |= _tokens(model)
     return made
+
+
+def _head_dim(model: Gguf, heads: int) -> int:
+    """From the weights: older files do not say it, and it need not be the width over the heads."""
+    queries = model.tensors.get("blk.0.attn_q.weight")
+    return queries.tensor.shape[0] // heads if queries is not None else 0
 
 
 def _epsilon(reader: _Reader) -> float:

@@ -39,7 +39,9 @@ SIZES: dict[str, Any] = {
 }
 
 
-def write(path: Path, architecture: str = "llama", tokenizer: dict[str, Any] | None = None, **changes: Any) -> Path:
+def write(
+    path: Path, architecture: str = "llama", tokenizer: dict[str, Any] | None = None, queries: int = 0, **changes: Any
+) -> Path:
     """A file with an embedding alone. `changes`: keys with two underscores for dots; None leaves one out."""
     writer = gguf.GGUFWriter(path, architecture)
     sizes = {**SIZES, **{key.replace("__", "."): value for key, value in changes.items()}}
@@ -49,6 +51,8 @@ def write(path: Path, architecture: str = "llama", tokenizer: dict[str, Any] | N
     for key, value in (tokenizer or {}).items():
         _add(writer, f"tokenizer.{key}", value)
     writer.add_tensor("token_embd.weight", np.ones((8, 32), np.float32))
+    if queries:
+        writer.add_tensor("blk.0.attn_q.weight", np.ones((queries, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -73,6 +77,8 @@ def test_a_configuration_says_what_the_file_says(tmp_path: Path) -> None:
     assert made["num_key_value_heads"] == 2 and made["rms_norm_eps"] == 1e-5
     assert made["rope_parameters"] == {"rope_type": "default", "rope_theta": 500000.0}
     assert made["tie_word_embeddings"] is True
+    wide = configuration(opened(write(tmp_path / "m.gguf", queries=64, rope__dimension_count=16)))
+    assert wide["head_dim"] == 16, "from the weights, where the file does not say it"
 
 
 @pytest.mark.parametrize(
