@@ -185,6 +185,11 @@ def set_loading(config: VllmConfig) -> None:
     model, loading = config.model_config, config.load_config
     if model is None or model.quantization != QUANTIZATION:
         return
+    from vllm_backplane.layers.gguf import config as methods
+    from vllm_backplane.model_loader import gguf as loader
+
+    methods.register()  # raises if another plugin has taken the name since
+    loader.register()
     if loading.load_format == "auto":
         loading.load_format = QUANTIZATION
     elif loading.load_format != QUANTIZATION:

@@ -32,6 +32,23 @@ print(json.dumps(found))
 """
 
 
+TAKEN = """
+from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
+from vllm.plugins import load_general_plugins
+
+other = type("Other", (get_quantization_config("fp8"),), {})
+register_quantization_config("gguf")(other)
+load_general_plugins()
+"""
+
+
+def test_a_name_that_another_plugin_took_is_refused() -> None:
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", TAKEN], capture_output=True, text=True, check=False, env=variables)
+    assert done.returncode != 0
+    assert "--quantization gguf already belongs to" in done.stderr and "uninstall one of the two" in done.stderr
+
+
 def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
