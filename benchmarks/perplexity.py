@@ -5,7 +5,8 @@
 
 The text is perplexity.txt beside this file, written for the purpose. It goes through the engine in parts of --context
 tokens, each part by itself; the first token of a part is given, all others are predicted. Each engine runs in a process
-of its own, and all of them in float32 but the one that is called bfloat16.
+of its own, and all of them in float32 but the one that is called bfloat16. The row called gguf is the file that the
+weights of all others come from, served as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 TEXT = Path(__file__).with_name("perplexity.txt")
-ROWS = ("float32", "bfloat16", "int8", "int8:64", "int8:128", "int8:0", "int4", "int4:64", "int4:128", "int4:0")
+ROWS = ("float32", "bfloat16", "gguf", "int8", "int8:64", "int8:128", "int8:0", "int4", "int4:64", "int4:128", "int4:0")
 
 
 def engine(model: str, row: str, context: int) -> dict[str, float]:
@@ -29,12 +30,12 @@ def engine(model: str, row: str, context: int) -> dict[str, float]:
     from vllm.inputs import TokensPrompt
 
     name, _, group = row.partition(":")
-    full = name in ("float32", "bfloat16")
+    full = name in ("float32", "bfloat16", "gguf")
     if group:
         os.environ["BACKPLANE_QUANTIZATION_GROUP"] = group
     llm = LLM(
         model,
-        dtype=name if full else "float32",
+        dtype="bfloat16" if name == "bfloat16" else "float32",
         quantization=None if full else name,
         max_model_len=context + 8,
         max_num_seqs=4,
@@ -76,7 +77,7 @@ def main() -> None:
         return
     from vllm_backplane.models import DEFAULT, obtain
 
-    model = str(obtain(DEFAULT.name))
+    folder_of = {row: str(obtain("smollm2-gguf" if row == "gguf" else DEFAULT.name)) for row in args.rows}
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -89,7 +90,9 @@ def main() -> None:
         answer = Path(folder) / "answer.json"  # standard output belongs to vLLM
         for row in args.rows:
             command = [sys.executable, str(Path(__file__).resolve()), row, "--context", str(args.context)]
-            subprocess.run([*command, "--engine", model, str(answer)], env=environment, stdout=sys.stderr, check=True)
+            subprocess.run(
+                [*command, "--engine", folder_of[row], str(answer)], env=environment, stdout=sys.stderr, check=True
+            )
             results[row] = json.loads(answer.read_text())
             print(f"{row}: {results[row]['perplexity']:.4f}", file=sys.stderr)
     if args.json:

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/architecture.md", "docs/operators.md", "docs/audit.md", "docs/versions.md")
+PAGES = (
+    "README.md",
+    "docs/architecture.md",
+    "docs/operators.md",
+    "docs/audit.md",
+    "docs/versions.md",
+    "docs/checkpoints.md",
+)
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -55,6 +62,33 @@ def bindings() -> str:
             for b in BINDINGS
         ),
     )
+
+
+def gguf_types() -> str:
+    from vllm_backplane.gguf.blocks import FLOATS, LAYOUTS
+    from vllm_backplane.gguf.file import Tensor
+    from vllm_backplane.gguf.forms import bytes_in_memory, torch
+
+    def bits(kind) -> float:  # type: ignore[no-untyped-def]
+        return bytes_in_memory(Tensor("", kind, (1, 256), 0, 0), torch.float32) * 8 / 256
+
+    def in_file(kind) -> float:  # type: ignore[no-untyped-def]
+        return Tensor("", kind, (1, 256), 0, 0).row_bytes * 8 / 256
+
+    rows = [
+        (kind.name, f"{in_file(kind):g}", f"{bits(kind):g}", f"{layout.bits} bits in groups of {layout.group}", "none")
+        for kind, layout in LAYOUTS.items()
+    ]
+    rows += [(kind.name, f"{in_file(kind):g}", "as `--dtype`", "values", "to `--dtype`") for kind in FLOATS]
+    return table(("type", "bits per weight in the file", "in memory", "as", "rounding of weights"), rows)
+
+
+def gguf_architectures() -> str:
+    from vllm_backplane.gguf.architectures import ARCHITECTURES, MIXTRAL
+
+    rows = [(f"`{name}`", f"`{one.model_class}`") for name, one in ARCHITECTURES.items()]
+    rows.insert(1, ("`llama` with experts", f"`{MIXTRAL.model_class}`"))
+    return table(("general.architecture", "served by vLLM's"), rows)
 
 
 def operators() -> str:
@@ -118,6 +152,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "audit rules": audit_rules,
     "audit corpus": audit_corpus,
     "releases": releases,
+    "gguf types": gguf_types,
+    "gguf architectures": gguf_architectures,
     "partly there": partly_there,
     "benchmarks": benchmarks,
 }

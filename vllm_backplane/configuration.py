@@ -176,3 +176,25 @@ def set_memory(config: VllmConfig, chosen: Runtime) -> None:
     elif stated == default:
         # vLLM's own default was made for memory that belongs to the accelerator alone.
         cache.gpu_memory_utilization = chosen.device.capabilities.default_memory_share
+
+
+def set_loading(config: VllmConfig) -> None:
+    """A folder that stands for a GGUF file (`gguf/folder.py`) is loaded from that file and served under its path."""
+    from vllm_backplane.gguf.configuration import QUANTIZATION
+
+    model, loading = config.model_config, config.load_config
+    if model is None or model.quantization != QUANTIZATION:
+        return
+    from vllm_backplane.layers.gguf import config as methods
+    from vllm_backplane.model_loader import gguf as loader
+
+    methods.register()  # raises if another plugin has taken the name since
+    loader.register()
+    if loading.load_format == "auto":
+        loading.load_format = QUANTIZATION
+    elif loading.load_format != QUANTIZATION:
+        raise BackplaneError(
+            f"--load-format {loading.load_format} was asked for, and the weights are in a GGUF file; remove the option"
+        )
+    if model.served_model_name == model.model:
+        model.served_model_name = str(model.hf_config.quantization_config["file"])

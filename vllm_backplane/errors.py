@@ -38,6 +38,10 @@ class NumericFault(BackplaneError):
     """The numeric guard found values that are not finite; the message names the module they first came out of."""
 
 
+class CheckpointError(BackplaneError):
+    """A checkpoint is damaged, incomplete, or of a kind that cannot be served."""
+
+
 class PatchError(BackplaneError):
     """A patch is declared badly, or does not fit the vLLM it meets."""
 

@@ -130,9 +130,10 @@ class BackplanePlatform(Platform):
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
         """An empty list of supported methods means all of them upstream; here those that load full precision are."""
+        from vllm_backplane.gguf.configuration import QUANTIZATION
         from vllm_backplane.layers.quantization import formats
 
-        if quant not in formats.ONLINE:
+        if quant not in formats.ONLINE and quant != QUANTIZATION:
             raise BackplaneError(
                 f"quantization {quant} (of the checkpoint, or of --quantization) does not run on device "
                 f"{_device.name!r}; choose a full-precision checkpoint, and --quantization "
@@ -221,6 +222,8 @@ class BackplanePlatform(Platform):
         configuration.set_scheduling(vllm_config, chosen)
         # 6. Memory.
         configuration.set_memory(vllm_config, chosen)
+        # 7. Where the weights are in a GGUF file.
+        configuration.set_loading(vllm_config)
         logger.info_once("Backplane runs on device %s: %s", chosen.device.name, chosen.selection.reason)
         if patched := lifecycle.report():
             logger.info_once("%s", patched)

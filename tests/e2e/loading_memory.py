@@ -38,6 +38,7 @@ class Watch(threading.Thread):
 
 def main() -> None:
     model, quantization, dtype = sys.argv[1:]
+    import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
@@ -68,7 +69,12 @@ def main() -> None:
         after = own()
         watch.over = True
         watch.join()
-    weights = {each.data_ptr(): each.nbytes for each in (*loaded.parameters(), *loaded.buffers())}
+    weights = {
+        each.data_ptr(): each.nbytes
+        for each in (*loaded.parameters(), *loaded.buffers())
+        # Rows of bytes are blocks of a GGUF file, where it is mapped; packed codes have four dimensions.
+        if not (each.dtype == torch.uint8 and each.dim() == 2)
+    }
     print(json.dumps({"weights": sum(weights.values()), "peak": watch.peak - before, "after": after - before}))
 
 

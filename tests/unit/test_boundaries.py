@@ -15,7 +15,18 @@ import vllm_backplane
 from vllm_backplane.device import discover
 
 PACKAGE = Path(vllm_backplane.__file__).parent
-FREE_OF_VLLM = ("ops", "device", "devices", "graph", "upstream", "audit", "options.py", "errors.py", "runtime.py")
+FREE_OF_VLLM = (
+    "ops",
+    "device",
+    "devices",
+    "graph",
+    "gguf",
+    "upstream",
+    "audit",
+    "options.py",
+    "errors.py",
+    "runtime.py",
+)
 OPEN_TO_DEVICES = ("device", "devices", "graph", "ops", "options", "errors")
 
 

@@ -152,10 +152,14 @@ def bind() -> None:
     from vllm.model_executor.custom_op import op_registry_oot
 
     from vllm_backplane.attention import selection
+    from vllm_backplane.layers.gguf import config as gguf_config
     from vllm_backplane.layers.quantization import config
+    from vllm_backplane.model_loader import gguf as gguf_loader
 
     selection.register()
     config.register()
+    gguf_config.register()
+    gguf_loader.register()
     for binding in BINDINGS:
         upstream, replacement = check(binding)
         present = op_registry_oot.get(upstream.__name__)

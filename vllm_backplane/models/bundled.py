@@ -53,6 +53,12 @@ def _copy(content: Path, folder: Path, progress: Progress) -> None:
     shutil.copytree(content, folder, dirs_exist_ok=True)
 
 
+def _copy_file(content: Path, folder: Path, progress: Progress) -> None:
+    """For a package that carries one file, which is served as it is."""
+    progress("copying the model's file")
+    shutil.copyfile(content, folder / content.name)
+
+
 SMOLLM2 = BundledModel(
     name="smollm2",
     served_name="SmolLM2-135M-Instruct",
@@ -72,6 +78,21 @@ SMOLLM2 = BundledModel(
     libraries=gguf.LIBRARIES,
     recipe=1,
     disk_needed=800 * MIB,
+)
+
+SMOLLM2_GGUF = BundledModel(
+    name="smollm2-gguf",
+    served_name="SmolLM2-135M-Instruct",
+    dtype="float32",
+    summary="the same model, its 4-bit weights multiplied as they are in the file",
+    package=SMOLLM2.package,
+    version=SMOLLM2.version,
+    content=SMOLLM2.content,
+    digests=SMOLLM2.digests,
+    prepare=_copy_file,
+    libraries=("gguf", "tokenizers"),
+    recipe=1,
+    disk_needed=300 * MIB,
 )
 
 MINILM = BundledModel(
@@ -95,7 +116,7 @@ MINILM = BundledModel(
 )
 
 DEFAULT = SMOLLM2
-_MODELS = {model.name: model for model in (SMOLLM2, MINILM)}
+_MODELS = {model.name: model for model in (SMOLLM2, SMOLLM2_GGUF, MINILM)}
 
 
 def models() -> tuple[BundledModel, ...]:

@@ -19,6 +19,10 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.transformers_utils.utils import parse_safetensors_file_metadata
 
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.gguf.blocks import FLOATS
+from vllm_backplane.gguf.configuration import QUANTIZATION
+from vllm_backplane.gguf.folder import source
+from vllm_backplane.gguf.forms import bytes_in_memory
 from vllm_backplane.layers.quantization import formats
 
 logger = init_logger("vllm." + __name__)
@@ -37,9 +41,9 @@ tied to its embedding is in no file; its quantized copy is not counted."""
 
 def weight_bytes(model: ModelConfig) -> int | None:
     """None if nothing tells. Tensors that several files hold count once, as they are loaded once."""
+    if model.quantization == QUANTIZATION:
+        return _in_gguf(model)
     path = Path(model.model)
-    if path.is_file():
-        return path.stat().st_size  # one file is GGUF, whose blocks stay what they are
     try:
         found = (
             _in_folder(path) if path.is_dir() else get_safetensors_params_metadata(model.model, revision=model.revision)
@@ -56,6 +60,17 @@ def weight_bytes(model: ModelConfig) -> int | None:
         return None
     quantized = formats.ONLINE.get(model.quantization or "")
     return sum(tensor.bytes_as(model.dtype, quantized) for tensor in tensors) or None
+
+
+def _in_gguf(model: ModelConfig) -> int:
+    """Of what is multiplied. An embedding that is not tied stays where the file is mapped."""
+    file, tied = source(model.hf_config.quantization_config), model.hf_config.tie_word_embeddings
+    mapped = {"token_embd.weight"} if not tied else set()
+    return sum(
+        bytes_in_memory(placed.tensor, model.dtype)
+        for name, placed in file.tensors.items()
+        if name not in mapped or placed.tensor.type in FLOATS
+    )
 
 
 @dataclass(frozen=True, slots=True)

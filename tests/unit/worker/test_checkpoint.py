@@ -7,11 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.gguf.parts import opened
 from vllm_backplane.worker.checkpoint import weight_bytes
 
 
@@ -69,9 +72,25 @@ def test_pickled_weights_count_in_the_models_type_and_nothing_beside_them(tmp_pa
     assert told(tmp_path, torch.float32) == 1206
 
 
-def test_a_gguf_file_counts_as_it_lies(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"\0" * 1234)
-    assert told(tmp_path / "model.gguf", torch.float32) == 1234
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_file_counts_as_it_is_multiplied(tmp_path: Path, tied: bool) -> None:
+    """Blocks of 5 bits take 8, and an embedding that is only looked up stays in the file."""
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, rows, kind in (("token_embd", 50, "Q8_0"), ("blk.0.ffn_up", 10, "Q4_1"), ("blk.0.ffn_down", 6, "Q5_0")):
+        chosen = gguf.GGMLQuantizationType[kind]
+        values = gguf.quantize(np.ones((rows, 64), np.float32), chosen)
+        writer.add_tensor(f"{name}.weight", values, raw_dtype=chosen)
+    writer.add_tensor("output_norm.weight", np.ones(64, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    stated = {"quant_method": "gguf", "file": str(path), "header": opened(path).header_digest()}
+    config = SimpleNamespace(quantization_config=stated, tie_word_embeddings=tied)
+    model: Any = SimpleNamespace(model=str(tmp_path), dtype=torch.bfloat16, quantization="gguf", hf_config=config)
+    embedding = 50 * (64 + 2 * 2) if tied else 0
+    assert weight_bytes(model) == embedding + 10 * (32 + 2 * 4) + 6 * (64 + 2 * 2) + 64 * 2
 
 
 def test_nothing_tells_nothing(tmp_path: Path) -> None:

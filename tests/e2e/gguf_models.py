@@ -1,0 +1,292 @@
+"""Tiny models as GGUF files, written with the gguf package the way llama.cpp's converter would.
+
+Names come from the package's own table, so they are not ours; rows of Llama's Q and K are put into llama.cpp's order,
+and Gemma's norms get their 1. The transformers model that is handed back has the weights that the file holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from architectures import COMMON, _gemma2_adjust
+from tiny_models import randomize
+
+Type = gguf.GGMLQuantizationType
+K_TYPES = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}
+"""Where a block has its float16 numbers. The package cannot quantize to these: their blocks are random bytes."""
+WIDE = {**COMMON, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    config: str
+    model: str
+    architecture: str
+    arguments: dict[str, Any]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Beside what all have; keys without the architecture's name."""
+    adjust: Callable[[Any], None] = lambda _model: None
+    types: tuple[Any, ...] = (Type.F32,)
+    """Of the matrices, in turn."""
+    seed: int = 0
+
+    def write(self, path: Path, tensors_per_part: int = 0) -> Any:
+        """The file, or its parts, and transformers' model with its weights."""
+        import transformers
+
+        config = getattr(transformers, self.config)(**self.arguments)
+        config._attn_implementation = "eager"
+        model = getattr(transformers, self.model)(config).eval().float()
+        randomize(model, seed=self.seed)
+        with torch.no_grad():
+            self.adjust(model)
+        writer = gguf.GGUFWriter(path, self.architecture, split_max_tensors=tensors_per_part)
+        _describe(writer, config, self.metadata, self.architecture)
+        numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+        names = gguf.get_tensor_name_map(numbers[self.architecture], config.num_hidden_layers)
+        matrices = 0
+        for name, tensor in _separate(model.state_dict(), self.architecture):
+            if name == "lm_head.weight" and config.tie_word_embeddings:
+                continue
+            values = self._converted(name, tensor, config)
+            kind = Type.F32
+            if tensor.dim() > 1 and not name.endswith(".gate.weight"):  # llama.cpp keeps routers in float32
+                kind = self.types[matrices % len(self.types)]
+                matrices += 1
+            raw = _blocks(values.numpy(), kind, seed=matrices)
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), raw, raw_dtype=kind)
+            held = torch.from_numpy(gguf.dequantize(raw, kind).reshape(values.shape).copy())
+            tensor.copy_(self._converted(name, held, config, back=True))
+        if config.rope_parameters.get("rope_type") == "llama3":
+            writer.add_tensor("rope_freqs.weight", _llama3_factors(config.rope_parameters, config.head_dim))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return model
+
+    def _converted(self, name: str, tensor: torch.Tensor, config: Any, *, back: bool = False) -> torch.Tensor:
+        if self.architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            half = tensor.shape[0] // heads // 2
+            shape = (heads, half, 2) if back else (heads, 2, half)
+            return tensor.reshape(*shape, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+        if self.architecture.startswith("gemma") and name.endswith("norm.weight"):
+            return tensor - 1 if back else tensor + 1
+        return tensor
+
+
+def _separate(state: Mapping[str, torch.Tensor], architecture: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """transformers keeps the gate and up projections of experts in one tensor, files in two. These are views."""
+    for name, tensor in state.items():
+        path, _, last = name.rpartition(".")
+        parts = {}
+        if last == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=1)
+            parts = {"gate_proj": gate, "up_proj": up}
+        elif last == "down_proj":
+            parts = {"down_proj": tensor}
+        if not parts:
+            yield name, tensor
+        for part, one in parts.items():
+            mixtral = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[part]
+            layer = path.split(".")[2]
+            known = f"layers.{layer}.feed_forward.experts.{mixtral}" if architecture == "llama" else f"{path}.{part}"
+            yield f"{known}.weight", one
+
+
+def _describe(writer: Any, config: Any, metadata: Mapping[str, Any], architecture: str) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    positions = config.rope_parameters
+    writer.add_rope_freq_base(positions.get("full_attention", positions)["rope_theta"])
+    writer.add_tokenizer_model("none")
+    for key, value in metadata.items():
+        add = writer.add_uint32 if isinstance(value, int) else writer.add_string if isinstance(value, str) else None
+        (add or writer.add_float32)(f"{architecture}.{key}", value)
+
+
+def _blocks(values: np.ndarray, kind: Any, seed: int) -> np.ndarray:
+    if kind not in K_TYPES and kind != Type.IQ4_NL:
+        return gguf.quantize(np.ascontiguousarray(values), kind)
+    per_block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(seed).integers(0, 256, (values.size // per_block, size), dtype=np.uint8)
+    for place in K_TYPES.get(kind, (0,)):
+        raw[:, place : place + 2] = np.frombuffer(np.float16(1e-3).tobytes(), np.uint8)
+    raw = raw.reshape(values.shape[0], -1)
+    # Of the size of the weights they stand for.
+    factor = float(values.std() / gguf.dequantize(raw, kind).std())
+    flat = raw.reshape(-1, size)
+    for place in K_TYPES.get(kind, (0,)):
+        flat[:, place : place + 2] = np.frombuffer(np.float16(1e-3 * factor).tobytes(), np.uint8)
+    return raw
+
+
+def _llama3_factors(scaling: Mapping[str, Any], head_dim: int) -> np.ndarray:
+    """By wavelength, as the published recipe has it: short ones stay, long ones are stretched, with a ramp between."""
+    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = original / scaling["low_freq_factor"], original / scaling["high_freq_factor"]
+    factors = []
+    for wavelength in 2 * np.pi * scaling["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim):
+        ramp = (original / wavelength - scaling["low_freq_factor"]) / (
+            scaling["high_freq_factor"] - scaling["low_freq_factor"]
+        )
+        between = 1 / ((1 - ramp) / factor + ramp)
+        factors.append(1.0 if wavelength < high else factor if wavelength > low else between)
+    return np.array(factors, np.float32)
+
+
+_WINDOWED = {"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 12}
+
+MODELS: dict[str, Tiny] = {
+    "Llama 3.1, tied": Tiny(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        "llama",
+        {
+            **COMMON,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "Qwen2": Tiny("Qwen2Config", "Qwen2ForCausalLM", "qwen2", COMMON),
+    "Qwen3": Tiny(
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        "qwen3",
+        {**COMMON, "head_dim": 64},
+        {"attention.key_length": 64, "attention.value_length": 64},
+    ),
+    "Gemma": Tiny(
+        "GemmaConfig",
+        "GemmaForCausalLM",
+        "gemma",
+        {**COMMON, "head_dim": 32, "tie_word_embeddings": True},
+        {"attention.key_length": 32, "attention.value_length": 32},
+        adjust=_gemma2_adjust,
+    ),
+    "Gemma2": Tiny(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        "gemma2",
+        {
+            **COMMON,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 10.0,
+            "tie_word_embeddings": True,
+        },
+        {**_WINDOWED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 10.0},
+        adjust=_gemma2_adjust,
+    ),
+    "Gemma3": Tiny(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        "gemma3",
+        {
+            **COMMON,
+            "num_hidden_layers": 7,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 12,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        {**_WINDOWED, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+        adjust=_gemma2_adjust,
+    ),
+    "Phi3": Tiny("Phi3Config", "Phi3ForCausalLM", "phi3", COMMON, {"rope.dimension_count": 32}),
+    "Mixtral": Tiny(
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        "llama",
+        {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        {"expert_count": 4, "expert_used_count": 2},
+    ),
+    "Qwen2-MoE": Tiny(
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        "qwen2moe",
+        {
+            **COMMON,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 96,
+            "norm_topk_prob": False,
+        },
+        {
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 64,
+            "expert_shared_feed_forward_length": 96,
+        },
+    ),
+    "Qwen3-MoE": Tiny(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        "qwen3moe",
+        {
+            **COMMON,
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+        },
+        {
+            "attention.key_length": 32,
+            "attention.value_length": 32,
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 64,
+        },
+    ),
+}
+
+MISTRAL = Tiny("MistralConfig", "MistralForCausalLM", "llama", {**COMMON, "sliding_window": None})
+"""Its files say llama."""
+
+SHARED_OUT = Tiny(
+    "LlamaConfig",
+    "LlamaForCausalLM",
+    "llama",
+    {**COMMON, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    types=(Type.Q8_0, Type.Q4_1),
+)
+"""For two workers: one head of keys, which both have."""
+
+EVERY_TYPE = Tiny(
+    "LlamaConfig",
+    "LlamaForCausalLM",
+    "llama",
+    WIDE,
+    {"attention.key_length": 64, "attention.value_length": 64},
+    types=(
+        *(Type.Q8_0, Type.Q4_0, Type.Q6_K, Type.Q4_K, Type.Q5_0, Type.Q5_1, Type.Q2_K, Type.Q3_K),
+        *(Type.Q5_K, Type.IQ4_NL, Type.F16, Type.Q4_1, Type.BF16),
+    ),
+)

@@ -1,0 +1,81 @@
+"""Dequantization, bit for bit as the gguf package has it in numpy, and the form that the operator multiplies."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from vllm_backplane.errors import CheckpointError
+from vllm_backplane.gguf.blocks import LAYOUTS, SERVED, Type, dequantized, grouped, insist_on_served
+from vllm_backplane.gguf.forms import packed_rows
+from vllm_backplane.ops.quantized_linear import dequantized as from_packed
+
+ROWS, BLOCKS = 7, 6
+
+
+def random_blocks(kind: Type, rows: int = ROWS, blocks: int = BLOCKS, seed: int = 0) -> np.ndarray:
+    """Bytes of any value: scales that are infinite, NaN, subnormal or negative are among them."""
+    return np.random.default_rng(seed).integers(0, 256, (rows, blocks * gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+
+
+def same_bits(found: torch.Tensor, expected: np.ndarray) -> bool:
+    """NaNs may differ in what they carry."""
+    ours, theirs = found.numpy(), expected.astype(np.float32, copy=False)
+    both_nan = np.isnan(ours) & np.isnan(theirs)
+    return ours.shape == theirs.shape and bool(((ours.view(np.uint32) == theirs.view(np.uint32)) | both_nan).all())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", SERVED, ids=lambda kind: kind.name)
+def test_dequantization_is_bit_equal_to_the_gguf_package(kind: Type) -> None:
+    for seed in range(20):
+        raw = random_blocks(kind, seed=seed)
+        assert same_bits(dequantized(torch.from_numpy(raw), kind), gguf.quants.dequantize(raw, kind)), seed
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("width", [4, 16])
+def test_the_operators_form_holds_the_same_values(kind: Type, width: int) -> None:
+    raw = random_blocks(kind, rows=21)
+    made = packed_rows([torch.from_numpy(raw)], kind, width, piece=1000)
+    found = from_packed(made.codes, made.scales, made.offsets, LAYOUTS[kind].bits)
+    assert same_bits(found[:21], gguf.quants.dequantize(raw, kind))
+    assert not made.codes[-1, :, 21 % width :].any() and not made.scales[-1, :, 21 % width :].any()
+
+
+@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
+def test_codes_and_groups_are_what_the_layout_says(kind: Type) -> None:
+    layout = LAYOUTS[kind]
+    found = grouped(torch.from_numpy(random_blocks(kind)), kind)
+    assert found.codes.shape[-1] == layout.group and int(found.codes.max()) < 2**layout.bits
+    assert found.codes.shape[1] * layout.group == BLOCKS * gguf.GGML_QUANT_SIZES[kind][0]
+    half = kind.name.endswith(("_0", "_1", "_NL"))
+    assert found.scales.dtype == (torch.float16 if half else torch.float32)
+
+
+def test_other_types_are_refused_with_those_that_are_served() -> None:
+    with pytest.raises(CheckpointError, match=r"the tensor x is of type IQ2_XXS.*Q4_0.*IQ4_NL.*BF16"):
+        insist_on_served(Type.IQ2_XXS, "the tensor x")
+
+
+@pytest.mark.models
+def test_a_real_file_is_dequantized_bit_equal() -> None:
+    """Rows of every tensor of the default model's file, which the gguf package reads on its own."""
+    from vllm_backplane.gguf.forms import mapped
+    from vllm_backplane.gguf.parts import opened
+    from vllm_backplane.models import obtain
+
+    model = opened(obtain("smollm2-gguf"))
+    reader = gguf.GGUFReader(model.path)
+    assert {tensor.name for tensor in reader.tensors} == model.tensors.keys()
+    kinds = set()
+    for tensor in reader.tensors:
+        rows = tensor.data.reshape(-1, tensor.data.shape[-1])[-64:]
+        expected = gguf.quants.dequantize(rows, tensor.tensor_type)
+        placed = model.tensors[tensor.name]
+        assert same_bits(dequantized(mapped(placed)[-64:], placed.tensor.type), expected), tensor.name
+        kinds.add(placed.tensor.type)
+    assert Type.Q4_1 in kinds and Type.F32 in kinds

@@ -1,0 +1,273 @@
+"""What vLLM is told of a GGUF file: configuration, tokenizer, and the folder that holds both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from vllm_backplane.errors import CheckpointError
+from vllm_backplane.gguf.architectures import ARCHITECTURES
+from vllm_backplane.gguf.configuration import configuration
+from vllm_backplane.gguf.folder import described, source
+from vllm_backplane.gguf.parts import is_model, opened
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "  Two spaces, a tab\tand\n\n new lines; it's 12345 o'clock in Zürich — 東京.",
+    "def f(x):\n    return x ** 2  # naïve café 🤖",
+]
+
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""From the tokenizer.json of that model."""
+
+SIZES: dict[str, Any] = {
+    "context_length": 128,
+    "embedding_length": 32,
+    "block_count": 1,
+    "feed_forward_length": 64,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
+
+
+def write(
+    path: Path, architecture: str = "llama", tokenizer: dict[str, Any] | None = None, queries: int = 0, **changes: Any
+) -> Path:
+    """A file with an embedding alone. `changes`: keys with two underscores for dots; None leaves one out."""
+    writer = gguf.GGUFWriter(path, architecture)
+    sizes = {**SIZES, **{key.replace("__", "."): value for key, value in changes.items()}}
+    for key, value in sizes.items():
+        if value is not None:
+            _add(writer, f"{architecture}.{key}", value)
+    for key, value in (tokenizer or {}).items():
+        _add(writer, f"tokenizer.{key}", value)
+    writer.add_tensor("token_embd.weight", np.ones((8, 32), np.float32))
+    if queries:
+        writer.add_tensor("blk.0.attn_q.weight", np.ones((queries, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    adders = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+    getattr(writer, f"add_{adders[type(value)]}")(key, value)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_configuration_says_what_the_file_says(tmp_path: Path) -> None:
+    made = configuration(opened(write(tmp_path / "m.gguf", rope__freq_base=500000.0)))
+    assert made["hidden_size"] == 32 and made["vocab_size"] == 8 and made["head_dim"] == 8
+    assert made["num_key_value_heads"] == 2 and made["rms_norm_eps"] == 1e-5
+    assert made["rope_parameters"] == {"rope_type": "default", "rope_theta": 500000.0}
+    assert made["tie_word_embeddings"] is True
+    wide = configuration(opened(write(tmp_path / "m.gguf", queries=64, rope__dimension_count=16)))
+    assert wide["head_dim"] == 16, "from the weights, where the file does not say it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"block_count": None}, "block_count"),
+        ({"block_count": 0}, "block_count"),
+        ({"embedding_length": 48}, "embedding"),
+        ({"attention__head_count": [4, 4]}, "attention.head_count"),
+        ({"attention__layer_norm_rms_epsilon": float("nan")}, "epsilon"),
+        ({"attention__layer_norm_rms_epsilon": None}, "epsilon"),
+        ({"context_length": "long"}, "context_length"),
+        ({"context_length": 1 << 31}, "context_length"),
+        ({"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, "yarn"),
+        ({"rope__dimension_count": 4}, "rotated"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        configuration(opened(write(tmp_path / "m.gguf", **changes)))
+
+
+def test_another_architecture_is_refused_with_those_that_are_served(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'mamba'.*" + ".*".join(ARCHITECTURES)):
+        described(write(tmp_path / "m.gguf", "mamba"))
+    with pytest.raises(CheckpointError, match="mixture of experts"):
+        described(write(tmp_path / "m.gguf", "qwen2", expert_count=4))
+
+
+def test_a_folder_is_made_once_and_again_when_it_is_damaged(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf")
+    folder = described(path)
+    config, made = folder / "config.json", (folder / "config.json").stat().st_mtime_ns
+    assert described(path) == folder and config.stat().st_mtime_ns == made
+    whole = config.read_text()
+    config.write_text(whole.replace("32", "33"))  # of the same length
+    assert described(path) == folder and config.read_text() == whole
+    (folder / "backplane-manifest.json").unlink()
+    assert described(path) == folder and config.read_text() == whole
+
+
+def test_a_file_that_changed_is_another_model(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf")
+    folder = described(path)
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert source(stated).path == path
+    write(path, context_length=64)
+    with pytest.raises(CheckpointError, match="has changed"):
+        source(stated)
+    assert described(path) != folder
+
+
+def test_paths_that_are_no_models_are_left_to_vllm(tmp_path: Path) -> None:
+    assert not is_model("org/model") and not is_model(tmp_path)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert is_model(tmp_path) and is_model(tmp_path / "m.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    assert not is_model(tmp_path)
+
+
+def ours(folder: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "digits"),
+    [
+        ("gpt-2", None, False),
+        ("smollm", None, True),
+        ("qwen2", QWEN2, False),
+    ],
+)
+def test_byte_level_vocabularies_split_as_their_name_says(
+    tmp_path: Path, name: str, pattern: str | None, digits: bool
+) -> None:
+    """Against a tokenizer that the tokenizers library trained, with its own byte-level split where that is GPT-2's."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    trained = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    first = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    first = [pre_tokenizers.Digits(individual_digits=True)] if digits else first
+    trained.pre_tokenizer = pre_tokenizers.Sequence([*first, level])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trained.train_from_iterator(
+        TEXTS * 3, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["<|end|>"])
+    )
+    state = json.loads(trained.to_str())["model"]
+    tokens = sorted(state["vocab"], key=state["vocab"].get)
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in state["merges"]]
+    tokenizer = {
+        "ggml.model": "gpt2",
+        "ggml.pre": name,
+        "ggml.tokens": tokens,
+        "ggml.token_type": [3 if token == "<|end|>" else 1 for token in tokens],
+        "ggml.merges": merges,
+        "ggml.eos_token_id": 0,
+        "chat_template": "{{ messages }}",
+    }
+    folder = described(write(tmp_path / "m.gguf", tokenizer=tokenizer))
+    made = ours(folder)
+    for text in [*TEXTS, "unseen words: xyzzy 77 <|end|>tail"]:
+        assert made.encode(text).ids == trained.encode(text).ids
+        assert made.decode(made.encode(text).ids, skip_special_tokens=False) == text
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == "{{ messages }}" and settings["eos_token"] == "<|end|>"
+    assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0]}
+    with pytest.raises(CheckpointError, match="'babble'"):
+        described(write(tmp_path / "m.gguf", tokenizer={**tokenizer, "ggml.pre": "babble"}))
+    with pytest.raises(CheckpointError, match="merges"):
+        described(write(tmp_path / "m.gguf", tokenizer={**tokenizer, "ggml.merges": ["no such"]}))
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_scored_vocabularies_encode_as_sentencepiece_does(tmp_path: Path, prefix: bool) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS * 3),
+        model_prefix=str(tmp_path / "spm"),
+        vocab_size=360,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.98,
+        add_dummy_prefix=prefix,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    trained = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm.model"))
+    numbers = range(trained.vocab_size())
+    kinds = [
+        2 if trained.is_unknown(one) else 3 if trained.is_control(one) else 6 if trained.is_byte(one) else 1
+        for one in numbers
+    ]
+    tokenizer = {
+        "ggml.model": "llama",
+        "ggml.tokens": [trained.id_to_piece(one) for one in numbers],
+        "ggml.scores": [float(trained.get_score(one)) for one in numbers],
+        "ggml.token_type": kinds,
+        "ggml.bos_token_id": 1,
+        "ggml.eos_token_id": 2,
+        "ggml.unknown_token_id": 0,
+        "ggml.add_space_prefix": prefix,
+    }
+    made = ours(described(write(tmp_path / "m.gguf", tokenizer=tokenizer)))
+    for text in [*TEXTS, "unseen words: xyzzy 77 ß"]:
+        assert made.encode(text).ids == [1, *trained.encode(text)]
+        assert made.decode(made.encode(text).ids) == text
+
+
+WRONG: tuple[Any, ...] = (0, 3000000000, 0.5, float("nan"), "word", True, [1, 2], ["a", "b"], [0.5, float("inf")])
+
+SOUND: dict[str, Any] = {
+    "ggml.model": "gpt2",
+    "ggml.pre": "gpt-2",
+    "ggml.tokens": ["a", "b", "ab", "<s>"],
+    "ggml.token_type": [1, 1, 1, 3],
+    "ggml.scores": [0.0, -1.0, -2.0, 0.0],
+    "ggml.merges": ["a b"],
+    "ggml.bos_token_id": 3,
+    "ggml.eos_token_id": 3,
+    "ggml.unknown_token_id": 3,
+    "ggml.padding_token_id": 3,
+    "ggml.eot_token_id": 3,
+    "ggml.add_bos_token": True,
+    "ggml.add_space_prefix": True,
+    "chat_template": "{{ messages }}",
+}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_metadata_of_a_wrong_kind_is_used_or_refused(tmp_path: Path, kind: str) -> None:
+    sound = {**SOUND, "ggml.model": kind}
+    assert (described(write(tmp_path / "m.gguf", tokenizer=sound)) / "tokenizer.json").exists()
+    refused = 0
+    for key in sound:
+        for value in (*WRONG, ["a", "b", "", "<s>"], ["", "", "", ""], ["a  b"], [9, 9, 9, 9]):
+            path = write(tmp_path / "m.gguf", tokenizer={**sound, key: value})
+            try:
+                described(path)
+            except CheckpointError:
+                refused += 1
+    for key in (*SIZES, "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.dimension_count"):
+        for value in WRONG:
+            try:
+                described(write(tmp_path / "m.gguf", **{key.replace(".", "__"): value}))
+            except CheckpointError:
+                refused += 1
+    assert refused > 100

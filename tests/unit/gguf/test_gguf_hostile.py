@@ -1,0 +1,220 @@
+"""Files that are damaged or made to do harm: each a clear error, with little memory taken and no crash."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_bytes import ARRAY, BOOL, F32, Q4_0, STRING, U8, U32, U64, File, array, key, tensor, text, u32, u64
+
+from vllm_backplane.errors import CheckpointError
+from vllm_backplane.gguf.file import GgufFile
+from vllm_backplane.gguf.header import Limits
+from vllm_backplane.gguf.parts import opened
+
+HUGE = 1 << 60
+
+
+def write(folder: Path, content: bytes, name: str = "model.gguf") -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def test_a_sound_file_is_read(tmp_path: Path) -> None:
+    file = GgufFile(write(tmp_path, File(data=bytes(range(80))).build()))
+    assert file.metadata["general.architecture"] == "llama"
+    assert file.metadata["some.numbers"].tolist() == [1, 2, 3]
+    assert file.metadata["some.words"] == ["a", "é"]
+    assert file.metadata["some.truth"] is True
+    assert file.metadata["nested"][0].tolist() == [7] and file.metadata["nested"][1] == ["x"]
+    quantized, norm = file.tensors["blk.0.w"], file.tensors["norm"]
+    assert quantized.shape == (2, 32) and quantized.size == 36 and quantized.row_bytes == 18
+    assert bytes(file.bytes_of(quantized)) == bytes(range(36))
+    assert np.frombuffer(file.bytes_of(norm), np.uint8).tolist() == list(range(64, 80))
+
+
+def _file(**changes: object) -> bytes:
+    return File(**changes).build()  # type: ignore[arg-type]
+
+
+def _deep(levels: int) -> bytes:
+    inner = array(U8, 0, b"")
+    for _ in range(levels - 1):
+        inner = array(ARRAY, 1, inner)
+    return inner
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "too few"),
+    "magic alone": (b"GGUF", "too few"),
+    "wrong magic": (_file(magic=b"GGML"), "begins with"),
+    "version 1": (_file(version=1), "version 1"),
+    "version of tomorrow": (_file(version=4), "version 4"),
+    "big-endian": (_file(version=3 << 24), "big-endian"),
+    "no counts": (_file()[:12], "bytes are left|are left"),
+    "tensor count": (_file(tensor_count=HUGE), "announces .* tensors"),
+    "key count": (_file(key_count=HUGE), "announces .* metadata keys"),
+    "one key more than there are": (_file(key_count=6, tensors=[], data=b""), "a metadata key|can hold|sound"),
+    "key length": (_file(keys=[u64(HUGE)]), "announces|left"),
+    "key of megabytes": (_file(keys=[key("k" * 70000, U8, b"\x00")]), "more than 65535"),
+    "empty key": (_file(keys=[key("", U8, b"\x00")]), "empty"),
+    "key twice": (_file(keys=[key("a", U8, b"\x00"), key("a", U8, b"\x01")]), "twice"),
+    "key that is not UTF-8": (_file(keys=[key(b"\xff\xfe", U8, b"\x00")]), "UTF-8"),
+    "text length": (_file(keys=[key("a", STRING, u64(HUGE))]), "announces"),
+    "text past the end": (_file(keys=[key("a", STRING, u64(5000))]), "are left"),
+    "text that is not UTF-8": (_file(keys=[key("a", STRING, text(b"\xff"))]), "UTF-8"),
+    "word that is not UTF-8": (_file(keys=[key("a", ARRAY, array(STRING, 2, text("b") + text(b"\xff")))]), "UTF-8"),
+    "word past the end": (_file(keys=[key("a", ARRAY, array(STRING, 1, u64(9999)))]), "are left"),
+    "unknown kind": (_file(keys=[key("a", 13, b"\x00" * 8)]), "unknown kind 13"),
+    "array of an unknown kind": (_file(keys=[key("a", ARRAY, array(99, 1, b"\x00" * 8))]), "unknown kind 99"),
+    "array of too many numbers": (_file(keys=[key("a", ARRAY, array(U32, HUGE, b""))]), "announces"),
+    "array of too many words": (_file(keys=[key("a", ARRAY, array(STRING, HUGE, b""))]), "announces"),
+    "array of too many arrays": (_file(keys=[key("a", ARRAY, array(ARRAY, HUGE, b""))]), "announces"),
+    "size that overflows": (_file(keys=[key("a", ARRAY, array(U64, 1 << 61, b""))]), "announces"),
+    "arrays in arrays": (_file(keys=[key("a", ARRAY, _deep(5000))]), "deep"),
+    "truth of 2": (_file(keys=[key("a", BOOL, b"\x02")]), "truth"),
+    "alignment 0": (_file(keys=[key("general.alignment", U32, u32(0))]), "alignment"),
+    "alignment 24": (_file(keys=[key("general.alignment", U32, u32(24))]), "alignment"),
+    "alignment of gigabytes": (_file(keys=[key("general.alignment", U32, u32(1 << 31))]), "alignment"),
+    "alignment in words": (_file(keys=[key("general.alignment", STRING, text("32"))]), "alignment"),
+    "alignment in a list": (_file(keys=[key("general.alignment", ARRAY, array(U32, 1, u32(32)))]), "alignment"),
+    "no dimensions": (_file(tensors=[tensor("t", [], F32, 0)]), "dimensions"),
+    "many dimensions": (_file(tensors=[tensor("t", [1], F32, 0, count=1 << 31)]), "dimensions"),
+    "empty tensor": (_file(tensors=[tensor("t", [0, 4], F32, 0)]), "empty"),
+    "absurd size": (_file(tensors=[tensor("t", [1 << 62, 1 << 62, 1 << 62], F32, 0)]), "ends at byte"),
+    "size that wraps to 0": (_file(tensors=[tensor("t", [1 << 32, 1 << 32], F32, 0)]), "ends at byte"),
+    "offset past the end": (_file(tensors=[tensor("t", [4], F32, 1 << 40)]), "ends at byte"),
+    "offset that wraps": (_file(tensors=[tensor("t", [4], F32, (1 << 64) - 32)]), "ends at byte"),
+    "misaligned": (_file(tensors=[tensor("t", [4], F32, 4)]), "misaligned"),
+    "overlap": (_file(tensors=[tensor("a", [12], F32, 0), tensor("b", [4], F32, 32)]), "overlap"),
+    "same place": (_file(tensors=[tensor("a", [4], F32, 0), tensor("b", [4], F32, 0)]), "overlap"),
+    "tensor twice": (_file(tensors=[tensor("a", [4], F32, 0), tensor("a", [4], F32, 32)]), "twice"),
+    "unknown type": (_file(tensors=[tensor("t", [32], 4, 0)]), "unknown type 4"),
+    "type of tomorrow": (_file(tensors=[tensor("t", [32], 4096, 0)]), "unknown type 4096"),
+    "part of a block": (_file(tensors=[tensor("t", [31], Q4_0, 0)]), "no multiple"),
+    "long name": (_file(tensors=[tensor("n" * 600, [4], F32, 0)]), "more than 512"),
+    "name that is not UTF-8": (_file(tensors=[tensor(b"\xc3\x28", [4], F32, 0)]), "UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_files_are_refused(case: str, tmp_path: Path) -> None:
+    content, said = HOSTILE[case]
+    path = write(tmp_path, content)
+    with pytest.raises(CheckpointError, match=said) as fault:
+        GgufFile(path)
+    assert str(path) in str(fault.value) and len(str(fault.value)) < 1000
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    whole = File().build()
+    for size in range(len(whole)):
+        with pytest.raises(CheckpointError):
+            GgufFile(write(tmp_path, whole[:size]))
+    assert GgufFile(write(tmp_path, whole)).tensors
+
+
+def test_refusals_take_little_memory(tmp_path: Path) -> None:
+    """Also where the announced counts would fit into a file that is large: here of 64 MiB, with holes."""
+    paths = []
+    for name, content in (
+        ("words", _file(keys=[key("a", ARRAY, array(STRING, 1 << 23, b""))], tensors=[])),
+        ("arrays", _file(keys=[key("a", ARRAY, array(ARRAY, 1 << 22 | 1, b""))], tensors=[])),
+        ("text", _file(keys=[key("a", STRING, u64((1 << 24) + 1))], tensors=[])),
+        ("tensors", _file(tensor_count=1 << 20, tensors=[])),
+    ):
+        paths.append(write(tmp_path, content, name))
+        os.truncate(paths[-1], 1 << 26)
+    GgufFile(write(tmp_path, File().build()))  # what is imported or compiled at first use
+    tracemalloc.start()
+    try:
+        for path in paths:
+            with pytest.raises(CheckpointError):
+                GgufFile(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_limits_are_for_the_whole_file(tmp_path: Path) -> None:
+    words = array(STRING, 6, text("") * 6)
+    path = write(tmp_path, _file(keys=[key(name, ARRAY, words) for name in "ab"]))
+    assert len(GgufFile(path, Limits(objects=12)).metadata) == 2
+    with pytest.raises(CheckpointError, match="above 11"):
+        GgufFile(path, Limits(objects=11))
+
+
+def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    for name, said in (("absent.gguf", "No such file"), ("pipe.gguf", "regular"), (".", "no GGUF file")):
+        with pytest.raises(CheckpointError, match=said):
+            opened(tmp_path / name)
+
+
+def _part(number: int, count: int, total: int, name: str, *, stated: int | None = None) -> bytes:
+    keys = [
+        key("split.no", 2, (number if stated is None else stated).to_bytes(2, "little")),
+        key("split.count", 2, count.to_bytes(2, "little")),
+        key("split.tensors.count", 5, total.to_bytes(4, "little")),
+    ]
+    return _file(keys=keys, tensors=[tensor(name, [4], F32, 0)], data=bytes([number]) * 16)
+
+
+def _split(folder: Path, names: tuple[str, ...] = ("a", "b", "c"), total: int = 3, **changes: int) -> Path:
+    for number, name in enumerate(names):
+        content = _part(number, len(names), total, name, **changes if number == 1 else {})
+        write(folder, content, f"m-{number + 1:05}-of-{len(names):05}.gguf")
+    return folder / "m-00002-of-00003.gguf"
+
+
+def test_parts_are_found_from_any_of_them_and_from_their_folder(tmp_path: Path) -> None:
+    second = _split(tmp_path)
+    for given in (second, tmp_path):
+        model = opened(given)
+        assert list(model.tensors) == ["a", "b", "c"]
+        placed = model.tensors["c"]
+        assert bytes(placed.file.bytes_of(placed.tensor)) == b"\x02" * 16
+
+
+def test_missing_and_foreign_parts_are_refused(tmp_path: Path) -> None:
+    second = _split(tmp_path)
+    third = tmp_path / "m-00003-of-00003.gguf"
+    kept = third.read_bytes()
+    third.unlink()
+    with pytest.raises(CheckpointError, match=r"m-00003-of-00003\.gguf"):
+        opened(second)
+    third.write_bytes(kept)
+    _split(tmp_path, stated=2)
+    with pytest.raises(CheckpointError, match="named part 2"):
+        opened(second)
+    _split(tmp_path, names=("a", "a", "c"))
+    with pytest.raises(CheckpointError, match="do not belong together"):
+        opened(second)
+    _split(tmp_path, total=4)
+    with pytest.raises(CheckpointError, match="4 are announced"):
+        opened(second)
+    second.rename(tmp_path / "alone.gguf")
+    with pytest.raises(CheckpointError, match="one of 3 parts"):
+        opened(tmp_path / "alone.gguf")
+
+
+def test_a_folder_of_several_models_is_refused_by_name(tmp_path: Path) -> None:
+    for name in ("one.gguf", "two.gguf"):
+        write(tmp_path, File().build(), name)
+    with pytest.raises(CheckpointError, match=r"one\.gguf, two\.gguf"):
+        opened(tmp_path)
+    (tmp_path / "two.gguf").rename(tmp_path / "mmproj-two.gguf")
+    assert opened(tmp_path).path.name == "one.gguf"
+
+
+def test_the_reader_needs_neither_torch_nor_vllm() -> None:
+    program = "import sys, vllm_backplane.gguf.parts\nprint({'torch', 'vllm'} & sys.modules.keys() or 'neither')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "neither"

@@ -1,0 +1,87 @@
+"""A path of a GGUF file as vLLM's argument: what becomes of it, and what is refused beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+PROGRAM = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+
+found = {}
+for name, options in json.loads(sys.argv[2]).items():
+    try:
+        config = EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, **options).create_engine_config()
+    except Exception as fault:
+        found[name] = f"{type(fault).__name__}: {fault}"
+    else:
+        found[name] = [
+            config.load_config.load_format,
+            config.model_config.quantization,
+            config.model_config.served_model_name,
+            config.model_config.architecture,
+        ]
+print(json.dumps(found))
+"""
+
+
+TAKEN = """
+from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
+from vllm.plugins import load_general_plugins
+
+other = type("Other", (get_quantization_config("fp8"),), {})
+register_quantization_config("gguf")(other)
+load_general_plugins()
+"""
+
+
+def test_a_name_that_another_plugin_took_is_refused() -> None:
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", TAKEN], capture_output=True, text=True, check=False, env=variables)
+    assert done.returncode != 0
+    assert "--quantization gguf already belongs to" in done.stderr and "uninstall one of the two" in done.stderr
+
+
+def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tensor("token_embd.weight", np.ones((8, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (tmp_path / "damaged.gguf").write_bytes(path.read_bytes()[:-8])
+    asked: dict[str, dict[str, str]] = {
+        "plain": {},
+        "named": {"served_model_name": "mine"},
+        "other format": {"load_format": "safetensors"},
+        "other quantization": {"quantization": "int8"},
+    }
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "BACKPLANE_CACHE": str(tmp_path / "cache")}
+
+    def told(model: Path, options: dict[str, dict[str, str]]) -> dict[str, object]:
+        command = [sys.executable, "-c", PROGRAM, str(model), json.dumps(options)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    found = told(path, asked)
+    assert found["plain"] == ["gguf", "gguf", str(path), "LlamaForCausalLM"]
+    assert found["named"] == ["gguf", "gguf", "mine", "LlamaForCausalLM"]
+    assert "the weights are in a GGUF file" in str(found["other format"])
+    assert "quantized already (gguf)" in str(found["other quantization"])
+    damaged = told(tmp_path / "damaged.gguf", {"plain": {}})
+    assert "CheckpointError" in str(damaged["plain"]) and "ends at byte" in str(damaged["plain"])

@@ -1,0 +1,39 @@
+"""The patch maybe_override_with_speculators, by itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from vllm_backplane.patch import Outcome, verify
+from vllm_backplane.patch.platform.patch_gguf_model import maybe_override_with_speculators
+from vllm_backplane.upstream import SymbolIndex, installed_tree
+
+APPLIED = """
+from vllm_backplane.patch.platform.patch_gguf_model import maybe_override_with_speculators
+from vllm_backplane.patch import PatchSet, Theatre
+from vllm_backplane.patch.surgery import find
+from vllm_backplane.upstream import SymbolIndex, installed_tree
+
+tree = installed_tree()
+theatre = Theatre(lambda: SymbolIndex(tree), tree.version)
+owner, attribute, before = find(maybe_override_with_speculators)
+theatre.apply(PatchSet((maybe_override_with_speculators,)), maybe_override_with_speculators.process)
+assert "maybe_override_with_speculators" in theatre.incisions
+assert maybe_override_with_speculators.original is not None
+theatre.undo()
+assert vars(owner)[attribute] is before
+print("applied and undone")
+"""
+
+
+def test_it_fits_the_installed_vllm() -> None:
+    tree = installed_tree()
+    verdict = verify(maybe_override_with_speculators, SymbolIndex(tree), tree.version)
+    assert verdict.outcome is Outcome.FITS, verdict.detail
+
+
+def test_it_takes_its_targets_place_and_gives_it_back() -> None:
+    """In a process of its own: this one may have applied it already."""
+    done = subprocess.run([sys.executable, "-c", APPLIED], capture_output=True, text=True, check=False)
+    assert done.stdout.strip().endswith("applied and undone"), done.stderr

@@ -1,0 +1,199 @@
+"""The configuration of a model, in Hugging Face's terms, from the metadata of its GGUF file."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from vllm_backplane.errors import CheckpointError
+from vllm_backplane.gguf.architectures import architecture_of
+from vllm_backplane.gguf.parts import Gguf
+
+QUANTIZATION = "gguf"
+"""The name of the quantization method and of the load format."""
+
+_REQUIRED = {
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "intermediate_size": "feed_forward_length",
+    "max_position_embeddings": "context_length",
+}
+_LARGEST = 1 << 31
+"""Of any size in a configuration."""
+
+_LLAMA3_FACTORS = (8.0, 32.0)
+"""Of the models that have been published with Llama 3's scaling of positions; the other parameters are common."""
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+_GEMMA_LARGE = {"gemma2": 46, "gemma3": 62}
+"""Layers of the 27B models, which scale queries by the width per head instead of the head's size."""
+_GEMMA3_PATTERN = 6
+
+
+class _Reader:
+    def __init__(self, model: Gguf) -> None:
+        self._model = model
+        self.architecture = str(model.text("general.architecture"))
+
+    def number(self, key: str) -> int | None:
+        found = self._model.number(f"{self.architecture}.{key}")
+        if found is not None and not 0 <= found < _LARGEST:
+            raise self.fault(f"{self.architecture}.{key} is {found}")
+        return found
+
+    def real(self, key: str) -> float | None:
+        found = self._model.real(f"{self.architecture}.{key}")
+        if found is not None and not math.isfinite(found):
+            raise self.fault(f"{self.architecture}.{key} is {found}")
+        return found
+
+    def text(self, key: str) -> str | None:
+        return self._model.text(f"{self.architecture}.{key}")
+
+    def positive(self, key: str) -> int:
+        found = self.number(key)
+        if not found:
+            raise self.fault(f"it does not say {self.architecture}.{key}")
+        return found
+
+    def fault(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._model.path} cannot be served: {what}; make it anew with a current converter")
+
+
+def configuration(model: Gguf) -> dict[str, Any]:
+    """The content of config.json."""
+    architecture, reader = architecture_of(model), _Reader(model)
+    made: dict[str, Any] = {name: reader.positive(key) for name, key in _REQUIRED.items()}
+    heads = made["num_attention_heads"]
+    table = model.tensors.get("token_embd.weight")
+    if table is None or len(table.tensor.shape) != 2 or table.tensor.shape[1] != made["hidden_size"]:
+        raise reader.fault(f"it has no embedding (token_embd.weight) of vectors of {made['hidden_size']}")
+    head_dim = reader.number("attention.key_length") or _head_dim(model, heads) or made["hidden_size"] // heads
+    made |= {
+        "architectures": [architecture.model_class],
+        "model_type": architecture.model_type,
+        "vocab_size": table.tensor.shape[0],
+        "num_key_value_heads": reader.number("attention.head_count_kv") or heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": _epsilon(reader),
+        "tie_word_embeddings": "output.weight" not in model.tensors,
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in model.tensors,
+        "rope_parameters": _positions(model, reader, head_dim),
+        "torch_dtype": "float32",
+        "use_cache": True,
+        **architecture.defaults,
+    }
+    if reader.architecture in ("gemma2", "gemma3"):
+        made |= _gemma(reader, made)
+    elif reader.architecture == "phi3":
+        made |= _phi3(model, reader, head_dim)
+    if architecture.experts:
+        made |= _experts(reader, made)
+    made |= _tokens(model)
+    return made
+
+
+def _head_dim(model: Gguf, heads: int) -> int:
+    """From the weights: older files do not say it, and it need not be the width over the heads."""
+    queries = model.tensors.get("blk.0.attn_q.weight")
+    return queries.tensor.shape[0] // heads if queries is not None else 0
+
+
+def _epsilon(reader: _Reader) -> float:
+    """The number that was meant, not its float32 neighbour: 1e-05, not 9.999999747378752e-06."""
+    found = reader.real("attention.layer_norm_rms_epsilon")
+    if found is None or not 0 < found < 1:
+        raise reader.fault(f"{reader.architecture}.attention.layer_norm_rms_epsilon is {found}")
+    return float(f"{found:.6g}")
+
+
+def _positions(model: Gguf, reader: _Reader, head_dim: int) -> dict[str, Any]:
+    theta = reader.real("rope.freq_base") or 10000.0
+    rotated = reader.number("rope.dimension_count") or head_dim
+    if rotated > head_dim:
+        raise reader.fault(f"{reader.architecture}.rope.dimension_count is {rotated} in heads of {head_dim}")
+    if rotated != head_dim and reader.architecture != "phi3":
+        raise reader.fault(f"{rotated} features of {head_dim} are rotated, which is not known of {reader.architecture}")
+    made: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    scaling = reader.text("rope.scaling.type") or "none"
+    factor = reader.real("rope.scaling.factor") or 1.0
+    factors = model.tensors.get("rope_freqs.weight")
+    if factors is not None:
+        raw = bytes(factors.file.bytes_of(factors.tensor)[: 4 * head_dim])
+        made |= _llama3(reader, [one for (one,) in struct.iter_unpack("<f", raw)], theta, head_dim)
+    elif scaling == "linear" and factor != 1.0:
+        made |= {"rope_type": "linear", "factor": factor}
+    elif scaling not in ("none", "linear"):
+        raise reader.fault(f"positions are scaled by {scaling!r}, which is not served (none, linear and Llama 3's are)")
+    if reader.architecture != "gemma3":
+        return made
+    local = {"rope_type": "default", "rope_theta": reader.real("rope.freq_base_swa") or 10000.0}
+    return {"full_attention": made, "sliding_attention": local}
+
+
+def _llama3(reader: _Reader, found: list[float], theta: float, head_dim: int) -> dict[str, Any]:
+    """The parameters whose factors are in the file, which has the factors alone."""
+    for factor in _LLAMA3_FACTORS:
+        expected = _llama3_factors(factor, theta, head_dim)
+        if len(found) == len(expected) and all(
+            math.isclose(one, other, rel_tol=1e-4) for one, other in zip(found, expected, strict=True)
+        ):
+            return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    raise reader.fault("rope_freqs.weight holds factors that are not those of Llama 3.1 or 3.2")
+
+
+def _llama3_factors(factor: float, theta: float, head_dim: int) -> list[float]:
+    original, low, high = (_LLAMA3[key] for key in ("original_max_position_embeddings", *list(_LLAMA3)[:2]))
+    made = []
+    for index in range(0, head_dim, 2):
+        turns = original / (2 * math.pi * theta ** (index / head_dim))
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        made.append(1 / ((1 - smooth) / factor + smooth))
+    return made
+
+
+def _gemma(reader: _Reader, made: dict[str, Any]) -> dict[str, Any]:
+    layers = made["num_hidden_layers"]
+    large = layers == _GEMMA_LARGE[reader.architecture]
+    pattern = _GEMMA3_PATTERN if reader.architecture == "gemma3" else 2
+    more: dict[str, Any] = {
+        "query_pre_attn_scalar": made["hidden_size"] // made["num_attention_heads"] if large else made["head_dim"],
+        "sliding_window": reader.positive("attention.sliding_window"),
+        "layer_types": [
+            "full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(layers)
+        ],
+        "attn_logit_softcapping": reader.real("attn_logit_softcapping"),
+        "final_logit_softcapping": reader.real("final_logit_softcapping"),
+    }
+    if reader.architecture == "gemma3":
+        more["sliding_window_pattern"] = pattern
+    return more
+
+
+def _phi3(model: Gguf, reader: _Reader, head_dim: int) -> dict[str, Any]:
+    rotated = reader.number("rope.dimension_count") or head_dim
+    if any(name.startswith("rope_factors") for name in model.tensors):
+        raise reader.fault("its positions are scaled by tables (longrope), which is not served")
+    return {"partial_rotary_factor": rotated / head_dim, "sliding_window": reader.number("attention.sliding_window")}
+
+
+def _experts(reader: _Reader, made: dict[str, Any]) -> dict[str, Any]:
+    """Mixtral calls its experts local, and gives them the whole width."""
+    experts = reader.positive("expert_count")
+    width = reader.number("expert_feed_forward_length") or made["intermediate_size"]
+    return {
+        "num_local_experts": experts,
+        "num_experts": experts,
+        "num_experts_per_tok": reader.positive("expert_used_count"),
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": reader.number("expert_shared_feed_forward_length") or 0,
+    }
+
+
+def _tokens(model: Gguf) -> dict[str, Any]:
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    found = {name: model.number(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    return {name: number for name, number in found.items() if number is not None}

@@ -1,0 +1,182 @@
+"""One GGUF file, mapped into memory: its metadata and where its tensors lie.
+
+Everything is checked when the file is opened, before any of it is used: what the header says of tensors must fit the
+file, and no two tensors may share bytes. Block sizes come from the `gguf` package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import stat
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from vllm_backplane.errors import CheckpointError
+from vllm_backplane.gguf.header import LIMITS, Cursor, Limits
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+SMALLEST_KEY = 8 + 1 + 4 + 1
+SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    """Outermost dimension first, as torch has it; the file has it the other way around."""
+    offset: int
+    """From the beginning of the file."""
+    size: int
+    """In bytes."""
+
+    @property
+    def row_bytes(self) -> int:
+        per_block, block_bytes = GGML_QUANT_SIZES[self.type]
+        return self.shape[-1] // per_block * block_bytes
+
+
+class GgufFile:
+    """An opened file. `close` is optional: views of the data keep the mapping alive."""
+
+    def __init__(self, path: str | os.PathLike[str], limits: Limits = LIMITS) -> None:
+        self.path = Path(path)
+        self._map = _mapped(self.path)
+        self.data = memoryview(self._map)
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, Tensor] = {}
+        cursor = Cursor(self.data, str(path), limits)
+        self.version, tensors, keys = _beginning(cursor, limits)
+        for _ in range(keys):
+            key = cursor.text("a metadata key", limits.key_bytes)
+            if not key or key in self.metadata:
+                raise cursor.fault(f"the metadata key {key!r} is " + ("there twice" if key else "empty"))
+            self.metadata[key] = cursor.value(f"the metadata {_short(key)}")
+        self.alignment = _alignment(self.metadata, cursor, limits)
+        found = [_tensor(cursor, limits) for _ in range(tensors)]
+        self.header_size = cursor.position
+        self._place(found, cursor)
+
+    def _place(self, found: list[Tensor], cursor: Cursor) -> None:
+        begin = -(-self.header_size // self.alignment) * self.alignment
+        for tensor in found:
+            if tensor.name in self.tensors:
+                raise cursor.fault(f"the tensor {tensor.name!r} is there twice")
+            if tensor.offset % self.alignment:
+                raise cursor.fault(
+                    f"the tensor {tensor.name!r} is misaligned: its offset {tensor.offset} is no multiple of "
+                    f"{self.alignment}"
+                )
+            if begin + tensor.offset + tensor.size > len(self.data):
+                raise cursor.fault(
+                    f"the tensor {tensor.name!r} ends at byte {begin + tensor.offset + tensor.size} and the file at "
+                    f"{len(self.data)}"
+                )
+            self.tensors[tensor.name] = Tensor(
+                tensor.name, tensor.type, tensor.shape, begin + tensor.offset, tensor.size
+            )
+        ordered = sorted(self.tensors.values(), key=lambda tensor: tensor.offset)
+        for one, next_one in pairwise(ordered):
+            if one.offset + one.size > next_one.offset:
+                raise cursor.fault(f"the tensors {one.name!r} and {next_one.name!r} overlap")
+
+    def bytes_of(self, tensor: Tensor) -> memoryview:
+        return self.data[tensor.offset : tensor.offset + tensor.size]
+
+    def header_digest(self) -> str:
+        """Of metadata and tensor descriptions, with the file's size: what configuration and tokenizer are made of."""
+        digest = hashlib.sha256(self.data[: self.header_size])
+        digest.update(str(len(self.data)).encode())
+        return digest.hexdigest()
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is a file that says it is GGUF, by its name or its first bytes."""
+    if not path.is_file():
+        return False
+    if path.suffix == ".gguf":
+        return True
+    try:
+        with path.open("rb") as stream:
+            return stream.read(4) == MAGIC
+    except PermissionError:
+        return False
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
+    except OSError as fault:
+        raise CheckpointError(f"{path} cannot be opened: {fault.strerror}; name a GGUF file that can be read") from None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{path} is not a regular file; name a GGUF file")
+        if found.st_size < len(MAGIC) + 4:
+            raise CheckpointError(f"{path} has {found.st_size} bytes, too few for a GGUF file; fetch it again")
+        return mmap.mmap(descriptor, found.st_size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(descriptor)
+
+
+def _beginning(cursor: Cursor, limits: Limits) -> tuple[int, int, int]:
+    """Version, number of tensors, number of keys."""
+    magic = bytes(cursor.take(len(MAGIC), "the magic number"))
+    if magic != MAGIC:
+        raise cursor.fault(f"it begins with {magic!r} instead of {MAGIC!r}")
+    version = cursor.u32("the version")
+    if version & 0xFFFF == 0 and version:
+        raise cursor.fault("it is big-endian, which is not supported")
+    if version not in VERSIONS:
+        raise cursor.fault(f"it has version {version}; versions {' and '.join(map(str, VERSIONS))} are known")
+    tensors, keys = cursor.u64("the number of tensors"), cursor.u64("the number of metadata keys")
+    for what, count, smallest, most in (
+        ("tensors", tensors, SMALLEST_TENSOR, limits.tensors),
+        ("metadata keys", keys, SMALLEST_KEY, limits.keys),
+    ):
+        if count > min(most, cursor.left // smallest):
+            raise cursor.fault(f"it announces {count} {what}, more than it can hold")
+    return version, tensors, keys
+
+
+def _alignment(metadata: dict[str, Any], cursor: Cursor, limits: Limits) -> int:
+    found = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(found) is not int or found % 8 or found.bit_count() != 1 or found > limits.alignment:
+        raise cursor.fault(
+            f"general.alignment is {_short(repr(found))}, not a power of two from 8 to {limits.alignment}"
+        )
+    return found
+
+
+def _tensor(cursor: Cursor, limits: Limits) -> Tensor:
+    """With its offset from the beginning of the data."""
+    name = cursor.text("a tensor's name", limits.name_bytes)
+    count = cursor.u32(f"the tensor {name!r}")
+    if not 1 <= count <= limits.dimensions:
+        raise cursor.fault(f"the tensor {name!r} has {count} dimensions; 1 to {limits.dimensions} are possible")
+    shape = tuple(cursor.u64(f"the tensor {name!r}") for _ in range(count))[::-1]
+    number = cursor.u32(f"the tensor {name!r}")
+    try:
+        kind = GGMLQuantizationType(number)
+        per_block, block_bytes = GGML_QUANT_SIZES[kind]
+    except (ValueError, KeyError):
+        raise cursor.fault(f"the tensor {name!r} is of the unknown type {number}") from None
+    if min(shape) == 0:
+        raise cursor.fault(f"the tensor {name!r} is empty: {shape}")
+    if shape[-1] % per_block:
+        raise cursor.fault(f"the tensor {name!r} has rows of {shape[-1]}, no multiple of {kind.name}'s {per_block}")
+    size = prod(shape) // per_block * block_bytes
+    return Tensor(name, kind, shape, cursor.u64(f"the tensor {name!r}"), size)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,160 @@
+"""The primitives of a GGUF header, read from bytes that may be anything.
+
+A length in the file is believed only once the bytes that it announces are there, so no header can make the reader take
+more memory than a multiple of its own size, and `LIMITS` bounds that. The reader of the `gguf` package does not check:
+an array that announces 2**60 bytes and has none keeps it busy, and growing, until something ends it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_backplane.errors import CheckpointError
+
+
+class Limits(NamedTuple):
+    """Far above what files have; a file beyond them is damaged or hostile."""
+
+    keys: int = 1 << 16
+    tensors: int = 1 << 18
+    key_bytes: int = (1 << 16) - 1  # the format's own
+    name_bytes: int = 512
+    text_bytes: int = 1 << 24
+    nesting: int = 4
+    objects: int = 1 << 22
+    """Strings and inner arrays of all arrays together: each becomes an object of Python's."""
+    dimensions: int = 4
+    alignment: int = 1 << 16
+
+
+LIMITS = Limits()
+
+_NUMBERS: dict[int, np.dtype[Any]] = {
+    0: np.dtype("<u1"),
+    1: np.dtype("<i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("?"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
+}
+_BOOL, _TEXT, _ARRAY = 7, 8, 9
+_SMALLEST_TEXT = 8
+_SMALLEST_ARRAY = 12
+
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+
+
+class Cursor:
+    """A position in a buffer; whatever does not fit into what is left is an error that says where."""
+
+    def __init__(self, buffer: memoryview, source: str, limits: Limits = LIMITS) -> None:
+        self._buffer = buffer
+        self._source = source
+        self._limits = limits
+        self._objects = 0
+        self.position = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._buffer) - self.position
+
+    def fault(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._source} is not a sound GGUF file: {what} (at byte {self.position}); fetch it again, or make it "
+            "anew with a current converter"
+        )
+
+    def take(self, size: int, what: str) -> memoryview:
+        if size > self.left:
+            raise self.fault(f"{what} takes {size} bytes and {self.left} are left")
+        taken = self._buffer[self.position : self.position + size]
+        self.position += size
+        return taken
+
+    def u32(self, what: str) -> int:
+        return int(_U32.unpack(self.take(4, what))[0])
+
+    def u64(self, what: str) -> int:
+        return int(_U64.unpack(self.take(8, what))[0])
+
+    def text(self, what: str, most: int) -> str:
+        size = self.u64(what)
+        if size > most:
+            raise self.fault(f"{what} announces {size} bytes, more than {most}")
+        taken = self.take(size, what)
+        try:
+            return str(taken, "utf-8")
+        except UnicodeDecodeError:
+            raise self.fault(f"{what} is not UTF-8") from None
+
+    def value(self, what: str) -> Any:
+        return self._of_kind(self.u32(what), what, 0)
+
+    def _of_kind(self, kind: int, what: str, depth: int) -> Any:
+        number = _NUMBERS.get(kind)
+        if number is not None:
+            return self._numbers(number, 1, what)[0].item()
+        if kind == _TEXT:
+            return self.text(what, self._limits.text_bytes)
+        if kind == _ARRAY:
+            return self._array(what, depth + 1)
+        raise self.fault(f"{what} is of the unknown kind {kind}")
+
+    def _array(self, what: str, depth: int) -> Any:
+        """A numpy array of numbers, or a list of strings or arrays."""
+        if depth > self._limits.nesting:
+            raise self.fault(f"{what} has arrays within arrays more than {self._limits.nesting} deep")
+        kind, count = self.u32(what), self.u64(what)
+        number = _NUMBERS.get(kind)
+        if number is not None:
+            return self._numbers(number, count, what)
+        if kind not in (_TEXT, _ARRAY):
+            raise self.fault(f"{what} is an array of the unknown kind {kind}")
+        self._must_fit(count, _SMALLEST_TEXT if kind == _TEXT else _SMALLEST_ARRAY, what)
+        self._objects += count
+        if self._objects > self._limits.objects:
+            raise self.fault(f"{what} brings the strings and inner arrays of the file above {self._limits.objects}")
+        if kind == _TEXT:
+            return self._texts(count, what)
+        return [self._of_kind(kind, what, depth) for _ in range(count)]
+
+    def _texts(self, count: int, what: str) -> list[str]:
+        """Vocabularies are most of a header, so this is `text` without its calls."""
+        buffer, position, end, most = self._buffer, self.position, len(self._buffer), self._limits.text_bytes
+        length, found = _U64.unpack_from, []
+        for _ in range(count):
+            if end - position < 8:
+                break
+            size = length(buffer, position)[0]
+            begin = position + 8
+            if size > most or size > end - begin:
+                break
+            try:
+                found.append(str(buffer[begin : begin + size], "utf-8"))
+            except UnicodeDecodeError:
+                break
+            position = begin + size
+        self.position = position
+        if len(found) < count:
+            self.text(what, most)  # raises, and says why
+        return found
+
+    def _numbers(self, number: np.dtype[Any], count: int, what: str) -> np.ndarray[Any, Any]:
+        self._must_fit(count, number.itemsize, what)
+        taken = np.frombuffer(self.take(count * number.itemsize, what), dtype=np.uint8)
+        if number.kind == "b" and bool((taken > 1).any()):
+            raise self.fault(f"{what} has a truth value that is neither 0 nor 1")
+        return taken.view(number)
+
+    def _must_fit(self, count: int, size: int, what: str) -> None:
+        if count > self.left // size:
+            raise self.fault(f"{what} announces {count} elements of at least {size} bytes, and {self.left} are left")

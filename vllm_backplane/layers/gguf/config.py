@@ -1,0 +1,73 @@
+"""The quantization method `gguf`: vLLM asks it for the method of each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization import (
+    QUANTIZATION_METHODS,
+    get_quantization_config,
+    register_quantization_config,
+)
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from vllm_backplane.errors import BackplaneError, BindingError
+from vllm_backplane.gguf.configuration import QUANTIZATION
+from vllm_backplane.layers.gguf.experts import GgufMoEMethod
+from vllm_backplane.layers.gguf.linear import GgufLinearMethod
+from vllm_backplane.layers.gguf.table import GgufHeadMethod, GgufTableMethod
+
+
+class GgufConfig(QuantizationConfig):
+    @classmethod
+    def get_name(cls) -> Any:  # vLLM's type lists its own names
+        return QUANTIZATION
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> GgufConfig:
+        if not {"file", "header"} <= config.keys():
+            raise BackplaneError(
+                "this folder calls its weights GGUF and does not say in which file they are; start with the path of "
+                "the GGUF file"
+            )
+        return cls()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, RoutedExperts):
+            return GgufMoEMethod(layer.moe_config, prefix)
+        if isinstance(layer, LinearBase):
+            return GgufLinearMethod(prefix)
+        if isinstance(layer, ParallelLMHead):
+            return GgufHeadMethod(prefix)
+        if isinstance(layer, VocabParallelEmbedding):
+            tied = bool(getattr(get_current_vllm_config().model_config.hf_config, "tie_word_embeddings", False))
+            return GgufTableMethod(prefix, multiplied=tied)
+        return None
+
+
+def register() -> None:
+    """Make the name known to vLLM, once per process."""
+    if QUANTIZATION not in QUANTIZATION_METHODS:
+        register_quantization_config(QUANTIZATION)(GgufConfig)
+    elif get_quantization_config(QUANTIZATION) is not GgufConfig:
+        raise BindingError(
+            f"--quantization {QUANTIZATION} already belongs to {get_quantization_config(QUANTIZATION).__module__}; "
+            "uninstall one of the two plugins"
+        )
