@@ -8,6 +8,9 @@
 #include <string>
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace backplane::cpu {
@@ -15,7 +18,7 @@ namespace {
 
 // oneDNN can be told to leave instructions out; then PyTorch does not have them either. Its names are ordered: FP16 comes
 // with BF16, AMX and AVX10 with both.
-bool allowed_by_onednn(std::initializer_list<const char*> names) {
+[[maybe_unused]] bool allowed_by_onednn(std::initializer_list<const char*> names) {
   const char* stated = std::getenv("ONEDNN_MAX_CPU_ISA");
   if (stated == nullptr) stated = std::getenv("DNNL_MAX_CPU_ISA");
   if (stated == nullptr) return true;
@@ -31,6 +34,24 @@ bool has_bfloat16() {
   return __builtin_cpu_supports("avx512bf16") && allowed_by_onednn({"BF16", "FP16", "AMX", "AVX10"});
 #elif defined(__aarch64__) && defined(__linux__)
   return (getauxval(AT_HWCAP2) & (1UL << 14)) != 0;  // HWCAP2_BF16
+#else
+  return false;
+#endif
+}
+
+// Tiles of bfloat16: the processor has them, the system saves them, and lets this process use them: Linux wants to be
+// asked.
+bool has_tiles() {
+#if defined(__x86_64__) && defined(__linux__) && defined(SYS_arch_prctl)
+  unsigned a = 7, b, c = 0, d;
+  __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  if (!has_bfloat16() || !allowed_by_onednn({"AMX"})) return false;
+  if ((d & (1U << 22)) == 0 || (d & (1U << 24)) == 0) return false;  // bfloat16, tiles
+  unsigned saved, upper;
+  __asm__("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));
+  constexpr unsigned kTileState = (1U << 17) | (1U << 18);
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return (saved & kTileState) == kTileState && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
   return false;
 #endif
@@ -55,4 +76,13 @@ bool has_fast_matmul(at::ScalarType type) {
   return type == at::ScalarType::BFloat16 ? bfloat : half;
 }
 
+bool has_bfloat16_tiles() {
+  static const bool tiles = has_tiles();
+  return tiles;
+}
+
 }  // namespace backplane::cpu
+
+extern "C" __attribute__((visibility("default"))) int backplane_cpu_has_tiles() {
+  return backplane::cpu::has_bfloat16_tiles();
+}
