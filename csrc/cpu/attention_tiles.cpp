@@ -1,18 +1,14 @@
-// Attention of many bfloat16 queries with AMX: products in tiles, softmax in float32 between them.
+// Attention of many bfloat16 queries with AMX (tiles.h): products in tiles, softmax in float32 between them.
 //
-// One instruction multiplies 16 rows of 32 numbers by 32 numbers of 16 columns, which lie in pairs: 32-bit words of two
-// consecutive numbers of a column. Queries are the columns of both products, so that softmax runs down the lanes of
-// vectors as it does without tiles (attention_kernels.cpp):
+// Queries are the columns of both products, so that softmax runs down the lanes of vectors as it does without tiles
+// (attention_kernels.cpp):
 //   scores[key][query] = keys[key][dimension] * queries[pair of dimensions][query]
 //   mixed[dimension][query] += values[dimension][key] * weights[pair of keys][query]
 // Queries are brought into pairs and values turned once for all that they are multiplied by. The weights of the softmax,
 // between 0 and 1, are rounded to bfloat16 for the second product; their sum is of the unrounded ones.
 
 #include "attention_softmax.h"
-#include "transpose.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "tiles.h"
 
 namespace backplane::cpu {
 
@@ -22,71 +18,10 @@ namespace attention {
 #if defined(__x86_64__)
 namespace {
 
-#define BACKPLANE_TILES \
-  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,amx-tile,amx-bf16")))
-
-constexpr int W = 16;          // lanes, and rows of a tile
-constexpr int64_t kPairs = 16;  // words in the row of a tile
-constexpr int64_t kSide = 2 * W;  // of the four tiles of sums that are computed together
-constexpr int64_t kKeys = 64;     // at once
-
-struct alignas(64) TileShapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-BACKPLANE_TILES void enter() {
-  TileShapes shapes;
-  // GCC's header tells the compiler of the first eight bytes only; it would leave the others unwritten.
-  __asm__ volatile("" : : "r"(&shapes) : "memory");
-  _tile_loadconfig(&shapes);
-}
-
-// Two by two tiles of sums: a has 2 * W rows of `steps` times 64 bytes, b `steps` times 16 rows, 2 * W words of each.
-// Strides are in bytes.
-template <bool kAdd>
-BACKPLANE_TILES void multiply(const uint16_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t steps,
-                              float* c, int64_t c_stride) {
-  float* const lower = reinterpret_cast<float*>(reinterpret_cast<char*>(c) + W * c_stride);
-  if constexpr (kAdd) {
-    _tile_loadd(0, c, c_stride);
-    _tile_loadd(1, c + W, c_stride);
-    _tile_loadd(2, lower, c_stride);
-    _tile_loadd(3, lower + W, c_stride);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int64_t step = 0; step < steps; ++step) {
-    const uint16_t* left = a + step * 2 * kPairs;
-    const uint32_t* right = b + step * kPairs * (b_stride / 4);
-    _tile_loadd(4, left, a_stride);
-    _tile_loadd(6, right, b_stride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, right + W, b_stride);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, left + W * (a_stride / 2), a_stride);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-  _tile_stored(0, c, c_stride);
-  _tile_stored(1, c + W, c_stride);
-  _tile_stored(2, lower, c_stride);
-  _tile_stored(3, lower + W, c_stride);
-}
-
-// `count` numbers, at most 2 * W, as words of two; what is not there is zero.
-BACKPLANE_INLINE Floats<W> words_of(const uint16_t* from, int64_t count) {
-  Floats<W> words{};
-  if (count >= 2 * W)
-    std::memcpy(&words, from, sizeof words);
-  else if (count > 0)
-    std::memcpy(&words, from, count * 2);
-  return words;
-}
+constexpr int W = 16;
+constexpr int64_t kSide = kTileSide;
+constexpr int64_t kKeys = 64;  // at once
+constexpr float kLog2OfE = 1.44269504f;
 
 BACKPLANE_INLINE Words<W> numbers_of(const uint16_t* from, int64_t count) {
   Shorts<W> numbers{};
@@ -169,10 +104,24 @@ BACKPLANE_TILES void load_keys(const Layer& layer, const Item& item, int64_t beg
     }
 }
 
-// Two vectors of numbers as words of two, rounded to bfloat16.
+// Two vectors of numbers that are not negative as words of two bfloat16, rounded to the nearest.
 BACKPLANE_INLINE Words<W> paired(Floats<W> low, Floats<W> high) {
-  const Words<W> a = bits_as<Words<W>>(low), b = bits_as<Words<W>>(high);
-  return ((a + 0x7fff + ((a >> 16) & 1)) >> 16) | ((b + 0x7fff + ((b >> 16) & 1)) & 0xffff0000u);
+  const Words<W> a = bits_as<Words<W>>(low) + 0x8000, b = bits_as<Words<W>>(high) + 0x8000;
+  return (a >> 16) | (b & 0xffff0000u);
+}
+
+// 2 to the power of x, which is no more than a rounding error above zero, to a relative error of 3e-6: next to nothing
+// beside the rounding to bfloat16 that follows. Zero below the smallest normal number; NaN is kept.
+BACKPLANE_INLINE Floats<W> power_of_two(Floats<W> x) {
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: leaves the integer part
+  const Floats<W> shifted = x + kRounder;
+  const Floats<W> f = x - (shifted - kRounder);
+  Floats<W> p = f * 0.0095701003f + 0.055917859f;
+  p = p * f + 0.24024744f;
+  p = p * f + 0.69312179f;
+  p = p * f + 0.99999928f;
+  const Floats<W> y = bits_as<Floats<W>>(Words<W>(bits_as<Words<W>>(p) + (bits_as<Words<W>>(shifted) << 23)));
+  return x < -126.0f ? Floats<W>{} : y;
 }
 
 // Softmax of a tile for queries [begin, end): weights from scores, and what was mixed before is scaled.
@@ -208,10 +157,12 @@ BACKPLANE_TILES void weigh(const Layer& layer, const Buffers& b, int64_t begin, 
     const Floats<W> base = peak == kNone ? Floats<W>{} : peak;
     const Floats<W> factor = before == peak ? all<W>(1.0f) : exponential<W>(before - base);
     Floats<W> total = load<W>(state.total + m) * factor;
+    const float slope_of_two = scale * kLog2OfE;
+    const Floats<W> base_of_two = base * kLog2OfE;
     for (int32_t k = 0; k < padded(count, kSide); k += 2) {
       Floats<W> low{}, high{};
-      if (k < count) low = exponential<W>(load<W>(scores + k * b.lanes) * scale - base);
-      if (k + 1 < count) high = exponential<W>(load<W>(scores + (k + 1) * b.lanes) * scale - base);
+      if (k < count) low = power_of_two(load<W>(scores + k * b.lanes) * slope_of_two - base_of_two);
+      if (k + 1 < count) high = power_of_two(load<W>(scores + (k + 1) * b.lanes) * slope_of_two - base_of_two);
       total += low + high;
       const Words<W> words = paired(low, high);
       std::memcpy(b.weights + k / 2 * b.lanes + m, &words, sizeof words);
@@ -260,7 +211,7 @@ BACKPLANE_TILES void attend_item(const Layer& layer, const Item& item, Scratch& 
   begin_state(layer, item, b.lanes, b.state);
   std::memset(b.mixed, 0, b.value_width * b.lanes * sizeof(float));
   pair_queries(layer, item, b);
-  enter();
+  enter_tiles();
   for (int64_t begin = item.first_key; begin < item.end_key; begin += kKeys) {
     const int64_t count = std::min(kKeys, item.end_key - begin), keys = padded(count, kSide);
     const auto first = static_cast<int32_t>(begin - item.first_key), seen = static_cast<int32_t>(count);
@@ -274,15 +225,15 @@ BACKPLANE_TILES void attend_item(const Layer& layer, const Item& item, Scratch& 
     load_keys(layer, item, begin, count, b);
     for (int64_t k = 0; k < keys; k += kSide)
       for (int64_t m = low; m < high; m += kSide)
-        multiply<false>(b.keys + k * b.width, b.width * 2, b.queries + m, row, b.width / (2 * W),
-                        b.scores + k * b.lanes + m, row);
+        multiply_tiles<false>(b.keys + k * b.width, b.width * 2, b.queries + m, row, b.width / kTileDepth,
+                              b.scores + k * b.lanes + m, row);
     weigh(layer, b, low, high, first, seen);
     for (int64_t d = 0; d < b.value_width; d += kSide)
       for (int64_t m = low; m < high; m += kSide)
-        multiply<true>(reinterpret_cast<const uint16_t*>(b.values + d * (kKeys / 2)), kKeys * 2, b.weights + m, row,
-                       keys / (2 * W), b.mixed + d * b.lanes + m, row);
+        multiply_tiles<true>(reinterpret_cast<const uint16_t*>(b.values + d * (kKeys / 2)), kKeys * 2, b.weights + m,
+                             row, keys / kTileDepth, b.mixed + d * b.lanes + m, row);
   }
-  _tile_release();
+  leave_tiles();
   for (int64_t m = 0; m < queries; m += W) {
     for (int64_t d = 0; d < b.value_width; d += W) {
       Floats<W> square[W];

@@ -38,6 +38,10 @@ special = torch.tensor([[float("inf"), 1.0], [float("nan"), 1.0]])
 for kind in (torch.float16, torch.bfloat16):
     out = ops.linear(torch.tensor([[1.0, 0.0]], dtype=kind), special.to(kind)).flatten()
     extra[f"special {kind}"] = bool(torch.isinf(out[0]) and torch.isnan(out[1]))
+many, forty = torch.randn(130, 64, generator=generator).bfloat16(), torch.randn(40, 64, generator=generator).bfloat16()
+many[5, 3], many[7, 2] = float("nan"), float("inf")
+out = ops.linear(many, forty)
+extra["special rows"] = bool(out[5].isnan().all() and out[7].isinf().all()) and out.isfinite().sum().item() == 128 * 40
 view = torch.randn(8, 96, generator=generator).to(torch.bfloat16)[:, ::2]
 dense = view.contiguous()
 x = torch.randn(3, 48, generator=generator).to(torch.bfloat16)
@@ -58,6 +62,13 @@ CASES = [
     for dtype in ("bfloat16", "float16")
     for rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33)
     for inner, outer in ((1, 1), (7, 3), (16, 4), (64, 65), (100, 33), (577, 130))
+    for bias in (False, True)
+]
+# Many rows, over depths that fit the libraries' blocks and that do not.
+CASES += [
+    ["bfloat16", rows, inner, outer, bias]
+    for rows in (128, 161)
+    for inner, outer in ((32, 1), (64, 65), (96, 32), (577, 130), (608, 200))
     for bias in (False, True)
 ]
 
@@ -94,6 +105,7 @@ def test_half_precision_is_widened_exactly_to_the_ends_of_its_range(outcome: dic
 def test_infinities_and_nans_pass_through(outcome: dict[str, Any]) -> None:
     assert outcome["extra"]["special torch.float16"]
     assert outcome["extra"]["special torch.bfloat16"]
+    assert outcome["extra"]["special rows"]
 
 
 def test_layout_and_rank(outcome: dict[str, Any]) -> None:
