@@ -4,19 +4,24 @@
     python benchmarks/linear.py --without-bf16      # as a machine without BF16 instructions would do it
     python benchmarks/linear.py --json --rows 1 16  # two heights of input, as JSON
 
-Every column of a line is measured in turns on the same shape, so that what else happens on the machine hits all; the
-table shows medians of GFLOP/s (larger is better) and, last, the time of bfloat16 relative to the better float32.
+Every column of a line is measured in turns on the same shape, so that what else happens on the machine hits all. The
+table shows medians of GFLOP/s (larger is better); then, for bfloat16 as it is served (`linear`, or `blocked_linear`
+where the device arranges the weight), its time relative to the better float32, and how fast it reads the weight, also
+as a share of how fast a loop that does nothing else reads memory. `--processor-time` counts one thread's processor
+time, for machines that do other work meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from typing import Any
 
@@ -46,23 +51,37 @@ def sides(rows: int, n: int, k: int) -> dict[str, Callable[[], Any]]:
     return result
 
 
-def measure(rows: int, n: int, k: int, rounds: int, seconds: float) -> dict[str, float]:
+def reading(threads: int) -> Callable[[], Any]:
+    """Reads COLD_BYTES, each thread its part."""
+    buffer = torch.ones(COLD_BYTES, dtype=torch.uint8)
+    part = COLD_BYTES // threads
+    pool = ThreadPoolExecutor(threads) if threads > 1 else None
+
+    def read(index: int) -> int:
+        address = ctypes.c_void_p(buffer.data_ptr() + index * part)
+        return native.library().backplane_cpu_read_memory(address, ctypes.c_int64(part))
+
+    return lambda: list((pool.map if pool else map)(read, range(threads)))
+
+
+def measure(
+    calls: dict[str, Callable[[], Any]], rounds: int, seconds: float, clock: Callable[[], float]
+) -> dict[str, float]:
     """Median seconds per call."""
-    calls = sides(rows, n, k)
     counts = {}
     for name, call in calls.items():
         call()
-        began = time.perf_counter()
+        began = clock()
         call()
-        once = time.perf_counter() - began
+        once = clock() - began
         counts[name] = max(1, int(seconds / rounds / max(1e-6, once)))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            began = time.perf_counter()
+            began = clock()
             for _ in range(counts[name]):
                 call()
-            times[name].append((time.perf_counter() - began) / counts[name])
+            times[name].append((clock() - began) / counts[name])
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -72,30 +91,40 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.3, help="per column, about")
+    parser.add_argument("--processor-time", action="store_true", help="of one thread")
     parser.add_argument("--without-bf16", action="store_true", help=f"sets {LIMIT}=AVX512_CORE (x86 only)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.without_bf16 and LIMIT not in os.environ:
         os.environ[LIMIT] = "AVX512_CORE"  # read when libraries are loaded, so in a process that has it from the start
         os.execv(sys.executable, [sys.executable, *sys.argv])
+    if args.processor_time and args.threads != 1:
+        parser.error("--processor-time is one thread's; add --threads 1")
+    clock = time.thread_time if args.processor_time else time.perf_counter
     torch.set_num_threads(args.threads)
     native.load()
     fault = native.fault()
     if fault is not None:
         raise SystemExit(": ".join(fault))
+    served = "bfloat16 " + ("blocks" if native.wants_blocks(torch.bfloat16) else "rows")
+    read = reading(args.threads)
     lines = []
     for n, k in SHAPES:
         for rows in args.rows:
-            times = measure(rows, n, k, args.rounds, args.seconds)
+            times = measure({**sides(rows, n, k), "reading": read}, args.rounds, args.seconds, clock)
+            memory = COLD_BYTES / times.pop("reading")
             wide = min(value for name, value in times.items() if name.startswith("float32"))
-            narrow = min(value for name, value in times.items() if name.startswith("bfloat16"))
+            relative, share = times[served] / wide, 2 * n * k / times[served] / memory
             if not args.json:
                 if not lines:
                     print(f"{args.threads} threads, {LIMIT}={os.environ.get(LIMIT, '(not set)')}; GFLOP/s")
-                    print(f"{'weight':>14}{'rows':>6}" + "".join(f"{name:>18}" for name in times) + f"{'16/32':>8}")
+                    names = "".join(f"{name:>18}" for name in times)
+                    print(f"{'weight':>14}{'rows':>6}{names}{'16/32':>8}{'GB/s':>7}{'of reading':>12}")
                 speeds = "".join(f"{2e-9 * rows * n * k / value:>18.1f}" for value in times.values())
-                print(f"{n:>7} x{k:>5}{rows:>6}{speeds}{narrow / wide:>8.2f}", flush=True)
-            lines.append({"out": n, "in": k, "rows": rows, "seconds": times, "bf16_to_fp32_time": narrow / wide})
+                ends = f"{relative:>8.2f}{2e-9 * n * k / times[served]:>7.1f}{share:>12.0%}"
+                print(f"{n:>7} x{k:>5}{rows:>6}{speeds}{ends}", flush=True)
+            line = {"out": n, "in": k, "rows": rows, "seconds": times, "bf16_to_fp32_time": relative}
+            lines.append({**line, "bytes_per_second": memory, "share_of_reading": share})
     if args.json:
         print(json.dumps({"threads": args.threads, LIMIT: os.environ.get(LIMIT), "results": lines}, indent=2))
 

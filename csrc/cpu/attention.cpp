@@ -44,8 +44,10 @@ class Plan {
 
   void run() {
     for (auto& [index, place] : partial_places_) items_[index].partial = partials_at(place);
-    const Attend work = attend();
-    over(items_.size(), products_, [&](int64_t i, Scratch& scratch) { work(layer_, items_[i], scratch); });
+    const Attend few = attend(), tiles = attend_by_tiles(layer_), many = tiles ? tiles : few;
+    over(items_.size(), products_, [&](int64_t i, Scratch& scratch) {
+      (items_[i].rows * layer_.group < kQueriesForTiles ? few : many)(layer_, items_[i], scratch);
+    });
     if (splits_.empty()) return;
     const Merge merge_pieces = merge();
     over(splits_.size(), partial_floats_, [&](int64_t i, Scratch& scratch) {

@@ -89,4 +89,9 @@ using Merge = void (*)(const Layer&, const Item&, const float* partials, int64_t
 Attend attend();
 Merge merge();
 
+// The same with the processor's bfloat16 tiles (attention_tiles.cpp), for items of so many queries; null where the
+// machine has none or a type of the layer is another.
+constexpr int64_t kQueriesForTiles = 32;
+Attend attend_by_tiles(const Layer& layer);
+
 }  // namespace backplane::cpu::attention

@@ -5,23 +5,15 @@
 // scores are key-major, softmax runs down the lanes and nothing is summed across one. Up to kFewQueries of them would
 // leave most lanes idle; then keys are the lanes of the softmax and products are summed across vectors.
 
-#include <cmath>
-#include <limits>
-
-#include "attention.h"
+#include "attention_softmax.h"
 #include "fp8.h"
-#include "isa.h"
-#include "vector_math.h"
 
 namespace backplane::cpu::attention {
 namespace {
 
-constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr int64_t kFewQueries = 4;
 constexpr int64_t kTileBytes = 16 << 10;
 constexpr int64_t kMostKeys = 64;
-
-constexpr int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Numbers about to be read as floats.
 using Bits __attribute__((may_alias)) = uint32_t;
@@ -173,14 +165,6 @@ BACKPLANE_INLINE void mix(const float* weights, int64_t stride, const float* val
     product_block<W, M, 1, true>(weights, stride, 1, values + d, width, mixed + d, width, count);
 }
 
-// Raw products into scores as the softmax sees them.
-template <int W>
-BACKPLANE_INLINE Floats<W> scored(const Layer& layer, Floats<W> s) {
-  s = s * layer.scale;
-  if (layer.soft_cap > 0) s = layer.soft_cap * hyperbolic_tangent<W>(s / layer.soft_cap);
-  return s;
-}
-
 template <int W>
 BACKPLANE_INLINE Ints<W> count_from(int32_t first) {
   static constexpr int32_t kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -188,12 +172,6 @@ BACKPLANE_INLINE Ints<W> count_from(int32_t first) {
   std::memcpy(&v, kCount, sizeof v);
   return v + first;
 }
-
-struct State {
-  float *peak, *total, *factor;  // per query: running maximum, running sum, and what this tile scales the past by
-  int32_t *from, *to;            // keys seen, relative to the item's first
-  float *slope, *position;       // of ALiBi
-};
 
 // Softmax of a tile with keys as lanes: weights[m][k] from scores[m][k].
 template <int W>
@@ -268,25 +246,6 @@ BACKPLANE_INLINE void weigh_by_query(const Layer& layer, const State& state, int
   }
 }
 
-// The result of one query: the mixed values over the sum, the sink being one more term of the sum.
-template <int W>
-BACKPLANE_INLINE void finish(const Layer& layer, int64_t head, float peak, float total, float* mixed, int64_t width) {
-  float scale = 0.0f;
-  if (peak != kNone) {
-    float share = 1.0f;
-    if (layer.sinks) {
-      const float sink = layer.sinks[head], top = std::max(peak, sink);
-      share = std::exp(peak - top);
-      total = total * share + std::exp(sink - top);
-    }
-    scale = share * layer.value_scale / total;
-  }
-  for (int64_t d = 0; d < width; d += W) {
-    const Floats<W> v = load<W>(mixed + d) * scale;
-    store<W>(mixed + d, peak == kNone ? Floats<W>{} : v);
-  }
-}
-
 // Keys and values [begin, begin + count) of a context, widened, of one head.
 inline void load_tile(const Layer& layer, const Item& item, int64_t begin, int64_t count, float* keys,
                       int64_t key_width, float* values, int64_t value_width) {
@@ -357,18 +316,7 @@ struct AttendItem {
     state.slope = take(padded(lanes, 16));
     state.position = take(padded(lanes, 16));
 
-    for (int64_t m = 0; m < lanes; ++m) {
-      // Lanes past the end copy the last query's range, which keeps the ranges in order.
-      const int64_t row = std::min(m, queries - 1) / group, head = item.key_head * group + m % group;
-      const int64_t position = item.position + row;
-      state.peak[m] = kNone;
-      state.total[m] = 0.0f;
-      state.from[m] = static_cast<int32_t>(std::max(first_seen(layer, position), item.first_key) - item.first_key);
-      const int64_t end = std::min(seen_end(layer, position, item.length), item.end_key);
-      state.to[m] = static_cast<int32_t>(end - item.first_key);
-      state.slope[m] = layer.slopes ? layer.slopes[head] : 0.0f;
-      state.position[m] = static_cast<float>(position - item.first_key);
-    }
+    begin_state(layer, item, lanes, state);
     for (int64_t m = 0; m < queries; ++m) {
       const int64_t head = item.key_head * group + m % group;
       const int64_t offset = (item.row + m / group) * layer.query_row_stride + head * layer.query.head_stride;
@@ -414,20 +362,8 @@ struct AttendItem {
                        value_width, count);
     }
 
-    for (int64_t m = 0; m < queries; ++m) {
-      const int64_t head = item.key_head * group + m % group;
-      float* row = mixed + m * value_width;
-      if (item.partial) {
-        float* partial = item.partial + m * partial_stride(layer);
-        partial[0] = state.peak[m];
-        partial[1] = state.total[m];
-        std::memcpy(partial + 2, row, layer.value.width * sizeof(float));
-        continue;
-      }
-      finish<W>(layer, head, state.peak[m], state.total[m], row, value_width);
-      const int64_t offset = (item.row + m / group) * layer.out_row_stride + head * layer.out_head_stride;
-      layer.store(row, layer.out, offset, layer.value.width, layer.out_spread);
-    }
+    for (int64_t m = 0; m < queries; ++m)
+      deliver<W>(layer, item, m, state.peak[m], state.total[m], mixed + m * value_width, value_width);
   }
 };
 
@@ -442,9 +378,9 @@ struct MergeItem {
       float peak = kNone, total = 0.0f;
       for (int64_t p = 0; p < pieces; ++p) peak = std::max(peak, partials[p * piece_stride + m * stride]);
       for (int64_t d = 0; d < width; ++d) mixed[d] = 0.0f;
-      for (int64_t p = 0; p < pieces && peak != kNone; ++p) {
+      for (int64_t p = 0; p < pieces; ++p) {
         const float* partial = partials + p * piece_stride + m * stride;
-        const float factor = std::exp(partial[0] - peak);
+        const float factor = partial[0] == peak ? 1.0f : std::exp(partial[0] - peak);
         total += factor * partial[1];
         for (int64_t d = 0; d < layer.value.width; ++d) mixed[d] += factor * partial[2 + d];
       }

@@ -28,6 +28,7 @@ constexpr int most_rows() {
   return W == 16 ? 14 : 6;
 }
 constexpr int kMostRows = 14;
+constexpr int64_t kBytesAhead = 8 << 10;
 
 // Calls f(0), f(1), … with constants. A loop would be unrolled too late for the sums to become registers.
 template <int... I, class F>
@@ -91,6 +92,8 @@ struct BlockProduct {
   static BACKPLANE_INLINE void step(const float* x, int64_t x_stride, int64_t i, const T* block,
                                     Floats<W> (&sums)[Count]) {
     Floats<W> weights[V];
+    // A block is one stream, and what processors foresee of it ends with the page.
+    if constexpr (!Rearranged) __builtin_prefetch(block + i * (V * W) + kBytesAhead / sizeof(T));
     read_columns<W, V>(block + i * (V * W), weights);
     each<Rows>(BACKPLANE_EACH(r) {
       const float value = Rearranged ? x[i * Rows + r] : x[r * x_stride + i];

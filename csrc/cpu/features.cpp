@@ -8,6 +8,9 @@
 #include <string>
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace backplane::cpu {
@@ -36,6 +39,24 @@ bool has_bfloat16() {
 #endif
 }
 
+// Tiles of bfloat16: the processor has them, the system saves them, and lets this process use them: Linux wants to be
+// asked.
+bool has_tiles() {
+#if defined(__x86_64__) && defined(__linux__) && defined(SYS_arch_prctl)
+  unsigned a = 7, b, c = 0, d;
+  __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  if (!has_bfloat16() || !allowed_by_onednn({"AMX"})) return false;
+  if ((d & (1U << 22)) == 0 || (d & (1U << 24)) == 0) return false;  // bfloat16, tiles
+  unsigned saved, upper;
+  __asm__("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));
+  constexpr unsigned kTileState = (1U << 17) | (1U << 18);
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return (saved & kTileState) == kTileState && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 bool has_float16() {
 #if defined(__x86_64__)
   // AVX512-FP16: leaf 7, edx bit 23; not every compiler's cpu_supports knows the name.
@@ -55,4 +76,13 @@ bool has_fast_matmul(at::ScalarType type) {
   return type == at::ScalarType::BFloat16 ? bfloat : half;
 }
 
+bool has_bfloat16_tiles() {
+  static const bool tiles = has_tiles();
+  return tiles;
+}
+
 }  // namespace backplane::cpu
+
+extern "C" __attribute__((visibility("default"))) int backplane_cpu_has_tiles() {
+  return backplane::cpu::has_bfloat16_tiles();
+}

@@ -1,9 +1,10 @@
-// Linear layers with 16-bit weights on processors whose matrix units do not take them.
+// Linear layers whose 16-bit weight lies in memory as the checkpoint has it: every weight where the library's own 16-bit
+// product is fast with many rows, and the table of a model whose logits are computed from its embedding.
 //
-// PyTorch multiplies bfloat16 and float16 through oneDNN or its own loops, which without BF16 (FP16) instructions run
-// at a small fraction of the memory bandwidth. Here a weight is widened to float32 in registers on its way from memory,
-// so half the bytes of a float32 model are read and the arithmetic is float32. A few rows are multiplied directly; many
-// rows widen one panel of the weight at a time and leave the product to the float32 library.
+// With few rows a product is bound by reading the weight, and there PyTorch's libraries are far from what memory allows
+// (docs/kernels.md). Here a weight is widened to float32 in registers on its way from memory, so half the bytes of a
+// float32 model are read and the arithmetic is float32. With more rows the library does it: in the type itself where the
+// processor has instructions for that, else in float32, one widened panel of the weight at a time.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -12,161 +13,204 @@
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
 
+#include <array>
+#include <utility>
+
 #include "isa.h"
+#include "rows.h"
+#include "tiling.h"
 
 namespace backplane::cpu {
 namespace {
 
-constexpr int64_t kRowsAtOnce = 4;      // weight rows per register block
-constexpr int64_t kFewRows = 16;        // up to here the product is bound by reading the weight
-constexpr int64_t kPanelBytes = 8 << 20;  // large enough that the float32 product runs at its own speed
+constexpr int64_t kFewRows = 16;           // up to here the product is bound by reading the weight
+constexpr int64_t kFewBesideLibrary = 6;   // the same where the library has 16-bit instructions: measured
+constexpr int64_t kColumns = 32;           // results of a row that are rounded and written together
+constexpr int64_t kLine = 32;              // weights in a line of the cache
+constexpr int64_t kPanelBytes = 8 << 20;   // large enough that the float32 product runs at its own speed
+constexpr int kMostAtOnce = 6;
 
-using DotBlock = void (*)(const float* x, int64_t x_stride, const uint16_t* w, int64_t w_stride, int64_t k, float* out,
-                          int64_t out_stride);
-using Widen = void (*)(const uint16_t* from, float* to, int64_t count);
+// Rows of the weight, and at most of x, that are multiplied at once: as many sums as there are registers for.
+template <int W>
+constexpr int weights_at_once() {
+  return W == 8 ? 2 : 4;
+}
+template <int W>
+constexpr int rows_at_once() {
+  return W == 8 ? 4 : kMostAtOnce;
+}
 
-// out[m][n] = dot(x[m], w[n]) for M x N rows, K a free length.
-template <int W, Half16 F, int M, int N>
-BACKPLANE_INLINE void dot_block(const float* x, int64_t x_stride, const uint16_t* w, int64_t w_stride, int64_t k,
-                                float* out, int64_t out_stride) {
-  Floats<W> sums[M][N];
-  for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) sums[m][n] = Floats<W>{};
-  int64_t i = 0;
-  for (; i + W <= k; i += W) {
+// As widen, with the conversion that AVX2 and AVX-512 have for float16; it takes several instructions otherwise.
+template <int W, Half16 F>
+BACKPLANE_INLINE Floats<W> widened(const uint16_t* from) {
+#if defined(__x86_64__)
+  if constexpr (F == Half16::ieee && W >= 8) {
+    Shorts<W> narrow;
+    std::memcpy(&narrow, from, sizeof narrow);
+    Floats<W> wide;
+    __asm__("vcvtph2ps %1, %0" : "=v"(wide) : "v"(narrow));
+    return wide;
+  }
+#endif
+  return widen<W, F>(from);
+}
+
+template <Half16 F>
+struct WidenRun {
+  template <int W>
+  static BACKPLANE_INLINE void run(const uint16_t* from, float* to, int64_t count) {
+    int64_t i = 0;
+    for (; i + W <= count; i += W) store<W>(to + i, widened<W, F>(from + i));
+    for (; i < count; ++i) to[i] = widen_one<F>(from[i]);
+  }
+};
+
+// out[m][n] = x[m] . w[n] for M rows of x and, with `Whole`, as many rows of the weight as go at once, else one. The
+// place in memory that is `ahead` weights further is fetched meanwhile: what the next call reads, when that is so near
+// that the processor would not foresee it.
+template <Half16 F, int M, bool Whole>
+struct DotRows {
+  template <int W>
+  static BACKPLANE_INLINE void run(const float* x, int64_t x_stride, const uint16_t* w, int64_t w_stride, int64_t ahead,
+                                   int64_t k, float* out, int64_t out_stride) {
+    if constexpr (M <= rows_at_once<W>()) {
+      constexpr int N = Whole ? weights_at_once<W>() : 1;
+      Floats<W> sums[M][N];
+      for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) sums[m][n] = Floats<W>{};
+      int64_t i = 0;
+      for (; i + kLine <= k; i += kLine) {
+        for (int n = 0; n < N; ++n) __builtin_prefetch(w + n * w_stride + i + ahead);
+        for (int64_t j = i; j < i + kLine; j += W) add<W, N>(x + j, x_stride, w + j, w_stride, sums);
+      }
+      for (; i + W <= k; i += W) add<W, N>(x + i, x_stride, w + i, w_stride, sums);
+      for (int m = 0; m < M; ++m)
+        for (int n = 0; n < N; ++n) {
+          float total = sum<W>(sums[m][n]);
+          for (int64_t rest = i; rest < k; ++rest)
+            total += x[m * x_stride + rest] * widen_one<F>(w[n * w_stride + rest]);
+          out[m * out_stride + n] = total;
+        }
+    } else {
+      __builtin_unreachable();
+    }
+  }
+
+ private:
+  template <int W, int N>
+  static BACKPLANE_INLINE void add(const float* x, int64_t x_stride, const uint16_t* w, int64_t w_stride,
+                                   Floats<W> (&sums)[M][N]) {
     Floats<W> weights[N];
-    for (int n = 0; n < N; ++n) weights[n] = widen<W, F>(w + n * w_stride + i);
+    for (int n = 0; n < N; ++n) weights[n] = widened<W, F>(w + n * w_stride);
     for (int m = 0; m < M; ++m) {
-      const Floats<W> values = load<W>(x + m * x_stride + i);
+      const Floats<W> values = load<W>(x + m * x_stride);
       for (int n = 0; n < N; ++n) sums[m][n] += values * weights[n];
     }
   }
-  for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) {
-      float total = sum<W>(sums[m][n]);
-      for (int64_t rest = i; rest < k; ++rest) total += x[m * x_stride + rest] * widen_one<F>(w[n * w_stride + rest]);
-      out[m * out_stride + n] = total;
-    }
-}
-
-template <int W, Half16 F>
-BACKPLANE_INLINE void widen_run(const uint16_t* from, float* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + W <= count; i += W) store<W>(to + i, widen<W, F>(from + i));
-  for (; i < count; ++i) to[i] = widen_one<F>(from[i]);
-}
-
-struct Kernels {
-  DotBlock one_by_four, four_by_four, one_by_one;
-  Widen widen;
 };
 
-#define BACKPLANE_DEFINE(SUFFIX, TARGET, W)                                                                          \
-  template <Half16 F, int M, int N>                                                                                  \
-  TARGET void dot_##SUFFIX(const float* x, int64_t xs, const uint16_t* w, int64_t ws, int64_t k, float* o,           \
-                           int64_t os) {                                                                             \
-    dot_block<W, F, M, N>(x, xs, w, ws, k, o, os);                                                                   \
-  }                                                                                                                  \
-  template <Half16 F>                                                                                                \
-  TARGET void widen_##SUFFIX(const uint16_t* from, float* to, int64_t count) {                                       \
-    widen_run<W, F>(from, to, count);                                                                                \
-  }                                                                                                                  \
-  template <Half16 F>                                                                                                \
-  Kernels kernels_##SUFFIX() {                                                                                       \
-    return {dot_##SUFFIX<F, 1, 4>, dot_##SUFFIX<F, 4, 4>, dot_##SUFFIX<F, 1, 1>, widen_##SUFFIX<F>};                 \
-  }
+using Dot = void (*)(const float*, int64_t, const uint16_t*, int64_t, int64_t, int64_t, float*, int64_t);
+using Dots = std::array<Dot, kMostAtOnce>;  // by number of rows, less one
 
-BACKPLANE_DEFINE(base, , 4)
-#if defined(__x86_64__)
-BACKPLANE_DEFINE(avx2, __attribute__((target("avx2,fma,f16c"))), 8)
-BACKPLANE_DEFINE(avx512, __attribute__((target("avx512f,avx512bw,avx512vl,fma,f16c"))), 16)
-#endif
-
-template <Half16 F>
-Kernels choose() {
-#if defined(__x86_64__)
-  if (isa() == Isa::avx512) return kernels_avx512<F>();
-  if (isa() == Isa::avx2) return kernels_avx2<F>();
-#endif
-  return kernels_base<F>();
+template <Half16 F, bool Whole, size_t... I>
+Dots dots_for(std::index_sequence<I...>) {
+  return {pick<DotRows<F, int(I) + 1, Whole>>()...};
 }
 
-const Kernels& kernels(at::ScalarType type) {
-  static const Kernels bfloat = choose<Half16::bfloat>();
-  static const Kernels ieee = choose<Half16::ieee>();
-  return type == at::kBFloat16 ? bfloat : ieee;
+template <Half16 F, bool Whole>
+Dots dots() {
+  return dots_for<F, Whole>(std::make_index_sequence<kMostAtOnce>{});
 }
 
-// x [m, k] float32, weight [n, k] 16-bit, out [m, n] float32; rows of x are few.
-void few_rows(const at::Tensor& x, const at::Tensor& weight, at::Tensor& out) {
-  const int64_t m = x.size(0), k = x.size(1), n = weight.size(0);
-  const Kernels& run = kernels(weight.scalar_type());
+// x [m, k] float32, weight [n, k], out [m, n] of the weight's type; m is at most kFewRows.
+template <class T, Half16 F>
+void few_rows(const at::Tensor& x, const at::Tensor& weight, const float* bias, at::Tensor& out) {
+  const int64_t m = x.size(0), k = x.size(1), n = weight.size(0), stride = weight.stride(0);
+  const bool narrow = isa() == Isa::avx2;
+  const int64_t at_once = narrow ? weights_at_once<8>() : weights_at_once<16>();
+  const Parts parts(m, narrow ? rows_at_once<8>() : rows_at_once<16>());
+  const Dots whole = dots<F, true>(), single = dots<F, false>();
+  const auto write_row = pick<Finish<T>>();
   const float* xp = x.const_data_ptr<float>();
   const auto* wp = static_cast<const uint16_t*>(weight.const_data_ptr());
-  float* op = out.mutable_data_ptr<float>();
-  const int64_t ws = weight.stride(0);
-  const int64_t blocks = (n + kRowsAtOnce - 1) / kRowsAtOnce;
-  const int64_t grain = std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(1, k * m));
-  at::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t row = block * kRowsAtOnce;
-      const uint16_t* w = wp + row * ws;
-      if (row + kRowsAtOnce <= n) {
-        int64_t i = 0;
-        for (; i + 4 <= m; i += 4) run.four_by_four(xp + i * k, k, w, ws, k, op + i * n + row, n);
-        for (; i < m; ++i) run.one_by_four(xp + i * k, k, w, ws, k, op + i * n + row, n);
-      } else {
-        for (int64_t r = row; r < n; ++r)
-          for (int64_t i = 0; i < m; ++i) run.one_by_one(xp + i * k, k, wp + r * ws, ws, k, op + i * n + r, n);
+  T* op = mutable_elements<T>(out);
+  const int64_t grain = std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(1, k * m * kColumns));
+  at::parallel_for(0, (n + kColumns - 1) / kColumns, grain, [&](int64_t first, int64_t last) {
+    alignas(64) float tile[kFewRows * kColumns];
+    for (int64_t group = first; group < last; ++group) {
+      const int64_t begin = group * kColumns, columns = std::min(kColumns, n - begin);
+      for (int64_t column = 0; column < columns;) {
+        const bool fits = column + at_once <= columns;
+        const Dots& dot = fits ? whole : single;
+        const int64_t step = fits ? at_once : 1;
+        for (int64_t part = 0; part < parts.count; ++part) {
+          const int64_t row = parts.begin(part), rows = parts.size(part);
+          dot[rows - 1](xp + row * k, k, wp + (begin + column) * stride, stride, step * stride, k,
+                        tile + row * kColumns + column, kColumns);
+        }
+        column += step;
       }
+      for (int64_t row = 0; row < m; ++row)
+        write_row(tile + row * kColumns, bias ? bias + begin : nullptr, op + row * n + begin, columns);
     }
   });
 }
 
+template <Half16 F>
 void many_rows(const at::Tensor& x, const at::Tensor& weight, at::Tensor& out) {
   const int64_t k = x.size(1), n = weight.size(0);
   const int64_t panel = std::max<int64_t>(16, kPanelBytes / std::max<int64_t>(1, k * 4));
-  const Kernels& run = kernels(weight.scalar_type());
+  const auto widen_row = pick<WidenRun<F>>();
   const auto* wp = static_cast<const uint16_t*>(weight.const_data_ptr());
-  const int64_t ws = weight.stride(0);
+  const int64_t stride = weight.stride(0);
   at::Tensor scratch = at::empty({std::min(panel, n), k}, x.options());
   float* sp = scratch.mutable_data_ptr<float>();
   for (int64_t start = 0; start < n; start += panel) {
     const int64_t rows = std::min(panel, n - start);
-    at::parallel_for(0, rows, std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(1, k)), [&](int64_t b, int64_t e) {
-      for (int64_t r = b; r < e; ++r) run.widen(wp + (start + r) * ws, sp + r * k, k);
+    at::parallel_for(0, rows, rows_per_thread(k), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) widen_row(wp + (start + r) * stride, sp + r * k, k);
     });
     at::Tensor target = out.narrow(1, start, rows);
     at::mm_out(target, x, scratch.narrow(0, 0, rows).t());
   }
 }
 
-at::Tensor widening_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
-  const int64_t k = weight.size(1), n = weight.size(0);
-  at::Tensor rows = x.reshape({-1, k}).to(at::kFloat).contiguous();
-  at::Tensor out = at::empty({rows.size(0), n}, rows.options());
-  if (rows.size(0) > 0 && n > 0) {
-    if (rows.size(0) <= kFewRows) few_rows(rows, weight, out);
-    else many_rows(rows, weight, out);
+template <class T, Half16 F>
+at::Tensor widening_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  const at::Tensor rows = x.to(at::kFloat).contiguous();
+  const bool few = rows.size(0) <= kFewRows;
+  at::Tensor out = at::empty({rows.size(0), weight.size(0)}, few ? x.options() : rows.options());
+  if (out.numel() == 0) return out.to(x.scalar_type());
+  if (few) {
+    few_rows<T, F>(rows, weight, bias.defined() ? bias.const_data_ptr<float>() : nullptr, out);
+    return out;
   }
-  if (bias.has_value() && bias->defined()) out.add_(bias->to(at::kFloat));
-  auto shape = x.sizes().vec();
-  shape.back() = n;
-  return out.to(x.scalar_type()).reshape(shape);
+  many_rows<F>(rows, weight, out);
+  if (bias.defined()) out.add_(bias);
+  return out.to(x.scalar_type());
 }
 
 }  // namespace
 
-bool has_fast_matmul(at::ScalarType type);
+bool has_fast_matmul(at::ScalarType type);  // features.cpp
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   TORCH_CHECK(weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1),
               "linear: input of ", x.sizes(), " does not fit a weight of ", weight.sizes());
-  const bool narrow = weight.scalar_type() == at::kBFloat16 || weight.scalar_type() == at::kHalf;
-  if (narrow && x.scalar_type() == weight.scalar_type() && weight.stride(1) == 1 &&
-      !has_fast_matmul(weight.scalar_type()))
-    return widening_linear(x, weight, bias);
-  return at::linear(x, weight, bias);
+  const at::ScalarType type = weight.scalar_type();
+  const int64_t k = weight.size(1), count = k > 0 ? x.numel() / k : 0;
+  const bool widens = (type == at::kBFloat16 || type == at::kHalf) && x.scalar_type() == type &&
+                      weight.stride(1) == 1 && (count <= kFewBesideLibrary || !has_fast_matmul(type));
+  if (!widens || k == 0) return at::linear(x, weight, bias);
+  at::Tensor wide_bias;
+  if (bias.has_value() && bias->defined()) wide_bias = bias->to(at::kFloat).contiguous();
+  const at::Tensor rows = x.reshape({-1, k});
+  const at::Tensor out = type == at::kBFloat16
+                             ? widening_linear<c10::BFloat16, Half16::bfloat>(rows, weight, wide_bias)
+                             : widening_linear<c10::Half, Half16::ieee>(rows, weight, wide_bias);
+  auto shape = x.sizes().vec();
+  shape.back() = weight.size(0);
+  return out.reshape(shape);
 }
 
 }  // namespace backplane::cpu

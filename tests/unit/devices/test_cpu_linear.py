@@ -1,4 +1,4 @@
-"""The C++ product for 16-bit weights, against float64, with the processor's own 16-bit instructions switched off."""
+"""The C++ products for 16-bit weights, against float64, with the processor's own 16-bit instructions and without."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import json, sys, itertools, torch
 import vllm_backplane.ops as ops
 from vllm_backplane.devices.cpu import native
 assert native.fault() is None, native.fault()
-assert native.wants_blocks(torch.bfloat16), "without BF16 instructions the weights should come in blocks"
+if sys.argv[1] != "DEFAULT":
+    assert native.wants_blocks(torch.bfloat16), "without BF16 instructions the weights should come in blocks"
 generator = torch.Generator().manual_seed(0)
 results = []
 for dtype, rows, inner, outer, bias in json.load(sys.stdin):
@@ -37,6 +38,10 @@ special = torch.tensor([[float("inf"), 1.0], [float("nan"), 1.0]])
 for kind in (torch.float16, torch.bfloat16):
     out = ops.linear(torch.tensor([[1.0, 0.0]], dtype=kind), special.to(kind)).flatten()
     extra[f"special {kind}"] = bool(torch.isinf(out[0]) and torch.isnan(out[1]))
+many, forty = torch.randn(130, 64, generator=generator).bfloat16(), torch.randn(40, 64, generator=generator).bfloat16()
+many[5, 3], many[7, 2] = float("nan"), float("inf")
+out = ops.linear(many, forty)
+extra["special rows"] = bool(out[5].isnan().all() and out[7].isinf().all()) and out.isfinite().sum().item() == 128 * 40
 view = torch.randn(8, 96, generator=generator).to(torch.bfloat16)[:, ::2]
 dense = view.contiguous()
 x = torch.randn(3, 48, generator=generator).to(torch.bfloat16)
@@ -55,16 +60,23 @@ print(json.dumps({"results": results, "extra": extra}))
 CASES = [
     [dtype, rows, inner, outer, bias]
     for dtype in ("bfloat16", "float16")
-    for rows in (0, 1, 3, 4, 5, 16, 17, 33)
-    for inner, outer in ((1, 1), (7, 3), (16, 4), (64, 65), (577, 130))
+    for rows in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33)
+    for inner, outer in ((1, 1), (7, 3), (16, 4), (64, 65), (100, 33), (577, 130))
+    for bias in (False, True)
+]
+# Many rows, over depths that fit the libraries' blocks and that do not.
+CASES += [
+    ["bfloat16", rows, inner, outer, bias]
+    for rows in (128, 161)
+    for inner, outer in ((32, 1), (64, 65), (96, 32), (577, 130), (608, 200))
     for bias in (False, True)
 ]
 
 
-@pytest.fixture(scope="module", params=["AVX512_CORE", "AVX2"])
+@pytest.fixture(scope="module", params=["AVX512_CORE", "AVX2", "DEFAULT"])
 def outcome(request: pytest.FixtureRequest) -> dict[str, Any]:
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT, request.param],
         input=json.dumps(CASES),
         env={**os.environ, "ONEDNN_MAX_CPU_ISA": request.param, "OMP_NUM_THREADS": "2"},
         capture_output=True,
@@ -93,6 +105,7 @@ def test_half_precision_is_widened_exactly_to_the_ends_of_its_range(outcome: dic
 def test_infinities_and_nans_pass_through(outcome: dict[str, Any]) -> None:
     assert outcome["extra"]["special torch.float16"]
     assert outcome["extra"]["special torch.bfloat16"]
+    assert outcome["extra"]["special rows"]
 
 
 def test_layout_and_rank(outcome: dict[str, Any]) -> None:

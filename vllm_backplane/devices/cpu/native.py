@@ -64,6 +64,11 @@ def arranged(weight: torch.Tensor) -> torch.Tensor:
     return blocked(weight, library().backplane_cpu_block_width(), lanes)
 
 
+def has_tiles() -> bool:
+    """Whether attention of many bfloat16 queries uses the processor's tiles (AMX)."""
+    return load() and bool(library().backplane_cpu_has_tiles())
+
+
 def quantized_width() -> int | None:
     """Output features in a block of 8- or 4-bit weights, as the products of this machine read them."""
     return int(library().backplane_cpu_quantized_width()) if load() else None

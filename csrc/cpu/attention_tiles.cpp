@@ -1,0 +1,264 @@
+// Attention of many bfloat16 queries with AMX (tiles.h): products in tiles, softmax in float32 between them.
+//
+// Queries are the columns of both products, so that softmax runs down the lanes of vectors as it does without tiles
+// (attention_kernels.cpp):
+//   scores[key][query] = keys[key][dimension] * queries[pair of dimensions][query]
+//   mixed[dimension][query] += values[dimension][key] * weights[pair of keys][query]
+// Queries are brought into pairs and values turned once for all that they are multiplied by. The weights of the softmax,
+// between 0 and 1, are rounded to bfloat16 for the second product; their sum is of the unrounded ones.
+
+#include "attention_softmax.h"
+#include "tiles.h"
+
+namespace backplane::cpu {
+
+bool has_bfloat16_tiles();  // features.cpp
+
+namespace attention {
+#if defined(__x86_64__)
+namespace {
+
+constexpr int W = 16;
+constexpr int64_t kSide = kTileSide;
+constexpr int64_t kKeys = 64;  // at once
+constexpr float kLog2OfE = 1.44269504f;
+
+BACKPLANE_INLINE Words<W> numbers_of(const uint16_t* from, int64_t count) {
+  Shorts<W> numbers{};
+  if (count >= W)
+    std::memcpy(&numbers, from, sizeof numbers);
+  else if (count > 0)
+    std::memcpy(&numbers, from, count * 2);
+  return __builtin_convertvector(numbers, Words<W>);
+}
+
+struct Buffers {
+  int64_t lanes, width, value_width;
+  uint32_t* queries;  // [width / 2][lanes]
+  uint16_t* keys;     // [kKeys][width]
+  uint32_t* values;   // [value_width][kKeys / 2]
+  float* scores;      // [kKeys][lanes]
+  uint32_t* weights;  // [kKeys / 2][lanes]
+  float* mixed;       // [value_width][lanes]
+  float* rows;        // [W][value_width]
+  State state;
+};
+
+BACKPLANE_TILES void pair_queries(const Layer& layer, const Item& item, const Buffers& b) {
+  const auto* from = static_cast<const uint16_t*>(layer.query.data);
+  const int64_t group = layer.group, queries = item.rows * group;
+  for (int64_t m = 0; m < b.lanes; m += W)
+    for (int64_t d = 0; d < b.width; d += 2 * W) {
+      Floats<W> words[W];
+      for (int64_t i = 0; i < W; ++i) {
+        words[i] = Floats<W>{};
+        if (m + i >= queries) continue;
+        const int64_t row = item.row + (m + i) / group, head = item.key_head * group + (m + i) % group;
+        words[i] = words_of(from + row * layer.query_row_stride + head * layer.query.head_stride + d,
+                            layer.query.width - d);
+      }
+      transpose<W>(words);
+      for (int64_t i = 0; i < W; ++i) std::memcpy(b.queries + (d / 2 + i) * b.lanes + m, &words[i], sizeof words[i]);
+    }
+}
+
+// Keys [begin, begin + count) as rows, and values turned; up to a multiple of kSide they are zero.
+BACKPLANE_TILES void load_keys(const Layer& layer, const Item& item, int64_t begin, int64_t count, const Buffers& b) {
+  const Context& context = *item.context;
+  const auto* keys = static_cast<const uint16_t*>(layer.key.data) + item.key_head * layer.key.head_stride;
+  const auto* values = static_cast<const uint16_t*>(layer.value.data) + item.key_head * layer.value.head_stride;
+  const uint16_t* value_rows[kKeys] = {};
+  for (int64_t i = 0; i < padded(count, kSide); ++i) {
+    uint16_t* to = b.keys + i * b.width;
+    if (i >= count) {
+      std::memset(to, 0, b.width * 2);
+      continue;
+    }
+    const int64_t at = begin + i;
+    int64_t key_at = (context.first + at) * context.key_step, value_at = (context.first + at) * context.value_step;
+    if (context.blocks != nullptr) {
+      const int64_t block = context.blocks[at / context.block_size], offset = at % context.block_size;
+      key_at = block * context.key_block + offset * context.key_step;
+      value_at = block * context.value_block + offset * context.value_step;
+    }
+    for (int64_t d = 0; d < b.width; d += 2 * W) {
+      const Floats<W> words = words_of(keys + key_at + d, layer.key.width - d);
+      std::memcpy(to + d, &words, sizeof words);
+    }
+    value_rows[i] = values + value_at;
+  }
+  for (int64_t first = 0; first < padded(count, kSide); first += kSide)
+    for (int64_t d = 0; d < b.value_width; d += W) {
+      Floats<W> words[W];
+      const int64_t there = layer.value.width - d;
+      for (int64_t i = 0; i < W; ++i) {
+        const uint16_t *low = value_rows[first + 2 * i], *high = value_rows[first + 2 * i + 1];
+        Words<W> both{};
+        if (low != nullptr) both = numbers_of(low + d, there);
+        if (high != nullptr) both |= numbers_of(high + d, there) << 16;
+        words[i] = bits_as<Floats<W>>(both);
+      }
+      transpose<W>(words);
+      for (int64_t i = 0; i < W; ++i)
+        std::memcpy(b.values + (d + i) * (kKeys / 2) + first / 2, &words[i], sizeof words[i]);
+    }
+}
+
+// Two vectors of numbers that are not negative as words of two bfloat16, rounded to the nearest.
+BACKPLANE_INLINE Words<W> paired(Floats<W> low, Floats<W> high) {
+  const Words<W> a = bits_as<Words<W>>(low) + 0x8000, b = bits_as<Words<W>>(high) + 0x8000;
+  return (a >> 16) | (b & 0xffff0000u);
+}
+
+// 2 to the power of x, which is no more than a rounding error above zero, to a relative error of 3e-6: next to nothing
+// beside the rounding to bfloat16 that follows. Zero below the smallest normal number; NaN is kept.
+BACKPLANE_INLINE Floats<W> power_of_two(Floats<W> x) {
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: leaves the integer part
+  const Floats<W> shifted = x + kRounder;
+  const Floats<W> f = x - (shifted - kRounder);
+  Floats<W> p = f * 0.0095701003f + 0.055917859f;
+  p = p * f + 0.24024744f;
+  p = p * f + 0.69312179f;
+  p = p * f + 0.99999928f;
+  const Floats<W> y = bits_as<Floats<W>>(Words<W>(bits_as<Words<W>>(p) + (bits_as<Words<W>>(shifted) << 23)));
+  return x < -126.0f ? Floats<W>{} : y;
+}
+
+// Softmax of a tile for queries [begin, end): weights from scores, and what was mixed before is scaled.
+BACKPLANE_TILES void weigh(const Layer& layer, const Buffers& b, int64_t begin, int64_t end, int32_t first,
+                           int32_t count) {
+  const State& state = b.state;
+  const bool plain = layer.soft_cap <= 0 && layer.slopes == nullptr && layer.scale > 0;
+  for (int64_t m = begin; m < end; m += W) {
+    Ints<W> from, to;
+    std::memcpy(&from, state.from + m, sizeof from);
+    std::memcpy(&to, state.to + m, sizeof to);
+    // Later rows see later keys, so the outer lanes speak for all.
+    const bool whole = state.from[m + W - 1] <= first && state.to[m] >= first + count;
+    float* scores = b.scores + m;
+    Floats<W> top = all<W>(kNone);
+    float scale = layer.scale;
+    if (plain && whole) {
+      for (int32_t k = 0; k < count; ++k) top = larger<W>(load<W>(scores + k * b.lanes), top);
+      top = top * scale;
+    } else {
+      const Floats<W> slope = load<W>(state.slope + m), position = load<W>(state.position + m);
+      for (int32_t k = 0; k < count; ++k) {
+        Floats<W> s = scored<W>(layer, load<W>(scores + k * b.lanes));
+        if (layer.slopes) s += slope * (static_cast<float>(first + k) - position);
+        s = from <= first + k ? s : all<W>(kNone);
+        s = to > first + k ? s : all<W>(kNone);
+        top = larger<W>(s, top);
+        store<W>(scores + k * b.lanes, s);
+      }
+      scale = 1.0f;
+    }
+    const Floats<W> before = load<W>(state.peak + m), peak = larger<W>(before, top);
+    const Floats<W> base = peak == kNone ? Floats<W>{} : peak;
+    const Floats<W> factor = before == peak ? all<W>(1.0f) : exponential<W>(before - base);
+    Floats<W> total = load<W>(state.total + m) * factor;
+    const float slope_of_two = scale * kLog2OfE;
+    const Floats<W> base_of_two = base * kLog2OfE;
+    for (int32_t k = 0; k < padded(count, kSide); k += 2) {
+      Floats<W> low{}, high{};
+      if (k < count) low = power_of_two(load<W>(scores + k * b.lanes) * slope_of_two - base_of_two);
+      if (k + 1 < count) high = power_of_two(load<W>(scores + (k + 1) * b.lanes) * slope_of_two - base_of_two);
+      total += low + high;
+      const Words<W> words = paired(low, high);
+      std::memcpy(b.weights + k / 2 * b.lanes + m, &words, sizeof words);
+    }
+    store<W>(state.peak + m, peak);
+    store<W>(state.total + m, total);
+    const Floats<W> change = factor - 1.0f;
+    if (largest<W>(change * change) == 0.0f) continue;
+    for (int64_t d = 0; d < b.value_width; ++d) {
+      float* mixed = b.mixed + d * b.lanes + m;
+      store<W>(mixed, load<W>(mixed) * factor);
+    }
+  }
+}
+
+Buffers divide(const Layer& layer, const Item& item, Scratch& scratch) {
+  Buffers b{};
+  b.lanes = padded(item.rows * layer.group, kSide);
+  b.width = padded(layer.key.width, 2 * W);
+  b.value_width = padded(layer.value.width, kSide);
+  const int64_t need = b.lanes * (b.width / 2 + b.value_width + kKeys + kKeys / 2 + 7) +
+                       kKeys / 2 * (b.width + b.value_width) + W * b.value_width + 16;
+  if (static_cast<int64_t>(scratch.size()) < need) scratch.resize(need);
+  // All sizes are multiples of a line, so all begin at one.
+  float* next = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+  const auto take = [&next](auto*& place, int64_t words) {
+    place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(next);
+    next += words;
+  };
+  take(b.queries, b.width / 2 * b.lanes);
+  take(b.keys, kKeys * b.width / 2);
+  take(b.values, b.value_width * kKeys / 2);
+  take(b.scores, kKeys * b.lanes);
+  take(b.weights, kKeys / 2 * b.lanes);
+  take(b.mixed, b.value_width * b.lanes);
+  take(b.rows, W * b.value_width);
+  for (float** place : {&b.state.peak, &b.state.total, &b.state.factor, &b.state.slope, &b.state.position})
+    take(*place, b.lanes);
+  for (int32_t** place : {&b.state.from, &b.state.to}) take(*place, b.lanes);
+  return b;
+}
+
+BACKPLANE_TILES void attend_item(const Layer& layer, const Item& item, Scratch& scratch) {
+  const Buffers b = divide(layer, item, scratch);
+  const int64_t queries = item.rows * layer.group, row = b.lanes * 4;
+  begin_state(layer, item, b.lanes, b.state);
+  std::memset(b.mixed, 0, b.value_width * b.lanes * sizeof(float));
+  pair_queries(layer, item, b);
+  enter_tiles();
+  for (int64_t begin = item.first_key; begin < item.end_key; begin += kKeys) {
+    const int64_t count = std::min(kKeys, item.end_key - begin), keys = padded(count, kSide);
+    const auto first = static_cast<int32_t>(begin - item.first_key), seen = static_cast<int32_t>(count);
+    // Queries that see anything of this tile are neighbours.
+    int64_t low = 0, high = queries;
+    while (low < queries && b.state.to[low] <= first) ++low;
+    while (high > low && b.state.from[high - 1] >= first + seen) --high;
+    if (low == high) continue;
+    low = low / kSide * kSide;
+    high = padded(high, kSide);
+    load_keys(layer, item, begin, count, b);
+    for (int64_t k = 0; k < keys; k += kSide)
+      for (int64_t m = low; m < high; m += kSide)
+        multiply_tiles<false>(b.keys + k * b.width, b.width * 2, b.queries + m, row, b.width / kTileDepth,
+                              b.scores + k * b.lanes + m, row);
+    weigh(layer, b, low, high, first, seen);
+    for (int64_t d = 0; d < b.value_width; d += kSide)
+      for (int64_t m = low; m < high; m += kSide)
+        multiply_tiles<true>(reinterpret_cast<const uint16_t*>(b.values + d * (kKeys / 2)), kKeys * 2, b.weights + m,
+                             row, keys / kTileDepth, b.mixed + d * b.lanes + m, row);
+  }
+  leave_tiles();
+  for (int64_t m = 0; m < queries; m += W) {
+    for (int64_t d = 0; d < b.value_width; d += W) {
+      Floats<W> square[W];
+      for (int64_t i = 0; i < W; ++i) square[i] = load<W>(b.mixed + (d + i) * b.lanes + m);
+      transpose<W>(square);
+      for (int64_t i = 0; i < W; ++i) store<W>(b.rows + i * b.value_width + d, square[i]);
+    }
+    for (int64_t i = 0; i < std::min<int64_t>(W, queries - m); ++i)
+      deliver<W>(layer, item, m + i, b.state.peak[m + i], b.state.total[m + i], b.rows + i * b.value_width,
+                 b.value_width);
+  }
+}
+
+}  // namespace
+#endif
+
+Attend attend_by_tiles([[maybe_unused]] const Layer& layer) {
+#if defined(__x86_64__)
+  const LoadRows bfloat = row_loader(at::ScalarType::BFloat16);
+  const auto fits = [bfloat](const Heads& heads) { return heads.load == bfloat && heads.spread == 1; };
+  if (isa() == Isa::avx512 && has_bfloat16_tiles() && fits(layer.query) && fits(layer.key) && fits(layer.value))
+    return &attend_item;
+#endif
+  return nullptr;
+}
+
+}  // namespace attention
+}  // namespace backplane::cpu
