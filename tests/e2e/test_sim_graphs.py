@@ -65,6 +65,12 @@ def test_steps_were_replayed_and_others_were_not(results: dict[str, Result]) -> 
             id="all steps",
         ),
         pytest.param(
+            "cpu",
+            {"compilation_config": DECODE, "tensor_parallel_size": 2},
+            "they cannot contain the collectives of several workers",
+            id="collectives, on a device whose graphs hold none",
+        ),
+        pytest.param(
             "sim",
             {"compilation_config": DECODE, "additional_config": {"backplane": {"numeric_guard": "layers"}}},
             "a replayed graph does not call them",
