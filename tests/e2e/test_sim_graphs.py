@@ -23,6 +23,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"compilation_config": {"cudagraph_mode": "FULL"}},
         "decode steps alone are replayed: use -cc.cudagraph_mode=full_decode_only",
     ),
+    "collectives": (
+        {"compilation_config": DECODE, "tensor_parallel_size": 2},
+        "they cannot contain the collectives of several workers",
+    ),
     "numeric guard": (
         {"compilation_config": DECODE, "additional_config": {"backplane": {"numeric_guard": "layers"}}},
         "a replayed graph does not call them",

@@ -46,7 +46,6 @@ class SimDevice(Device):
         kv_cache_dtypes=("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
         streams=True,
         graphs=True,
-        graph_collectives=True,
         graph_sizes=(1, 2, 4, 8, 16),  # each is computed once, by a host's cores
         pinned_memory=True,
         sleep=True,
