@@ -33,10 +33,11 @@ LONGEST = (
     "e2e/test_parallel.py",
     "e2e/test_quantization_memory.py",
     "e2e/test_data_parallel.py",
-    "unit/devices/test_cpu_quantized.py",
+    "unit/devices/test_cpu_quantized_memory.py",
     "unit/devices/test_cpu_kernels.py",
     "unit/devices/sim/test_sim_driver.py",
     "unit/test_doctor.py",
+    "unit/devices/test_cpu_quantized.py",
     "unit/ops/test_every_operator.py",
     "unit/devices/sim/test_sim_runtime.py",
 )

@@ -88,6 +88,7 @@ OWN = {  # additions of ours; everything else must override something upstream
         "_profile_activations",
         "_peak",
         "_peaks",
+        "_refuse_kv_cache",
         "_models",
         "_heard",
         "_execute_model",

@@ -96,6 +96,18 @@ HOOKS: tuple[Hook, ...] = (
         f"{_OURS}.quantization.linear:QuantizedLinearMethod",
         ("quantized_linear", "linear"),
     ),
+    Hook(
+        "quantization method",
+        "vllm.model_executor.layers.linear:LinearMethodBase",
+        f"{_OURS}.gguf.linear:GgufLinearMethod",
+        ("quantized_linear", "linear"),
+    ),
+    Hook(
+        "quantization method",
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        f"{_OURS}.gguf.experts:GgufMoEMethod",
+        ("silu_and_mul",),
+    ),
     _kernel("worker.block_table:ComputeSlotMappingKernel.kernel", "_slot_mapping", "compute_slot_mapping"),
     _speculation("eagle_step_slot_mapping_metadata", "_eagle_step"),
     _speculation("eagle_prepare_inputs_padded", "_eagle_prepare_inputs"),

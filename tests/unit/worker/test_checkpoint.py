@@ -53,7 +53,7 @@ def test_what_will_be_quantized_counts_as_codes_and_scales(tmp_path: Path) -> No
     save_file(weights, tmp_path / "m.safetensors")
     unquantized = (64 + 1010 * 64) * 2
     assert told(tmp_path, quantization="int4") == 100 * (32 + 2 * 4) + unquantized
-    assert told(tmp_path, quantization="int8") == 100 * (64 + 2 * 2) + unquantized
+    assert told(tmp_path, quantization="int8") == 100 * (64 + 2) + unquantized
 
 
 def test_of_two_layouts_the_one_in_the_index_counts(tmp_path: Path) -> None:

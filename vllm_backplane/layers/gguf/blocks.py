@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 
-from vllm_backplane import ops
 from vllm_backplane.gguf.blocks import FLOATS, LAYOUTS, Type, dequantized
 from vllm_backplane.gguf.forms import packed_rows
 from vllm_backplane.layers.linear import refuse_loading
@@ -82,17 +80,3 @@ def _set(layer: torch.nn.Module, name: str, tensor: torch.Tensor | None, device:
     parameter = torch.nn.Parameter(tensor.to(device), requires_grad=False)
     parameter.weight_loader = refuse_loading  # type: ignore[attr-defined]
     setattr(layer, name, parameter)
-
-
-def multiply(layer: Any, runs: Sequence[Run], x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    products, first = [], 0
-    for run in runs:
-        own = None if bias is None else bias[first : first + run.rows]
-        first += run.rows
-        weight = getattr(layer, run.name)
-        if run.bits == 0:
-            products.append(ops.linear.call(x, weight, own))
-            continue
-        scale, offset = getattr(layer, f"{run.name}_scale"), getattr(layer, f"{run.name}_offset")
-        products.append(ops.quantized_linear.call(x, weight, scale, offset, run.bits, run.rows, own))
-    return products[0] if len(products) == 1 else torch.cat(products, dim=-1)

@@ -17,7 +17,8 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm_backplane import ops
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.stored import StoredTensor
-from vllm_backplane.layers.gguf.blocks import Rows, Run, install, multiply
+from vllm_backplane.layers.gguf.blocks import Rows, Run, install
+from vllm_backplane.layers.gguf.linear import GgufLinearMethod
 from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
 from vllm_backplane.runtime import runtime
 
@@ -122,7 +123,7 @@ class GgufMoEMethod(BackplaneFusedMoEMethod):
             first += count
             tokens = chosen // ids.shape[1]
             holder, runs = layer.backplane_experts[expert], self._runs[expert]
-            hidden = ops.silu_and_mul.call(multiply(holder["up"], runs["up"], x[tokens], None))
-            made = multiply(holder["down"], runs["down"], hidden, None).float()
+            hidden = ops.silu_and_mul.call(GgufLinearMethod.multiply(holder["up"], runs["up"], x[tokens], None))
+            made = GgufLinearMethod.multiply(holder["down"], runs["down"], hidden, None).float()
             out.index_add_(0, tokens, made * weights.flatten()[chosen].unsqueeze(1).float())
         return out.to(x.dtype)

@@ -6,6 +6,7 @@ in pieces. So nothing is in memory twice but the piece at hand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear, RowParallelLinear
 
+from vllm_backplane import ops
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.stored import StoredTensor
-from vllm_backplane.layers.gguf.blocks import Rows, Run, all_floats, install, multiply, values
+from vllm_backplane.layers.gguf.blocks import Rows, Run, all_floats, install, values
 from vllm_backplane.layers.linear import BackplaneLinearMethod
 from vllm_backplane.runtime import runtime
 
@@ -121,4 +123,19 @@ class GgufLinearMethod(LinearMethodBase):
             raise CheckpointError(f"the file has no weights, or not all, for {self._prefix}; choose a complete one")
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return multiply(layer, self._runs, x, bias)
+        return self.multiply(layer, self._runs, x, bias)
+
+    @staticmethod
+    def multiply(layer: Any, runs: Sequence[Run], x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """One product for each run, side by side."""
+        products, first = [], 0
+        for run in runs:
+            own = None if bias is None else bias[first : first + run.rows]
+            first += run.rows
+            weight = getattr(layer, run.name)
+            if run.bits == 0:
+                products.append(ops.linear.call(x, weight, own))
+                continue
+            scale, offset = getattr(layer, f"{run.name}_scale"), getattr(layer, f"{run.name}_offset")
+            products.append(ops.quantized_linear.call(x, weight, scale, offset, run.bits, run.rows, own))
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)

@@ -16,7 +16,8 @@ from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.blocks import FLOATS, Type, dequantized
 from vllm_backplane.gguf.stored import StoredTensor
 from vllm_backplane.layers.embedding import BackplaneEmbeddingMethod
-from vllm_backplane.layers.gguf.blocks import Run, install, multiply, values
+from vllm_backplane.layers.gguf.blocks import Run, install, values
+from vllm_backplane.layers.gguf.linear import GgufLinearMethod
 
 
 class GgufTableMethod(QuantizeMethodBase):
@@ -89,7 +90,7 @@ class GgufTableMethod(QuantizeMethodBase):
                 f"{self._prefix} is used as the projection to logits, and the model's configuration says it is not; "
                 "use the model's original checkpoint"
             )
-        return multiply(layer, self._runs, x, bias)
+        return GgufLinearMethod.multiply(layer, self._runs, x, bias)
 
 
 class GgufHeadMethod(GgufTableMethod):

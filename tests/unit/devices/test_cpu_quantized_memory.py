@@ -1,0 +1,57 @@
+"""The C++ products of quantized linear layers under the sanitizers for addresses and undefined behaviour."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE.parents[2] / "csrc" / "cpu"
+OPTIONS = ("-std=c++20", "-O1", "-Wno-psabi", "-fopenmp", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+def compile_in(folder: Path, *arguments: str | Path) -> None:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    assert compiler is not None, "install a C++ compiler, or name one by CXX"
+    command = [compiler, *OPTIONS, f"-I{SOURCES}", *map(str, arguments)]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800)
+    assert built.returncode == 0, built.stderr[-4000:]
+
+
+def run(program: Path) -> str:
+    # PyTorch keeps what it allocates at its loading for good.
+    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=800, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def products(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The products of every instruction set, compiled once: that takes longest."""
+    folder = tmp_path_factory.mktemp("products")
+    compile_in(folder, "-c", *(file for file in SOURCES.glob("dot_*.cpp") if file.name != "dot_kernels.cpp"))
+    return sorted(folder.glob("*.o"))
+
+
+def test_products_stay_within_their_memory(products: list[Path], tmp_path: Path) -> None:
+    """The products alone, without PyTorch."""
+    compile_in(tmp_path, HERE / "dot_products_check.cpp", *products, "-o", "check")
+    said = run(tmp_path / "check")
+    assert "portable: " in said and "products as expected" in said
+
+
+def test_layers_stay_within_their_memory(products: list[Path], tmp_path: Path) -> None:
+    """The operator as a whole: rounding of the input, chunks, tiles, results."""
+    torch_folder = Path(torch.__file__).parent
+    include = [f"-I{torch_folder}/include", f"-I{torch_folder}/include/torch/csrc/api/include"]
+    libraries = [f"-L{torch_folder}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
+    sources = [SOURCES / f"{name}.cpp" for name in ("dot_kernels", "isa", "quantize_rows", "quantized_linear")]
+    compile_in(tmp_path, *include, *sources, HERE / "quantized_linear_check.cpp", *products, *libraries, "-o", "check")
+    said = run(tmp_path / "check")
+    assert "portable: " in said and "layers as expected" in said
