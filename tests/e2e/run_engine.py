@@ -8,13 +8,18 @@ something and what it left behind, and the next one is tried.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from vllm_backplane.cli.serve import leave
 
 
 def chosen(step: dict[int, Any] | None, token: int) -> float | None:
@@ -82,10 +87,23 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
     raise ValueError(f"no step {kind!r}")
 
 
+@contextmanager
+def imports_kept() -> Iterator[None]:
+    """Without the collector, which would go through all that is being imported again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def run(job: dict[str, Any], moments: list[float]) -> dict[str, Any]:
     """What the job gives. `moments` gets the time when its engine is ready."""
-    from vllm import LLM
-    from vllm.platforms import current_platform
+    with imports_kept():
+        importlib.import_module("vllm.v1.worker.gpu_worker")  # before engines are forked: each would import it
+        from vllm import LLM
+        from vllm.platforms import current_platform
 
     engine = LLM(**job["engine"])
     try:
@@ -138,6 +156,7 @@ def main() -> None:
             print(done[-1]["error"], flush=True)
             done[-1]["left"] = outliving()
     results.write_text(json.dumps(done))
+    leave(0)  # taking the interpreter apart would take seconds
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ With --config and no MODEL, the configuration file names the model.
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import os
 import shlex
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NoReturn
 
 from vllm_backplane.cli import _output
 from vllm_backplane.errors import BackplaneError
@@ -66,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
             print(" ".join([*variables, shlex.join(launch.command)]))
         return 0
     os.environ.update(launch.variables)
-    return become(launch)
+    become(launch)
 
 
-def become(launch: Launch) -> int:
+def become(launch: Launch) -> NoReturn:
     """vLLM's serve command in this process.
 
     That saves the start of another process and the import of vLLM's other commands, keeps the current folder off the
@@ -96,9 +98,19 @@ def become(launch: Launch) -> int:
     command.validate(args)
     try:
         command.cmd(args)
-    finally:
+    except BaseException:
         gc.unfreeze()  # what is frozen outlives the interpreter, and libraries complain of that
-    return 0
+        raise
+    leave(0)
+
+
+def leave(status: int) -> NoReturn:
+    """End without taking the interpreter apart: what vLLM has imported takes seconds to destroy, object by object, and
+    whoever pressed Ctrl-C waits for them. What has to happen at an exit is registered for it, and happens."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def refuse_lockout(environment: Mapping[str, str]) -> None:
