@@ -128,7 +128,7 @@ def run(job: dict[str, Any], moments: list[float]) -> dict[str, Any]:
     return result
 
 
-def outliving(seconds: float = 15) -> list[str]:
+def outliving(seconds: float) -> list[str]:
     """Processes of engines that have ended, if they are still there after some time. All are in this one's session."""
     import processes
 
@@ -154,7 +154,7 @@ def main() -> None:
             seconds = time.monotonic() - moments[-1] if moments else None
             done.append({"error": traceback.format_exc(), "seconds": seconds})
             print(done[-1]["error"], flush=True)
-            done[-1]["left"] = outliving()
+            done[-1]["left"] = outliving(max(15 - (seconds or 0), 1))
     results.write_text(json.dumps(done))
     leave(0)  # taking the interpreter apart would take seconds
 

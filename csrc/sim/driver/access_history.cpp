@@ -73,12 +73,13 @@ void AccessHistory::add(uintptr_t first, uint64_t bytes, bool writes, const Acce
   }
 }
 
-void AccessHistory::free(uintptr_t first, uint64_t bytes, const std::vector<uint32_t>& streams) {
+void AccessHistory::free(uintptr_t first, uint64_t bytes, const std::vector<uint32_t>& streams, const Clock& known) {
   const uintptr_t end = first + bytes;
   cut(first);
   cut(end);
   const auto ordered = [&](const Access& access) {
-    return std::find(streams.begin(), streams.end(), access.stream) != streams.end();
+    return access.position <= known.of(access.stream) ||
+           std::find(streams.begin(), streams.end(), access.stream) != streams.end();
   };
   for (auto piece = pieces_.lower_bound(first); piece != pieces_.end() && piece->first < end;) {
     Access& write = piece->second.write;

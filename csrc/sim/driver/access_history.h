@@ -33,8 +33,9 @@ class AccessHistory {
   // What an access that knows `known` is not ordered after; nothing is changed.
   Conflict conflict(uintptr_t first, uint64_t bytes, bool writes, uint32_t stream, const Clock& known) const;
   void add(uintptr_t first, uint64_t bytes, bool writes, const Access& access);
-  // Memory that is freed: whoever is given it comes after the work of these streams, by the allocator's own rules.
-  void free(uintptr_t first, uint64_t bytes, const std::vector<uint32_t>& streams);
+  // Memory that is freed: whoever is given it comes after the work of these streams, by the allocator's own rules, and
+  // after what they know to be done.
+  void free(uintptr_t first, uint64_t bytes, const std::vector<uint32_t>& streams, const Clock& known);
   void forget(uintptr_t first, uint64_t bytes);
   void clear() { pieces_.clear(); }
 

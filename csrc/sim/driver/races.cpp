@@ -157,7 +157,9 @@ void Races::freed(uintptr_t first, uint64_t bytes, const std::vector<const Strea
   std::vector<uint32_t> numbers;
   for (const Stream* stream : streams) numbers.push_back(number_of(*stream));
   std::lock_guard<std::mutex> lock(mutex_);
-  history_.free(first, bytes, numbers);
+  Clock known;
+  for (const uint32_t number : numbers) known.learn(clock_of(number));
+  history_.free(first, bytes, numbers, known);
 }
 
 void Races::forget(uintptr_t first, uint64_t bytes) {

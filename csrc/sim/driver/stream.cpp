@@ -94,7 +94,7 @@ bpsim_status Stream::wait(uint64_t sequence) {
         break;
       }
     }
-    if (timed_out) hung_at_.store(seen);
+    if (timed_out) mark_hung(seen);
   }
   if (timed_out)
     return fail(BPSIM_TIMEOUT,
@@ -108,9 +108,18 @@ bpsim_status Stream::wait(uint64_t sequence) {
               card_.index(), index_);
 }
 
-// Changes whenever this stream gets on, or one that it waits for does.
+// Whoever waits next for this stream, or for one that it waits for, has been waiting all that time.
+void Stream::mark_hung(uint64_t at, int depth) {
+  hung_at_.store(at);
+  Stream* const other = awaiting_.load();
+  if (!other || depth == 8) return;
+  const uint64_t others = other->progress();
+  if (progress() == at) other->mark_hung(others, depth + 1);
+}
+
+// Changes whenever this stream gets on, or one that it waits for does, or hangs are released.
 uint64_t Stream::progress(int depth) const {
-  uint64_t sum = ticks_.load() + done_.load();
+  uint64_t sum = ticks_.load() + done_.load() + card_.releases.load();
   const Stream* const other = awaiting_.load();
   if (other && depth < 8) sum += other->progress(depth + 1);
   return sum;

@@ -90,6 +90,7 @@ class Stream {
 
   bool interrupted() const;
   uint64_t progress(int depth = 0) const;
+  void mark_hung(uint64_t at, int depth = 0);
   std::string stuck_text(int depth = 0) const;
 
   Card& card_;

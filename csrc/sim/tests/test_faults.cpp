@@ -115,7 +115,7 @@ TEST(launches_fail_by_number_and_by_name) {
 TEST(a_hanging_stream_times_out_and_is_released) {
   Session session([](bpsim_config& config) {
     config.faults = "hang@launch=attention,nth=2";
-    config.sync_timeout_ms = 50;
+    config.sync_timeout_ms = 500;
   });
   int ran = 0;
   char* const device = allocate(session.stream, 64);
@@ -151,6 +151,24 @@ TEST(a_hanging_stream_times_out_and_is_released) {
   CHECK_EQ(ran, 4);
   CHECK_EQ(int(kept[0]), 0);
   CHECK_STATUS(bpsim_release_hangs(5), BPSIM_INVALID, "there is no card 5");
+}
+
+TEST(a_hang_that_was_waited_for_is_told_at_once_to_all_that_it_holds_up) {
+  Session session([](bpsim_config& config) {
+    config.faults = "hang@launch=stuck";
+    config.sync_timeout_ms = 500;
+  });
+  const bpsim_stream other = new_stream();
+  CHECK_OK(launch(session.stream, "stuck", [] {}));
+  const bpsim_event event = new_event();
+  CHECK_OK(bpsim_event_record(event, session.stream));
+  CHECK_OK(bpsim_stream_wait_event(other, event));
+  CHECK_STATUS(bpsim_stream_synchronize(other), BPSIM_TIMEOUT, "it hangs in a wait for card 0, stream 0");
+  CHECK_OK(bpsim_set_sync_timeout(3600 * 1000));
+  CHECK_STATUS(bpsim_stream_synchronize(session.stream), BPSIM_TIMEOUT, "it hangs in 'stuck'");
+  CHECK_STATUS(bpsim_stream_synchronize(other), BPSIM_TIMEOUT, "it hangs in a wait for card 0, stream 0");
+  CHECK_OK(bpsim_release_hangs(0));
+  CHECK_OK(bpsim_card_synchronize(0));
 }
 
 TEST(slow_work_is_no_hang) {

@@ -171,6 +171,23 @@ TEST(memory_that_was_freed_too_early_is_a_race) {
   });
 }
 
+TEST(memory_whose_owner_waited_for_its_readers_may_be_freed) {
+  Session session(failing);
+  const bpsim_stream reader = new_stream(), third = new_stream();
+  char* const at = allocate(session.stream, 1 * MiB);
+  CHECK_OK(writes(session.stream, at));
+  order(session.stream, reader);
+  CHECK_OK(reads(reader, at));
+  order(reader, session.stream);
+  CHECK_OK(bpsim_free(at));
+  eventually([&] {
+    doze();
+    char* const theirs = allocate(third, 1 * MiB);  // and kept: another one the next time
+    CHECK_OK(writes(third, theirs));
+    return theirs == at;
+  });
+}
+
 TEST(copies_race_on_both_sides) {
   Session session(failing);
   const bpsim_stream other = new_stream();
