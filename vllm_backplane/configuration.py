@@ -132,7 +132,7 @@ def set_compilation(config: VllmConfig, chosen: Runtime) -> None:
         )
     config.kernel_config.enable_jit_warmup = False  # nothing is compiled at run time
     if device.capabilities.graphs and compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-        if config.parallel_config.world_size > 1 and not device.capabilities.graph_collectives:
+        if config.parallel_config.world_size > 1:  # vLLM begins such a capture for CUDA's and XPU's communicators alone
             raise BackplaneError(
                 f"graphs were asked for, and on device {device.name!r} they cannot contain the collectives of several "
                 "workers; remove -cc.cudagraph_mode, or the parallel sizes"

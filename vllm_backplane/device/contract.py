@@ -72,8 +72,6 @@ class Capabilities:
     device wants it (`wants_graphs`)."""
     graph_sizes: tuple[int, ...] = ()
     """Numbers of sequences for which decode steps are captured if the user names none; empty: vLLM's own list."""
-    graph_collectives: bool = False
-    """Collectives between cards can be part of a graph."""
     capture_computes: bool = False
     """A capture computes what it records. Then steps are captured when they are first served, not at start, and one
     that cannot be a graph is served all the same."""

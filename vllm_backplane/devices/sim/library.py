@@ -218,13 +218,6 @@ def host_resident(card: int) -> int:
     return count.value
 
 
-def captures(card: int) -> bool:
-    """Whether what this thread launches on a card is recorded for a graph."""
-    state = c_int()
-    driver("capture_status", runtime("current_stream", card), byref(state))
-    return state.value != 0
-
-
 def races_found() -> int:
     """How often a synchronisation was missing since the start, where that is checked."""
     count = c_uint64()

@@ -3,9 +3,6 @@
 A collective library would move memory from card to card. Simulated cards share nothing between processes, so each
 operation is an explicit copy down, gloo's operation on the host, and a copy up when it is waited for. Results arrive
 in stream order: a kernel that is queued after the wait sees them.
-
-A graph has no host in it. There, sums and gathers are launches in which the ranks meet, over a second group of gloo's:
-launches and host would else take turns in an order that is not the same on every rank.
 """
 
 from __future__ import annotations
@@ -16,9 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from vllm_backplane.devices.sim.library import captures
-from vllm_backplane.errors import GraphError
 
 Tensors = list[torch.Tensor]
 
@@ -60,18 +54,8 @@ class _Work(dist.Work):
         return future
 
 
-def _recorded(*tensors: torch.Tensor) -> bool:
-    """Whether what is done with them is recorded for a graph."""
-    return any(not tensor.is_cpu and captures(tensor.device.index) for tensor in tensors)
-
-
 def _down(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host, or the tensor itself where it is there already and can be sent as it is."""
-    if _recorded(tensor):
-        raise GraphError(
-            "of the collectives, all-reduce and all-gather alone can be part of a graph on device 'sim'; remove "
-            "-cc.cudagraph_mode"
-        )
     return tensor.cpu().contiguous()
 
 
@@ -94,24 +78,11 @@ class StagedProcessGroup(dist.ProcessGroup):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._meeting, self._timeout = store, timeout
-        self._in_launches: Any = None
         self._backend = name
         self._group_name = self._group_desc = ""
 
     def getBackendName(self) -> str:
         return self._backend
-
-    def _launched(self) -> Any:
-        """The group over which ranks meet inside launches, as PyTorch's operators take it; made when a graph needs it,
-        by all ranks, since they capture the same."""
-        if self._in_launches is None:
-            store = dist.PrefixStore("launched", self._meeting)
-            group: Any = dist.ProcessGroup(store, self.rank(), self.size())
-            gloo: Any = dist.ProcessGroupGloo(store, self.rank(), self.size(), self._timeout)
-            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-            self._in_launches = group
-        return self._in_launches.boxed()
 
     # PyTorch keeps these with the backends inside a group, of which this one has none.
 
@@ -133,16 +104,8 @@ class StagedProcessGroup(dist.ProcessGroup):
         return _Work([self._gloo.broadcast(staged, opts)], staged, _up(list(zip(tensors, staged, strict=True))))
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        opts = opts or dist.AllreduceOptions()
-        if _recorded(*tensors):
-            for tensor in tensors:
-                whole = tensor.contiguous()
-                torch.ops.bpnpu.all_reduce(whole, self._launched(), int(opts.reduceOp.op))
-                if whole is not tensor:
-                    tensor.copy_(whole)
-            return _Work([], None)
         staged = [_down(tensor) for tensor in tensors]
-        work = self._gloo.allreduce(staged, opts)
+        work = self._gloo.allreduce(staged, opts or dist.AllreduceOptions())
         return _Work([work], staged, _up(list(zip(tensors, staged, strict=True))))
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
@@ -162,9 +125,6 @@ class StagedProcessGroup(dist.ProcessGroup):
         return _Work([work], (staged_in, staged_out), _up(pairs))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        if _recorded(output):
-            torch.ops.bpnpu.all_gather(output, input.contiguous(), self._launched())
-            return _Work([], None)
         staged_in = _down(input)
         staged_out = torch.empty((self.size(), *input.shape), dtype=input.dtype)
         work = self._gloo.allgather([list(staged_out.unbind(0))], [staged_in], _c10d.AllgatherOptions())
