@@ -13,7 +13,7 @@ from vllm.model_executor.layers.quantization import (
     get_quantization_config,
     register_quantization_config,
 )
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_backplane.errors import BackplaneError, BindingError
@@ -21,24 +21,13 @@ from vllm_backplane.gguf.configuration import QUANTIZATION
 from vllm_backplane.layers.gguf.experts import GgufMoEMethod
 from vllm_backplane.layers.gguf.linear import GgufLinearMethod
 from vllm_backplane.layers.gguf.table import GgufHeadMethod, GgufTableMethod
+from vllm_backplane.layers.quantization.base import BackplaneQuantizationConfig
 
 
-class GgufConfig(QuantizationConfig):
+class GgufConfig(BackplaneQuantizationConfig):
     @classmethod
     def get_name(cls) -> Any:  # vLLM's type lists its own names
         return QUANTIZATION
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return [torch.float32, torch.float16, torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> GgufConfig:

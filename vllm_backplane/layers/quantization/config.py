@@ -19,11 +19,12 @@ from vllm.model_executor.layers.quantization import (
     get_quantization_config,
     register_quantization_config,
 )
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from vllm_backplane.errors import BackplaneError, BindingError
 from vllm_backplane.layers.quantization import formats
+from vllm_backplane.layers.quantization.base import BackplaneQuantizationConfig
 from vllm_backplane.layers.quantization.head import QuantizedHeadMethod
 from vllm_backplane.layers.quantization.linear import QuantizedLinearMethod
 from vllm_backplane.runtime import configured
@@ -31,24 +32,12 @@ from vllm_backplane.runtime import configured
 logger = init_logger("vllm." + __name__)
 
 
-class OnlineConfig(QuantizationConfig):
+class OnlineConfig(BackplaneQuantizationConfig):
     name: ClassVar[str]
 
     @classmethod
     def get_name(cls) -> Any:  # vLLM's type lists its own names
         return cls.name
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return [torch.float32, torch.float16, torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> OnlineConfig:
