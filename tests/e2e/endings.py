@@ -45,6 +45,13 @@ def called(server: Server, name: str) -> list[psutil.Process]:
     return [process for process in server.descendants() if name in " ".join(process.cmdline())]
 
 
+def socket_files(server: Server) -> list[Path]:
+    """Files through which the server's processes talk to each other."""
+    processes = [psutil.Process(server.pid), *server.descendants()]
+    held = {str(held.laddr) for process in processes for held in process.net_connections("unix")}
+    return [Path(name) for name in held if name.startswith("/")]
+
+
 class Request(threading.Thread):
     """A long request in flight; what became of it is in `end`."""
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm_backplane.cli.serve import leave
+from vllm_backplane.cli.serve import keep_sockets_together, leave
 
 
 def chosen(step: dict[int, Any] | None, token: int) -> float | None:
@@ -144,6 +144,7 @@ def outliving(seconds: float) -> list[str]:
 
 def main() -> None:
     jobs, results = Path(sys.argv[1]), Path(sys.argv[2])
+    keep_sockets_together()
     done: list[dict[str, Any]] = []
     for job in json.loads(jobs.read_text()):
         print(f"=== engine {len(done)}: {job['engine']}", flush=True)

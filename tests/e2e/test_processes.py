@@ -6,7 +6,7 @@ import re
 import signal
 
 import pytest
-from endings import TWO, Request, Starter, called, ends_by_itself
+from endings import TWO, Request, Starter, called, ends_by_itself, socket_files
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -35,8 +35,11 @@ def test_an_interrupt_of_the_main_process_leaves_nothing(start: Starter, process
     assert len(server.descendants()) >= 1 + len(processes)
     held = [held.laddr.port for process in server.descendants() for held in process.net_connections("tcp")]
     assert server.port not in held, "a process that serves nobody holds the server's port"
+    sockets = socket_files(server)
+    assert sockets
     server.signal(signal.SIGINT)
     assert ends_by_itself(server) == 0
+    assert not [path for path in sockets if path.parent.exists()]
 
 
 def test_ctrl_c_leaves_nothing(start: Starter) -> None:

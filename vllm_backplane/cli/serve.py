@@ -16,7 +16,9 @@ import atexit
 import gc
 import os
 import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -88,6 +90,7 @@ def become(launch: Launch) -> NoReturn:
     gc.freeze()
     gc.enable()
     cli_env_setup()
+    keep_sockets_together()
     sys.argv = launch.command
     parser = FlexibleArgumentParser(prog="vllm")
     subparsers = parser.add_subparsers(required=True, dest="subparser")
@@ -102,6 +105,14 @@ def become(launch: Launch) -> NoReturn:
         gc.unfreeze()  # what is frozen outlives the interpreter, and libraries complain of that
         raise
     leave(0)
+
+
+def keep_sockets_together() -> None:
+    """vLLM's processes talk through sockets that are files, in the folder for temporary ones, and which of them remain
+    there depends on how each process ended. In a folder of their own they go together."""
+    base = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
+    folder = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm-", dir=base)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def leave(status: int) -> NoReturn:
