@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 LIMIT = "ONEDNN_MAX_CPU_ISA"
-PROMPT, ANSWER = 512, 48
+PROMPTS, ANSWER = (128, 512, 1024), 48
 SEQUENCES = (1, 16)
 REPEATS = 5
 
@@ -29,7 +29,7 @@ def engine(model: str, dtype: str) -> dict[str, float]:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    llm = LLM(model, dtype=dtype, max_model_len=1024, enable_prefix_caching=False, disable_log_stats=True)
+    llm = LLM(model, dtype=dtype, max_model_len=2048, enable_prefix_caching=False, disable_log_stats=True)
 
     def seconds(sequences: int, prompt: int, answer: int) -> float:
         tokens = [[100 + (place * 7 + sequence) % 900 for place in range(prompt)] for sequence in range(sequences)]
@@ -41,8 +41,8 @@ def engine(model: str, dtype: str) -> dict[str, float]:
     def usual(sequences: int, prompt: int, answer: int) -> float:
         return statistics.median(seconds(sequences, prompt, answer) for _ in range(REPEATS))
 
-    seconds(1, PROMPT, 4)
-    found = {f"prompt of {PROMPT}": PROMPT / usual(1, PROMPT, 1)}
+    seconds(1, PROMPTS[-1], 4)
+    found = {f"prompt of {length}": length / usual(1, length, 1) for length in PROMPTS}
     for sequences in SEQUENCES:
         begun = usual(sequences, 8, 1)
         found[f"decoding {sequences}"] = sequences * (ANSWER - 1) / (usual(sequences, 8, ANSWER) - begun)
