@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import psutil
-from server import Server
+from processes import Child
+from server import COMMAND, START_SECONDS, Server, free_port
 
 LIMIT = 15.0
 """Seconds that the requirement allows between the death of a worker and the end of the server."""
@@ -28,11 +29,22 @@ TWO = ("--tensor-parallel-size", "2")
 class Starter:
     def __init__(self, model: Path, folder: Path) -> None:
         self._model, self._folder = model, folder
-        self._servers: list[Server] = []
+        self._servers: list[Child] = []
 
     def __call__(self, *arguments: str) -> Server:
         server = Server(self._folder, str(self._model), "--served-model-name", "tiny", *SMALL, *arguments)
         self._servers.append(server)
+        return server
+
+    def half(self, *arguments: str) -> Child:
+        """A server that is starting: its engine's process has begun."""
+        command = [COMMAND, "serve", str(self._model), "--port", str(free_port()), *SMALL, *arguments]
+        server = Child(command, self._folder / "server.log")
+        self._servers.append(server)
+        end = time.monotonic() + START_SECONDS
+        while not called(server, "EngineCore"):
+            assert server.process.poll() is None and time.monotonic() < end, "no engine was started"
+            time.sleep(0.02)
         return server
 
     def kill(self) -> None:
@@ -40,9 +52,16 @@ class Starter:
             server.kill()
 
 
-def called(server: Server, name: str) -> list[psutil.Process]:
+def called(server: Child, name: str) -> list[psutil.Process]:
     """The server's processes whose title holds `name`: VLLM::EngineCore, VLLM::Worker_TP0, …"""
-    return [process for process in server.descendants() if name in " ".join(process.cmdline())]
+    return [process for process in server.descendants() if name in title(process)]
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a server's helpers come and go
+        return ""
 
 
 def socket_files(server: Server) -> list[Path]:
@@ -93,7 +112,7 @@ def ends_after_a_fault(server: Server, request: Request) -> int:
     return status
 
 
-def ends_by_itself(server: Server) -> int:
+def ends_by_itself(server: Child) -> int:
     """The exit status of a server that ends in time, with everything that it started."""
     end = time.monotonic() + LIMIT
     status = server.wait(LIMIT)

@@ -58,6 +58,21 @@ def test_a_killed_main_process_leaves_nothing(start: Starter, processes: tuple[s
     ends_by_itself(server)
 
 
+def test_ctrl_c_during_start_up_leaves_nothing(start: Starter) -> None:
+    """The engine is being made, and vLLM's own handler in it does no more than take a note."""
+    server = start.half(*TWO)
+    server.signal_group(signal.SIGINT)
+    ends_by_itself(server)
+    assert "Application startup complete" not in server.text()
+
+
+def test_a_main_process_that_is_killed_during_start_up_leaves_nothing(start: Starter) -> None:
+    """There are no workers yet who could miss it."""
+    server = start.half(*TWO)
+    server.signal(signal.SIGKILL)
+    ends_by_itself(server)
+
+
 def test_an_engine_that_is_told_to_end_is_an_error(start: Starter) -> None:
     """Not a Ctrl-C of the server, although the server's event loop hears of signals to processes forked from it."""
     server = start()
