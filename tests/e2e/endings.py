@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
-from processes import Child
+from processes import Child, on_path
 from server import COMMAND, START_SECONDS, Server, free_port
 
 LIMIT = 15.0
@@ -23,6 +23,18 @@ SMALL = (
     "--max-num-batched-tokens",
     "64",
 )
+SLOW = """
+import time
+
+from vllm_backplane.devices.cpu import CpuDevice
+
+
+class Slow(CpuDevice):
+    name = "slow"
+
+    def load_kernels(self):
+        time.sleep(600)
+"""
 TWO = ("--tensor-parallel-size", "2")
 
 
@@ -36,10 +48,17 @@ class Starter:
         self._servers.append(server)
         return server
 
-    def half(self, *arguments: str) -> Child:
-        """A server that is starting: its engine's process has begun."""
-        command = [COMMAND, "serve", str(self._model), "--port", str(free_port()), *SMALL, *arguments]
-        server = Child(command, self._folder / "server.log")
+    def slow(self) -> Child:
+        """A server whose engine's process has just begun, and will not be ready for minutes."""
+        site = self._folder / "site"
+        metadata = site / "slow_device-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (site / "slow_device.py").write_text(SLOW)
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-device\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text("[vllm_backplane.devices]\nslow = slow_device:Slow\n")
+        command = [COMMAND, "serve", str(self._model), "--port", str(free_port()), *SMALL]
+        variables = {"PYTHONPATH": on_path(site), "BACKPLANE_DEVICE": "slow"}
+        server = Child(command, self._folder / "server.log", variables)
         self._servers.append(server)
         end = time.monotonic() + START_SECONDS
         while not called(server, "EngineCore"):
