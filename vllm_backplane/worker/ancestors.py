@@ -6,6 +6,7 @@ nobody. The engine would stay, hold the memory and, if it was forked, the server
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -15,11 +16,10 @@ from functools import cache
 from multiprocessing.util import register_after_fork
 
 import psutil
-from vllm.logger import init_logger
 
 from vllm_backplane.worker.inherited_ports import OF_ENGINES
 
-logger = init_logger("vllm." + __name__)
+logger = logging.getLogger("vllm." + __name__)  # of vLLM's tree, which it configures
 
 EVERY_SECONDS = 1.0
 GRACE_SECONDS = 5.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,67 +12,75 @@ from pathlib import Path
 import psutil
 import pytest
 
-PROGRAM = '''
-"""A server (the program), its engine and its worker: each prints its name and number, and stays."""
-
+PROGRAM = """
 import multiprocessing
 import os
 import signal
 import sys
 import time
 
-from vllm_backplane.worker import ancestors
-
-ancestors.EVERY_SECONDS, ancestors.GRACE_SECONDS = 0.1, 0.5
-METHOD, MOMENT, NAME = sys.argv[1:]
+METHOD = sys.argv[1]
 CONTEXT = multiprocessing.get_context(METHOD)
 
 
-def stay(name):
-    print(name, os.getpid(), flush=True)
+def tell(name):
+    os.write(1, f"{name} {os.getpid()}\\n".encode())  # in one piece
+
+
+def stay():
     time.sleep(600)
 
 
 def plugin():
-    """vLLM loads it in a server, and in every process that is not forked from one that has."""
-    if METHOD == "spawn" or multiprocessing.parent_process() is None:
-        ancestors.follow_in_engines()
+    from vllm_backplane.worker import ancestors
+
+    ancestors.EVERY_SECONDS, ancestors.GRACE_SECONDS = 0.1, 0.5
+    ancestors.follow_in_engines()
 
 
 def engine():
-    signal.signal(signal.SIGTERM, lambda *_: None)  # vLLM's takes a note of it while the engine is made, and goes on
-    if MOMENT == "before the plugin is loaded":
-        server = os.getppid()
-        print("engine", os.getpid(), flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # vLLM's only takes a note of it while the engine is made
+    server = os.getppid()
+    tell("engine")
+    CONTEXT.Process(target=worker, name="VllmWorker-0").start()
+    if METHOD == "spawn":
         while os.getppid() == server:
             time.sleep(0.05)
-        plugin()
-        stay("orphan")
-    plugin()
-    CONTEXT.Process(target=worker, name="VllmWorker-0").start()
-    stay("engine")
+        plugin()  # too late to ask the system for the parent
+    stay()
 
 
 def worker():
-    plugin()
-    stay("worker")
+    tell("worker")
+    if METHOD == "spawn":
+        plugin()
+    stay()
+
+
+def another():
+    tell("another")
+    stay()
 
 
 if __name__ == "__main__":
-    plugin()
-    CONTEXT.Process(target=engine, name=NAME).start()
-    stay("server")
-'''
+    if METHOD == "fork":  # else every process loads the plugin by itself
+        plugin()
+    CONTEXT.Process(target=engine, name="EngineCore").start()
+    CONTEXT.Process(target=another, name="Process-1").start()
+    tell("server")
+    stay()
+"""
+"""A server, its engine, the engine's worker, and a process of some other use. Each tells its number and stays."""
 
 
 class Family:
     """The program, and which processes have told of themselves."""
 
-    def __init__(self, folder: Path, method: str, moment: str, name: str = "EngineCore") -> None:
+    def __init__(self, folder: Path, method: str) -> None:
         script = folder / "program.py"
         script.write_text(PROGRAM)
         self.main = subprocess.Popen(
-            [sys.executable, str(script), method, moment, name], stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, str(script), method], stdout=subprocess.PIPE, text=True, bufsize=1
         )
         assert self.main.stdout
         self._told = self.main.stdout
@@ -88,12 +95,15 @@ class Family:
         self.main.send_signal(signal.SIGKILL)
         self.main.wait()
 
-    def left(self, seconds: float) -> list[str]:
-        """Who lives after at most so many seconds."""
-        end = time.monotonic() + seconds
-        while (left := [name for name in sorted(self.members) if lives(self.members[name])]) and time.monotonic() < end:
+    def alive(self) -> set[str]:
+        return {name for name, process in self.members.items() if lives(process)}
+
+    def alive_in_the_end(self, expected: set[str]) -> set[str]:
+        """Waits for what is expected, but not for ever."""
+        end = time.monotonic() + 60
+        while self.alive() != expected and time.monotonic() < end:
             time.sleep(0.05)
-        return left
+        return self.alive()
 
     def end(self) -> None:
         for process in self.members.values():
@@ -112,41 +122,18 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.fixture
-def families() -> Iterator[list[Family]]:
-    made: list[Family] = []
+@pytest.fixture(params=["fork", "spawn"])
+def family(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Family]:
+    made = Family(tmp_path, request.param)
     yield made
-    for family in made:
-        family.end()
+    made.end()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_killed_server_takes_engine_and_worker_along(method: str, tmp_path: Path, families: list[Family]) -> None:
-    family = Family(tmp_path, method, "any")
-    families.append(family)
-    family.wait_for("server", "engine", "worker")
-    assert family.left(1) == ["engine", "server", "worker"], "nobody is gone yet"
+def test_a_killed_server_takes_its_engine_along_and_nobody_else(family: Family) -> None:
+    """The forked engine watches from its first moment. The spawned one begins to when the server is gone, and by
+    then the system names another parent, who will not end."""
+    family.wait_for("server", "engine", "worker", "another")
+    time.sleep(1)
+    assert family.alive() == set(family.members), "nobody had to go yet"
     family.kill_the_server()
-    assert family.left(30) == []
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_server_that_was_killed_before_anyone_looked_is_missed(
-    method: str, tmp_path: Path, families: list[Family]
-) -> None:
-    """The system names another parent by then, which will not end."""
-    family = Family(tmp_path, method, "before the plugin is loaded")
-    families.append(family)
-    family.wait_for("server", "engine")
-    family.kill_the_server()
-    assert family.left(30) == []
-
-
-def test_processes_that_are_not_of_engines_are_their_own_masters(tmp_path: Path, families: list[Family]) -> None:
-    family = Family(tmp_path, "fork", "any", "Process-1")
-    families.append(family)
-    family.wait_for("server", "engine", "worker")
-    family.kill_the_server()
-    assert family.left(2) == ["engine", "worker"]
-    os.kill(family.members["engine"].pid, signal.SIGKILL)
-    assert family.left(30) == [], "a worker belongs to an engine, whatever that is called"
+    assert family.alive_in_the_end({"another"}) == {"another"}
