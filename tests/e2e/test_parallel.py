@@ -39,9 +39,7 @@ def tokens(result: Result) -> list[list[list[int]]]:
     return [[output["token_ids"] for output in done] for done in result["batches"]]
 
 
-def assert_transformers(model: Path, answers: list[list[int]]) -> None:
-    reader = reference.load(model)
-    expected = [reference.continue_without_cache(reader, ids, len(answers[0])) for ids in PROMPTS]
+def assert_equal(answers: list[list[int]], expected: list[reference.Continuation]) -> None:
     assert min(answer.smallest_margin for answer in expected) > 1e-3, "near a tie; change the prompts"
     assert answers == [answer.token_ids for answer in expected]
 
@@ -49,13 +47,15 @@ def assert_transformers(model: Path, answers: list[list[int]]) -> None:
 def test_one_process_equals_transformers(tiny_llama: Path, results: dict[str, Result]) -> None:
     together, one_by_one = tokens(results["one"])
     assert results["one"]["runner"] == "first", "the second wants Triton"
-    assert_transformers(tiny_llama, together)
+    model = reference.load(tiny_llama)
+    assert_equal(together, [reference.continue_without_cache(model, ids, TOKENS) for ids in PROMPTS])
     assert one_by_one == together
 
 
 def test_the_default_model_in_two_processes_equals_transformers(smollm2: Path, results: dict[str, Result]) -> None:
     """As it does in one (test_parity.py)."""
-    assert_transformers(smollm2, tokens(results["default model"])[0])
+    expected = reference.continue_together(reference.load(smollm2), PROMPTS, SHORTER)
+    assert_equal(tokens(results["default model"])[0], expected)
 
 
 @pytest.mark.parametrize("way", ["tensor", "pipeline", "references"])
