@@ -1,5 +1,4 @@
-"""What the general plugin does in every vLLM process: see that the platform is ours, watch for its end, patch, bind the
-layers."""
+"""What the general plugin does in every vLLM process: see that the platform is ours, patch, bind the layers."""
 
 from __future__ import annotations
 
@@ -15,9 +14,7 @@ def activate() -> None:
     from vllm_backplane.layers.binding import bind
     from vllm_backplane.patch import Process, lifecycle
     from vllm_backplane.runtime import runtime
-    from vllm_backplane.worker.ancestors import follow_in_engines
 
-    follow_in_engines()
     lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
     bind()
 

@@ -29,6 +29,10 @@ _line: list[psutil.Process | None] = []
 line, so a worker ends with the server too, without waiting for the engine to end."""
 
 
+_follower = 0
+"""The process that watches; a forked one begins anew."""
+
+
 @cache
 def follow_in_engines() -> None:
     """From now on, processes of engines that are forked from this one watch whom they belong to; so does this one if it
@@ -38,12 +42,20 @@ def follow_in_engines() -> None:
 
 
 def _follow() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is None or not multiprocessing.current_process().name.startswith(OF_ENGINES):
+    global _follower
+    if _follower == os.getpid() or not multiprocessing.current_process().name.startswith(OF_ENGINES):
         return
-    # By the number that the parent wrote down: the system names another parent as soon as that one has ended.
-    _line.append(_older(parent.pid))
-    threading.Thread(target=_watch, args=(tuple(_line),), name="backplane-ancestors", daemon=True).start()
+    _follower = os.getpid()
+    threading.Thread(target=_watch, args=(_learn(),), name="backplane-ancestors", daemon=True).start()
+
+
+def _learn() -> bool:
+    """Whether it is known who started this process. One that was spawned is told after it has imported what it runs."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        # By the number that the parent wrote down: the system names another as soon as that one has ended.
+        _line.append(_older(parent.pid))
+    return parent is not None
 
 
 def _older(pid: int | None) -> psutil.Process | None:
@@ -56,8 +68,11 @@ def _older(pid: int | None) -> psutil.Process | None:
         return None
 
 
-def _watch(watched: tuple[psutil.Process | None, ...]) -> None:
-    while all(_lives(process) for process in watched):
+def _watch(learnt: bool) -> None:
+    while not learnt:
+        time.sleep(EVERY_SECONDS)
+        learnt = _learn()
+    while all(_lives(process) for process in _line):
         time.sleep(EVERY_SECONDS)
     logger.error("The process that started this one is gone, so this one ends too.")
     os.kill(os.getpid(), signal.SIGTERM)
