@@ -31,6 +31,11 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
             f"vLLM chose its second model runner, which needs Triton, and device {device.name!r} has none; set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
         )
+    if model is not None and (model.is_hybrid or model.has_inner_state) and not can.triton:
+        raise BackplaneError(
+            f"{', '.join(model.architectures)} has layers that carry a state from token to token (Mamba and its kin): "
+            f"vLLM computes them with Triton, and device {device.name!r} has none; choose a model of attention layers"
+        )
     speculative = config.speculative_config
     if speculative is not None and speculative.method == "ngram" and find_spec("numba") is None:
         raise BackplaneError("vLLM's n-gram speculation needs the package numba; run: pip install numba")

@@ -37,6 +37,9 @@ if _device.capabilities.fork:
     # vLLM's command line chooses spawn for everyone who has not chosen; it looks after this module is imported.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     release_in_engines()
+if not _device.capabilities.triton:
+    # Where Triton finds a GPU, vLLM would choose its second runner, which needs Triton for the device as well.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
 
 

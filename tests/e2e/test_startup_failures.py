@@ -95,6 +95,10 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"additional_config": {"backplane": {"memory_share": 7}}},
         ("memory_share", "a number above 0 and at most 1"),
     ),
+    "option that comes too late": (
+        {"additional_config": {"backplane": {"patch_drift": "warn"}}},
+        ("BACKPLANE_PATCH_DRIFT",),
+    ),
     "option for another device than the one chosen": (
         {"additional_config": {"backplane": {"device": "minimal"}}},
         ("BACKPLANE_DEVICE=minimal",),
