@@ -23,7 +23,7 @@ def looks_at_modules(chosen: Runtime) -> bool:
 
 
 def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
-    device, can = chosen.device, chosen.device.capabilities
+    device, can, model = chosen.device, chosen.device.capabilities, config.model_config
     if config.parallel_config.enable_dbo:
         raise BackplaneError("dual-batch overlap needs two hardware queues per card; remove --enable-dbo")
     if config.use_v2_model_runner and not can.triton:

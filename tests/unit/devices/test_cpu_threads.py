@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from vllm_backplane.device import host
 from vllm_backplane.devices.cpu import CpuDevice
-from vllm_backplane.devices.cpu import device as module
 
 SET_BY_VLLM = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
 
@@ -17,7 +17,7 @@ SET_BY_VLLM = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv(SET_BY_VLLM, raising=False)
-    monkeypatch.setattr(module, "usable_cores", lambda: 8)
+    monkeypatch.setattr(host, "usable_cores", lambda: 8)
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
