@@ -17,6 +17,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
+from vllm_backplane.worker.ancestors import follow_in_engines
 from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.inherited_ports import release_in_engines
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
 
+follow_in_engines()  # before a spawned engine looks for its server, for minutes
 _device = runtime().device
 answer_for(_device, 0)
 if _device.capabilities.fork:

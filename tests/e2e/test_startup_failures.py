@@ -103,6 +103,22 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"additional_config": {"backplane": {"device": "minimal"}}},
         ("BACKPLANE_DEVICE=minimal",),
     ),
+    "group size of weights that are not quantized": (
+        {"additional_config": {"backplane": {"quantization_group": 64}}},
+        ("quantization_group is 64 (--additional-config", "add --quantization int8 or int4, or remove it"),
+    ),
+    "two shares of the memory": (
+        {"gpu_memory_utilization": 0.3, "additional_config": {"backplane": {"memory_share": 0.4}}},
+        ("option memory_share says 0.4 and --gpu-memory-utilization says 0.3: remove one",),
+    ),
+    "sleep mode": ({"enable_sleep_mode": True}, ("Sleep mode is not supported",)),  # vLLM asks the platform
+    "dual-batch overlap": ({"enable_dbo": True}, ("remove --enable-dbo",)),
+    "type of the KV cache": ({"kv_cache_dtype": "nvfp4"}, ("as 'nvfp4'; choose --kv-cache-dtype among: auto, ",)),
+    "compilation": ({"compilation_config": {"mode": 3}}, ("device 'cpu' runs eagerly", "-cc.mode=none")),
+    "graphs of another kind": (
+        {"compilation_config": {"cudagraph_mode": "FULL"}},
+        ("cudagraph_mode FULL was asked for", "use -cc.cudagraph_mode=full_decode_only"),
+    ),
 }
 """What is given to an engine, and what it says. A server is given the same by its command line ("unknown option")."""
 if find_spec("numba") is None:  # `make` installs none
