@@ -12,6 +12,7 @@ import pytest
 from engine import Result, job, try_engines
 from processes import SCRIPTS, Child, on_path
 from server import free_port
+from transformers import MambaConfig
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -86,7 +87,10 @@ CASES = {
     ),
 }
 
+STATES = "a model that carries states"
+
 ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    STATES: ({"skip_tokenizer_init": True}, ("MambaForCausalLM", "choose a model of attention layers")),
     "section that is not quite ours": (
         {"additional_config": {"backplan": {"memory_share": 0.1}}},
         ("'backplan'", "did you mean 'backplane'"),
@@ -169,8 +173,13 @@ def test_it_ends_and_says_why(case: Case, tiny_llama: Path, tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def refused(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """What became of each engine; one process tries them all."""
-    jobs = [job(tiny_llama, **given) for given, _ in ENGINES.values()]
-    results, _ = try_engines(tmp_path_factory.mktemp("refused"), jobs)
+    folder = tmp_path_factory.mktemp("refused")
+    MambaConfig(architectures=["MambaForCausalLM"], num_hidden_layers=1, hidden_size=64).save_pretrained(
+        folder / "mamba"
+    )
+    models = {STATES: folder / "mamba"}
+    jobs = [job(models.get(name, tiny_llama), **given) for name, (given, _) in ENGINES.items()]
+    results, _ = try_engines(folder, jobs)
     return dict(zip(ENGINES, results, strict=True))
 
 
