@@ -23,16 +23,18 @@ def looks_at_modules(chosen: Runtime) -> bool:
 
 
 def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
-    device, can = chosen.device, chosen.device.capabilities
-    model = config.model_config
-    if model is not None and model.enable_sleep_mode and not can.sleep:
-        raise BackplaneError(f"device {device.name!r} has no sleep mode; remove --enable-sleep-mode")
+    device, can, model = chosen.device, chosen.device.capabilities, config.model_config
     if config.parallel_config.enable_dbo:
         raise BackplaneError("dual-batch overlap needs two hardware queues per card; remove --enable-dbo")
     if config.use_v2_model_runner and not can.triton:
         raise BackplaneError(
             f"vLLM chose its second model runner, which needs Triton, and device {device.name!r} has none; set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if model is not None and (model.is_hybrid or model.has_inner_state) and not can.triton:
+        raise BackplaneError(
+            f"{', '.join(model.architectures)} has layers that carry a state from token to token (Mamba and its kin): "
+            f"vLLM computes them with Triton, and device {device.name!r} has none; choose a model of attention layers"
         )
     speculative = config.speculative_config
     if speculative is not None and speculative.method == "ngram" and find_spec("numba") is None:
@@ -49,6 +51,22 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
         raise BackplaneError(
             f"device {device.name!r} cannot store the KV cache as {kv_dtype!r}; choose --kv-cache-dtype among: "
             + ", ".join(can.kv_cache_dtypes)
+        )
+    refuse_idle_group(config, chosen)
+
+
+def refuse_idle_group(config: VllmConfig, chosen: Runtime) -> None:
+    """A group size is of use where weights are quantized at loading. vLLM makes a configuration for a draft model too,
+    which need not be quantized for that."""
+    from vllm_backplane.layers.quantization import formats
+
+    group, drafting = chosen.settings[""]["quantization_group"], config.speculative_config
+    models = [config.model_config, drafting.target_model_config if drafting is not None else None]
+    given = [model.quantization for model in models if model is not None]
+    if group.value is not None and given and not set(given) & set(formats.ONLINE):
+        raise BackplaneError(
+            f"quantization_group is {group.value} ({group.source}), and nothing is quantized at loading; add "
+            f"--quantization {' or '.join(formats.ONLINE)}, or remove it"
         )
 
 

@@ -17,6 +17,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
+from vllm_backplane.worker.ancestors import follow_in_engines
 from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.inherited_ports import release_in_engines
 
@@ -29,12 +30,16 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
 
+follow_in_engines()  # before a spawned engine looks for its server, for minutes
 _device = runtime().device
 answer_for(_device, 0)
 if _device.capabilities.fork:
     # vLLM's command line chooses spawn for everyone who has not chosen; it looks after this module is imported.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     release_in_engines()
+if not _device.capabilities.triton:
+    # Where Triton finds a GPU, vLLM would choose its second runner, which needs Triton for the device as well.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
 
 

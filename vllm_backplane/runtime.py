@@ -70,7 +70,8 @@ OPTIONS: tuple[Option[Any], ...] = (
         "patch_drift",
         "error",
         one_of("error", "warn"),
-        "What a patch means whose target in vLLM is not the source it was written against: stop, or warn and apply it.",
+        "What a patch means whose target in vLLM is not the source it was written against: stop, or warn and apply it. "
+        "Patches come before --additional-config is read, so as a variable only.",
     ),
 )
 
@@ -104,15 +105,23 @@ def choose(section: Mapping[str, Any] | None = None, name: str | None = None) ->
     Raises a BackplaneError that says what to do.
     """
     entries = discover()
-    requested = _settings(entries, {})[""]["device"]
+    early = _settings(entries, {})
+    requested = early[""]["device"]
     selection = select(entries, name, "--device") if name else select(entries, requested.value, requested.source)
     settings = _settings(entries, section or {})
-    _insist(settings, selection)
+    _refuse_late(settings, early, selection)
     device = selection.entry.device_class()(_own(settings, selection.entry.name))
     return Runtime(entries, selection, device, settings)
 
 
-def _insist(settings: Mapping[str, Mapping[str, Setting]], selection: Selection) -> None:
+def _refuse_late(
+    settings: Mapping[str, Mapping[str, Setting]], early: Mapping[str, Mapping[str, Setting]], selection: Selection
+) -> None:
+    """What --additional-config alone says, and was needed before it is read."""
+    if settings[""]["patch_drift"].value != early[""]["patch_drift"].value:
+        raise OptionError(
+            "patch_drift is needed before --additional-config is read; set the variable BACKPLANE_PATCH_DRIFT instead"
+        )
     asked = settings[""]["device"]
     if asked.value is not None and asked.value != selection.entry.name and "additional" in asked.source:
         raise OptionError(
@@ -140,11 +149,7 @@ def configured(additional_config: Any) -> Runtime:
     """`runtime()` with the options of a vLLM configuration added. The device stays the same object."""
     chosen = runtime()
     settings = _settings(chosen.entries, section_of(additional_config))
-    _insist(settings, chosen.selection)
-    if settings[""]["patch_drift"].value != chosen.setting("patch_drift"):
-        raise OptionError(
-            "patch_drift is needed before --additional-config is read; set the variable BACKPLANE_PATCH_DRIFT instead"
-        )
+    _refuse_late(settings, chosen.settings, chosen.selection)
     chosen.device.settings = _own(settings, chosen.selection.entry.name)
     _refuse_settings(chosen.device)
     return replace(chosen, settings=settings)

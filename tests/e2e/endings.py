@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import psutil
-from server import Server
+from processes import Child, on_path
+from server import COMMAND, START_SECONDS, Server, free_port
 
 LIMIT = 15.0
 """Seconds that the requirement allows between the death of a worker and the end of the server."""
@@ -22,17 +23,47 @@ SMALL = (
     "--max-num-batched-tokens",
     "64",
 )
+SLOW = """
+import time
+
+from vllm_backplane.devices.cpu import CpuDevice
+
+
+class Slow(CpuDevice):
+    name = "slow"
+
+    def load_kernels(self):
+        time.sleep(600)
+"""
 TWO = ("--tensor-parallel-size", "2")
 
 
 class Starter:
     def __init__(self, model: Path, folder: Path) -> None:
         self._model, self._folder = model, folder
-        self._servers: list[Server] = []
+        self._servers: list[Child] = []
 
     def __call__(self, *arguments: str) -> Server:
         server = Server(self._folder, str(self._model), "--served-model-name", "tiny", *SMALL, *arguments)
         self._servers.append(server)
+        return server
+
+    def slow(self) -> Child:
+        """A server whose engine's process has just begun, and will not be ready for minutes."""
+        site = self._folder / "site"
+        metadata = site / "slow_device-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (site / "slow_device.py").write_text(SLOW)
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-device\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text("[vllm_backplane.devices]\nslow = slow_device:Slow\n")
+        command = [COMMAND, "serve", str(self._model), "--port", str(free_port()), *SMALL]
+        variables = {"PYTHONPATH": on_path(site), "BACKPLANE_DEVICE": "slow"}
+        server = Child(command, self._folder / "server.log", variables)
+        self._servers.append(server)
+        end = time.monotonic() + START_SECONDS
+        while not called(server, "EngineCore"):
+            assert server.process.poll() is None and time.monotonic() < end, "no engine was started"
+            time.sleep(0.02)
         return server
 
     def kill(self) -> None:
@@ -40,9 +71,16 @@ class Starter:
             server.kill()
 
 
-def called(server: Server, name: str) -> list[psutil.Process]:
+def called(server: Child, name: str) -> list[psutil.Process]:
     """The server's processes whose title holds `name`: VLLM::EngineCore, VLLM::Worker_TP0, …"""
-    return [process for process in server.descendants() if name in " ".join(process.cmdline())]
+    return [process for process in server.descendants() if name in title(process)]
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a server's helpers come and go
+        return ""
 
 
 def socket_files(server: Server) -> list[Path]:
@@ -93,7 +131,7 @@ def ends_after_a_fault(server: Server, request: Request) -> int:
     return status
 
 
-def ends_by_itself(server: Server) -> int:
+def ends_by_itself(server: Child) -> int:
     """The exit status of a server that ends in time, with everything that it started."""
     end = time.monotonic() + LIMIT
     status = server.wait(LIMIT)

@@ -1,4 +1,4 @@
-"""Two processes over gloo, by tensor or by pipeline, give the tokens of one."""
+"""Two processes over gloo, by tensor or by pipeline, give the tokens of one; so do operators without kernels."""
 
 from __future__ import annotations
 
@@ -7,23 +7,31 @@ from pathlib import Path
 import pytest
 import reference
 from engine import Result, batch, greedy, job, run_engines
+from worker_questions import ASKING
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 TOKENS = 24
+SHORTER = 12
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(31, 20031, 300))]
 
 
+REFERENCES = {"backplane": {"reference_ops": "all"}}
+
+
 @pytest.fixture(scope="module")
-def results(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def results(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     work = (batch(PROMPTS, greedy(TOKENS, logprobs=0)), batch(PROMPTS, greedy(TOKENS), one_by_one=True))
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
     engines = {
         "one": job(tiny_llama, *work, **limits),
         "tensor": job(tiny_llama, *work, tensor_parallel_size=2, **limits),
         "pipeline": job(tiny_llama, *work, pipeline_parallel_size=2, **limits),
+        "references": job(tiny_llama, *work, steps=[{"ask": "operators"}], additional_config=REFERENCES, **limits),
+        # Its nine heads do not divide by two, its thirty layers do.
+        "default model": job(smollm2, batch(PROMPTS, greedy(SHORTER)), pipeline_parallel_size=2, **limits),
     }
-    done = run_engines(tmp_path_factory.mktemp("parallel"), list(engines.values()))
+    done = run_engines(tmp_path_factory.mktemp("parallel"), list(engines.values()), ASKING)
     return dict(zip(engines, done, strict=True))
 
 
@@ -31,17 +39,27 @@ def tokens(result: Result) -> list[list[list[int]]]:
     return [[output["token_ids"] for output in done] for done in result["batches"]]
 
 
-def test_one_process_equals_transformers(tiny_llama: Path, results: dict[str, Result]) -> None:
-    model = reference.load(tiny_llama)
-    expected = [reference.continue_without_cache(model, ids, TOKENS) for ids in PROMPTS]
+def assert_equal(answers: list[list[int]], expected: list[reference.Continuation]) -> None:
     assert min(answer.smallest_margin for answer in expected) > 1e-3, "near a tie; change the prompts"
+    assert answers == [answer.token_ids for answer in expected]
+
+
+def test_one_process_equals_transformers(tiny_llama: Path, results: dict[str, Result]) -> None:
+    together, one_by_one = tokens(results["one"])
     assert results["one"]["runner"] == "first", "the second wants Triton"
-    for done in tokens(results["one"]):
-        assert done == [answer.token_ids for answer in expected]
+    model = reference.load(tiny_llama)
+    assert_equal(together, [reference.continue_without_cache(model, ids, TOKENS) for ids in PROMPTS])
+    assert one_by_one == together
 
 
-@pytest.mark.parametrize("way", ["tensor", "pipeline"])
-def test_two_processes_equal_one(results: dict[str, Result], way: str) -> None:
+def test_the_default_model_in_two_processes_equals_transformers(smollm2: Path, results: dict[str, Result]) -> None:
+    """As it does in one (test_parity.py)."""
+    expected = reference.continue_together(reference.load(smollm2), PROMPTS, SHORTER)
+    assert_equal(tokens(results["default model"])[0], expected)
+
+
+@pytest.mark.parametrize("way", ["tensor", "pipeline", "references"])
+def test_the_tokens_are_those_of_one_process_with_kernels(results: dict[str, Result], way: str) -> None:
     assert tokens(results[way]) == tokens(results["one"])
     one, two = results["one"]["batches"][0], results[way]["batches"][0]
     for single, double in zip(one, two, strict=True):
@@ -52,3 +70,8 @@ def test_answers_differ_from_each_other(results: dict[str, Result]) -> None:
     answers = tokens(results["one"])[0]
     assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
     assert all(len(set(answer)) > 4 for answer in answers), "a constant answer would hide a wrong cache"
+
+
+def test_references_took_the_place_of_every_kernel(results: dict[str, Result]) -> None:
+    [[used]] = results["references"]["steps"]
+    assert set(used) == {"reference"} and used["reference"] > 20

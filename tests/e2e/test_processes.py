@@ -58,6 +58,14 @@ def test_a_killed_main_process_leaves_nothing(start: Starter, processes: tuple[s
     ends_by_itself(server)
 
 
+def test_ctrl_c_during_start_up_leaves_nothing(start: Starter) -> None:
+    """In the engine, vLLM only takes a note of it until the engine is ready."""
+    server = start.slow()
+    server.signal_group(signal.SIGINT)
+    assert ends_by_itself(server) == 130, "as of a program that Ctrl-C ended"
+    assert "Traceback" not in server.text()
+
+
 def test_an_engine_that_is_told_to_end_is_an_error(start: Starter) -> None:
     """Not a Ctrl-C of the server, although the server's event loop hears of signals to processes forked from it."""
     server = start()

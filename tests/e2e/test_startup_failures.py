@@ -12,6 +12,7 @@ import pytest
 from engine import Result, job, try_engines
 from processes import SCRIPTS, Child, on_path
 from server import free_port
+from transformers import MambaConfig
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -86,7 +87,10 @@ CASES = {
     ),
 }
 
+STATES = "a model that carries states"
+
 ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    STATES: ({"skip_tokenizer_init": True}, ("MambaForCausalLM", "choose a model of attention layers")),
     "section that is not quite ours": (
         {"additional_config": {"backplan": {"memory_share": 0.1}}},
         ("'backplan'", "did you mean 'backplane'"),
@@ -95,9 +99,29 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"additional_config": {"backplane": {"memory_share": 7}}},
         ("memory_share", "a number above 0 and at most 1"),
     ),
+    "option that comes too late": (
+        {"additional_config": {"backplane": {"patch_drift": "warn"}}},
+        ("BACKPLANE_PATCH_DRIFT",),
+    ),
     "option for another device than the one chosen": (
         {"additional_config": {"backplane": {"device": "minimal"}}},
         ("BACKPLANE_DEVICE=minimal",),
+    ),
+    "group size of weights that are not quantized": (
+        {"additional_config": {"backplane": {"quantization_group": 64}}},
+        ("quantization_group is 64 (--additional-config", "add --quantization int8 or int4, or remove it"),
+    ),
+    "two shares of the memory": (
+        {"gpu_memory_utilization": 0.3, "additional_config": {"backplane": {"memory_share": 0.4}}},
+        ("option memory_share says 0.4 and --gpu-memory-utilization says 0.3: remove one",),
+    ),
+    "sleep mode": ({"enable_sleep_mode": True}, ("Sleep mode is not supported",)),  # vLLM asks the platform
+    "dual-batch overlap": ({"enable_dbo": True}, ("remove --enable-dbo",)),
+    "type of the KV cache": ({"kv_cache_dtype": "nvfp4"}, ("as 'nvfp4'; choose --kv-cache-dtype among: auto, ",)),
+    "compilation": ({"compilation_config": {"mode": 3}}, ("device 'cpu' runs eagerly", "-cc.mode=none")),
+    "graphs of another kind": (
+        {"compilation_config": {"cudagraph_mode": "FULL"}},
+        ("cudagraph_mode FULL was asked for", "use -cc.cudagraph_mode=full_decode_only"),
     ),
 }
 """What is given to an engine, and what it says. A server is given the same by its command line ("unknown option")."""
@@ -149,8 +173,13 @@ def test_it_ends_and_says_why(case: Case, tiny_llama: Path, tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def refused(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """What became of each engine; one process tries them all."""
-    jobs = [job(tiny_llama, **given) for given, _ in ENGINES.values()]
-    results, _ = try_engines(tmp_path_factory.mktemp("refused"), jobs)
+    folder = tmp_path_factory.mktemp("refused")
+    MambaConfig(architectures=["MambaForCausalLM"], num_hidden_layers=1, hidden_size=64).save_pretrained(
+        folder / "mamba"
+    )
+    models = {STATES: folder / "mamba"}
+    jobs = [job(models.get(name, tiny_llama), **given) for name, (given, _) in ENGINES.items()]
+    results, _ = try_engines(folder, jobs)
     return dict(zip(ENGINES, results, strict=True))
 
 

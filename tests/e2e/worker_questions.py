@@ -45,6 +45,15 @@ def parameters(worker: Any) -> dict[str, str]:
     }
 
 
+def operators(_worker: Any) -> dict[str, int]:
+    """How many run in which way."""
+    from collections import Counter
+
+    from vllm_backplane.ops import resolution
+
+    return dict(Counter(line.implementation for line in resolution.frozen() or ()))
+
+
 def driver_memory(worker: Any) -> dict[str, int]:
     """The simulated driver's counters of the worker's card, and the pages of the host behind it."""
     import torch

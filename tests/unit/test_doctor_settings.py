@@ -71,6 +71,12 @@ def test_cards_by_the_wrong_way() -> None:
     assert found.remedy == "set BACKPLANE_SIM_CARDS instead"
 
 
+def test_an_option_that_comes_too_late() -> None:
+    [found] = findings({"patch_drift": "warn"})
+    assert found.severity == "error"
+    assert "BACKPLANE_PATCH_DRIFT" in found.what + found.remedy
+
+
 def test_sound_settings() -> None:
     good = {"sim": {"faults": "fail@launch=250;lost@launch=400,card=1"}}
     assert findings(good, BACKPLANE_SIM_CARDS="2") == ()

@@ -14,14 +14,17 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import multiprocessing
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import FrameType
 from typing import NoReturn
 
 from vllm_backplane.cli import _output
@@ -99,14 +102,32 @@ def become(launch: Launch) -> NoReturn:
     args = parser.parse_args()
     compat.configure_logging(args)
     command.validate(args)
+    signal.signal(signal.SIGINT, interrupt)
     try:
         command.cmd(args)
+    except Interrupted:
+        for process in multiprocessing.active_children():  # vLLM may have been interrupted before it knew of them
+            process.kill()
+        leave(Interrupted.STATUS)
     except SystemExit as end:  # because the engine died: whoever is to start another waits
         leave(end.code)
     except BaseException:
         gc.unfreeze()  # what is frozen outlives the interpreter, and libraries complain of that
         raise
     leave(0)
+
+
+class Interrupted(SystemExit):
+    """By Ctrl-C, before the server was up."""
+
+    STATUS = 128 + signal.SIGINT
+
+
+def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    """A server that is up handles Ctrl-C otherwise. Until then, asyncio would put off what Python's own handler does
+    to when the engine is ready, minutes later for a large model. A KeyboardInterrupt at once would be lost: vLLM's
+    `zmq_socket_ctx` keeps it to itself, and waits on for an engine that it can no longer talk to."""
+    raise Interrupted(Interrupted.STATUS)
 
 
 def keep_sockets_together() -> None:

@@ -105,7 +105,8 @@ class Device(ABC):
     collective_backend: ClassVar[str] = "gloo"
     """torch.distributed backend between its cards."""
     visible_cards_variable: ClassVar[str] = "BACKPLANE_VISIBLE_CARDS"
-    """The environment variable that selects cards, as CUDA_VISIBLE_DEVICES does. The prefix BACKPLANE_ is ours."""
+    """The environment variable that selects cards, as CUDA_VISIBLE_DEVICES does: where it names some, `probe` counts
+    those alone, and index 0 is the first of them. The prefix BACKPLANE_ is ours."""
     ray_resource: ClassVar[str] = ""
     """Ray's resource name; empty means that Ray does not schedule this device."""
     capabilities: ClassVar[Capabilities] = Capabilities()

@@ -29,8 +29,10 @@ STEP_LIMIT = 120.0
 
 Stage = Callable[["Steps", Mapping[str, Any]], None]
 
+# Without the collector: nothing that is imported becomes garbage, and looking for it is a fifth of the time.
 _CHILD = (
-    "import json, sys\n"
+    "import gc, json, sys\n"
+    "gc.disable()\n"
     "request = json.loads(sys.argv[1])\n"
     "sys.path[:] = request['path']\n"
     "from vllm_backplane.diagnosis import stage\n"

@@ -25,11 +25,6 @@ def _stack(weights: torch.Tensor) -> torch.Tensor:
 
 
 class BackplanePunicaWrapper(PunicaWrapperBase):
-    def __init__(
-        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any
-    ) -> None:
-        super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
-
     def update_metadata(
         self,
         mapping: LoRAMapping,

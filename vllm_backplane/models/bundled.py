@@ -128,5 +128,5 @@ def find(name: str) -> BundledModel:
         return _MODELS[name]
     except KeyError:
         raise BackplaneError(
-            f"no bundled model {name!r}{nearest(name, _MODELS) or '.'} Bundled: {', '.join(_MODELS)}."
+            f"no bundled model {name!r}{nearest(name, _MODELS)} Bundled: {', '.join(_MODELS)}."
         ) from None

@@ -59,24 +59,38 @@ class Budget:
 
     @property
     def allowed(self) -> int:
-        return max(min(int(self.free_at_start * self.share), self.free_at_start - self.kept), 0) // self.workers
+        return min(int(self.free_at_start * self.share) // self.workers, self.most)
+
+    @property
+    def most(self) -> int:
+        """What a share of 1 would allow."""
+        return max(self.free_at_start - self.kept, 0) // self.workers
+
+    @property
+    def _parts(self) -> str:
+        return f" / {self.workers} workers" if self.workers > 1 else ""
 
     def describe(self) -> str:
-        parts = f" / {self.workers} workers" if self.workers > 1 else ""
         kept = f", all but {gib(self.kept)} at most" if self.free_at_start * (1 - self.share) < self.kept else ""
         return (
             f"Memory on {self.place}: {gib(self.total)} in all, {gib(self.free_at_start)} free; weights and KV "
-            f"cache may take {self.share:.2f} of that{kept}{parts} = {gib(self.allowed)} (option memory_share)."
+            f"cache may take {self.share:.2f} of that{kept}{self._parts} = {gib(self.allowed)} (option memory_share)."
         )
+
+    def _terms(self) -> str:
+        """What `allowed` comes from."""
+        if self.kept and self.allowed == self.most:
+            return f"{gib(self.free_at_start)} free at start less {gib(self.kept)} kept for the host{self._parts}"
+        return f"share {self.share:.2f} of {gib(self.free_at_start)} free at start{self._parts}"
 
     def refuse_weights(self, expected: int) -> None:
         """Before loading: weights that cannot fit would end in the system's OOM killer."""
         if expected > self.allowed:
+            share = "raise BACKPLANE_MEMORY_SHARE, " if expected <= self.most else ""
             raise BackplaneError(
                 f"the weights take {gib(expected)} per worker, and {gib(self.allowed)} may be used on "
-                f"{self.place} (share {self.share:.2f} of {gib(self.free_at_start)} free"
-                f"{f' / {self.workers} workers' if self.workers > 1 else ''}); raise BACKPLANE_MEMORY_SHARE, choose a "
-                "smaller --dtype or model, or add workers on other hosts"
+                f"{self.place} ({self._terms()}); {share}choose a smaller --dtype or model, free memory, or add "
+                "workers on other hosts"
             )
 
     def reserve(self, measured: int) -> int:
@@ -100,10 +114,12 @@ class Budget:
         taken = max(self.device.own_memory(self.card) - self.used_by_us_at_start, 0)
         left = min(self.allowed - taken - activations, int(free * self.share) // self.workers)
         if left <= 0:
+            # Others may have taken what was free at start.
+            now = f", beside which {gib(free)} is free now" if free == 0 else ""
+            share = "raise BACKPLANE_MEMORY_SHARE, " if free and self.most > taken + activations else ""
             raise BackplaneError(
-                f"nothing is left for the KV cache on {self.place}: {gib(self.allowed)} allowed "
-                f"(share {self.share:.2f} of {gib(self.free_at_start)} free at start), weights took {gib(taken)} and a "
-                f"largest step needs {gib(activations)}; raise BACKPLANE_MEMORY_SHARE, lower "
+                f"nothing is left for the KV cache on {self.place}: {gib(self.allowed)} allowed ({self._terms()}), "
+                f"weights took {gib(taken)} and a largest step needs {gib(activations)}{now}; {share}lower "
                 "--max-num-batched-tokens, or free memory"
             )
         return left

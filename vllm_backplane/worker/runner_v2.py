@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_backplane.device import Device
@@ -30,6 +30,4 @@ class BackplaneModelRunnerV2(GPUModelRunner):
         self.accelerator.synchronize()
 
     def warm_up(self) -> None:
-        """Capture graphs, where they are asked for."""
-        if self.vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-            self.capture_model()
+        """Nothing to capture: graphs with this runner are refused."""

@@ -31,7 +31,7 @@ from vllm_backplane.errors import BackplaneError
 from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
-from vllm_backplane.worker import ancestors, memory, sleep
+from vllm_backplane.worker import memory, sleep
 from vllm_backplane.worker.checkpoint import weight_bytes
 from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.kv_storage import KvCacheStorage
@@ -62,7 +62,6 @@ class BackplaneWorker(Worker):
             # What was imported stays: the collections that measuring memory asks for would each walk through all of it.
             # In a process of the user's own, what is there is not ours to keep.
             gc.freeze()
-            ancestors.follow(levels=2 if self.parallel_config.world_size > 1 else 1)
         self.card = self._card()
         self.device = self.accelerator.torch_device(self.card)
         self.accelerator.set_current(self.card)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import psutil
 
-from vllm_backplane.devices.cpu import CpuDevice
-from vllm_backplane.devices.cpu.host import (
+from vllm_backplane.device.host import (
     control_group_cores,
     control_group_limits,
     host_memory,
 )
+from vllm_backplane.devices.cpu import CpuDevice
 
 
 def _write(folder: Path, **files: str) -> None:
@@ -66,7 +66,7 @@ def test_the_machine_is_never_overstated() -> None:
 
 PEAK = """
 import numpy
-from vllm_backplane.devices.cpu.host import own_peak_memory, reset_peak
+from vllm_backplane.device.host import own_peak_memory, reset_peak
 reset_peak()
 start = own_peak_memory()
 block = numpy.ones(64 << 20, dtype=numpy.int8)

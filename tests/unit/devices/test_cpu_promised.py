@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def test_what_is_dropped_is_free_again(folder: Path, other: Other) -> None:
 def test_a_process_that_was_killed_has_no_promise(folder: Path, other: Other) -> None:
     other.end()
     assert promised.unwritten(folder) == 0
-    assert not (folder / str(other.process.pid)).exists()
+    assert [note.name for note in folder.iterdir()] == ["lock"]
 
 
 def test_what_is_promised_cannot_be_promised_again(folder: Path, other: Other) -> None:
@@ -105,14 +106,14 @@ def test_the_device_deducts_it(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"bytes": -5, "resident": 0, "begun": 0}', '{"bytes": "x"}'])
 def test_notes_that_are_none_count_for_nothing(folder: Path, text: str) -> None:
     folder.mkdir()
-    (folder / str(os.getpid())).write_text(text)
+    (folder / f"{os.getpid()}-{os.getuid()}").write_text(text)
     assert promised.unwritten(folder) == 0
 
 
 def test_a_process_that_got_the_number_of_another_has_no_promise(folder: Path) -> None:
     folder.mkdir()
     begun = psutil.Process().create_time() - 100
-    (folder / str(os.getpid())).write_text(json.dumps({"bytes": MIB, "resident": 0, "begun": begun}))
+    (folder / f"{os.getpid()}-{os.getuid()}").write_text(json.dumps({"bytes": MIB, "resident": 0, "begun": begun}))
     assert promised.unwritten(folder) == 0
 
 
@@ -120,3 +121,43 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BackplaneError, match="set TMPDIR"):
         promised.promise(1, 1 << 40, tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["7x", "7-7-7", "99999999999999999999-0"])
+def test_a_name_that_is_no_number_counts_for_nothing(folder: Path, name: str) -> None:
+    folder.mkdir()
+    (folder / name).write_text(json.dumps({"bytes": MIB, "resident": 0, "begun": 0}))
+    assert promised.unwritten(folder) == 0
+
+
+def test_a_note_that_cannot_be_written_is_an_error_with_a_remedy(folder: Path) -> None:
+    (folder / f"{os.getpid()}-{os.getuid()}").mkdir(parents=True)
+    with pytest.raises(BackplaneError, match=f"{folder} cannot be used.*remove it, or set TMPDIR"):
+        promised.promise(MIB, 1 << 40, folder)
+
+
+ANOTHER_USER = """
+import os, sys
+from pathlib import Path
+from vllm_backplane.devices.cpu import promised
+
+folder = Path(sys.argv[1])
+promised.promise(1 << 20, 1 << 40, folder)  # as root, whose notes are in a folder where nobody removes another's
+[own] = [note for note in folder.iterdir() if note.name != "lock"]
+for left in (folder / str(os.getpid()), own):
+    left.write_text('{"bytes": 1048576, "resident": 0, "begun": 1}')  # of a process that had this number before
+os.setuid(65534)
+promised.promise(2 << 20, 1 << 40, folder)
+print(promised.unwritten(folder))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_a_stale_note_of_another_user_is_in_nobodys_way() -> None:
+    with tempfile.TemporaryDirectory() as above:  # pytest's own folders are closed to others
+        os.chmod(above, 0o755)
+        run = subprocess.run(
+            [sys.executable, "-c", ANOTHER_USER, f"{above}/promised"], capture_output=True, text=True, timeout=120
+        )
+        assert run.returncode == 0, run.stderr
+        assert int(run.stdout) == pytest.approx(2 * MIB, abs=MIB)

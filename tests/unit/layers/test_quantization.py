@@ -124,6 +124,22 @@ def test_a_head_that_does_not_fit_is_refused() -> None:
         load(head, matrix(99, 64))
 
 
+@pytest.mark.parametrize(("group", "groups"), [(None, 4), (16, 8), (64, 2), (0, 1)])
+def test_the_option_sets_how_many_weights_share_a_scale(group: int | None, groups: int) -> None:
+    """Of 128 along the input; by itself int4 has 32. The head is 8 bits wide and by itself has 64."""
+    told = {} if group is None else {"backplane": {"quantization_group": group}}
+    with set_current_vllm_config(VllmConfig(additional_config=told)):
+        layer = RowParallelLinear(128, 32, bias=False, quant_config=Int4Config(), prefix="down")
+        head = ParallelLMHead(64, 128, quant_config=Int4Config(), prefix="lm_head")
+    weight, table = matrix(32, 128), matrix(64, 128, 1)
+    load(layer, weight)
+    load(head, table)
+    assert layer.weight_scale.shape[1] == groups
+    assert head.weight_scale.shape[1] == (2 if group is None else groups)
+    x = matrix(3, 128, 2) * 8
+    assert_product(layer(x)[0], x, weight, 4)
+
+
 class Tied(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -82,6 +82,50 @@ def test_the_host_keeps_some_whatever_is_asked_for() -> None:
     assert "at most" not in Budget.at_start(card, 0, share=0.5, workers=1).describe()
 
 
+def told(fault: pytest.ExceptionInfo[BackplaneError]) -> str:
+    return str(fault.value)
+
+
+@pytest.mark.parametrize("share", [0.97, 1.0])
+def test_what_is_kept_for_the_host_is_told_and_no_share_would_help(share: float) -> None:
+    """10 GiB less 0.5 GiB, of which two workers get 4.75 GiB each."""
+    card = HostCard()
+    budget = Budget.at_start(card, 0, share=share, workers=2)
+    with pytest.raises(BackplaneError) as fault:
+        budget.refuse_weights(5 * GIB)
+    terms = "(10.00 GiB free at start less 0.50 GiB kept for the host / 2 workers)"
+    assert f"take 5.00 GiB per worker, and 4.75 GiB may be used on card {terms}; choose a smaller" in told(fault)
+    card.own = 5 * GIB
+    with pytest.raises(BackplaneError) as fault:
+        budget.kv_cache_bytes(None, activations=GIB)
+    assert f"4.75 GiB allowed {terms}, weights took 5.00 GiB and a largest step needs 1.00 GiB; lower" in told(fault)
+
+
+@pytest.mark.parametrize(
+    ("expected", "helps"), [(6 * GIB, True), (int(9.5 * GIB), True), (int(9.6 * GIB), False), (20 * GIB, False)]
+)
+def test_a_larger_share_is_advised_where_it_is_enough(expected: int, helps: bool) -> None:
+    card = HostCard()
+    budget = Budget.at_start(card, 0, share=0.5, workers=1)
+    with pytest.raises(
+        BackplaneError, match=r"5\.00 GiB may be used on card \(share 0\.50 of 10\.00 GiB free"
+    ) as fault:
+        budget.refuse_weights(expected)
+    assert ("raise BACKPLANE_MEMORY_SHARE" in told(fault)) == helps
+    card.own = expected - GIB // 2
+    with pytest.raises(BackplaneError, match=r"5\.00 GiB allowed \(share 0\.50 of 10\.00 GiB free") as fault:
+        budget.kv_cache_bytes(None, activations=GIB // 2 - 1)
+    assert ("raise BACKPLANE_MEMORY_SHARE" in told(fault)) == helps
+
+
+def test_what_others_took_meanwhile_is_told() -> None:
+    card = HostCard()
+    budget = Budget.at_start(card, 0, share=0.5, workers=1)
+    card.free = GIB
+    with pytest.raises(BackplaneError, match=r"5\.00 GiB allowed .* beside which 0\.00 GiB is free now; lower"):
+        budget.kv_cache_bytes(None, activations=GIB)
+
+
 def test_a_card_of_its_own_may_be_filled() -> None:
     assert Budget.at_start(Card(), 0, share=1.0, workers=1).allowed == 10 * GIB
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import numpy
 import torch
 
-from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties, fork_safety
-from vllm_backplane.devices.cpu import host, huge_pages, native, promised
+from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties, fork_safety, host
+from vllm_backplane.devices.cpu import huge_pages, native, promised
 from vllm_backplane.devices.cpu.graphs import CpuGraph
 from vllm_backplane.graph import Graph
 from vllm_backplane.options import Option, integer
@@ -64,7 +64,7 @@ class CpuDevice(Device):
         return () if fault is None else (fault,)
 
     def properties(self, index: int = 0) -> Properties:
-        return Properties(name=self._model_name, uuid=f"cpu-{platform.node()}", compute_units=usable_cores())
+        return Properties(name=self._model_name, uuid=f"cpu-{platform.node()}", compute_units=host.usable_cores())
 
     def memory(self, index: int = 0) -> MemoryInfo:
         now = host.host_memory()
@@ -112,7 +112,9 @@ class CpuDevice(Device):
         return CpuGraph()
 
     def prepare_worker(self, workers_on_host: int) -> None:
-        torch.set_num_threads(self.settings["threads"] or stated_threads() or max(usable_cores() // workers_on_host, 1))
+        torch.set_num_threads(
+            self.settings["threads"] or stated_threads() or max(host.usable_cores() // workers_on_host, 1)
+        )
 
     @cached_property
     def _model_name(self) -> str:
@@ -129,10 +131,3 @@ def stated_threads() -> int | None:
     """OMP_NUM_THREADS as the user set it; vLLM sets it too, and then says so."""
     stated = os.environ.get("OMP_NUM_THREADS", "")
     return int(stated) if stated.isdigit() and "VLLM_OMP_NUM_THREADS_SET_BY_VLLM" not in os.environ else None
-
-
-def usable_cores() -> int:
-    """Cores this process may run on (affinity, and a container's quota), not those the machine has."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = host.control_group_cores()
-    return max(min(cores, int(quota)), 1) if quota else cores

@@ -65,15 +65,19 @@ def _own(folder: Path) -> int:
 
 
 def _note(count: int, folder: Path) -> None:
-    note = folder / str(os.getpid())
-    if count <= 0:
-        note.unlink(missing_ok=True)
-        return
+    # Another user's process may have had this number and left a note, which only that user may replace.
+    note = folder / f"{os.getpid()}-{os.getuid()}"
     process = psutil.Process()
     made = {"bytes": count, "resident": process.memory_info().rss, "begun": process.create_time()}
     fresh = note.with_name("." + note.name)
-    fresh.write_text(json.dumps(made))
-    fresh.replace(note)
+    try:
+        if count <= 0:
+            note.unlink(missing_ok=True)
+            return
+        fresh.write_text(json.dumps(made))
+        fresh.replace(note)
+    except OSError as fault:
+        raise _unusable(folder, fault) from fault
 
 
 def _left(pid: int, promise: Promise) -> int:
@@ -91,11 +95,12 @@ def _living(folder: Path) -> list[tuple[int, Promise]]:
         if made is None:
             continue
         try:
-            same = abs(psutil.Process(int(note.name)).create_time() - made.begun) < 1
-        except psutil.Error:
+            pid = int(note.name.partition("-")[0])
+            same = abs(psutil.Process(pid).create_time() - made.begun) < 1
+        except (psutil.Error, ValueError, OverflowError):  # ended, or a name that is no number
             same = False
         if same:
-            found.append((int(note.name), made))
+            found.append((pid, made))
         else:
             _forget(note)
     return found
@@ -124,10 +129,7 @@ def _only_one(folder: Path) -> Iterator[None]:
         folder.mkdir(mode=0o1777, exist_ok=True)
         handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as fault:
-        raise BackplaneError(
-            f"{folder} cannot be used ({fault}), where servers note how much memory they were promised; remove it, or "
-            "set TMPDIR to a folder that can be written to"
-        ) from fault
+        raise _unusable(folder, fault) from fault
     finally:
         os.umask(old)
     try:
@@ -135,3 +137,10 @@ def _only_one(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _unusable(folder: Path, fault: OSError) -> BackplaneError:
+    return BackplaneError(
+        f"{folder} cannot be used ({fault}), where servers note how much memory they were promised; remove it, or "
+        "set TMPDIR to a folder that can be written to"
+    )

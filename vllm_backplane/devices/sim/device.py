@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -12,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties, fork_safety
+from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties, fork_safety, host
 from vllm_backplane.devices.sim import library
 from vllm_backplane.devices.sim.graphs import SimGraph
 from vllm_backplane.devices.sim.library import driver, runtime
@@ -129,7 +128,7 @@ class SimDevice(Device):
         if runtime("started"):
             return
         runtime("configure", byref(driver_config(self.settings)))
-        runtime("set_compute_threads", self.settings["threads"] or usable_cores())
+        runtime("set_compute_threads", self.settings["threads"] or host.usable_cores())
         SimDevice._driver_settings = {key: self.settings[key] for key in DRIVER_OPTIONS}
 
     def load_kernels(self) -> None:
@@ -177,7 +176,7 @@ class SimDevice(Device):
 
     def prepare_worker(self, workers_on_host: int) -> None:
         _explain_stray_accesses()
-        runtime("set_compute_threads", self.settings["threads"] or max(usable_cores() // workers_on_host, 1))
+        runtime("set_compute_threads", self.settings["threads"] or max(host.usable_cores() // workers_on_host, 1))
 
     # --- the card ---------------------------------------------------------------------------------------------------
 
@@ -194,7 +193,7 @@ class SimDevice(Device):
 
     def properties(self, index: int = 0) -> Properties:
         number = visible_cards(self.settings["cards"])[index]
-        return Properties(name="Backplane simulated NPU", uuid=f"sim-{number}", compute_units=usable_cores())
+        return Properties(name="Backplane simulated NPU", uuid=f"sim-{number}", compute_units=host.usable_cores())
 
     def new_graph(self, index: int = 0) -> Graph:
         return SimGraph(index)
@@ -238,10 +237,3 @@ def _explain_stray_accesses() -> None:
     host that touches a card's memory would die without a word about it. Python's traceback still follows."""
     if runtime("started"):
         driver("install_fault_handler")
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    return max(len(os.sched_getaffinity(0)), 1)

@@ -7,8 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import psutil
-
+from vllm_backplane.device import host
 from vllm_backplane.devices.sim.library import Config, Model, default_config
 from vllm_backplane.errors import OptionError
 from vllm_backplane.options import Option, byte_count, integer, one_of, text
@@ -162,7 +161,7 @@ def visible_cards(count: int) -> tuple[int, ...]:
 def card_memory(settings: Mapping[str, Any]) -> int:
     if settings["memory"] is not None:
         return int(settings["memory"])
-    return int(psutil.virtual_memory().total * RAM_SHARE) // int(settings["cards"]) >> 21 << 21
+    return int(host.host_memory().total * RAM_SHARE) // int(settings["cards"]) >> 21 << 21
 
 
 def driver_config(settings: Mapping[str, Any]) -> Config:

@@ -8,23 +8,18 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization import (
-    QUANTIZATION_METHODS,
-    get_quantization_config,
-    register_quantization_config,
-)
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from vllm_backplane.errors import BackplaneError, BindingError
+from vllm_backplane.errors import BackplaneError
 from vllm_backplane.gguf.configuration import QUANTIZATION
 from vllm_backplane.layers.gguf.experts import GgufMoEMethod
 from vllm_backplane.layers.gguf.linear import GgufLinearMethod
 from vllm_backplane.layers.gguf.table import GgufHeadMethod, GgufTableMethod
-from vllm_backplane.layers.quantization.base import BackplaneQuantizationConfig
+from vllm_backplane.layers.quantization import base
 
 
-class GgufConfig(BackplaneQuantizationConfig):
+class GgufConfig(base.BackplaneQuantizationConfig):
     @classmethod
     def get_name(cls) -> Any:  # vLLM's type lists its own names
         return QUANTIZATION
@@ -52,11 +47,4 @@ class GgufConfig(BackplaneQuantizationConfig):
 
 
 def register() -> None:
-    """Make the name known to vLLM, once per process."""
-    if QUANTIZATION not in QUANTIZATION_METHODS:
-        register_quantization_config(QUANTIZATION)(GgufConfig)
-    elif get_quantization_config(QUANTIZATION) is not GgufConfig:
-        raise BindingError(
-            f"--quantization {QUANTIZATION} already belongs to {get_quantization_config(QUANTIZATION).__module__}; "
-            "uninstall one of the two plugins"
-        )
+    base.register(QUANTIZATION, GgufConfig)

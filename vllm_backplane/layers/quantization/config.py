@@ -14,17 +14,11 @@ from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization import (
-    QUANTIZATION_METHODS,
-    get_quantization_config,
-    register_quantization_config,
-)
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from vllm_backplane.errors import BackplaneError, BindingError
-from vllm_backplane.layers.quantization import formats
-from vllm_backplane.layers.quantization.base import BackplaneQuantizationConfig
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.layers.quantization import base, formats
 from vllm_backplane.layers.quantization.head import QuantizedHeadMethod
 from vllm_backplane.layers.quantization.linear import QuantizedLinearMethod
 from vllm_backplane.runtime import configured
@@ -32,7 +26,7 @@ from vllm_backplane.runtime import configured
 logger = init_logger("vllm." + __name__)
 
 
-class OnlineConfig(BackplaneQuantizationConfig):
+class OnlineConfig(base.BackplaneQuantizationConfig):
     name: ClassVar[str]
 
     @classmethod
@@ -92,12 +86,5 @@ class Int4Config(OnlineConfig):
 
 
 def register() -> None:
-    """Make the names known to vLLM, once per process."""
     for config in (Int8Config, Int4Config):
-        if config.name not in QUANTIZATION_METHODS:
-            register_quantization_config(config.name)(config)
-        elif get_quantization_config(config.name) is not config:
-            raise BindingError(
-                f"--quantization {config.name} already belongs to {get_quantization_config(config.name).__module__}; "
-                "uninstall one of the two plugins, or install a vLLM that this version of vllm-backplane supports"
-            )
+        base.register(config.name, config)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from vllm_backplane.device import MemoryInfo
+from vllm_backplane.device.contract import MemoryInfo
 
 _ROOT = Path("/sys/fs/cgroup")
 
@@ -54,6 +54,13 @@ def control_group_cores(root: Path = _ROOT, membership: Path = Path("/proc/self/
         if quota.isdigit():  # "max" or -1 where there is no bound
             granted.append(int(quota) / int(period))
     return min(granted, default=None)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on (affinity, and a container's quota), not those the machine has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = control_group_cores()
+    return max(min(cores, int(quota)), 1) if quota else cores
 
 
 def _groups(controller: str, root: Path, membership: Path) -> list[tuple[Path, int]]:

@@ -1,0 +1,239 @@
+"""What is built and installed: the wheel's contents, the switch that leaves kernels out, the errors, and make's memory.
+
+Nothing is compiled here: the kernels were, by `make`, and a build takes what has not changed.
+"""
+
+from __future__ import annotations
+
+import email
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "vllm_backplane"
+LIBRARIES = {"vllm_backplane/devices/cpu/libbackplane_cpu.so", "vllm_backplane/devices/sim/libbackplane_sim.so"}
+SWITCH = "BACKPLANE_BUILD_KERNELS"
+
+
+def environment(**changes: str | None) -> dict[str, str]:
+    """Without what an outer make or a user says about builds."""
+    said = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEFILES", SWITCH)
+    result = {name: value for name, value in os.environ.items() if name not in said}
+    for name, value in changes.items():
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = value
+    return result
+
+
+def setup(*arguments: str, **changes: str | None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", *arguments],
+        cwd=ROOT,
+        env=environment(**changes),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+
+
+@dataclass(frozen=True)
+class Wheel:
+    path: Path
+    output: str
+
+    @property
+    def files(self) -> set[str]:
+        with zipfile.ZipFile(self.path) as archive:
+            return {name for name in archive.namelist() if not name.endswith("/")}
+
+    def described(self, name: str) -> str:
+        with zipfile.ZipFile(self.path) as archive:
+            [found] = [each for each in archive.namelist() if each.endswith(f".dist-info/{name}")]
+            return archive.read(found).decode()
+
+
+def wheel(folder: Path, **changes: str | None) -> Wheel:
+    """Built from the repository, with everything that a build leaves behind elsewhere."""
+    elsewhere = ["egg_info", "--egg-base", str(folder), "build", "--build-base", str(folder / "build")]
+    done = setup(*elsewhere, "bdist_wheel", "--bdist-dir", str(folder / "tree"), "--dist-dir", str(folder), **changes)
+    assert done.returncode == 0, done.stdout
+    [path] = folder.glob("*.whl")
+    return Wheel(path, done.stdout)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
+    if not all((ROOT / library).exists() for library in LIBRARIES):
+        pytest.skip("the kernels were not built in this tree, which would take minutes")
+    return wheel(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def without_kernels(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
+    return wheel(tmp_path_factory.mktemp("without"), **{SWITCH: "0", "CXX": "no-such-compiler"})
+
+
+def sources() -> set[str]:
+    found = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    return {path.relative_to(ROOT).as_posix() for path in found} - LIBRARIES
+
+
+def test_the_wheel_holds_every_file_and_both_libraries(whole: Wheel) -> None:
+    in_package = {name for name in whole.files if ".dist-info/" not in name}
+    assert in_package == sources() | LIBRARIES
+    assert not whole.path.name.endswith("none-any.whl"), "it holds machine code"
+
+
+def test_a_second_build_compiles_nothing(whole: Wheel) -> None:
+    assert "libbackplane_cpu: " in whole.output, "the build tells what it does"
+    assert "compiling csrc" not in whole.output and "linking lib" not in whole.output
+
+
+def test_the_wheel_names_neither_vllm_nor_torch(whole: Wheel) -> None:
+    needed = email.message_from_string(whole.described("METADATA")).get_all("Requires-Dist") or []
+    always = {line.split(";")[0].strip() for line in needed if "extra ==" not in line}
+    assert always == {"accelerate", "gguf", "packaging", "psutil"}
+    assert not [line for line in needed if line.startswith(("vllm", "torch"))]
+
+
+def test_the_wheel_declares_what_vllm_looks_for(whole: Wheel) -> None:
+    declared = whole.described("entry_points.txt")
+    for line in (
+        "[vllm.platform_plugins]\nbackplane = vllm_backplane:register_platform",
+        "[vllm.general_plugins]\nbackplane = vllm_backplane:register_general",
+        "[vllm_backplane.devices]\ncpu = vllm_backplane.devices.cpu:CpuDevice\nsim = ",
+        "[console_scripts]\nvllm-backplane = ",
+    ):
+        assert line in declared
+
+
+WITHOUT = """
+from collections import Counter
+import vllm_backplane
+from vllm_backplane.devices.cpu import CpuDevice
+from vllm_backplane.devices.sim import SimDevice
+from vllm_backplane.ops import resolution
+
+device = CpuDevice()
+device.load_kernels()
+table = resolution.resolve(device.dispatch_key, device.kernel_provider())
+print(vllm_backplane.__file__)
+print(dict(Counter(line.implementation for line in table)))
+print(device.problems(), device.wants_graphs())
+print(SimDevice.probe())
+"""
+
+
+def test_kernels_are_left_out_on_purpose(without_kernels: Wheel, tmp_path: Path) -> None:
+    """No compiler is looked for, and what was built in the source tree does not get in."""
+    assert f"{SWITCH}=0: no kernels are built; operators run as their references" in without_kernels.output
+    assert {name for name in without_kernels.files if ".dist-info/" not in name} == sources()
+    assert without_kernels.path.name.endswith("none-any.whl")
+    with zipfile.ZipFile(without_kernels.path) as archive:
+        archive.extractall(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    place, table, problems, sim = done.stdout.splitlines()
+    assert Path(place).is_relative_to(tmp_path)
+    assert "'reference'" in table and "'kernel'" not in table
+    assert "the CPU kernel library was not built" in problems and problems.endswith("False")
+    assert "available=False" in sim and "was not built" in sim
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        (
+            {"CXX": "no-such-compiler -m64"},
+            "CXX names 'no-such-compiler', which is not on the path. Correct it, or set",
+        ),
+        ({"CXX": None, "PATH": ""}, "no C++ compiler found. Install g++ (package 'g++' or 'gcc-c++'), or set"),
+        ({"CXX": "", "PATH": "/nowhere"}, "no C++ compiler found. Install g++"),
+    ],
+)
+def test_a_missing_compiler_is_told_with_what_to_do(
+    variables: dict[str, str | None], told: str, tmp_path: Path
+) -> None:
+    folders = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    done = setup("build_ext", *folders, **variables)
+    assert done.returncode != 0
+    assert told in done.stdout
+    assert f"{SWITCH}=0 to install without kernels on purpose" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert not list(tmp_path.rglob("*.so"))
+
+
+# --- make -----------------------------------------------------------------------------------------------------------
+
+
+def make(folder: Path, *arguments: str) -> int:
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    done = subprocess.run(
+        ["make", "-C", str(folder), *arguments],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode
+
+
+def up_to_date(folder: Path, target: str, *arguments: str) -> bool:
+    return make(folder, "--question", target, *arguments) == 0
+
+
+@pytest.mark.parametrize("target", ["runtime", "setup"])
+@pytest.mark.parametrize(
+    ("changed", "again"),
+    [
+        (None, set()),
+        ("README.md", set()),
+        ("vllm_backplane/platform.py", set()),
+        ("csrc/cpu/norms.cpp", {"runtime", "setup"}),
+        ("csrc/sim/driver", {"runtime", "setup"}),
+        ("setup.py", {"runtime", "setup"}),
+        ("pyproject.toml", {"runtime", "setup"}),
+    ],
+)
+def test_a_second_make_does_what_a_change_asks_for(
+    target: str, changed: str | None, again: set[str], tmp_path: Path
+) -> None:
+    """In a copy whose steps are marked as done."""
+    for name in ("Makefile", "README.md", "setup.py", "pyproject.toml", "vllm_backplane/platform.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    (tmp_path / ".venv/.backplane").mkdir(parents=True)
+    assert not up_to_date(tmp_path, target), "nothing was done yet"
+    make(tmp_path, "--touch", "runtime", "setup")
+    if changed is not None:
+        newest = max(stamp.stat().st_mtime for stamp in (tmp_path / ".venv/.backplane").iterdir())
+        os.utime(tmp_path / changed, (newest + 1, newest + 1))
+    assert up_to_date(tmp_path, target) == (target not in again)
+
+
+@pytest.mark.skipif("MAKELEVEL" not in os.environ, reason="make has not set this environment up just now")
+@pytest.mark.parametrize("target", ["runtime", "setup"])
+def test_nothing_is_left_to_do_in_this_environment(target: str) -> None:
+    assert up_to_date(ROOT, target, f"VENV={sys.prefix}")

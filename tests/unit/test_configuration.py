@@ -1,0 +1,190 @@
+"""What a device cannot do is refused while vLLM is configured, by the name of the option that asks for it.
+
+Refusals that engine arguments reach on the device `cpu` are in tests/e2e/test_startup_failures.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CacheConfig, CompilationConfig, CUDAGraphMode, ParallelConfig, VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from vllm_backplane import configuration
+from vllm_backplane.attention.implementation import BackplaneAttentionImpl
+from vllm_backplane.attention.selection import BACKEND, backend_path
+from vllm_backplane.device import Device, MemoryInfo, Probe
+from vllm_backplane.devices.cpu import CpuDevice
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.runtime import Runtime, choose, configured
+from vllm_backplane.worker.worker import BackplaneWorker
+
+
+class Card(Device):
+    """It claims nothing."""
+
+    name = "card"
+    torch_type = "cpu"
+    dispatch_key = "CPU"
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(available=True, count=2)
+
+    def memory(self, index: int = 0) -> MemoryInfo:
+        return MemoryInfo(total=1 << 34, free=1 << 33)
+
+
+def cards() -> Runtime:
+    """As if the process had started on the device above."""
+    chosen = configured({})
+    return replace(chosen, device=Card(), selection=replace(chosen.selection, probe=Card.probe()))
+
+
+def workers(count: int) -> VllmConfig:
+    return VllmConfig(
+        parallel_config=ParallelConfig(tensor_parallel_size=count, distributed_executor_backend="mp"),
+    )
+
+
+@pytest.mark.parametrize("chosen", [cards, lambda: choose(name="sim")], ids=["card", "sim"])
+def test_more_workers_than_cards(chosen: Any) -> None:
+    chosen = chosen()
+    count, name = chosen.selection.probe.count, chosen.device.name
+    configuration.refuse_unsupported(workers(count), chosen)
+    told = rf"{count + 1} workers were asked for .* device '{name}' has {count} card\(s\); lower --tensor-parallel-size"
+    with pytest.raises(BackplaneError, match=told):
+        configuration.refuse_unsupported(workers(count + 1), chosen)
+
+
+def test_the_hosts_memory_is_one_card_for_any_number_of_workers() -> None:
+    configuration.refuse_unsupported(workers(3), configured({}))
+
+
+def test_the_second_runner_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(BackplaneError, match="device 'cpu' has none; set VLLM_USE_V2_MODEL_RUNNER=0"):
+        VllmConfig()
+
+
+def test_graphs_on_a_device_without_them() -> None:
+    asked = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
+    config = VllmConfig(compilation_config=asked)
+    with pytest.raises(BackplaneError, match=r"\(-cc\.cudagraph_mode\), and device 'card' has none; remove it"):
+        configuration.set_compilation_defaults(config, cards())
+
+
+def test_a_type_of_the_kv_cache_that_the_device_does_not_list() -> None:
+    config = VllmConfig(cache_config=CacheConfig(cache_dtype="fp8"))
+    with pytest.raises(
+        BackplaneError, match=r"device 'card' cannot store the KV cache as 'fp8'; choose .* among: auto"
+    ):
+        configuration.refuse_unsupported(config, cards())
+
+
+def test_a_type_that_the_device_cannot_compute_in() -> None:
+    current_platform.check_if_supports_dtype(torch.float32)
+    with pytest.raises(BackplaneError, match=r"'cpu' cannot compute in torch\.float64; choose --dtype among: bfloat16"):
+        current_platform.check_if_supports_dtype(torch.float64)
+
+
+def test_a_stateless_group_over_a_backend_that_the_device_does_not_bring() -> None:
+    with pytest.raises(BackplaneError, match=r"'cpu' offers no stateless process group over 'nccl'; set Device\.coll"):
+        current_platform.stateless_init_device_torch_dist_pg("nccl", None, 0, 1, timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"), [(0.3, 0.3), (None, CpuDevice.capabilities.default_memory_share)], ids=["stated", "default"]
+)
+def test_vllms_own_option_for_memory_is_honoured(stated: float | None, expected: float) -> None:
+    cache = CacheConfig() if stated is None else CacheConfig(gpu_memory_utilization=stated)
+    assert VllmConfig(cache_config=cache).cache_config.gpu_memory_utilization == expected
+
+
+def model(quantization: str | None) -> Any:
+    return SimpleNamespace(quantization=quantization)
+
+
+GROUP = {"backplane": {"quantization_group": 64}}
+
+
+@pytest.mark.parametrize(
+    ("of_model", "of_target", "idle"),
+    [(None, None, True), ("gguf", None, True), ("int8", None, False), ("int4", None, False), (None, "int8", False)],
+)
+def test_a_group_size_that_nothing_reads(of_model: str | None, of_target: str | None, idle: bool) -> None:
+    """A draft model's configuration has the target's beside it."""
+    drafting = SimpleNamespace(target_model_config=model(of_target)) if of_target else None
+    config: Any = SimpleNamespace(model_config=model(of_model), speculative_config=drafting)
+    configuration.refuse_idle_group(config, configured({}))
+    if idle:
+        with pytest.raises(
+            BackplaneError, match=r"quantization_group is 64 .* add --quantization int8 or int4, or rem"
+        ):
+            configuration.refuse_idle_group(config, configured(GROUP))
+    else:
+        configuration.refuse_idle_group(config, configured(GROUP))
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+
+def attention(**asked: Any) -> AttentionSelectorConfig:
+    given: dict[str, Any] = {"head_size": 64, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 16}
+    return AttentionSelectorConfig(**{**given, **asked})
+
+
+def test_another_attention_backend() -> None:
+    assert backend_path(None, attention(), CpuDevice()) == BACKEND
+    assert backend_path(AttentionBackendEnum.CUSTOM, attention(), CpuDevice()) == BACKEND
+    with pytest.raises(BackplaneError, match=r"FLASH_ATTN was asked for, .* CUSTOM only; remove --attention-backend"):
+        backend_path(AttentionBackendEnum.FLASH_ATTN, attention(), CpuDevice())
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [({"use_mla": True}, "MLA"), ({"use_sparse": True}, "sparse"), ({"dtype": torch.float64}, r"compute in torch\.fl")],
+)
+def test_attention_that_is_not_there(asked: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BackplaneError, match=rf"not supported on device 'cpu': .*{reason}"):
+        backend_path(None, attention(**asked), CpuDevice())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"num_kv_heads": 4}, "6 heads cannot share 4 key/value heads evenly; choose a --tensor-parallel-size"),
+        ({"sinks": torch.zeros(5)}, "5 attention sinks for 6 heads; the checkpoint does not fit its configuration"),
+        ({"kv_cache_dtype": "nvfp4"}, "KV cache dtype 'nvfp4' is not supported; choose among auto, fp8"),
+    ],
+)
+def test_heads_sinks_and_storage_that_do_not_fit(given: dict[str, Any], told: str) -> None:
+    BackplaneAttentionImpl(6, 64, 1.0, num_kv_heads=3, sinks=torch.zeros(6))
+    with pytest.raises(BackplaneError, match=told):
+        BackplaneAttentionImpl(6, 64, 1.0, **given)
+
+
+# --- the worker's card --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "replica", "card"), [(0, 0, 0), (1, 0, 1), (0, 1, 1), (2, 0, None), (1, 1, None)])
+def test_a_worker_for_which_there_is_no_card(rank: int, replica: int, card: int | None) -> None:
+    worker = BackplaneWorker.__new__(BackplaneWorker)  # what starts a process is left out
+    worker.runtime = cards()
+    worker.accelerator = worker.runtime.device
+    worker.parallel_config = ParallelConfig()
+    worker.parallel_config.data_parallel_rank_local = replica
+    worker.local_rank = rank
+    if card is not None:
+        assert worker._card() == card
+        return
+    told = rf"worker {rank + replica} is to use card 2, and device 'card' has 2; .* or correct BACKPLANE_VISIBLE_CARDS"
+    with pytest.raises(BackplaneError, match=told):
+        worker._card()
