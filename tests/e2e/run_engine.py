@@ -2,7 +2,7 @@
 
 JOBS is a JSON list. A job has the arguments of one engine and the batches it is to do; the results say what
 came out and where it ran. An engine that fails has its traceback as result, with the seconds since it last gave
-something and what it left behind, and the next one is tried.
+something and since it was started, and what it left behind; and the next one is tried.
 """
 
 from __future__ import annotations
@@ -151,11 +151,13 @@ def main() -> None:
     for job in json.loads(jobs.read_text()):
         print(f"=== engine {len(done)}: {job['engine']}", flush=True)
         moments: list[float] = []
+        began = time.monotonic()
         try:
             done.append(run(job, moments))
         except Exception:  # it is the result
             seconds = time.monotonic() - moments[-1] if moments else None
-            done.append({"error": traceback.format_exc(), "seconds": seconds})
+            whole = time.monotonic() - began
+            done.append({"error": traceback.format_exc(), "seconds": seconds, "whole": whole})
             print(done[-1]["error"], flush=True)
             done[-1]["left"] = outliving(max(15 - (seconds or 0), 1))
     results.write_text(json.dumps(done))

@@ -6,13 +6,16 @@ other takes part with empty steps (`execute_dummy_batch`). Without them the firs
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import reference
 from architectures import ARCHITECTURES
+from endings import LIMIT
 from server import Server
 
 pytestmark = pytest.mark.server
@@ -24,6 +27,7 @@ SIM = {
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "1GiB",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
+    "BACKPLANE_SIM_FAULTS": "hang@launch=backplane::paged_attention,nth=600,card=1",  # more than the other tests launch
 }
 
 
@@ -70,3 +74,23 @@ def served(server: Server, replica: int) -> float:
 def test_each_replica_has_a_card_of_its_own(server: Server) -> None:
     log = server.log.read_text(errors="replace")
     assert all(f"Memory on sim:{card}:" in log for card in (0, 1))
+
+
+def test_a_replica_that_hangs_ends_the_server(server: Server) -> None:
+    """The last test: the card of the second replica stops, and the first waits for it in the exchange of tokens."""
+    server.descendants()
+    last = None
+    for _ in range(100):
+        try:
+            answer(server, 1, PROMPTS[0])
+        except (AssertionError, httpx.TransportError):  # the client is told, in one way or another
+            break
+        last = time.monotonic()
+    else:
+        pytest.fail("the card did not stop")
+    assert last is not None, "the card stopped before this test"
+    assert server.wait(LIMIT) != 0
+    left = server.wait_for_nothing_left(max(last + LIMIT - time.monotonic(), 0))
+    assert not left, f"left behind: {[(process.pid, process.cmdline()) for process in left]}"
+    assert time.monotonic() - last < LIMIT, "it took longer"
+    assert "backplane::paged_attention" in server.text()

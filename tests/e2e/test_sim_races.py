@@ -64,12 +64,30 @@ def test_a_graph_replayed_before_its_input_is_there(reported: tuple[Result, str]
     assert told, log[-4000:]
 
 
-def test_tokens_read_before_they_have_arrived(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def failing(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Result, str]]:
+    """Engines to which a mistake is an error, with their logs: one of two cards, and one with a mistake."""
+    planted = (WORK, {"ask": "plant_unawaited_tokens"}, WORK)
+    engines = [
+        job(tiny_llama, steps=(WORK, WORK, COUNT), tensor_parallel_size=2, async_scheduling=True, **LIMITS),
+        job(tiny_llama, steps=planted, async_scheduling=False, **LIMITS),
+    ]
+    variables = {**SIM, "BACKPLANE_SIM_RACES": "fail"}
+    results, log = try_engines(tmp_path_factory.mktemp("failing"), engines, variables, timeout=240)
+    logs = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
+    return list(zip(results, logs, strict=True))
+
+
+def test_two_cards_have_none(failing: list[tuple[Result, str]]) -> None:
+    """Nobody reads the answers of the second, which are dropped while they are being copied."""
+    result, log = failing[0]
+    assert "error" not in result, result["error"] + log[-4000:]
+    assert result["steps"][2] == [0, 0], log[-4000:]
+
+
+def test_tokens_read_before_they_have_arrived(failing: list[tuple[Result, str]]) -> None:
     """As an error: the engine ends with it."""
-    steps = (WORK, {"ask": "plant_unawaited_tokens"}, WORK)
-    engine = job(tiny_llama, steps=steps, async_scheduling=False, **LIMITS)
-    [result], log = try_engines(tmp_path, [engine], {**SIM, "BACKPLANE_SIM_RACES": "fail"}, timeout=150)
-    text = log.read_text(errors="replace")
+    result, text = failing[1]
     assert "EngineDeadError" in result["error"], result["error"]
     early = r"the host touched 0x\S+, byte 0 of \d+ in pinned memory that 'copy_d2h' on stream 0 of card 0 writes"
     assert MISSING in text, text[-4000:]

@@ -91,6 +91,24 @@ def test_a_wrong_command_line_ends_with_status_2(arguments, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("status", "told", "code"), [(None, "", 0), (0, "", 0), (3, "", 3), ("'its engine died'", "its engine died\n", 1)]
+)
+def test_leaving_is_an_exit_but_for_what_takes_long(status, told, code):
+    program = (
+        "import atexit\n"
+        "from vllm_backplane.cli.serve import leave\n"
+        "class Large:\n"
+        "    def __del__(self):\n"
+        "        print('taken apart')\n"
+        "kept = Large()\n"
+        "atexit.register(print, 'registered')\n"
+        f"leave({status})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "registered\n", told)
+
+
 class TestServe:
     def test_without_a_model_the_default_is_served_on_the_local_host(self, prepared, capsys):
         arguments, variables = planned(capsys)

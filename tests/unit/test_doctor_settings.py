@@ -32,6 +32,38 @@ def test_faults_that_serving_refuses(faults: str, told: str) -> None:
     assert "correct or unset BACKPLANE_SIM_FAULTS" in found.remedy
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("BACKPLANE_SIM_MEMORY", "1MiB", "expected 2MiB to 8TiB"),
+        ("BACKPLANE_SIM_MEMORY", "9TiB", "expected 2MiB to 8TiB"),
+        ("BACKPLANE_SIM_MODEL", "memory=inf", "expected memory=B/s"),
+        ("BACKPLANE_SIM_MODEL", "memory=800e9,overhead=nan", "expected memory=B/s"),
+        ("BACKPLANE_SIM_MODEL", "memory=1e9,link=1e9, memory=2e9", "expected memory once"),
+        ("BACKPLANE_SIM_SYNC_TIMEOUT", "4294968", "at most 4294967"),
+        ("BACKPLANE_SIM_THREADS", "4294967297", "at most 4096"),
+    ],
+)
+def test_values_that_the_driver_refuses_or_would_misread(variable: str, value: str, told: str) -> None:
+    [found] = findings(**{variable: value})
+    assert found.severity == "error"
+    assert told in found.what
+    assert found.remedy == f"correct or unset {variable}"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("BACKPLANE_SIM_MEMORY", "2MiB"),
+        ("BACKPLANE_SIM_MEMORY", "8TiB"),
+        ("BACKPLANE_SIM_MODEL", "memory=800e9, overhead=0"),
+        ("BACKPLANE_SIM_SYNC_TIMEOUT", "4294967"),
+    ],
+)
+def test_the_least_and_the_most_that_it_takes(variable: str, value: str) -> None:
+    assert findings(**{variable: value}) == ()
+
+
 def test_cards_by_the_wrong_way() -> None:
     [found] = findings({"sim": {"cards": 4}})
     assert found.severity == "error"

@@ -109,6 +109,8 @@ def become(launch: Launch) -> NoReturn:
         for process in multiprocessing.active_children():  # vLLM may have been interrupted before it knew of them
             process.kill()
         leave(Interrupted.STATUS)
+    except SystemExit as end:  # because the engine died: whoever is to start another waits
+        leave(end.code)
     except BaseException:
         gc.unfreeze()  # what is frozen outlives the interpreter, and libraries complain of that
         raise
@@ -136,13 +138,16 @@ def keep_sockets_together() -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
-def leave(status: int) -> NoReturn:
+def leave(status: int | str | None) -> NoReturn:
     """End without taking the interpreter apart: what vLLM has imported takes seconds to destroy, object by object, and
-    whoever pressed Ctrl-C waits for them. What has to happen at an exit is registered for it, and happens."""
+    whoever pressed Ctrl-C waits for them. What has to happen at an exit is registered for it, and happens. `status` is
+    what sys.exit takes: a text is told, and is a failure."""
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(1 if isinstance(status, str) else status or 0)
 
 
 def refuse_lockout(environment: Mapping[str, str]) -> None:

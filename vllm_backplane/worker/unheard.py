@@ -3,6 +3,8 @@
 vLLM's executor reads the answer to a step from one rank, and where it reads them all, one after another. What any other
 rank raises is logged there and forgotten: that rank waits for its next call while the rest wait for it in a collective,
 until the executor gives up after minutes. The death of a process, however, vLLM notices at once, and ends the engine.
+
+The answer itself is dropped as well.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from vllm.config import ParallelConfig
 from vllm.logger import init_logger
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 logger = init_logger("vllm." + __name__)
 
@@ -35,6 +39,21 @@ def is_heard(parallel: ParallelConfig, rank: int) -> bool:
         return True
     per_stage = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
     return rank == parallel.world_size - per_stage
+
+
+def order_after_copy(output: Any) -> None:
+    """Let what is queued from here on come after the copy of an answer that nobody reads.
+
+    vLLM drops such an answer while a stream of its own copies it to the host, and with it the tensors it is copied
+    from: their memory would be written again during the copy. Who reads an answer waits for it first.
+    """
+    if not isinstance(output, AsyncModelRunnerOutput):
+        return
+    for name in ("async_copy_ready_event", "copy_event"):  # of the first runner, and of the second
+        if (event := getattr(output, name, None)) is not None:
+            event.wait()
+            return
+    output.get_output()
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from vllm_backplane.worker.model_runner import make_model_runner
 from vllm_backplane.worker.numeric_guard import NumericGuard
 from vllm_backplane.worker.step import rows_of_step, tokens_by_request
 from vllm_backplane.worker.step_graphs import StepGraphs
-from vllm_backplane.worker.unheard import insist_on_being_heard
+from vllm_backplane.worker.unheard import insist_on_being_heard, is_heard, order_after_copy
 
 logger = init_logger("vllm." + __name__)
 
@@ -186,9 +186,14 @@ class BackplaneWorker(Worker):
     def _heard(self, doing: str) -> AbstractContextManager[None]:
         return insist_on_being_heard(self.parallel_config, self.rank, doing)
 
+    def _told(self, output: Any) -> Any:
+        if not is_heard(self.parallel_config, self.rank):
+            order_after_copy(output)
+        return output
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         with self._heard("execute_model"):
-            return self._execute_model(scheduler_output)
+            return self._told(self._execute_model(scheduler_output))
 
     @torch.inference_mode()
     def _execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -211,7 +216,7 @@ class BackplaneWorker(Worker):
         with self._heard("sample_tokens"):
             if self.guard is not None:
                 self.guard.insist()
-            return super().sample_tokens(grammar_output)
+            return self._told(super().sample_tokens(grammar_output))
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         with self._heard("take_draft_token_ids"):

@@ -29,10 +29,13 @@ Block* Allocator::block_at(uintptr_t address) {
   return address < block->end() ? block : nullptr;
 }
 
+bpsim_status Allocator::refuse_asleep() const {
+  return fail(BPSIM_INVALID, "card %d: the pool is suspended: resume it before allocating from it", card_.index());
+}
+
 bpsim_status Allocator::allocate(Stream& stream, Pool& pool, uint64_t bytes, void** pointer) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (pool.asleep.load())
-    return fail(BPSIM_INVALID, "card %d: the pool is suspended: resume it before allocating from it", card_.index());
+  if (pool.asleep.load()) return refuse_asleep();
   if (bytes > limit_) return out_of_memory_locked(bytes, "");
   const uint64_t rounded = round_up(bytes, kUnit);
   bpsim_status status = BPSIM_OK;
@@ -47,6 +50,7 @@ bpsim_status Allocator::allocate(Stream& stream, Pool& pool, uint64_t bytes, voi
     lock.unlock();
     const bool drained = card_.drain();
     lock.lock();
+    if (pool.asleep.load()) return refuse_asleep();  // since the lock was given up
     if (drained) {
       collect_pending();
       release_cached();

@@ -81,6 +81,7 @@ class Allocator {
   Bins& bins_of(const Segment* segment) {
     return segment->small ? segment->pool->small_blocks : segment->pool->large_blocks;
   }
+  bpsim_status refuse_asleep() const;
   bpsim_status out_of_memory_locked(uint64_t bytes, const char* why);
   void raise_peaks();
 

@@ -176,16 +176,19 @@ void Stream::await(const Work& work) {
   const auto over = [&] {
     return other.finished(work.sequence) || interrupted() || other.card_.is_lost() || stop_.load();
   };
-  awaiting_.store(&other);
-  if (!driver_.spin.until(over)) {
-    std::lock_guard<Monitor> lock(other.monitor_);
-    for (;;) {
-      if (work.sequence < other.wanted_.load()) other.wanted_.store(work.sequence, std::memory_order_seq_cst);
-      if (over()) break;
-      other.monitor_.wait();
+  // Said only where it does wait: what the other hangs in may come after what is asked for here.
+  if (!over()) {
+    awaiting_.store(&other);
+    if (!driver_.spin.until(over)) {
+      std::lock_guard<Monitor> lock(other.monitor_);
+      for (;;) {
+        if (work.sequence < other.wanted_.load()) other.wanted_.store(work.sequence, std::memory_order_seq_cst);
+        if (over()) break;
+        other.monitor_.wait();
+      }
     }
+    awaiting_.store(nullptr);
   }
-  awaiting_.store(nullptr);
   if (work.mark && work.mark->passed.load())
     modelled_clock_.store(std::max(modelled_clock_.load(std::memory_order_relaxed), work.mark->modelled_ns.load()));
 }

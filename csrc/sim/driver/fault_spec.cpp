@@ -1,4 +1,4 @@
-// The one-line language of faults; its grammar is in driver.h.
+// The one-line language of faults; its grammar is in driver_faults.h.
 #include <cctype>
 #include <cerrno>
 #include <cstdlib>

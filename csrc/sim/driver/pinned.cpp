@@ -18,8 +18,10 @@ bpsim_status Pinned::allocate(uint64_t bytes, void** pointer) {
   }
   if (!memory) return fail(BPSIM_SYSTEM, "the host has no %s for pinned memory", size_text(bytes).c_str());
   std::lock_guard<std::mutex> lock(mutex_);
-  // A freed entry at this address is gone, or the system would not have given it again.
-  entries_[reinterpret_cast<uintptr_t>(raw)] = Entry{memory, memory, bytes};
+  // What was freed in this range is gone, or the system would not have given it again.
+  const uintptr_t start = reinterpret_cast<uintptr_t>(raw);
+  entries_.erase(entries_.lower_bound(start), entries_.lower_bound(start + bytes));
+  entries_[start] = Entry{memory, memory, bytes};
   *pointer = raw;
   return BPSIM_OK;
 }

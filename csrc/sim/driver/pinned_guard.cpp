@@ -123,7 +123,12 @@ bool PinnedGuard::touched(uintptr_t address, Flight* flight) {
   // is a read shows when it is tried again.
   const bool closed = allowed_in(page) == PROT_NONE;
   const bool tried = std::find(readable_.begin(), readable_.end(), page) != readable_.end();
-  if (flight->position != 0 && !flight->written && closed && !tried && readable_.size() < readable_.capacity()) {
+  if (flight->position != 0 && !flight->written && closed && !tried) {
+    if (readable_.size() == readable_.capacity()) {  // the oldest is as it was, and a read of it comes here again
+      const uintptr_t oldest = readable_.front();
+      readable_.erase(readable_.begin());
+      mprotect(reinterpret_cast<void*>(oldest), page_, allowed_in(oldest));
+    }
     readable_.push_back(page);
     *flight = {};
     mprotect(reinterpret_cast<void*>(page), page_, PROT_READ);

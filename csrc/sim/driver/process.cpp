@@ -101,11 +101,11 @@ bpsim_status stop_driver() {
   if (!driver) return BPSIM_OK;
   const int64_t deadline = now_ns() + kPatience_ns;
   driver->interrupt();
-  while (calls_inside.load(std::memory_order_acquire) != 0 && now_ns() < deadline) {
+  while (calls_inside.load(std::memory_order_seq_cst) != 0 && now_ns() < deadline) {
     const timespec moment{0, 50000};
     nanosleep(&moment, nullptr);
   }
-  const bool stopped = calls_inside.load(std::memory_order_acquire) == 0 && driver->join(deadline);
+  const bool stopped = calls_inside.load(std::memory_order_seq_cst) == 0 && driver->join(deadline);
   if (!stopped) {
     left_behind.store(driver.release());
     return fail(BPSIM_TIMEOUT, "a launch of the simulated NPU did not end: its threads and memory are left behind");

@@ -70,10 +70,11 @@ bool Stream::interrupted() const {
 bpsim_status Stream::wait(uint64_t sequence) {
   const auto over = [&] { return finished(sequence) || interrupted(); };
   const int64_t timeout = driver_.sync_timeout_ns.load(std::memory_order_relaxed);
-  bool timed_out = timeout > 0 && !finished(sequence) && hung_at_.load() == progress();
+  bool timed_out = timeout > 0 && !over() && known_to_hang();
   if (!timed_out && !driver_.spin.until(over)) {
     std::lock_guard<Monitor> lock(monitor_);
-    uint64_t seen = progress();
+    const Stream* holder = &held_up_by();
+    uint64_t seen = holder->progress();
     int64_t since = now_ns();
     for (;;) {
       // Said before done_ is looked at for the last time, as the worker stores done_ before it looks at wanted_.
@@ -85,16 +86,18 @@ bpsim_status Stream::wait(uint64_t sequence) {
       }
       // In pieces, so that progress restarts the time soon after it was made.
       monitor_.wait_until(now_ns() + std::max<int64_t>(timeout / 8, 100000));
-      const uint64_t now_at = progress();
-      if (now_at != seen) {
+      const Stream* const holder_now = &held_up_by();
+      const uint64_t now_at = holder_now->progress();
+      if (holder_now != holder || now_at != seen) {
+        holder = holder_now;
         seen = now_at;
         since = now_ns();
-      } else if (now_ns() - since >= timeout) {
+      } else if (!over() && (now_ns() - since >= timeout || known_to_hang())) {
         timed_out = true;
+        holder->hung_at_.store(seen);
         break;
       }
     }
-    if (timed_out) mark_hung(seen);
   }
   if (timed_out)
     return fail(BPSIM_TIMEOUT,
@@ -108,21 +111,24 @@ bpsim_status Stream::wait(uint64_t sequence) {
               card_.index(), index_);
 }
 
-// Whoever waits next for this stream, or for one that it waits for, has been waiting all that time.
-void Stream::mark_hung(uint64_t at, int depth) {
-  hung_at_.store(at);
-  Stream* const other = awaiting_.load();
-  if (!other || depth == 8) return;
-  const uint64_t others = other->progress();
-  if (progress() == at) other->mark_hung(others, depth + 1);
+uint64_t Stream::progress() const { return ticks_.load() + done_.load() + card_.releases.load(); }
+
+// The last in the row of streams that wait for each other: while it does not get on, none of them does. This one itself
+// where it waits for no other.
+const Stream& Stream::held_up_by() const {
+  const Stream* last = this;
+  for (int step = 0; step < kLongestRow; ++step) {
+    const Stream* const next = last->awaiting_.load();
+    if (!next) break;
+    last = next;
+  }
+  return *last;
 }
 
-// Changes whenever this stream gets on, or one that it waits for does, or hangs are released.
-uint64_t Stream::progress(int depth) const {
-  uint64_t sum = ticks_.load() + done_.load() + card_.releases.load();
-  const Stream* const other = awaiting_.load();
-  if (other && depth < 8) sum += other->progress(depth + 1);
-  return sum;
+// Somebody has waited long enough for what this stream waits for: all that it holds up have been waiting that time.
+bool Stream::known_to_hang() const {
+  const Stream& holder = held_up_by();
+  return holder.hung_at_.load() == holder.progress();
 }
 
 std::string Stream::stuck_text(int depth) const {

@@ -25,6 +25,7 @@ class Driver;
 class Stream {
  public:
   static constexpr uint64_t kQueue = 1024;
+  static constexpr int kLongestRow = BPSIM_MAX_CARDS * BPSIM_MAX_STREAMS;  // of streams that wait for each other
 
   Stream(Card& card, int32_t index);
   ~Stream();
@@ -89,8 +90,10 @@ class Stream {
   std::string named(const Task& task, uint64_t number) const;
 
   bool interrupted() const;
-  uint64_t progress(int depth = 0) const;
-  void mark_hung(uint64_t at, int depth = 0);
+  // Grows whenever this stream gets on, or its card's hangs are released.
+  uint64_t progress() const;
+  const Stream& held_up_by() const;
+  bool known_to_hang() const;
   std::string stuck_text(int depth = 0) const;
 
   Card& card_;
@@ -119,7 +122,8 @@ class Stream {
   alignas(64) Monitor monitor_;  // where the worker sleeps and callers wait
   std::atomic<bool> sleeping_{false};
   std::atomic<uint64_t> wanted_{UINT64_MAX};   // the least sequence that a sleeping caller waits for
-  std::atomic<uint64_t> hung_at_{UINT64_MAX};  // the progress at which the watchdog has barked
+  // The progress at which the watchdog has barked; by whoever waits for this stream, or for one that it holds up.
+  mutable std::atomic<uint64_t> hung_at_{UINT64_MAX};
   std::atomic<bool> stop_{false};
   bool started_ = false;  // under submitting_
   bool ended_ = false;    // under monitor_

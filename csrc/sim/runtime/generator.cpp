@@ -12,7 +12,7 @@ SimGenerator::SimGenerator(c10::DeviceIndex index, at::Generator numbers)
       numbers_(std::move(numbers)) {}
 
 void SimGenerator::settle() const {
-  if (queued_.exchange(false)) synchronize(device().index());
+  if (queued_.exchange(false) || recorded_.load()) synchronize(device().index());
 }
 
 void SimGenerator::set_current_seed(uint64_t seed) {
@@ -47,6 +47,9 @@ SimGenerator* SimGenerator::clone_impl() const {
 
 at::Generator SimGenerator::numbers_for_launch() {
   queued_.store(true);
+  bpsim_capture_state state = BPSIM_CAPTURE_NONE;
+  check(bpsim_capture_status(current_stream_of(device().index()), &state), "drawing random numbers");
+  if (state != BPSIM_CAPTURE_NONE) recorded_.store(true);
   return numbers_;
 }
 

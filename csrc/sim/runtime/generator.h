@@ -32,6 +32,7 @@ class SimGenerator final : public c10::GeneratorImpl {
 
   at::Generator numbers_;
   mutable std::atomic<bool> queued_{false};
+  std::atomic<bool> recorded_{false};  // in a graph, whose replays draw without a word: there may always be one in flight
 };
 
 at::Generator& default_generator(c10::DeviceIndex index);

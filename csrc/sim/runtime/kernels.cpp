@@ -47,6 +47,47 @@ double flops_of_linear(Arguments arguments) {
   return 2.0 * static_cast<double>(arguments[0].toTensor().numel()) * static_cast<double>(weight.size(0));
 }
 
+// Weights with filling: an argument says how many features there are.
+void new_with_features(const at::Tensor& x, int64_t features, c10::DeviceIndex card, Results& results) {
+  c10::SmallVector<int64_t, 6> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = features;
+  results.push_back(new_tensor(card, sizes, x.scalar_type()));
+}
+
+template <int Features>
+double flops_with_features(Arguments arguments) {
+  return 2.0 * static_cast<double>(arguments[0].toTensor().numel()) * static_cast<double>(arguments[Features].toInt());
+}
+
+// x, blocks, out_features, bias
+void shapes_of_blocked_linear(const Plan& plan, Arguments arguments, c10::DeviceIndex card, Results& results) {
+  const at::Tensor &x = arguments[0].toTensor(), &blocks = arguments[1].toTensor();
+  const int64_t features = arguments[2].toInt();
+  TORCH_CHECK(x.dim() >= 1 && blocks.dim() >= 2 && x.size(-1) == blocks.size(-1) && features >= 0 &&
+                  features * x.size(-1) <= blocks.numel(),
+              plan.name, ": input of ", x.sizes(), " does not fit blocks of ", blocks.sizes(), " with ", features,
+              " features");
+  new_with_features(x, features, card, results);
+}
+
+// x, codes, scales, offsets, bits, out_features, bias
+void shapes_of_quantized_linear(const Plan& plan, Arguments arguments, c10::DeviceIndex card, Results& results) {
+  const at::Tensor &x = arguments[0].toTensor(), &codes = arguments[1].toTensor();
+  const int64_t bits = arguments[4].toInt(), features = arguments[5].toInt();
+  TORCH_CHECK(bits == 4 || bits == 8, plan.name, ": weights of ", bits, " bits are not known; use 4 or 8");
+  TORCH_CHECK(x.dim() >= 1 && codes.dim() == 4 && x.size(-1) <= codes.size(1) * codes.size(3) * (8 / bits) &&
+                  features >= 0 && features <= codes.size(0) * codes.size(2),
+              plan.name, ": input of ", x.sizes(), " does not fit codes of ", codes.sizes(), " with ", features,
+              " features of ", bits, " bits");
+  new_with_features(x, features, card, results);
+}
+
+void shapes_of_rows(const Plan& plan, Arguments arguments, c10::DeviceIndex card, Results& results) {
+  const at::Tensor& x = arguments[0].toTensor();
+  TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, plan.name, ": rows of numbers are needed, got ", x.sizes());
+  results.push_back(new_tensor(card, {x.size(0)}, at::kLong));
+}
+
 struct Known {
   const char* name;
   Plan::Shapes shapes;
@@ -72,6 +113,9 @@ constexpr Known kKnown[] = {
     {"fused_add_gemma_rms_norm", &shapes_as_two, nullptr},
     {"linear", &shapes_of_linear, &flops_of_linear},
     {"logits", &shapes_of_linear, &flops_of_linear},
+    {"blocked_linear", &shapes_of_blocked_linear, &flops_with_features<2>},
+    {"quantized_linear", &shapes_of_quantized_linear, &flops_with_features<5>},
+    {"greedy_argmax", &shapes_of_rows, nullptr},
 };
 
 }  // namespace

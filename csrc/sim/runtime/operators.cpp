@@ -119,6 +119,24 @@ Plan::Flops flops_of(const std::string& name) {
   return nullptr;
 }
 
+// Filling a tensor elsewhere with a number of the card: the host waits for the number, as it does with any device.
+class Filler final : public c10::OperatorKernel {
+ public:
+  explicit Filler(std::shared_ptr<const Plan> plan) : plan_(std::move(plan)) {}
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    at::Tensor self = torch::jit::peek(*stack, 0, 2).toTensor();
+    const at::Tensor value = torch::jit::peek(*stack, 1, 2).toTensor();
+    if (value.dim() != 0 || value.device().type() != kType || self.device() == value.device())
+      return launch(*plan_, stack);
+    self.fill_(value.item());
+    torch::jit::drop(*stack, 2);
+    stack->emplace_back(std::move(self));
+  }
+
+ private:
+  std::shared_ptr<const Plan> plan_;
+};
+
 bool among(const std::string& name, c10::ArrayRef<const char*> names) {
   for (const char* one : names)
     if (name == one) return true;
@@ -134,7 +152,10 @@ void add(torch::Library& library, const c10::OperatorHandle& op, Plan::Shapes sh
   plan->details = details_of(plan->name);
   if (plan->has_out) plan->sizes = sizes_of(plan->name);
   remember(plan);
-  library.impl(plan->name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Launcher>(plan)));
+  if (plan->name == "aten::fill_.Tensor")
+    library.impl(plan->name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Filler>(plan)));
+  else
+    library.impl(plan->name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Launcher>(plan)));
 }
 
 }  // namespace

@@ -108,22 +108,25 @@ Plan::Plan(const c10::OperatorHandle& handle) : op(handle), name(toString(handle
 
 c10::DeviceIndex card_of(const Plan& plan, Arguments arguments) {
   c10::DeviceIndex found = -1;
-  const auto look = [&](const at::Tensor& tensor) {
+  std::optional<c10::Device> elsewhere;  // of a tensor that is to be written
+  const auto look = [&](const at::Tensor& tensor, bool written = false) {
     if (!tensor.defined()) return;
     const c10::Device device = tensor.device();
     if (device.type() == kType) {
       if (found == -1) found = device.index();
       if (found != device.index()) mixed(plan, c10::Device(kType, found), device);
+    } else if (written) {
+      elsewhere = device;
     }
   };
   for (size_t i = 0; i < arguments.size(); ++i) {
     const c10::IValue& value = arguments[i];
     switch (plan.arguments[i].kind) {
       case Plan::Kind::tensor:
-        if (value.isTensor()) look(value.toTensor());
+        if (value.isTensor()) look(value.toTensor(), plan.arguments[i].written);
         break;
       case Plan::Kind::tensors:
-        for (const auto& one : value.toTensorList()) look(one);
+        for (const auto& one : value.toTensorList()) look(one, plan.arguments[i].written);
         break;
       case Plan::Kind::optional_tensors:
         for (const std::optional<at::Tensor>& one : value.toOptionalTensorVector())
@@ -134,6 +137,8 @@ c10::DeviceIndex card_of(const Plan& plan, Arguments arguments) {
     }
   }
   TORCH_CHECK(found != -1, plan.name, " was called for bpnpu without a tensor that is there");
+  // Also a number of the host: the launch has a copy of it, and what is written there reaches nobody.
+  if (elsewhere.has_value()) mixed(plan, c10::Device(kType, found), *elsewhere);
   return found;
 }
 

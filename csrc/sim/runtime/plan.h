@@ -61,7 +61,7 @@ struct Plan {
   mutable std::atomic<uint64_t> launched{0};
 };
 
-// The card of an operator's tensors; they must all be on one, but for host scalars.
+// The card of an operator's tensors; they must all be on one, but for host scalars that are only read.
 c10::DeviceIndex card_of(const Plan& plan, Arguments arguments);
 
 // Shapes and sizes by PyTorch's own meta kernels: right for every operator that has one, and slow where it is Python.

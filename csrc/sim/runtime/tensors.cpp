@@ -132,17 +132,19 @@ void copy_to_peer(const at::Tensor& to, const at::Tensor& from) {
   const at::Tensor source = same_bytes(to, from) ? from : from.to(to.scalar_type()).contiguous();
   const at::Tensor target = same_bytes(to, source) ? to : at::empty_strided(to.sizes(), source.strides(), to.options());
   const bpsim_stream here = current_stream_of(to.device().index()), there = current_stream_of(from.device().index());
-  bpsim_event event = 0;
-  check(bpsim_event_create(0, &event), "copying between cards");
+  struct Meeting {
+    bpsim_event event = 0;
+    Meeting() { check(bpsim_event_create(0, &event), "copying between cards"); }
+    ~Meeting() { bpsim_event_destroy(event); }
+  } const meeting;
   const auto meet = [&](bpsim_stream first, bpsim_stream second) {
-    check(bpsim_event_record(event, first), "copying between cards");
-    check(bpsim_stream_wait_event(second, event), "copying between cards");
+    check(bpsim_event_record(meeting.event, first), "copying between cards");
+    check(bpsim_stream_wait_event(second, meeting.event), "copying between cards");
   };
   meet(here, there);
   check(bpsim_copy_async(there, BPSIM_PEER, target.mutable_data_ptr(), source.const_data_ptr(), target.nbytes()),
         "copying between cards");
   meet(there, here);
-  check(bpsim_event_destroy(event), "copying between cards");
   if (!target.is_same(to)) copy_on_card(to, target);
 }
 

@@ -171,6 +171,68 @@ TEST(a_hang_that_was_waited_for_is_told_at_once_to_all_that_it_holds_up) {
   CHECK_OK(bpsim_card_synchronize(0));
 }
 
+TEST(a_hang_that_was_waited_for_is_told_at_once_to_streams_that_wait_for_it) {
+  Session session([](bpsim_config& config) {
+    config.faults = "hang@launch=stuck";
+    config.sync_timeout_ms = 500;
+  });
+  const bpsim_stream streams[] = {session.stream, new_stream(), session.other_card, new_stream()};
+  const bpsim_event before = new_event();
+  CHECK_OK(launch(session.stream, "fine", [] {}));
+  CHECK_OK(bpsim_event_record(before, session.stream));
+  CHECK_OK(launch(session.stream, "stuck", [] {}));
+  // A row of four: each waits for the one before it.
+  for (int i = 1; i < 4; ++i) {
+    const bpsim_event event = new_event();
+    CHECK_OK(bpsim_event_record(event, streams[i - 1]));
+    CHECK_OK(bpsim_stream_wait_event(streams[i], event));
+    CHECK_OK(launch(streams[i], "dependent", [] {}));
+  }
+  CHECK_STATUS(bpsim_stream_synchronize(session.stream), BPSIM_TIMEOUT, "it hangs in 'stuck'");
+  CHECK_OK(bpsim_set_sync_timeout(3600 * 1000));
+  for (int i = 3; i > 0; --i)
+    CHECK_STATUS(bpsim_stream_synchronize(streams[i]), BPSIM_TIMEOUT, "card 0, stream 0, which is in 'stuck'");
+  CHECK_STATUS(bpsim_card_synchronize(1), BPSIM_TIMEOUT, "it hangs in a wait for card 0");
+  // What comes before the hang is done, and so is what waits for nothing else.
+  CHECK_OK(bpsim_event_synchronize(before));
+  const bpsim_stream free = new_stream(1);
+  CHECK_OK(bpsim_stream_wait_event(free, before));
+  CHECK_OK(launch(free, "independent", [] {}));
+  CHECK_OK(bpsim_stream_synchronize(free));
+  CHECK_STATUS(bpsim_stream_synchronize(streams[1]), BPSIM_TIMEOUT, "which is in 'stuck'");
+  CHECK_OK(bpsim_release_hangs(0));
+  CHECK_OK(bpsim_card_synchronize(0));
+  CHECK_OK(bpsim_card_synchronize(1));
+}
+
+TEST(a_hang_that_is_over_is_not_told_of_later_work) {
+  Session session([](bpsim_config& config) {
+    config.faults = "hang@launch=stuck";
+    config.sync_timeout_ms = 500;
+  });
+  // As much is finished on the first stream before the hang as on the other one, later, before its slow launch.
+  for (int i = 0; i < 3; ++i) CHECK_OK(launch(session.stream, "fine", [] {}));
+  CHECK_OK(bpsim_stream_synchronize(session.stream));
+  CHECK_OK(launch(session.stream, "stuck", [] {}));
+  const bpsim_stream other = new_stream();
+  const bpsim_event event = new_event();
+  CHECK_OK(bpsim_event_record(event, session.stream));
+  CHECK_OK(bpsim_stream_wait_event(other, event));
+  CHECK_STATUS(bpsim_stream_synchronize(other), BPSIM_TIMEOUT, "it hangs in a wait for card 0, stream 0");
+  CHECK_OK(bpsim_release_hangs(0));
+  CHECK_OK(bpsim_card_synchronize(0));
+  std::atomic<int> reached{0};
+  for (int i = 1; i <= 6; ++i) {
+    CHECK_OK(launch(other, "slow", [&reached, i] {
+      reached.store(i);
+      const timespec time{0, 100000000};
+      nanosleep(&time, nullptr);
+    }));
+    eventually([&] { return reached.load() == i; });
+    CHECK_OK(bpsim_stream_synchronize(other));
+  }
+}
+
 TEST(slow_work_is_no_hang) {
   Session session([](bpsim_config& config) { config.sync_timeout_ms = 200; });
   const auto nap = [] {

@@ -1,4 +1,6 @@
 // Pools, sleeping, and pinned memory.
+#include <thread>
+
 #include "helpers.h"
 
 TEST(pools_keep_allocations_apart) {
@@ -112,6 +114,62 @@ TEST(a_pool_that_another_card_works_on_stays) {
   CHECK_OK(bpsim_card_synchronize(1));
   CHECK_OK(bpsim_pool_suspend(pool));
   CHECK_OK(bpsim_pool_resume(pool));
+}
+
+TEST(a_pool_may_go_to_sleep_while_an_allocation_waits) {
+  Session session;
+  const bpsim_stream other = new_stream();
+  // The allocation looks at all of them when it has waited; going to sleep is faster, now and then.
+  for (int i = 0; i < 50; ++i) new_stream();
+  for (int round = 0; round < 40; ++round) {
+    bpsim_pool pool = 0;
+    CHECK_OK(bpsim_pool_create(0, &pool));
+    char* const large = allocate(session.stream, 40 * MiB);
+    CHECK_OK(bpsim_record_stream(large, other));
+    Gate gate(other);
+    CHECK_OK(bpsim_free(large));
+    void* got = nullptr;
+    bpsim_status status = BPSIM_OK;
+    std::thread allocating([&] { status = bpsim_alloc(session.stream, pool, 40 * MiB, &got); });
+    gate.wait_until_reached();
+    for (int i = 0; i < 5; ++i) doze();
+    std::thread suspending([&] { CHECK_OK(bpsim_pool_suspend(pool)); });
+    for (int i = 0; i < 5; ++i) doze();
+    gate.open();
+    allocating.join();
+    suspending.join();
+    // It has its memory, which sleeps; or it was refused. It has none of a pool that sleeps already.
+    CHECK(status == BPSIM_OK || status == BPSIM_INVALID);
+    const bpsim_memory_stats stats = memory();
+    CHECK_EQ(stats.in_use, 0u);
+    CHECK_EQ(stats.suspended, status == BPSIM_OK ? 40 * MiB : 0u);
+    CHECK_OK(bpsim_pool_resume(pool));
+    if (status == BPSIM_OK) CHECK_OK(bpsim_free(got));
+    CHECK_OK(bpsim_pool_destroy(pool));
+    CHECK_OK(bpsim_empty_cache(0));
+    CHECK_EQ(memory().reserved, 0u);
+  }
+}
+
+TEST(pinned_memory_where_less_was_freed_is_pinned_as_a_whole) {
+  Session session;
+  constexpr size_t count = 32;
+  // Where the system puts the large one is its own affair: each of the small ones is freed last once.
+  for (size_t last = 0; last < count; ++last) {
+    void *small[count] = {}, *large = nullptr;
+    for (void*& each : small) CHECK_OK(bpsim_host_alloc(256 * KiB, &each));
+    for (size_t i = 0; i < count; ++i)
+      if (i != last) CHECK_OK(bpsim_host_free(small[i]));
+    CHECK_OK(bpsim_host_free(small[last]));
+    CHECK_OK(bpsim_host_alloc(4 * MiB, &large));
+    for (uint64_t at = 0; at < 4 * MiB; at += 64 * KiB) {
+      bpsim_block_info info{};
+      CHECK_OK(bpsim_pointer_info(static_cast<char*>(large) + at + 64 * KiB - 1, &info));
+      CHECK_EQ(int(info.place), int(BPSIM_HOST_PINNED));
+      CHECK_EQ(info.bytes, 4 * MiB);
+    }
+    CHECK_OK(bpsim_host_free(large));
+  }
 }
 
 TEST(pinned_memory_is_known_and_outlives_its_use) {

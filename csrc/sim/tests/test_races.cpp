@@ -1,4 +1,6 @@
 // Missing synchronisation: found where it is missing, and nowhere else.
+#include <unistd.h>
+
 #include <random>
 #include <vector>
 
@@ -333,6 +335,25 @@ static void host_is_too_early(void (*change)(bpsim_config&), bool into) {
 SCENARIO(host_reads_what_a_copy_writes) { host_is_too_early(failing, true); }
 SCENARIO(host_writes_what_a_copy_reads) { host_is_too_early(failing, false); }
 SCENARIO(host_is_told_and_goes_on) { host_is_too_early(reporting, false); }
+
+// More pages than the guard remembers as opened for reading.
+SCENARIO(reads_beside_many_copies_are_the_hosts) {
+  constexpr uint64_t count = 70;
+  const uint64_t page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  Session session(failing);
+  char* const device = allocate(session.stream, 64);
+  char* const host = pinned(count * page);
+  for (uint64_t i = 0; i < count; ++i) {
+    CHECK_OK(bpsim_copy_async(session.stream, BPSIM_DEVICE_TO_HOST, host + i * page, device, 64));
+    CHECK_OK(bpsim_copy_async(session.stream, BPSIM_HOST_TO_DEVICE, device, host + i * page + 128, 64));
+  }
+  for (int round = 0; round < 2; ++round)
+    for (uint64_t i = 0; i < count; ++i) CHECK_EQ(static_cast<int>(host[i * page + 128]), 0);
+  CHECK_EQ(races_found(), 0u);
+  std::printf("went on\n");
+  host[128] = 1;
+  CHECK_EQ(races_found(), 1u);
+}
 
 SCENARIO(neighbours_of_a_copy_are_the_hosts) {
   Session session(failing);

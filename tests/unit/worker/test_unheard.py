@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 from vllm.config import ParallelConfig
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu import async_utils
 
-from vllm_backplane.worker.unheard import EXIT_STATUS, insist_on_being_heard, is_heard
+from vllm_backplane.worker.unheard import EXIT_STATUS, insist_on_being_heard, is_heard, order_after_copy
 
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 3)]
 
@@ -65,3 +69,36 @@ def test_what_nobody_hears_is_told_and_ends_the_process(tmp_path: Path) -> None:
     assert "Rank 1 failed in execute_model" in told
     assert "ValueError: a card is gone" in told, "with its traceback"
     assert "handed on" not in told and "goes on" not in told
+
+
+class Answer(AsyncModelRunnerOutput):
+    """An answer that is being copied; what was done with it is in `done`."""
+
+    def __init__(self, event: str | None) -> None:
+        self.done: list[str] = []
+        if event is not None:
+            setattr(self, event, self)
+
+    def wait(self) -> None:
+        self.done.append("later work waits")
+
+    def get_output(self) -> None:
+        self.done.append("the host waits")
+
+
+@pytest.mark.parametrize("event", ["async_copy_ready_event", "copy_event", None])
+def test_an_answer_that_nobody_reads_is_copied_before_it_is_dropped(event: str | None) -> None:
+    answer = Answer(event)
+    order_after_copy(answer)
+    assert answer.done == ["later work waits" if event else "the host waits"]
+    order_after_copy(None)
+
+
+def test_those_are_the_names_of_vllms_events() -> None:
+    for answer, event in (
+        (gpu_model_runner.AsyncGPUModelRunnerOutput, "async_copy_ready_event"),
+        (gpu_model_runner.AsyncGPUPoolingModelRunnerOutput, "async_copy_ready_event"),
+        (async_utils.AsyncOutput, "copy_event"),
+        (async_utils.AsyncPoolingOutput, "copy_event"),
+    ):
+        assert f"self.{event} = " in inspect.getsource(answer.__init__)

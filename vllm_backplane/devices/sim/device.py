@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from ctypes import byref
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from vllm_backplane.devices.sim.library import driver, runtime
 from vllm_backplane.devices.sim.pools import Pool
 from vllm_backplane.devices.sim.settings import (
     CARDS,
+    DRIVER_OPTIONS,
     FALLBACK,
     FAULTS_REMEDY,
     OPTIONS,
@@ -51,6 +52,8 @@ class SimDevice(Device):
         profile_tokens=128,  # a host's cores compute it
     )
     options: ClassVar[tuple[Option[Any], ...]] = OPTIONS
+    _driver_settings: ClassVar[Mapping[str, Any]] = {}
+    """What the driver of this process was configured with."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(settings)
@@ -106,14 +109,27 @@ class SimDevice(Device):
             for card in named
             if card >= cards
         ]
+        found += self._late_settings()
         return tuple(found)
 
+    def _late_settings(self) -> Iterator[tuple[str, str]]:
+        """Of a second engine in the process of a first."""
+        if not runtime("started"):
+            return
+        for key, running in self._driver_settings.items():
+            if self.settings[key] != running:
+                yield (
+                    f"sim.{key} is {self.settings[key]!r}, and the cards of this process were started with {running!r}",
+                    "give all engines of a process the same, or start this one in a process of its own",
+                )
+
     def _configure(self) -> None:
+        runtime("set_fallback", FALLBACK.index(self.settings["fallback"]))
         if runtime("started"):
             return
         runtime("configure", byref(driver_config(self.settings)))
-        runtime("set_fallback", FALLBACK.index(self.settings["fallback"]))
         runtime("set_compute_threads", self.settings["threads"] or host.usable_cores())
+        SimDevice._driver_settings = {key: self.settings[key] for key in DRIVER_OPTIONS}
 
     def load_kernels(self) -> None:
         """The C++ kernels of the cpu device compute behind launches; operators without one run as their references."""

@@ -124,7 +124,6 @@ _DRIVER: dict[str, tuple[Any, ...]] = {
     "bpsim_pool_resume": (c_uint64,),
     "bpsim_capture_begin": (c_uint64, c_uint64),
     "bpsim_capture_end": (c_uint64, POINTER(c_uint64)),
-    "bpsim_capture_status": (c_uint64, POINTER(c_int)),
     "bpsim_graph_launch": (c_uint64, c_uint64),
     "bpsim_graph_destroy": (c_uint64,),
     "bpsim_blocks": (c_int32, c_uint64, POINTER(BlockInfo), c_uint64, POINTER(c_uint64)),

@@ -23,6 +23,8 @@ class Pool:
         self._card = card
         self._handle = handle.value
         self._kept: list[tuple[int, torch.Tensor]] = []
+        self._incomplete = False
+        """It is awake, and not all that was kept is back."""
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -36,15 +38,20 @@ class Pool:
 
     def release(self, keep: bool) -> None:
         driver("card_synchronize", self._card)
-        if keep:
-            self._kept = [self._saved(block) for block in self._blocks()]
+        if keep and self._incomplete:
+            self.restore()
+        kept = [self._saved(block) for block in self._blocks()] if keep else []
         driver("pool_suspend", self._handle)
+        self._kept, self._incomplete = kept, False
 
     def restore(self) -> None:
-        driver("pool_resume", self._handle)
-        kept, self._kept = self._kept, []
-        for base, contents in kept:
+        """May be called again when it has failed."""
+        if not self._incomplete:
+            driver("pool_resume", self._handle)
+        self._incomplete = True
+        for base, contents in self._kept:
             driver("copy", self._stream(), _HOST_TO_DEVICE, base, contents.data_ptr(), contents.nbytes)
+        self._kept, self._incomplete = [], False
 
     def _saved(self, block: BlockInfo) -> tuple[int, torch.Tensor]:
         contents = torch.empty(block.bytes, dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,11 @@ from vllm_backplane.errors import OptionError
 from vllm_backplane.options import Option, byte_count, integer, one_of, text
 
 MAX_CARDS = 16
+MIN_MEMORY, MAX_MEMORY = 2 << 20, 8 << 40
+"""Of a card; the driver takes no others."""
+MAX_TIMEOUT = (2**32 - 1) // 1000
+"""In seconds: the driver counts milliseconds in 32 bits."""
+MAX_THREADS = 4096
 RAM_SHARE = 0.5
 """Of the host's memory, for all cards together, where no size is given. Memory that is not written takes none."""
 
@@ -29,6 +35,13 @@ _RATES = {
 }
 
 
+def memory(value: Any) -> int:
+    count = byte_count(value)
+    if not MIN_MEMORY <= count <= MAX_MEMORY:
+        raise ValueError("2MiB to 8TiB, such as 2GiB")
+    return count
+
+
 def model(value: Any) -> str:
     """Checked here, kept as text: it travels between processes."""
     parse_model(value)
@@ -40,19 +53,27 @@ def parse_model(value: Any) -> Model:
     chip = Model(on=1)
     if not isinstance(value, str) or not value:
         raise ValueError(expected)
+    seen = set()
     for part in value.split(","):
         key, separator, number = part.partition("=")
-        if not separator or key.strip() not in _RATES:
+        key = key.strip()
+        if not separator or key not in _RATES:
             raise ValueError(expected)
+        if key in seen:
+            raise ValueError(f"{key} once: {expected}")
+        seen.add(key)
         try:
             rate = float(number)
         except ValueError:
             raise ValueError(expected) from None
-        if not rate >= 0:
+        if not (math.isfinite(rate) and rate >= 0):
             raise ValueError(expected)
-        setattr(chip, _RATES[key.strip()], rate)
+        setattr(chip, _RATES[key], rate)
     return chip
 
+
+DRIVER_OPTIONS = ("memory", "faults", "model", "sync_timeout", "races", "check_launches")
+"""Taken by the driver when it starts, and not again in the same process."""
 
 CARDS: Option[int] = Option(
     "cards",
@@ -66,7 +87,7 @@ OPTIONS: tuple[Option[Any], ...] = (
     Option(
         "memory",
         None,
-        byte_count,
+        memory,
         f"Memory of each card, such as 2GiB; default: {RAM_SHARE:.0%} of the host's, divided among the cards.",
     ),
     Option(
@@ -93,11 +114,16 @@ OPTIONS: tuple[Option[Any], ...] = (
     Option(
         "sync_timeout",
         8,
-        integer(0),
+        integer(0, MAX_TIMEOUT),
         "Seconds after which waiting for a stream that finishes no launch is an error; 0: never. A single launch of a "
         "large model on a slow host may need more.",
     ),
-    Option("threads", None, integer(1), "Host threads that one launch may use; default: cores divided among workers."),
+    Option(
+        "threads",
+        None,
+        integer(1, MAX_THREADS),
+        "Host threads that one launch may use; default: cores divided among workers.",
+    ),
     Option(
         "races",
         "off",

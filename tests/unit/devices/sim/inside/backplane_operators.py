@@ -97,6 +97,24 @@ def test_a_launch_uses_the_cpu_kernel_and_no_other_operator() -> None:
     assert torch.bpnpu.launch_counters()["launches"] == before + 3
 
 
+def test_arguments_that_do_not_fit_are_refused_by_the_card_itself() -> None:
+    """At the call, and not by an implementation in Python, which would cost more than the launch at every call."""
+    x = torch.ones(2, 16, device=CARD)
+    codes, scales = torch.zeros(1, 4, 8, 4, dtype=torch.uint8, device=CARD), torch.ones(1, 1, 8, device=CARD)
+    ops = vllm_backplane.ops
+    for call, told in (
+        (lambda: ops.linear.call(x, x[:, :8], None), "linear: input of"),
+        (lambda: ops.blocked_linear.call(x, torch.ones(1, 8, 15, device=CARD), 5, None), "blocked_linear: input of"),
+        (lambda: ops.blocked_linear.call(x, torch.ones(1, 8, 16, device=CARD), 9, None), "with 9 features"),
+        (lambda: ops.quantized_linear.call(x, codes, scales, None, 8, 9, None), "with 9 features of 8 bits"),
+        (lambda: ops.quantized_linear.call(x, codes[:, :3], scales, None, 8, 8, None), "quantized_linear: input of"),
+        (lambda: ops.quantized_linear.call(x, codes, scales, None, 3, 8, None), "of 3 bits"),
+        (lambda: ops.greedy_argmax.call(x[0]), "greedy_argmax: rows"),
+    ):
+        with pytest.raises(RuntimeError, match=f"backplane::.*{told}"):
+            call()
+
+
 def test_what_the_host_does_is_counted_and_told() -> None:
     operator = dataclasses.replace(
         declared()["linear"],

@@ -142,6 +142,23 @@ def test_a_result_that_is_not_waited_for_is_stale(calls: CapturedCalls, hang) ->
     assert tokens.tolist() == [6, 6, 6, 6]
 
 
+def test_a_seed_is_for_what_comes_after_a_replay_in_flight(calls: CapturedCalls) -> None:
+    x, slow = torch.zeros(4, device=CARD), torch.ones(800, 800, device=CARD)
+
+    def step() -> torch.Tensor:
+        slow @ slow  # seeds that do not wait come long before this is over
+        return x.uniform_()
+
+    calls.capture("key", step, {"x": x})
+    torch.bpnpu.manual_seed(1)  # waits for what was drawn so far
+    calls.replay("key", {"x": x})
+    torch.bpnpu.manual_seed(5)
+    after = torch.rand(4, device=CARD)
+    numbers = torch.Generator()
+    assert torch.equal(x.cpu(), torch.rand(4, generator=numbers.manual_seed(1)))
+    assert torch.equal(after.cpu(), torch.rand(4, generator=numbers.manual_seed(5)))
+
+
 def test_an_input_changed_before_the_replay_has_read_it(calls: CapturedCalls, hang) -> None:
     """The planted bug: pinned memory is filled for the next step while the copy of this one is still to come."""
     x = torch.zeros(4, device=CARD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from ctypes import byref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -222,6 +223,15 @@ def test_products_are_charged_with_their_operations() -> None:
     assert computed(lambda: ops.linear.call(x, weight, None)) == 2 * 3 * 16 * 5
     assert computed(lambda: x @ weight.t()) == 2 * 3 * 16 * 5
     assert moved(lambda: ops.linear.call(x, weight, None)) == x.nbytes + weight.nbytes + 3 * 5 * 4
+    assert computed(lambda: ops.logits.call(x, weight, None)) == 2 * 3 * 16 * 5
+    in_blocks = torch.zeros(1, 8, 16, device=CARD)  # of which five rows are the weight
+    assert computed(lambda: ops.blocked_linear.call(x, in_blocks, 5, None)) == 2 * 3 * 16 * 5
+    scales = torch.ones(1, 1, 8, device=CARD)
+    for bits, steps in ((8, 4), (4, 2)):
+        codes = torch.zeros(1, steps, 8, 4, dtype=torch.uint8, device=CARD)
+        product = partial(ops.quantized_linear.call, x, codes, scales, None, bits, 5, None)
+        assert computed(product) == 2 * 3 * 16 * 5
+        assert moved(product) == x.nbytes + codes.nbytes + scales.nbytes + 3 * 5 * 4
 
 
 def test_nothing_is_charged_while_it_is_off() -> None:

@@ -377,10 +377,34 @@ def test_mistakes_are_told_at_the_call() -> None:
         a + torch.zeros(3, 4, device="bpnpu:1")
     with pytest.raises(RuntimeError, match="same device"):
         torch.where(torch.ones(3, 4, dtype=torch.bool), a, a)
+    number = torch.zeros(())
+    for written in (
+        lambda: number.add_(a[0, 0]),
+        lambda: torch.add(a[0, 0], 1, out=number),
+        lambda: torch.sum(a, (0, 1), out=number),
+        lambda: number.masked_fill_(a[0, 0] == 0, 7.0),
+    ):
+        with pytest.raises(RuntimeError, match="same device"):
+            written()
+    assert number.item() == 0
+    host = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="device"):
+        host[torch.tensor([1]).to(CARD)] = torch.ones(1)
     with pytest.raises(RuntimeError, match="generator"):
         a.uniform_(generator=torch.Generator())
     with pytest.raises(IndexError):
         a[5]
+
+
+def test_filling_with_a_number_of_the_card() -> None:
+    three = torch.tensor(3.0).to(CARD)
+    assert torch.zeros(()).fill_(three).item() == 3
+    assert torch.zeros(2).fill_(three).tolist() == [3, 3]
+    assert torch.zeros(2, device=CARD).fill_(three).tolist() == [3, 3]
+    assert torch.zeros(2, device="bpnpu:1").fill_(three).tolist() == [3, 3]
+    assert torch.zeros(2, device=CARD).fill_(torch.tensor(4.0)).tolist() == [4, 4]
+    own = torch.arange(3.0).to(CARD)
+    assert own.fill_(own[2]).tolist() == [2, 2, 2]
 
 
 def test_what_the_card_does_not_have_is_refused() -> None:
