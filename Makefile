@@ -44,13 +44,11 @@ threads = OMP_NUM_THREADS=$$(( ($$(nproc) + $(JOBS) - 1) / $(JOBS) ))
 pytest = $(threads) $(bin)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40
 
 # torch is named in every pip command: an open requirement for it may bring another, of several gigabytes.
-# A log gets one line per package that changes; a terminal gets pip as it is, with its progress bars. Python compiles what
-# it imports; pip would compile four times as much.
+# A log gets one line per package that changes; a terminal gets pip as it is, with its progress bars.
 define functions
 banner() { printf '\n==> %s\n' "$$*"; }
 finish() { mkdir -p $(stamps); touch $@; printf '==> done in %ss\n' "$$SECONDS"; }
 pip() {
-    set -- "$$1" --no-compile "$${@:2}"
     if [ -t 1 ]; then $(bin)/python -m pip --disable-pip-version-check "$$@"
     else $(bin)/python -m pip --disable-pip-version-check "$$@" 2>&1 | sed -u -E '/^(Looking in|Requirement already)/d'; fi
 }

@@ -91,6 +91,7 @@ OWN = {  # additions of ours; everything else must override something upstream
         "_refuse_kv_cache",
         "_models",
         "_heard",
+        "_told",
         "_execute_model",
         "_forget_graphs",
         "_preserved_parameters",
