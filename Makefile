@@ -80,7 +80,9 @@ serve: $(plugin)  ## Serve a model with the OpenAI API
 	@exec $(bin)/vllm-backplane serve $(MODEL) --host $(HOST) --port $(PORT) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 .PHONY: test
-test: lint unit e2e  ## Run lint, unit and e2e
+test: lint  ## Run lint, unit and e2e
+	@printf '\n==> unit and end-to-end tests\n'
+	$(pytest) tests/e2e tests/unit $(ARGS)
 
 .PHONY: lint
 lint: $(plugin) $(tools)  ## Check style and types

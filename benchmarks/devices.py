@@ -2,8 +2,10 @@
 
     python benchmarks/devices.py                    # the default model in float32, sim over cpu
     python benchmarks/devices.py --devices cpu sim --rounds 5 --least 0.7
+    python benchmarks/devices.py --steps eager      # without graphs of decode steps
 
-Engines of both devices take turns, each in a process of its own; the table shows the median over the turns.
+Both devices run decode steps in the same way: left to themselves, one replays them and the other does not. Engines of
+both take turns, each in a process of its own; the table shows the median over the turns.
 
 And how fast a chip would be that is described by its rates, with the same work on the simulated card:
 
@@ -21,7 +23,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dtypes import ANSWER, PROMPT, SEQUENCES
+from dtypes import ANSWER, SEQUENCES
+
+PROMPT = 512
+STEPS = {"replayed": "FULL_DECODE_ONLY", "eager": "NONE"}
 
 
 def modelled(model: str, dtype: str) -> dict[str, float]:
@@ -49,14 +54,14 @@ def modelled(model: str, dtype: str) -> dict[str, float]:
     return found
 
 
-def in_a_process(script: str, device: str, model: str, dtype: str, **variables: str) -> dict[str, float]:
+def in_a_process(script: str, device: str, model: str, dtype: str, *more: str, **variables: str) -> dict[str, float]:
     """What an engine on `device` measures, by the script of this folder that has it."""
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     environment = {**os.environ, **quiet, "BACKPLANE_DEVICE": device, **variables}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer"  # standard output belongs to vLLM
         program = str(Path(__file__).resolve().with_name(script))
-        command = [sys.executable, program, "--engine", model, dtype, str(answer)]
+        command = [sys.executable, program, "--engine", model, dtype, str(answer), *more]
         subprocess.run(command, env=environment, stdout=sys.stderr, check=True)
         measured: dict[str, float] = json.loads(answer.read_text())
     return measured
@@ -66,6 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs=2, default=("cpu", "sim"), metavar=("BASE", "OTHER"))
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--steps", choices=STEPS, default="replayed", help="decode steps (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--least", type=float, metavar="RATIO", help="fail if OTHER over BASE is below this anywhere")
     parser.add_argument("--model", metavar="RATES", help="BACKPLANE_SIM_MODEL: a chip; prints its tokens per second")
@@ -91,7 +97,9 @@ def main() -> int:
     results: dict[str, dict[str, list[float]]] = {device: {} for device in args.devices}
     for turn in range(args.rounds):
         for device, measured in results.items():
-            for name, value in in_a_process("dtypes.py", device, model, args.dtype).items():
+            for name, value in in_a_process(
+                "dtypes.py", device, model, args.dtype, "--steps", STEPS[args.steps]
+            ).items():
                 measured.setdefault(name, []).append(value)
             print(f"turn {turn + 1}: {device} done", file=sys.stderr)
     medians = {device: {name: statistics.median(v) for name, v in found.items()} for device, found in results.items()}
@@ -101,7 +109,7 @@ def main() -> int:
     if args.json:
         print(json.dumps({"all": results, "median": medians, "ratio": ratios}, indent=2))
         return int(bool(slow))
-    print(f"\n{DEFAULT.name} in {args.dtype}, tokens per second\n")
+    print(f"\n{DEFAULT.name} in {args.dtype}, decode steps {args.steps}, tokens per second\n")
     print(f"{'workload':<18}{base:>10}{other:>10}{'ratio':>8}")
     for name, ratio in ratios.items():
         print(f"{name:<18}{medians[base][name]:>10.1f}{medians[other][name]:>10.1f}{ratio:>8.2f}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests import programs
 from vllm_backplane import runtime as module
 from vllm_backplane.errors import OptionError
 from vllm_backplane.runtime import configured, runtime
@@ -124,5 +124,5 @@ assert not gone, gone
 
 
 def test_every_override_overrides_something() -> None:
-    run = subprocess.run([sys.executable, "-c", OVERRIDES], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(programs.command(OVERRIDES), capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

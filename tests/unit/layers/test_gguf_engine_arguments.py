@@ -11,14 +11,16 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from tests import programs
+
 PROGRAM = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
 
 found = {}
-for name, options in json.loads(sys.argv[2]).items():
+for name, options in json.loads(sys.argv[1]).items():
     try:
-        config = EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, **options).create_engine_config()
+        config = EngineArgs(skip_tokenizer_init=True, **options).create_engine_config()
     except Exception as fault:
         found[name] = f"{type(fault).__name__}: {fault}"
     else:
@@ -44,7 +46,7 @@ load_general_plugins()
 
 def test_a_name_that_another_plugin_took_is_refused() -> None:
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", TAKEN], capture_output=True, text=True, check=False, env=variables)
+    done = subprocess.run(programs.command(TAKEN), capture_output=True, text=True, check=False, env=variables)
     assert done.returncode != 0
     assert "--quantization gguf already belongs to" in done.stderr and "uninstall one of the two" in done.stderr
 
@@ -64,24 +66,21 @@ def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> No
     writer.write_tensors_to_file()
     writer.close()
     (tmp_path / "damaged.gguf").write_bytes(path.read_bytes()[:-8])
-    asked: dict[str, dict[str, str]] = {
-        "plain": {},
-        "named": {"served_model_name": "mine"},
-        "other format": {"load_format": "safetensors"},
-        "other quantization": {"quantization": "int8"},
+    asked = {
+        "plain": {"model": str(path)},
+        "named": {"model": str(path), "served_model_name": "mine"},
+        "other format": {"model": str(path), "load_format": "safetensors"},
+        "other quantization": {"model": str(path), "quantization": "int8"},
+        "damaged": {"model": str(tmp_path / "damaged.gguf")},
     }
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "BACKPLANE_CACHE": str(tmp_path / "cache")}
-
-    def told(model: Path, options: dict[str, dict[str, str]]) -> dict[str, object]:
-        command = [sys.executable, "-c", PROGRAM, str(model), json.dumps(options)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    found = told(path, asked)
+    done = subprocess.run(
+        programs.command(PROGRAM, json.dumps(asked)), capture_output=True, text=True, check=False, env=variables
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
     assert found["plain"] == ["gguf", "gguf", str(path), "LlamaForCausalLM"]
     assert found["named"] == ["gguf", "gguf", "mine", "LlamaForCausalLM"]
     assert "the weights are in a GGUF file" in str(found["other format"])
     assert "quantized already (gguf)" in str(found["other quantization"])
-    damaged = told(tmp_path / "damaged.gguf", {"plain": {}})
-    assert "CheckpointError" in str(damaged["plain"]) and "ends at byte" in str(damaged["plain"])
+    assert "CheckpointError" in found["damaged"] and "ends at byte" in found["damaged"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 
 import pytest
+
+from tests import programs
 
 SCRIPT = """
 import json, sys, torch
@@ -46,7 +47,7 @@ print(json.dumps(report))
 def report() -> dict[str, list[float]]:
     variables = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
     variables.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
-    run = subprocess.run([sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(programs.command(SCRIPT), env=variables, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 

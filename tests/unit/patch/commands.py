@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import programs
 from vllm_backplane.cli import main
 
 TARGET = "vllm.v1.engine.core:EngineCore.step"
@@ -26,5 +27,5 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
 def python(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """As in another project, without our platform."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "VLLM_PLUGINS": ""}
-    command = [sys.executable, "-c", program, *arguments]
+    command = programs.command(program, *arguments)
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)

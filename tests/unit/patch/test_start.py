@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import programs
 from vllm_backplane.patch import take_fingerprint
 from vllm_backplane.upstream import SymbolIndex, installed_tree
 
@@ -23,7 +24,7 @@ print(type(current_platform).__name__, lifecycle.theatre().version, sorted(lifec
 
 def _start(program: str = START, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program],
+        programs.command(program),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
         capture_output=True,
         text=True,

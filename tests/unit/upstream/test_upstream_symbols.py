@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import programs
 from vllm_backplane.upstream import SourceError, SymbolIndex, fingerprint, normalised, open_tree
 
 
@@ -256,9 +256,7 @@ MODULES = [
 @pytest.fixture(scope="module")
 def imported():
     """What vLLM's modules have when they are imported, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(MODULES)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(programs.command(PROGRAM, json.dumps(MODULES)), capture_output=True, text=True, check=True)
     return json.loads(done.stdout.partition("RESULT")[2])
 
 

@@ -14,6 +14,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import async_utils
 
+from tests import programs
 from vllm_backplane.worker.unheard import EXIT_STATUS, insist_on_being_heard, is_heard, order_after_copy
 
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 3)]
@@ -63,7 +64,7 @@ print("it goes on")
 
 
 def test_what_nobody_hears_is_told_and_ends_the_process(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(programs.command(CHILD), capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == EXIT_STATUS
     told = done.stdout + done.stderr
     assert "Rank 1 failed in execute_model" in told

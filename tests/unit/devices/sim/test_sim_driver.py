@@ -28,7 +28,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
 FLAGS = ["-std=c++17", "-pthread", *WARNINGS]
 PLAIN = "plain"
 VARIANTS = {
-    PLAIN: ["-O2"],
+    PLAIN: ["-O0"],
     "address": ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
     "thread": ["-O1", "-g1", "-fsanitize=thread"],
 }
