@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from typing import NoReturn
 
 import pytest
 
 from vllm_backplane import cli
 from vllm_backplane.cli import main, serve
+from vllm_backplane.errors import BackplaneError
 from vllm_backplane.models import DEFAULT, models, prepared_folder
 
 
@@ -107,6 +110,37 @@ def test_leaving_is_an_exit_but_for_what_takes_long(status, told, code):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (code, "registered\n", told)
+
+
+class TestSockets:
+    @pytest.fixture
+    def at_exit(self, monkeypatch):
+        found = []
+        monkeypatch.setattr(atexit, "register", lambda *call, **options: found.append((call, options)))
+        return found
+
+    def test_they_have_a_folder_that_goes_at_the_end(self, monkeypatch, at_exit):
+        base = tempfile.mkdtemp()
+        monkeypatch.setenv("VLLM_RPC_BASE_PATH", base)
+        serve.keep_sockets_together()
+        folder = os.environ["VLLM_RPC_BASE_PATH"]
+        assert os.path.dirname(folder) == base and os.listdir(base) == [os.path.basename(folder)]
+        for (function, *arguments), options in at_exit:
+            function(*arguments, **options)
+        assert os.listdir(base) == []
+        os.rmdir(base)
+
+    def test_a_name_that_would_get_too_long_stays(self, tmp_path, monkeypatch, at_exit):
+        long = tmp_path / ("x" * 60)
+        long.mkdir()
+        monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(long))
+        serve.keep_sockets_together()
+        assert os.environ["VLLM_RPC_BASE_PATH"] == str(long) and not at_exit
+
+    def test_a_folder_that_is_not_there_is_told(self, tmp_path, monkeypatch, at_exit):
+        monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path / "nowhere"))
+        with pytest.raises(BackplaneError, match=r"VLLM_RPC_BASE_PATH names .*nowhere"):
+            serve.keep_sockets_together()
 
 
 class TestServe:

@@ -36,6 +36,8 @@ HELP = "serve a model with the OpenAI API"
 PASSES_ON = True
 
 DEVICE_VARIABLE = "BACKPLANE_DEVICE"
+LONGEST_BASE = 107 - len("/vllm-12345678/01234567-89ab-cdef-0123-456789abcdef")
+"""Of a folder for sockets: the name of one has room for 107 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,10 @@ def keep_sockets_together() -> None:
     """vLLM's processes talk through sockets that are files, in the folder for temporary ones, and which of them remain
     there depends on how each process ended. In a folder of their own they go together."""
     base = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
+    if not os.path.isdir(base):
+        raise BackplaneError(f"VLLM_RPC_BASE_PATH names {base}, which is no folder; create it, or unset the variable")
+    if len(os.fsencode(base)) > LONGEST_BASE:
+        return  # where vLLM's own names just fit, they are left as they are
     folder = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm-", dir=base)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
