@@ -8,7 +8,7 @@ operators of `vllm_backplane.ops`; their references serve it until it registers 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -185,9 +185,6 @@ class Device(ABC):
         """Output features that lie side by side in a weight of 8- or 4-bit codes: the block width of
         `quantized_linear`."""
         return 16
-
-    def settle_weights(self, weights: Iterable[torch.Tensor]) -> None:
-        """All weights are loaded and lie where they will be read from, at every step. Addresses must not change."""
 
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
         """Memory for the KV cache: `count` zero bytes (int8) on a card."""

@@ -158,7 +158,6 @@ class BackplaneWorker(Worker):
             shards = self.parallel_config.tensor_parallel_size * self.parallel_config.pipeline_parallel_size
             self.budget.refuse_weights(expected // shards)
         super().load_model(load_dummy_weights=load_dummy_weights)
-        self.accelerator.settle_weights(self.model_runner.get_model().parameters())
         # vLLM has just set one host thread for serving, which is right where the host only launches.
         self.accelerator.prepare_worker(self._workers_on_host())
         if self.model_config.enable_sleep_mode:

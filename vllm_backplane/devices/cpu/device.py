@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import weakref
-from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ import numpy
 import torch
 
 from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties, fork_safety, host
-from vllm_backplane.devices.cpu import huge_pages, native, promised
+from vllm_backplane.devices.cpu import native, promised
 from vllm_backplane.devices.cpu.graphs import CpuGraph
 from vllm_backplane.graph import Graph
 from vllm_backplane.options import Option, integer
@@ -87,9 +86,6 @@ class CpuDevice(Device):
 
     def quantized_width(self, bits: int) -> int:
         return native.quantized_width() or super().quantized_width(bits)
-
-    def settle_weights(self, weights: Iterable[torch.Tensor]) -> None:
-        huge_pages.gather(weights)
 
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
         # numpy asks the system for zero pages, which become memory when they are first written; torch.zeros would
