@@ -1,8 +1,8 @@
 // Linear layers whose weight was rearranged once, after loading, into the order in which the product reads it.
 //
 // See blocked_linear.h for the arrangement. Up to a few parts of x, a part being the rows of one product, the weight is
-// read from memory as it is. For more, a chunk of a block is widened into memory that stays in the first cache while
-// every part is multiplied by it, and as many parts take part as stay in the second.
+// read from memory as it is. For more, a chunk of a panel, one or two blocks, is widened into memory that stays in the
+// first cache while every part is multiplied by it, and as many parts take part as stay in the second.
 
 #include "blocked_linear.h"
 
@@ -21,18 +21,23 @@ namespace backplane::cpu {
 namespace {
 
 template <class T>
-using Product = void (*)(const float*, int64_t, const T*, int64_t, float*, bool);
-template <class T>
-using Products = std::array<Product<T>, kMostRows>;  // by number of rows, less one
+using Product = void (*)(const float*, int64_t, const T*, int64_t, int64_t, float*, bool);
+template <class T, int Most>
+using Products = std::array<Product<T>, Most>;  // by number of rows, less one
 
-template <class T, bool Rearranged, size_t... I>
-Products<T> products_for(std::index_sequence<I...>) {
-  return {pick<BlockProduct<int(I) + 1, T, Rearranged>>()...};
+template <class T, int Blocks, bool Rearranged, size_t... I>
+Products<T, sizeof...(I)> products_for(std::index_sequence<I...>) {
+  return {pick<BlockProduct<int(I) + 1, T, Blocks, Rearranged>>()...};
 }
 
-template <class T, bool Rearranged>
-Products<T> products() {
-  return products_for<T, Rearranged>(std::make_index_sequence<kMostRows>{});
+// Of a few rows by weights as they lie in memory, and of the parts of many rows by widened blocks.
+template <class T>
+Products<T, kMostRows> products() {
+  return products_for<T, 1, false>(std::make_index_sequence<kMostRows>{});
+}
+template <int Blocks>
+Products<float, kPanelRows> panel_products() {
+  return products_for<float, Blocks, true>(std::make_index_sequence<kPanelRows>{});
 }
 
 constexpr int64_t kMostWidth = 32;
@@ -41,12 +46,13 @@ constexpr int64_t kLine = 64;  // bytes that memory gives at once
 struct Geometry {
   int64_t lanes;      // of a vector
   int64_t width;      // of a block
-  int64_t most_rows;  // of a product
+  int64_t most_rows;  // of a product that reads weights from memory
+  int64_t panel;      // blocks that many rows are multiplied by at once
 };
 
 template <int W>
 constexpr Geometry geometry_of() {
-  return {W, block_vectors<W>() * W, most_rows<W>()};
+  return {W, block_vectors<W>() * W, most_rows<W>(), panel_blocks<W>()};
 }
 
 Geometry geometry() {
@@ -68,13 +74,62 @@ struct WidenBlock {
   }
 };
 
+// Vector `Part` of the words of three vectors in turn: a0 b0 c0 a1 b1 c1 …
+template <int W, int Part, int... J>
+BACKPLANE_INLINE Words<W> in_turn(const Floats<W> (&from)[3], std::integer_sequence<int, J...>) {
+  const auto two = choose<W, ((Part * W + J) % 3 == 1 ? W + (Part * W + J) / 3 : (Part * W + J) / 3)...>(from[0], from[1]);
+  return bits_as<Words<W>>(choose<W, ((Part * W + J) % 3 == 2 ? W + (Part * W + J) / 3 : J)...>(two, from[2]));
+}
+
+// The numbers in half `Part` of a vector of pairs, in their order.
+template <int W, class T, int Part, int... J>
+BACKPLANE_INLINE Floats<W> unpaired(Words<W> pairs, std::integer_sequence<int, J...>) {
+  const Floats<W> from = bits_as<Floats<W>>(pairs);
+  const Words<W> twice = bits_as<Words<W>>(choose<W, (Part * W / 2 + J / 2)...>(from, from));
+  if constexpr (std::is_same_v<T, c10::BFloat16>)
+    return bits_as<Floats<W>>(Words<W>((twice << Words<W>{(J % 2 ? 0u : 16u)...}) & 0xffff0000u));
+  else
+    return widen_ieee<W>((twice >> Words<W>{(J % 2 ? 16u : 0u)...}) & 0xffffu);
+}
+
 // A part of x as [k][row]: its numbers lie in the order of their use, and not all in one set of the cache.
 template <class T>
 struct Rearrange {
   template <int W>
   static BACKPLANE_INLINE void run(const T* from, int64_t rows, int64_t k, float* to) {
-    constexpr int Groups = (most_rows<W>() + W - 1) / W;
     int64_t i = 0;
+    // Where six rows are less than half of a square of vectors, they are moved as pairs instead.
+    if constexpr (sizeof(T) == 2 && W > 2 * kPanelRows)
+      if (rows == kPanelRows)
+        for (; i + W <= k; i += W) six_as_pairs<W>(from + i, k, to + i * kPanelRows);
+    i = by_squares<W>(from, rows, k, i, to);
+    for (; i < k; ++i)
+      for (int64_t r = 0; r < rows; ++r) to[i * rows + r] = static_cast<float>(from[r * k + i]);
+  }
+
+ private:
+  template <int W>
+  static BACKPLANE_INLINE void six_as_pairs(const T* from, int64_t k, float* to) {
+    static_assert(kPanelRows == 6);
+    constexpr std::make_integer_sequence<int, W> lanes;
+    Floats<W> pairs[3];
+    each<3>(BACKPLANE_EACH(p) {
+      Shorts<W> even, odd;
+      std::memcpy(&even, from + 2 * p * k, sizeof even);
+      std::memcpy(&odd, from + (2 * p + 1) * k, sizeof odd);
+      pairs[p] = bits_as<Floats<W>>(Words<W>(__builtin_convertvector(even, Words<W>) |
+                                             __builtin_convertvector(odd, Words<W>) << 16));
+    });
+    each<3>(BACKPLANE_EACH(p) {
+      const Words<W> words = in_turn<W, p>(pairs, lanes);
+      store<W>(to + 2 * p * W, unpaired<W, T, 0>(words, lanes));
+      store<W>(to + (2 * p + 1) * W, unpaired<W, T, 1>(words, lanes));
+    });
+  }
+
+  template <int W>
+  static BACKPLANE_INLINE int64_t by_squares(const T* from, int64_t rows, int64_t k, int64_t i, float* to) {
+    constexpr int Groups = (kPanelRows + W - 1) / W;
     // A vector may reach over the end of its step, into what the next step writes, but not over the end of the part.
     for (; (i + W - 1) * rows + Groups * W <= k * rows; i += W) {
       Floats<W> columns[Groups][W];
@@ -89,26 +144,9 @@ struct Rearrange {
         for (int group = 0; group < Groups && group * W < rows; ++group)
           store<W>(to + (i + step) * rows + group * W, columns[group][step]);
     }
-    for (; i < k; ++i)
-      for (int64_t r = 0; r < rows; ++r) to[i * rows + r] = static_cast<float>(from[r * k + i]);
+    return i;
   }
 };
-
-template <class T>
-at::Tensor rearranged(const at::Tensor& x, const Parts& parts) {
-  const int64_t k = x.size(1);
-  at::Tensor result = at::empty(x.sizes(), x.options().dtype(at::kFloat));
-  const T* from = elements<T>(x);
-  float* to = result.mutable_data_ptr<float>();
-  const auto rearrange = pick<Rearrange<T>>();
-  at::parallel_for(0, parts.count, 1, [&](int64_t first, int64_t last) {
-    for (int64_t part = first; part < last; ++part) {
-      const int64_t offset = parts.begin(part) * k;
-      rearrange(from + offset, parts.size(part), k, to + offset);
-    }
-  });
-  return result;
-}
 
 // Few rows: every weight is used once or twice, so it goes from memory into the registers.
 template <class Weight, class Result>
@@ -118,7 +156,7 @@ void multiply_few(const at::Tensor& x, const Parts& parts, const at::Tensor& blo
   const float* xp = inputs.const_data_ptr<float>();
   const Weight* wp = elements<Weight>(blocks);
   Result* op = mutable_elements<Result>(out);
-  const Products<Weight> product = products<Weight, false>();
+  const auto product = products<Weight>();
   const auto write_row = pick<Finish<Result>>();
   const int64_t grain = std::max<int64_t>(1, (1 << 16) / std::max<int64_t>(1, k * width * x.size(0)));
   at::parallel_for(0, blocks.size(0), grain, [&](int64_t first, int64_t last) {
@@ -127,7 +165,7 @@ void multiply_few(const at::Tensor& x, const Parts& parts, const at::Tensor& blo
       const int64_t column = index * width, columns = std::min(width, n - column);
       for (int64_t part = 0; part < parts.count; ++part) {
         const int64_t begin = parts.begin(part), rows = parts.size(part);
-        product[rows - 1](xp + begin * k, k, wp + index * k * width, k, tile, false);
+        product[rows - 1](xp + begin * k, k, wp + index * k * width, 0, k, tile, false);
         for (int64_t r = 0; r < rows; ++r)
           write_row(tile + r * width, bias ? bias + column : nullptr, op + (begin + r) * n + column, columns);
       }
@@ -135,53 +173,108 @@ void multiply_few(const at::Tensor& x, const Parts& parts, const at::Tensor& blo
   });
 }
 
+// How threads share a product of many rows. Those who share columns rearrange the same rows of x, those who share rows
+// widen the same weights, and the first costs more: rows are shared out as long as everybody gets enough of them for
+// the second to cost little.
+struct Shares {
+  int64_t rows, columns;
+
+  Shares(int64_t m, int64_t threads) : rows(threads) {
+    constexpr int64_t enough = 64;
+    while (rows > 1 && (threads % rows != 0 || m / rows < enough)) --rows;
+    columns = threads / rows;
+  }
+};
+
+// Many rows of x, as parts of a few, times some blocks of the weight.
 template <class Weight, class Result>
-void multiply_many(const at::Tensor& x, const Parts& parts, const at::Tensor& blocks, const float* bias,
-                   at::Tensor& out) {
-  const int64_t m = x.size(0), k = x.size(1), n = out.size(1), width = geometry().width;
-  const at::Tensor inputs = rearranged<Result>(x, parts);
-  const float* xp = inputs.const_data_ptr<float>();
-  const Weight* wp = elements<Weight>(blocks);
-  Result* op = mutable_elements<Result>(out);
-  const Products<float> product = products<float, true>();
-  const auto widen = pick<WidenBlock<Weight>>();
-  const auto write_row = pick<Finish<Result>>();
+struct ManyRows {
+  const Result* x;
+  const Weight* blocks;
+  const float* bias;
+  Result* out;
+  int64_t k, n;
+  const Parts& parts;
+  Geometry geometry = cpu::geometry();
   // Two thirds: a part of x passes through the same cache.
-  const Parts chunks(k, std::max<int64_t>(1, chunk_bytes() * 2 / 3 / (width * 4)));
-  const int64_t part_bytes = std::max<int64_t>(1, m / parts.count * k * 4);
-  const int64_t slice = std::min(parts.count, std::max<int64_t>(4, input_bytes() / part_bytes));  // parts
-  constexpr int64_t tile_size = kMostRows * kMostWidth;
-  at::parallel_for(0, blocks.size(0), 1, [&](int64_t first, int64_t last) {
-    std::vector<Line> tiles(slice * tile_size / 16);
-    std::vector<Line> wide((chunks.size(chunks.count - 1) + 1) * width / 16 + 1);
-    for (int64_t top = 0; top < parts.count; top += slice) {
-      const int64_t bottom = std::min(top + slice, parts.count);
-      for (int64_t index = first; index < last; ++index) {
-        const int64_t column = index * width, columns = std::min(width, n - column);
-        for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
-          const int64_t step = chunks.begin(chunk), steps = chunks.size(chunk);
-          const Weight* block = wp + (index * k + step) * width;
-          const float* ready = wide.data()->floats;
-          if constexpr (std::is_same_v<Weight, float>) ready = block;
-          else widen(block, wide.data()->floats, steps);
-          // What memory is asked for during the products is there after them: the weights that follow, and the places
-          // of results, which lie in as many pages as there are rows.
-          const char* following = reinterpret_cast<const char*>(block + steps * width);
-          const int64_t share = (steps * width * int64_t(sizeof(Weight)) / (bottom - top) / kLine + 1) * kLine;
-          const bool last_chunk = chunk + 1 == chunks.count;
-          for (int64_t part = top; part < bottom; ++part) {
-            const int64_t begin = parts.begin(part), rows = parts.size(part);
-            float* tile = tiles.data()->floats + (part - top) * tile_size;
-            Result* results = op + begin * n + column;
+  Parts chunks{k, std::max<int64_t>(1, chunk_bytes() * 2 / 3 / (geometry.panel * geometry.width * 4))};
+  std::array<Products<float, kPanelRows>, kMostPanelBlocks> products{panel_products<1>(), panel_products<2>()};
+  void (*rearrange)(const Result*, int64_t, int64_t, float*) = pick<Rearrange<Result>>();
+  void (*widen)(const Weight*, float*, int64_t) = pick<WidenBlock<Weight>>();
+  void (*write_row)(const float*, const float*, Result*, int64_t) = pick<Finish<Result>>();
+
+  int64_t tile_size() const { return kPanelRows * geometry.panel * geometry.width; }
+
+  // `inputs` has room for the parts from top to bottom, which stay in the second cache.
+  void multiply(int64_t top, int64_t bottom, int64_t first, int64_t last, float* inputs) const {
+    const int64_t width = geometry.width, before = parts.begin(top);
+    for (int64_t part = top; part < bottom; ++part) {
+      const int64_t begin = parts.begin(part);
+      rearrange(x + begin * k, parts.size(part), k, inputs + (begin - before) * k);
+    }
+    std::vector<Line> tiles((bottom - top) * tile_size() / 16);
+    std::vector<Line> wide((chunks.size(chunks.count - 1) + 1) * geometry.panel * width / 16 + 1);
+    for (int64_t index = first; index < last; index += geometry.panel) {
+      const int64_t panel = std::min(geometry.panel, last - index);
+      const int64_t column = index * width, columns = std::min(panel * width, n - column);
+      for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
+        const int64_t step = chunks.begin(chunk), steps = chunks.size(chunk);
+        const Weight* block = blocks + (index * k + step) * width;
+        const float* ready = wide.data()->floats;
+        int64_t stride = steps * width;
+        if constexpr (std::is_same_v<Weight, float>) {
+          ready = block;
+          stride = k * width;
+        } else {
+          for (int64_t b = 0; b < panel; ++b) widen(block + b * k * width, wide.data()->floats + b * stride, steps);
+        }
+        // What memory is asked for during the products is there after them: the weights that follow, and the places
+        // of results, which lie in as many pages as there are rows.
+        const int64_t share = (steps * width * int64_t(sizeof(Weight)) / (bottom - top) / kLine + 1) * kLine;
+        const bool last_chunk = chunk + 1 == chunks.count;
+        for (int64_t part = top; part < bottom; ++part) {
+          const int64_t begin = parts.begin(part), rows = parts.size(part);
+          float* tile = tiles.data()->floats + (part - top) * tile_size();
+          Result* results = out + begin * n + column;
+          for (int64_t b = 0; b < panel; ++b) {
+            const char* following = reinterpret_cast<const char*>(block + b * k * width + steps * width);
             for (int64_t line = 0; line < share; line += kLine)
               __builtin_prefetch(following + (part - top) * share + line, 0, 2);
-            for (int64_t r = 0; last_chunk && r < rows; ++r) __builtin_prefetch(results + r * n, 1);
-            product[rows - 1](xp + begin * k + step * rows, 0, ready, steps, tile, chunk > 0);
-            for (int64_t r = 0; last_chunk && r < rows; ++r)
-              write_row(tile + r * width, bias ? bias + column : nullptr, results + r * n, columns);
           }
+          for (int64_t r = 0; last_chunk && r < rows; ++r)
+            for (int64_t i = 0; i < columns; i += kLine / int64_t(sizeof(Result)))
+              __builtin_prefetch(results + r * n + i, 1);
+          products[panel - 1][rows - 1](inputs + (begin - before) * k + step * rows, 0, ready, stride, steps, tile,
+                                        chunk > 0);
+          for (int64_t r = 0; last_chunk && r < rows; ++r)
+            write_row(tile + r * panel * width, bias ? bias + column : nullptr, results + r * n, columns);
         }
       }
+    }
+  }
+};
+
+template <class Weight, class Result>
+void multiply_many(const at::Tensor& x, const at::Tensor& blocks, const float* bias, at::Tensor& out) {
+  const int64_t m = x.size(0), k = x.size(1), n = out.size(1);
+  const Parts parts(m, kPanelRows);
+  const ManyRows<Weight, Result> many{elements<Result>(x), elements<Weight>(blocks), bias, mutable_elements<Result>(out),
+                                      k, n, parts};
+  const int64_t threads = at::get_num_threads();
+  const Shares shares(m, threads);
+  const int64_t most = std::max<int64_t>(4, input_bytes() / (kPanelRows * std::max<int64_t>(1, k) * 4));  // parts
+  const at::Tensor scratch = at::empty({threads, most * kPanelRows * k}, x.options().dtype(at::kFloat));
+  float* inputs = scratch.mutable_data_ptr<float>();
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t row = task / shares.columns, column = task % shares.columns;
+      const int64_t first = blocks.size(0) * column / shares.columns;
+      const int64_t last = blocks.size(0) * (column + 1) / shares.columns;
+      const int64_t top = parts.count * row / shares.rows, bottom = parts.count * (row + 1) / shares.rows;
+      const Parts slices(bottom - top, most);
+      for (int64_t slice = 0; slice < slices.count; ++slice)
+        many.multiply(top + slices.begin(slice), top + slices.begin(slice + 1), first, last,
+                      inputs + task * most * kPanelRows * k);
     }
   });
 }
@@ -190,13 +283,13 @@ void multiply_many(const at::Tensor& x, const Parts& parts, const at::Tensor& bl
 template <class Weight, class Result>
 void multiply(const at::Tensor& x, const at::Tensor& blocks, const float* bias, at::Tensor& out) {
   const Parts parts(x.size(0), geometry().most_rows);
-  if (parts.count > 2) multiply_many<Weight, Result>(x, parts, blocks, bias, out);
+  if (parts.count > 2) multiply_many<Weight, Result>(x, blocks, bias, out);
   else multiply_few<Weight, Result>(x, parts, blocks, bias, out);
 }
 
 // Whether the blocks lie in memory as the products read them.
 bool fits(const at::Tensor& blocks, int64_t out_features) {
-  const auto [lanes, width, most_rows] = geometry();
+  const auto [lanes, width, most_rows, panel] = geometry();
   const int64_t k = blocks.size(-1);
   std::vector<int64_t> sizes{blocks.size(0), width, k}, strides{k * width, 1, width};
   if (blocks.scalar_type() != at::kFloat) {

@@ -28,6 +28,16 @@ constexpr int most_rows() {
   return W == 16 ? 14 : 6;
 }
 constexpr int kMostRows = 14;
+
+// The same where weights were widened before and many rows use them: two blocks side by side take fewer reads of x and
+// of the weight for as many multiplications, which shows where a core is shared.
+template <int W>
+constexpr int panel_blocks() {
+  return W == 16 ? 2 : 1;
+}
+constexpr int kMostPanelBlocks = 2;
+constexpr int kPanelRows = 6;
+
 constexpr int64_t kBytesAhead = 8 << 10;
 
 // Calls f(0), f(1), … with constants. A loop would be unrolled too late for the sums to become registers.
@@ -43,7 +53,7 @@ BACKPLANE_INLINE void each(const F& f) {
 
 // The columns of one step along k, as V vectors.
 template <int W, int V, class T>
-BACKPLANE_INLINE void read_columns(const T* from, Floats<W> (&to)[V]) {
+BACKPLANE_INLINE void read_columns(const T* from, Floats<W>* to) {
   if constexpr (std::is_same_v<T, float>) {
     each<V>(BACKPLANE_EACH(v) { to[v] = load<W>(from + v * W); });
   } else {
@@ -62,22 +72,24 @@ BACKPLANE_INLINE void read_columns(const T* from, Floats<W> (&to)[V]) {
 }
 
 // tile[row][column] = sum over k of x[row][k] * block[k][column], or that much `more` than it was; tile's rows are
-// adjacent. x is [row][k] with rows `x_stride` apart, or, rearranged for many uses, [k][row] without gaps.
-template <int Rows, class T, bool Rearranged>
+// adjacent, and hold the columns of all `Blocks` blocks, which lie `block_stride` apart. x is [row][k] with rows
+// `x_stride` apart, or, rearranged for many uses, [k][row] without gaps.
+template <int Rows, class T, int Blocks, bool Rearranged>
 struct BlockProduct {
   template <int W>
-  static BACKPLANE_INLINE void run(const float* x, int64_t x_stride, const T* block, int64_t k, float* tile,
-                                 bool more) {
-    if constexpr (Rows <= most_rows<W>()) {
-      constexpr int V = block_vectors<W>();
+  static BACKPLANE_INLINE void run(const float* x, int64_t x_stride, const T* block, int64_t block_stride, int64_t k,
+                                   float* tile, bool more) {
+    constexpr int V = Blocks * block_vectors<W>();
+    constexpr int most = Rearranged ? (Blocks <= panel_blocks<W>() ? kPanelRows : 0) : most_rows<W>();
+    if constexpr (Rows <= most) {
       // A multiplication waits for the one before it on the same sum; with few sums, consecutive steps get their own.
       constexpr int Steps = Rows * V >= 8 ? 1 : Rows * V >= 4 ? 2 : 4;
       Floats<W> sums[Steps * Rows * V];
       each<Steps * Rows * V>(BACKPLANE_EACH(i) { sums[i] = Floats<W>{}; });
       int64_t i = 0;
       for (; i + Steps <= k; i += Steps)
-        each<Steps>(BACKPLANE_EACH(s) { step<W, V, s * Rows * V>(x, x_stride, i + s, block, sums); });
-      for (; i < k; ++i) step<W, V, 0>(x, x_stride, i, block, sums);
+        each<Steps>(BACKPLANE_EACH(s) { step<W, s * Rows * V>(x, x_stride, i + s, block, block_stride, sums); });
+      for (; i < k; ++i) step<W, 0>(x, x_stride, i, block, block_stride, sums);
       each<Rows * V>(BACKPLANE_EACH(j) {
         each<Steps - 1>(BACKPLANE_EACH(s) { sums[j] += sums[(s + 1) * Rows * V + j]; });
         store<W>(tile + j * W, more ? load<W>(tile + j * W) + sums[j] : sums[j]);
@@ -88,13 +100,16 @@ struct BlockProduct {
   }
 
  private:
-  template <int W, int V, int First, int Count>
-  static BACKPLANE_INLINE void step(const float* x, int64_t x_stride, int64_t i, const T* block,
+  template <int W, int First, int Count>
+  static BACKPLANE_INLINE void step(const float* x, int64_t x_stride, int64_t i, const T* block, int64_t block_stride,
                                     Floats<W> (&sums)[Count]) {
+    constexpr int Vectors = block_vectors<W>(), V = Blocks * Vectors;
     Floats<W> weights[V];
     // A block is one stream, and what processors foresee of it ends with the page.
     if constexpr (!Rearranged) __builtin_prefetch(block + i * (V * W) + kBytesAhead / sizeof(T));
-    read_columns<W, V>(block + i * (V * W), weights);
+    each<Blocks>(BACKPLANE_EACH(b) {
+      read_columns<W, Vectors>(block + b * block_stride + i * (Vectors * W), weights + b * Vectors);
+    });
     each<Rows>(BACKPLANE_EACH(r) {
       const float value = Rearranged ? x[i * Rows + r] : x[r * x_stride + i];
       // A number times a vector is a broadcast from memory and nothing else; GCC builds all<W>(value) in more steps.

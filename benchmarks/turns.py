@@ -1,0 +1,148 @@
+"""Two engines that answer the same requests in turns, both alive all the while, each in a process of its own.
+
+What else happens on a machine changes from one minute to the next, and by more than what is to be shown. A request of
+one engine therefore follows that of the other within a second, and the ratio of the two is taken turn by turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+ANSWER = 48
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+PAUSE = 0.3  # seconds after which threads of the other engine no longer wait awake
+KV_CACHE = 512 << 20
+
+Workload = tuple[int, int]  # sequences, tokens of each prompt; of one token it is the answer's speed that counts
+
+
+def name_of(workload: Workload) -> str:
+    sequences, prompt = workload
+    return f"decoding {sequences}" if prompt == 1 else f"prompt of {prompt}"
+
+
+def serve(model: str, arguments: dict[str, Any]) -> None:
+    """Answers workloads, a line of JSON each, with tokens per second."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # standard output belongs to vLLM from here on
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    llm = LLM(
+        model,
+        max_model_len=2048,
+        kv_cache_memory_bytes=KV_CACHE,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        **arguments,
+    )
+
+    def seconds(sequences: int, prompt: int, answer: int) -> float:
+        tokens = [[100 + (place * 7 + sequence) % 900 for place in range(prompt)] for sequence in range(sequences)]
+        prompts = [TokensPrompt(prompt_token_ids=ids) for ids in tokens]
+        began = time.perf_counter()
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True), use_tqdm=False)
+        return time.perf_counter() - began
+
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        sequences, prompt = json.loads(line)
+        if prompt == 1:
+            begun = seconds(sequences, 8, 1)
+            rate = sequences * (ANSWER - 1) / (seconds(sequences, 8, ANSWER) - begun)
+        else:
+            rate = sequences * prompt / seconds(sequences, prompt, 1)
+        print(rate, file=answers, flush=True)
+
+
+class Engine:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self._line()
+
+    def _line(self) -> str:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"an engine ended with {self.process.wait()}; its own words are above")
+        return line
+
+    def rate(self, workload: Workload) -> float:
+        assert self.process.stdin
+        print(json.dumps(workload), file=self.process.stdin, flush=True)
+        return float(self._line())
+
+
+@contextmanager
+def engine(model: str, arguments: dict[str, Any], variables: dict[str, str]) -> Iterator[Engine]:
+    command = [sys.executable, str(Path(__file__).resolve()), model, json.dumps(arguments)]
+    environment = {**os.environ, **QUIET, **variables}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield Engine(process)
+        finally:
+            assert process.stdin
+            process.stdin.close()  # its end is the engine's
+
+
+def compared(
+    model: str, sides: dict[str, tuple[dict[str, Any], dict[str, str]]], workloads: list[Workload], rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Tokens per second by side, workload and turn. A side is arguments of an engine and variables of its process."""
+    results: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
+    with ExitStack() as stack:
+        engines = {side: stack.enter_context(engine(model, *how)) for side, how in sides.items()}
+        for workload in workloads:
+            for one in engines.values():
+                one.rate(workload)  # once for what is done once
+            for _ in range(rounds):
+                for side, one in engines.items():
+                    time.sleep(PAUSE)
+                    results[side].setdefault(name_of(workload), []).append(one.rate(workload))
+            print(f"{name_of(workload)}: {rounds} turns done", file=sys.stderr)
+    return results
+
+
+def medians(results: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+    return {side: {name: statistics.median(rates) for name, rates in by.items()} for side, by in results.items()}
+
+
+def ratios(results: dict[str, dict[str, list[float]]], base: str, other: str) -> dict[str, float]:
+    """The median over the turns of one side's rate over the other's."""
+    return {
+        name: statistics.median(after / before for before, after in zip(rates, results[other][name], strict=True))
+        for name, rates in results[base].items()
+    }
+
+
+def report(
+    title: str, results: dict[str, dict[str, list[float]]], least: float | None, as_json: bool, **more: Any
+) -> int:
+    """Prints both sides and their ratio; the exit status says whether the second is at least so fast everywhere."""
+    base, other = results
+    usual, ratio = medians(results), ratios(results, base, other)
+    slow = [name for name, value in ratio.items() if value < (least or 0)]
+    if as_json:
+        print(json.dumps({**more, "all": results, "median": usual, "ratio": ratio}, indent=2))
+    else:
+        print(f"\n{title}, tokens per second, medians\n\n{'workload':<18}{base:>10}{other:>10}{'ratio':>8}")
+        for name, value in ratio.items():
+            print(f"{name:<18}{usual[base][name]:>10.1f}{usual[other][name]:>10.1f}{value:>8.2f}")
+    for name in slow:
+        print(f"{name}: below {least}", file=sys.stderr)
+    return int(bool(slow))
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], json.loads(sys.argv[2]))
