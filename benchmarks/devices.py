@@ -1,11 +1,11 @@
 """The simulated NPU beside the cpu device, with the same kernels: what a device in between costs.
 
     python benchmarks/devices.py                    # the default model in float32, sim over cpu
-    python benchmarks/devices.py --devices cpu sim --rounds 5 --least 0.7
-    python benchmarks/devices.py --steps eager      # without graphs of decode steps
+    python benchmarks/devices.py --least 0.7        # fail where it is below that
+    python benchmarks/devices.py --steps default    # as each device does it where nothing is asked for
 
-Both devices run decode steps in the same way: left to themselves, one replays them and the other does not. Engines of
-both take turns, each in a process of its own; the table shows the median over the turns.
+Both devices run decode steps in the same way unless they are left to their own defaults. Two engines answer each
+request in turns; the table shows medians, and the median of the turns' ratios.
 
 And how fast a chip would be that is described by its rates, with the same work on the simulated card:
 
@@ -17,16 +17,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from dtypes import ANSWER, SEQUENCES
+from turns import ANSWER, QUIET, compared, report
 
 PROMPT = 512
-STEPS = {"replayed": "FULL_DECODE_ONLY", "eager": "NONE"}
+SEQUENCES = (1, 16)
+WORKLOADS = [(1, PROMPT), *((sequences, 1) for sequences in SEQUENCES)]
+STEPS = {"replayed": "FULL_DECODE_ONLY", "eager": "NONE", "default": None}
 
 
 def modelled(model: str, dtype: str) -> dict[str, float]:
@@ -54,14 +56,11 @@ def modelled(model: str, dtype: str) -> dict[str, float]:
     return found
 
 
-def in_a_process(script: str, device: str, model: str, dtype: str, *more: str, **variables: str) -> dict[str, float]:
-    """What an engine on `device` measures, by the script of this folder that has it."""
-    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    environment = {**os.environ, **quiet, "BACKPLANE_DEVICE": device, **variables}
+def modelled_in_a_process(model: str, dtype: str, rates: str) -> dict[str, float]:
+    environment = {**os.environ, **QUIET, "BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_MODEL": rates}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer"  # standard output belongs to vLLM
-        program = str(Path(__file__).resolve().with_name(script))
-        command = [sys.executable, program, "--engine", model, dtype, str(answer), *more]
+        command = [sys.executable, str(Path(__file__).resolve()), "--engine", model, dtype, str(answer)]
         subprocess.run(command, env=environment, stdout=sys.stderr, check=True)
         measured: dict[str, float] = json.loads(answer.read_text())
     return measured
@@ -72,7 +71,7 @@ def main() -> int:
     parser.add_argument("--devices", nargs=2, default=("cpu", "sim"), metavar=("BASE", "OTHER"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--steps", choices=STEPS, default="replayed", help="decode steps (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=11, help="turns of each workload (default: %(default)s)")
     parser.add_argument("--least", type=float, metavar="RATIO", help="fail if OTHER over BASE is below this anywhere")
     parser.add_argument("--model", metavar="RATES", help="BACKPLANE_SIM_MODEL: a chip; prints its tokens per second")
     parser.add_argument("--json", action="store_true")
@@ -86,7 +85,7 @@ def main() -> int:
 
     model = str(obtain(DEFAULT.name))
     if args.model:
-        found = in_a_process("devices.py", "sim", model, args.dtype, BACKPLANE_SIM_MODEL=args.model)
+        found = modelled_in_a_process(model, args.dtype, args.model)
         if args.json:
             print(json.dumps({"model": args.model, "modelled": found}, indent=2))
             return 0
@@ -94,28 +93,13 @@ def main() -> int:
         for name, rate in found.items():
             print(f"{name:<18}{rate:>12.1f}")
         return 0
-    results: dict[str, dict[str, list[float]]] = {device: {} for device in args.devices}
-    for turn in range(args.rounds):
-        for device, measured in results.items():
-            for name, value in in_a_process(
-                "dtypes.py", device, model, args.dtype, "--steps", STEPS[args.steps]
-            ).items():
-                measured.setdefault(name, []).append(value)
-            print(f"turn {turn + 1}: {device} done", file=sys.stderr)
-    medians = {device: {name: statistics.median(v) for name, v in found.items()} for device, found in results.items()}
-    base, other = args.devices
-    ratios = {name: medians[other][name] / one for name, one in medians[base].items()}
-    slow = [name for name, ratio in ratios.items() if ratio < (args.least or 0)]
-    if args.json:
-        print(json.dumps({"all": results, "median": medians, "ratio": ratios}, indent=2))
-        return int(bool(slow))
-    print(f"\n{DEFAULT.name} in {args.dtype}, decode steps {args.steps}, tokens per second\n")
-    print(f"{'workload':<18}{base:>10}{other:>10}{'ratio':>8}")
-    for name, ratio in ratios.items():
-        print(f"{name:<18}{medians[base][name]:>10.1f}{medians[other][name]:>10.1f}{ratio:>8.2f}")
-    for name in slow:
-        print(f"{name}: below {args.least}", file=sys.stderr)
-    return int(bool(slow))
+    mode = STEPS[args.steps]
+    arguments: dict[str, Any] = {"dtype": args.dtype}
+    if mode:
+        arguments["compilation_config"] = {"cudagraph_mode": mode}
+    sides = {device: (arguments, {"BACKPLANE_DEVICE": device}) for device in args.devices}
+    results = compared(model, sides, WORKLOADS, args.rounds)
+    return report(f"{DEFAULT.name} in {args.dtype}, decode steps {args.steps}", results, args.least, args.json)
 
 
 if __name__ == "__main__":

@@ -195,6 +195,9 @@ class SimDevice(Device):
         number = visible_cards(self.settings["cards"])[index]
         return Properties(name="Backplane simulated NPU", uuid=f"sim-{number}", compute_units=host.usable_cores())
 
+    def wants_graphs(self) -> bool:
+        return True  # a step of one sequence is hundreds of launches, and Python takes longer for them than the card
+
     def new_graph(self, index: int = 0) -> Graph:
         return SimGraph(index)
 
