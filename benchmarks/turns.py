@@ -110,7 +110,8 @@ def compared(
                 for side, one in engines.items():
                     time.sleep(PAUSE)
                     results[side].setdefault(name_of(workload), []).append(one.rate(workload))
-            print(f"{name_of(workload)}: {rounds} turns done", file=sys.stderr)
+            told = ", ".join(f"{side} {rates[name_of(workload)]:.1f}" for side, rates in medians(results).items())
+            print(f"{name_of(workload)}, {rounds} turns: {told} tokens/s", file=sys.stderr)
     return results
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
+from vllm_backplane.device import Device
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.ops.operator import get
+from vllm_backplane.ops.resolution import Resolution
 from vllm_backplane.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -71,6 +75,7 @@ def refuse_idle_group(config: VllmConfig, chosen: Runtime) -> None:
 
 
 _WORKERS_ON_HOST = "backplane_workers_on_host"
+_GRAPHS_UNASKED = "backplane_graphs_unasked"
 
 
 def workers_on_host(config: VllmConfig) -> int:
@@ -118,6 +123,8 @@ def set_compilation_defaults(config: VllmConfig, chosen: Runtime) -> None:
     if compilation.cudagraph_mode is None:
         wanted = can.graphs and chosen.device.wants_graphs() and graphs_fit(config, chosen)
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY if wanted else CUDAGraphMode.NONE
+        if wanted and isinstance(config.additional_config, dict):
+            config.additional_config[_GRAPHS_UNASKED] = True
     if compilation.cudagraph_mode != CUDAGraphMode.NONE:
         if not can.graphs:
             raise BackplaneError(
@@ -166,11 +173,41 @@ def set_compilation(config: VllmConfig, chosen: Runtime) -> None:
                 "remove -cc.cudagraph_mode, or use numeric_guard=copies"
             )
         return
-    compilation.cudagraph_mode = CUDAGraphMode.NONE
-    compilation.cudagraph_capture_sizes = []
+    _run_eagerly(config)
+
+
+def _run_eagerly(config: VllmConfig) -> None:
+    from vllm.config import CUDAGraphMode
+
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    config.compilation_config.cudagraph_capture_sizes = []
     if config.model_config is not None:
         # vLLM captures graphs after warm-up unless the model is eager.
         config.model_config.enforce_eager = True
+
+
+def settle_graphs(config: VllmConfig, device: Device, operators: Iterable[Resolution]) -> None:
+    """Once a worker knows what each operator runs on: a capture that computes nothing cannot contain a reference that
+    goes by what tensors hold."""
+    from vllm.config import CUDAGraphMode
+
+    if config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE or device.capabilities.capture_computes:
+        return
+    reading = [
+        line.operator
+        for line in operators
+        if line.implementation == "reference"
+        and get(line.operator).reads_values
+        and (line.family != "moe" or config.model_config.is_moe)
+    ]
+    if not reading:
+        return
+    reason = f"{', '.join(reading)} of device {device.name!r} looks at values on the host, for want of a kernel"
+    asked = not (isinstance(config.additional_config, dict) and config.additional_config.get(_GRAPHS_UNASKED))
+    if asked:
+        raise BackplaneError(f"graphs were asked for, and {reason}; remove -cc.cudagraph_mode, or reference_ops")
+    logger.warning("Decode steps run eagerly, which is slower: %s.", reason)
+    _run_eagerly(config)
 
 
 def set_scheduling(config: VllmConfig, chosen: Runtime) -> None:

@@ -46,11 +46,18 @@ def results(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "eager": job(tiny_llama, steps=steps, compilation_config={"cudagraph_mode": "NONE"}, **limits),
         # The sizes alone: that steps are replayed is what the device does unless told otherwise.
         "replayed": job(tiny_llama, steps=steps, compilation_config={"cudagraph_capture_sizes": SIZES}, **limits),
+        # Nobody asked for graphs, and this one cannot be in any.
+        "by reference": job(
+            tiny_llama,
+            steps=[work[0], {"ask": "graphs"}],
+            additional_config={"backplane": {"reference_ops": ["paged_attention"]}},
+            **LIMITS,
+        ),
         **{name: job(tiny_llama, **LIMITS, **engine) for name, (engine, _) in REFUSED.items()},
     }
     done, log = try_engines(tmp_path_factory.mktemp("graphs"), list(jobs.values()), SIM)
     results = dict(zip(jobs, done, strict=True))
-    for name in ("eager", "replayed"):
+    for name in ("eager", "replayed", "by reference"):
         assert "error" not in results[name], results[name]["error"] + tail(log)
         insist_on_backplane(results[name])
         assert results[name]["device"] == "bpnpu"
@@ -76,6 +83,12 @@ def test_steps_were_replayed_and_others_were_not(results: dict[str, Result]) -> 
     assert first["graph_launches"] == first["replays"]
     [second] = results["replayed"]["steps"][12]
     assert second["replays"] > first["replays"], "graphs survive a sleep"
+
+
+def test_an_operator_that_no_graph_can_contain_keeps_steps_eager(results: dict[str, Result]) -> None:
+    served, [graphs] = results["by reference"]["steps"]
+    assert graphs["captured"] == 0
+    assert tokens(served) == tokens(results["eager"]["steps"][0])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -23,6 +23,7 @@ from vllm_backplane.attention.selection import BACKEND, backend_path
 from vllm_backplane.device import Device, MemoryInfo, Probe
 from vllm_backplane.devices.cpu import CpuDevice
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.ops.resolution import Resolution
 from vllm_backplane.runtime import Runtime, choose, configured
 from vllm_backplane.worker.worker import BackplaneWorker
 
@@ -79,6 +80,23 @@ def test_graphs_on_a_device_without_them() -> None:
     config = VllmConfig(compilation_config=asked)
     with pytest.raises(BackplaneError, match=r"\(-cc\.cudagraph_mode\), and device 'card' has none; remove it"):
         configuration.set_compilation_defaults(config, cards())
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "reference"])
+def test_graphs_and_a_reference_that_reads_values(implementation: str) -> None:
+    config = VllmConfig(compilation_config=CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY))
+    table = [
+        Resolution("paged_attention", "attention", implementation, "here", "stated"),
+        Resolution("moe_experts", "moe", "reference", "here", "no kernel"),  # the model has none
+        Resolution("rms_norm", "norm", "reference", "here", "no kernel"),
+    ]
+    config.model_config = SimpleNamespace(is_moe=False)
+    if implementation == "kernel":
+        configuration.settle_graphs(config, Card(), table)
+        assert config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+        return
+    with pytest.raises(BackplaneError, match=r"paged_attention of device 'card' looks at values .* remove -cc"):
+        configuration.settle_graphs(config, Card(), table)
 
 
 def test_a_type_of_the_kv_cache_that_the_device_does_not_list() -> None:

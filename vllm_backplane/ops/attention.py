@@ -340,6 +340,7 @@ def _varlen_samples(space: SampleSpace) -> Iterator[Sample]:
     " Tensor? sinks, float k_scale, float v_scale, Tensor(a!) out) -> ()",
     samples=_paged_samples,
     fake=nothing,
+    reads_values=True,
 )
 def paged_attention(
     query: torch.Tensor,

@@ -195,6 +195,7 @@ def _experts_fake(
     " bool apply_router_weight_on_input=False, float alpha=1.0, float? limit=None, float beta=0.0) -> Tensor",
     samples=_experts_samples,
     fake=_experts_fake,
+    reads_values=True,
     tolerances={
         torch.float32: Tolerance(1e-4, 1e-4),
         torch.float16: Tolerance(5e-3, 5e-3),

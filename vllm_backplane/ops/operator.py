@@ -88,6 +88,9 @@ class Operator:
     dtypes: tuple[torch.dtype, ...]
     """Types of the floating-point arguments that samples may be drawn in."""
     call: torch._ops.OpOverload
+    reads_values: bool = False
+    """Decode steps call it, and its reference goes by what tensors hold, on the host: a captured graph cannot contain
+    that."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
@@ -104,12 +107,14 @@ def operator(
     fake: Callable[..., Any] | None = None,
     tolerances: Mapping[torch.dtype, Tolerance] = DEFAULT_TOLERANCES,
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16),
+    reads_values: bool = False,
 ) -> Callable[[Callable[..., Any]], Operator]:
     """Declare the decorated reference as an operator.
 
     `schema` is PyTorch's, without the name: ``(Tensor x, float eps) -> Tensor``; mutated arguments carry
     their alias mark, ``Tensor(a!) out``. `fake` computes shapes only; leave it out when the reference
-    itself works on meta tensors (no ``.item()``, no branch on data).
+    itself works on meta tensors (no ``.item()``, no branch on data); where it does not for that reason,
+    and decode steps call it, say so with `reads_values`.
     """
 
     def declare(reference: Callable[..., Any]) -> Operator:
@@ -134,6 +139,7 @@ def operator(
             tolerances=tolerances,
             dtypes=dtypes,
             call=getattr(getattr(torch.ops, NAMESPACE), name).default,
+            reads_values=reads_values,
         )
         _operators[name] = declared
         return declared
