@@ -108,6 +108,18 @@ HOOKS: tuple[Hook, ...] = (
         f"{_OURS}.gguf.experts:GgufMoEMethod",
         ("silu_and_mul",),
     ),
+    Hook(
+        "linear kernel",
+        "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel:MPLinearKernel",
+        f"{_OURS}.schemes.kernel:BackplaneMixedPrecisionKernel",
+        ("quantized_linear",),
+    ),
+    Hook(
+        "linear kernel",
+        "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel:Int8ScaledMMLinearKernel",
+        f"{_OURS}.schemes.int8:BackplaneInt8Kernel",
+        ("quantized_linear",),
+    ),
     _kernel("worker.block_table:ComputeSlotMappingKernel.kernel", "_slot_mapping", "compute_slot_mapping"),
     _speculation("eagle_step_slot_mapping_metadata", "_eagle_step"),
     _speculation("eagle_prepare_inputs_padded", "_eagle_prepare_inputs"),
