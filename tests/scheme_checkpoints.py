@@ -136,6 +136,6 @@ def _described(layout: str, weights: object, inputs: object) -> dict[str, object
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
         "config_groups": {"group_0": group},
     }

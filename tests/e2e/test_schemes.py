@@ -4,7 +4,7 @@ they stand for."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ class Scheme:
     make: Callable[..., made.Stored]
     """Of inputs, outputs and a seed."""
     engine: Mapping[str, Any]
+    mixture: bool = False
+    """A model with experts."""
     by_token: bool = False
     """The scheme itself rounds inputs to 8 bits, one scale per token."""
 
@@ -56,7 +58,25 @@ SCHEMES = {
     ),
     "W8A16": Scheme(made.compressed(8, -1), lambda i, o, s: made.pack_quantized(i, o, 8, -1, seed=s), {}),
     "W8A8": Scheme(made.compressed_int8(), lambda i, o, s: made.int_quantized(i, o, seed=s), {}, by_token=True),
+    "AWQ, experts, two workers": Scheme(
+        made.AWQ,
+        lambda i, o, s: made.awq(i, o, 4, 32, seed=s),
+        {"tensor_parallel_size": 2},
+        mixture=True,
+    ),
+    "W4A16, experts": Scheme(
+        made.compressed(4, 32), lambda i, o, s: made.pack_quantized(i, o, 4, 32, seed=s), {}, mixture=True
+    ),
 }
+MIXTURE = {
+    **COMMON,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+"""Each token goes to all experts: where two are nearly equally likely, rounding would choose the other one."""
 ON_SIM = "GPTQ, 4 bits, by activation"
 
 
@@ -70,29 +90,41 @@ class ByToken(torch.nn.Module):
         return torch.nn.functional.linear((x / scale).round() * scale, self.weight)
 
 
+def quantized_parts(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names in a checkpoint, without the last part, and the weights: views of what transformers keeps together."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            yield name, module.weight.data
+        elif name.endswith(".experts"):
+            for expert in range(len(module.gate_up_proj)):
+                gate, up = module.gate_up_proj.data[expert].chunk(2)
+                down = module.down_proj.data[expert]
+                for part, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+                    yield f"{name}.{expert}.{part}", weight
+
+
 def write(folder: Path, scheme: Scheme) -> Any:
     """The checkpoint, and transformers' model with its weights."""
+    import transformers
     from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**COMMON)
+    kind = "Qwen3Moe" if scheme.mixture else "Llama"
+    config = getattr(transformers, f"{kind}Config")(**(MIXTURE if scheme.mixture else COMMON))
     config._attn_implementation = "eager"
-    model = LlamaForCausalLM(config).eval().float()
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
     randomize(model)
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    layers = [(name, layer) for name, layer in model.model.named_modules() if isinstance(layer, torch.nn.Linear)]
-    for seed, (name, layer) in enumerate(layers):
-        stored = scheme.make(layer.in_features, layer.out_features, seed)
-        del tensors[f"model.{name}.weight"]
-        tensors |= {f"model.{name}.{last}": tensor for last, tensor in stored.tensors.items()}
-        weight = stored.weight.float()
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".experts." not in name}
+    for seed, (name, weight) in enumerate(list(quantized_parts(model))):
+        outputs, inputs = weight.shape
+        stored = scheme.make(inputs, outputs, seed)
+        tensors.pop(f"{name}.weight", None)
+        tensors |= {f"{name}.{last}": tensor for last, tensor in stored.tensors.items()}
+        weight.copy_(stored.weight)
         if scheme.by_token:
-            model.model.set_submodule(name, ByToken(weight))
-        else:
-            layer.weight.data = weight
+            model.set_submodule(name, ByToken(weight))
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    described = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": scheme.config}
+    described = {**config.to_dict(), "architectures": [f"{kind}ForCausalLM"], "quantization_config": scheme.config}
     (folder / "config.json").write_text(json.dumps(described))
     return model
 

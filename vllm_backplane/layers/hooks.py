@@ -109,6 +109,12 @@ HOOKS: tuple[Hook, ...] = (
         ("silu_and_mul",),
     ),
     Hook(
+        "quantization method",
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        f"{_OURS}.schemes.experts:SchemeMoEMethod",
+        ("quantized_linear", "silu_and_mul"),
+    ),
+    Hook(
         "linear kernel",
         "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel:MPLinearKernel",
         f"{_OURS}.schemes.kernel:BackplaneMixedPrecisionKernel",

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import scheme_checkpoints as made
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -23,7 +24,7 @@ from vllm.platforms import current_platform
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.layers.binding import bind
-from vllm_backplane.layers.schemes.repacking import adjacent, split_group
+from vllm_backplane.layers.schemes.repacking import Words, Zeros, adjacent, repacked, split_group
 
 FAN_IN = 256
 
@@ -102,6 +103,7 @@ CASES: dict[str, tuple[Mapping[str, Any], Any]] = {
     ),
     "AWQ, 4 bits": (made.AWQ, lambda n, s: made.awq(FAN_IN, n, 4, 32, seed=s)),
     "AWQ, 8 bits": ({**made.AWQ, "bits": 8, "group_size": 64}, lambda n, s: made.awq(FAN_IN, n, 8, 64, seed=s)),
+    "AWQ, one group": ({**made.AWQ, "group_size": FAN_IN}, lambda n, s: made.awq(FAN_IN, n, 4, FAN_IN, seed=s)),
     "W4A16": (made.compressed(4, 128), lambda n, s: made.pack_quantized(FAN_IN, n, 4, 128, seed=s)),
     "W4A16, zero points": (
         made.compressed(4, 32, symmetric=False),
@@ -207,6 +209,80 @@ def test_no_weight_is_expanded() -> None:
     assert taken == 1024 * 512 // 2 + 512 * 8 * 2
 
 
+# --- experts
+
+
+def experts(config: Any, **changed: Any) -> Any:
+    settings: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_size": FAN_IN, "intermediate_size": 128}
+    settings |= {"params_dtype": torch.float32, "quant_config": config, "prefix": "model.layers.0.mlp.experts"}
+    return FusedMoEFactory(**(settings | changed))
+
+
+def load_expert(layer: Any, expert: int, shard: str, stored: made.Stored) -> None:
+    for name, tensor in stored.tensors.items():
+        parameter = getattr(layer, f"{'w2' if shard == 'w2' else 'w13'}_{name}")
+        place = {"weight_name": name, "shard_id": shard, "expert_id": expert}
+        assert parameter.weight_loader(param=parameter, loaded_weight=tensor, **place, return_success=True)
+
+
+EXPERTS: dict[str, tuple[Mapping[str, Any], Any]] = {
+    "GPTQ": (made.GPTQ, lambda i, o, s: made.gptq(i, o, 4, 32, seed=s)),
+    "GPTQ, 8 bits, a scale per output": (
+        {**made.GPTQ, "bits": 8, "group_size": -1},
+        lambda i, o, s: made.gptq(i, o, 8, -1, seed=s),
+    ),
+    "GPTQ, zero points, by activation": (
+        {**made.GPTQ, "sym": False, "desc_act": True},
+        lambda i, o, s: made.gptq(i, o, 4, 32, seed=s, symmetric=False, by_activation=s % 4 + i),
+    ),
+    "AWQ": (made.AWQ, lambda i, o, s: made.awq(i, o, 4, 32, seed=s)),
+    "W4A16": (made.compressed(4, 32), lambda i, o, s: made.pack_quantized(i, o, 4, 32, seed=s)),
+    "W8A16, zero points": (
+        made.compressed(8, 64, symmetric=False),
+        lambda i, o, s: made.pack_quantized(i, o, 8, 64, seed=s, symmetric=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_multiply_by_what_the_checkpoint_says(case: str) -> None:
+    config, make = EXPERTS[case]
+    runner = experts(configured(config))
+    layer, weights = runner.routed_experts, {}
+    for number, (expert, shard) in enumerate((e, w) for w in ("w3", "w2", "w1") for e in range(4)):
+        size = (128, FAN_IN) if shard == "w2" else (FAN_IN, 128)
+        stored = make(*size, number)
+        load_expert(layer, expert, shard, stored)
+        weights[expert, shard] = stored.weight
+    layer.quant_method.process_weights_after_loading(layer)
+    x = torch.randn(7, FAN_IN, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(7, 4, generator=torch.Generator().manual_seed(2))
+    with set_forward_context(None, get_current_vllm_config(), num_tokens=7):
+        got = runner(hidden_states=x, router_logits=logits).double()
+    expected = torch.zeros(7, FAN_IN, dtype=torch.float64)
+    for token in range(7):
+        best = logits[token].double().softmax(0).topk(2)
+        for share, expert in zip(best.values / best.values.sum(), best.indices.tolist(), strict=True):
+            gate, up = (weights[expert, shard] @ x[token].double() for shard in ("w1", "w3"))
+            expected[token] += share * (weights[expert, "w2"] @ (gate / (1 + (-gate).exp()) * up))
+    error = float((got - expected).norm() / expected.norm())
+    assert error < 0.02, error  # inputs are rounded to 8 bits, twice
+
+
+def test_an_expert_that_is_missing_is_told() -> None:
+    layer = experts(configured(made.AWQ)).routed_experts
+    for shard in ("w1", "w3"):
+        load_expert(layer, 0, shard, made.awq(FAN_IN, 128, 4, 32))
+    with pytest.raises(CheckpointError, match=r"not all, for experts \[0, 1, 2, 3\] of model"):
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_an_expert_of_another_size_is_told() -> None:
+    layer = experts(configured(made.AWQ)).routed_experts
+    with pytest.raises(CheckpointError, match=r"\(256, 12\) for qweight .* asks for \(256, 16\)"):
+        load_expert(layer, 0, "w1", made.awq(FAN_IN, 96, 4, 32))
+
+
 # --- what is refused
 
 
@@ -261,12 +337,9 @@ def test_what_cannot_run_is_refused_with_what_can(told: str) -> None:
     assert "on device 'cpu'; choose a checkpoint of: GPTQ with 4 or 8 bits" in str(refusal.value)
 
 
-@pytest.mark.parametrize("config", [made.GPTQ, made.AWQ, made.compressed(4, 32)])
-def test_experts_are_refused_by_name(config: Mapping[str, Any]) -> None:
-    experts = RoutedExperts.__new__(RoutedExperts)
-    torch.nn.Module.__init__(experts)
-    with pytest.raises(CheckpointError, match=r"experts of mlp\.experts are quantized by .*GGUF"):
-        configured(config).get_quant_method(experts, "mlp.experts")
+def test_experts_with_inputs_of_8_bits_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"experts of model\.layers\.0\.mlp\.experts, .*not for experts"):
+        experts(configured(made.compressed_int8()))
 
 
 def test_groups_that_do_not_divide_a_layer_are_refused() -> None:
@@ -299,6 +372,16 @@ def test_groups_come_to_lie_side_by_side() -> None:
     assert order is not None
     assert order.tolist() == [1, 3, 0, 4, 2, 5]
     assert adjacent(torch.tensor([0, 0, 1, 1]), 2) is None
+
+
+def test_pieces_of_a_weight_fit_together() -> None:
+    for stored, packed in ((made.awq(64, 200, 4, 32), 1), (made.gptq(64, 200, 4, 32, symmetric=False), 0)):
+        codes = Words(stored.tensors["qweight"], 4, packed, 1)
+        zeros = Zeros(Words(stored.tensors["qzeros"], 4, 1, 1))
+        scales = stored.tensors["scales"].t()
+        whole, pieces = (repacked(codes, scales, zeros, fan_in=64, width=16, piece=piece) for piece in (1 << 20, 1))
+        for one, other in zip(whole, pieces, strict=True):
+            assert one is not None and torch.equal(one, other)
 
 
 def test_rows_are_divided_into_groups() -> None:

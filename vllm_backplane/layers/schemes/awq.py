@@ -24,7 +24,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.layers.schemes import kernel
-from vllm_backplane.layers.schemes.refusal import act_dtypes, refuse_experts, refused
+from vllm_backplane.layers.schemes.experts import Layout, SchemeMoEMethod
+from vllm_backplane.layers.schemes.refusal import act_dtypes, refused
 
 _ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 """Where in a word the first code is, the second and so on, by bits: even codes in the lower half, odd in the upper."""
@@ -68,12 +69,25 @@ class BackplaneAWQConfig(AutoAWQConfig):
             prefix, self.modules_to_not_convert, self.packed_modules_mapping, match_mode="substring"
         )
         if isinstance(layer, RoutedExperts):
-            if not kept:
-                raise refuse_experts(prefix, "AWQ")
-            return UnquantizedFusedMoEMethod(layer.moe_config)
+            if kept:
+                return UnquantizedFusedMoEMethod(layer.moe_config)
+            return SchemeMoEMethod(layer.moe_config, prefix, self._layout())
         if kept:
             return UnquantizedEmbeddingMethod() if head else UnquantizedLinearMethod()
         return BackplaneAWQLinearMethod(self)
+
+    def _layout(self) -> Layout:
+        return Layout(
+            bits=self.weight_bits,
+            group=self.group_size,
+            codes="qweight",
+            scales="scales",
+            zeros="qzeros",
+            has_zeros=True,
+            output=1,
+            packed=1,
+            order=_ORDER[self.weight_bits],
+        )
 
 
 @register_weight_loader_v2_supported_method

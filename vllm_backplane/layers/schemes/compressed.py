@@ -23,7 +23,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 
 from vllm_backplane import compat
 from vllm_backplane.layers.schemes import kernel
-from vllm_backplane.layers.schemes.refusal import refuse_experts, refused
+from vllm_backplane.layers.schemes.experts import Layout, SchemeMoEMethod
+from vllm_backplane.layers.schemes.refusal import refused
 
 _PACKED, _PLAIN = "pack-quantized", "int-quantized"
 
@@ -46,15 +47,32 @@ class BackplaneCompressedTensorsConfig(CompressedTensorsConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         kernel.register()
         if isinstance(layer, RoutedExperts):
-            self._add_fused_moe_to_target_scheme_map()
-            parts = compat.expert_parts(layer)
-            if any(self.get_scheme_dict(layer, f"{prefix}.0.{part}") is not None for part in parts):
-                raise refuse_experts(prefix, "compressed-tensors")
-            return UnquantizedFusedMoEMethod(layer.moe_config)
+            return self._for_experts(layer, prefix)
         found = super().get_quant_method(layer, prefix)
         if isinstance(found, CompressedTensorsEmbeddingWNA16Int):
             raise refused(f"compressed-tensors for the embedding {prefix}")
         return BackplaneCompressedTensorsMethod(self) if type(found) is CompressedTensorsLinearMethod else found
+
+    def _for_experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+        self._add_fused_moe_to_target_scheme_map()
+        first, *others = [self.get_scheme_dict(layer, f"{prefix}.0.{part}") for part in compat.expert_parts(layer)]
+        if first is None and not any(others):
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        if first is None or any(other != first for other in others) or first.get("input_activations") is not None:
+            raise refused(f"compressed-tensors for the experts of {prefix}, of several schemes or with 8-bit inputs")
+        weights: Any = first["weights"]
+        layout = Layout(
+            bits=weights.num_bits,
+            group=weights.group_size if _name(weights.strategy) == "group" else -1,
+            codes="weight_packed",
+            scales="weight_scale",
+            zeros="weight_zero_point",
+            has_zeros=not weights.symmetric,
+            output=0,
+            packed=1,
+            beside=("weight_shape",),
+        )
+        return SchemeMoEMethod(layer.moe_config, prefix, layout)
 
 
 @register_weight_loader_v2_supported_method

@@ -7,6 +7,7 @@ its `g_idx`; these subclasses do not. Zero points, which vLLM does not read, are
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, ClassVar
 
 import torch
@@ -15,12 +16,17 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, AutoGPTQLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override, get_linear_quant_method
+from vllm.model_executor.layers.quantization.utils.gptq_utils import (
+    get_dynamic_override,
+    get_linear_quant_method,
+    override_config,
+)
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.layers.schemes import kernel
-from vllm_backplane.layers.schemes.refusal import act_dtypes, refuse_experts, refused
+from vllm_backplane.layers.schemes.experts import Layout, SchemeMoEMethod
+from vllm_backplane.layers.schemes.refusal import act_dtypes, refused
 
 _ZEROS_LESS = {"gptq": 1, "gptq_v2": 0}
 """What stored zero points are too small by, for each format of a checkpoint."""
@@ -73,10 +79,28 @@ class BackplaneGPTQConfig(AutoGPTQConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         kernel.register()
         if isinstance(layer, RoutedExperts):
-            if get_dynamic_override(self, layer_name=prefix) is not False:
-                raise refuse_experts(prefix, "GPTQ")
-            return UnquantizedFusedMoEMethod(layer.moe_config)
+            return self._for_experts(layer, prefix)
         return get_linear_quant_method(self, layer, prefix, BackplaneGPTQLinearMethod)
+
+    def _for_experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+        if get_dynamic_override(self, layer_name=prefix) is False:
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        chosen = deepcopy(self)
+        override_config(chosen, prefix=prefix)
+        layout = Layout(
+            bits=chosen.weight_bits,
+            group=chosen.group_size,
+            codes="qweight",
+            scales="scales",
+            zeros="qzeros",
+            has_zeros=not chosen.is_sym,
+            output=1,
+            packed=0,
+            zeros_less=self.zeros_less,
+            groups_of="g_idx" if chosen.desc_act else None,
+            beside=(() if chosen.desc_act else ("g_idx",)) + (("qzeros",) if chosen.is_sym else ()),
+        )
+        return SchemeMoEMethod(layer.moe_config, prefix, layout)
 
 
 @register_weight_loader_v2_supported_method

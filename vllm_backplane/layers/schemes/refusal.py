@@ -11,7 +11,7 @@ SERVED = (
     "GPTQ with 4 or 8 bits (desc_act too)",
     "AWQ with 4 or 8 bits and zero points",
     "compressed-tensors W4A16 and W8A16 (pack-quantized)",
-    "compressed-tensors W8A8-int8 (inputs per token, symmetric)",
+    "compressed-tensors W8A8-int8 (inputs per token, symmetric; not for experts)",
     "GGUF",
 )
 
@@ -25,11 +25,4 @@ def refused(what: str) -> CheckpointError:
     return CheckpointError(
         f"{what} does not run on device {runtime().device.name!r}; choose a checkpoint of: {'; '.join(SERVED)}; or one "
         "in full precision, with --quantization int8 or int4 to quantize it at loading"
-    )
-
-
-def refuse_experts(prefix: str, scheme: str) -> CheckpointError:
-    return CheckpointError(
-        f"the experts of {prefix} are quantized by {scheme}, which is served for linear layers alone; choose a GGUF "
-        "file of the model, or a full-precision checkpoint"
     )

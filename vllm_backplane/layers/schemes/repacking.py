@@ -48,7 +48,8 @@ class Words:
     def _apart(self, words: torch.Tensor) -> torch.Tensor:
         """uint8 [rows, words, codes]. The processors served store the lowest byte of a word first."""
         rows, columns = words.shape
-        codes = words.contiguous().view(torch.uint8).view(rows, columns, 4)
+        # Always a copy: a dimension of one counts as contiguous whatever its stride, and bytes need a stride of one.
+        codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8).view(rows, columns, 4)
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(2)
         return codes[..., list(self.order)] if self.order else codes

@@ -1,0 +1,35 @@
+"""Experts as products of their own, where weights are in a form that no operator takes for all experts at once.
+
+Which experts have tokens is read on the host, so a step with such experts is not replayed as a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_backplane import ops
+
+Product = Callable[[int, torch.Tensor], torch.Tensor]
+"""(expert, tokens) -> their product with its weight."""
+
+
+def computed(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: int, up: Product, down: Product
+) -> torch.Tensor:
+    """The weighted sum over the experts of each token, with SiLU between the two products of an expert."""
+    flat = ids.flatten().long()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=experts).tolist()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    first = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        chosen = order[first : first + count]
+        first += count
+        tokens = chosen // ids.shape[1]
+        made = down(expert, ops.silu_and_mul.call(up(expert, x[tokens]))).float()
+        out.index_add_(0, tokens, made * weights.flatten()[chosen].unsqueeze(1).float())
+    return out.to(x.dtype)
