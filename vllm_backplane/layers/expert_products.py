@@ -9,16 +9,14 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_backplane import ops
-
 Product = Callable[[int, torch.Tensor], torch.Tensor]
-"""(expert, tokens) -> their product with its weight."""
+"""(expert, tokens) -> what becomes of them."""
 
 
 def computed(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, experts: int, up: Product, down: Product
 ) -> torch.Tensor:
-    """The weighted sum over the experts of each token, with SiLU between the two products of an expert."""
+    """The weighted sum over the experts of each token; `down` takes what `up` gave, activated already."""
     flat = ids.flatten().long()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=experts).tolist()
@@ -30,6 +28,6 @@ def computed(
         chosen = order[first : first + count]
         first += count
         tokens = chosen // ids.shape[1]
-        made = down(expert, ops.silu_and_mul.call(up(expert, x[tokens]))).float()
+        made = down(expert, up(expert, x[tokens])).float()
         out.index_add_(0, tokens, made * weights.flatten()[chosen].unsqueeze(1).float())
     return out.to(x.dtype)

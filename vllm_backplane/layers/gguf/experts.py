@@ -13,6 +13,7 @@ from gguf import GGML_QUANT_SIZES
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
+from vllm_backplane import ops
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.stored import StoredTensor
 from vllm_backplane.layers.expert_products import computed
@@ -115,4 +116,7 @@ class GgufMoEMethod(BackplaneFusedMoEMethod):
                 layer.backplane_experts[expert][name], self._runs[expert][name], tokens, None
             )
 
-        return computed(x, weights, ids, self._experts, partial(product, "up"), partial(product, "down"))
+        def up(expert: int, tokens: torch.Tensor) -> torch.Tensor:
+            return ops.silu_and_mul.call(product("up", expert, tokens))
+
+        return computed(x, weights, ids, self._experts, up, partial(product, "down"))

@@ -221,4 +221,7 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
                 tokens, one.weight, one.weight_scale, one.weight_offset, self._layout.bits, one.features
             )
 
-        return computed(x, weights, ids, self._experts, partial(product, "up"), partial(product, "down"))
+        def up(expert: int, tokens: torch.Tensor) -> torch.Tensor:
+            return ops.silu_and_mul.call(product("up", expert, tokens))
+
+        return computed(x, weights, ids, self._experts, up, partial(product, "down"))
