@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,12 @@ from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_processing,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
@@ -27,6 +34,7 @@ from vllm_backplane.layers.binding import bind
 from vllm_backplane.layers.schemes.repacking import Words, Zeros, adjacent, repacked, split_group
 
 FAN_IN = 256
+MODEL: Any = SimpleNamespace(dtype=torch.float32, quantization="gptq", word_embeddings_untied_by_checkpoint=False)
 
 
 @pytest.fixture(autouse=True)
@@ -269,6 +277,18 @@ def test_experts_multiply_by_what_the_checkpoint_says(case: str) -> None:
     assert error < 0.02, error  # inputs are rounded to 8 bits, twice
 
 
+def test_experts_are_not_loaded_again() -> None:
+    layer = experts(configured(made.AWQ)).routed_experts
+    first = layer.w2_qweight
+    for expert in range(4):
+        for shard, size in (("w1", (FAN_IN, 128)), ("w3", (FAN_IN, 128)), ("w2", (128, FAN_IN))):
+            load_expert(layer, expert, shard, made.awq(*size, 4, 32))
+    layer.quant_method.process_weights_after_loading(layer)
+    assert not any(name.endswith(("qweight", "qzeros", "scales")) for name, _ in layer.named_parameters())
+    with pytest.raises(BackplaneError, match="cannot be loaded again; start anew"):
+        first.weight_loader(first, torch.zeros(1), "", "w2", 0)
+
+
 def test_an_expert_that_is_missing_is_told() -> None:
     layer = experts(configured(made.AWQ)).routed_experts
     for shard in ("w1", "w3"):
@@ -388,3 +408,20 @@ def test_rows_are_divided_into_groups() -> None:
     assert split_group(576) == 96
     assert split_group(4096) == 128
     assert split_group(100) == 0
+
+
+@pytest.mark.parametrize("case", ["GPTQ, by activation", "AWQ, 4 bits", "W4A16, zero points", "W8A8"])
+def test_layers_are_loaded_again_at_the_same_addresses(case: str) -> None:
+    config, make = CASES[case]
+    model = torch.nn.Module()
+    model.down = RowParallelLinear(FAN_IN, 72, bias=False, quant_config=configured(config), prefix="down")
+    record_metadata_for_reloading(model)
+    load(model.down, make(72, 1))
+    process_weights_after_loading(model, MODEL, torch.device("cpu"))
+    addresses = {name: each.data_ptr() for name, each in model.named_parameters()}
+    initialize_layerwise_reload(model)
+    again = make(72, 5)
+    load(model.down, again)
+    finalize_layerwise_processing(model, MODEL)
+    assert {name: each.data_ptr() for name, each in model.named_parameters()} == addresses
+    assert_product(model.down, again.weight)

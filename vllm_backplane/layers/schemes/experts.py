@@ -68,6 +68,7 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
         self._prefix, self._layout = prefix, layout
         self._parts: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
         self._complete: set[int] = set()
+        self._processed = False
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         if layer.expert_map is not None:
@@ -115,6 +116,8 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
+        if self._processed:
+            raise BackplaneError(f"quantized experts ({self._prefix}) cannot be loaded again; start anew")
         if name in self._layout.needed:
             self._parts.setdefault((expert_id, shard_id), {})[name] = self._share(layer, name, loaded_weight, shard_id)
             self._finish_if_complete(layer, expert_id)
@@ -204,6 +207,7 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
                 f"the checkpoint has no weights, or not all, for experts {missing[:4]} of {self._prefix}; choose a "
                 "complete one"
             )
+        self._processed = True
         for name in (*self._layout.needed, *self._layout.beside):
             for weight in ("w13", "w2"):
                 if hasattr(layer, f"{weight}_{name}"):

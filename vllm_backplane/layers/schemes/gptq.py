@@ -144,13 +144,12 @@ class BackplaneGPTQLinearMethod(AutoGPTQLinearMethod):
         groups_of.weight_loader = self._load_groups  # type: ignore[attr-defined]
         layer.register_parameter("g_idx", groups_of)
 
-    def _load_groups(self, parameter: torch.Tensor, loaded: torch.Tensor, shard: str | int | None = None) -> None:
-        """Each part of a fused layer has a row."""
-        parts = parameter.data if shard is None else parameter.data[_QKV[shard] if isinstance(shard, str) else shard]
-        size = parts.shape[-1]
-        if len(loaded) == size:
-            parts.copy_(loaded)
-        # Otherwise the inputs are divided among workers; their order is the plain one then (see create_weights).
+    def _load_groups(self, param: torch.Tensor, loaded: torch.Tensor, shard: str | int | None = None) -> None:
+        """Each part of a fused layer has a row. Where inputs are divided among workers, the order is the plain one
+        (see create_weights), and what is here is not looked at. vLLM counts copies when weights are loaded again."""
+        rows = param.data if shard is None else [param.data[_QKV[shard] if isinstance(shard, str) else shard]]
+        for row in rows:
+            row.copy_(loaded[: len(row)])
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if not hasattr(layer, "g_idx"):
