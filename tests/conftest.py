@@ -20,6 +20,7 @@ LONGEST = (
     "e2e/test_sim.py",
     "e2e/test_numeric_guard.py",
     "e2e/test_quantization.py",
+    "e2e/test_schemes.py",
     "e2e/test_server.py",
     "e2e/test_memory_limits.py",
     "e2e/test_second_runner.py",

@@ -43,6 +43,12 @@ def hash_routing(moe: Any) -> bool:
     return bool(getattr(moe, "has_hash_routing", False))
 
 
+def expert_parts(experts: Any) -> tuple[str, ...]:
+    """What the checkpoint calls the weights of an expert. Before vLLM 0.32 compressed-tensors knew one naming."""
+    parts = ("gate_proj", "up_proj", "down_proj")
+    return tuple(getattr(experts, f"ckpt_{part}_name", part) for part in parts)
+
+
 def configure_logging(args: Any) -> None:
     """Apply the logging options of a command line. Since vLLM 0.31 they are options; before, variables alone."""
     import vllm.logger

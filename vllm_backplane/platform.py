@@ -134,16 +134,13 @@ class BackplanePlatform(Platform):
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        """An empty list of supported methods means all of them upstream; here those that load full precision are."""
+        """An empty list of supported methods means all of them upstream; here those are that have kernels."""
         from vllm_backplane.gguf.configuration import QUANTIZATION
         from vllm_backplane.layers.quantization import formats
+        from vllm_backplane.layers.schemes import refusal, registration
 
-        if quant not in formats.ONLINE and quant != QUANTIZATION:
-            raise BackplaneError(
-                f"quantization {quant} (of the checkpoint, or of --quantization) does not run on device "
-                f"{_device.name!r}; choose a full-precision checkpoint, and --quantization "
-                f"{' or '.join(formats.ONLINE)} to quantize it at loading"
-            )
+        if quant not in formats.ONLINE and quant != QUANTIZATION and quant not in registration.NAMES:
+            raise refusal.refused(f"quantization {quant} (of the checkpoint, or of --quantization)")
 
     # --- what vLLM loads for us -------------------------------------------------------------------------------
 

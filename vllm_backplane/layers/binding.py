@@ -154,11 +154,13 @@ def bind() -> None:
     from vllm_backplane.attention import selection
     from vllm_backplane.layers.gguf import config as gguf_config
     from vllm_backplane.layers.quantization import config
+    from vllm_backplane.layers.schemes import registration
     from vllm_backplane.model_loader import gguf as gguf_loader
 
     selection.register()
     config.register()
     gguf_config.register()
+    registration.register()
     gguf_loader.register()
     for binding in BINDINGS:
         upstream, replacement = check(binding)

@@ -73,7 +73,7 @@ def unpacked_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return codes.transpose(1, 2).reshape(blocks * width, steps * step)
 
 
-def _packed_by_group(values: torch.Tensor, width: int) -> torch.Tensor:
+def packed_by_group(values: torch.Tensor, width: int) -> torch.Tensor:
     """Scales or offsets, [rows, groups], as [blocks, groups, width]."""
     rows, groups = values.shape
     blocks = -(-rows // width)
@@ -154,11 +154,11 @@ def packed(
             part_codes, part_scales = _fitted(grouped, bits, scale_type)
         else:
             part_codes, part_scales, part_offsets = _spanned(grouped, bits, scale_type)
-            laid = _packed_by_group(part_offsets, width)
+            laid = packed_by_group(part_offsets, width)
             offsets[first : first + len(laid)] = laid
         made = packed_codes(part_codes.view(-1, padded), bits, width)
         codes[first : first + len(made)] = made
-        scales[first : first + len(made)] = _packed_by_group(part_scales, width)
+        scales[first : first + len(made)] = packed_by_group(part_scales, width)
     return Packed(codes, scales, offsets)
 
 

@@ -1,7 +1,6 @@
 """Experts of a mixture with weights from a GGUF file.
 
-Each expert is two products on blocks, of the tokens that were routed to it. Which experts have tokens is read on the
-host, so a step with experts is not replayed as a graph.
+Each expert is two products on blocks, of the tokens that were routed to it.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm_backplane import ops
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.stored import StoredTensor
+from vllm_backplane.layers.expert_products import computed
 from vllm_backplane.layers.gguf.blocks import Rows, Run, install
 from vllm_backplane.layers.gguf.linear import GgufLinearMethod
 from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
@@ -111,19 +111,12 @@ class GgufMoEMethod(BackplaneFusedMoEMethod):
             raise CheckpointError(f"the file has no weights, or not all, for {self._prefix}; choose a complete one")
 
     def experts(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        flat = ids.flatten().long()
-        order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=self._experts).tolist()
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        first = 0
-        for expert, count in enumerate(counts):
-            if count == 0:
-                continue
-            chosen = order[first : first + count]
-            first += count
-            tokens = chosen // ids.shape[1]
-            holder, runs = layer.backplane_experts[expert], self._runs[expert]
-            hidden = ops.silu_and_mul.call(GgufLinearMethod.multiply(holder["up"], runs["up"], x[tokens], None))
-            made = GgufLinearMethod.multiply(holder["down"], runs["down"], hidden, None).float()
-            out.index_add_(0, tokens, made * weights.flatten()[chosen].unsqueeze(1).float())
-        return out.to(x.dtype)
+        def product(name: str, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+            return GgufLinearMethod.multiply(
+                layer.backplane_experts[expert][name], self._runs[expert][name], tokens, None
+            )
+
+        def up(expert: int, tokens: torch.Tensor) -> torch.Tensor:
+            return ops.silu_and_mul.call(product("up", expert, tokens))
+
+        return computed(x, weights, ids, self._experts, up, partial(product, "down"))

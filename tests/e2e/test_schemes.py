@@ -1,0 +1,198 @@
+"""Checkpoints of GPTQ, AWQ and compressed-tensors served as they are, compared with transformers on the weights that
+they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import scheme_checkpoints as made
+import torch
+from architectures import COMMON
+from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
+from processes import tail
+from tiny_models import randomize
+
+pytestmark = pytest.mark.server
+
+PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(24)]]
+TOKENS = 8
+ROUNDED = 0.03
+"""Of log-probabilities where the inputs of products are rounded to 8 bits, in the mean."""
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    config: Mapping[str, Any]
+    make: Callable[..., made.Stored]
+    """Of inputs, outputs and a seed."""
+    engine: Mapping[str, Any]
+    mixture: bool = False
+    """A model with experts."""
+    by_token: bool = False
+    """The scheme itself rounds inputs to 8 bits, one scale per token."""
+
+
+def _by_activation(inputs: int, outputs: int, seed: int) -> made.Stored:
+    return made.gptq(inputs, outputs, 4, 32, seed=seed, by_activation=inputs)  # equal for parts that are fused
+
+
+SCHEMES = {
+    "GPTQ, 4 bits, by activation": Scheme({**made.GPTQ, "desc_act": True}, _by_activation, {}),
+    "GPTQ, 8 bits, zero points": Scheme(
+        {**made.GPTQ, "bits": 8, "sym": False, "group_size": 64},
+        lambda i, o, s: made.gptq(i, o, 8, 64, seed=s, symmetric=False),
+        {},
+    ),
+    "AWQ": Scheme(made.AWQ, lambda i, o, s: made.awq(i, o, 4, 32, seed=s), {}),
+    "W4A16, two workers": Scheme(
+        made.compressed(4, 32, symmetric=False),
+        lambda i, o, s: made.pack_quantized(i, o, 4, 32, seed=s, symmetric=False),
+        {"tensor_parallel_size": 2},
+    ),
+    "W8A16": Scheme(made.compressed(8, -1), lambda i, o, s: made.pack_quantized(i, o, 8, -1, seed=s), {}),
+    "W8A8": Scheme(made.compressed_int8(), lambda i, o, s: made.int_quantized(i, o, seed=s), {}, by_token=True),
+    "AWQ, experts, two workers": Scheme(
+        made.AWQ,
+        lambda i, o, s: made.awq(i, o, 4, 32, seed=s),
+        {"tensor_parallel_size": 2},
+        mixture=True,
+    ),
+    "W4A16, experts": Scheme(
+        made.compressed(4, 32), lambda i, o, s: made.pack_quantized(i, o, 4, 32, seed=s), {}, mixture=True
+    ),
+}
+MIXTURE = {
+    **COMMON,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+"""Each token goes to all experts: where two are nearly equally likely, rounding would choose the other one."""
+ON_SIM = "GPTQ, 4 bits, by activation"
+
+
+class ByToken(torch.nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        return torch.nn.functional.linear((x / scale).round() * scale, self.weight)
+
+
+def quantized_parts(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names in a checkpoint, without the last part, and the weights: views of what transformers keeps together."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            yield name, module.weight.data
+        elif name.endswith(".experts"):
+            for expert in range(len(module.gate_up_proj)):
+                gate, up = module.gate_up_proj.data[expert].chunk(2)
+                down = module.down_proj.data[expert]
+                for part, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+                    yield f"{name}.{expert}.{part}", weight
+
+
+def write(folder: Path, scheme: Scheme) -> Any:
+    """The checkpoint, and transformers' model with its weights."""
+    import transformers
+    from safetensors.torch import save_file
+
+    kind = "Qwen3Moe" if scheme.mixture else "Llama"
+    config = getattr(transformers, f"{kind}Config")(**(MIXTURE if scheme.mixture else COMMON))
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
+    randomize(model)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".experts." not in name}
+    for seed, (name, weight) in enumerate(list(quantized_parts(model))):
+        outputs, inputs = weight.shape
+        stored = scheme.make(inputs, outputs, seed)
+        tensors.pop(f"{name}.weight", None)
+        tensors |= {f"{name}.{last}": tensor for last, tensor in stored.tensors.items()}
+        weight.copy_(stored.weight)
+        if scheme.by_token:
+            model.set_submodule(name, ByToken(weight))
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    described = {**config.to_dict(), "architectures": [f"{kind}ForCausalLM"], "quantization_config": scheme.config}
+    (folder / "config.json").write_text(json.dumps(described))
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("schemes")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> dict[str, Any]:
+    return {name: write(folder / name, scheme) for name, scheme in SCHEMES.items()}
+
+
+def jobs_for(folder: Path, *names: str) -> list[dict[str, Any]]:
+    work = batch(PROMPTS, greedy(TOKENS, logprobs=0))
+    limits: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    return [job(folder / name, work, **limits, **SCHEMES[name].engine) for name in names]
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    folder: Path, models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Result], Result]:
+    """By name, and one that is to be refused; one process runs all engines."""
+    jobs = jobs_for(folder, *SCHEMES)
+    jobs.append(job(folder / "AWQ", hf_overrides={"quantization_config": {**made.GPTQ, "bits": 3}}))
+    results, log = try_engines(tmp_path_factory.mktemp("engines"), jobs)
+    for result in results[:-1]:
+        assert "error" not in result, f"{result['error']}\n{tail(log)}"
+        insist_on_backplane(result)
+    return dict(zip(SCHEMES, results[:-1], strict=True)), results[-1]
+
+
+def distance(result: Result, model: Any) -> float:
+    """Of log-probabilities, in the mean."""
+    differences = []
+    for ids, output in zip(PROMPTS, result["batches"][0], strict=True):
+        answer = output["token_ids"]
+        # What transformers gives to the engine's own tokens: one near tie does not spoil what follows.
+        expected = reference.prompt_logprobs(model, [*ids, *answer])[len(ids) - 1 :]
+        differences += [abs(one - other) for one, other in zip(output["logprobs"], expected, strict=True)]
+    print(f"log-probabilities differ by {sum(differences) / len(differences):.4f}, at most {max(differences):.4f}")
+    return sum(differences) / len(differences)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_answers_are_those_of_the_decoded_weights(
+    outcomes: tuple[dict[str, Result], Result], models: dict[str, Any], name: str
+) -> None:
+    assert distance(outcomes[0][name], models[name]) < ROUNDED
+
+
+def test_the_order_by_activation_is_seen(
+    outcomes: tuple[dict[str, Result], Result], folder: Path, models: dict[str, Any]
+) -> None:
+    """The same codes and scales in the plain order give something else."""
+    plain = write(folder / "plain", Scheme(made.GPTQ, lambda i, o, s: made.gptq(i, o, 4, 32, seed=s), {}))
+    assert distance(outcomes[0][ON_SIM], plain) > 4 * ROUNDED
+
+
+def test_what_cannot_run_is_refused_before_a_worker_starts(outcomes: tuple[dict[str, Result], Result]) -> None:
+    assert "GPTQ with 3 bits does not run on device 'cpu'; choose a checkpoint of: GPTQ with 4" in outcomes[1]["error"]
+
+
+def test_another_device_serves_them_through_the_references(
+    folder: Path, models: dict[str, Any], tmp_path: Path
+) -> None:
+    [result] = run_engines(tmp_path, jobs_for(folder, ON_SIM), SIM, device="sim")
+    assert result["device"] == "bpnpu"
+    assert distance(result, models[ON_SIM]) < ROUNDED

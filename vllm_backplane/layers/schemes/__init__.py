@@ -1,0 +1,3 @@
+"""Checkpoints that GPTQ, AWQ and compressed-tensors made, on the operator `quantized_linear`."""
+
+from __future__ import annotations

@@ -1,0 +1,57 @@
+"""The product of compressed-tensors' W8A8-int8: weights and inputs of 8 bits, one scale per output and per token.
+
+The operator rounds its input so by itself: one scale per row where the weight has one group.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, Int8ScaledMMLinearLayerConfig
+
+from vllm_backplane import ops
+from vllm_backplane.layers.quantization.linear import install
+from vllm_backplane.layers.schemes.repacking import exact
+from vllm_backplane.ops.quantized_linear import Packed, packed_by_group, packed_codes, padded_size
+from vllm_backplane.runtime import runtime
+
+
+class BackplaneInt8Kernel(Int8ScaledMMLinearKernel):
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: Int8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        if c.is_static_input_scheme or not c.input_symmetric:
+            return False, "inputs are quantized per token, symmetrically; use a checkpoint made so (dynamic=true)"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        weight_name, scale_name = self.layer_param_names[:2]
+        weight, scales = getattr(layer, weight_name).data, getattr(layer, scale_name).data
+        if weight.dtype != torch.int8:
+            return
+        layer.backplane_rows = len(weight)  # type: ignore[assignment]
+        if not self.config.is_channelwise:  # one scale for each of the parts that are fused
+            scales = torch.cat(
+                [one.expand(width) for one, width in zip(scales, layer.logical_widths, strict=True)]  # type: ignore[arg-type]
+            )
+        install(layer, _packed(weight, scales.reshape(-1, 1).float()))
+        runtime().device.empty_cache()
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return ops.quantized_linear.call(x, layer.weight, layer.weight_scale, None, 8, layer.backplane_rows, bias)
+
+
+def _packed(weight: torch.Tensor, scales: torch.Tensor, piece: int = 1 << 20) -> Packed:
+    """In pieces, like other weights. The code 128 is zero."""
+    width = runtime().device.quantized_width(8)
+    features, fan_in = weight.shape
+    padded = padded_size(fan_in, 0)
+    codes = torch.zeros((-(-features // width), padded // 4, width, 4), dtype=torch.uint8, device=weight.device)
+    at_once = max(piece // (padded * width), 1) * width
+    for first in range(0, features, at_once):
+        part = weight[first : first + at_once].view(torch.uint8) ^ 128
+        laid = packed_codes(torch.nn.functional.pad(part, (0, padded - fan_in)), 8, width)
+        codes[first // width : first // width + len(laid)] = laid
+    return Packed(codes, packed_by_group(exact(scales), width), None)
