@@ -23,11 +23,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from turns import ANSWER, QUIET, compared, report
+from turns import ANSWER, QUIET, add_options, compared, report
 
 PROMPT = 512
 SEQUENCES = (1, 16)
-WORKLOADS = [(1, PROMPT), *((sequences, 1) for sequences in SEQUENCES)]
+WORKLOADS = [(1, 128), (1, PROMPT), (1, 1024), *((sequences, 1) for sequences in SEQUENCES)]
 STEPS = {"replayed": "FULL_DECODE_ONLY", "eager": "NONE", "default": None}
 
 
@@ -71,16 +71,17 @@ def main() -> int:
     parser.add_argument("--devices", nargs=2, default=("cpu", "sim"), metavar=("BASE", "OTHER"))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--steps", choices=STEPS, default="replayed", help="decode steps (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=11, help="turns of each workload (default: %(default)s)")
     parser.add_argument("--least", type=float, metavar="RATIO", help="fail if OTHER over BASE is below this anywhere")
     parser.add_argument("--model", metavar="RATES", help="BACKPLANE_SIM_MODEL: a chip; prints its tokens per second")
-    parser.add_argument("--json", action="store_true")
+    add_options(parser)
     parser.add_argument("--engine", nargs=3, metavar=("MODEL", "DTYPE", "ANSWER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
         model, dtype, answer = args.engine
         Path(answer).write_text(json.dumps(modelled(model, dtype)))
         return 0
+    if len(set(args.devices)) == 1:
+        parser.error("--devices: two that differ")
     from vllm_backplane.models import DEFAULT, obtain
 
     model = str(obtain(DEFAULT.name))

@@ -3,7 +3,7 @@
     python benchmarks/dtypes.py                     # the default model, as this machine is
     python benchmarks/dtypes.py --without-bf16      # as a machine without BF16 instructions would do it (x86 only)
 
-Two engines answer each request in turns; the table shows medians, and the median of the turns' ratios.
+Two engines answer each request in turns; the table shows medians, and the median and quartiles of the turns' ratios.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 
-from turns import compared, report
+from turns import add_options, compared, report
 
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 WORKLOADS = [(1, 128), (1, 512), (1, 1024), (1, 1), (16, 1)]
@@ -20,10 +20,9 @@ WORKLOADS = [(1, 128), (1, 512), (1, 1024), (1, 1), (16, 1)]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=11, help="turns of each workload (default: %(default)s)")
     parser.add_argument("--without-bf16", action="store_true", help=f"sets {LIMIT}=AVX512_CORE")
     parser.add_argument("--least", type=float, metavar="RATIO", help="fail if bfloat16 is below this in any workload")
-    parser.add_argument("--json", action="store_true")
+    add_options(parser)
     args = parser.parse_args()
     from vllm_backplane.models import DEFAULT, obtain
 

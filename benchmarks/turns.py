@@ -6,14 +6,17 @@ one engine therefore follows that of the other within a second, and the ratio of
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import select
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ ANSWER = 48
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 PAUSE = 0.3  # seconds after which threads of the other engine no longer wait awake
 KV_CACHE = 512 << 20
+PATIENCE = 30  # seconds for an engine's end
+LIMIT = 600  # seconds; an engine whose process was killed never answers
 
 Workload = tuple[int, int]  # sequences, tokens of each prompt; of one token it is the answer's speed that counts
 
@@ -71,6 +76,8 @@ class Engine:
 
     def _line(self) -> str:
         assert self.process.stdout
+        if not select.select([self.process.stdout], [], [], LIMIT)[0]:
+            raise SystemExit(f"an engine has not answered for {LIMIT} s; its own words are above")
         line = self.process.stdout.readline()
         if not line:
             raise SystemExit(f"an engine ended with {self.process.wait()}; its own words are above")
@@ -78,7 +85,10 @@ class Engine:
 
     def rate(self, workload: Workload) -> float:
         assert self.process.stdin
-        print(json.dumps(workload), file=self.process.stdin, flush=True)
+        try:
+            print(json.dumps(workload), file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            self.process.wait()  # the line that is not there says so
         return float(self._line())
 
 
@@ -86,14 +96,20 @@ class Engine:
 def engine(model: str, arguments: dict[str, Any], variables: dict[str, str]) -> Iterator[Engine]:
     command = [sys.executable, str(Path(__file__).resolve()), model, json.dumps(arguments)]
     environment = {**os.environ, **QUIET, **variables}
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield Engine(process)
-        finally:
-            assert process.stdin
-            process.stdin.close()  # its end is the engine's
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        yield Engine(process)
+    finally:
+        assert process.stdin
+        with suppress(BrokenPipeError):
+            process.stdin.close()  # its end is the engine's, unless it is busy or waits for a process that is gone
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def compared(
@@ -106,8 +122,8 @@ def compared(
         for workload in workloads:
             for one in engines.values():
                 one.rate(workload)  # once for what is done once
-            for _ in range(rounds):
-                for side, one in engines.items():
+            for turn in range(rounds):
+                for side, one in list(engines.items())[:: 1 if turn % 2 else -1]:
                     time.sleep(PAUSE)
                     results[side].setdefault(name_of(workload), []).append(one.rate(workload))
             told = ", ".join(f"{side} {rates[name_of(workload)]:.1f}" for side, rates in medians(results).items())
@@ -127,19 +143,41 @@ def ratios(results: dict[str, dict[str, list[float]]], base: str, other: str) ->
     }
 
 
+def spreads(results: dict[str, dict[str, list[float]]], base: str, other: str) -> dict[str, tuple[float, float]]:
+    """The quartiles of the turns' ratios."""
+    found = {}
+    for name, rates in results[base].items():
+        ratio = [after / before for before, after in zip(rates, results[other][name], strict=True)]
+        lower, _, upper = statistics.quantiles(ratio, n=4) if len(ratio) > 1 else (ratio[0],) * 3
+        found[name] = (lower, upper)
+    return found
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    def turns(text: str) -> int:
+        if (count := int(text)) < 1:
+            raise ValueError
+        return count
+
+    parser.add_argument("--rounds", type=turns, default=11, help="turns of each workload (default: %(default)s)")
+    parser.add_argument("--json", action="store_true")
+
+
 def report(
     title: str, results: dict[str, dict[str, list[float]]], least: float | None, as_json: bool, **more: Any
 ) -> int:
     """Prints both sides and their ratio; the exit status says whether the second is at least so fast everywhere."""
     base, other = results
-    usual, ratio = medians(results), ratios(results, base, other)
+    usual, ratio, spread = medians(results), ratios(results, base, other), spreads(results, base, other)
     slow = [name for name, value in ratio.items() if value < (least or 0)]
     if as_json:
-        print(json.dumps({**more, "all": results, "median": usual, "ratio": ratio}, indent=2))
+        print(json.dumps({**more, "all": results, "median": usual, "ratio": ratio, "quartiles": spread}, indent=2))
     else:
-        print(f"\n{title}, tokens per second, medians\n\n{'workload':<18}{base:>10}{other:>10}{'ratio':>8}")
+        print(f"\n{title}, tokens per second, medians\n\n{'workload':<18}{base:>10}{other:>10}{'ratio':>8}  quartiles")
         for name, value in ratio.items():
-            print(f"{name:<18}{usual[base][name]:>10.1f}{usual[other][name]:>10.1f}{value:>8.2f}")
+            low, high = spread[name]
+            rates = f"{usual[base][name]:>10.1f}{usual[other][name]:>10.1f}"
+            print(f"{name:<18}{rates}{value:>8.2f}  {low:.2f} to {high:.2f}")
     for name in slow:
         print(f"{name}: below {least}", file=sys.stderr)
     return int(bool(slow))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -10,8 +9,6 @@ from vllm.logger import init_logger
 
 from vllm_backplane.device import Device
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.ops.operator import get
-from vllm_backplane.ops.resolution import Resolution
 from vllm_backplane.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -121,10 +118,13 @@ def set_compilation_defaults(config: VllmConfig, chosen: Runtime) -> None:
     if compilation.mode is None:
         compilation.mode = CompilationMode.NONE
     if compilation.cudagraph_mode is None:
-        wanted = can.graphs and chosen.device.wants_graphs() and graphs_fit(config, chosen)
-        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY if wanted else CUDAGraphMode.NONE
-        if wanted and isinstance(config.additional_config, dict):
-            config.additional_config[_GRAPHS_UNASKED] = True
+        # Workers are told through this dictionary; vLLM takes other objects in its place.
+        told = config.additional_config if isinstance(config.additional_config, dict) else None
+        if told is not None and can.graphs and chosen.device.wants_graphs() and graphs_fit(config, chosen):
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+            told[_GRAPHS_UNASKED] = True
+        else:
+            compilation.cudagraph_mode = CUDAGraphMode.NONE
     if compilation.cudagraph_mode != CUDAGraphMode.NONE:
         if not can.graphs:
             raise BackplaneError(
@@ -146,7 +146,7 @@ def set_compilation_defaults(config: VllmConfig, chosen: Runtime) -> None:
 
 def set_compilation(config: VllmConfig, chosen: Runtime) -> None:
     """Models run eagerly: inductor would need a code generator for the device and minutes to start. Decode steps are
-    replayed as graphs where the device has them and the user asks for it."""
+    replayed as graphs where the device has them and the user, or the device itself, asks for it."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     device, compilation = chosen.device, config.compilation_config
@@ -186,28 +186,18 @@ def _run_eagerly(config: VllmConfig) -> None:
         config.model_config.enforce_eager = True
 
 
-def settle_graphs(config: VllmConfig, device: Device, operators: Iterable[Resolution]) -> None:
-    """Once a worker knows what each operator runs on: a capture that computes nothing cannot contain a reference that
-    goes by what tensors hold."""
-    from vllm.config import CUDAGraphMode
-
-    if config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE or device.capabilities.capture_computes:
-        return
-    reading = [
-        line.operator
-        for line in operators
-        if line.implementation == "reference"
-        and get(line.operator).reads_values
-        and (line.family != "moe" or config.model_config.is_moe)
-    ]
-    if not reading:
-        return
-    reason = f"{', '.join(reading)} of device {device.name!r} looks at values on the host, for want of a kernel"
-    asked = not (isinstance(config.additional_config, dict) and config.additional_config.get(_GRAPHS_UNASKED))
-    if asked:
-        raise BackplaneError(f"graphs were asked for, and {reason}; remove -cc.cudagraph_mode, or reference_ops")
+def settle_graphs(config: VllmConfig, device: Device, unrecordable: list[str]) -> bool:
+    """Whether decode steps are to be replayed, once a worker knows what of the loaded model no graph can contain."""
+    if not unrecordable:
+        return True
+    reason = f"{', '.join(unrecordable)} on device {device.name!r} go by what tensors hold, which no graph records"
+    if not config.additional_config.get(_GRAPHS_UNASKED):
+        raise BackplaneError(
+            f"graphs were asked for, and {reason}; remove -cc.cudagraph_mode, or reference_ops where that names them"
+        )
     logger.warning("Decode steps run eagerly, which is slower: %s.", reason)
     _run_eagerly(config)
+    return False
 
 
 def set_scheduling(config: VllmConfig, chosen: Runtime) -> None:

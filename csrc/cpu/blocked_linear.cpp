@@ -260,9 +260,10 @@ void multiply_many(const at::Tensor& x, const at::Tensor& blocks, const float* b
   const Parts parts(m, kPanelRows);
   const ManyRows<Weight, Result> many{elements<Result>(x), elements<Weight>(blocks), bias, mutable_elements<Result>(out),
                                       k, n, parts};
-  const int64_t threads = at::get_num_threads();
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   const Shares shares(m, threads);
-  const int64_t most = std::max<int64_t>(4, input_bytes() / (kPanelRows * std::max<int64_t>(1, k) * 4));  // parts
+  const int64_t share = (parts.count + shares.rows - 1) / shares.rows;
+  const int64_t most = std::min(share, std::max<int64_t>(4, input_bytes() / (kPanelRows * k * 4)));  // parts at once
   const at::Tensor scratch = at::empty({threads, most * kPanelRows * k}, x.options().dtype(at::kFloat));
   float* inputs = scratch.mutable_data_ptr<float>();
   at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
@@ -324,7 +325,10 @@ at::Tensor blocked_linear(const at::Tensor& x, const at::Tensor& blocks, int64_t
   at::Tensor out = at::empty({rows.size(0), out_features}, x.options());
   at::Tensor wide_bias;
   if (bias.has_value() && bias->defined()) wide_bias = bias->to(at::kFloat).contiguous();
-  if (out.numel() > 0)
+  if (k == 0) {
+    if (wide_bias.defined()) out.copy_(wide_bias);
+    else out.zero_();
+  } else if (out.numel() > 0) {
     with_float_type(blocks.scalar_type(), "blocked_linear", [&](auto weight) {
       return with_float_type(x.scalar_type(), "blocked_linear", [&](auto result) {
         multiply<decltype(weight), decltype(result)>(
@@ -332,6 +336,7 @@ at::Tensor blocked_linear(const at::Tensor& x, const at::Tensor& blocks, int64_t
         return 0;
       });
     });
+  }
   auto shape = x.sizes().vec();
   shape.back() = out_features;
   return out.reshape(shape);

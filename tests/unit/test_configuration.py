@@ -23,8 +23,10 @@ from vllm_backplane.attention.selection import BACKEND, backend_path
 from vllm_backplane.device import Device, MemoryInfo, Probe
 from vllm_backplane.devices.cpu import CpuDevice
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
 from vllm_backplane.ops.resolution import Resolution
 from vllm_backplane.runtime import Runtime, choose, configured
+from vllm_backplane.worker.step_graphs import unrecordable
 from vllm_backplane.worker.worker import BackplaneWorker
 
 
@@ -82,21 +84,35 @@ def test_graphs_on_a_device_without_them() -> None:
         configuration.set_compilation_defaults(config, cards())
 
 
-@pytest.mark.parametrize("implementation", ["kernel", "reference"])
-def test_graphs_and_a_reference_that_reads_values(implementation: str) -> None:
+def test_graphs_of_what_no_graph_can_contain() -> None:
     config = VllmConfig(compilation_config=CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY))
+    assert configuration.settle_graphs(config, Card(), [])
+    with pytest.raises(BackplaneError, match=r"paged_attention on device 'card' go by .*; remove -cc\.cudagraph_mode"):
+        configuration.settle_graphs(config, Card(), ["paged_attention"])
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+
+
+@pytest.mark.parametrize(
+    ("implementation", "experts", "expected"),
+    [
+        ("kernel", [], []),
+        ("reference", [], ["paged_attention"]),
+        ("kernel", [True], ["moe_experts"]),
+        ("kernel", [False], ["experts of a quantized checkpoint"]),
+    ],
+)
+def test_what_no_graph_can_contain(implementation: str, experts: list[bool], expected: list[str]) -> None:
     table = [
         Resolution("paged_attention", "attention", implementation, "here", "stated"),
-        Resolution("moe_experts", "moe", "reference", "here", "no kernel"),  # the model has none
+        Resolution("moe_experts", "moe", "reference", "here", "no kernel"),
         Resolution("rms_norm", "norm", "reference", "here", "no kernel"),
     ]
-    config.model_config = SimpleNamespace(is_moe=False)
-    if implementation == "kernel":
-        configuration.settle_graphs(config, Card(), table)
-        assert config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
-        return
-    with pytest.raises(BackplaneError, match=r"paged_attention of device 'card' looks at values .* remove -cc"):
-        configuration.settle_graphs(config, Card(), table)
+    model = torch.nn.ModuleList(torch.nn.Identity() for _ in experts)
+    for module, one_operator in zip(model, experts, strict=True):
+        # Of a layer, it needs no more than to be known as one.
+        body = {"__init__": torch.nn.Module.__init__, "one_operator": one_operator}
+        module.quant_method = type("Method", (BackplaneFusedMoEMethod,), body)()
+    assert unrecordable(model, table) == expected
 
 
 def test_a_type_of_the_kv_cache_that_the_device_does_not_list() -> None:

@@ -70,6 +70,9 @@ class Activation:
 
 
 class BackplaneFusedMoEMethod(UnquantizedFusedMoEMethod):
+    one_operator = True
+    """All experts at once, by `moe_experts`; otherwise one by one (expert_products.py)."""
+
     def __init__(self, moe: FusedMoEConfig) -> None:
         # Not the parent's: it looks for experts among vLLM's kernels, of which there are none for this
         # platform.

@@ -12,10 +12,11 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_backplane import ops
+from vllm_backplane import configuration, ops
 from vllm_backplane.device import Device
 from vllm_backplane.layers.sampler import replace_sampler
-from vllm_backplane.worker.step_graphs import StepGraphs
+from vllm_backplane.ops import resolution
+from vllm_backplane.worker.step_graphs import StepGraphs, unrecordable
 
 
 class BackplaneModelRunnerV1(GPUModelRunner):
@@ -53,7 +54,10 @@ class BackplaneModelRunnerV1(GPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         if type(self.model) is CUDAGraphWrapper:
-            self.model = StepGraphs(self.model.unwrap(), self.vllm_config, self.accelerator, self.device.index or 0)
+            config, device, model = self.vllm_config, self.accelerator, self.model.unwrap()
+            missing = [] if device.capabilities.capture_computes else unrecordable(model, resolution.frozen() or ())
+            replayed = configuration.settle_graphs(config, device, missing)
+            self.model = StepGraphs(model, config, device, self.device.index or 0) if replayed else model
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         with self._unfinished_prompts_draw_nothing():

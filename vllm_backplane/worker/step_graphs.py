@@ -9,7 +9,7 @@ metadata, which vLLM keeps in buffers that stay.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from vllm.logger import init_logger
 from vllm_backplane.device import Device
 from vllm_backplane.errors import GraphError, StaleInputError
 from vllm_backplane.graph import CapturedCalls
+from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
+from vllm_backplane.ops.operator import get
+from vllm_backplane.ops.resolution import Resolution
 
 logger = init_logger("vllm." + __name__)
 
@@ -87,6 +90,21 @@ class StepGraphs(CUDAGraphWrapper):
     def _give_up(self, key: Hashable, error: GraphError) -> None:
         self.eager.add(key)
         logger.warning_once("Decode steps run eagerly, which is slower: %s", error)
+
+
+def unrecordable(model: torch.nn.Module, operators: Iterable[Resolution]) -> list[str]:
+    """What in a decode step of the model goes by what tensors hold, on the host. A capture that computes nothing cannot
+    contain it."""
+    found = {
+        line.operator for line in operators if line.implementation == "reference" and get(line.operator).reads_values
+    }
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    experts = [method for method in methods if isinstance(method, BackplaneFusedMoEMethod)]
+    if not any(method.one_operator for method in experts):
+        found.discard("moe_experts")
+    if not all(method.one_operator for method in experts):
+        found.add("experts of a quantized checkpoint")
+    return sorted(found)
 
 
 def _inputs(

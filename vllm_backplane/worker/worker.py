@@ -70,7 +70,6 @@ class BackplaneWorker(Worker):
         self._check_copies()
         current_platform.check_if_supports_dtype(self.model_config.dtype)
         self._freeze_operators()
-        configuration.settle_graphs(self.vllm_config, self.accelerator, resolution.frozen() or ())
         init_worker_distributed_environment(
             self.vllm_config,
             self.rank,

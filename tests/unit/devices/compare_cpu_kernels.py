@@ -396,6 +396,7 @@ def thread_counts() -> Iterator[str]:
     from operator_checks import same_bits
 
     from vllm_backplane import ops
+    from vllm_backplane.devices.cpu import native
 
     generator = random.Random(3)
     args = paged(
@@ -403,9 +404,12 @@ def thread_counts() -> Iterator[str]:
         dtype=torch.bfloat16, stored=torch.bfloat16,
     )  # fmt: skip
     wide = torch.randn(300, 2048).bfloat16()
+    blocks = native.arranged((torch.randn(200, 2048) / 45).bfloat16())
     angles = torch.rand(64, 64)
     calls: list[tuple[Any, tuple[Any, ...], list[int]]] = [
         (ops.paged_attention, args, [14]),
+        (ops.blocked_linear, (wide, blocks, 200, None), []),
+        (ops.blocked_linear, (wide[:150], blocks, 200, None), []),
         (ops.rms_norm, (wide, wide[0], 1e-6), []),
         (ops.fused_add_rms_norm, (wide, wide, wide[0], 1e-6), []),
         (ops.silu_and_mul, (wide,), []),
@@ -416,7 +420,7 @@ def thread_counts() -> Iterator[str]:
     before = torch.get_num_threads()
     for operator, given, written in calls:
         results = []
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 4):
             torch.set_num_threads(threads)
             results.append(outcome(operator.call, given, written))
         for other in results[1:]:

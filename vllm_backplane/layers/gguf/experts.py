@@ -27,6 +27,8 @@ _INTO = {"w1": ("up", 0), "w3": ("up", 1), "w2": ("down", 0)}
 
 
 class GgufMoEMethod(BackplaneFusedMoEMethod):
+    one_operator = False
+
     def __init__(self, moe: FusedMoEConfig, prefix: str) -> None:
         super().__init__(moe)
         if moe.activation is not MoEActivation.SILU or moe.has_bias:

@@ -58,6 +58,8 @@ class Layout:
 
 
 class SchemeMoEMethod(BackplaneFusedMoEMethod):
+    one_operator = False
+
     def __init__(self, moe: FusedMoEConfig, prefix: str, layout: Layout) -> None:
         super().__init__(moe)
         if moe.activation is not MoEActivation.SILU or moe.has_bias:
