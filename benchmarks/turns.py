@@ -7,6 +7,7 @@ one engine therefore follows that of the other within a second, and the ratio of
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import select
@@ -25,6 +26,7 @@ QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL"
 PAUSE = 0.3  # seconds after which threads of the other engine no longer wait awake
 KV_CACHE = 512 << 20
 PATIENCE = 30  # seconds for an engine's end
+KERNELS = "BENCHMARK_CPU_KERNELS"  # those of the process: 0 for the base of the processor, 1 for AVX2
 LIMIT = 600  # seconds; an engine whose process was killed never answers
 
 Workload = tuple[int, int]  # sequences, tokens of each prompt; of one token it is the answer's speed that counts
@@ -39,6 +41,11 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
     """Answers workloads, a line of JSON each, with tokens per second."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # standard output belongs to vLLM from here on
+    if isa := os.environ.get(KERNELS):
+        from vllm_backplane.devices.cpu import native
+
+        if ctypes.CDLL(str(native._PATH)).backplane_cpu_force_isa(int(isa)) != int(isa):
+            raise SystemExit("this processor has no such instructions")
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
