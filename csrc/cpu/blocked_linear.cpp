@@ -8,6 +8,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <array>
@@ -316,6 +317,12 @@ at::Tensor blocked_linear(const at::Tensor& x, const at::Tensor& blocks, int64_t
               out_features, " x ", k);
   TORCH_CHECK(is_float_type(x.scalar_type()) && is_float_type(blocks.scalar_type()),
               "blocked_linear: ", x.scalar_type(), " times ", blocks.scalar_type(), " is not supported");
+  if (k == 0) {  // no block lies anywhere, and there is nothing to add up
+    auto shape = x.sizes().vec();
+    shape.back() = out_features;
+    const at::Tensor nothing = at::zeros(shape, x.options());
+    return bias.has_value() && bias->defined() ? nothing.add(bias->to(x.scalar_type())) : nothing;
+  }
   if (!fits(blocks, out_features)) {
     TORCH_WARN_ONCE("blocked_linear: the weight is arranged for other registers than this machine's, and is copied at "
                     "every call; arrange it with Device.arrange_linear");
@@ -325,10 +332,7 @@ at::Tensor blocked_linear(const at::Tensor& x, const at::Tensor& blocks, int64_t
   at::Tensor out = at::empty({rows.size(0), out_features}, x.options());
   at::Tensor wide_bias;
   if (bias.has_value() && bias->defined()) wide_bias = bias->to(at::kFloat).contiguous();
-  if (k == 0) {
-    if (wide_bias.defined()) out.copy_(wide_bias);
-    else out.zero_();
-  } else if (out.numel() > 0) {
+  if (out.numel() > 0)
     with_float_type(blocks.scalar_type(), "blocked_linear", [&](auto weight) {
       return with_float_type(x.scalar_type(), "blocked_linear", [&](auto result) {
         multiply<decltype(weight), decltype(result)>(
@@ -336,7 +340,6 @@ at::Tensor blocked_linear(const at::Tensor& x, const at::Tensor& blocks, int64_t
         return 0;
       });
     });
-  }
   auto shape = x.sizes().vec();
   shape.back() = out_features;
   return out.reshape(shape);

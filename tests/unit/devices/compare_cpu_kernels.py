@@ -417,6 +417,11 @@ def thread_counts() -> Iterator[str]:
         (ops.top_k_top_p_mask, (torch.randn(4, 50_000), None, torch.full((4,), 0.9)), [0]),
         (ops.greedy_argmax, (torch.randn(3, 100_000),), []),
     ]
+    nothing, bias = torch.empty(40, 0).bfloat16(), torch.arange(200).bfloat16()
+    for given_bias in (None, bias):
+        found = ops.blocked_linear(nothing, native.arranged(torch.empty(200, 0).bfloat16()), 200, given_bias)
+        if not torch.equal(found, torch.zeros(40, 200).bfloat16() + (0 if given_bias is None else bias)):
+            yield "blocked_linear of no inputs"
     before = torch.get_num_threads()
     for operator, given, written in calls:
         results = []
