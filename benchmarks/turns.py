@@ -142,29 +142,24 @@ def medians(results: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, f
     return {side: {name: statistics.median(rates) for name, rates in by.items()} for side, by in results.items()}
 
 
-def ratios(results: dict[str, dict[str, list[float]]], base: str, other: str) -> dict[str, float]:
-    """The median over the turns of one side's rate over the other's."""
+def by_turn(results: dict[str, dict[str, list[float]]], base: str, other: str) -> dict[str, list[float]]:
+    """One side's rate over the other's."""
     return {
-        name: statistics.median(after / before for before, after in zip(rates, results[other][name], strict=True))
+        name: [after / before for before, after in zip(rates, results[other][name], strict=True)]
         for name, rates in results[base].items()
     }
 
 
-def spreads(results: dict[str, dict[str, list[float]]], base: str, other: str) -> dict[str, tuple[float, float]]:
-    """The quartiles of the turns' ratios."""
-    found = {}
-    for name, rates in results[base].items():
-        ratio = [after / before for before, after in zip(rates, results[other][name], strict=True)]
-        lower, _, upper = statistics.quantiles(ratio, n=4) if len(ratio) > 1 else (ratio[0],) * 3
-        found[name] = (lower, upper)
-    return found
+def quartiles(values: list[float]) -> tuple[float, float]:
+    lower, _, upper = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return lower, upper
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     def turns(text: str) -> int:
-        if (count := int(text)) < 1:
-            raise ValueError
-        return count
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of turns, which is 1 or more")
+        return int(text)
 
     parser.add_argument("--rounds", type=turns, default=11, help="turns of each workload (default: %(default)s)")
     parser.add_argument("--json", action="store_true")
@@ -175,7 +170,9 @@ def report(
 ) -> int:
     """Prints both sides and their ratio; the exit status says whether the second is at least so fast everywhere."""
     base, other = results
-    usual, ratio, spread = medians(results), ratios(results, base, other), spreads(results, base, other)
+    usual, turns = medians(results), by_turn(results, base, other)
+    ratio = {name: statistics.median(values) for name, values in turns.items()}
+    spread = {name: quartiles(values) for name, values in turns.items()}
     slow = [name for name, value in ratio.items() if value < (least or 0)]
     if as_json:
         print(json.dumps({**more, "all": results, "median": usual, "ratio": ratio, "quartiles": spread}, indent=2))

@@ -191,7 +191,8 @@ def settle_graphs(config: VllmConfig, device: Device, unrecordable: list[str]) -
     if not unrecordable:
         return True
     reason = f"{', '.join(unrecordable)} on device {device.name!r} go by what tensors hold, which no graph records"
-    if not config.additional_config.get(_GRAPHS_UNASKED):
+    told = config.additional_config
+    if not (isinstance(told, dict) and told.get(_GRAPHS_UNASKED)):
         raise BackplaneError(
             f"graphs were asked for, and {reason}; remove -cc.cudagraph_mode, or reference_ops where that names them"
         )

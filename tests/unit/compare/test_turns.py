@@ -21,8 +21,9 @@ def test_names() -> None:
 
 
 def test_the_ratio_is_taken_turn_by_turn() -> None:
-    ratios = turns.ratios(RESULTS, "one", "other")
-    assert ratios == pytest.approx({"prompt of 512": 1.1, "decoding 1": 0.65})
+    ratios = turns.by_turn(RESULTS, "one", "other")
+    assert ratios["prompt of 512"] == pytest.approx([1.1, 1.1, 0.9])
+    assert ratios["decoding 1"] == pytest.approx([0.6, 0.65, 2.0])
 
 
 @pytest.mark.parametrize(("least", "status", "told"), [(None, 0, ""), (0.6, 0, ""), (0.7, 1, "decoding 1: below 0.7")])
@@ -41,9 +42,9 @@ def test_json_holds_every_turn(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["all"] == RESULTS
     assert told["limit"] == "a limit"
     lower, upper = told["quartiles"]["decoding 1"]
-    assert lower <= told["ratio"]["decoding 1"] <= upper
+    assert told["ratio"]["decoding 1"] == pytest.approx(0.65)
+    assert lower <= 0.65 <= upper
 
 
 def test_one_turn_has_no_spread() -> None:
-    one_turn = {side: {"decoding 1": rates["decoding 1"][:1]} for side, rates in RESULTS.items()}
-    assert turns.spreads(one_turn, "one", "other") == {"decoding 1": pytest.approx((0.6, 0.6))}
+    assert turns.quartiles([0.6]) == (0.6, 0.6)

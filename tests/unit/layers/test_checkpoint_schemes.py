@@ -7,15 +7,14 @@ What is left is the rounding of float32.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import scheme_checkpoints as made
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
-from vllm.distributed import parallel_state
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -30,7 +29,6 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
-from vllm_backplane.layers.binding import bind
 from vllm_backplane.layers.schemes.repacking import Words, Zeros, adjacent, repacked, split_group
 
 FAN_IN = 256
@@ -38,15 +36,8 @@ MODEL: Any = SimpleNamespace(dtype=torch.float32, quantization="gptq", word_embe
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path: Any) -> Iterator[None]:
-    """A group of one worker: parameters ask for their rank."""
-    bind()
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(1, 0, f"file://{tmp_path}/group", 0, "gloo")
-        parallel_state.initialize_model_parallel(backend="gloo")
-        yield
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
+def _alone(one_worker: None) -> None:
+    """Parameters ask for their rank."""
 
 
 def configured(config: Mapping[str, Any], **changed: Any) -> Any:

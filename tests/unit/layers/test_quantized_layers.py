@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import parallel_state
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -23,7 +21,6 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.layers.binding import bind
 from vllm_backplane.layers.quantization.config import Int4Config, Int8Config, OnlineConfig, register
 from vllm_backplane.layers.quantization.head import QuantizedHeadMethod
 
@@ -33,15 +30,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path: Any) -> Iterator[None]:
-    """A group of one worker: parameters ask for their rank."""
-    bind()
-    with set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(1, 0, f"file://{tmp_path}/group", 0, "gloo")
-        parallel_state.initialize_model_parallel(backend="gloo")
-        yield
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
+def _alone(one_worker: None) -> None:
+    """Parameters ask for their rank."""
 
 
 def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:

@@ -47,6 +47,13 @@ def test_blocks_hold_the_weight_transposed_and_zeros() -> None:
     assert not blocks[1, 1:].any()
 
 
+@pytest.mark.parametrize("rows", [3, 40])
+def test_blocks_of_no_inputs_leave_the_bias(rows: int) -> None:
+    blocks, bias = blocked(torch.empty(6, 0), 4), torch.arange(6.0)
+    assert torch.equal(ops.blocked_linear(torch.empty(rows, 0), blocks, 6, bias), bias.expand(rows, 6))
+    assert not ops.blocked_linear(torch.empty(rows, 0), blocks, 6).any()
+
+
 def test_pairs_lie_side_by_side() -> None:
     weight = torch.arange(8.0).view(8, 1)
     pairs = blocked(weight, 8, lanes=2)
