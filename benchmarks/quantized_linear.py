@@ -9,8 +9,8 @@
 Two limits are measured first, with as many threads: how fast memory is read (a loop that reads a buffer larger than a
 core's caches and keeps nothing), and how many multiplications of 8-bit numbers the instructions in use do without
 memory. With one row a layer is held against the first (bytes of codes and scales), with many against the second. Every
-call has another copy of the weight, as the layers of a model do; all lie on large pages, as in the engine. Columns of a
-line are measured in turns; the table has medians.
+call has another copy of the weight, as the layers of a model do. Columns of a line are measured in turns; the table has
+medians.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from vllm_backplane import ops
-from vllm_backplane.devices.cpu import huge_pages, native
+from vllm_backplane.devices.cpu import native
 
 # (output features, input size): SmolLM2-135M's projections and logits, and one of a 0.5B- and a 1.5B-class model each.
 SHAPES = ((576, 576), (1536, 576), (49152, 576), (896, 4864), (1536, 8960))
@@ -41,9 +41,7 @@ Call = Callable[[], Any]
 
 def copies(weight: torch.Tensor) -> Any:
     """One after another, none of them in the cache when its turn comes."""
-    made = [weight.clone() for _ in range(min(max(2, COLD_BYTES // weight.nbytes), 2000))]
-    huge_pages.gather(made)
-    return cycle(made)
+    return cycle([weight.clone() for _ in range(min(max(2, COLD_BYTES // weight.nbytes), 2000))])
 
 
 def ours(rows: int, n: int, k: int, bits: int, group: int, offsets: bool) -> tuple[Call, int]:
@@ -139,7 +137,6 @@ class Limits:
         self.library = ctypes.CDLL(str(native._PATH))
         self.library.backplane_cpu_spin_dot_products.restype = ctypes.c_int64
         self.buffer = torch.ones(COLD_BYTES, dtype=torch.uint8)
-        huge_pages.gather([self.buffer])
 
     def _together(self, call: Callable[[int], int]) -> float:
         """What all threads did per second; the best of a few tries."""
