@@ -112,7 +112,7 @@ class Plan {
 
 Heads heads_of(const at::Tensor& tensor, int64_t head_dim) {
   return {tensor.const_data_ptr(), row_loader(tensor.scalar_type()), tensor.stride(head_dim), tensor.stride(-1),
-          tensor.size(-1)};
+          tensor.size(-1), static_cast<int64_t>(tensor.element_size())};
 }
 
 // A per-head vector as float32, which must outlive the call.

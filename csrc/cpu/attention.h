@@ -27,6 +27,7 @@ struct Heads {
   const void* data;
   LoadRows load;
   int64_t head_stride, spread, width;
+  int64_t bytes;  // of an element
 };
 
 // Everything that holds for all items of a call.

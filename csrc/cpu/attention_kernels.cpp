@@ -107,7 +107,7 @@ BACKPLANE_INLINE void product_block(const float* a, int64_t a_row, int64_t a_ste
 template <int W, bool kAdd>
 BACKPLANE_INLINE void product(const float* a, int64_t a_row, int64_t a_step, int64_t rows, const float* b,
                               int64_t b_stride, int64_t columns, float* c, int64_t c_stride, int64_t steps) {
-  constexpr int kVectors = W == 16 ? 4 : 2;
+  constexpr int kVectors = W == 8 ? 2 : 4;  // AVX2 has 16 registers, the others 32
   int64_t j = 0;
   for (; j + kVectors * W <= columns; j += kVectors * W)
     for (int64_t i = 0; i < rows; i += 4)
@@ -134,17 +134,18 @@ BACKPLANE_INLINE Floats<4> four_sums(const Floats<W>* v) {
   return BACKPLANE_SHUFFLE(x, y, 0, 1, 4, 5) + BACKPLANE_SHUFFLE(x, y, 2, 3, 6, 7);
 }
 
-// scores[m][k] = query m . key k, for M queries and all keys, rounded up to a multiple of 4.
+// scores[m][k] = query m . key k, for M queries and `count` keys that lie `step` apart.
 template <int W, int M>
-BACKPLANE_INLINE void dots(const float* queries, const float* keys, int64_t count, int64_t width, float* scores,
-                           int64_t stride) {
-  for (int64_t k = 0; k < count; k += 4) {
+BACKPLANE_INLINE void dots(const float* queries, const float* keys, int64_t step, int64_t count, int64_t width,
+                           float* scores, int64_t stride) {
+  int64_t k = 0;
+  for (; k + 4 <= count; k += 4) {
     Floats<W> sums[M][4];
     for (int m = 0; m < M; ++m)
       for (int i = 0; i < 4; ++i) sums[m][i] = Floats<W>{};
     for (int64_t d = 0; d < width; d += W) {
       Floats<W> key[4];
-      for (int i = 0; i < 4; ++i) key[i] = load<W>(keys + (k + i) * width + d);
+      for (int i = 0; i < 4; ++i) key[i] = load<W>(keys + (k + i) * step + d);
       for (int m = 0; m < M; ++m) {
         const Floats<W> query = load<W>(queries + m * width + d);
         for (int i = 0; i < 4; ++i) sums[m][i] += query * key[i];
@@ -152,17 +153,23 @@ BACKPLANE_INLINE void dots(const float* queries, const float* keys, int64_t coun
     }
     for (int m = 0; m < M; ++m) store<4>(scores + m * stride + k, four_sums<W>(sums[m]));
   }
+  for (; k < count; ++k)
+    for (int m = 0; m < M; ++m) {
+      Floats<W> total{};
+      for (int64_t d = 0; d < width; d += W) total += load<W>(queries + m * width + d) * load<W>(keys + k * step + d);
+      scores[m * stride + k] = sum<W>(total);
+    }
 }
 
-// mixed[m] += sum over keys of weights[m][k] * values[k]
+// mixed[m] += sum over keys of weights[m][k] * values[k], values lying `step` apart
 template <int W, int M>
-BACKPLANE_INLINE void mix(const float* weights, int64_t stride, const float* values, int64_t count, int64_t width,
-                          float* mixed) {
+BACKPLANE_INLINE void mix(const float* weights, int64_t stride, const float* values, int64_t step, int64_t count,
+                          int64_t width, float* mixed) {
   int64_t d = 0;
   for (; d + 4 * W <= width; d += 4 * W)
-    product_block<W, M, 4, true>(weights, stride, 1, values + d, width, mixed + d, width, count);
+    product_block<W, M, 4, true>(weights, stride, 1, values + d, step, mixed + d, width, count);
   for (; d < width; d += W)
-    product_block<W, M, 1, true>(weights, stride, 1, values + d, width, mixed + d, width, count);
+    product_block<W, M, 1, true>(weights, stride, 1, values + d, step, mixed + d, width, count);
 }
 
 template <int W>
@@ -246,41 +253,118 @@ BACKPLANE_INLINE void weigh_by_query(const Layer& layer, const State& state, int
   }
 }
 
-// Keys and values [begin, begin + count) of a context, widened, of one head.
-inline void load_tile(const Layer& layer, const Item& item, int64_t begin, int64_t count, float* keys,
-                      int64_t key_width, float* values, int64_t value_width) {
+// Calls visit(key, value, done, rows) for each stretch of keys [begin, begin + count) that lies in one piece: where key
+// and value of the item's head begin, how many came before, and how many there are.
+template <class F>
+BACKPLANE_INLINE void over_stretches(const Layer& layer, const Item& item, int64_t begin, int64_t count,
+                                     const F& visit) {
   const Context& context = *item.context;
   const int64_t key_head = item.key_head * layer.key.head_stride, value_head = item.key_head * layer.value.head_stride;
-  const auto load = [&](int64_t key_at, int64_t value_at, int64_t done, int64_t rows) {
-    layer.key.load(layer.key.data, key_at + key_head, context.key_step, rows, layer.key.width, layer.key.spread,
-                   keys + done * key_width, key_width);
-    layer.value.load(layer.value.data, value_at + value_head, context.value_step, rows, layer.value.width,
-                     layer.value.spread, values + done * value_width, value_width);
-  };
   if (context.blocks == nullptr) {
-    load((context.first + begin) * context.key_step, (context.first + begin) * context.value_step, 0, count);
+    const int64_t row = context.first + begin;
+    visit(row * context.key_step + key_head, row * context.value_step + value_head, int64_t(0), count);
     return;
   }
   for (int64_t done = 0; done < count;) {
     const int64_t block = context.blocks[(begin + done) / context.block_size];
     const int64_t offset = (begin + done) % context.block_size;
     const int64_t rows = std::min(count - done, context.block_size - offset);
-    load(block * context.key_block + offset * context.key_step,
-         block * context.value_block + offset * context.value_step, done, rows);
+    visit(block * context.key_block + offset * context.key_step + key_head,
+          block * context.value_block + offset * context.value_step + value_head, done, rows);
     done += rows;
   }
 }
 
-struct AttendItem {
-  template <int W, int M>
-  static BACKPLANE_INLINE void few(const Layer& layer, const State& state, const float* queries, const float* keys,
-                                   const float* values, int32_t first, int32_t count, int64_t width,
-                                   int64_t value_width, float* scores, float* mixed) {
-    dots<W, M>(queries, keys, count, width, scores, kMostKeys);
-    weigh_by_key<W>(layer, state, M, first, count, scores, kMostKeys, mixed, value_width);
-    mix<W, M>(scores, kMostKeys, values, count, value_width, mixed);
-  }
+// Keys and values of a tile, widened.
+inline void load_tile(const Layer& layer, const Item& item, int64_t begin, int64_t count, float* keys,
+                      int64_t key_width, float* values, int64_t value_width) {
+  const Context& context = *item.context;
+  over_stretches(layer, item, begin, count, [&](int64_t key, int64_t value, int64_t done, int64_t rows) {
+    layer.key.load(layer.key.data, key, context.key_step, rows, layer.key.width, layer.key.spread,
+                   keys + done * key_width, key_width);
+    layer.value.load(layer.value.data, value, context.value_step, rows, layer.value.width, layer.value.spread,
+                     values + done * value_width, value_width);
+  });
+}
 
+inline void expect(const Heads& heads, int64_t offset, int64_t step, int64_t rows) {
+  const char* from = static_cast<const char*>(heads.data) + offset * heads.bytes;
+  for (int64_t r = 0; r < rows; ++r, from += step * heads.bytes)
+    for (int64_t byte = 0; byte < heads.width * heads.spread * heads.bytes; byte += 64) __builtin_prefetch(from + byte);
+}
+
+// Asks for the keys, or the values, of a tile. The processor fetches ahead within a page of memory, and the blocks of a
+// cache lie anywhere.
+inline void expect_tile(const Layer& layer, const Item& item, int64_t begin, int64_t count, bool keys) {
+  over_stretches(layer, item, begin, count, [&](int64_t key, int64_t value, int64_t, int64_t rows) {
+    if (keys) expect(layer.key, key, item.context->key_step, rows);
+    else expect(layer.value, value, item.context->value_step, rows);
+  });
+}
+
+// Whether rows are vectors of floats where they lie, so that few queries need no copy of them.
+template <int W>
+BACKPLANE_INLINE bool in_place(const Heads& heads) {
+  return heads.bytes == sizeof(float) && heads.spread == 1 && heads.width % W == 0;
+}
+
+// One tile of few queries.
+struct FewTile {
+  const Layer& layer;
+  const Item& item;
+  const State& state;
+  const float* queries;
+  int64_t begin, count, next;  // of the tile, and how many keys the next one has
+  float *keys, *values;        // room for the tile
+  int64_t width, value_width;
+  float *scores, *mixed;
+};
+
+// A function of its own for each number of queries: within AttendItem the compiler runs out of registers.
+template <int M>
+struct AttendFew {
+  template <int W>
+  static BACKPLANE_INLINE void run(const FewTile& t) {
+    const Layer& layer = t.layer;
+    const Item& item = t.item;
+    const auto first = static_cast<int32_t>(t.begin - item.first_key), seen = static_cast<int32_t>(t.count);
+    if (!in_place<W>(layer.key) || !in_place<W>(layer.value)) {
+      load_tile(layer, item, t.begin, t.count, t.keys, t.width, t.values, t.value_width);
+      expect_tile(layer, item, t.begin + t.count, t.next, true);
+      dots<W, M>(t.queries, t.keys, t.width, t.count, t.width, t.scores, kMostKeys);
+      weigh_by_key<W>(layer, t.state, M, first, seen, t.scores, kMostKeys, t.mixed, t.value_width);
+      expect_tile(layer, item, t.begin + t.count, t.next, false);
+      mix<W, M>(t.scores, kMostKeys, t.values, t.value_width, t.count, t.value_width, t.mixed);
+      return;
+    }
+    const auto* all_keys = static_cast<const float*>(layer.key.data);
+    const auto* all_values = static_cast<const float*>(layer.value.data);
+    expect_tile(layer, item, t.begin, t.count, false);
+    over_stretches(layer, item, t.begin, t.count,
+                   [&](int64_t key, int64_t, int64_t done, int64_t rows) __attribute__((always_inline)) {
+                     dots<W, M>(t.queries, all_keys + key, item.context->key_step, rows, t.width, t.scores + done,
+                                kMostKeys);
+                   });
+    weigh_by_key<W>(layer, t.state, M, first, seen, t.scores, kMostKeys, t.mixed, t.value_width);
+    expect_tile(layer, item, t.begin + t.count, t.next, true);
+    over_stretches(layer, item, t.begin, t.count,
+                   [&](int64_t, int64_t value, int64_t done, int64_t rows) __attribute__((always_inline)) {
+                     mix<W, M>(t.scores + done, kMostKeys, all_values + value, item.context->value_step, rows,
+                               t.value_width, t.mixed);
+                   });
+  }
+};
+
+using Few = void (*)(const FewTile&);
+
+inline Few attend_few(int64_t queries) {
+  const Few by_queries[] = {pick<AttendFew<1>>(), pick<AttendFew<2>>(), pick<AttendFew<3>>(),
+                                   pick<AttendFew<4>>()};
+  static_assert(sizeof by_queries / sizeof by_queries[0] == kFewQueries);
+  return by_queries[queries - 1];
+}
+
+struct AttendItem {
   template <int W>
   static BACKPLANE_INLINE void run(const Layer& layer, const Item& item, Scratch& scratch) {
     const int64_t group = layer.group, queries = item.rows * group;
@@ -323,6 +407,7 @@ struct AttendItem {
       layer.query.load(layer.query.data, offset, 0, 1, layer.query.width, layer.query.spread, by_query + m * width,
                        width);
     }
+    expect_tile(layer, item, item.first_key, std::min(tile, item.end_key - item.first_key), true);
     for (int64_t i = 0; i < lanes * value_width; ++i) mixed[i] = 0.0f;
     if (!is_few)
       for (int64_t d = 0; d < width; ++d)
@@ -330,20 +415,14 @@ struct AttendItem {
 
     for (int64_t begin = item.first_key; begin < item.end_key; begin += tile) {
       const int64_t count = std::min(tile, item.end_key - begin);
-      const auto first = static_cast<int32_t>(begin - item.first_key), seen = static_cast<int32_t>(count);
-      load_tile(layer, item, begin, count, keys, width, values, value_width);
       if (is_few) {
-        switch (queries) {
-          case 1: few<W, 1>(layer, state, by_query, keys, values, first, seen, width, value_width, scores, mixed);
-            break;
-          case 2: few<W, 2>(layer, state, by_query, keys, values, first, seen, width, value_width, scores, mixed);
-            break;
-          case 3: few<W, 3>(layer, state, by_query, keys, values, first, seen, width, value_width, scores, mixed);
-            break;
-          default: few<W, 4>(layer, state, by_query, keys, values, first, seen, width, value_width, scores, mixed);
-        }
+        const int64_t next = std::min(tile, item.end_key - begin - count);
+        attend_few(queries)({layer, item, state, by_query, begin, count, next, keys, values, width, value_width, scores,
+                             mixed});
         continue;
       }
+      const auto first = static_cast<int32_t>(begin - item.first_key), seen = static_cast<int32_t>(count);
+      load_tile(layer, item, begin, count, keys, width, values, value_width);
       // Queries that see anything of this tile are neighbours.
       int64_t low = 0, high = queries;
       while (low < queries && state.to[low] <= first) ++low;

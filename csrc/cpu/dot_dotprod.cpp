@@ -1,6 +1,12 @@
 // Products with the dot-product instructions of ARMv8.2, which most servers' processors have.
+//
+// A product of its own rather than the shared one: what follows a group (its sums as floats, times two scales, added)
+// takes as many instructions as a third of the group itself, and with 32 registers there is room for it only where a
+// tile is six rows by two vectors, or two by four.
 
 #if defined(__aarch64__)
+#include <algorithm>
+
 #if defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -15,6 +21,9 @@
 namespace backplane::cpu {
 namespace {
 
+constexpr int kBlock = 16, kVectors = 4;  // features of a block, and vectors that hold them
+constexpr int kMostRows = 6;
+
 struct Dots : Neon {
   using Eight = int8x8_t;
 
@@ -23,6 +32,177 @@ struct Dots : Neon {
   static BACKPLANE_DOT Int dot_first(Int sum, int8x16_t code, Eight x) { return vdotq_lane_s32(sum, code, x, 0); }
   static BACKPLANE_DOT Int dot_second(Int sum, int8x16_t code, Eight x) { return vdotq_lane_s32(sum, code, x, 1); }
 };
+
+// The lowest bits of this float are an integer, counted from it: a sum of integers that begins with its bits is a float
+// without a conversion, which takes longer than a subtraction. That holds while the sum stays within 2^22.
+constexpr float kCounter = 0x1.8p23f;
+constexpr int64_t kCounted = (1 << 22) / (128 * 128);  // positions
+
+// Rows by Vectors of a block, from the vector `first` on.
+template <Codes C, int Rows, int Vectors>
+class Tile {
+ public:
+  BACKPLANE_DOT explicit Tile(const Product& p, int first) : p_(p), first_(first) {
+    each(BACKPLANE_DO(i) {
+      constexpr int r = i / Vectors, v = i % Vectors;
+      sums_[i] = p.more ? vld1q_f32(tile(r, v)) : vdupq_n_f32(0.0f);
+    });
+  }
+
+  BACKPLANE_DOT void run() {
+    if (p_.offsets != nullptr) add_totals(p_.offsets, 1.0f);
+    if (p_.correction != 0) add_totals(p_.scales, static_cast<float>(p_.correction));
+    const uint8_t* codes = p_.codes + first_ * kVectorBytes;
+    const int8_t* x = p_.x;
+    for (int64_t g = 0; g < p_.groups; ++g) {
+      each(BACKPLANE_DO(i) { dots_[i] = vreinterpretq_s32_f32(vdupq_n_f32(kCounter)); });
+      int64_t i = 0;
+      for (; i + 16 <= p_.group; i += 16) {
+        int8x16_t rows[Rows];
+        repeat<Rows>(BACKPLANE_DO(r) { rows[r] = vld1q_s8(x + r * p_.x_stride); });
+        eight<0>(codes, rows);
+        eight<2>(codes + kStep, rows);
+        codes += 2 * kStep;
+        x += 16;
+      }
+      if (i < p_.group) {
+        int8x16_t rows[Rows];
+        repeat<Rows>(BACKPLANE_DO(r) {
+          const int8x8_t half = vld1_s8(x + r * p_.x_stride);
+          rows[r] = vcombine_s8(half, half);
+        });
+        eight<0>(codes, rows);
+        codes += kStep;
+        x += 8;
+      }
+      scale(g);
+    }
+    each(BACKPLANE_DO(i) {
+      constexpr int r = i / Vectors, v = i % Vectors;
+      vst1q_f32(tile(r, v), sums_[i]);
+    });
+  }
+
+ private:
+  static constexpr int kVectorBytes = 16;
+  static constexpr int64_t kStep = (C == Codes::nibbles ? 4 : 8) * kBlock;  // bytes of eight positions
+
+  template <class F>
+  static BACKPLANE_DOT void each(const F& f) {
+    repeat<Rows * Vectors>(f);
+  }
+
+  BACKPLANE_DOT float* tile(int r, int v) const { return p_.tile + r * kBlock + (first_ + v) * 4; }
+
+  // Eight positions, which are two elements of four in the registers of x, from element Q on.
+  template <int Q>
+  BACKPLANE_DOT void eight(const uint8_t* codes, const int8x16_t (&rows)[Rows]) {
+    // The hardware follows one stream well with one row and less so with more; asking for every line does with all.
+    if constexpr (C != Codes::wide)
+      repeat<kStep / 64>(BACKPLANE_DO(line) { __builtin_prefetch(codes + Neon::ahead + line * 64); });
+    int8x16_t first[Vectors], second[Vectors];
+    repeat<Vectors>(BACKPLANE_DO(v) {
+      const uint8_t* at = codes + v * kVectorBytes;
+      if constexpr (C == Codes::nibbles) {
+        const uint8x16_t both = vld1q_u8(at);
+        first[v] = Neon::low(both);
+        second[v] = Neon::high(both);
+      } else {
+        first[v] = Neon::code<C>(vld1q_u8(at));
+        second[v] = Neon::code<C>(vld1q_u8(at + kVectors * kVectorBytes));
+      }
+    });
+    each(BACKPLANE_DO(i) { dots_[i] = vdotq_laneq_s32(dots_[i], first[i % Vectors], rows[i / Vectors], Q); });
+    each(BACKPLANE_DO(i) { dots_[i] = vdotq_laneq_s32(dots_[i], second[i % Vectors], rows[i / Vectors], Q + 1); });
+  }
+
+  BACKPLANE_DOT void scale(int64_t g) {
+    float32x4_t scales[Vectors];
+    repeat<Vectors>(BACKPLANE_DO(v) { scales[v] = vld1q_f32(p_.scales + g * kBlock + (first_ + v) * 4); });
+    repeat<Rows>(BACKPLANE_DO(r) {
+      const float x_scale = p_.x_scales[r * p_.x_groups + g];
+      repeat<Vectors>(BACKPLANE_DO(v) {
+        constexpr int i = r * Vectors + v;
+        const float32x4_t dot = vsubq_f32(vreinterpretq_f32_s32(dots_[i]), vdupq_n_f32(kCounter));
+        sums_[i] = vfmaq_f32(sums_[i], dot, vmulq_n_f32(scales[v], x_scale));
+      });
+    });
+  }
+
+  // Adds the sum of x over each group, times `factor`, times a number per group and feature.
+  BACKPLANE_DOT void add_totals(const float* numbers, float factor) {
+    int64_t g = 0;
+    for (; g + 4 <= p_.groups; g += 4) {
+      float32x4_t totals[Rows];
+      repeat<Rows>(BACKPLANE_DO(r) {
+        const float32x4_t sums = vcvtq_f32_s32(vld1q_s32(p_.x_sums + r * p_.x_groups + g));
+        totals[r] = vmulq_f32(vmulq_n_f32(sums, factor), vld1q_f32(p_.x_scales + r * p_.x_groups + g));
+      });
+      repeat<4>(BACKPLANE_DO(q) {
+        each(BACKPLANE_DO(i) {
+          const float32x4_t number = vld1q_f32(numbers + (g + q) * kBlock + (first_ + i % Vectors) * 4);
+          sums_[i] = vfmaq_laneq_f32(sums_[i], number, totals[i / Vectors], q);
+        });
+      });
+    }
+    for (; g < p_.groups; ++g)
+      repeat<Rows>(BACKPLANE_DO(r) {
+        const int64_t at = r * p_.x_groups + g;
+        const float total = static_cast<float>(p_.x_sums[at]) * factor * p_.x_scales[at];
+        repeat<Vectors>(BACKPLANE_DO(v) {
+          const float32x4_t number = vld1q_f32(numbers + g * kBlock + (first_ + v) * 4);
+          sums_[r * Vectors + v] = vfmaq_n_f32(sums_[r * Vectors + v], number, total);
+        });
+      });
+  }
+
+  const Product& p_;
+  const int first_;
+  float32x4_t sums_[Rows * Vectors];
+  int32x4_t dots_[Rows * Vectors];
+};
+
+// A function for each number of rows: all of them in one take the compiler minutes.
+template <Codes C, int Rows>
+__attribute__((noinline)) BACKPLANE_TARGET void multiply_block(const Product& p) {
+  constexpr int at_once = Rows <= 2 ? 4 : 2;
+  for (int first = 0; first < kVectors; first += at_once) Tile<C, Rows, at_once>(p, first).run();
+}
+
+template <Codes C>
+void multiply_rows_of(Product p) {
+  while (p.rows > 0) {
+    const int64_t rows = p.rows >= 6 ? 6 : p.rows >= 4 ? 4 : p.rows >= 2 ? 2 : 1;
+    (rows == 6 ? multiply_block<C, 6> : rows == 4 ? multiply_block<C, 4> : rows == 2 ? multiply_block<C, 2>
+                                                                                     : multiply_block<C, 1>)(p);
+    p.rows -= rows;
+    p.x += rows * p.x_stride;
+    p.x_scales += rows * p.x_groups;
+    p.x_sums += rows * p.x_groups;
+    p.tile += rows * kBlock;
+  }
+}
+
+// Groups that are too long to be counted go in pieces, which share a scale.
+template <Codes C>
+void multiply_tiles(const Product& whole) {
+  if (whole.group <= kCounted) return multiply_rows_of<C>(whole);
+  Product p = whole;
+  for (int64_t g = 0; g < whole.groups; ++g)
+    for (int64_t from = 0; from < whole.group; from += kCounted) {
+      p.groups = 1;
+      p.group = std::min(kCounted, whole.group - from);
+      p.scales = whole.scales + g * kBlock;
+      p.offsets = from > 0 || whole.offsets == nullptr ? nullptr : whole.offsets + g * kBlock;
+      p.correction = from > 0 ? 0 : whole.correction;
+      p.x_scales = whole.x_scales + g;
+      p.x_sums = whole.x_sums + g;
+      p.more = whole.more || g > 0 || from > 0;
+      multiply_rows_of<C>(p);
+      p.codes += p.group * kBlock * (C == Codes::nibbles ? 4 : 8) / 8;
+      p.x += p.group;
+    }
+}
 
 bool available() {
 #if defined(__linux__)
@@ -35,6 +215,11 @@ bool available() {
 constexpr DotKernels kernels() {
   DotKernels result = kernels_of<Dots>("dotprod", &available);
   result.widen8 = &widen<Dots, Codes::bytes>;
+  result.multiply8 = &multiply_tiles<Codes::bytes>;
+  result.multiply4 = &multiply_tiles<Codes::nibbles>;
+  result.multiply_wide = &multiply_tiles<Codes::wide>;
+  result.most_rows = result.many_rows = kMostRows;
+  result.many_from = 2 * kMostRows + 1;
   return result;
 }
 

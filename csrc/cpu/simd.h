@@ -10,6 +10,10 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 #include <cstdint>
 #include <cstring>
 
@@ -71,6 +75,11 @@ BACKPLANE_INLINE Floats<W> widen_ieee(Words<W> bits) {
 
 template <int W, Half16 F>
 BACKPLANE_INLINE Floats<W> widen(Shorts<W> narrow) {
+#if defined(__aarch64__)
+  // Every 64-bit ARM processor converts IEEE halves.
+  if constexpr (F == Half16::ieee && W == 4)
+    return bits_as<Floats<W>>(vcvt_f32_f16(bits_as<float16x4_t>(narrow)));
+#endif
   const Words<W> bits = __builtin_convertvector(narrow, Words<W>);
   if constexpr (F == Half16::bfloat) return bits_as<Floats<W>>(Words<W>(bits << 16));
   return widen_ieee<W>(bits);
@@ -102,6 +111,9 @@ BACKPLANE_INLINE Shorts<W> to_bfloat(Floats<W> v) {
 // number so large that the last bit kept is the half's; from 2^16 all is infinite.
 template <int W>
 BACKPLANE_INLINE Shorts<W> to_half(Floats<W> v) {
+#if defined(__aarch64__)
+  if constexpr (W == 4) return bits_as<Shorts<W>>(vcvt_f16_f32(bits_as<float32x4_t>(v)));
+#endif
   constexpr uint32_t kRebias = uint32_t(15 - 127) << 23, kSmallestNormal = 0x38800000, kTooLarge = 0x47800000;
   const Words<W> bits = bits_as<Words<W>>(v);
   const Words<W> magnitude = bits & 0x7fffffff;
