@@ -87,6 +87,20 @@ struct BlockProduct {
       Floats<W> sums[Steps * Rows * V];
       each<Steps * Rows * V>(BACKPLANE_EACH(i) { sums[i] = Floats<W>{}; });
       int64_t i = 0;
+      // Where a multiplication can take its factor from any lane of a register, four numbers of a row are one read.
+      if constexpr (kHasFactors && !Rearranged)
+        for (; i + 4 <= k; i += 4) {
+          Factors numbers[Rows];
+          each<Rows>(BACKPLANE_EACH(r) { numbers[r] = load_factors(x + r * x_stride + i); });
+          each<4>(BACKPLANE_EACH(s) {
+            Floats<W> weights[V];
+            read_step<W>(block, block_stride, i + s, weights);
+            each<Rows * V>(BACKPLANE_EACH(j) {
+              Floats<W>& sum = sums[s % Steps * Rows * V + j];
+              sum = add_product<s>(sum, weights[j % V], numbers[j / V]);
+            });
+          });
+        }
       for (; i + Steps <= k; i += Steps)
         each<Steps>(BACKPLANE_EACH(s) { step<W, s * Rows * V>(x, x_stride, i + s, block, block_stride, sums); });
       for (; i < k; ++i) step<W, 0>(x, x_stride, i, block, block_stride, sums);
@@ -100,16 +114,33 @@ struct BlockProduct {
   }
 
  private:
-  template <int W, int First, int Count>
-  static BACKPLANE_INLINE void step(const float* x, int64_t x_stride, int64_t i, const T* block, int64_t block_stride,
-                                    Floats<W> (&sums)[Count]) {
+  // The weights of one step along k.
+  template <int W>
+  static BACKPLANE_INLINE void read_step(const T* block, int64_t block_stride, int64_t i, Floats<W>* to) {
     constexpr int Vectors = block_vectors<W>(), V = Blocks * Vectors;
-    Floats<W> weights[V];
     // A block is one stream, and what processors foresee of it ends with the page.
     if constexpr (!Rearranged) __builtin_prefetch(block + i * (V * W) + kBytesAhead / sizeof(T));
     each<Blocks>(BACKPLANE_EACH(b) {
-      read_columns<W, Vectors>(block + b * block_stride + i * (Vectors * W), weights + b * Vectors);
+      read_columns<W, Vectors>(block + b * block_stride + i * (Vectors * W), to + b * Vectors);
     });
+  }
+
+  template <int W, int First, int Count>
+  static BACKPLANE_INLINE void step(const float* x, int64_t x_stride, int64_t i, const T* block, int64_t block_stride,
+                                    Floats<W> (&sums)[Count]) {
+    constexpr int V = Blocks * block_vectors<W>();
+    Floats<W> weights[V];
+    read_step<W>(block, block_stride, i, weights);
+    if constexpr (kHasFactors && Rearranged && Rows >= 4) {
+      const Factors front = load_factors(x + i * Rows), back = load_factors(x + i * Rows + Rows - 4);
+      each<Rows * V>(BACKPLANE_EACH(j) {
+        constexpr int r = j / V;
+        Floats<W>& sum = sums[First + j];
+        if constexpr (r < 4) sum = add_product<r>(sum, weights[j % V], front);
+        else sum = add_product<r + 4 - Rows>(sum, weights[j % V], back);
+      });
+      return;
+    }
     each<Rows>(BACKPLANE_EACH(r) {
       const float value = Rearranged ? x[i * Rows + r] : x[r * x_stride + i];
       // A number times a vector is a broadcast from memory and nothing else; GCC builds all<W>(value) in more steps.

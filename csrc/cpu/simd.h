@@ -59,6 +59,26 @@ BACKPLANE_INLINE void store(float* to, Floats<W> v) {
   std::memcpy(to, &v, sizeof v);
 }
 
+// sum + vector * factors[Lane]. On ARM an instruction takes the factor from any lane; written without it, GCC reads the
+// factors into general registers one by one.
+#if defined(__aarch64__)
+using Factors = float32x4_t;
+BACKPLANE_INLINE Factors load_factors(const float* from) { return vld1q_f32(from); }
+template <int Lane>
+BACKPLANE_INLINE Floats<4> add_product(Floats<4> sum, Floats<4> vector, Factors factors) {
+  return bits_as<Floats<4>>(vfmaq_laneq_f32(bits_as<float32x4_t>(sum), bits_as<float32x4_t>(vector), factors, Lane));
+}
+constexpr bool kHasFactors = true;
+#else
+using Factors = Floats<4>;
+BACKPLANE_INLINE Factors load_factors(const float* from) { return load<4>(from); }
+template <int Lane, int W>
+BACKPLANE_INLINE Floats<W> add_product(Floats<W> sum, Floats<W> vector, Factors factors) {
+  return sum + vector * factors[Lane];
+}
+constexpr bool kHasFactors = false;
+#endif
+
 // IEEE half to float without conversion instructions: shift exponent and mantissa into place and rescale, which also
 // normalises subnormals; an all-ones exponent (infinity, NaN) must stay all ones.
 constexpr uint32_t kHalfSpecial = 0x0f800000, kFloatSpecial = 0x7f800000;
