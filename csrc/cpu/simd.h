@@ -96,9 +96,11 @@ BACKPLANE_INLINE Floats<W> widen_ieee(Words<W> bits) {
 template <int W, Half16 F>
 BACKPLANE_INLINE Floats<W> widen(Shorts<W> narrow) {
 #if defined(__aarch64__)
-  // Every 64-bit ARM processor converts IEEE halves.
-  if constexpr (F == Half16::ieee && W == 4)
-    return bits_as<Floats<W>>(vcvt_f32_f16(bits_as<float16x4_t>(narrow)));
+  // Every 64-bit ARM processor converts IEEE halves, and shifts while it widens, which GCC does not find.
+  if constexpr (W == 4) {
+    if constexpr (F == Half16::ieee) return bits_as<Floats<W>>(vcvt_f32_f16(bits_as<float16x4_t>(narrow)));
+    else return bits_as<Floats<W>>(vshll_n_u16(bits_as<uint16x4_t>(narrow), 16));
+  }
 #endif
   const Words<W> bits = __builtin_convertvector(narrow, Words<W>);
   if constexpr (F == Half16::bfloat) return bits_as<Floats<W>>(Words<W>(bits << 16));
@@ -124,7 +126,11 @@ template <int W>
 BACKPLANE_INLINE Shorts<W> to_bfloat(Floats<W> v) {
   const Words<W> bits = bits_as<Words<W>>(v);
   const Words<W> rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return __builtin_convertvector(v != v ? Words<W>{} + 0x7fc0 : rounded, Shorts<W>);
+  const Words<W> result = v != v ? Words<W>{} + 0x7fc0 : rounded;
+#if defined(__aarch64__)
+  if constexpr (W == 4) return bits_as<Shorts<W>>(vmovn_u32(bits_as<uint32x4_t>(result)));
+#endif
+  return __builtin_convertvector(result, Shorts<W>);
 }
 
 // The same for IEEE half, whose exponent is narrower: below its normal range a float addition does the rounding, with a
