@@ -5,8 +5,6 @@
 // tile is six rows by two vectors, or two by four.
 
 #if defined(__aarch64__)
-#include <algorithm>
-
 #if defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -36,7 +34,8 @@ struct Dots : Neon {
 // The lowest bits of this float are an integer, counted from it: a sum of integers that begins with its bits is a float
 // without a conversion, which takes longer than a subtraction. That holds while the sum stays within 2^22.
 constexpr float kCounter = 0x1.8p23f;
-constexpr int64_t kCounted = (1 << 22) / (128 * 128);  // positions
+constexpr int64_t kCounted = 128;  // positions
+static_assert(kCounted * 127 * 255 < 1 << 22);
 
 // Rows by Vectors of a block, from the vector `first` on.
 template <Codes C, int Rows, int Vectors>
@@ -50,12 +49,11 @@ class Tile {
   }
 
   BACKPLANE_DOT void run() {
-    if (p_.offsets != nullptr) add_totals(p_.offsets, 1.0f);
-    if (p_.correction != 0) add_totals(p_.scales, static_cast<float>(p_.correction));
+    if (p_.offsets != nullptr) add_offsets();
     const uint8_t* codes = p_.codes + first_ * kVectorBytes;
     const int8_t* x = p_.x;
     for (int64_t g = 0; g < p_.groups; ++g) {
-      each(BACKPLANE_DO(i) { dots_[i] = vreinterpretq_s32_f32(vdupq_n_f32(kCounter)); });
+      begin(g);
       int64_t i = 0;
       for (; i + 16 <= p_.group; i += 16) {
         int8x16_t rows[Rows];
@@ -94,6 +92,18 @@ class Tile {
 
   BACKPLANE_DOT float* tile(int r, int v) const { return p_.tile + r * kBlock + (first_ + v) * 4; }
 
+  BACKPLANE_DOT void begin(int64_t g) {
+    const int32x4_t counter = vreinterpretq_s32_f32(vdupq_n_f32(kCounter));
+    if (p_.correction == 0) {
+      each(BACKPLANE_DO(i) { dots_[i] = counter; });
+      return;
+    }
+    repeat<Rows>(BACKPLANE_DO(r) {
+      const int32x4_t start = vaddq_s32(counter, vdupq_n_s32(p_.correction * p_.x_sums[r * p_.x_groups + g]));
+      repeat<Vectors>(BACKPLANE_DO(v) { dots_[r * Vectors + v] = start; });
+    });
+  }
+
   // Eight positions, which are two elements of four in the registers of x, from element Q on.
   template <int Q>
   BACKPLANE_DOT void eight(const uint8_t* codes, const int8x16_t (&rows)[Rows]) {
@@ -129,18 +139,18 @@ class Tile {
     });
   }
 
-  // Adds the sum of x over each group, times `factor`, times a number per group and feature.
-  BACKPLANE_DOT void add_totals(const float* numbers, float factor) {
+  // Adds the sum of x over each group times the offset of the group and feature.
+  BACKPLANE_DOT void add_offsets() {
     int64_t g = 0;
     for (; g + 4 <= p_.groups; g += 4) {
       float32x4_t totals[Rows];
       repeat<Rows>(BACKPLANE_DO(r) {
         const float32x4_t sums = vcvtq_f32_s32(vld1q_s32(p_.x_sums + r * p_.x_groups + g));
-        totals[r] = vmulq_f32(vmulq_n_f32(sums, factor), vld1q_f32(p_.x_scales + r * p_.x_groups + g));
+        totals[r] = vmulq_f32(sums, vld1q_f32(p_.x_scales + r * p_.x_groups + g));
       });
       repeat<4>(BACKPLANE_DO(q) {
         each(BACKPLANE_DO(i) {
-          const float32x4_t number = vld1q_f32(numbers + (g + q) * kBlock + (first_ + i % Vectors) * 4);
+          const float32x4_t number = vld1q_f32(p_.offsets + (g + q) * kBlock + (first_ + i % Vectors) * 4);
           sums_[i] = vfmaq_laneq_f32(sums_[i], number, totals[i / Vectors], q);
         });
       });
@@ -148,9 +158,9 @@ class Tile {
     for (; g < p_.groups; ++g)
       repeat<Rows>(BACKPLANE_DO(r) {
         const int64_t at = r * p_.x_groups + g;
-        const float total = static_cast<float>(p_.x_sums[at]) * factor * p_.x_scales[at];
+        const float total = static_cast<float>(p_.x_sums[at]) * p_.x_scales[at];
         repeat<Vectors>(BACKPLANE_DO(v) {
-          const float32x4_t number = vld1q_f32(numbers + g * kBlock + (first_ + v) * 4);
+          const float32x4_t number = vld1q_f32(p_.offsets + g * kBlock + (first_ + v) * 4);
           sums_[r * Vectors + v] = vfmaq_n_f32(sums_[r * Vectors + v], number, total);
         });
       });
@@ -169,39 +179,23 @@ __attribute__((noinline)) BACKPLANE_TARGET void multiply_block(const Product& p)
   for (int first = 0; first < kVectors; first += at_once) Tile<C, Rows, at_once>(p, first).run();
 }
 
-template <Codes C>
-void multiply_rows_of(Product p) {
-  while (p.rows > 0) {
-    const int64_t rows = p.rows >= 6 ? 6 : p.rows >= 4 ? 4 : p.rows >= 2 ? 2 : 1;
-    (rows == 6 ? multiply_block<C, 6> : rows == 4 ? multiply_block<C, 4> : rows == 2 ? multiply_block<C, 2>
-                                                                                     : multiply_block<C, 1>)(p);
-    p.rows -= rows;
-    p.x += rows * p.x_stride;
-    p.x_scales += rows * p.x_groups;
-    p.x_sums += rows * p.x_groups;
-    p.tile += rows * kBlock;
-  }
-}
-
-// Groups that are too long to be counted go in pieces, which share a scale.
+// Groups that are too long to be counted are rare, and left to what the sets share.
 template <Codes C>
 void multiply_tiles(const Product& whole) {
-  if (whole.group <= kCounted) return multiply_rows_of<C>(whole);
+  const bool counted = whole.group <= kCounted;
   Product p = whole;
-  for (int64_t g = 0; g < whole.groups; ++g)
-    for (int64_t from = 0; from < whole.group; from += kCounted) {
-      p.groups = 1;
-      p.group = std::min(kCounted, whole.group - from);
-      p.scales = whole.scales + g * kBlock;
-      p.offsets = from > 0 || whole.offsets == nullptr ? nullptr : whole.offsets + g * kBlock;
-      p.correction = from > 0 ? 0 : whole.correction;
-      p.x_scales = whole.x_scales + g;
-      p.x_sums = whole.x_sums + g;
-      p.more = whole.more || g > 0 || from > 0;
-      multiply_rows_of<C>(p);
-      p.codes += p.group * kBlock * (C == Codes::nibbles ? 4 : 8) / 8;
-      p.x += p.group;
-    }
+  for (int64_t left = whole.rows; left > 0; left -= p.rows) {
+    p.rows = left >= 6 && counted ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    (!counted      ? multiply<Dots, C>
+     : p.rows == 6 ? multiply_block<C, 6>
+     : p.rows == 4 ? multiply_block<C, 4>
+     : p.rows == 2 ? multiply_block<C, 2>
+                   : multiply_block<C, 1>)(p);
+    p.x += p.rows * p.x_stride;
+    p.x_scales += p.rows * p.x_groups;
+    p.x_sums += p.rows * p.x_groups;
+    p.tile += p.rows * kBlock;
+  }
 }
 
 bool available() {
