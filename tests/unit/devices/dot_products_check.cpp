@@ -183,7 +183,7 @@ int main() {
 #if defined(__x86_64__)
       &amx_dots(), &kAvx512VnniDots, &kAvxVnniDots, &kAvx2Dots,
 #elif defined(__aarch64__)
-      &kDotprodDots, &kNeonDots,
+      &i8mm_dots(), &kDotprodDots, &kNeonDots,
 #endif
       &kPortableDots,
   };
