@@ -77,103 +77,131 @@ BACKPLANE_DOT const uint8_t* after(int32x4_t a, int32x4_t b, const uint8_t* code
   return codes;
 }
 
-// One group, scaled; x_totals are the sums of x's codes.
-template <int Pairs, bool Offsets>
-BACKPLANE_DOT void add_group(const int32x4_t* dots, const float* scales, const float* offsets,
-                             const float32x4_t (&x_scales)[Pairs], const int32x4_t (&x_totals)[Pairs], float* sums) {
-  float32x4_t totals[Pairs];
-  if constexpr (Offsets)
-    repeat<Pairs>(BACKPLANE_DO(pair) { totals[pair] = vmulq_f32(x_scales[pair], vcvtq_f32_s32(x_totals[pair])); });
-  repeat<kFeaturePairs>(BACKPLANE_DO(f) {
-    const float32x4_t scale = of_features(scales + f * 2), offset = Offsets ? of_features(offsets + f * 2) : scale;
-    repeat<Pairs>(BACKPLANE_DO(pair) {
-      constexpr int at = pair * kFeaturePairs + f;
-      float32x4_t sum = vld1q_f32(sums + at * 4);
-      sum = vfmaq_f32(sum, vcvtq_f32_s32(dots[at]), vmulq_f32(scale, x_scales[pair]));
-      if constexpr (Offsets) sum = vfmaq_f32(sum, offset, totals[pair]);
-      vst1q_f32(sums + at * 4, sum);
-    });
-  });
-}
+// The lowest bits of this float are an integer, counted from it: sums of integers that begin with its bits are floats
+// after a subtraction, of which LLVM's model of Neoverse N2 does four in the time of one conversion. That holds while
+// the sums stay within 2^22.
+constexpr float kCounter = 0x1.8p23f;
+constexpr int64_t kCounted = (1 << 22) / (128 * 128);  // positions
 
-template <int Rows>
-BACKPLANE_TARGET void multiply_pairs(const Product& p) {
-  constexpr int Pairs = (Rows + 1) / 2, Sums = Pairs * kFeaturePairs;
-  // Of an odd number of rows the last is taken twice.
-  constexpr auto second = [](int pair) { return 2 * pair + 1 < Rows ? 2 * pair + 1 : 2 * pair; };
-  const int64_t stride = p.x_stride, next = p.x_groups;
-  // Sums of floats stay in memory, in the order of the instruction: the registers are for those of integers.
-  float sums[Sums * 4];
-  repeat<Sums / 2>(BACKPLANE_DO(i) {
-    constexpr int pair = i / (kFeaturePairs / 2), column = i % (kFeaturePairs / 2) * 4;
-    float32x4_t a = vdupq_n_f32(0.0f), b = a;
-    if (p.more) {
-      a = vld1q_f32(p.tile + 2 * pair * kWidth + column);
-      b = vld1q_f32(p.tile + second(pair) * kWidth + column);
-      exchange(a, b);
-    }
-    vst1q_f32(sums + i * 8, a);
-    vst1q_f32(sums + i * 8 + 4, b);
-  });
-  const uint8_t *codes = p.codes, *ahead = p.ahead;
-  const int8_t* x = p.x;
-  for (int64_t g = 0; g < p.groups; ++g) {
-    if (ahead != nullptr)
-      for (const uint8_t* end = ahead + p.ahead_bytes; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
-    const float* x_scales = p.x_scales + g;
-    const int32_t* x_sums = p.x_sums + g;
-    int32x4_t dots[Sums];
-    repeat<Pairs>(BACKPLANE_DO(pair) {
-      const int32x4_t totals = of_rows(x_sums + 2 * pair * next, x_sums + second(pair) * next);
-      const int32x4_t start = vmulq_s32(totals, vdupq_n_s32(p.correction));
-      repeat<kFeaturePairs>(BACKPLANE_DO(f) { dots[pair * kFeaturePairs + f] = start; });
+// Pairs of rows, the last perhaps a single one, times one block. Sums of floats stay in memory, in the order of the
+// instruction: the registers are for those of integers.
+template <int Pairs, bool Counted>
+class Block {
+ public:
+  BACKPLANE_DOT explicit Block(const Product& p) : p_(p) {
+    each_four(BACKPLANE_DO(i) {
+      constexpr int pair = i / kQuads, column = i % kQuads * 4;
+      float32x4_t a = vdupq_n_f32(0.0f), b = a;
+      if (p.more) {
+        a = vld1q_f32(p.tile + 2 * pair * kWidth + column);
+        b = vld1q_f32(p.tile + second(pair) * kWidth + column);
+        exchange(a, b);
+      }
+      vst1q_f32(sums_ + i * 8, a);
+      vst1q_f32(sums_ + i * 8 + 4, b);
     });
-    for (int64_t i = 0; i < p.group; i += 8) {
-      int8x16_t rows[Pairs];
-      repeat<Pairs>(BACKPLANE_DO(pair) {
-        rows[pair] = vcombine_s8(vld1_s8(x + 2 * pair * stride), vld1_s8(x + second(pair) * stride));
-      });
-      repeat<kFeaturePairs / 2>(BACKPLANE_DO(f) {
-        const int8x16_t left = vreinterpretq_s8_u8(vld1q_u8(codes + f * 32));
-        const int8x16_t right = vreinterpretq_s8_u8(vld1q_u8(codes + f * 32 + 16));
-        repeat<Pairs>(BACKPLANE_DO(pair) {
-          int32x4_t* to = dots + pair * kFeaturePairs + f * 2;
-          to[0] = vmmlaq_s32(to[0], rows[pair], left);
-          to[1] = vmmlaq_s32(to[1], rows[pair], right);
-          // GCC would load all features of the step first, and spill sums to have the registers.
-          codes = after(to[0], to[1], codes);
-        });
-      });
-      codes += kFeaturePairs * 16;
-      x += 8;
-    }
-    float32x4_t scales[Pairs];
-    int32x4_t totals[Pairs];
-    repeat<Pairs>(BACKPLANE_DO(pair) {
-      scales[pair] = of_rows(x_scales + 2 * pair * next, x_scales + second(pair) * next);
-      totals[pair] = of_rows(x_sums + 2 * pair * next, x_sums + second(pair) * next);
-    });
-    const float* group_scales = p.scales + g * kWidth;
-    if (p.offsets != nullptr)
-      add_group<Pairs, true>(dots, group_scales, p.offsets + g * kWidth, scales, totals, sums);
-    else
-      add_group<Pairs, false>(dots, group_scales, nullptr, scales, totals, sums);
-    __asm__("" : "+m"(sums));  // otherwise the compiler has them in registers, and spills around every loop
   }
-  repeat<Sums / 2>(BACKPLANE_DO(i) {
-    constexpr int pair = i / (kFeaturePairs / 2), column = i % (kFeaturePairs / 2) * 4;
-    float32x4_t a = vld1q_f32(sums + i * 8), b = vld1q_f32(sums + i * 8 + 4);
-    exchange(a, b);
-    vst1q_f32(p.tile + 2 * pair * kWidth + column, a);
-    if constexpr (2 * pair + 1 < Rows) vst1q_f32(p.tile + (2 * pair + 1) * kWidth + column, b);
-  });
+
+  BACKPLANE_DOT void run() {
+    const bool totals = p_.offsets != nullptr || p_.correction != 0;
+    const uint8_t *codes = p_.codes, *ahead = p_.ahead;
+    const int8_t* x = p_.x;
+    const int32x4_t start = Counted ? vreinterpretq_s32_f32(vdupq_n_f32(kCounter)) : vdupq_n_s32(0);
+    for (int64_t g = 0; g < p_.groups; ++g) {
+      if (ahead != nullptr)
+        for (const uint8_t* end = ahead + p_.ahead_bytes; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+      int32x4_t dots[kSums];
+      repeat<kSums>(BACKPLANE_DO(i) { dots[i] = start; });
+      for (int64_t i = 0; i < p_.group; i += 8) {
+        eight(codes, x, dots);
+        x += 8;
+      }
+      totals ? add_group<true>(g, dots) : add_group<false>(g, dots);
+      __asm__("" : "+m"(sums_));  // otherwise the compiler has them in registers, and spills around every loop
+    }
+    each_four(BACKPLANE_DO(i) {
+      constexpr int pair = i / kQuads, column = i % kQuads * 4;
+      float32x4_t a = vld1q_f32(sums_ + i * 8), b = vld1q_f32(sums_ + i * 8 + 4);
+      exchange(a, b);
+      vst1q_f32(p_.tile + 2 * pair * kWidth + column, a);
+      if (2 * pair + 1 < p_.rows) vst1q_f32(p_.tile + (2 * pair + 1) * kWidth + column, b);
+    });
+  }
+
+ private:
+  static constexpr int kSums = Pairs * kFeaturePairs, kQuads = kWidth / 4;
+
+  template <class F>
+  static BACKPLANE_DOT void each_four(const F& f) {
+    repeat<Pairs * kQuads>(f);
+  }
+
+  // Of an odd number of rows the last is taken twice.
+  BACKPLANE_DOT int64_t second(int pair) const { return pair + 1 == Pairs ? p_.rows - 1 : 2 * pair + 1; }
+
+  // Eight positions.
+  BACKPLANE_DOT void eight(const uint8_t*& codes, const int8_t* x, int32x4_t* dots) const {
+    int8x16_t rows[Pairs];
+    repeat<Pairs>(BACKPLANE_DO(pair) {
+      rows[pair] = vcombine_s8(vld1_s8(x + 2 * pair * p_.x_stride), vld1_s8(x + second(pair) * p_.x_stride));
+    });
+    repeat<kFeaturePairs / 2>(BACKPLANE_DO(f) {
+      const int8x16_t left = vreinterpretq_s8_u8(vld1q_u8(codes + f * 32));
+      const int8x16_t right = vreinterpretq_s8_u8(vld1q_u8(codes + f * 32 + 16));
+      repeat<Pairs>(BACKPLANE_DO(pair) {
+        int32x4_t* to = dots + pair * kFeaturePairs + f * 2;
+        to[0] = vmmlaq_s32(to[0], rows[pair], left);
+        to[1] = vmmlaq_s32(to[1], rows[pair], right);
+        // GCC would load all features of the step first, and spill sums to have the registers.
+        codes = after(to[0], to[1], codes);
+      });
+    });
+    codes += kFeaturePairs * 16;
+  }
+
+  // With Totals, the sums of x's codes count too: times offsets, and times scales and the correction.
+  template <bool Totals>
+  BACKPLANE_DOT void add_group(int64_t g, const int32x4_t* dots) {
+    static constexpr float kNone[kWidth] = {};
+    const float* scales = p_.scales + g * kWidth;
+    const float* offsets = p_.offsets != nullptr ? p_.offsets + g * kWidth : kNone;
+    float32x4_t x_scales[Pairs], totals[Pairs];
+    repeat<Pairs>(BACKPLANE_DO(pair) {
+      const int64_t a = 2 * pair * p_.x_groups + g, b = second(pair) * p_.x_groups + g;
+      x_scales[pair] = of_rows(p_.x_scales + a, p_.x_scales + b);
+      if constexpr (Totals)
+        totals[pair] = vmulq_f32(x_scales[pair], vcvtq_f32_s32(of_rows(p_.x_sums + a, p_.x_sums + b)));
+    });
+    repeat<kFeaturePairs>(BACKPLANE_DO(f) {
+      const float32x4_t scale = of_features(scales + f * 2);
+      float32x4_t offset = scale;
+      if constexpr (Totals) offset = vfmaq_n_f32(of_features(offsets + f * 2), scale, float(p_.correction));
+      repeat<Pairs>(BACKPLANE_DO(pair) {
+        constexpr int at = pair * kFeaturePairs + f;
+        const float32x4_t dot = Counted ? vsubq_f32(vreinterpretq_f32_s32(dots[at]), vdupq_n_f32(kCounter))
+                                        : vcvtq_f32_s32(dots[at]);
+        float32x4_t sum = vfmaq_f32(vld1q_f32(sums_ + at * 4), dot, vmulq_f32(scale, x_scales[pair]));
+        if constexpr (Totals) sum = vfmaq_f32(sum, offset, totals[pair]);
+        vst1q_f32(sums_ + at * 4, sum);
+      });
+    });
+  }
+
+  const Product p_;  // a copy: what is stored might be the caller's for all the compiler knows
+  float sums_[kSums * 4];
+};
+
+template <int Pairs, bool Counted>
+__attribute__((noinline)) BACKPLANE_TARGET void multiply_pairs(const Product& p) {
+  Block<Pairs, Counted>(p).run();
 }
 
-BACKPLANE_TARGET void multiply_wide(const Product& p) {
-  repeat<kMostRows>(BACKPLANE_DO(r) {
-    if (p.rows == r + 1) multiply_pairs<r + 1>(p);
-  });
+template <bool Counted>
+void multiply_by_rows(const Product& p) {
+  (p.rows > 4 ? multiply_pairs<3, Counted> : p.rows > 2 ? multiply_pairs<2, Counted> : multiply_pairs<1, Counted>)(p);
 }
+
+void multiply_wide(const Product& p) { p.group <= kCounted ? multiply_by_rows<true>(p) : multiply_by_rows<false>(p); }
 
 BACKPLANE_TARGET int64_t spin_pairs(int64_t rounds) {
   constexpr int count = kMostRows / 2 * kFeaturePairs;
@@ -205,8 +233,7 @@ DotKernels kernels() {
   result.available = &available;
   result.many_rows = kMostRows;
   result.row_multiple = 2;  // for even parts; the rows past the end are not read
-  // As soon as dotprod's product would need a second part: by count of instructions, widening included.
-  result.many_from = result.most_rows + 1;
+  result.many_from = 5;  // by count of instructions, widening included
   result.widen8 = &widen_pairs<Codes::bytes>;
   result.widen4 = &widen_pairs<Codes::nibbles>;
   result.multiply_wide = &multiply_wide;
