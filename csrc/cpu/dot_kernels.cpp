@@ -25,7 +25,7 @@ const std::vector<Choice>& choices() {
         {&amx_dots(), Isa::avx512},       {&kAvx512VnniDots, Isa::avx512}, {&kAvxVnniDots, Isa::avx2},
         {&kAvx2Dots, Isa::avx2},
 #elif defined(__aarch64__)
-        {&kDotprodDots, Isa::base},       {&kNeonDots, Isa::base},
+        {&i8mm_dots(), Isa::base},        {&kDotprodDots, Isa::base},      {&kNeonDots, Isa::base},
 #endif
         {&kPortableDots, Isa::base},
     };

@@ -104,6 +104,7 @@ extern const DotKernels kAvx2Dots, kAvxVnniDots, kAvx512VnniDots;
 const DotKernels& amx_dots();
 #elif defined(__aarch64__)
 extern const DotKernels kNeonDots, kDotprodDots;
+const DotKernels& i8mm_dots();
 #endif
 
 }  // namespace backplane::cpu

@@ -45,8 +45,14 @@ bool check(const DotKernels& kernels, const Case& c, bool wide) {
   const int64_t readable = (c.rows + kernels.row_multiple - 1) / kernels.row_multiple * kernels.row_multiple;
   std::vector<uint8_t> codes(positions * width * c.bits / 8);
   for (auto& code : codes) code = c.extreme ? (draw(0, 1) ? 255 : 0) : draw(0, 255);
+  // One sign throughout a row of x and one code throughout a feature give the largest sums there can be.
+  const bool largest = c.extreme && draw(0, 1) == 1;
+  if (largest)
+    for (size_t i = 0; i < codes.size(); ++i) codes[i] = codes[i % (4 * width)];
   std::vector<int8_t> x(readable * stride);
   for (auto& value : x) value = c.extreme ? (draw(0, 1) ? 127 : -127) : draw(-127, 127);
+  if (largest)
+    for (size_t i = 0; i < x.size(); ++i) x[i] = x[i / stride * stride];
   std::vector<float> scales(c.groups * width), offsets(c.groups * width), x_scales(c.rows * c.groups);
   for (auto* numbers : {&scales, &offsets, &x_scales})
     for (auto& number : *numbers) number = draw(-1000, 1000) / 1024.0f;
@@ -183,7 +189,7 @@ int main() {
 #if defined(__x86_64__)
       &amx_dots(), &kAvx512VnniDots, &kAvxVnniDots, &kAvx2Dots,
 #elif defined(__aarch64__)
-      &kDotprodDots, &kNeonDots,
+      &i8mm_dots(), &kDotprodDots, &kNeonDots,
 #endif
       &kPortableDots,
   };
@@ -194,7 +200,7 @@ int main() {
     }
     int count = 0;
     for (const int bits : {8, 4})
-      for (const int64_t group : {8, 16, 24, 32, 64, 72, 128, 200, 2048})
+      for (const int64_t group : {8, 16, 24, 32, 64, 72, 128, 200, 256, 264, 2048})
         for (const bool offsets : {false, true})
           for (const bool extreme : {false, true})
             for (const bool wide : {false, true})

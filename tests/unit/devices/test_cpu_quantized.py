@@ -12,7 +12,7 @@ import pytest
 from compare_quantized_products import PARTS
 
 HERE = Path(__file__).resolve().parent
-SETS = ("portable", "avx2", "avx-vnni", "avx512-vnni", "amx", "neon", "dotprod")
+SETS = ("portable", "avx2", "avx-vnni", "avx512-vnni", "amx", "neon", "dotprod", "i8mm")
 
 Report = dict[str, list[str]]
 

@@ -1,0 +1,54 @@
+"""The C++ products of quantized linear layers for ARM processors that this machine is not, under an emulator."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE.parents[2] / "csrc" / "cpu"
+SETS = ("i8mm", "dotprod", "neon", "portable")
+ON_ARM = platform.machine() == "aarch64"
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which(os.environ.get("CXX", "g++") if ON_ARM else "aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler for ARM: install g++-aarch64-linux-gnu (on ARM g++)")
+    result = tmp_path_factory.mktemp("emulated") / "check"
+    products = (file for file in SOURCES.glob("dot_*.cpp") if file.name != "dot_kernels.cpp")
+    # Static, so that the emulator needs no libraries of the other machine.
+    options = ["-std=c++20", "-O2", "-Wno-psabi", "-static", f"-I{SOURCES}", "-o", str(result)]
+    command = [compiler, *options, str(HERE / "dot_products_check.cpp"), *map(str, products)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert built.returncode == 0, built.stderr[-4000:]
+    return result
+
+
+def as_processor(name: str, runs: int) -> list[str]:
+    """What to put before a program so that the processor is that one; nothing where this machine runs all it has."""
+    features = Path("/proc/cpuinfo").read_text().split() if ON_ARM else []
+    if runs == len(SETS) and "i8mm" in features:
+        return []
+    emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+    if emulator is None:
+        pytest.skip(f"this machine is no {name}, and qemu-aarch64 is not here: install qemu-user or qemu-user-static")
+    return [emulator, "-cpu", name]
+
+
+@pytest.mark.parametrize(("processor", "runs"), [("max", 4), ("neoverse-n1", 3), ("cortex-a72", 2)])
+def test_products_of_a_processor_are_right_and_no_others_run(program: Path, processor: str, runs: int) -> None:
+    """An instruction that the emulated processor lacks would end the program."""
+    command = [*as_processor(processor, runs), str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    lacking = len(SETS) - runs
+    assert {name: said[name] for name in SETS[:lacking]} == dict.fromkeys(SETS[:lacking], "not on this machine")
+    assert all(said[name].endswith("products as expected") for name in SETS[lacking:])
