@@ -81,7 +81,8 @@ BACKPLANE_DOT const uint8_t* after(int32x4_t a, int32x4_t b, const uint8_t* code
 // after a subtraction, of which LLVM's model of Neoverse N2 does four in the time of one conversion. That holds while
 // the sums stay within 2^22.
 constexpr float kCounter = 0x1.8p23f;
-constexpr int64_t kCounted = (1 << 22) / (128 * 128);  // positions
+constexpr int64_t kCounted = 128;  // positions
+static_assert(kCounted * 127 * 255 < 1 << 22);
 
 // Pairs of rows, the last perhaps a single one, times one block. Sums of floats stay in memory, in the order of the
 // instruction: the registers are for those of integers.
@@ -103,7 +104,6 @@ class Block {
   }
 
   BACKPLANE_DOT void run() {
-    const bool totals = p_.offsets != nullptr || p_.correction != 0;
     const uint8_t *codes = p_.codes, *ahead = p_.ahead;
     const int8_t* x = p_.x;
     const int32x4_t start = Counted ? vreinterpretq_s32_f32(vdupq_n_f32(kCounter)) : vdupq_n_s32(0);
@@ -112,11 +112,17 @@ class Block {
         for (const uint8_t* end = ahead + p_.ahead_bytes; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
       int32x4_t dots[kSums];
       repeat<kSums>(BACKPLANE_DO(i) { dots[i] = start; });
+      if (p_.correction != 0)
+        repeat<Pairs>(BACKPLANE_DO(pair) {
+          const int64_t a = 2 * pair * p_.x_groups + g, b = second(pair) * p_.x_groups + g;
+          const int32x4_t corrected = vmlaq_n_s32(start, of_rows(p_.x_sums + a, p_.x_sums + b), p_.correction);
+          repeat<kFeaturePairs>(BACKPLANE_DO(f) { dots[pair * kFeaturePairs + f] = corrected; });
+        });
       for (int64_t i = 0; i < p_.group; i += 8) {
         eight(codes, x, dots);
         x += 8;
       }
-      totals ? add_group<true>(g, dots) : add_group<false>(g, dots);
+      p_.offsets != nullptr ? add_group<true>(g, dots) : add_group<false>(g, dots);
       __asm__("" : "+m"(sums_));  // otherwise the compiler has them in registers, and spills around every loop
     }
     each_four(BACKPLANE_DO(i) {
@@ -159,29 +165,26 @@ class Block {
     codes += kFeaturePairs * 16;
   }
 
-  // With Totals, the sums of x's codes count too: times offsets, and times scales and the correction.
-  template <bool Totals>
+  template <bool Offsets>
   BACKPLANE_DOT void add_group(int64_t g, const int32x4_t* dots) {
-    static constexpr float kNone[kWidth] = {};
     const float* scales = p_.scales + g * kWidth;
-    const float* offsets = p_.offsets != nullptr ? p_.offsets + g * kWidth : kNone;
     float32x4_t x_scales[Pairs], totals[Pairs];
     repeat<Pairs>(BACKPLANE_DO(pair) {
       const int64_t a = 2 * pair * p_.x_groups + g, b = second(pair) * p_.x_groups + g;
       x_scales[pair] = of_rows(p_.x_scales + a, p_.x_scales + b);
-      if constexpr (Totals)
+      if constexpr (Offsets)
         totals[pair] = vmulq_f32(x_scales[pair], vcvtq_f32_s32(of_rows(p_.x_sums + a, p_.x_sums + b)));
     });
     repeat<kFeaturePairs>(BACKPLANE_DO(f) {
       const float32x4_t scale = of_features(scales + f * 2);
       float32x4_t offset = scale;
-      if constexpr (Totals) offset = vfmaq_n_f32(of_features(offsets + f * 2), scale, float(p_.correction));
+      if constexpr (Offsets) offset = of_features(p_.offsets + g * kWidth + f * 2);
       repeat<Pairs>(BACKPLANE_DO(pair) {
         constexpr int at = pair * kFeaturePairs + f;
         const float32x4_t dot = Counted ? vsubq_f32(vreinterpretq_f32_s32(dots[at]), vdupq_n_f32(kCounter))
                                         : vcvtq_f32_s32(dots[at]);
         float32x4_t sum = vfmaq_f32(vld1q_f32(sums_ + at * 4), dot, vmulq_f32(scale, x_scales[pair]));
-        if constexpr (Totals) sum = vfmaq_f32(sum, offset, totals[pair]);
+        if constexpr (Offsets) sum = vfmaq_f32(sum, offset, totals[pair]);
         vst1q_f32(sums_ + at * 4, sum);
       });
     });
