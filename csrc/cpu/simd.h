@@ -70,12 +70,10 @@ BACKPLANE_INLINE Floats<4> add_product(Floats<4> sum, Floats<4> vector, Factors 
 }
 constexpr bool kHasFactors = true;
 #else
-using Factors = Floats<4>;
-BACKPLANE_INLINE Factors load_factors(const float* from) { return load<4>(from); }
-template <int Lane, int W>
-BACKPLANE_INLINE Floats<W> add_product(Floats<W> sum, Floats<W> vector, Factors factors) {
-  return sum + vector * factors[Lane];
-}
+using Factors = Floats<4>;  // the rest is only named
+Factors load_factors(const float* from);
+template <int Lane, class Vector>
+Vector add_product(Vector sum, Vector vector, Factors factors);
 constexpr bool kHasFactors = false;
 #endif
 

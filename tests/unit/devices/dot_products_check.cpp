@@ -205,7 +205,7 @@ int main() {
           for (const bool extreme : {false, true})
             for (const bool wide : {false, true})
               for (int64_t rows = 1; rows <= (wide ? kernels->many_rows : kernels->most_rows); ++rows) {
-                const Case c{bits, rows, group > 1000 ? 1 : draw(1, 4), group, offsets, extreme};
+                const Case c{bits, rows, group > 1000 ? 1 : draw(1, 9), group, offsets, extreme};
                 if (!check(*kernels, c, wide)) return 1;
                 ++count;
               }
