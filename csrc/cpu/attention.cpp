@@ -13,12 +13,7 @@ namespace {
 constexpr int64_t kQueriesPerItem = 128;  // rows times heads of a group; K and V are widened once for as many
 constexpr int64_t kQueriesToSplit = 64;   // up to here the context is cut too: there is no other work to share out
 constexpr int64_t kKeysPerPiece = 512;
-// Multiplications before another thread is woken: about as many microseconds with vectors of 4 floats as of 16.
-#if defined(__aarch64__)
-constexpr int64_t kProductsPerThread = 1 << 15;
-#else
-constexpr int64_t kProductsPerThread = 1 << 17;
-#endif
+constexpr int64_t kProductsPerThread = 1 << 17;  // multiplications before another thread is woken
 
 struct Split {
   int64_t item, pieces;
