@@ -363,7 +363,7 @@ extern "C" __attribute__((visibility("default"))) int backplane_cpu_block_lanes(
 extern "C" __attribute__((visibility("default"))) int backplane_cpu_wants_blocks(int type) {
   using backplane::cpu::has_fast_matmul;
 #if defined(__aarch64__)
-  // PyTorch's float32 product on ARM is as fast with one row and with hundreds, and half as fast in between.
+  // PyTorch's float32 product on ARM is as fast with one row and with hundreds, and slower in between (docs/kernels.md).
   if (type == 0) return 1;
 #endif
   return (type == 1 && !has_fast_matmul(at::kBFloat16)) || (type == 2 && !has_fast_matmul(at::kHalf));
