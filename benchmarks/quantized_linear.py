@@ -46,12 +46,13 @@ def copies(weight: torch.Tensor) -> Any:
 
 def ours(rows: int, n: int, k: int, bits: int, group: int, offsets: bool) -> tuple[Call, int]:
     """The call, and the bytes it reads."""
-    width = native.quantized_width()
-    assert width is not None
+    layout = native.quantized_layout()
+    assert layout is not None
+    width = layout.width
     padded = -(-k // (group or 8)) * (group or 8)
     blocks, groups = -(-n // width), padded // (group or padded)
 
-    codes = torch.randint(256, (blocks, padded * bits // 32, width, 4), dtype=torch.uint8)
+    codes = torch.randint(256, (blocks, padded * bits // 32, width, 4), dtype=torch.uint8).view(layout.code_type(bits))
     scales = torch.rand(blocks, groups, width).to(torch.float16)
     size = codes.nbytes + scales.nbytes * (2 if offsets else 1)
     code_copies, scale_copies, offset_copies = copies(codes), copies(scales), copies(scales)

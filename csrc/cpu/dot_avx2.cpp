@@ -26,6 +26,7 @@ struct Dots : Avx2 {
   template <Codes C>
   using Code = typename CodeOf<C>::type;
   static constexpr int most_rows = 3;
+  static constexpr bool signed8 = false;
   static constexpr int32_t bias8 = 128;
 
   template <Codes C>

@@ -18,6 +18,7 @@ struct Avx512Vnni {
     const int8_t* x;
   };
   static constexpr int lanes = 16, vectors = 2, most_rows = 6, sums = 12;
+  static constexpr bool signed8 = false;
   static constexpr int32_t bias8 = 0;
   static constexpr int64_t ahead = 4096;
 

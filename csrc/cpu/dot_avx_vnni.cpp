@@ -13,6 +13,7 @@ struct Dots : Avx2 {
   template <Codes>
   using Code = Int;
   static constexpr int most_rows = 4;
+  static constexpr bool signed8 = false;
   static constexpr int32_t bias8 = 0;
 
   template <Codes>

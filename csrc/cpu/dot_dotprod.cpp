@@ -208,7 +208,6 @@ bool available() {
 
 constexpr DotKernels kernels() {
   DotKernels result = kernels_of<Dots>("dotprod", &available);
-  result.widen8 = &widen<Dots, Codes::bytes>;
   result.multiply8 = &multiply_tiles<Codes::bytes>;
   result.multiply4 = &multiply_tiles<Codes::nibbles>;
   result.multiply_wide = &multiply_tiles<Codes::wide>;

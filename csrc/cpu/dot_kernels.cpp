@@ -56,6 +56,11 @@ extern "C" __attribute__((visibility("default"))) int backplane_cpu_quantized_wi
   return static_cast<int>(backplane::cpu::dot_kernels().width);
 }
 
+// Whether they take codes of 8 bits less 128, as int8.
+extern "C" __attribute__((visibility("default"))) int backplane_cpu_quantized_signed() {
+  return backplane::cpu::dot_kernels().signed8 ? 1 : 0;
+}
+
 // Rows of the input from which weights are decoded to bfloat16, and the input is rounded to it; 0: never.
 extern "C" __attribute__((visibility("default"))) int backplane_cpu_decoded_from(int bits) {
   return static_cast<int>(backplane::cpu::dot_kernels().decoded_from(bits));

@@ -1,6 +1,6 @@
 // The products of quantized linear layers, one set per instruction set, chosen at run time.
 //
-// A weight is unsigned codes of 8 or 4 bits in blocks of `width` output features, four input positions of a feature
+// A weight is codes of 8 or 4 bits, from zero on, or those of 8 less 128 where a set wants them so, in blocks of `width` output features, four input positions of a feature
 // side by side: what one lane of a dot-product instruction takes. The input is signed 8-bit codes. Within a group of
 // positions the product is one of integers; then it is scaled and added to a sum in float32.
 //
@@ -69,6 +69,7 @@ struct DotKernels {
   const char* name;
   bool (*available)();
   int64_t width;         // of a block
+  bool signed8;          // codes of 8 bits lie in memory less 128
   int64_t most_rows;     // of a product that reads codes as they are
   Multiply multiply8, multiply4;
   // With many rows codes are widened first, where that gains something, into memory that stays in a cache. What is zero
@@ -78,7 +79,7 @@ struct DotKernels {
   int64_t many_from;       // rows of the whole input from which widening pays
   Widen widen8, widen4;    // widen8 may be none: codes are taken as they are
   Multiply multiply_wide;
-  int32_t bias8, bias4, wide_bias8, wide_bias4;  // what the instructions take off a code
+  int32_t bias8, bias4, wide_bias8, wide_bias4;  // what is off a code, by how it lies or by the instructions
   int64_t (*wide_positions)(int64_t group);  // that a widened group has, filling included
   // In each thread, before products of widened groups of that length, and after the last; may be none.
   void (*enter)(int64_t group);

@@ -14,16 +14,14 @@ struct Neon {
   template <Codes>
   using Code = int8x16_t;
   static constexpr int lanes = 4, vectors = 4, most_rows = 4, sums = 16;
+  static constexpr bool signed8 = true;  // as both factors of the instructions are
   static constexpr int32_t bias8 = 128;
   static constexpr int64_t ahead = 2048;
 
   static BACKPLANE_DOT uint8x16_t read(const uint8_t* from) { return vld1q_u8(from); }
   static BACKPLANE_DOT void write(uint8_t* to, int8x16_t v) { vst1q_u8(to, vreinterpretq_u8_s8(v)); }
-  // Both factors are signed: a byte is taken less 128.
   template <Codes C>
-  static BACKPLANE_DOT int8x16_t code(uint8x16_t v) {
-    return vreinterpretq_s8_u8(C == Codes::bytes ? veorq_u8(v, vdupq_n_u8(0x80)) : v);
-  }
+  static BACKPLANE_DOT int8x16_t code(uint8x16_t v) { return vreinterpretq_s8_u8(v); }
   static BACKPLANE_DOT int8x16_t low(uint8x16_t v) { return vreinterpretq_s8_u8(vandq_u8(v, vdupq_n_u8(15))); }
   static BACKPLANE_DOT int8x16_t high(uint8x16_t v) { return vreinterpretq_s8_u8(vshrq_n_u8(v, 4)); }
   static BACKPLANE_DOT Int all(int32_t v) { return vdupq_n_s32(v); }

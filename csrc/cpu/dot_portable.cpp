@@ -16,6 +16,7 @@ struct Portable {
     const int8_t* x;
   };
   static constexpr int lanes = 4, vectors = 2, most_rows = 2, sums = 4;
+  static constexpr bool signed8 = false;
   static constexpr int32_t bias8 = 0;
   static constexpr int64_t ahead = 1024;
 

@@ -167,6 +167,7 @@ constexpr DotKernels kernels_of(const char* name, bool (*available)()) {
   kernels.name = name;
   kernels.available = available;
   kernels.width = A::vectors * A::lanes;
+  kernels.signed8 = A::signed8;
   kernels.most_rows = kernels.many_rows = A::most_rows;
   kernels.row_multiple = 1;
   kernels.many_from = 2 * A::most_rows + 1;

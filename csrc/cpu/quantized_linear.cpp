@@ -34,7 +34,7 @@ Product product_of(const QuantizedRows& x, const Weight& weight, int64_t begin, 
   return p;
 }
 
-// A code's zero is the middle one without offsets; the instructions have taken `bias` off already.
+// A code's zero is the middle one without offsets; `bias` is off it already.
 int32_t correction_of(const Weight& weight, int32_t bias) {
   const int32_t zero = weight.offsets.defined() ? 0 : 1 << (weight.bits - 1);
   return bias - zero;
@@ -185,11 +185,12 @@ at::Tensor with_width(const at::Tensor& blocks, int64_t width) {
 }
 
 Weight weight_of(const at::Tensor& codes, const at::Tensor& scales, const std::optional<at::Tensor>& offsets,
-                 int64_t bits, int64_t out_features, int64_t width) {
+                 int64_t bits, int64_t out_features, const DotKernels& kernels) {
   TORCH_CHECK(bits == 8 || bits == 4, "quantized_linear: weights of ", bits, " bits are not known; use 4 or 8");
-  TORCH_CHECK(codes.dim() == 4 && codes.size(3) == 4 && codes.scalar_type() == at::kByte && scales.dim() == 3 &&
-                  codes.size(0) == scales.size(0) && codes.size(2) == scales.size(2) && scales.size(1) > 0 &&
-                  codes.size(2) > 0,
+  const bool is_signed = codes.scalar_type() == at::kChar;
+  TORCH_CHECK(codes.dim() == 4 && codes.size(3) == 4 && scales.dim() == 3 && codes.size(0) == scales.size(0) &&
+                  codes.size(2) == scales.size(2) && scales.size(1) > 0 && codes.size(2) > 0 &&
+                  (codes.scalar_type() == at::kByte || (is_signed && bits == 8)),
               "quantized_linear: codes ", codes.sizes(), " (", codes.scalar_type(), ") and scales ", scales.sizes(),
               " do not belong together");
   Weight weight;
@@ -213,9 +214,13 @@ Weight weight_of(const at::Tensor& codes, const at::Tensor& scales, const std::o
                 ") do not fit scales ", scales.sizes());
     weight.offsets = *offsets;
   }
-  if (codes.size(2) != width) {
-    TORCH_WARN_ONCE("quantized_linear: the weight lies in blocks of ", codes.size(2), " features, not of this ",
-                    "machine's ", width, ", and is rearranged at every call; pack it with Device.quantized_width");
+  const int64_t width = kernels.width;
+  const bool other_sign = bits == 8 && is_signed != kernels.signed8;
+  if (codes.size(2) != width || other_sign) {
+    TORCH_WARN_ONCE("quantized_linear: the weight lies in blocks of ", codes.size(2), " features (", codes.scalar_type(),
+                    "), not as this machine reads it, and is rearranged at every call; pack it with ",
+                    "Device.quantized_layout");
+    if (other_sign) weight.codes = codes.contiguous().view(at::kByte).bitwise_xor(0x80);
     weight.codes = with_width(weight.codes, width);
     weight.scales = with_width(weight.scales, width);
     if (weight.offsets.defined()) weight.offsets = with_width(weight.offsets, width);
@@ -223,7 +228,7 @@ Weight weight_of(const at::Tensor& codes, const at::Tensor& scales, const std::o
   weight.codes = weight.codes.contiguous();
   weight.scales = weight.scales.contiguous();
   if (weight.offsets.defined()) weight.offsets = weight.offsets.contiguous();
-  weight.data = weight.codes.const_data_ptr<uint8_t>();
+  weight.data = static_cast<const uint8_t*>(weight.codes.const_data_ptr());
   weight.width = width;
   weight.blocks = (out_features + width - 1) / width;
   return weight;
@@ -235,7 +240,7 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& codes, const 
                             const std::optional<at::Tensor>& offsets, int64_t bits, int64_t out_features,
                             const std::optional<at::Tensor>& bias) {
   const DotKernels& kernels = dot_kernels();
-  const Weight weight = weight_of(codes, scales, offsets, bits, out_features, kernels.width);
+  const Weight weight = weight_of(codes, scales, offsets, bits, out_features, kernels);
   TORCH_CHECK(x.dim() >= 1 && x.size(-1) <= weight.padded && is_float_type(x.scalar_type()),
               "quantized_linear: input of ", x.sizes(), " (", x.scalar_type(), ") does not fit a weight of ",
               out_features, " x ", weight.padded);

@@ -13,6 +13,7 @@ import numpy as np
 import reference
 import torch
 
+from vllm_backplane.device import CodeLayout
 from vllm_backplane.layers.quantization.formats import Format
 from vllm_backplane.ops.quantized_linear import Packed, packed
 
@@ -36,7 +37,7 @@ def decoded(made: Packed, bits: int, rows: int, size: int) -> torch.Tensor:
 class Decoded(torch.nn.Module):
     def __init__(self, layer: torch.nn.Linear, chosen: Format) -> None:
         super().__init__()
-        made = packed(layer.weight.detach(), chosen.bits, chosen.group, 8, symmetric=chosen.symmetric)
+        made = packed(layer.weight.detach(), chosen.bits, chosen.group, CodeLayout(8), symmetric=chosen.symmetric)
         self.weight, self.bias = decoded(made, chosen.bits, *layer.weight.shape), layer.bias
         self.group = chosen.group
 

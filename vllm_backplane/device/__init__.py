@@ -2,6 +2,7 @@
 
 from vllm_backplane.device.contract import (
     Capabilities,
+    CodeLayout,
     Device,
     MemoryInfo,
     Probe,
@@ -13,6 +14,7 @@ from vllm_backplane.device.selection import Selection, select
 __all__ = [
     "ENTRY_POINT_GROUP",
     "Capabilities",
+    "CodeLayout",
     "Device",
     "DeviceEntry",
     "MemoryInfo",

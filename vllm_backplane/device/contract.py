@@ -57,6 +57,19 @@ class MemoryInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class CodeLayout:
+    """How the codes of a quantized weight lie in memory for `quantized_linear`."""
+
+    width: int = 16
+    """Output features side by side: the width of a block."""
+    signed: bool = False
+    """Codes of 8 bits less 128, as int8, for instructions that multiply signed numbers."""
+
+    def code_type(self, bits: int) -> torch.dtype:
+        return torch.int8 if self.signed and bits == 8 else torch.uint8
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What the hardware can do. The defaults claim nothing."""
 
@@ -181,10 +194,9 @@ class Device(ABC):
         tensor whose ``reshape(-1, in)`` begins with the weight's rows. None leaves it as it is."""
         return None
 
-    def quantized_width(self, bits: int) -> int:
-        """Output features that lie side by side in a weight of 8- or 4-bit codes: the block width of
-        `quantized_linear`."""
-        return 16
+    def quantized_layout(self, bits: int) -> CodeLayout:
+        """How `quantized_linear` is to find the codes of a weight of 8 or 4 bits."""
+        return CodeLayout()
 
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
         """Memory for the KV cache: `count` zero bytes (int8) on a card."""

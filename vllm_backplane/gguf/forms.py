@@ -13,10 +13,11 @@ from math import prod
 import torch
 from gguf import GGML_QUANT_SIZES
 
+from vllm_backplane.device.contract import CodeLayout
 from vllm_backplane.gguf.blocks import LAYOUTS, Type, grouped
 from vllm_backplane.gguf.file import Tensor
 from vllm_backplane.gguf.parts import Placed
-from vllm_backplane.ops.quantized_linear import Packed, packed_codes
+from vllm_backplane.ops.quantized_linear import Packed, empty_codes, packed_codes
 
 _PIECE = 1 << 20
 """Weights that are converted at once, so that temporary memory does not grow with the layer."""
@@ -43,24 +44,23 @@ def mapped(placed: Placed) -> torch.Tensor:
 
 
 def packed_rows(
-    parts: Sequence[torch.Tensor], kind: Type, width: int, *, out_features: int = 0, piece: int = _PIECE
+    parts: Sequence[torch.Tensor], kind: Type, layout: CodeLayout, *, out_features: int = 0, piece: int = _PIECE
 ) -> Packed:
     """The rows of `parts`, each uint8 [rows, row_bytes] of a quantized type, one below the other. Rows that are missing
     to `out_features` are zero."""
-    layout = LAYOUTS[kind]
+    stored, width = LAYOUTS[kind], layout.width
     rows = max(sum(len(part) for part in parts), out_features)
     sample = grouped(parts[0][:1], kind)
     groups = sample.scales.shape[1]
-    fan_in = groups * layout.group
-    blocks, step = -(-rows // width), 32 // layout.bits
-    codes = torch.zeros((blocks, fan_in // step, width, 4), dtype=torch.uint8)
-    scales = torch.zeros((blocks, groups, width), dtype=sample.scales.dtype)
+    fan_in = groups * stored.group
+    codes = empty_codes(rows, fan_in, stored.bits, layout, torch.device("cpu"))
+    scales = torch.zeros((len(codes), groups, width), dtype=sample.scales.dtype)
     offsets = None if sample.offsets is None else torch.zeros_like(scales)
     at_once = max(piece // (fan_in * width), 1) * width
     first = 0
     for taken in _pieces(parts, at_once):
         found = grouped(taken, kind)
-        laid = packed_codes(found.codes.flatten(1), layout.bits, width)
+        laid = packed_codes(found.codes.flatten(1), stored.bits, layout)
         last = first + len(laid)
         codes[first:last] = laid
         _lay(scales[first:last], found.scales)

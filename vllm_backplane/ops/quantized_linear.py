@@ -1,9 +1,9 @@
 """The linear layer with weights of 8 or 4 bits: what decides the speed where memory is read slower than it is used.
 
 Output features lie in blocks of `width`, four input positions of each feature side by side, which is the order in
-which dot-product instructions take them; the width is the device's choice (`Device.quantized_width`). Weights share a
-scale, and perhaps an offset, in groups along the input. The input is quantized too, to 8 bits, one scale per row and
-group, so that the product within a group is one of integers.
+which dot-product instructions take them; the width, and whether codes of 8 bits are signed, is the device's choice
+(`Device.quantized_layout`). Weights share a scale, and perhaps an offset, in groups along the input. The input is
+quantized too, to 8 bits, one scale per row and group, so that the product within a group is one of integers.
 
 `packed` makes such weights of full-precision ones; `packed_codes` lays out codes that a checkpoint brings.
 """
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_backplane.device.contract import CodeLayout
 from vllm_backplane.errors import OperatorError
 from vllm_backplane.ops.operator import Sample, SampleSpace, operator
 
@@ -29,7 +30,8 @@ _PIECE = 1 << 18
 
 class Packed(NamedTuple):
     codes: torch.Tensor
-    """uint8 [blocks, padded_in / 4, width, 4] (8 bits) or [blocks, padded_in / 8, width, 4] (4 bits)."""
+    """uint8 [blocks, padded_in / 4, width, 4] (8 bits) or [blocks, padded_in / 8, width, 4] (4 bits); int8 where codes
+    of 8 bits are stored less 128."""
     scales: torch.Tensor
     """[blocks, groups, width]."""
     offsets: torch.Tensor | None
@@ -53,15 +55,23 @@ def _positions_per_step(bits: int) -> int:
     return _SPLIT * 8 // bits
 
 
-def packed_codes(codes: torch.Tensor, bits: int, width: int) -> torch.Tensor:
+def empty_codes(rows: int, padded_in: int, bits: int, layout: CodeLayout, device: torch.device | None) -> torch.Tensor:
+    """Room for the codes of so many rows; each is 0, or stored less 128 the middle one."""
+    blocks, steps = -(-rows // layout.width), padded_in // _positions_per_step(bits)
+    return torch.zeros((blocks, steps, layout.width, _SPLIT), dtype=layout.code_type(bits), device=device)
+
+
+def packed_codes(codes: torch.Tensor, bits: int, layout: CodeLayout) -> torch.Tensor:
     """Codes, uint8 [rows, padded_in], in the order of the operator; rows are filled up to whole blocks with zeros."""
-    rows, fan_in = codes.shape
+    (rows, fan_in), width = codes.shape, layout.width
     blocks, step = -(-rows // width), _positions_per_step(bits)
     if rows < blocks * width:
         codes = torch.cat((codes, codes.new_zeros(blocks * width - rows, fan_in)))
     steps = codes.view(blocks, width, fan_in // step, step).transpose(1, 2)
     if bits == 4:
         steps = steps[..., :_SPLIT] | (steps[..., _SPLIT:] << 4)
+    if layout.code_type(bits) == torch.int8:
+        return (steps ^ 128).contiguous().view(torch.int8)
     return steps.contiguous()
 
 
@@ -69,6 +79,8 @@ def unpacked_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """What `packed_codes` was given, filling included: uint8 [blocks * width, padded_in]."""
     if bits == 4:
         codes = torch.cat((codes & 15, codes >> 4), dim=-1)
+    elif codes.dtype == torch.int8:
+        codes = codes.contiguous().view(torch.uint8) ^ 128
     blocks, steps, width, step = codes.shape
     return codes.transpose(1, 2).reshape(blocks * width, steps * step)
 
@@ -124,7 +136,7 @@ def packed(
     weight: torch.Tensor,
     bits: int,
     group: int,
-    width: int,
+    layout: CodeLayout,
     *,
     symmetric: bool = True,
     out_features: int | None = None,
@@ -138,11 +150,10 @@ def packed(
     _check_format(bits, group)
     rows, fan_in = weight.shape
     padded = padded_size(fan_in, group)
-    group = group or padded
-    blocks, step = -(-max(rows, out_features or 0) // width), _positions_per_step(bits)
-    codes = torch.zeros((blocks, padded // step, width, _SPLIT), dtype=torch.uint8, device=weight.device)
+    group, width = group or padded, layout.width
+    codes = empty_codes(max(rows, out_features or 0), padded, bits, layout, weight.device)
     scale_type = scale_type_for(weight, bits)
-    scales = torch.zeros((blocks, padded // group, width), dtype=scale_type, device=weight.device)
+    scales = torch.zeros((len(codes), padded // group, width), dtype=scale_type, device=weight.device)
     offsets = None if symmetric else torch.zeros_like(scales)
     at_once = max(piece // (padded * width), 1)
     for first in range(0, -(-rows // width), at_once):
@@ -156,7 +167,7 @@ def packed(
             part_codes, part_scales, part_offsets = _spanned(grouped, bits, scale_type)
             laid = packed_by_group(part_offsets, width)
             offsets[first : first + len(laid)] = laid
-        made = packed_codes(part_codes.view(-1, padded), bits, width)
+        made = packed_codes(part_codes.view(-1, padded), bits, layout)
         codes[first : first + len(made)] = made
         scales[first : first + len(made)] = packed_by_group(part_scales, width)
     return Packed(codes, scales, offsets)
@@ -220,6 +231,10 @@ def quantized_samples(space: SampleSpace) -> Iterator[Sample]:
             named = f"{leading} x {fan_in} -> {fan_out}, {bits} bits, groups of {group}, width {width}"
             yield Sample(named, (x, codes, scales, None, bits, fan_out, None))
             yield Sample(f"{named}, offsets and bias", (x, codes, scales, offsets, bits, fan_out, bias))
+            if bits == 8:
+                less = codes.view(torch.int8)
+                yield Sample(f"{named}, signed", (x, less, scales, None, bits, fan_out, None))
+                yield Sample(f"{named}, signed, offsets and bias", (x, less, scales, offsets, bits, fan_out, bias))
     codes, scales = space.integers(256, 2, 8, 4, 4, dtype=torch.uint8), space.uniform(2, 1, 4) * 1e-2
     yield Sample("rows of zeros", (space.normal(3, 32) * 0, codes, scales, None, 8, 8, None))
     yield Sample("every second row", (space.normal(6, 32)[::2], codes, scales, None, 8, 8, None))
@@ -240,7 +255,8 @@ def quantized_linear(
 ) -> torch.Tensor:
     """x @ weight.T + bias for a weight of 8- or 4-bit codes, x rounded to 8 bits per row and group of the weight.
 
-    weight = scale * code + offset, or scale * (code - 2 ** (bits - 1)) without offsets. Codes of features past
+    weight = scale * code + offset, or scale * (code - 2 ** (bits - 1)) without offsets. Codes of 8 bits may be stored
+    less 128, as int8: they mean the same. Codes of features past
     out_features and of positions past x's are filling. Sums are in float32; a row of x that is not finite gives NaN.
     A kernel may instead round x and the weight to bfloat16 where rows are many, which loses less.
     """

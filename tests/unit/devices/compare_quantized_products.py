@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from vllm_backplane import ops
+from vllm_backplane.device import CodeLayout
 from vllm_backplane.devices.cpu import native
 from vllm_backplane.errors import DeviceUnavailable
 from vllm_backplane.ops.quantized_linear import packed_codes
@@ -31,7 +32,9 @@ def integers(low: int, high: int, *shape: int) -> torch.Tensor:
 class Weight:
     """Codes [features, positions] and numbers [features, groups], and the same as the operator takes them."""
 
-    def __init__(self, bits: int, out: int, fan_in: int, group: int, offsets: bool, width: int, dtype: torch.dtype):
+    def __init__(
+        self, bits: int, out: int, fan_in: int, group: int, offsets: bool, layout: CodeLayout, dtype: torch.dtype
+    ):
         step = group or 8
         self.bits, self.out, self.fan_in = bits, out, fan_in
         self.padded = -(-fan_in // step) * step
@@ -41,16 +44,18 @@ class Weight:
         unit = fan_in**-0.5 / 2 ** (bits - 1)
         self.scales = (torch.randn(out, groups, generator=generator) * unit).to(dtype)
         self.offsets = (torch.randn(out, groups, generator=generator) * unit * 2 ** (bits - 1)).to(dtype)
-        self.symmetric, self.width = not offsets, width
+        self.symmetric, self.layout = not offsets, layout
 
     def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int, int]:
-        def by_block(values: torch.Tensor) -> torch.Tensor:
-            blocks = -(-self.out // self.width)
-            # What fills the last block must not be seen, whatever it is.
-            filling = torch.full((blocks * self.width - self.out, values.shape[1]), NAN, dtype=values.dtype)
-            return torch.cat((values, filling)).view(blocks, self.width, -1).transpose(1, 2).contiguous()
+        width = self.layout.width
 
-        codes = packed_codes(self.codes, self.bits, self.width)
+        def by_block(values: torch.Tensor) -> torch.Tensor:
+            blocks = -(-self.out // width)
+            # What fills the last block must not be seen, whatever it is.
+            filling = torch.full((blocks * width - self.out, values.shape[1]), NAN, dtype=values.dtype)
+            return torch.cat((values, filling)).view(blocks, width, -1).transpose(1, 2).contiguous()
+
+        codes = packed_codes(self.codes, self.bits, self.layout)
         offsets = None if self.symmetric else by_block(self.offsets)
         return codes, by_block(self.scales), offsets, self.bits, self.out
 
@@ -124,7 +129,7 @@ def compare(weight: Weight, x: torch.Tensor, bias: torch.Tensor | None, label: s
         yield f"{label}: [{row}, {column}] is {answer[row, column]}, not {expected[row, column]}"
 
 
-def shapes(width: int) -> Iterator[str]:
+def shapes(layout: CodeLayout) -> Iterator[str]:
     floats = (torch.float32, torch.bfloat16, torch.float16)
     layers = ((8, 1, 8), (40, 9, 8), (32, 16, 32), (33, 65, 32), (100, 31, 64), (130, 33, 128), (72, 20, 24),
               (52, 20, 0), (577, 70, 0), (576, 96, 32), (3000, 40, 0), (4100, 35, 32))  # fmt: skip
@@ -134,15 +139,15 @@ def shapes(width: int) -> Iterator[str]:
             if fan_in > 1000 and rows not in (1, 7, 33, 150):
                 continue
             dtype, scale_type = floats[(index + height_index) % 3], floats[(index // 2 + height_index) % 3]
-            weight = Weight(bits, out, fan_in, group, offsets, width, scale_type)
+            weight = Weight(bits, out, fan_in, group, offsets, layout, scale_type)
             x = torch.randn(rows, fan_in, generator=generator).to(dtype)
             bias = torch.randn(out, generator=generator).to(dtype) if height_index % 2 else None
             yield from compare(weight, x, bias, "shapes")
 
 
-def extremes(width: int) -> Iterator[str]:
+def extremes(layout: CodeLayout) -> Iterator[str]:
     for bits, offsets, group, rows in itertools.product((8, 4), (False, True), (32, 0), (1, 5, 40, 100)):
-        weight = Weight(bits, 50, 4096, group, offsets, width, torch.float32)
+        weight = Weight(bits, 50, 4096, group, offsets, layout, torch.float32)
         weight.codes = (integers(0, 2, 50, 4096) * (2**bits - 1)).to(torch.uint8)
         x = (integers(0, 2, rows, 4096) * 2 - 1).float() * 1e30
         yield from compare(weight, x, None, "codes and input at their ends")
@@ -157,9 +162,9 @@ def extremes(width: int) -> Iterator[str]:
         yield from compare(weight, mixed, None, "input of all sizes")
 
 
-def not_finite(width: int) -> Iterator[str]:
+def not_finite(layout: CodeLayout) -> Iterator[str]:
     for bits, group, rows, fault in itertools.product((8, 4), (32, 0), (2, 3, 8, 40, 110), (NAN, INF, -INF)):
-        weight = Weight(bits, 37, 200, group, False, width, torch.float16)
+        weight = Weight(bits, 37, 200, group, False, layout, torch.float16)
         x = torch.randn(rows, 200, generator=generator)
         clean = ops.quantized_linear(x, *weight.arguments())
         x[rows // 2, 199] = fault
@@ -171,8 +176,8 @@ def not_finite(width: int) -> Iterator[str]:
             yield f"{bits} bits, {rows} rows: {fault} in one row changes others"
 
 
-def layouts(width: int) -> Iterator[str]:
-    weight = Weight(4, 45, 96, 32, True, width, torch.float16)
+def layouts(layout: CodeLayout) -> Iterator[str]:
+    weight = Weight(4, 45, 96, 32, True, layout, torch.float16)
     codes, scales, offsets, bits, out = weight.arguments()
     x = torch.randn(6, 96, generator=generator)
     expected = ops.quantized_linear(x, codes, scales, offsets, bits, out)
@@ -191,14 +196,16 @@ def layouts(width: int) -> Iterator[str]:
         yield "no features: wrong shape"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is slow
-        for other in (1, 3, 8, 64):
-            weight.width = other
-            yield from compare(weight, x, None, f"blocks of {other}")
+        for width, signed in itertools.product((1, 3, 8, layout.width, 64), (False, True)):
+            other = CodeLayout(width, signed)
+            for bits in (4, 8):
+                weight = Weight(bits, 45, 96, 32, True, other, torch.float16)
+                yield from compare(weight, x, None, f"{other}")
 
 
-def threads(width: int) -> Iterator[str]:
+def threads(layout: CodeLayout) -> Iterator[str]:
     for rows in (1, 40, 130):
-        weight = Weight(8, 300, 2000, 0, False, width, torch.float16)
+        weight = Weight(8, 300, 2000, 0, False, layout, torch.float16)
         x = torch.randn(rows, 2000, generator=generator)
         results = []
         for count in (1, 2, 3):
@@ -209,13 +216,14 @@ def threads(width: int) -> Iterator[str]:
             yield f"{rows} rows: the result depends on the number of threads"
 
 
-def refusals(width: int) -> Iterator[str]:
-    codes, scales, offsets, _, out = Weight(8, 40, 64, 32, True, width, torch.float16).arguments()
+def refusals(layout: CodeLayout) -> Iterator[str]:
+    codes, scales, offsets, _, out = Weight(8, 40, 64, 32, True, layout, torch.float16).arguments()
     assert offsets is not None
     x = torch.randn(2, 64)
     wrong = (
         ((x, codes, scales, None, 3, out), "3 bits"),
-        ((x, codes.to(torch.int8), scales, None, 8, out), "belong together"),
+        ((x, codes.view(torch.int8).repeat(1, 2, 1, 1), scales, None, 4, out), "belong together"),
+        ((x, codes.short(), scales, None, 8, out), "belong together"),
         ((x, codes, scales[:1], None, 8, out), "belong together" if len(scales) > 1 else "cannot give"),
         ((x, codes, scales[:, :1].repeat(1, 3, 1), None, 8, out), "3 groups"),
         ((x, codes, scales, offsets[:, :1], 8, out), "offsets"),
@@ -248,9 +256,9 @@ def main() -> None:
         return
     native.use_dot_products(sys.argv[1])
     assert native.dot_products() == sys.argv[1]
-    width = native.quantized_width()
-    assert width is not None
-    print(json.dumps({part.__name__: list(itertools.islice(part(width), 20)) for part in PARTS}))
+    layout = native.quantized_layout()
+    assert layout is not None
+    print(json.dumps({part.__name__: list(itertools.islice(part(layout), 20)) for part in PARTS}))
 
 
 if __name__ == "__main__":

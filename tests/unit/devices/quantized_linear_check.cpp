@@ -22,6 +22,7 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& codes, const 
 }
 extern "C" {
 int backplane_cpu_quantized_width();
+int backplane_cpu_quantized_signed();
 const char* backplane_cpu_known_dot_products();
 int backplane_cpu_force_dot_products(const char* name);
 }
@@ -51,8 +52,10 @@ bool check(const Case& c, const std::string& name) {
   const int64_t width = backplane_cpu_quantized_width(), blocks = (c.out + width - 1) / width;
   const int64_t step = c.group > 0 ? c.group : 8, padded = (c.fan_in + step - 1) / step * step;
   const int64_t group = c.group > 0 ? c.group : padded, groups = padded / group;
-  at::Tensor codes = at::empty({blocks, padded * c.bits / 32, width, 4}, at::kByte);
-  for (int64_t i = 0; i < codes.numel(); ++i) codes.mutable_data_ptr<uint8_t>()[i] = uint8_t(source());
+  const bool is_signed = c.bits == 8 && backplane_cpu_quantized_signed() != 0;
+  at::Tensor codes = at::empty({blocks, padded * c.bits / 32, width, 4}, is_signed ? at::kChar : at::kByte);
+  uint8_t* bytes = static_cast<uint8_t*>(codes.mutable_data_ptr());
+  for (int64_t i = 0; i < codes.numel(); ++i) bytes[i] = uint8_t(source());
   const at::Tensor scales = floats({blocks, groups, width}, 0.01f, at::kHalf);
   const at::Tensor offsets = floats({blocks, groups, width}, 0.1f, at::kHalf);
   const at::Tensor x = floats({c.rows, c.fan_in}, 1.0f, c.type), bias = floats({c.out}, 1.0f, c.type);
@@ -79,7 +82,7 @@ bool check(const Case& c, const std::string& name) {
       double expected = c.bias ? wide_bias.const_data_ptr<float>()[n] : 0.0, size = std::abs(expected);
       for (int64_t i = 0; i < padded; ++i) {
         const int64_t per = 32 / c.bits, where = ((block * padded / per + i / per) * width + column) * 4 + i % 4;
-        const uint8_t byte = codes.const_data_ptr<uint8_t>()[where];
+        const uint8_t byte = is_signed ? bytes[where] ^ 0x80 : bytes[where];
         const int code = c.bits == 8 ? byte : i % 8 < 4 ? byte & 15 : byte >> 4;
         const int64_t number = (block * groups + i / group) * width + column;
         const double scale = wide_scales.const_data_ptr<float>()[number];

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.blocks import LAYOUTS, SERVED, Type, dequantized, grouped, insist_on_served
 from vllm_backplane.gguf.forms import packed_rows
@@ -37,13 +38,13 @@ def test_dequantization_is_bit_equal_to_the_gguf_package(kind: Type) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("width", [4, 16])
-def test_the_operators_form_holds_the_same_values(kind: Type, width: int) -> None:
+@pytest.mark.parametrize("layout", [CodeLayout(4), CodeLayout(16), CodeLayout(16, signed=True)])
+def test_the_operators_form_holds_the_same_values(kind: Type, layout: CodeLayout) -> None:
     raw = random_blocks(kind, rows=21)
-    made = packed_rows([torch.from_numpy(raw)], kind, width, piece=1000)
+    made = packed_rows([torch.from_numpy(raw)], kind, layout, piece=1000)
     found = from_packed(made.codes, made.scales, made.offsets, LAYOUTS[kind].bits)
     assert same_bits(found[:21], gguf.quants.dequantize(raw, kind))
-    assert not made.codes[-1, :, 21 % width :].any() and not made.scales[-1, :, 21 % width :].any()
+    assert not made.scales[-1, :, 21 % layout.width :].any()
 
 
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)

@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
+from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.layers.schemes.repacking import Words, Zeros, adjacent, repacked, split_group
 
@@ -61,7 +62,7 @@ def load(layer: Any, stored: made.Stored, *shard: Any) -> None:
 
 def finish(layer: Any) -> None:
     layer.quant_method.process_weights_after_loading(layer)
-    assert layer.weight.dtype == torch.uint8
+    assert layer.weight.dtype in (torch.uint8, torch.int8)
     assert {name for name, _ in layer.named_parameters()} <= {
         "weight",
         "weight_scale",
@@ -390,7 +391,9 @@ def test_pieces_of_a_weight_fit_together() -> None:
         codes = Words(stored.tensors["qweight"], 4, packed, 1)
         zeros = Zeros(Words(stored.tensors["qzeros"], 4, 1, 1))
         scales = stored.tensors["scales"].t()
-        whole, pieces = (repacked(codes, scales, zeros, fan_in=64, width=16, piece=piece) for piece in (1 << 20, 1))
+        whole, pieces = (
+            repacked(codes, scales, zeros, fan_in=64, layout=CodeLayout(), piece=piece) for piece in (1 << 20, 1)
+        )
         for one, other in zip(whole, pieces, strict=True):
             assert one is not None and torch.equal(one, other)
 

@@ -43,7 +43,7 @@ def load(layer: torch.nn.Module, weight: torch.Tensor, *shard: Any) -> None:
 
 
 def assert_quantized(layer: torch.nn.Module, bits: int) -> None:
-    assert layer.weight.dtype == torch.uint8
+    assert layer.weight.dtype in (torch.uint8, torch.int8)
     assert layer.quant_method.format.bits == bits
 
 

@@ -6,6 +6,7 @@ import torch
 from operator_checks import FLOAT_TYPES, assert_near, check_over_samples, exact, space
 
 from vllm_backplane import ops
+from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import OperatorError
 from vllm_backplane.ops.quantized_linear import packed, packed_codes, padded_size, unpacked_codes
 
@@ -14,7 +15,8 @@ def code(codes: np.ndarray, bits: int, feature: int, position: int) -> int:
     """Where the code of a feature at a position lies, by the definition of the layout."""
     block, column = divmod(feature, codes.shape[2])
     if bits == 8:
-        return int(codes[block, position // 4, column, position % 4])
+        stored = int(codes[block, position // 4, column, position % 4])
+        return stored + 128 if (codes < 0).any() else stored
     step, within = divmod(position, 8)
     byte = int(codes[block, step, column, within % 4])
     return byte % 16 if within < 4 else byte // 16
@@ -71,10 +73,13 @@ def test_over_samples(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize(("rows", "fan_in", "group", "width"), [(5, 40, 8, 4), (16, 64, 32, 16), (3, 24, 24, 1)])
-def test_every_code_lies_where_the_layout_says(bits: int, rows: int, fan_in: int, group: int, width: int) -> None:
+def test_every_code_lies_where_the_layout_says(
+    bits: int, rows: int, fan_in: int, group: int, width: int, signed: bool
+) -> None:
     plain = space(torch.float32).integers(2**bits, rows, fan_in, dtype=torch.uint8)
-    laid = packed_codes(plain, bits, width)
+    laid = packed_codes(plain, bits, CodeLayout(width, signed))
     assert laid.shape == (-(-rows // width), fan_in * bits // 32, width, 4)
     assert laid.is_contiguous()
     for feature, position in np.ndindex(rows, fan_in):
@@ -87,7 +92,7 @@ def test_every_code_lies_where_the_layout_says(bits: int, rows: int, fan_in: int
 @pytest.mark.parametrize("bits", [8, 4])
 def test_packing_is_within_half_a_step(bits: int, group: int, width: int, dtype: torch.dtype) -> None:
     weight = space(dtype).normal(21, 70) * 0.05
-    made = packed(weight, bits, group, width)
+    made = packed(weight, bits, group, CodeLayout(width))
     padded = padded_size(70, group)
     assert made.offsets is None
     assert made.codes.shape == (-(-21 // width), padded * bits // 32, width, 4)
@@ -110,7 +115,7 @@ def test_packing_is_within_half_a_step(bits: int, group: int, width: int, dtype:
 def test_packing_loses_little(bits: int, bound: float) -> None:
     """Relative error of normally distributed weights."""
     weight = space(torch.float32).normal(64, 512)
-    made = packed(weight, bits, 32, 16)
+    made = packed(weight, bits, 32, CodeLayout(16))
     back = weights(made.codes.numpy(), made.scales.double().numpy(), None, bits, 64, 512)
     assert np.linalg.norm(back - exact(weight)) / np.linalg.norm(exact(weight)) < bound
 
@@ -118,7 +123,7 @@ def test_packing_loses_little(bits: int, bound: float) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_with_offsets_packing_is_within_half_a_step(bits: int) -> None:
     weight = space(torch.float32).normal(21, 70) * 0.05 + 0.1
-    made = packed(weight, bits, 32, 8, symmetric=False)
+    made = packed(weight, bits, 32, CodeLayout(8), symmetric=False)
     assert made.offsets is not None
     assert made.offsets.shape == made.scales.shape
     back = weights(made.codes.numpy(), made.scales.double().numpy(), made.offsets.double().numpy(), bits, 21, 70)
@@ -141,7 +146,7 @@ def test_weights_that_lie_on_a_grid_are_kept() -> None:
     codes[..., 0], codes[..., 1] = 0, 15
     steps, lowest = random.uniform(6, 2, 1, dtype=torch.float16), random.normal(6, 2, 1, dtype=torch.float16)
     weight = (codes * steps.float() + lowest.float()).view(6, 64)
-    made = packed(weight, 4, 32, 4, symmetric=False)
+    made = packed(weight, 4, 32, CodeLayout(4), symmetric=False)
     assert made.offsets is not None
     back = weights(made.codes.numpy(), made.scales.double().numpy(), made.offsets.double().numpy(), 4, 6, 64)
     np.testing.assert_allclose(back, exact(weight), rtol=0, atol=1e-6)
@@ -151,14 +156,14 @@ def test_weights_that_lie_on_a_grid_are_kept() -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_packing_in_pieces_is_packing_at_once(bits: int, symmetric: bool) -> None:
     weight = space(torch.float32).normal(50, 48)
-    whole = packed(weight, bits, 16, 4, symmetric=symmetric)
-    parts = packed(weight, bits, 16, 4, symmetric=symmetric, piece=48 * 12)
+    whole = packed(weight, bits, 16, CodeLayout(4), symmetric=symmetric)
+    parts = packed(weight, bits, 16, CodeLayout(4), symmetric=symmetric, piece=48 * 12)
     for one, other in zip(whole, parts, strict=True):
         assert (one is None and other is None) or torch.equal(one, other)
 
 
 def test_missing_rows_give_zero() -> None:
-    made = packed(space(torch.float32).normal(5, 32), 8, 32, 4, out_features=10, symmetric=False)
+    made = packed(space(torch.float32).normal(5, 32), 8, 32, CodeLayout(4), out_features=10, symmetric=False)
     assert made.codes.shape[0] == 3
     out = ops.quantized_linear(torch.ones(1, 32), *made, 8, 10)
     assert out[0, :5].all()
@@ -166,14 +171,14 @@ def test_missing_rows_give_zero() -> None:
 
 
 def test_weights_of_zeros_are_zero() -> None:
-    made = packed(torch.zeros(4, 32), 4, 32, 4)
+    made = packed(torch.zeros(4, 32), 4, 32, CodeLayout(4))
     assert not ops.quantized_linear(torch.ones(1, 32), *made, 4, 4).any()
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e9])
 def test_scales_beyond_half_precision_are_single(size: float) -> None:
     weight = space(torch.float32).normal(8, 64) * size
-    made = packed(weight, 8, 32, 8)
+    made = packed(weight, 8, 32, CodeLayout(8))
     assert made.scales.dtype == torch.float32
     back = weights(made.codes.numpy(), made.scales.double().numpy(), None, 8, 8, 64)
     np.testing.assert_allclose(back, exact(weight), atol=0.03 * size)
@@ -181,7 +186,7 @@ def test_scales_beyond_half_precision_are_single(size: float) -> None:
 
 @pytest.mark.parametrize("fault", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_not_finite_is_nan(fault: float) -> None:
-    made = packed(space(torch.float32).normal(8, 64), 4, 32, 8)
+    made = packed(space(torch.float32).normal(8, 64), 4, 32, CodeLayout(8))
     x = space(torch.float32, 1).normal(3, 64)
     clean = ops.quantized_linear(x, *made, 4, 8)
     x[1, 40] = fault
@@ -191,7 +196,7 @@ def test_a_row_that_is_not_finite_is_nan(fault: float) -> None:
 
 
 def test_small_and_large_rows() -> None:
-    made = packed(torch.eye(8), 8, 8, 8)
+    made = packed(torch.eye(8), 8, 8, CodeLayout(8))
     for size in (1e-38, 1e-29, 1e30):
         x = torch.full((1, 8), size)
         expected = np.zeros((1, 8)) if size < 2.0**-100 else np.full((1, 8), size)
@@ -199,7 +204,7 @@ def test_small_and_large_rows() -> None:
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
-    made = packed(torch.ones(8, 64), 8, 32, 8)
+    made = packed(torch.ones(8, 64), 8, 32, CodeLayout(8))
     with pytest.raises(OperatorError, match="belong together"):
         ops.quantized_linear.reference(torch.ones(1, 65), *made, 8, 8)
     with pytest.raises(OperatorError, match="cannot give 9"):
@@ -207,4 +212,4 @@ def test_what_does_not_belong_together_is_refused() -> None:
     with pytest.raises(OperatorError, match="3 bits"):
         packed(torch.ones(8, 64), 3, 32, 8)
     with pytest.raises(OperatorError, match="group of 12"):
-        packed(torch.ones(8, 64), 4, 12, 8)
+        packed(torch.ones(8, 64), 4, 12, CodeLayout(8))

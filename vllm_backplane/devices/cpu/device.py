@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy
 import torch
 
-from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties, fork_safety, host
+from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties, fork_safety, host
 from vllm_backplane.devices.cpu import native, promised
 from vllm_backplane.devices.cpu.graphs import CpuGraph
 from vllm_backplane.graph import Graph
@@ -84,8 +84,8 @@ class CpuDevice(Device):
     def arrange_linear(self, weight: torch.Tensor) -> torch.Tensor | None:
         return native.arranged(weight) if native.wants_blocks(weight.dtype) else None
 
-    def quantized_width(self, bits: int) -> int:
-        return native.quantized_width() or super().quantized_width(bits)
+    def quantized_layout(self, bits: int) -> CodeLayout:
+        return native.quantized_layout() or super().quantized_layout(bits)
 
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
         # numpy asks the system for zero pages, which become memory when they are first written; torch.zeros would

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import BackplaneError, DeviceUnavailable
 from vllm_backplane.ops.linear import blocked
 
@@ -69,9 +70,13 @@ def has_tiles() -> bool:
     return load() and bool(library().backplane_cpu_has_tiles())
 
 
-def quantized_width() -> int | None:
-    """Output features in a block of 8- or 4-bit weights, as the products of this machine read them."""
-    return int(library().backplane_cpu_quantized_width()) if load() else None
+def quantized_layout() -> CodeLayout | None:
+    """How codes of 8 or 4 bits lie for the products of this machine."""
+    return read_layout(library()) if load() else None
+
+
+def read_layout(kernels: ctypes.CDLL) -> CodeLayout:
+    return CodeLayout(kernels.backplane_cpu_quantized_width(), bool(kernels.backplane_cpu_quantized_signed()))
 
 
 def decoded_from(bits: int) -> int:
@@ -90,8 +95,8 @@ def dot_products() -> str:
 
 
 def use_dot_products(name: str) -> None:
-    """Use a set by its name, or with an empty one the best again. Weights packed for another width are rearranged at
-    every call."""
+    """Use a set by its name, or with an empty one the best again. Weights packed for another layout are rearranged
+    at every call."""
     if library().backplane_cpu_force_dot_products(name.encode()) != 0:
         known = ", ".join(known_dot_products())
         raise DeviceUnavailable(f"this machine cannot run products with {name!r}; use one of: {known}")

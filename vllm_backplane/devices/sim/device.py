@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe, Properties, fork_safety, host
+from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties, fork_safety, host
+from vllm_backplane.devices.cpu.native import read_layout
 from vllm_backplane.devices.sim import library
 from vllm_backplane.devices.sim.graphs import SimGraph
 from vllm_backplane.devices.sim.library import driver, runtime
@@ -142,10 +143,10 @@ class SimDevice(Device):
                 if not has_kernel(name, self.dispatch_key):
                     runtime("launch_cpu_kernel", name.encode())
 
-    def quantized_width(self, bits: int) -> int:
+    def quantized_layout(self, bits: int) -> CodeLayout:
         if not library.CPU_KERNELS.exists():
-            return super().quantized_width(bits)
-        return int(ctypes.CDLL(str(library.CPU_KERNELS)).backplane_cpu_quantized_width())
+            return super().quantized_layout(bits)
+        return read_layout(ctypes.CDLL(str(library.CPU_KERNELS)))
 
     def kernel_provider(self) -> str:
         return f"{library.CPU_KERNELS.name} behind {library.LIBRARY_NAME}"

@@ -65,7 +65,7 @@ def install(
             runs.append(Run(rows, 0, name))
             continue
         bits = LAYOUTS[kind].bits
-        packed = packed_rows(taken, kind, runtime().device.quantized_width(bits), out_features=rows)
+        packed = packed_rows(taken, kind, runtime().device.quantized_layout(bits), out_features=rows)
         _set(layer, name, packed.codes, device)
         _set(layer, f"{name}_scale", packed.scales, device)
         _set(layer, f"{name}_offset", packed.offsets, device)

@@ -69,11 +69,11 @@ class QuantizedLinearMethod(LinearMethodBase):
             raise BackplaneError(f"the checkpoint has no weights for {self._prefix}; choose a complete one")
 
     def quantize(self, weight: torch.Tensor, out_features: int | None = None) -> Packed:
-        chosen, width = self.format, runtime().device.quantized_width(self.format.bits)
-        return packed(weight, chosen.bits, chosen.group, width, symmetric=chosen.symmetric, out_features=out_features)
+        chosen, layout = self.format, runtime().device.quantized_layout(self.format.bits)
+        return packed(weight, chosen.bits, chosen.group, layout, symmetric=chosen.symmetric, out_features=out_features)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if layer.weight.dtype != torch.uint8:
+        if layer.weight.dtype not in (torch.uint8, torch.int8):
             return ops.linear.call(x, layer.weight, bias)
         return ops.quantized_linear.call(
             x, layer.weight, layer.weight_scale, layer.weight_offset, self.format.bits, layer.backplane_rows, bias

@@ -184,8 +184,8 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
         order = None
         if layout.groups_of is not None:
             order = self._order([part[layout.groups_of] for part in parts], scales.shape[1])
-        width = runtime().device.quantized_width(layout.bits)
-        install(holder, repacked(codes, scales, zeros, fan_in=fan_in, width=width, order=order), self._device)
+        target = runtime().device.quantized_layout(layout.bits)
+        install(holder, repacked(codes, scales, zeros, fan_in=fan_in, layout=target, order=order), self._device)
         holder.register_buffer("order", order)
         holder.features = scales.shape[0]  # type: ignore[assignment]
 

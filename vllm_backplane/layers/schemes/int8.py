@@ -11,7 +11,7 @@ from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, Int8Sca
 from vllm_backplane import ops
 from vllm_backplane.layers.quantization.linear import install
 from vllm_backplane.layers.schemes.repacking import exact
-from vllm_backplane.ops.quantized_linear import Packed, packed_by_group, packed_codes, padded_size
+from vllm_backplane.ops.quantized_linear import Packed, empty_codes, packed_by_group, packed_codes, padded_size
 from vllm_backplane.runtime import runtime
 
 
@@ -29,7 +29,7 @@ class BackplaneInt8Kernel(Int8ScaledMMLinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         weight_name, scale_name = self.layer_param_names[:2]
         weight, scales = getattr(layer, weight_name).data, getattr(layer, scale_name).data
-        if weight.dtype != torch.int8:
+        if weight.dim() != 2:  # in the order of the operator already
             return
         layer.backplane_rows = len(weight)  # type: ignore[assignment]
         if not self.config.is_channelwise:  # one scale for each of the parts that are fused
@@ -45,13 +45,14 @@ class BackplaneInt8Kernel(Int8ScaledMMLinearKernel):
 
 def _packed(weight: torch.Tensor, scales: torch.Tensor, piece: int = 1 << 20) -> Packed:
     """In pieces, like other weights. The code 128 is zero."""
-    width = runtime().device.quantized_width(8)
+    layout = runtime().device.quantized_layout(8)
+    width = layout.width
     features, fan_in = weight.shape
     padded = padded_size(fan_in, 0)
-    codes = torch.zeros((-(-features // width), padded // 4, width, 4), dtype=torch.uint8, device=weight.device)
+    codes = empty_codes(features, padded, 8, layout, weight.device)
     at_once = max(piece // (padded * width), 1) * width
     for first in range(0, features, at_once):
         part = weight[first : first + at_once].view(torch.uint8) ^ 128
-        laid = packed_codes(torch.nn.functional.pad(part, (0, padded - fan_in)), 8, width)
+        laid = packed_codes(torch.nn.functional.pad(part, (0, padded - fan_in)), 8, layout)
         codes[first // width : first // width + len(laid)] = laid
     return Packed(codes, packed_by_group(exact(scales), width), None)

@@ -73,8 +73,8 @@ class BackplaneMixedPrecisionKernel(MPLinearKernel):
                     f"the g_idx of {getattr(layer, 'prefix', 'a layer')} cannot be served: {fault}; use a checkpoint "
                     "made with desc_act=False"
                 ) from fault
-        width = runtime().device.quantized_width(bits)
-        return repacked(self._words(loaded, bits), scales, zeros, fan_in=fan_in, width=width, order=order), order
+        layout = runtime().device.quantized_layout(bits)
+        return repacked(self._words(loaded, bits), scales, zeros, fan_in=fan_in, layout=layout, order=order), order
 
     def _words(self, parameter: Any, bits: int) -> Words:
         return Words(parameter.data, bits, parameter.packed_dim, parameter.output_dim, self.word_order)

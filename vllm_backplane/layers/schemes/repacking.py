@@ -11,7 +11,8 @@ from math import lcm
 
 import torch
 
-from vllm_backplane.ops.quantized_linear import Packed, packed_by_group, packed_codes, padded_size
+from vllm_backplane.device.contract import CodeLayout
+from vllm_backplane.ops.quantized_linear import Packed, empty_codes, packed_by_group, packed_codes, padded_size
 
 _PIECE = 1 << 20
 """Weights that are converted at once, so that temporary memory does not grow with the layer."""
@@ -93,7 +94,7 @@ def repacked(
     zeros: Zeros | None,
     *,
     fan_in: int,
-    width: int,
+    layout: CodeLayout,
     order: torch.Tensor | None = None,
     split: bool = True,
     piece: int = _PIECE,
@@ -105,8 +106,8 @@ def repacked(
     group = (split_group(fan_in) if split else 0) if groups == 1 else fan_in // groups
     repeats = fan_in // group if groups == 1 and group else 1
     padded = padded_size(fan_in, group)
-    blocks = -(-features // width)
-    made = torch.zeros((blocks, padded * bits // 32, width, 4), dtype=torch.uint8, device=scales.device)
+    width = layout.width
+    made = empty_codes(features, padded, bits, layout, scales.device)
     scales = scales.float()
     offsets = None if zeros is None else torch.empty_like(scales)
     unit = lcm(width, codes.per_word)
@@ -118,7 +119,7 @@ def repacked(
             part = part.index_select(1, order)
         if padded > fan_in:
             part = torch.nn.functional.pad(part, (0, padded - fan_in))
-        laid = packed_codes(part, bits, width)
+        laid = packed_codes(part, bits, layout)
         made[first // width : first // width + len(laid)] = laid
         if offsets is not None and zeros is not None:
             stored = zeros.words.rows(first, last)[:, :groups].float()
