@@ -38,7 +38,12 @@ constexpr int panel_blocks() {
 constexpr int kMostPanelBlocks = 2;
 constexpr int kPanelRows = 6;
 
+// Further ahead than this a Neoverse-N1 stops reading ahead by itself, and reads at half its speed.
+#if defined(__aarch64__)
+constexpr int64_t kBytesAhead = 1 << 10;
+#else
 constexpr int64_t kBytesAhead = 8 << 10;
+#endif
 
 // Calls f(0), f(1), … with constants. A loop would be unrolled too late for the sums to become registers.
 template <int... I, class F>

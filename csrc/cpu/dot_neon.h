@@ -16,7 +16,7 @@ struct Neon {
   static constexpr int lanes = 4, vectors = 4, most_rows = 4, sums = 16;
   static constexpr bool signed8 = true;  // as both factors of the instructions are
   static constexpr int32_t bias8 = 128;
-  static constexpr int64_t ahead = 2048;
+  static constexpr int64_t ahead = 1024;  // further ahead it keeps the hardware from reading ahead by itself
 
   static BACKPLANE_DOT uint8x16_t read(const uint8_t* from) { return vld1q_u8(from); }
   static BACKPLANE_DOT void write(uint8_t* to, int8x16_t v) { vst1q_u8(to, vreinterpretq_u8_s8(v)); }
