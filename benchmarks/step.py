@@ -3,10 +3,12 @@
     python benchmarks/step.py                       # the default model, 1 and 16 sequences, replayed and eager
     python benchmarks/step.py --dtype bfloat16 --profile 25
     python benchmarks/step.py --quantization int4
+    python benchmarks/step.py --quantization int8 --operators
 
 One engine lives in the process that times it part by part, each part without those inside of it; replayed and eager
 steps take turns. A second engine, in a process of its own as vLLM runs it by default, is timed as a whole: what it
-takes longer is the way between the processes. `--profile N` shows instead, by function, where Python's time goes.
+takes longer is the way between the processes. `--profile N` shows instead, by function, where Python's time goes, and
+`--operators` by operator, with the shape of its result, where the kernels' time goes.
 """
 
 from __future__ import annotations
@@ -147,6 +149,32 @@ def profile(model: str, dtype: str, quantization: str | None, sequences: list[in
         pstats.Stats(profiler).sort_stats("tottime").print_stats(lines)
 
 
+def operators(model: str, dtype: str, quantization: str | None, sequences: list[int], rounds: int) -> None:
+    from vllm_backplane.devices.cpu.graphs import CpuGraph
+
+    llm, replays = start(model, dtype, quantization, sequences), []
+    CpuGraph.replay = lambda graph: replays.append(graph.timed_replay())  # type: ignore[assignment, method-assign]
+    for count in sequences:
+        serve(llm, count)
+        replays.clear()
+        for _ in range(rounds):
+            serve(llm, count)
+        spent: dict[str, list[float]] = defaultdict(list)
+        calls: dict[str, int] = defaultdict(int)
+        for replay in replays:
+            step: dict[str, float] = defaultdict(float)
+            for name, seconds in replay:
+                step[name] += seconds
+            for name, seconds in step.items():
+                spent[name].append(seconds)
+                calls[name] = sum(1 for one, _ in replay if one == name)
+        medians = {name: 1e6 * statistics.median(all_of_it) for name, all_of_it in spent.items()}
+        print(f"\n| {count} sequence(s) | calls | us per step | us per call |\n| --- | ---: | ---: | ---: |")
+        for name, each in sorted(medians.items(), key=lambda one: -one[1]):
+            print(f"| {name} | {calls[name]} | {each:.0f} | {each / calls[name]:.1f} |")
+        print(f"| all | {sum(calls.values())} | {sum(medians.values()):.0f} | |", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32")
@@ -159,6 +187,7 @@ def main() -> int:
         help="of one thread, for a machine that is busy with other things; the processes' way is left out",
     )
     parser.add_argument("--profile", type=int, metavar="LINES")
+    parser.add_argument("--operators", action="store_true", help="where the time of replayed kernels goes")
     parser.add_argument("--part", nargs=2, metavar=("PART", "ANSWER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     from vllm_backplane.models import DEFAULT, obtain
@@ -172,6 +201,10 @@ def main() -> int:
         return 0
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     inside = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if args.operators:
+        os.environ.update(quiet | inside)
+        operators(model, args.dtype, args.quantization, args.sequences, args.rounds)
+        return 0
     if args.profile:
         os.environ.update(quiet | inside)
         profile(model, args.dtype, args.quantization, args.sequences, args.profile)

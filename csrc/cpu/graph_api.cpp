@@ -41,6 +41,28 @@ BACKPLANE_EXPORT int backplane_cpu_graph_replay(Graph* graph) {
   return guarded([&] { graph->replay(); });
 }
 
+BACKPLANE_EXPORT int backplane_cpu_graph_replay_timed(Graph* graph) {
+  return guarded([&] { graph->replay(true); });
+}
+
+// An operator of the replay that was timed last, with the shape of its first result, and how long it took; null past the
+// last one. The text is the caller's until the next call.
+BACKPLANE_EXPORT const char* backplane_cpu_graph_step(const Graph* graph, int64_t index, double* seconds) {
+  thread_local std::string label;
+  if (index < 0 || index >= static_cast<int64_t>(graph->seconds.size())) return nullptr;
+  const backplane::cpu::GraphStep& step = graph->steps[index];
+  *seconds = graph->seconds[index];
+  label = step.op->name;
+  if (!step.results.empty()) {
+    label += " ->";
+    for (const int64_t size : step.results.front().place.sizes()) {
+      label += ' ';
+      label += std::to_string(size);
+    }
+  }
+  return label.c_str();
+}
+
 BACKPLANE_EXPORT void backplane_cpu_graph_destroy(Graph* graph) { delete graph; }
 
 // 0: operators of a replay. 1: operators that it does without. 2: bytes. 3: results brought to their place so far.

@@ -2,6 +2,8 @@
 
 #include <c10/core/InferenceMode.h>
 
+#include <chrono>
+
 #include "graph.h"
 
 namespace backplane::cpu {
@@ -21,7 +23,13 @@ void insist_on_place(const GraphStep& step, const GraphResult& expected, const a
 
 }  // namespace
 
-void Graph::replay() {
+void Graph::replay(bool timed) {
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point began;
+  if (timed) {
+    seconds.clear();
+    began = Clock::now();
+  }
   c10::InferenceMode inference(true);
   ReplayAllocations allocations;
   torch::jit::Stack stack;
@@ -45,6 +53,11 @@ void Graph::replay() {
       if (one.block == nullptr || !one.block->replaying) continue;
       pool->hold();  // for good: the kernel has a tensor there
       TORCH_CHECK(false, step.op->name, " has kept memory that it allocated at a replay, which others will write to");
+    }
+    if (timed) {
+      const Clock::time_point now = Clock::now();
+      seconds.push_back(std::chrono::duration<double>(now - began).count());
+      began = now;
     }
   }
 }

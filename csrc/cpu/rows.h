@@ -9,8 +9,13 @@
 
 namespace backplane::cpu {
 
-// Elements that one thread should have before another is woken: some ten microseconds of work.
+// Elements that one thread should have before another is woken: some ten microseconds of work, with AVX2 and more, or
+// with NEON.
+#if defined(__aarch64__)
+constexpr int64_t kElementsPerThread = 1 << 13;
+#else
 constexpr int64_t kElementsPerThread = 1 << 15;
+#endif
 
 inline int64_t rows_per_thread(int64_t elements_per_row) {
   return std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(1, elements_per_row));

@@ -176,6 +176,17 @@ def test_views_are_not_replayed_and_memory_is_used_again() -> None:
     assert graph.figures()["copies"] == 0, "results lie in their places without being copied"
 
 
+def test_a_timed_replay_computes_the_same_and_names_what_it_ran() -> None:
+    x = numbers()
+    graph, result = captured(lambda x: torch.relu(x @ x.t()), x)
+    x.copy_(numbers(seed=4))
+    told = graph.timed_replay()
+    assert torch.equal(result, torch.relu(x @ x.t()))
+    shape = " ".join(map(str, result.shape))
+    assert [name for name, _ in told] == [f"aten::matmul -> {shape}", f"aten::relu -> {shape}"]
+    assert all(0 < seconds < 60 for _, seconds in told)
+
+
 def test_memory_goes_with_the_graph_and_what_it_gave() -> None:
     before = memories()
     graph, result = captured(layers, numbers())

@@ -28,6 +28,9 @@ def _library() -> ctypes.CDLL:
     library.backplane_cpu_graph_figure.restype = ctypes.c_int64
     library.backplane_cpu_graph_figure.argtypes = [ctypes.c_void_p, ctypes.c_int]
     library.backplane_cpu_graph_replay.argtypes = [ctypes.c_void_p]
+    library.backplane_cpu_graph_replay_timed.argtypes = [ctypes.c_void_p]
+    library.backplane_cpu_graph_step.restype = ctypes.c_char_p
+    library.backplane_cpu_graph_step.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_double)]
     library.backplane_cpu_graph_destroy.argtypes = [ctypes.c_void_p]
     library.backplane_cpu_graph_destroy.restype = None
     library.backplane_cpu_graph_abandon.restype = None
@@ -64,6 +67,17 @@ class CpuGraph(Graph):
             raise GraphError("this graph was never captured")
         if self._library.backplane_cpu_graph_replay(self._handle) != 0:
             _insist(-1, "the replay failed")
+
+    def timed_replay(self) -> list[tuple[str, float]]:
+        """Replays, and says how many seconds each operator took, in their order; the shape is that of its result."""
+        if not self._handle:
+            raise GraphError("this graph was never captured")
+        _insist(self._library.backplane_cpu_graph_replay_timed(self._handle), "the replay failed")
+        found: list[tuple[str, float]] = []
+        seconds = ctypes.c_double()
+        while label := self._library.backplane_cpu_graph_step(self._handle, len(found), ctypes.byref(seconds)):
+            found.append((label.decode(), seconds.value))
+        return found
 
     def figures(self) -> dict[str, int]:
         """Operators of a replay, those that it does without, bytes of memory, results that had to be moved so far."""

@@ -1,0 +1,115 @@
+"""Perplexity of the default model in each GGUF format, ours beside llama.cpp's on the same file.
+
+    python -m benchmarks.gguf_perplexity                     # every format; about half an hour on two cores
+    python -m benchmarks.gguf_perplexity Q4_0 Q4_K_M         # these; the others keep what was measured before
+    python -m benchmarks.gguf_perplexity --json
+
+`llama-quantize` makes the files, as people have them: a name such as Q4_K_M means types by tensor, and where a row is
+no multiple of the type's block (this model's rows of 576 are none of 256) another type stands in. `llama-perplexity`
+reads the text of perplexity.txt in parts of 512 tokens and counts the second half of each; ours counts the same tokens.
+What was found is kept in results/gguf-perplexity.json, from which docs/generate.py makes a table of
+docs/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare.environments import LLAMA_CPP, Environments, say
+from benchmarks.compare.subjects import find
+from vllm_backplane.gguf.file import GgufFile
+
+HERE = Path(__file__).resolve().parent
+TEXT = HERE / "perplexity.txt"
+RESULTS = HERE / "results" / "gguf-perplexity.json"
+PART = 512
+FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "IQ4_NL", "Q3_K_M",
+           "Q2_K")  # fmt: skip
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+
+def ours(file: str) -> dict[str, float]:
+    """Over the tokens that llama-perplexity counts, in this process."""
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    llm = LLM(file, dtype="float32", max_model_len=PART + 8, max_num_seqs=4, max_num_batched_tokens=PART)
+    tokens: list[int] = llm.get_tokenizer().encode(TEXT.read_text())
+    parts = [tokens[first : first + PART] for first in range(0, len(tokens) - PART + 1, PART)]
+    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found: list[float] = []
+    for output in llm.generate([TokensPrompt(prompt_token_ids=part) for part in parts], asked, use_tqdm=False):
+        steps = list(zip(output.prompt_logprobs or (), output.prompt_token_ids or (), strict=True))
+        found += [step[token].logprob for step, token in steps[PART // 2 + 1 :] if step is not None]
+    return {"perplexity": math.exp(-sum(found) / len(found)), "tokens": len(found)}
+
+
+def llama_cpp(program: Path, file: Path) -> dict[str, float]:
+    command = [program, "-m", file, "-f", TEXT, "-c", str(PART), "-b", str(PART), "-t", str(os.cpu_count())]
+    told = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True)
+    said = told.stdout + told.stderr
+    estimate = re.search(r"Final estimate: PPL = ([0-9.]+)", said)
+    counted = re.search(r"calculating perplexity over (\d+) chunks", said)
+    if estimate is None or counted is None:
+        raise RuntimeError(f"llama-perplexity did not say what it found; its last words: {said[-500:]}")
+    return {"perplexity": float(estimate[1]), "tokens": int(counted[1]) * (PART // 2 - 1)}
+
+
+def measure(kind: str, environments: Environments, folder: Path) -> dict[str, Any]:
+    source = find("smollm2").gguf("F32", say)
+    file = folder / f"{kind}.gguf"
+    if kind == "F32":
+        file = source
+    else:
+        quantize = [environments.llama_cpp("llama-quantize"), source, file, kind]
+        subprocess.run(list(map(str, quantize)), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    peer = llama_cpp(environments.llama_cpp("llama-perplexity"), file)
+    answer = folder / "answer.json"  # standard output belongs to vLLM
+    command = [sys.executable, "-m", "benchmarks.gguf_perplexity", "--file", str(file), str(answer)]
+    subprocess.run(command, env={**os.environ, **ENVIRONMENT}, cwd=HERE.parent, stdout=sys.stderr, check=True)
+    own = json.loads(answer.read_text())
+    if own["tokens"] != peer["tokens"]:
+        raise RuntimeError(f"{kind}: llama-perplexity counted {peer['tokens']} tokens, ours {own['tokens']}")
+    types = sorted({tensor.type.name for tensor in GgufFile(file).tensors.values() if len(tensor.shape) > 1})
+    return {"ours": own["perplexity"], "llama.cpp": peer["perplexity"], "types": types, "bytes": file.stat().st_size}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("formats", nargs="*", metavar="FORMAT", help=f"default: {' '.join(FORMATS)}")
+    parser.add_argument("--environments", type=Path, default=HERE.parent, help="folder of the peers' environments")
+    parser.add_argument("--json", action="store_true", help="print what is known as JSON instead of a table")
+    parser.add_argument("--file", nargs=2, metavar=("GGUF", "ANSWER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.file:
+        Path(args.file[1]).write_text(json.dumps(ours(args.file[0])))
+        return
+    if unknown := set(args.formats) - set(FORMATS):
+        parser.error(f"{', '.join(sorted(unknown))} not known; formats: {' '.join(FORMATS)}")
+    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"formats": {}}
+    for kind in args.formats or FORMATS:
+        with tempfile.TemporaryDirectory() as folder:
+            known["formats"][kind] = measure(kind, Environments(args.environments), Path(folder))
+        say(f"{kind}: {known['formats'][kind]}")
+        known |= {"llama.cpp": LLAMA_CPP, "part": PART}
+        known["formats"] = {one: known["formats"][one] for one in FORMATS if one in known["formats"]}
+        RESULTS.write_text(json.dumps(known, indent=2) + "\n")
+    if args.json:
+        print(json.dumps(known, indent=2))
+        return
+    print(f"{'format':<8}{'ours':>10}{'llama.cpp':>11}{'ours / llama.cpp':>18}")
+    for kind, found in known["formats"].items():
+        print(f"{kind:<8}{found['ours']:>10.3f}{found['llama.cpp']:>11.3f}{found['ours'] / found['llama.cpp']:>18.4f}")
+
+
+if __name__ == "__main__":
+    main()
