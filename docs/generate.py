@@ -6,10 +6,12 @@ A block between `<!-- begin NAME -->` and `<!-- end NAME -->` belongs to this sc
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
@@ -83,6 +85,19 @@ def gguf_types() -> str:
     return table(("type", "bits per weight in the file", "in memory", "as", "rounding of weights"), rows)
 
 
+def gguf_perplexity() -> str:
+    known = json.loads((ROOT / "benchmarks" / "results" / "gguf-perplexity.json").read_text())
+    exact = known["formats"]["F32"]["ours"]
+
+    def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
+        own, peer = found["ours"], found["llama.cpp"]
+        change = f"{100 * (own / exact - 1):+.2f} %"
+        return name, ", ".join(found["types"]), f"{own:.3f}", change, f"{peer:.3f}", f"{own / peer:.4f}"
+
+    header = ("file", "types of its matrices", "ours", "against F32", "llama.cpp", "ours / llama.cpp")
+    return table(header, (row(*one) for one in known["formats"].items()))
+
+
 def gguf_architectures() -> str:
     from vllm_backplane.gguf.architectures import ARCHITECTURES, MIXTRAL
 
@@ -153,6 +168,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "audit corpus": audit_corpus,
     "releases": releases,
     "gguf types": gguf_types,
+    "gguf perplexity": gguf_perplexity,
     "gguf architectures": gguf_architectures,
     "partly there": partly_there,
     "benchmarks": benchmarks,
