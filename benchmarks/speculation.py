@@ -22,6 +22,10 @@ from turns import KV_CACHE, add_options, answering, by_turn, compared, report
 
 ANSWER = 65
 LINE = "A line that is written once more: the ferry leaves at nine and comes back at noon.\n"
+METHODS: dict[str, dict[str, Any]] = {"ngram": {"prompt_lookup_max": 4, "prompt_lookup_min": 2}}
+if find_spec("arctic_inference") is not None:
+    METHODS["suffix"] = {"suffix_decoding_max_cached_requests": 0}
+    """It would recall its answer to the same request of the turn before."""
 REPEATING = ("repeated line", "records")
 TEXTS = {
     "repeated line": LINE * 6,
@@ -63,15 +67,14 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafts", type=int, default=4, help="tokens drafted at a time (default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--least", type=float, metavar="RATIO", help="fail if a text that repeats itself is below this")
     add_options(parser)
     args = parser.parse_args()
     from vllm_backplane.models import DEFAULT, obtain
 
-    methods: dict[str, dict[str, Any]] = {"ngram": {"prompt_lookup_max": 4, "prompt_lookup_min": 2}}
-    if find_spec("arctic_inference") is not None:
-        methods["suffix"] = {}
+    methods = {method: METHODS[method] for method in args.methods}
     sides: dict[str, tuple[dict[str, Any], dict[str, str]]] = {"plain": ({"dtype": args.dtype}, {})}
     for method, more in methods.items():
         drafting = {"method": method, "num_speculative_tokens": args.drafts, **more}
