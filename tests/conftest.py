@@ -19,6 +19,7 @@ LONGEST = (
     "e2e/test_parity.py",
     "e2e/test_patch_processes.py",
     "e2e/test_sim_faults.py",
+    "e2e/test_speculation.py",
     "e2e/test_startup_failures.py",
     "e2e/test_sim.py",
     "e2e/test_numeric_guard.py",
