@@ -89,7 +89,7 @@ def test_tokens_follow_the_target(certain: bool, top_k: int | None) -> None:
     drawn = draw(certain, top_k)
     reached = [(drawn[:, place] >= 0).sum().item() for place in range(DRAFTS + 1)]
     assert reached[0] == REQUESTS
-    assert REQUESTS > reached[1] > reached[2] > 300, "some drafts must be accepted, and some not"
+    assert REQUESTS > reached[1] > reached[2] > 100, "some drafts must be accepted, and some not"
     assert min(fits(drawn, top_k)) > UNLIKELY
 
 
