@@ -16,10 +16,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ANSWER = 48
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -29,18 +29,27 @@ PATIENCE = 30  # seconds for an engine's end
 KERNELS = "BENCHMARK_CPU_KERNELS"  # those of the process: 0 for the base of the processor, 1 for AVX2
 LIMIT = 600  # seconds; an engine whose process was killed never answers
 
-Workload = tuple[int, int]  # sequences, tokens of each prompt; of one token it is the answer's speed that counts
+Workload = tuple[int, int] | str
+"""Sequences and tokens of each prompt; of one token it is the answer's speed that counts. A name: of another script."""
 
 
 def name_of(workload: Workload) -> str:
+    if isinstance(workload, str):
+        return workload
     sequences, prompt = workload
     return f"decoding {sequences}" if prompt == 1 else f"prompt of {prompt}"
 
 
+def answering() -> TextIO:
+    """Where to print rates: standard output belongs to vLLM from here on."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
 def serve(model: str, arguments: dict[str, Any]) -> None:
     """Answers workloads, a line of JSON each, with tokens per second."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # standard output belongs to vLLM from here on
+    answers = answering()
     if isa := os.environ.get(KERNELS):
         from vllm_backplane.devices.cpu import native
 
@@ -100,8 +109,10 @@ class Engine:
 
 
 @contextmanager
-def engine(model: str, arguments: dict[str, Any], variables: dict[str, str]) -> Iterator[Engine]:
-    command = [sys.executable, str(Path(__file__).resolve()), model, json.dumps(arguments)]
+def engine(
+    model: str, arguments: dict[str, Any], variables: dict[str, str], script: str = __file__
+) -> Iterator[Engine]:
+    command = [sys.executable, str(Path(script).resolve()), model, json.dumps(arguments)]
     environment = {**os.environ, **QUIET, **variables}
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -120,12 +131,17 @@ def engine(model: str, arguments: dict[str, Any], variables: dict[str, str]) -> 
 
 
 def compared(
-    model: str, sides: dict[str, tuple[dict[str, Any], dict[str, str]]], workloads: list[Workload], rounds: int
+    model: str,
+    sides: dict[str, tuple[dict[str, Any], dict[str, str]]],
+    workloads: Sequence[Workload],
+    rounds: int,
+    script: str = __file__,
 ) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second by side, workload and turn. A side is arguments of an engine and variables of its process."""
+    """Tokens per second by side, workload and turn. A side is arguments of an engine and variables of its process,
+    which runs `script`."""
     results: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
     with ExitStack() as stack:
-        engines = {side: stack.enter_context(engine(model, *how)) for side, how in sides.items()}
+        engines = {side: stack.enter_context(engine(model, *how, script)) for side, how in sides.items()}
         for workload in workloads:
             for one in engines.values():
                 one.rate(workload)  # once for what is done once

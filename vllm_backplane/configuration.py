@@ -92,6 +92,16 @@ def set_worker(config: VllmConfig) -> None:
         config.parallel_config.worker_cls = WORKER
 
 
+REPLAYED_SPECULATION = frozenset({"ngram", "suffix", "draft_model", "eagle3", "mtp"})
+"""Ways to speculate whose verification steps tests replay."""
+
+
+def decoded_at_once(config: VllmConfig) -> int:
+    """Tokens that a sequence has in a step that is replayed: one, and with speculation all drafts beside it."""
+    drafting = config.speculative_config
+    return 1 if drafting is None else 1 + (drafting.num_speculative_tokens or 0)
+
+
 def graphs_fit(config: VllmConfig, chosen: Runtime) -> bool:
     """Whether decode steps may be replayed although nobody asked for it: there are such steps, and nothing has to
     happen in Python between a step's operators."""
@@ -103,7 +113,8 @@ def graphs_fit(config: VllmConfig, chosen: Runtime) -> bool:
         and not model.is_encoder_decoder
         and parallel.world_size_across_dp == 1
         and config.lora_config is None
-        and config.speculative_config is None
+        and (config.speculative_config is None or config.speculative_config.method in REPLAYED_SPECULATION)
+        and decoded_at_once(config) <= max(chosen.device.capabilities.graph_sizes, default=1)
         and config.kv_transfer_config is None
         and not looks_at_modules(chosen)
         and not config.use_v2_model_runner
@@ -136,10 +147,11 @@ def set_compilation_defaults(config: VllmConfig, chosen: Runtime) -> None:
                 "use -cc.cudagraph_mode=full_decode_only"
             )
         if compilation.cudagraph_capture_sizes is None and can.graph_sizes:
-            most = min(
-                config.scheduler_config.max_num_seqs, compilation.max_cudagraph_capture_size or max(can.graph_sizes)
-            )
-            compilation.cudagraph_capture_sizes = [size for size in can.graph_sizes if size <= most]
+            each, sequences = decoded_at_once(config), config.scheduler_config.max_num_seqs
+            largest = compilation.max_cudagraph_capture_size or max(can.graph_sizes)
+            compilation.cudagraph_capture_sizes = [
+                count * each for count in can.graph_sizes if count <= sequences and count * each <= largest
+            ]
             # vLLM insists that both agree, and states the largest for some models itself.
             compilation.max_cudagraph_capture_size = max(compilation.cudagraph_capture_sizes, default=0)
 

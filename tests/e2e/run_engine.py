@@ -82,6 +82,12 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             import worker_questions
 
             return engine.collective_rpc(getattr(worker_questions, given))
+        case "metrics":  # the values of counters by name
+            return {
+                metric.name: getattr(metric, "values", None) or metric.value
+                for metric in engine.get_metrics()
+                if metric.name.startswith(given)
+            }
         case "call":  # a method of each worker
             return engine.collective_rpc(given)
     raise ValueError(f"no step {kind!r}")

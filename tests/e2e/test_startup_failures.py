@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +124,6 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
 }
 """What is given to an engine, and what it says. A server is given the same by its command line ("unknown option")."""
-if find_spec("numba") is None:  # `make` installs none
-    ENGINES["n-gram speculation without numba"] = (
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
-        ("pip install numba",),
-    )
 
 
 def install_vendor(folder: Path, filling: Mapping[str, str]) -> None:

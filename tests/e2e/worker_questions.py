@@ -45,6 +45,14 @@ def parameters(worker: Any) -> dict[str, str]:
     }
 
 
+def compiled_ngrams(_worker: Any) -> int:
+    """How often the lookup of n-grams was compiled; 0 where none is used, or nothing is compiled."""
+    import sys
+
+    proposer = sys.modules.get("vllm.v1.spec_decode.ngram_proposer")
+    return 0 if proposer is None else len(getattr(proposer.batch_propose_numba, "signatures", ()))
+
+
 def operators(_worker: Any) -> dict[str, int]:
     """How many run in which way."""
     from collections import Counter

@@ -167,6 +167,55 @@ def test_a_group_size_that_nothing_reads(of_model: str | None, of_target: str | 
         configuration.refuse_idle_group(config, configured(GROUP))
 
 
+# --- speculation --------------------------------------------------------------------------------------------------
+
+
+def speculating(method: str, drafts: int, **more: Any) -> Any:
+    """As much of vLLM's configuration as is asked for graphs."""
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method, num_speculative_tokens=drafts) if method else None,
+        model_config=SimpleNamespace(enforce_eager=False, runner_type="generate", is_encoder_decoder=False),
+        parallel_config=SimpleNamespace(world_size_across_dp=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=more.get("sequences", 3)),
+        compilation_config=CompilationConfig(),
+        lora_config=None,
+        kv_transfer_config=None,
+        use_v2_model_runner=False,
+        additional_config={},
+    )
+
+
+def test_ngrams_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = VllmConfig()
+    config.speculative_config = SimpleNamespace(method="ngram", target_model_config=None)
+    configuration.refuse_unsupported(config, configured({}))
+    monkeypatch.setattr(configuration, "find_spec", lambda name: None)
+    with pytest.raises(BackplaneError, match="run: pip install numba"):
+        configuration.refuse_unsupported(config, configured({}))
+
+
+@pytest.mark.parametrize(
+    ("device", "method", "drafts", "sizes"),
+    [
+        ("cpu", "", 0, [1, 2, 3]),
+        ("cpu", "ngram", 4, [5, 10, 15]),
+        ("cpu", "mtp", 30, [31, 62]),
+        ("cpu", "eagle3", 63, [64]),
+        ("cpu", "ngram", 64, None),  # more tokens than a graph takes
+        ("cpu", "medusa", 4, None),  # no test replays it
+        ("sim", "draft_model", 4, [5, 10]),
+        ("sim", "ngram", 15, [16]),
+        ("sim", "ngram", 16, None),
+    ],
+)
+def test_graphs_take_whole_drafts(device: str, method: str, drafts: int, sizes: list[int] | None) -> None:
+    config, chosen = speculating(method, drafts), choose(name=device)
+    configuration.set_compilation_defaults(config, chosen)
+    compilation = config.compilation_config
+    assert (compilation.cudagraph_mode == CUDAGraphMode.NONE) == (sizes is None)
+    assert (compilation.cudagraph_capture_sizes or None) == sizes
+
+
 # --- attention ----------------------------------------------------------------------------------------------------
 
 

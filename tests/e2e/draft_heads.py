@@ -1,0 +1,205 @@
+"""Tiny targets with an EAGLE-3 head and an MTP head of random weights, and how many of their drafts are right.
+
+The heads are modules of transformers put together here, so what they draft does not come from vLLM's models of them.
+`expected` walks through a greedy answer as speculation does and says which drafts the target accepts; it computes every
+pass from the beginning, without a KV cache, so an engine that reads a stale slot drafts something else.
+
+The vocabulary is small, and heads begin as a part of their target: random ones would be right so rarely that the
+numbers would say nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import randomize
+from torch import nn
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _attend(attention: Any, hidden: torch.Tensor, rotary: Any) -> torch.Tensor:
+    """Causal attention over one sequence [tokens, width]."""
+    length = hidden.shape[0]
+    positions = torch.arange(length).unsqueeze(0)
+    mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+    out = attention(
+        hidden.unsqueeze(0), position_embeddings=rotary(hidden.unsqueeze(0), positions), attention_mask=mask
+    )
+    return out[0][0]
+
+
+class Eagle3Head(nn.Module):
+    """One layer whose attention sees the next token's embedding beside three hidden states of the target, joined."""
+
+    TAKES = (1, 2, 3)
+    """Which of the target's layers; their inputs."""
+
+    def __init__(self, target: Any) -> None:
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        super().__init__()
+        config, last = target.config, target.model.layers[-1]
+        width = config.hidden_size
+        self.midlayer = copy.deepcopy(last)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(last.self_attn, name)
+            wide = nn.Linear(2 * width, old.out_features, bias=False)
+            wide.weight = nn.Parameter(torch.cat([old.weight, old.weight.flip(0)], dim=1) / 2**0.5)
+            setattr(self.midlayer.self_attn, name, wide)
+        self.midlayer.hidden_norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
+        self.fc = nn.Linear(3 * width, width, bias=False)
+        self.norm = copy.deepcopy(target.model.norm)
+        self.lm_head = copy.deepcopy(target.lm_head)
+        with torch.no_grad():
+            self.fc.weight.copy_(torch.cat([torch.eye(width) * part for part in (0.2, 0.3, 0.5)], dim=1))
+
+    def combine(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.fc(torch.cat([states[layer] for layer in self.TAKES], dim=-1))
+
+    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what the logits are made of, what the next draft is made of)"""
+        layer = self.midlayer
+        seen = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], dim=-1)
+        hidden = hidden + _attend(layer.self_attn, seen, rotary)
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return self.norm(hidden), hidden
+
+
+class MtpHead(nn.Module):
+    """MiMo's: one layer on the next token's embedding and the target's last hidden state, joined."""
+
+    def __init__(self, target: Any) -> None:
+        super().__init__()
+        width, norm = target.config.hidden_size, target.model.norm
+        layer = copy.deepcopy(target.model.layers[-1])
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        self.token_layernorm, self.hidden_layernorm = copy.deepcopy(norm), copy.deepcopy(norm)
+        self.final_layernorm = copy.deepcopy(norm)
+        self.input_proj = nn.Linear(2 * width, width, bias=False)
+        with torch.no_grad():
+            self.input_proj.weight.copy_(torch.cat([torch.eye(width) * 0.7, torch.eye(width)], dim=1))
+
+    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        embeds = embeds.clone()
+        embeds[0] = 0  # MiMo leaves the first token out
+        joined = torch.cat([self.hidden_layernorm(hidden), self.token_layernorm(embeds)], dim=-1)
+        hidden = self.input_proj(joined)
+        hidden = hidden + _attend(self.self_attn, self.input_layernorm(hidden), rotary)
+        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = self.final_layernorm(hidden)
+        return hidden, hidden
+
+
+def _target(kind: str, layers: int, seed: int) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(num_hidden_layers=layers, **SIZES)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
+    randomize(model, seed=seed)
+    return model
+
+
+def save_llama_with_eagle3(folder: Path, *, layers: int = 4, seed: int = 0) -> tuple[Any, Eagle3Head]:
+    """The target in folder/target, its head in folder/head."""
+    from safetensors.torch import save_file
+
+    model = _target("Llama", layers, seed)
+    head = Eagle3Head(model)
+    model.save_pretrained(folder / "target")
+    model.config.save_pretrained(folder / "head")
+    described = json.loads((folder / "head" / "config.json").read_text())
+    described |= {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": SIZES["vocab_size"],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(Eagle3Head.TAKES)},
+    }
+    (folder / "head" / "config.json").write_text(json.dumps(described))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in head.state_dict().items()}, folder / "head/model.safetensors"
+    )
+    return model, head
+
+
+def save_mimo(folder: Path, *, layers: int = 2, seed: int = 0) -> tuple[Any, MtpHead]:
+    """A target whose checkpoint contains its head. As MiMo is Qwen2 but for the head, its configuration is Qwen2's."""
+    from safetensors.torch import load_file, save_file
+
+    model = _target("Qwen2", layers, seed)
+    head = MtpHead(model)
+    model.save_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    described |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(described))
+    weights = load_file(folder / "model.safetensors")
+    weights |= {f"model.mtp_layers.0.{name}": tensor.contiguous() for name, tensor in head.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    return model, head
+
+
+@torch.inference_mode()
+def expected(
+    model: Any, head: Any, prompt: Sequence[int], answer: Sequence[int], *, asked: int, drafts: int
+) -> list[int]:
+    """How many drafts the target accepts in each step until there are `asked` tokens. `answer` is the greedy one, and
+    longer: vLLM also counts drafts past the end."""
+    tokens = [*prompt, *answer]
+    output = model(input_ids=torch.tensor([tokens]), output_hidden_states=True)
+    states = [state[0] for state in output.hidden_states]
+    if isinstance(head, Eagle3Head):
+        from_target, unembed = head.combine(states), head.lm_head
+    else:
+        # transformers' last one has gone through the final norm, MiMo hands on what comes before it.
+        from_target, unembed = _before_norm(model, tokens), model.lm_head
+    known, accepted = len(prompt) + 1, []  # the prompt's step gives a token
+    while known < len(prompt) + asked:
+        guesses = _drafts(model, head, unembed, from_target, tokens[:known], drafts)
+        right = 0
+        while right < drafts and guesses[right] == tokens[known + right]:
+            right += 1
+        accepted.append(right)
+        known += right + 1
+    return accepted
+
+
+def _before_norm(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    held: list[torch.Tensor] = []
+    hook = model.model.norm.register_forward_pre_hook(lambda _module, given: held.append(given[0][0]))
+    model(input_ids=torch.tensor([list(tokens)]))
+    hook.remove()
+    return held[0]
+
+
+def _drafts(
+    model: Any, head: Any, unembed: Any, from_target: torch.Tensor, tokens: Sequence[int], count: int
+) -> list[int]:
+    """`tokens` are known, the last one without the target's hidden state. A draft is fed back with the head's own."""
+    hidden = from_target[: len(tokens) - 1]
+    fed = list(tokens[1:])
+    found: list[int] = []
+    for _ in range(count):
+        embeds = model.model.embed_tokens(torch.tensor(fed))
+        for_logits, handed_on = head(embeds, hidden, model.model.rotary_emb)
+        found.append(int(unembed(for_logits[-1]).argmax()))
+        fed.append(found[-1])
+        hidden = torch.cat([hidden, handed_on[-1:]])
+    return found
