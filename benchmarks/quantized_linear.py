@@ -186,9 +186,7 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.3, help="per column, about")
-    parser.add_argument(
-        "--replayed", action="store_true", help=f"{REPLAYED} calls in a graph instead of one from Python"
-    )
+    parser.add_argument("--replayed", action="store_true", help=f"{REPLAYED} calls in a graph, not from Python")
     parser.add_argument("--processor-time", action="store_true", help="of one thread, instead of time on the wall")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
