@@ -101,6 +101,12 @@ e2e: $(plugin) $(tools)  ## Run the tests that start engines and servers
 	@printf '\n==> end-to-end tests\n'
 	$(pytest) tests/e2e $(ARGS)
 
+.PHONY: features
+features: $(plugin) $(tools)  ## Run the tests that show features, and write docs/features.md from what passed
+	@$(pytest) tests/e2e -m feature --features docs/features.json $(ARGS) && status=0 || status=$$?
+	$(bin)/python docs/generate.py
+	exit $$status
+
 .PHONY: doctor
 doctor: $(plugin)  ## Show what this machine has and what would be used
 	@$(bin)/vllm-backplane doctor $(ARGS)

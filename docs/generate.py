@@ -19,6 +19,7 @@ PAGES = (
     "docs/audit.md",
     "docs/versions.md",
     "docs/checkpoints.md",
+    "docs/features.md",
 )
 
 
@@ -125,6 +126,17 @@ def audit_corpus() -> str:
     )
 
 
+def features() -> str:
+    import runpy
+
+    matrix = runpy.run_path(str(ROOT / "tests/feature_matrix.py"))
+    rows, nowhere, seen_on = matrix["page"](matrix["read"](matrix["RECORD"]))
+    shown = table(("feature", *matrix["DEVICES"]), rows)
+    missing = "\n".join(f"- {feature}" for feature in nowhere) or "None."
+    versions = ", ".join(seen_on) or "none yet"
+    return f"Seen on vLLM: {versions}.\n\n{shown}\n\nNo test shows these on any device yet:\n\n{missing}"
+
+
 def releases() -> str:
     from vllm_backplane.supported import RELEASES
 
@@ -151,6 +163,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "minimal device": minimal_device,
     "audit rules": audit_rules,
     "audit corpus": audit_corpus,
+    "features": features,
     "releases": releases,
     "gguf types": gguf_types,
     "gguf architectures": gguf_architectures,

@@ -1,5 +1,7 @@
 """Files of tests that take longest come first, so that those which run side by side end together.
 
+Which features they show is recorded (feature_matrix.py).
+
 pytest-xdist hands out files in this order (`--no-loadscope-reorder`; by itself it begins with those that have most
 tests, and a file with one test of a minute comes last, beside nothing).
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from feature_matrix import pytest_addoption, pytest_configure  # noqa: F401  # hooks
 
 HERE = Path(__file__).parent
 LONGEST = (

