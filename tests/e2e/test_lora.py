@@ -5,6 +5,8 @@ docs/lora.md has the commands; the requests here are the same.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +29,7 @@ LOGPROBS = 1e-3
 """Tolerance. Adapters are applied in another order of summation than merged weights."""
 LARGE, SMALL = "large", "small"
 LIMITS = {"max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 64}
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lora.md").read_text()
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
 
 
@@ -37,6 +40,7 @@ class Case:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        self.decode = tokenizer.decode
         self.prompts: list[list[int]] = [tokenizer.encode(text) for text in TEXTS]
         model = reference.load(model_folder)
         self.adapters: dict[str, Adapter] = {
@@ -63,11 +67,12 @@ def case(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
 @pytest.fixture(scope="module")
 def server(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     limits = ("--max-model-len", "256", "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--dtype", "float32")
-    lora = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
-    given = ("--enable-lora", "--lora-modules", f"{SMALL}={case.adapters[SMALL].folder}")
+    [documented] = re.findall(r"^VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
+    assert all(f"--{name.replace('_', '-')} {value}" in documented for name, value in LIMITS.items())
+    given = (*documented.split(), "--lora-modules", f"{SMALL}={case.adapters[SMALL].folder}")
     variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
     folder = tmp_path_factory.mktemp("server")
-    with Server(folder, *limits, *lora, *given, variables=variables) as running:
+    with Server(folder, *limits, *given, variables=variables) as running:
         load(running, LARGE, case.adapters[LARGE].folder)
         yield running
 
@@ -149,7 +154,7 @@ def test_load_list_and_unload(server: Server, case: Case) -> None:
     assert unload(server, "another") == 404
 
 
-@pytest.mark.feature("LoRA: a broken adapter is refused and the server goes on", "cpu")
+@pytest.mark.feature("LoRA: a broken adapter is refused, and serving goes on", "cpu")
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_adapter_is_refused(server: Server, case: Case, tmp_path: Path, name: str) -> None:
     make, said = BROKEN[name]
@@ -166,6 +171,18 @@ def test_a_broken_adapter_is_refused(server: Server, case: Case, tmp_path: Path,
     assert set(served(server)) == {MODEL, SMALL, LARGE}
     assert in_worker(server) <= before, "it takes a place"
     assert_expected(answer(server, LARGE, case.prompts[1], 3), case.expected[LARGE][1])
+
+
+def test_the_commands_of_the_page(server: Server, case: Case) -> None:
+    commands = re.findall(r"^curl -s http://127\.0\.0\.1:8000(\S+) .*\n  -d '(.*)'$", PAGE, re.MULTILINE)
+    answers = {}
+    for path, body in commands:
+        request = json.loads(body.replace("/path/to/adapter", str(case.adapters[SMALL].folder)))
+        answers[path] = server.http.post(path, json=request)
+        assert answers[path].status_code == 200, answers[path].text
+    assert len(answers) == 3
+    text = answers["/v1/completions"].json()["choices"][0]["text"]
+    assert text == case.decode(case.expected[SMALL][0].token_ids)
 
 
 def test_a_folder_that_is_not_there(server: Server, tmp_path: Path) -> None:
@@ -187,8 +204,29 @@ def test_a_pinned_adapter_stays(server: Server, case: Case) -> None:
     assert_expected(answer(server, SMALL, case.prompts[2]), case.expected[SMALL][2])
 
 
+class Tiny:
+    """An adapter for a model that divides among two workers, and transformers' answer with it."""
+
+    PROMPT = (7, 300, 21, 9000, 44)
+
+    def __init__(self, model_folder: Path, folder: Path) -> None:
+        model = reference.load(model_folder)
+        self.adapter = lora_adapters.make(folder, model, 8, lora_adapters.ALL, 1.0, seed=3)
+        self.plain = reference.continue_without_cache(model, self.PROMPT, TOKENS)
+        self.adapter.merge(model)
+        self.expected = reference.continue_without_cache(model, self.PROMPT, TOKENS)
+
+
 @pytest.fixture(scope="module")
-def on_sim(case: Case, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def tiny(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(tiny_llama, tmp_path_factory.mktemp("tiny") / "adapter")
+
+
+@pytest.fixture(scope="module")
+def sim_runs(
+    case: Case, tiny: Tiny, smollm2: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[Any]]:
+    """On one card, by step, and on two."""
     folder = tmp_path_factory.mktemp("sim")
     BROKEN["a truncated file"][0](folder / "truncated")
     BROKEN["made for a smaller model"][0](folder / "smaller")
@@ -205,10 +243,25 @@ def on_sim(case: Case, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) 
         "left": {"list adapters": None},
         "again": {"batch": {**batch([case.prompts[0]], greedy(TOKENS, logprobs=0)), "adapters": [given[LARGE]]}},
     }
-    engine = job(smollm2, steps=list(steps.values()), max_num_seqs=16, enable_lora=True, **LIMITS)
-    [result] = run_engines(folder, [engine], SIM, device="sim")
-    assert result["device"] == "bpnpu"
-    return dict(zip(steps, result["steps"], strict=True))
+    good = ["good", 2, str(tiny.adapter.folder)]
+    on_two = [
+        {"load adapter": ["broken", 1, str(folder / "smaller")]},
+        {"load adapter": good},
+        {"list adapters": None},
+        {"batch": {**batch([tiny.PROMPT] * 2, greedy(TOKENS, logprobs=0)), "adapters": [good, None]}},
+    ]
+    engines = [
+        job(smollm2, steps=list(steps.values()), max_num_seqs=16, enable_lora=True, **LIMITS),
+        job(tiny_llama, steps=on_two, tensor_parallel_size=2, enable_lora=True, **LIMITS),
+    ]
+    one, two = run_engines(folder, engines, SIM, device="sim")
+    assert one["device"] == "bpnpu"
+    return dict(zip(steps, one["steps"], strict=True)), two["steps"]
+
+
+@pytest.fixture
+def on_sim(sim_runs: tuple[dict[str, Any], list[Any]]) -> dict[str, Any]:
+    return sim_runs[0]
 
 
 @pytest.mark.feature("LoRA: several adapters and the base model in one batch", "sim")
@@ -227,7 +280,20 @@ def test_adapters_are_pinned_removed_and_listed_on_sim(on_sim: dict[str, Any]) -
     assert on_sim["left"] == [1]
 
 
+@pytest.mark.feature("LoRA: a broken adapter is refused, and serving goes on", "sim")
 def test_broken_adapters_are_refused_on_sim(on_sim: dict[str, Any]) -> None:
     assert BROKEN["a truncated file"][1] in on_sim["truncated"]
     assert BROKEN["made for a smaller model"][1] in on_sim["smaller"]
     assert on_sim["after"] == [1, 2]
+
+
+@pytest.mark.feature("LoRA: several workers", "sim")
+def test_two_cards_refuse_and_load_together(sim_runs: tuple[dict[str, Any], list[Any]], tiny: Tiny) -> None:
+    """vLLM would take the second card's refusal for its answer to the next call."""
+    refused, loaded, there, outputs = sim_runs[1]
+    assert BROKEN["made for a smaller model"][1] in refused
+    assert (loaded, there) == ("", [2])
+    assert tiny.plain.token_ids != tiny.expected.token_ids
+    assert min(tiny.plain.smallest_margin, tiny.expected.smallest_margin) > 5e-3, "near a tie; change the seed"
+    for output, expected in zip(outputs, (tiny.expected, tiny.plain), strict=True):
+        assert_expected((output["token_ids"], output["logprobs"]), expected)
