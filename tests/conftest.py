@@ -23,6 +23,7 @@ LONGEST = (
     "e2e/test_startup_failures.py",
     "e2e/test_sim.py",
     "e2e/test_numeric_guard.py",
+    "e2e/test_lora.py",
     "e2e/test_quantization.py",
     "e2e/test_schemes.py",
     "e2e/test_server.py",

@@ -14,6 +14,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from vllm_backplane import adapter_errors
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
@@ -22,6 +23,8 @@ from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.inherited_ports import release_in_engines
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
     from torch.distributed import PrefixStore, ProcessGroup
     from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
@@ -199,6 +202,12 @@ class BackplanePlatform(Platform):
         )
 
     # --- configuration ----------------------------------------------------------------------------------------
+
+    @classmethod
+    def pre_register_and_update(cls, parser: ArgumentParser | None = None) -> None:
+        """Before a command line is read, if there is one."""
+        if parser is not None:
+            adapter_errors.add_to(parser)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:

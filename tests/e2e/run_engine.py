@@ -47,8 +47,28 @@ def generate(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
 
     parameters = SamplingParams(**batch["sampling"])
     prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
+    if adapters := batch.get("adapters"):
+        requests = [adapter(given) if given else None for given in adapters]
+        outputs = engine.generate(prompts, parameters, use_tqdm=False, lora_request=requests)
+        return [describe(output) for output in outputs]
     groups = [[prompt] for prompt in prompts] if batch.get("one_by_one") else [prompts]
     return [describe(output) for group in groups for output in engine.generate(group, parameters, use_tqdm=False)]
+
+
+def adapter(given: list[Any]) -> Any:
+    """From name, number and folder."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(*given)
+
+
+def load_adapter(engine: Any, given: list[Any]) -> str:
+    """Empty, or what is said against it."""
+    try:
+        engine.llm_engine.add_lora(adapter(given))
+    except Exception as error:  # it is the result
+        return str(error)
+    return ""
 
 
 def watch(engine: Any, batch: dict[str, Any], moments: list[float]) -> list[int]:
@@ -90,6 +110,14 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             }
         case "call":  # a method of each worker
             return engine.collective_rpc(given)
+        case "load adapter":
+            return load_adapter(engine, given)
+        case "pin adapter":
+            return engine.llm_engine.pin_lora(given)
+        case "remove adapter":
+            return engine.llm_engine.remove_lora(given)
+        case "list adapters":
+            return sorted(engine.llm_engine.list_loras())
     raise ValueError(f"no step {kind!r}")
 
 

@@ -37,6 +37,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return {name: (models[name], result) for name, result in zip(models, results, strict=True)}
 
 
+@pytest.mark.feature("Model family: {name}", "cpu")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_tokens_equal_transformers(outcomes: dict[str, Outcome], name: str) -> None:
     model, result = outcomes[name]

@@ -73,6 +73,7 @@ def tokens(done: list[dict[str, Any]]) -> list[list[int]]:
     return [output["token_ids"] for output in done]
 
 
+@pytest.mark.feature("Serving: graphs of decode steps", "cpu")
 @pytest.mark.parametrize("way", ["replayed", "padded"])
 def test_tokens_equal_those_of_eager_steps(runs: dict[str, Run], way: str) -> None:
     for place in range(len(WORK) - 1):

@@ -55,6 +55,7 @@ def answer(server: Server, replica: int, prompt: list[int]) -> list[int]:
     return list(response.json()["choices"][0]["token_ids"])
 
 
+@pytest.mark.feature("Parallel: data, with uneven load", "sim")
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_replica_with_requests_beside_an_idle_one(server: Server, model: tuple[Path, Any], replica: int) -> None:
     before = [served(server, other) for other in (0, 1)]

@@ -73,6 +73,7 @@ def test_texts_are_told_apart(expected: torch.Tensor) -> None:
     assert float(among[0, 1]) > 0.9 > float(among[0, 2])
 
 
+@pytest.mark.feature("Model family: encoder-only: embeddings (BERT)", "cpu")
 def test_the_server_embeds(minilm: Path, tmp_path: Path, expected: torch.Tensor) -> None:
     with Server(tmp_path, "minilm", "--max-num-seqs", "8") as server, server.client() as client:
         answer = client.embeddings.create(model="all-MiniLM-L6-v2", input=list(TEXTS))

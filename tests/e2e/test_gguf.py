@@ -42,6 +42,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, R
     return {name: (models[name], result) for name, result in zip(models, results, strict=True)}
 
 
+@pytest.mark.feature("Weights: GGUF", "cpu")
 @pytest.mark.parametrize("name", [*gguf_models.MODELS, EVERY_TYPE, TWO_WORKERS])
 def test_answers_equal_transformers(outcomes: dict[str, tuple[Any, Result]], name: str) -> None:
     model, result = outcomes[name]

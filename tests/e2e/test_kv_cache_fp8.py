@@ -33,6 +33,7 @@ def results(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     }
 
 
+@pytest.mark.feature("KV cache: fp8", "cpu")
 @pytest.mark.parametrize("name", TOLERANCES)
 def test_fp8_stays_near_auto(results: dict[str, tuple[list[float], int]], name: str) -> None:
     pairs = zip(results[name][0], results["auto"][0], strict=True)

@@ -58,7 +58,14 @@ def test_the_default_model_in_two_processes_equals_transformers(smollm2: Path, r
     assert_equal(tokens(results["default model"])[0], expected)
 
 
-@pytest.mark.parametrize("way", ["tensor", "pipeline", "references"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("tensor", marks=pytest.mark.feature("Parallel: tensor", "cpu")),
+        pytest.param("pipeline", marks=pytest.mark.feature("Parallel: pipeline", "cpu")),
+        "references",
+    ],
+)
 def test_the_tokens_are_those_of_one_process_with_kernels(results: dict[str, Result], way: str) -> None:
     assert tokens(results[way]) == tokens(results["one"])
     one, two = results["one"]["batches"][0], results[way]["batches"][0]

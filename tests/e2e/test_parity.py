@@ -80,6 +80,7 @@ def test_no_expected_token_is_a_tie(case: Case) -> None:
     assert min(answer.smallest_margin for answer in case.expected) > 1e-3
 
 
+@pytest.mark.feature("Model family: Llama", "cpu")
 @pytest.mark.parametrize(
     ("engine", "number", "which"),
     [

@@ -78,6 +78,7 @@ def test_it_knows_what_it_knew(results: dict[str, Result], tokenizer: Any, name:
     assert all(answer in text for text, answer in zip(done, ANSWERS, strict=True)), done
 
 
+@pytest.mark.feature("Weights: quantized while they are loaded", "cpu")
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_default_model_is_near_its_decoded_weights(
     results: dict[str, Result], smollm2: Path, text: list[int], name: str

@@ -78,6 +78,8 @@ MIXTURE = {
 }
 """Each token goes to all experts: where two are nearly equally likely, rounding would choose the other one."""
 ON_SIM = "GPTQ, 4 bits, by activation"
+METHOD = {"G": "GPTQ", "A": "AWQ", "W": "compressed-tensors"}
+"""By the first letter of a scheme's name."""
 
 
 class ByToken(torch.nn.Module):
@@ -171,7 +173,9 @@ def distance(result: Result, model: Any) -> float:
     return sum(differences) / len(differences)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.feature(f"Weights: {METHOD[name[0]]}", "cpu")) for name in SCHEMES]
+)
 def test_answers_are_those_of_the_decoded_weights(
     outcomes: tuple[dict[str, Result], Result], models: dict[str, Any], name: str
 ) -> None:
@@ -190,6 +194,7 @@ def test_what_cannot_run_is_refused_before_a_worker_starts(outcomes: tuple[dict[
     assert "GPTQ with 3 bits does not run on device 'cpu'; choose a checkpoint of: GPTQ with 4" in outcomes[1]["error"]
 
 
+@pytest.mark.feature("Weights: GPTQ", "sim")
 def test_another_device_serves_them_through_the_references(
     folder: Path, models: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_the_capital_of_france(client: openai.OpenAI) -> None:
     assert chat(client, "What is the capital of France?") == "The capital of France is Paris."
 
 
+@pytest.mark.feature("KV cache: prefix caching", "cpu")
 def test_the_capital_of_france_asked_again(server: Server, client: openai.OpenAI) -> None:
     """The second time the prompt comes from the prefix cache; the answer is the same."""
     chat(client, "What is the capital of France?", 1)
@@ -143,6 +144,7 @@ def test_completions_stream(client: openai.OpenAI) -> None:
     assert len(pieces) > 8
 
 
+@pytest.mark.feature("Serving: log-probabilities of the answer", "cpu")
 def test_chat_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
@@ -164,6 +166,7 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
         assert 0 < sum(map(math.exp, likely)) <= 1 + 1e-4
 
 
+@pytest.mark.feature("Serving: log-probabilities of the prompt", "cpu")
 def test_logprobs_are_those_of_the_text(client: openai.OpenAI) -> None:
     """A likely continuation has a higher log-probability than an unlikely one, read off echoed prompts."""
 
@@ -218,6 +221,7 @@ def test_stop_strings(client: openai.OpenAI) -> None:
     assert kept.choices[0].text == stopped.text + " 7"
 
 
+@pytest.mark.feature("Serving: structured output", "cpu")
 def test_json_schema_output(client: openai.OpenAI) -> None:
     schema = {
         "type": "object",

@@ -55,17 +55,20 @@ def test_it_ran_on_the_simulated_card(results: dict[str, list[Result]]) -> None:
     assert [result["device"] for result in results["cpu"]] == ["cpu", "cpu"]
 
 
+@pytest.mark.feature("Model family: Llama", "sim")
 @pytest.mark.parametrize("model", [0, 1], ids=["the default model", "a tiny one"])
 def test_tokens_equal_the_cpu_devices(results: dict[str, list[Result]], model: int) -> None:
     """Greedy ones, cut prompts and prefix hits included, and drawn ones."""
     assert tokens(results["sim"][model]) == tokens(results["cpu"][model])
 
 
+@pytest.mark.feature("KV cache: prefix caching", "sim")
 def test_the_prefix_was_reused(results: dict[str, list[Result]]) -> None:
     """Otherwise the test above compares nothing that a prefix hit could get wrong."""
     assert results["sim"][0]["batches"][1][0]["num_cached_tokens"] > 256
 
 
+@pytest.mark.feature("Serving: log-probabilities of the answer", "sim")
 def test_probabilities_equal_the_cpu_devices(results: dict[str, list[Result]]) -> None:
     ours, theirs = (results[device][1]["batches"][0] for device in ("sim", "cpu"))
     for mine, other in zip(ours, theirs, strict=True):

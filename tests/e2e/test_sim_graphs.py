@@ -68,6 +68,7 @@ def tokens(done: list[dict[str, Any]]) -> list[list[int]]:
     return [output["token_ids"] for output in done]
 
 
+@pytest.mark.feature("Serving: graphs of decode steps", "sim")
 def test_tokens_equal_those_of_eager_steps(results: dict[str, Result]) -> None:
     for place in (0, 1, 2, 3, 4, 8, 9, 10, 11):  # the last four after a sleep
         assert tokens(results["replayed"]["steps"][place]) == tokens(results["eager"]["steps"][place])

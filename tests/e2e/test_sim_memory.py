@@ -40,6 +40,7 @@ def tokens(done: list[dict[str, Any]]) -> list[list[int]]:
     return [output["token_ids"] for output in done]
 
 
+@pytest.mark.feature("Parallel: tensor", "sim")
 def test_two_cards_give_the_tokens_of_one(results: dict[str, Result]) -> None:
     assert tokens(results["two"]["steps"][0]) == tokens(results["one"]["steps"][0])
     assert len({tuple(answer) for answer in tokens(results["two"]["steps"][0])}) == len(PROMPTS)
@@ -70,6 +71,8 @@ def test_two_cards_divide_the_weights(results: dict[str, Result]) -> None:
         assert worker["weights"] == pytest.approx(one[0]["weights"] / 2, rel=0.01)
 
 
+@pytest.mark.feature("Sleep: level 1", "sim")
+@pytest.mark.feature("Sleep: level 2 and weight reload", "sim")
 def test_sleep_gives_memory_back_and_the_same_tokens_after_waking(results: dict[str, Result]) -> None:
     (
         first, awake, _, light, _, again, second,

@@ -54,6 +54,7 @@ def tokens(done: list[Result]) -> list[list[int]]:
     return [output["token_ids"] for output in done]
 
 
+@pytest.mark.feature("Sleep: several workers", "sim")
 def test_the_same_tokens_after_waking(steps: dict[str, Any]) -> None:
     assert len({tuple(answer) for answer in tokens(steps["first"])}) == 3
     assert tokens(steps["second"]) == tokens(steps["first"])

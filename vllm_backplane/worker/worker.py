@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.gc_utils import freeze_gc_heap
@@ -31,7 +32,7 @@ from vllm_backplane.errors import BackplaneError
 from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
-from vllm_backplane.worker import memory, sleep
+from vllm_backplane.worker import adapters, memory, sleep
 from vllm_backplane.worker.checkpoint import weight_bytes
 from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.kv_storage import KvCacheStorage
@@ -224,6 +225,11 @@ class BackplaneWorker(Worker):
     def execute_dummy_batch(self) -> None:
         with self._heard("execute_dummy_batch"):
             super().execute_dummy_batch()
+
+    # --- adapters ---------------------------------------------------------------------------------------------
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        return adapters.add(self.model_runner, lora_request, self.parallel_config, self.rank, super().add_lora)
 
     # --- other weights ----------------------------------------------------------------------------------------
 

@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 import torch
+from lora_kernel_cases import lora_shapes
 
 OPERATOR_TESTS = Path(__file__).resolve().parents[1] / "ops"
 NAN, INF = float("nan"), float("inf")
-# Products of some hundred terms, summed in another order.
-FLOAT32_BOUND = 4e-6
+FLOAT32_BOUND = 4e-6  # products of some hundred terms, summed in another order
 NO_SUCH_ISA = 77
 EXPECTED_KERNELS = {
     "blocked_linear", "compute_slot_mapping", "fatrelu_and_mul", "fused_add_gemma_rms_norm", "fused_add_rms_norm",
     "gelu", "gelu_and_mul", "gelu_fast", "gelu_new", "gemma_rms_norm", "greedy_argmax", "kv_cache_write",
-    "kv_cache_zero_blocks", "linear", "logits", "mul_and_silu", "paged_attention", "quantized_linear", "quick_gelu",
-    "relu2", "rms_norm", "rotary_embedding", "silu_and_mul", "silu_and_mul_with_clamp", "swigluoai_and_mul",
-    "tally_values", "top_k_top_p_mask", "varlen_attention",
+    "kv_cache_zero_blocks", "linear", "logits", "lora_expand", "lora_shrink", "mul_and_silu", "paged_attention",
+    "quantized_linear", "quick_gelu", "relu2", "rms_norm", "rotary_embedding", "silu_and_mul",
+    "silu_and_mul_with_clamp", "swigluoai_and_mul", "tally_values", "top_k_top_p_mask", "varlen_attention",
 }  # fmt: skip
 
 Report = dict[str, list[str]]
@@ -472,7 +472,7 @@ def refusals() -> Iterator[str]:
 
 PARTS = (
     over_samples, norm_shapes, activation_shapes, rotary_shapes, cache_shapes, context_lengths, ragged_batches,
-    sampling_rows, thread_counts, refusals,
+    sampling_rows, lora_shapes, thread_counts, refusals,
 )  # fmt: skip
 
 

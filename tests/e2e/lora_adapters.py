@@ -1,0 +1,121 @@
+"""LoRA adapters in PEFT's format, made for the tests: good ones, strong enough to change answers, and broken ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+ATTENTION = ("q_proj", "v_proj", "o_proj")
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TENSORS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What an adapter adds to each linear layer, by the layer's name in transformers' model."""
+
+    folder: Path
+    rank: int
+    alpha: int
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+
+    def merge(self, model: Any) -> None:
+        """Into the weights."""
+        for name, (a, b) in self.factors.items():
+            model.get_submodule(name).weight.data.addmm_(b, a, alpha=self.alpha / self.rank)
+
+
+def make(folder: Path, model: Any, rank: int, modules: tuple[str, ...], strength: float, seed: int) -> Adapter:
+    """Random factors whose product is `strength` times as large as the weights it is added to."""
+    generator = torch.Generator().manual_seed(seed)
+    alpha = 2 * rank  # so that the scale is not one
+    factors = {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in modules:
+            outputs, inputs = module.weight.shape
+            size = strength * float(module.weight.detach().norm()) / (alpha / rank * (rank * inputs * outputs) ** 0.5)
+            a = torch.randn(rank, inputs, generator=generator)
+            factors[name] = a, size * torch.randn(outputs, rank, generator=generator)
+    write(folder, rank, alpha, factors, modules)
+    return Adapter(folder, rank, alpha, factors)
+
+
+def write(
+    folder: Path,
+    rank: int,
+    alpha: int,
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    modules: tuple[str, ...],
+) -> None:
+    folder.mkdir()
+    description = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(modules),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(description))
+    tensors = {}
+    for name, (a, b) in factors.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b
+    save_file(tensors, folder / TENSORS)
+
+
+def _some(layer: str, rank: int, inputs: int, outputs: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    return {layer: (torch.ones(rank, inputs), torch.ones(outputs, rank))}
+
+
+def _of(layer: str, rank: int, inputs: int, outputs: int, *, described: int | None = None) -> Callable[[Path], None]:
+    factors = _some(layer, rank, inputs, outputs)
+    return lambda folder: write(folder, described or rank, 2 * rank, factors, (layer.rpartition(".")[2],))
+
+
+def _truncated(folder: Path) -> None:
+    _of(Q, 8, WIDTH, WIDTH)(folder)
+    whole = (folder / TENSORS).read_bytes()
+    (folder / TENSORS).write_bytes(whole[: len(whole) // 2])
+
+
+def _one_factor(folder: Path) -> None:
+    _of(Q, 8, WIDTH, WIDTH)(folder)
+    tensors = load_file(folder / TENSORS)
+    save_file({name: tensor for name, tensor in tensors.items() if "lora_A" in name}, folder / TENSORS)
+
+
+def _no_description(folder: Path) -> None:
+    _of(Q, 8, WIDTH, WIDTH)(folder)
+    (folder / "adapter_config.json").write_text("{not json")
+
+
+WIDTH = 576
+"""Of the default model, which has 30 layers."""
+Q = "model.layers.3.self_attn.q_proj"
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a rank over the limit": (_of(Q, 128, WIDTH, WIDTH), "LoRA rank 128 is greater than max_lora_rank 64"),
+    "another rank than it says": (_of(Q, 16, WIDTH, WIDTH, described=8), "lora_A is (16, 576)"),
+    "a rank that is over the limit in the file alone": (
+        _of(Q, 128, WIDTH, WIDTH, described=8),
+        "adapter_config.json want (8, 576) and (576, 8)",
+    ),
+    "made for a smaller model": (_of(Q, 8, 64, 64), "lora_A is (8, 64) and lora_B (64, 8)"),
+    "made for a larger model": (_of(Q, 8, 2048, 2048), "lora_A is (8, 2048)"),
+    "made for a deeper model": (
+        _of("model.layers.30.self_attn.o_proj", 8, WIDTH, WIDTH),
+        "the model has no layer 'model.layers.30.self_attn.o_proj'",
+    ),
+    "an unknown module": (_of("model.layers.3.self_attn.query", 8, WIDTH, WIDTH), "self_attn.query"),
+    "a truncated file": (_truncated, "Error while deserializing header"),
+    "one factor without the other": (_one_factor, ""),
+    "a description that is none": (_no_description, "Expecting property name"),
+}
+"""How each is made, and what the refusal says."""

@@ -1,0 +1,299 @@
+"""LoRA adapters on the default model, loaded while it is served: the answers are those of the merged model.
+
+docs/lora.md has the commands; the requests here are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import lora_adapters
+import prompts
+import pytest
+import reference
+from engine import batch, greedy, job, run_engines
+from lora_adapters import BROKEN, Adapter
+from server import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+MODEL = "SmolLM2-135M-Instruct"
+TOKENS = 12
+TEXTS = (prompts.SHORT[0], prompts.SHORT[4], prompts.SHORT[12])
+LOGPROBS = 1e-3
+"""Tolerance. Adapters are applied in another order of summation than merged weights."""
+LARGE, SMALL = "large", "small"
+LIMITS = {"max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 64}
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lora.md").read_text()
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
+
+
+class Case:
+    """Two adapters, prompts by token, and what transformers answers with each adapter merged into the weights."""
+
+    def __init__(self, model_folder: Path, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        self.decode = tokenizer.decode
+        self.prompts: list[list[int]] = [tokenizer.encode(text) for text in TEXTS]
+        model = reference.load(model_folder)
+        self.adapters: dict[str, Adapter] = {
+            SMALL: lora_adapters.make(folder / SMALL, model, 8, lora_adapters.ATTENTION, 0.1, seed=2),
+            LARGE: lora_adapters.make(folder / LARGE, model, 64, lora_adapters.ALL, 0.2, seed=1),
+        }
+        self.expected = {MODEL: reference.continue_together(model, self.prompts, TOKENS)}
+        plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for name, adapter in self.adapters.items():
+            adapter.merge(model)
+            self.expected[name] = reference.continue_together(model, self.prompts, TOKENS)
+            model.load_state_dict(plain)
+
+    def mixed(self) -> list[tuple[str, int]]:
+        """(model or adapter, number of the prompt), each with each, no two neighbours alike."""
+        return [(name, place) for place in range(len(TEXTS)) for name in self.expected]
+
+
+@pytest.fixture(scope="module")
+def case(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(smollm2, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def server(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    limits = ("--max-model-len", "256", "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--dtype", "float32")
+    [documented] = re.findall(r"^VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
+    assert all(f"--{name.replace('_', '-')} {value}" in documented for name, value in LIMITS.items())
+    given = (*documented.split(), "--lora-modules", f"{SMALL}={case.adapters[SMALL].folder}")
+    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    folder = tmp_path_factory.mktemp("server")
+    with Server(folder, *limits, *given, variables=variables) as running:
+        load(running, LARGE, case.adapters[LARGE].folder)
+        yield running
+
+
+def load(server: Server, name: str, folder: Path) -> None:
+    answer = server.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
+    assert answer.status_code == 200, answer.text
+
+
+def unload(server: Server, name: str) -> int:
+    return server.http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code
+
+
+def served(server: Server) -> dict[str, dict[str, Any]]:
+    return {card["id"]: card for card in server.http.get("/v1/models").json()["data"]}
+
+
+def ask_worker(server: Server, method: str, *arguments: int) -> Any:
+    answer = server.http.post("/collective_rpc", json={"method": method, "args": list(arguments)})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["results"][0]
+
+
+def in_worker(server: Server) -> set[int]:
+    return set(ask_worker(server, "list_loras"))
+
+
+def answer(server: Server, name: str, prompt: Sequence[int], tokens: int = TOKENS) -> tuple[list[int], list[float]]:
+    request = {"model": name, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    response = server.http.post("/v1/completions", json=request | {"return_token_ids": True, "logprobs": 0})
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def assert_expected(got: tuple[list[int], list[float]], expected: reference.Continuation) -> None:
+    """Or its beginning."""
+    assert got[0] == expected.token_ids[: len(got[0])]
+    assert got[1] == pytest.approx(expected.logprobs[: len(got[1])], abs=LOGPROBS)
+
+
+def test_the_comparison_would_notice(case: Case) -> None:
+    """Each adapter changes every answer, and no answer is near a tie or one token again and again."""
+    for place in range(len(TEXTS)):
+        answers = [tuple(case.expected[name][place].token_ids) for name in case.expected]
+        assert len(set(answers)) == len(answers)
+        assert all(len(set(tokens)) > 3 for tokens in answers), answers
+    margins = {name: [one.smallest_margin for one in answers] for name, answers in case.expected.items()}
+    assert min(min(values) for values in margins.values()) > 5e-3, margins
+
+
+@pytest.mark.feature("LoRA: several adapters and the base model in one batch", "cpu")
+@pytest.mark.feature("LoRA: rank 8 equals the merged model", "cpu")
+@pytest.mark.feature("LoRA: rank 64 equals the merged model", "cpu")
+def test_adapters_and_the_model_in_one_batch(server: Server, case: Case) -> None:
+    work = case.mixed()
+    steps = server.metric("vllm:iteration_tokens_total_count")
+    with ThreadPoolExecutor(len(work)) as pool:
+        answers = list(pool.map(lambda one: answer(server, one[0], case.prompts[one[1]]), work))
+    for (name, place), got in zip(work, answers, strict=True):
+        assert_expected(got, case.expected[name][place])
+    assert server.metric("vllm:iteration_tokens_total_count") - steps < 4 * TOKENS, "one after another"
+
+
+@pytest.mark.feature("LoRA: load, list and unload over HTTP", "cpu")
+def test_load_list_and_unload(server: Server, case: Case) -> None:
+    folder = case.adapters[SMALL].folder
+    assert set(served(server)) == {MODEL, SMALL, LARGE}
+    load(server, "another", folder)
+    card = served(server)["another"]
+    assert (card["root"], card["parent"]) == (str(folder), MODEL)
+    assert_expected(answer(server, "another", case.prompts[0]), case.expected[SMALL][0])
+    twice = server.http.post("/v1/load_lora_adapter", json={"lora_name": "another", "lora_path": str(folder)})
+    assert twice.status_code == 400
+    assert unload(server, "another") == 200
+    assert set(served(server)) == {MODEL, SMALL, LARGE}
+    gone = server.http.post("/v1/completions", json={"model": "another", "prompt": "a", "max_tokens": 1})
+    assert gone.status_code == 404
+    assert unload(server, "another") == 404
+
+
+@pytest.mark.feature("LoRA: a broken adapter is refused, and serving goes on", "cpu")
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_adapter_is_refused(server: Server, case: Case, tmp_path: Path, name: str) -> None:
+    make, said = BROKEN[name]
+    make(tmp_path / "broken")
+    before = in_worker(server)
+    refused = server.http.post(
+        "/v1/load_lora_adapter", json={"lora_name": "broken", "lora_path": str(tmp_path / "broken")}
+    )
+    assert refused.status_code == 400, refused.text
+    error = refused.json()["error"]
+    assert error["code"] == 400
+    assert error["message"].startswith("LoRA adapter 'broken' cannot be used: ")
+    assert said in error["message"]
+    assert set(served(server)) == {MODEL, SMALL, LARGE}
+    assert in_worker(server) <= before, "it takes a place"
+    assert_expected(answer(server, LARGE, case.prompts[1], 3), case.expected[LARGE][1])
+
+
+def test_the_commands_of_the_page(server: Server, case: Case) -> None:
+    commands = re.findall(r"^curl -s http://127\.0\.0\.1:8000(\S+) .*\n  -d '(.*)'$", PAGE, re.MULTILINE)
+    answers = {}
+    for path, body in commands:
+        request = json.loads(body.replace("/path/to/adapter", str(case.adapters[SMALL].folder)))
+        answers[path] = server.http.post(path, json=request)
+        assert answers[path].status_code == 200, answers[path].text
+    assert len(answers) == 3
+    text = answers["/v1/completions"].json()["choices"][0]["text"]
+    assert text == case.decode(case.expected[SMALL][0].token_ids)
+
+
+def test_a_folder_that_is_not_there(server: Server, tmp_path: Path) -> None:
+    request = {"lora_name": "broken", "lora_path": str(tmp_path / "nothing")}
+    assert server.http.post("/v1/load_lora_adapter", json=request).status_code == 404
+
+
+@pytest.mark.feature("LoRA: pin", "cpu")
+def test_a_pinned_adapter_stays(server: Server, case: Case) -> None:
+    """The last test: three more push out all that are not pinned; what was pushed out comes back when it is used."""
+    answer(server, SMALL, case.prompts[0])
+    small = min(in_worker(server))  # loaded first
+    assert ask_worker(server, "pin_lora", small) == "True"
+    for place in range(LIMITS["max_cpu_loras"]):
+        load(server, f"more-{place}", case.adapters[SMALL].folder)
+    assert len(in_worker(server)) == LIMITS["max_cpu_loras"]
+    assert small in in_worker(server)
+    assert_expected(answer(server, LARGE, case.prompts[2]), case.expected[LARGE][2])
+    assert_expected(answer(server, SMALL, case.prompts[2]), case.expected[SMALL][2])
+
+
+class Tiny:
+    """An adapter for a model that divides among two workers, and transformers' answer with it."""
+
+    PROMPT = (7, 300, 21, 9000, 44)
+
+    def __init__(self, model_folder: Path, folder: Path) -> None:
+        model = reference.load(model_folder)
+        self.adapter = lora_adapters.make(folder, model, 8, lora_adapters.ALL, 1.0, seed=3)
+        self.plain = reference.continue_without_cache(model, self.PROMPT, TOKENS)
+        self.adapter.merge(model)
+        self.expected = reference.continue_without_cache(model, self.PROMPT, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(tiny_llama, tmp_path_factory.mktemp("tiny") / "adapter")
+
+
+@pytest.fixture(scope="module")
+def sim_runs(
+    case: Case, tiny: Tiny, smollm2: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[Any]]:
+    """On one card, by step, and on two."""
+    folder = tmp_path_factory.mktemp("sim")
+    BROKEN["a truncated file"][0](folder / "truncated")
+    BROKEN["made for a smaller model"][0](folder / "smaller")
+    given = {name: [name, number, str(case.adapters[name].folder)] for number, name in enumerate((SMALL, LARGE), 1)}
+    work = batch([case.prompts[place] for _, place in case.mixed()], greedy(TOKENS, logprobs=0))
+    steps = {
+        "small": {"load adapter": given[SMALL]},
+        "pinned": {"pin adapter": 1},
+        "mixed": {"batch": {**work, "adapters": [given.get(name) for name, _ in case.mixed()]}},
+        "truncated": {"load adapter": ["broken", 3, str(folder / "truncated")]},
+        "smaller": {"load adapter": ["broken", 4, str(folder / "smaller")]},
+        "after": {"list adapters": None},
+        "removed": {"remove adapter": 2},
+        "left": {"list adapters": None},
+        "again": {"batch": {**batch([case.prompts[0]], greedy(TOKENS, logprobs=0)), "adapters": [given[LARGE]]}},
+    }
+    good = ["good", 2, str(tiny.adapter.folder)]
+    on_two = [
+        {"load adapter": ["broken", 1, str(folder / "smaller")]},
+        {"load adapter": good},
+        {"list adapters": None},
+        {"batch": {**batch([tiny.PROMPT] * 2, greedy(TOKENS, logprobs=0)), "adapters": [good, None]}},
+    ]
+    engines = [
+        job(smollm2, steps=list(steps.values()), max_num_seqs=16, enable_lora=True, **LIMITS),
+        job(tiny_llama, steps=on_two, tensor_parallel_size=2, enable_lora=True, **LIMITS),
+    ]
+    one, two = run_engines(folder, engines, SIM, device="sim")
+    assert one["device"] == "bpnpu"
+    return dict(zip(steps, one["steps"], strict=True)), two["steps"]
+
+
+@pytest.fixture
+def on_sim(sim_runs: tuple[dict[str, Any], list[Any]]) -> dict[str, Any]:
+    return sim_runs[0]
+
+
+@pytest.mark.feature("LoRA: several adapters and the base model in one batch", "sim")
+@pytest.mark.feature("LoRA: rank 8 equals the merged model", "sim")
+@pytest.mark.feature("LoRA: rank 64 equals the merged model", "sim")
+def test_adapters_and_the_model_in_one_batch_on_sim(on_sim: dict[str, Any], case: Case) -> None:
+    for (name, place), output in zip(case.mixed(), on_sim["mixed"], strict=True):
+        assert_expected((output["token_ids"], output["logprobs"]), case.expected[name][place])
+    [output] = on_sim["again"]
+    assert_expected((output["token_ids"], output["logprobs"]), case.expected[LARGE][0])
+
+
+@pytest.mark.feature("LoRA: pin", "sim")
+def test_adapters_are_pinned_removed_and_listed_on_sim(on_sim: dict[str, Any]) -> None:
+    assert (on_sim["small"], on_sim["pinned"], on_sim["removed"]) == ("", True, True)
+    assert on_sim["left"] == [1]
+
+
+@pytest.mark.feature("LoRA: a broken adapter is refused, and serving goes on", "sim")
+def test_broken_adapters_are_refused_on_sim(on_sim: dict[str, Any]) -> None:
+    assert BROKEN["a truncated file"][1] in on_sim["truncated"]
+    assert BROKEN["made for a smaller model"][1] in on_sim["smaller"]
+    assert on_sim["after"] == [1, 2]
+
+
+@pytest.mark.feature("LoRA: several workers", "sim")
+def test_two_cards_refuse_and_load_together(sim_runs: tuple[dict[str, Any], list[Any]], tiny: Tiny) -> None:
+    """vLLM would take the second card's refusal for its answer to the next call."""
+    refused, loaded, there, outputs = sim_runs[1]
+    assert BROKEN["made for a smaller model"][1] in refused
+    assert (loaded, there) == ("", [2])
+    assert tiny.plain.token_ids != tiny.expected.token_ids
+    assert min(tiny.plain.smallest_margin, tiny.expected.smallest_margin) > 5e-3, "near a tie; change the seed"
+    for output, expected in zip(outputs, (tiny.expected, tiny.plain), strict=True):
+        assert_expected((output["token_ids"], output["logprobs"]), expected)

@@ -1,0 +1,149 @@
+"""LoRA adapters are held against the model when they are loaded; one that does not fit leaves nothing behind.
+
+vLLM copies what an adapter has into slots that are as large as the layers. It does not see that an adapter was made for
+a smaller model, that it names layers which the model does not have, or that the file's rank is another than the
+description's: each would be served, and give other answers than it was trained for. Where a copy fails halfway, the
+slot stays taken.
+
+Workers agree on the outcome, and the last one tells it. vLLM reads answers in the order of ranks and stops at the first
+error: what the ranks after it have said would be taken for answers to the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import ParallelConfig
+from vllm.distributed import get_pp_group, get_tp_group
+from vllm.exceptions import LoRAAdapterNotFoundError
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.utils import get_adapter_absolute_path
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+
+from vllm_backplane.adapter_errors import AdapterRefused
+
+if TYPE_CHECKING:
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights
+    from vllm.lora.model_manager import LoRAModelManager
+    from vllm.lora.request import LoRARequest
+
+SHOWN = 3
+"""Faults of an adapter that the refusal names; one made for another model has hundreds."""
+OURS = (LoRAAdapterNotFoundError, MemoryError, torch.OutOfMemoryError, OSError)
+"""Raised while files are read, and no fault in them; vLLM has an answer of its own to the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    reason: str
+    of_adapter: bool
+
+
+def add(
+    runner: Any, request: LoRARequest, parallel: ParallelConfig, rank: int, load: Callable[[LoRARequest], bool]
+) -> bool:
+    """vLLM's `load`, or an error that says what is wrong with the adapter."""
+    manager: LoRAModelManager | None = getattr(runner.get_model(), "lora_manager", None)
+    if manager is None:  # vLLM says that LoRA is not enabled
+        return load(request)
+    number, added, raised = request.lora_int_id, False, None
+    try:
+        added = load(request)
+    except Exception as fault:
+        raised = fault
+    failure = _agree(_judge(manager, request, parallel, raised))
+    if failure is None:
+        return added
+    if manager.get_adapter(number) is not None:
+        runner.remove_lora(number)
+    if rank != parallel.world_size - 1:
+        return False
+    if failure.of_adapter:
+        raise AdapterRefused(request.lora_name, failure.reason) from raised
+    raise raised or RuntimeError(failure.reason)
+
+
+def _judge(
+    manager: LoRAModelManager, request: LoRARequest, parallel: ParallelConfig, raised: Exception | None
+) -> Failure | None:
+    adapter = manager.get_adapter(request.lora_int_id)
+    if adapter is None and raised is not None:  # its files could not be read, or the cache is full of pinned ones
+        return Failure(_told(raised), not isinstance(raised, OURS))
+    faults = [] if adapter is None else list(misfits(manager, adapter, _rank(request), parallel))
+    if faults:
+        more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+        return Failure("; ".join(faults[:SHOWN]) + more, True)
+    return None if raised is None else Failure(_told(raised), False)
+
+
+def _told(raised: Exception) -> str:
+    return str(raised) or type(raised).__name__
+
+
+def _rank(request: LoRARequest) -> int | None:
+    """That the description states for all layers; None where layers have their own."""
+    described = PEFTHelper.from_local_dir(get_adapter_absolute_path(request.lora_path), None)
+    return None if getattr(described, "rank_pattern", None) else described.r  # patterns: since vLLM 0.32
+
+
+def misfits(manager: LoRAModelManager, adapter: LoRAModel, rank: int | None, parallel: ParallelConfig) -> Iterator[str]:
+    """What of a loaded adapter the model has no place for."""
+    # A pipeline's stage has its own layers alone, and a user may have chosen some.
+    all_here = parallel.pipeline_parallel_size == 1 and not manager.lora_config.target_modules
+    for name, weights in adapter.loras.items():
+        layer = manager.modules.get(name)
+        if layer is not None:
+            yield from _of_layer(name, weights, getattr(layer, "base_layer", None), rank)
+        elif all_here and ".experts" not in name:
+            yield f"the model has no layer {name!r} that takes an adapter"
+
+
+def _of_layer(name: str, weights: LoRALayerWeights, base: Any, rank: int | None) -> Iterator[str]:
+    """Linear layers, of full size also where workers divide them; vLLM looks at experts and vocabularies itself."""
+    if not isinstance(base, LinearBase):
+        return
+    outputs = _outputs(base)
+    if isinstance(weights.lora_a, list):
+        parts = list(zip(weights.lora_a, weights.lora_b, strict=True))
+    else:
+        parts, outputs = [(weights.lora_a, weights.lora_b)], [sum(outputs)]
+    if len(parts) != len(outputs):  # of a model that cuts the layer otherwise
+        return
+    for place, ((a, b), width) in enumerate(zip(parts, outputs, strict=True)):
+        if a is None and b is None:
+            continue
+        part = name if len(parts) == 1 else f"{name}, part {place + 1}"
+        if a is None or b is None:
+            yield f"{part}: lora_{'A' if a is None else 'B'} is missing"
+            continue
+        expected = (
+            (a.shape[0] if rank is None else rank, base.input_size),
+            (width, a.shape[0] if rank is None else rank),
+        )
+        if (tuple(a.shape), tuple(b.shape)) != expected:
+            yield (
+                f"{part}: lora_A is {tuple(a.shape)} and lora_B {tuple(b.shape)}, where the model and "
+                f"adapter_config.json want {expected[0]} and {expected[1]}"
+            )
+
+
+def _outputs(base: LinearBase) -> list[int]:
+    """Of each of the products that the layer computes in one."""
+    if isinstance(base, QKVParallelLinear):
+        keys, values = base.head_size, getattr(base, "v_head_size", base.head_size)
+        return [base.total_num_heads * keys, base.total_num_kv_heads * keys, base.total_num_kv_heads * values]
+    return list(getattr(base, "output_sizes", [base.output_size]))
+
+
+def _agree(failure: Failure | None) -> Failure | None:
+    """One failure of any worker of the engine, for all of them."""
+    for group in (get_tp_group(), get_pp_group()):
+        if group.world_size > 1:
+            told: list[Failure | None] = [None] * group.world_size
+            torch.distributed.all_gather_object(told, failure, group=group.cpu_group)
+            failure = next((one for one in told if one is not None), None)
+    return failure
