@@ -72,11 +72,9 @@ def has_tiles() -> bool:
 
 def quantized_layout() -> CodeLayout | None:
     """How codes of 8 or 4 bits lie for the products of this machine."""
-    return read_layout(library()) if load() else None
-
-
-def read_layout(kernels: ctypes.CDLL) -> CodeLayout:
-    return CodeLayout(kernels.backplane_cpu_quantized_width(), bool(kernels.backplane_cpu_quantized_signed()))
+    if not load():
+        return None
+    return CodeLayout(library().backplane_cpu_quantized_width(), bool(library().backplane_cpu_quantized_signed()))
 
 
 def decoded_from(bits: int) -> int:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties, fork_safety, host
-from vllm_backplane.devices.cpu.native import read_layout
 from vllm_backplane.devices.sim import library
 from vllm_backplane.devices.sim.graphs import SimGraph
 from vllm_backplane.devices.sim.library import driver, runtime
@@ -146,7 +145,8 @@ class SimDevice(Device):
     def quantized_layout(self, bits: int) -> CodeLayout:
         if not library.CPU_KERNELS.exists():
             return super().quantized_layout(bits)
-        return read_layout(ctypes.CDLL(str(library.CPU_KERNELS)))
+        kernels = ctypes.CDLL(str(library.CPU_KERNELS))
+        return CodeLayout(kernels.backplane_cpu_quantized_width(), bool(kernels.backplane_cpu_quantized_signed()))
 
     def kernel_provider(self) -> str:
         return f"{library.CPU_KERNELS.name} behind {library.LIBRARY_NAME}"
