@@ -71,7 +71,9 @@ def measure(kind: str, environments: Environments, folder: Path) -> dict[str, An
         file = source
     else:
         quantize = [environments.llama_cpp("llama-quantize"), source, file, kind]
-        subprocess.run(list(map(str, quantize)), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        told = subprocess.run(list(map(str, quantize)), capture_output=True, text=True, check=False)
+        if told.returncode != 0:
+            raise RuntimeError(f"llama-quantize failed; its last words: {told.stderr[-500:]}")
     peer = llama_cpp(environments.llama_cpp("llama-perplexity"), file)
     answer = folder / "answer.json"  # standard output belongs to vLLM
     command = [sys.executable, "-m", "benchmarks.gguf_perplexity", "--file", str(file), str(answer)]

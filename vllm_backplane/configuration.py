@@ -102,6 +102,13 @@ def decoded_at_once(config: VllmConfig) -> int:
     return 1 if drafting is None else 1 + (drafting.num_speculative_tokens or 0)
 
 
+def largest_graph(config: VllmConfig, chosen: Runtime) -> int:
+    """Tokens of the largest step that is replayed: what the user says, or the device."""
+    return config.compilation_config.max_cudagraph_capture_size or max(
+        chosen.device.capabilities.graph_sizes, default=1
+    )
+
+
 def graphs_fit(config: VllmConfig, chosen: Runtime) -> bool:
     """Whether decode steps may be replayed although nobody asked for it: there are such steps, and nothing has to
     happen in Python between a step's operators."""
@@ -114,7 +121,7 @@ def graphs_fit(config: VllmConfig, chosen: Runtime) -> bool:
         and parallel.world_size_across_dp == 1
         and config.lora_config is None
         and (config.speculative_config is None or config.speculative_config.method in REPLAYED_SPECULATION)
-        and decoded_at_once(config) <= max(chosen.device.capabilities.graph_sizes, default=1)
+        and decoded_at_once(config) <= largest_graph(config, chosen)
         and config.kv_transfer_config is None
         and not looks_at_modules(chosen)
         and not config.use_v2_model_runner
@@ -148,7 +155,13 @@ def set_compilation_defaults(config: VllmConfig, chosen: Runtime) -> None:
             )
         if compilation.cudagraph_capture_sizes is None and can.graph_sizes:
             each, sequences = decoded_at_once(config), config.scheduler_config.max_num_seqs
-            largest = compilation.max_cudagraph_capture_size or max(can.graph_sizes)
+            largest = largest_graph(config, chosen)
+            if each > largest:
+                raise BackplaneError(
+                    f"graphs were asked for, with {each - 1} speculative tokens beside each one; device "
+                    f"{chosen.device.name!r} replays steps of at most {largest} tokens: lower num_speculative_tokens, "
+                    "or remove -cc.cudagraph_mode"
+                )
             compilation.cudagraph_capture_sizes = [
                 count * each for count in can.graph_sizes if count <= sequences and count * each <= largest
             ]

@@ -1,8 +1,9 @@
 // The products of quantized linear layers, one set per instruction set, chosen at run time.
 //
-// A weight is codes of 8 or 4 bits, from zero on, or those of 8 less 128 where a set wants them so, in blocks of `width` output features, four input positions of a feature
-// side by side: what one lane of a dot-product instruction takes. The input is signed 8-bit codes. Within a group of
-// positions the product is one of integers; then it is scaled and added to a sum in float32.
+// A weight is codes of 8 or 4 bits, from zero on, or those of 8 less 128 where a set wants them so. They lie in blocks
+// of `width` output features, four input positions of a feature side by side: what one lane of a dot-product
+// instruction takes. The input is signed 8-bit codes. Within a group of positions the product is one of integers; then
+// it is scaled and added to a sum in float32.
 //
 // Nothing here knows PyTorch, so that the sets can be tested on a foreign processor without it.
 #pragma once

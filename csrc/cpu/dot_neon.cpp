@@ -30,15 +30,9 @@ struct Dots : Neon {
 
 bool available() { return true; }
 
-constexpr DotKernels kernels() {
-  DotKernels result = kernels_of<Dots>("neon", &available);
-  result.widen8 = &widen<Dots, Codes::bytes>;
-  return result;
-}
-
 }  // namespace
 
-const DotKernels kNeonDots = kernels();
+const DotKernels kNeonDots = kernels_of<Dots>("neon", &available);
 
 }  // namespace backplane::cpu
 #endif

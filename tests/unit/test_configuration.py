@@ -271,3 +271,14 @@ def test_a_worker_for_which_there_is_no_card(rank: int, replica: int, card: int 
     told = rf"worker {rank + replica} is to use card 2, and device 'card' has 2; .* or correct BACKPLANE_VISIBLE_CARDS"
     with pytest.raises(BackplaneError, match=told):
         worker._card()
+
+
+def test_graphs_that_hold_fewer_tokens_than_a_draft() -> None:
+    config, chosen = speculating("ngram", 4), choose(name="cpu")
+    config.compilation_config.max_cudagraph_capture_size = 4
+    configuration.set_compilation_defaults(config, chosen)
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE, "nobody asked for them"
+    config = speculating("ngram", 16)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    with pytest.raises(BackplaneError, match="at most 16 tokens: lower num_speculative_tokens, or remove -cc"):
+        configuration.set_compilation_defaults(config, choose(name="sim"))

@@ -77,6 +77,8 @@ def packed_codes(codes: torch.Tensor, bits: int, layout: CodeLayout) -> torch.Te
 
 def unpacked_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """What `packed_codes` was given, filling included: uint8 [blocks * width, padded_in]."""
+    if codes.dtype != torch.uint8 and (codes.dtype != torch.int8 or bits != 8):
+        raise OperatorError(f"codes of {bits} bits are {codes.dtype}; use uint8, or for 8 bits less 128 int8")
     if bits == 4:
         codes = torch.cat((codes & 15, codes >> 4), dim=-1)
     elif codes.dtype == torch.int8:

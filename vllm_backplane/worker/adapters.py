@@ -35,6 +35,8 @@ SHOWN = 3
 """Faults of an adapter that the refusal names; one made for another model has hundreds."""
 OURS = (LoRAAdapterNotFoundError, MemoryError, torch.OutOfMemoryError, OSError)
 """Raised while files are read, and no fault in them; vLLM has an answer of its own to the first."""
+PINNED = "items are pinned"
+"""What vLLM says where there is no place for another adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +53,43 @@ def add(
     if manager is None:  # vLLM says that LoRA is not enabled
         return load(request)
     number, added, raised = request.lora_int_id, False, None
+    before = manager.get_adapter(number)
     try:
         added = load(request)
     except Exception as fault:
         raised = fault
-    failure = _agree(_judge(manager, request, parallel, raised))
+    try:
+        failure = _judge(manager, request, parallel, before, raised)
+    except Exception as fault:  # every worker must come to the agreement
+        failure = Failure(_told(fault), False)
+    failure = _agree(failure)
     if failure is None:
         return added
-    if manager.get_adapter(number) is not None:
+    # One that was there before under the number, and was to be replaced, is as good as it was.
+    if manager.get_adapter(number) is not before:
         runner.remove_lora(number)
     if rank != parallel.world_size - 1:
         return False
     if failure.of_adapter:
         raise AdapterRefused(request.lora_name, failure.reason) from raised
-    raise raised or RuntimeError(failure.reason)
+    if isinstance(raised, OURS):
+        raise raised
+    raise RuntimeError(failure.reason) from raised
 
 
 def _judge(
-    manager: LoRAModelManager, request: LoRARequest, parallel: ParallelConfig, raised: Exception | None
+    manager: LoRAModelManager,
+    request: LoRARequest,
+    parallel: ParallelConfig,
+    before: LoRAModel | None,
+    raised: Exception | None,
 ) -> Failure | None:
     adapter = manager.get_adapter(request.lora_int_id)
-    if adapter is None and raised is not None:  # its files could not be read, or the cache is full of pinned ones
+    if raised is not None and adapter is before:  # its files could not be read, or there was no place for it
+        if PINNED in str(raised):
+            return Failure(f"{_told(raised)}; unload a pinned adapter, or raise --max-cpu-loras", False)
         return Failure(_told(raised), not isinstance(raised, OURS))
-    faults = [] if adapter is None else list(misfits(manager, adapter, _rank(request), parallel))
+    faults = [] if adapter is None or adapter is before else list(misfits(manager, adapter, _rank(request), parallel))
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         return Failure("; ".join(faults[:SHOWN]) + more, True)
@@ -96,6 +112,8 @@ def misfits(manager: LoRAModelManager, adapter: LoRAModel, rank: int | None, par
     all_here = parallel.pipeline_parallel_size == 1 and not manager.lora_config.target_modules
     for name, weights in adapter.loras.items():
         layer = manager.modules.get(name)
+        if layer is None and getattr(manager, "is_pooling_model", False):  # whose checkpoints may leave that out
+            layer = manager.modules.get(f"model.{name}")
         if layer is not None:
             yield from _of_layer(name, weights, getattr(layer, "base_layer", None), rank)
         elif all_here and ".experts" not in name:

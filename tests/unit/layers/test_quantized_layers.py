@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.layers.quantization.config import Int4Config, Int8Config, OnlineConfig, register
 from vllm_backplane.layers.quantization.head import QuantizedHeadMethod
+from vllm_backplane.runtime import runtime
 
 CONFIGS = (Int8Config, Int4Config)
 MODEL: Any = SimpleNamespace(dtype=torch.float32, quantization="int8", word_embeddings_untied_by_checkpoint=False)
@@ -43,7 +44,7 @@ def load(layer: torch.nn.Module, weight: torch.Tensor, *shard: Any) -> None:
 
 
 def assert_quantized(layer: torch.nn.Module, bits: int) -> None:
-    assert layer.weight.dtype in (torch.uint8, torch.int8)
+    assert layer.weight.dtype == runtime().device.quantized_layout(bits).code_type(bits)
     assert layer.quant_method.format.bits == bits
 
 

@@ -81,7 +81,7 @@ def test_every_code_lies_where_the_layout_says(
     plain = space(torch.float32).integers(2**bits, rows, fan_in, dtype=torch.uint8)
     laid = packed_codes(plain, bits, CodeLayout(width, signed))
     assert laid.shape == (-(-rows // width), fan_in * bits // 32, width, 4)
-    assert laid.is_contiguous()
+    assert laid.is_contiguous() and laid.dtype == (torch.int8 if signed and bits == 8 else torch.uint8)
     for feature, position in np.ndindex(rows, fan_in):
         assert code(laid.numpy(), bits, feature, position) == plain[feature, position], (feature, position)
     assert torch.equal(unpacked_codes(laid, bits)[:rows], plain)
