@@ -207,7 +207,7 @@ def test_a_pinned_adapter_stays(server: Server, case: Case) -> None:
 class Tiny:
     """An adapter for a model that divides among two workers, and transformers' answer with it."""
 
-    PROMPT = (7, 300, 21, 9000, 44)
+    PROMPT = (77, 78, 79)
 
     def __init__(self, model_folder: Path, folder: Path) -> None:
         model = reference.load(model_folder)
@@ -294,6 +294,6 @@ def test_two_cards_refuse_and_load_together(sim_runs: tuple[dict[str, Any], list
     assert BROKEN["made for a smaller model"][1] in refused
     assert (loaded, there) == ("", [2])
     assert tiny.plain.token_ids != tiny.expected.token_ids
-    assert min(tiny.plain.smallest_margin, tiny.expected.smallest_margin) > 5e-3, "near a tie; change the seed"
+    assert min(tiny.plain.smallest_margin, tiny.expected.smallest_margin) > 5e-3, "near a tie; change the prompt"
     for output, expected in zip(outputs, (tiny.expected, tiny.plain), strict=True):
         assert_expected((output["token_ids"], output["logprobs"]), expected)
