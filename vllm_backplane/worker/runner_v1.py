@@ -45,23 +45,12 @@ class BackplaneModelRunnerV1(GPUModelRunner):
     def warm_up(self) -> None:
         """One token through everything; then graphs, where they are wanted and not captured while serving."""
         self._dummy_run(1, skip_eplb=True)
-        self._compile_ngrams()
+        _compile_ngrams(self)
         if (
             self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
             and not self.accelerator.capabilities.capture_computes
         ):
             self.capture_model()
-
-    def _compile_ngrams(self) -> None:
-        """numba compiles the lookup of n-grams when it is first called. vLLM means to do that at start, but has nothing
-        looked up then, so nothing is compiled, and the first answer would wait for it."""
-        drafting = self.speculative_config
-        if drafting is None or drafting.method != "ngram" or not hasattr(self, "drafter"):
-            return
-        batch, nothing_yet = self.input_batch, [[0]]
-        self.drafter.propose(
-            drafting.num_speculative_tokens, nothing_yet, batch.num_tokens_no_spec, batch.token_ids_cpu
-        )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -117,3 +106,13 @@ class BackplaneModelRunnerV1(GPUModelRunner):
                 if isinstance(cache, torch.Tensor):
                     found.setdefault(cache.data_ptr(), cache)
         return list(found.values())
+
+
+def _compile_ngrams(runner: BackplaneModelRunnerV1) -> None:
+    """numba compiles the lookup of n-grams when it is first called. vLLM means to do that at start, but has nothing
+    looked up then, so nothing is compiled, and the first answer would wait for it."""
+    drafting = runner.speculative_config
+    if drafting is None or drafting.method != "ngram" or not hasattr(runner, "drafter"):
+        return
+    batch, nothing_yet = runner.input_batch, [[0]]
+    runner.drafter.propose(drafting.num_speculative_tokens, nothing_yet, batch.num_tokens_no_spec, batch.token_ids_cpu)

@@ -28,8 +28,9 @@ struct Case {
 };
 
 // A code by the definition of the layout.
-int code_at(const std::vector<uint8_t>& codes, const Case& c, int64_t width, int64_t column, int64_t position) {
-  if (c.bits == 8) return codes[(position / 4 * width + column) * 4 + position % 4];
+int code_at(const std::vector<uint8_t>& codes, const Case& c, bool signed8, int64_t width, int64_t column,
+            int64_t position) {
+  if (c.bits == 8) return codes[(position / 4 * width + column) * 4 + position % 4] ^ (signed8 ? 0x80 : 0);
   const uint8_t byte = codes[(position / 8 * width + column) * 4 + position % 4];
   return position % 8 < 4 ? byte & 15 : byte >> 4;
 }
@@ -95,7 +96,7 @@ bool check(const DotKernels& kernels, const Case& c, bool wide) {
       double expected = p.more ? 3.0 : 0.0, size = std::abs(expected);
       for (int64_t i = 0; i < positions; ++i) {
         const int64_t g = i / c.group;
-        const double weight = scales[g * width + column] * double(code_at(codes, c, width, column, i) - zero) +
+        const double weight = scales[g * width + column] * double(code_at(codes, c, kernels.signed8, width, column, i) - zero) +
                               (c.offsets ? offsets[g * width + column] : 0.0f);
         expected += weight * x_scales[r * c.groups + g] * x[r * stride + i];
         // Codes may be taken less 128 or 8, or not, and corrected afterwards.
@@ -164,7 +165,7 @@ bool check_decoded(const DotKernels& kernels, const Case& c) {
       double expected = 0, size = 0;
       for (int64_t i = 0; i < positions; ++i) {
         const int64_t at = i / c.group * width + column;
-        const double code = code_at(codes, c, width, column, i);
+        const double code = code_at(codes, c, false, width, column, i);
         const double weight =
             c.offsets ? scales[at] * code + double(offsets[at]) : scales[at] * (code - (1 << (c.bits - 1)));
         const double term = double(as_bfloat16(weight)) * x_values[r * stride + i];

@@ -59,7 +59,7 @@ def test_one_that_is_there_already_is_not_judged_again() -> None:
 
 
 def test_a_cache_of_pinned_adapters_is_no_fault_of_the_new_one() -> None:
-    with pytest.raises(RuntimeError, match="pinned, .* unload a pinned adapter, or raise --max-cpu-loras") as raised:
+    with pytest.raises(RuntimeError, match=r"pinned, .* unload a pinned adapter, or raise --max-cpu-loras") as raised:
         add(Runner(None), failing(RuntimeError("All items are pinned, cannot remove oldest from the cache.")))
     assert not isinstance(raised.value, AdapterRefused)
 
