@@ -123,15 +123,20 @@ void check(const char* name, const at::Tensor& x, const at::Tensor& weights, con
   TORCH_CHECK(indices.size(0) == x.size(0), name, ": ", indices.size(0), " indices for ", x.size(0), " tokens");
 }
 
-// Calls with the types of x and of the adapters; an x of another type than theirs is widened.
+// Calls with the rows of x, how far they are apart, the adapters and the products of both types; an x of another type
+// than the adapters' is widened.
 template <class F>
 void with_types(const char* name, const at::Tensor& x, const at::Tensor& weights, F&& call) {
-  with_float_type(weights.scalar_type(), name, [&](auto tag) {
-    using A = decltype(tag);
+  with_float_type(weights.scalar_type(), name, [&](auto a_tag) {
+    using A = decltype(a_tag);
+    const auto with = [&](const at::Tensor& from, auto x_tag) {
+      using X = decltype(x_tag);
+      call(elements<X>(from), from.stride(0), elements<A>(weights), pick<Dots<X, A>>());
+    };
     if (x.scalar_type() == weights.scalar_type())
-      call(with_adjacent_rows(x), A{}, A{});
+      with(with_adjacent_rows(x), A{});
     else
-      call(with_adjacent_rows(x.to(at::kFloat)), float{}, A{});
+      with(with_adjacent_rows(x.to(at::kFloat)), float{});
   });
 }
 
@@ -144,12 +149,7 @@ at::Tensor lora_shrink(const at::Tensor& x, const at::Tensor& lora_a, const at::
   if (groups.empty() || rank == 0) return result;
   const at::Tensor weights = with_adjacent_rows(lora_a);
   float* out = mutable_elements<float>(result);
-  with_types(name, x, weights, [&](const at::Tensor& from, auto x_tag, auto a_tag) {
-    using X = decltype(x_tag);
-    using A = decltype(a_tag);
-    const X* xp = elements<X>(from);
-    const A* ap = elements<A>(weights);
-    const auto dots = pick<Dots<X, A>>();
+  with_types(name, x, weights, [&](const auto* xp, int64_t x_stride, const auto* ap, auto dots) {
     const int64_t blocks = (rank + kTogether - 1) / kTogether;
     const int64_t units = static_cast<int64_t>(groups.size()) * blocks;
     at::parallel_for(0, units, rows_per_thread(kTogether * width), [&](int64_t begin, int64_t end) {
@@ -157,8 +157,8 @@ at::Tensor lora_shrink(const at::Tensor& x, const at::Tensor& lora_a, const at::
       for (int64_t unit = begin; unit < end; ++unit) {
         const Group& group = groups[unit / blocks];
         const int64_t row = unit % blocks * kTogether, count = std::min<int64_t>(kTogether, rank - row);
-        const A* block = ap + group.slot * weights.stride(0) + row * weights.stride(1);
-        dots(rows_of_group(group, xp, from.stride(0)), group.count, block, weights.stride(1), width, count, products);
+        const auto* block = ap + group.slot * weights.stride(0) + row * weights.stride(1);
+        dots(rows_of_group(group, xp, x_stride), group.count, block, weights.stride(1), width, count, products);
         for (int64_t t = 0; t < group.count; ++t)
           for (int64_t c = 0; c < count; ++c)
             out[group.tokens[t] * rank + row + c] = products[t * kTogether + c] * static_cast<float>(scale);
@@ -172,12 +172,7 @@ void expand_into(const char* name, const at::Tensor& y, const at::Tensor& x, con
                  const std::vector<Group>& groups, int64_t offset, int64_t width, bool add) {
   const int64_t rank = x.size(1), strips = (width + kColumns - 1) / kColumns;
   const int64_t units = static_cast<int64_t>(groups.size()) * strips;
-  with_types(name, x, weights, [&](const at::Tensor& from, auto x_tag, auto b_tag) {
-    using X = decltype(x_tag);
-    using B = decltype(b_tag);
-    const X* xp = elements<X>(from);
-    const B* bp = elements<B>(weights);
-    const auto dots = pick<Dots<X, B>>();
+  with_types(name, x, weights, [&](const auto* xp, int64_t x_stride, const auto* bp, auto dots) {
     with_float_type(y.scalar_type(), name, [&](auto y_tag) {
       using T = decltype(y_tag);
       T* yp = mutable_elements<T>(y);
@@ -187,10 +182,10 @@ void expand_into(const char* name, const at::Tensor& y, const at::Tensor& x, con
         for (int64_t unit = begin; unit < end; ++unit) {
           const Group& group = groups[unit / strips];
           const int64_t first = unit % strips * kColumns, last = std::min(first + kColumns, width);
-          const TokenRows<X> rows = rows_of_group(group, xp, from.stride(0));
+          const auto rows = rows_of_group(group, xp, x_stride);
           for (int64_t column = first; column < last; column += kTogether) {
             const int64_t count = std::min<int64_t>(kTogether, last - column);
-            const B* block = bp + group.slot * weights.stride(0) + column * weights.stride(1);
+            const auto* block = bp + group.slot * weights.stride(0) + column * weights.stride(1);
             dots(rows, group.count, block, weights.stride(1), rank, count, products);
             for (int64_t t = 0; t < group.count; ++t)
               for (int64_t c = 0; c < count; ++c) wide[t][column - first + c] = products[t * kTogether + c];
