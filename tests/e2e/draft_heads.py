@@ -17,21 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from architectures import COMMON
 from tiny_models import randomize
 from torch import nn
 
-SIZES = {
-    "vocab_size": 48,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SIZES = {**COMMON, "vocab_size": 48, "hidden_size": 64, "intermediate_size": 96}
 
 
 def _attend(attention: Any, hidden: torch.Tensor, rotary: Any) -> torch.Tensor:
@@ -111,7 +101,7 @@ class MtpHead(nn.Module):
 def _target(kind: str, layers: int, seed: int) -> Any:
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(num_hidden_layers=layers, **SIZES)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, "num_hidden_layers": layers})
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
     randomize(model, seed=seed)

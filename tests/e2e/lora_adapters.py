@@ -115,7 +115,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "an unknown module": (_of("model.layers.3.self_attn.query", 8, WIDTH, WIDTH), "self_attn.query"),
     "a truncated file": (_truncated, "Error while deserializing header"),
-    "one factor without the other": (_one_factor, ""),
+    "one factor without the other": (_one_factor, "self_attn.q_proj.lora_B.weight is missing"),
     "a description that is none": (_no_description, "Expecting property name"),
 }
 """How each is made, and what the refusal says."""

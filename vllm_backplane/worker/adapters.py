@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from vllm.config import ParallelConfig
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.exceptions import LoRAAdapterNotFoundError
@@ -88,12 +90,27 @@ def _judge(
     if raised is not None and adapter is before:  # its files could not be read, or there was no place for it
         if PINNED in str(raised):
             return Failure(f"{_told(raised)}; unload a pinned adapter, or raise --max-cpu-loras", False)
-        return Failure(_told(raised), not isinstance(raised, OURS))
+        missing = _missing_factor(request) if isinstance(raised, TypeError) else None
+        return Failure(missing or _told(raised), not isinstance(raised, OURS))
     faults = [] if adapter is None or adapter is before else list(misfits(manager, adapter, _rank(request), parallel))
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         return Failure("; ".join(faults[:SHOWN]) + more, True)
     return None if raised is None else Failure(_told(raised), False)
+
+
+def _missing_factor(request: LoRARequest) -> str | None:
+    """Half of a product that the file does not have; vLLM stumbles over it without a word about it."""
+    file = Path(get_adapter_absolute_path(request.lora_path)) / "adapter_model.safetensors"
+    if not file.is_file():
+        return None
+    with safe_open(file, "pt") as opened:
+        names = set(opened.keys())
+    for name in sorted(names):
+        one, other = ("lora_A", "lora_B") if "lora_A" in name else ("lora_B", "lora_A")
+        if one in name and name.replace(one, other) not in names:
+            return f"{name.replace(one, other)} is missing"
+    return None
 
 
 def _told(raised: Exception) -> str:

@@ -96,8 +96,9 @@ bool check(const DotKernels& kernels, const Case& c, bool wide) {
       double expected = p.more ? 3.0 : 0.0, size = std::abs(expected);
       for (int64_t i = 0; i < positions; ++i) {
         const int64_t g = i / c.group;
-        const double weight = scales[g * width + column] * double(code_at(codes, c, kernels.signed8, width, column, i) - zero) +
-                              (c.offsets ? offsets[g * width + column] : 0.0f);
+        const int code = code_at(codes, c, kernels.signed8, width, column, i);
+        const double weight =
+            scales[g * width + column] * double(code - zero) + (c.offsets ? offsets[g * width + column] : 0.0f);
         expected += weight * x_scales[r * c.groups + g] * x[r * stride + i];
         // Codes may be taken less 128 or 8, or not, and corrected afterwards.
         const double reached =
