@@ -14,7 +14,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_backplane import adapter_errors
+from vllm_backplane import middleware
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
@@ -207,7 +207,7 @@ class BackplanePlatform(Platform):
     def pre_register_and_update(cls, parser: ArgumentParser | None = None) -> None:
         """Before a command line is read, if there is one."""
         if parser is not None:
-            adapter_errors.add_to(parser)
+            middleware.add_to(parser)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
