@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed import PrefixStore, ProcessGroup
     from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
+    from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+    from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -184,6 +186,12 @@ class BackplanePlatform(Platform):
         return backend_path(selected_backend, attn_selector_config, _device)
 
     @classmethod
+    def get_mla_prefill_backend_cls(cls, mla_selector_config: MLAPrefillSelectorConfig) -> type[MLAPrefillBackend]:
+        from vllm_backplane.attention.latent import NoPrefill
+
+        return NoPrefill
+
+    @classmethod
     def get_punica_wrapper(cls) -> str:
         return "vllm_backplane.layers.lora.BackplanePunicaWrapper"
 
@@ -232,6 +240,7 @@ class BackplanePlatform(Platform):
         # 5. Scheduling.
         configuration.set_scheduling(vllm_config, chosen)
         # 6. Memory.
+        configuration.set_states(vllm_config)
         configuration.set_memory(vllm_config, chosen)
         # 7. Where the weights are in a GGUF file.
         configuration.set_loading(vllm_config)

@@ -13,7 +13,7 @@ import pytest
 import reference
 import scheme_checkpoints as made
 import torch
-from architectures import COMMON
+from architecture import COMMON
 from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
 from processes import tail
 from tiny_models import randomize

@@ -86,10 +86,16 @@ CASES = {
     ),
 }
 
-STATES = "a model that carries states"
+STATES = "guesses beside a state that cannot be taken back"
 
 ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    STATES: ({"skip_tokenizer_init": True}, ("MambaForCausalLM", "choose a model of attention layers")),
+    STATES: (
+        {
+            "skip_tokenizer_init": True,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
+        },
+        ("MambaForCausalLM carries a state", "remove --speculative-config"),
+    ),
     "section that is not quite ours": (
         {"additional_config": {"backplan": {"memory_share": 0.1}}},
         ("'backplan'", "did you mean 'backplane'"),

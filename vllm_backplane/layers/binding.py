@@ -114,6 +114,24 @@ BINDINGS: tuple[Binding, ...] = (
         ("moe_route", "moe_experts"),
         "upstream has no experts for out-of-tree platforms",
     ),
+    Binding(
+        "vllm.model_executor.layers.mamba.mamba_mixer:MambaMixer",
+        f"{_OURS}.mamba:BackplaneMambaMixer",
+        ("causal_convolution", "selective_scan"),
+        "upstream needs Triton",
+    ),
+    Binding(
+        "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2",
+        f"{_OURS}.mamba:BackplaneMambaMixer2",
+        ("causal_convolution", "selective_scan"),
+        "upstream needs Triton",
+    ),
+    Binding(
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention",
+        f"{_OURS}.delta_net:BackplaneQwenGatedDeltaNetAttention",
+        ("causal_convolution", "gated_delta_rule"),
+        "upstream needs Triton",
+    ),
 )
 
 
