@@ -110,6 +110,8 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             }
         case "call":  # a method of each worker
             return engine.collective_rpc(given)
+        case "forget prefixes":  # in vLLM's own cache
+            return engine.reset_prefix_cache()
         case "load adapter":
             return load_adapter(engine, given)
         case "pin adapter":

@@ -152,3 +152,16 @@ def plant_unawaited_tokens(worker: Any) -> None:
             """The mistake."""
 
     worker.model_runner.transfer_event = Hasty()
+
+
+def damage_kept_blocks(worker: Any) -> int:
+    """Changes every block in the memory of the second rank's KV tier; the first rank's stay as they are."""
+    from vllm_backplane.kv_tier.current import tier_of_worker
+
+    if worker.rank != 1:
+        return 0
+    tier = tier_of_worker()
+    assert tier is not None
+    rows = tier.carrier._store._slots._rows
+    rows[...] ^= 0xFF
+    return len(rows)
