@@ -244,6 +244,8 @@ class BackplanePlatform(Platform):
         configuration.set_memory(vllm_config, chosen)
         # 7. Where the weights are in a GGUF file.
         configuration.set_loading(vllm_config)
+        # 8. A second tier of the KV cache.
+        configuration.set_kv_tier(vllm_config)
         logger.info_once("Backplane runs on device %s: %s", chosen.device.name, chosen.selection.reason)
         if patched := lifecycle.report():
             logger.info_once("%s", patched)

@@ -112,6 +112,8 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             }
         case "call":  # a method of each worker
             return engine.collective_rpc(given)
+        case "forget prefixes":  # in vLLM's own cache
+            return engine.reset_prefix_cache()
         case "load adapter":
             return refusal(engine.llm_engine.add_lora, adapter(given))
         case "pin adapter":

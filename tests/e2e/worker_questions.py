@@ -175,3 +175,16 @@ def resident(_worker: Any) -> int:
     from vllm_backplane.device import host
 
     return host.own_resident_memory()
+
+
+def damage_kept_blocks(worker: Any) -> int:
+    """Changes every block in the memory of the second rank's KV tier; the first rank's stay as they are."""
+    from vllm_backplane.kv_tier.current import tier_of_worker
+
+    if worker.rank != 1:
+        return 0
+    tier = tier_of_worker()
+    assert tier is not None
+    rows = tier.carrier._store._slots._rows
+    rows[...] ^= 0xFF
+    return len(rows)
