@@ -29,7 +29,7 @@ BACKPLANE_INLINE Floats<W> exponential(Floats<W> x) {
   // n, the lowest bits of `shifted`, is added to the exponent.
   Floats<W> y = bits_as<Floats<W>>(Words<W>(bits_as<Words<W>>(p) + (bits_as<Words<W>>(shifted) << 23)));
   y = x < kLowest ? Floats<W>{} : y;
-  return x > kHighest ? all<W>(std::numeric_limits<float>::infinity()) : y;
+  return x <= kHighest ? y : x * std::numeric_limits<float>::infinity();  // NaN too
 }
 
 // 1 / x for x of 1 or more, within two units in the last place. A division takes an ARM processor as long as some twenty
@@ -48,8 +48,8 @@ BACKPLANE_INLINE Floats<W> reciprocal(Floats<W> x) {
   return 1.0f / x;
 }
 
-// 2 to the power of x, which is no more than a rounding error above zero. Zero below the smallest normal number; NaN is
-// kept.
+// 2 to the power of x, which is no more than a rounding error above zero. Zero below the smallest normal number. A
+// NaN stays one if its lowest nine bits are zero, as they are in those that processors make or that were 16 bits wide.
 template <int W>
 BACKPLANE_INLINE Floats<W> power_of_two(Floats<W> x) {
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: leaves the integer part
