@@ -185,6 +185,6 @@ def damage_kept_blocks(worker: Any) -> int:
         return 0
     tier = tier_of_worker()
     assert tier is not None
-    rows = tier.carrier._store._slots._rows
+    rows = tier.carrier.store._slots._rows
     rows[...] ^= 0xFF
     return len(rows)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -28,9 +29,12 @@ from vllm_backplane.configuration import workers_on_host
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.kv_tier import settings
 from vllm_backplane.kv_tier.carrying import Carrier
+from vllm_backplane.kv_tier.identity import identity, plain
+from vllm_backplane.kv_tier.listener import Listener
 from vllm_backplane.kv_tier.orders import Orders
 from vllm_backplane.kv_tier.outcomes import Outcome
 from vllm_backplane.kv_tier.pages import Pages
+from vllm_backplane.kv_tier.peer import Peer
 from vllm_backplane.kv_tier.planning import Planner
 from vllm_backplane.kv_tier.slots import FileSlots, MemorySlots, Slots
 from vllm_backplane.kv_tier.statistics import TierMetrics, TierStats
@@ -48,6 +52,8 @@ class StepOrders(KVConnectorMetadata):
 @dataclass
 class WorkerTells(KVConnectorHandshakeMetadata):
     slots: int
+    identity: bytes
+    """Empty where the tier is this server's alone."""
 
 
 class BackplaneTier(KVConnectorBase_V1):
@@ -56,14 +62,29 @@ class BackplaneTier(KVConnectorBase_V1):
         self._settings = settings.parse(self._kv_transfer_config.kv_connector_extra_config)
         self._block_size = _insist_on_full_attention(kv_cache_config)
         _insist_on_one_stage(vllm_config.parallel_config)
-        self._planner = Planner(self._block_size)
+        self._shared = self._settings.listen is not None or self._settings.peer is not None
+        if self._shared and vllm_config.parallel_config.data_parallel_size > 1:
+            raise BackplaneError(
+                "'listen' and 'peer' of the second KV tier do not serve --data-parallel-size; remove one"
+            )
+        # The scheduler asks the other server's first worker what it has; each worker gets its part from its like.
+        rank = 0 if role == KVConnectorRole.SCHEDULER else get_tensor_model_parallel_rank()
+        self._peer = self._make_peer(rank)
+        self._planner = Planner(self._block_size, self._peer)
         self._carrier: Carrier | None = None
+        self._listener: Listener | None = None
+        self._model: torch.nn.Module | None = None
+        self._identity = b""
         self._slots = 0
 
     @property
     def requires_kv_delivery(self) -> bool:
         """What is not kept is computed again."""
         return False
+
+    def _make_peer(self, rank: int) -> Peer | None:
+        address = self._settings.peer
+        return None if address is None else Peer(address.of_rank(rank), self._settings.peer_timeout, _warn)
 
     # --- a worker -------------------------------------------------------------------------------------------------
 
@@ -76,19 +97,49 @@ class BackplaneTier(KVConnectorBase_V1):
                 f"'capacity' of the second KV tier is {self._settings.capacity} bytes for {workers} worker(s), and one "
                 f"block takes {pages.row_bytes} in each; raise it to {workers * pages.row_bytes} or more"
             )
-        store = BlockStore(self._make_slots(pages.row_bytes))
-        self._carrier = Carrier(pages, store, lambda text: logger.warning("%s.", text))
+        store = BlockStore(self._make_slots(pages))
+        self._carrier = Carrier(pages, store, self._peer, _warn)
         logger.info(
             "Second KV tier: up to %d blocks of %d bytes in %s.", self._slots, pages.row_bytes, store.describe()
         )
 
-    def _make_slots(self, row_bytes: int) -> Slots:
+    def _make_slots(self, pages: Pages) -> Slots:
         if self._settings.folder is not None:
             name = f"{self._vllm_config.parallel_config.data_parallel_index}-{get_tensor_model_parallel_rank()}"
-            return FileSlots(self._settings.folder, name, self._slots, row_bytes)
+            return FileSlots(self._settings.folder, name, self._slots, pages.row_bytes)
         # A KV cache in host memory becomes memory as it is written.
-        cache = sum(tensor.size for tensor in self._kv_cache_config.kv_cache_tensors)
-        return MemorySlots(self._slots, row_bytes, cache if runtime().device.capabilities.host_memory else 0)
+        cache = pages.row_bytes * self._kv_cache_config.num_blocks
+        return MemorySlots(self._slots, pages.row_bytes, cache if runtime().device.capabilities.host_memory else 0)
+
+    def bind_model(self, model: torch.nn.Module) -> None:
+        """Called by the worker when weights and KV cache are there."""
+        self._model = model
+        if not self._shared:
+            return
+        self._identify()
+        if self._settings.listen is not None:
+            address = self._settings.listen.of_rank(get_tensor_model_parallel_rank())
+            self._listener = Listener(address, self._identity, self.carrier.store, _warn)
+            logger.info("Second KV tier: other servers of this host may ask for blocks on %s.", address)
+
+    def _identify(self) -> None:
+        assert self._model is not None
+        config = self._vllm_config
+        described = {
+            "model": plain(config.model_config.hf_config.to_dict()),
+            "types": [
+                str(config.model_config.dtype),
+                config.model_config.quantization,
+                config.cache_config.cache_dtype,
+            ],
+            "block": [self._block_size, *self.carrier.pages.layout],
+            "part": [config.parallel_config.tensor_parallel_size, get_tensor_model_parallel_rank()],
+            "vllm": vllm.__version__,
+        }
+        self._identity = identity(self._model, described)
+        for user in (self._peer, self._listener):
+            if user is not None:
+                user.identity = self._identity
 
     @property
     def carrier(self) -> Carrier:
@@ -97,7 +148,11 @@ class BackplaneTier(KVConnectorBase_V1):
         return self._carrier
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return WorkerTells(self._slots)
+        if self._shared and not self._identity:
+            raise BackplaneError(
+                "'listen' and 'peer' of the second KV tier need Backplane's worker; remove --worker-cls"
+            )
+        return WorkerTells(self._slots, self._identity)
 
     def _orders(self) -> Orders:
         metadata = self._get_connector_metadata()
@@ -130,8 +185,13 @@ class BackplaneTier(KVConnectorBase_V1):
     def weights_changed(self) -> None:
         """Called by the worker."""
         self.carrier.forget()
+        if self._shared:
+            self._identify()
 
     def shutdown(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         if self._carrier is not None:
             self._carrier.close()
             self._carrier = None
@@ -141,6 +201,8 @@ class BackplaneTier(KVConnectorBase_V1):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         told = [worker for worker in metadata.values() if isinstance(worker, WorkerTells)]
         self._planner.provide(min(worker.slots for worker in told))
+        if self._peer is not None:
+            self._peer.identity = told[0].identity
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._planner.loadable(request, num_computed_tokens)
@@ -188,6 +250,10 @@ class BackplaneTier(KVConnectorBase_V1):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> TierMetrics:
         return TierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _warn(text: str) -> None:
+    logger.warning("%s.", text)
 
 
 def _insist_on_full_attention(kv_cache_config: Any) -> int:

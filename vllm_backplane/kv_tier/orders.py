@@ -20,11 +20,13 @@ class Piece:
 
     key: bytes
     block_id: int
+    from_peer: bool = False
+    """From another server rather than from the tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks that a request waits for."""
+    """Blocks that a request waits for, those of another server last."""
 
     request_id: str
     pieces: tuple[Piece, ...]

@@ -17,6 +17,8 @@ class Pages:
         for cache in caches:
             found.setdefault(cache.data_ptr(), cache)
         self._layers = [_rows(cache, blocks) for cache in found.values()]
+        self.layout = [f"{cache.dtype} {tuple(cache.shape[1:])} {cache.stride()[1:]}" for cache in found.values()]
+        """How a row is to be read: rows of another layout mean something else."""
         self.row_bytes = sum(layer.shape[1] for layer in self._layers)
 
     def read(self, block_id: int) -> Bytes:

@@ -6,6 +6,7 @@ as kept from the step on that saves it: workers carry out steps in order.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,10 @@ from typing import Any
 from vllm_backplane.kv_tier.index import BlockIndex
 from vllm_backplane.kv_tier.keys import KeyChain
 from vllm_backplane.kv_tier.orders import Load, Orders, Piece, Save
+from vllm_backplane.kv_tier.peer import Peer
+
+ANSWER_HOLDS_SECONDS = 1.0
+"""vLLM asks again at every step for a request that finds no room."""
 
 
 @dataclass(slots=True)
@@ -26,6 +31,8 @@ class _Followed:
     block_ids: list[int] = field(default_factory=list)
     seen: int = 0
     """Blocks that have been saved, or found in the tier."""
+    peer_answer: tuple[int, int, float] = (0, 0, 0.0)
+    """From which block on the other server was asked, how many it has, and when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +43,19 @@ class _UnderWay:
 
 def describable(request: Any) -> bool:
     """Whether tokens and salt alone say what a request's blocks hold. An adapter is known by a name that may come to
-    mean another one; images and embeddings are not tokens. Such requests are served as without the tier."""
-    return request.lora_request is None and not request.mm_features and request.prompt_embeds is None
+    mean another one; images and embeddings are not tokens; where input comes in parts, tokens are taken back. Such
+    requests are served as without the tier."""
+    return (
+        request.lora_request is None
+        and not request.mm_features
+        and request.prompt_embeds is None
+        and not request.resumable
+    )
 
 
 class Planner:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, peer: Peer | None = None) -> None:
+        self._peer = peer
         self._block_size = block_size
         self._index = BlockIndex(0)
         self._followed: dict[str, _Followed] = {}
@@ -54,8 +68,8 @@ class Planner:
     # --- before a request runs ------------------------------------------------------------------------------------
 
     def loadable(self, request: Any, computed: int) -> int:
-        """Tokens after the first `computed` that the tier holds. The last token is always computed: its logits are
-        what is wanted."""
+        """Tokens after the first `computed` that the tier holds, and after those the other server. The last token is
+        always computed: its logits are what is wanted."""
         if not describable(request):
             return 0
         first, end = computed // self._block_size, (request.num_tokens - 1) // self._block_size
@@ -65,7 +79,16 @@ class Planner:
         place = first
         while place < end and self._index.find(keys[place]) is not None:
             place += 1
+        if self._peer is not None and place < end:
+            place += self._held_by_peer(self._peer, followed, keys, place)
         return max(place - first, 0) * self._block_size
+
+    def _held_by_peer(self, peer: Peer, followed: _Followed, keys: Sequence[bytes], place: int) -> int:
+        asked_from, held, when = followed.peer_answer
+        if asked_from != place or time.monotonic() - when > ANSWER_HOLDS_SECONDS:
+            held = peer.held(keys[place:])
+            followed.peer_answer = (place, held, time.monotonic())
+        return held
 
     def _follow(self, request: Any) -> _Followed:
         followed = self._followed.get(request.request_id)
@@ -82,15 +105,17 @@ class Planner:
         first = followed.local // self._block_size
         end = first + external // self._block_size
         keys = followed.keys.up_to(request.all_token_ids, end)
-        pieces, slots = [], []
+        pieces: list[Piece] = []
+        slots: list[int] = []
         for place in range(first, end):
-            slot = self._index.find(keys[place])
-            if slot is None:
-                raise AssertionError(f"block {place} of {request.request_id} was promised and is not there")
-            self._index.touch(keys[place])
-            self._index.pin(slot)
-            pieces.append(Piece(keys[place], block_ids[place]))
-            slots.append(slot)
+            slot = None if pieces and pieces[-1].from_peer else self._index.find(keys[place])
+            pieces.append(Piece(keys[place], block_ids[place], from_peer=slot is None))
+            if slot is not None:
+                self._index.touch(keys[place])
+                self._index.pin(slot)
+                slots.append(slot)
+        if pieces[-1].from_peer and self._peer is None:
+            raise AssertionError(f"blocks of {request.request_id} were promised and are not there")
         self._under_way[request.request_id] = _UnderWay(tuple(pieces), tuple(slots))
         self._orders.loads.append(Load(request.request_id, tuple(pieces)))
 
@@ -141,6 +166,9 @@ class Planner:
                     self._index.drop(piece.key)
                     if request_id in self._followed:
                         self._followed[request_id].seen = 0
+                        self._followed[request_id].peer_answer = (0, 0, 0.0)
+                    if piece.from_peer and self._peer is not None:
+                        self._peer.rest()
 
     def loaded(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

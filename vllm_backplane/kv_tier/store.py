@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_backplane.kv_tier.outcomes import Outcome
@@ -71,6 +72,26 @@ class BlockStore:
                 Outcome.DAMAGED, f"slot {entry.slot} of {self._slots.describe()} does not hold what was written"
             )
         return row
+
+    def copy(self, key: bytes) -> tuple[bytes, Bytes]:
+        """Checksum and bytes for another thread than the one that orders slots to be written: the slot may be written
+        while it is read, which the checksum shows."""
+        with self._lock:
+            entry = self._entries.get(key)
+        if entry is None:
+            raise Unusable(Outcome.MISSING, "it is not there")
+        try:
+            row = self._slots.read(entry.slot).copy()
+        except OSError as error:
+            raise Unusable(Outcome.DAMAGED, str(error)) from error
+        if checksum(key, row) != entry.checksum:
+            raise Unusable(Outcome.DAMAGED, "it is not what was written")
+        return entry.checksum, row
+
+    def first_held(self, keys: Sequence[bytes]) -> int:
+        """How many keys are there, from the first to the last before one that is not."""
+        with self._lock:
+            return next((place for place, key in enumerate(keys) if key not in self._entries), len(keys))
 
     def _forget(self, key: bytes, entry: _Entry) -> None:
         with self._lock:

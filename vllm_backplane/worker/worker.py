@@ -281,6 +281,9 @@ class BackplaneWorker(Worker):
         super().initialize_from_config(kv_cache_config)
         if kv_cache_config.kv_cache_tensors:  # an encoder has none
             self._kv_storage.insist_on_use()
+        tier = tier_of_worker()
+        if tier is not None:
+            tier.bind_model(self.model_runner.get_model())
 
     def _refuse_kv_cache(self, count: int) -> None:
         """vLLM keeps to what was granted, unless the user stated a number of blocks."""
