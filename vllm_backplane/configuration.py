@@ -226,13 +226,6 @@ def settle_graphs(config: VllmConfig, device: Device, unrecordable: list[str]) -
     return False
 
 
-def set_scheduling(config: VllmConfig, chosen: Runtime) -> None:
-    if not chosen.device.capabilities.streams and config.scheduler_config.async_scheduling:
-        # Overlapping the host's work with the device's needs a device that works while the host does not wait.
-        config.scheduler_config.async_scheduling = False
-        logger.info_once("Scheduling is synchronous: device %s has no streams to overlap with.", chosen.device.name)
-
-
 def set_memory(config: VllmConfig, chosen: Runtime) -> None:
     """Settle which share of the free memory may be used, so that every worker reads one number."""
     cache = config.cache_config
