@@ -25,6 +25,8 @@ LONGEST = (
     "e2e/test_numeric_guard.py",
     "e2e/test_lora_serving.py",
     "e2e/test_serving_features.py",
+    "e2e/test_sleep_serving.py",
+    "e2e/test_kv_tier.py",
     "e2e/test_quantization.py",
     "e2e/test_schemes.py",
     "e2e/test_server.py",

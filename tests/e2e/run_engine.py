@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,10 @@ def adapter(given: list[Any]) -> Any:
     return LoRARequest(*given)
 
 
-def load_adapter(engine: Any, given: list[Any]) -> str:
+def refusal(call: Callable[[Any], Any], given: Any) -> str:
     """Empty, or what is said against it."""
     try:
-        engine.llm_engine.add_lora(adapter(given))
+        call(given)
     except Exception as error:  # it is the result
         return str(error)
     return ""
@@ -96,6 +96,8 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             return watch(engine, given, moments)
         case "sleep":
             return engine.sleep(level=given)
+        case "try to sleep":
+            return refusal(engine.sleep, given)
         case "wake":
             return engine.wake_up(given)
         case "ask":  # each worker, by a function of worker_questions.py
@@ -110,8 +112,10 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             }
         case "call":  # a method of each worker
             return engine.collective_rpc(given)
+        case "forget prefixes":  # in vLLM's own cache
+            return engine.reset_prefix_cache()
         case "load adapter":
-            return load_adapter(engine, given)
+            return refusal(engine.llm_engine.add_lora, adapter(given))
         case "pin adapter":
             return engine.llm_engine.pin_lora(given)
         case "remove adapter":

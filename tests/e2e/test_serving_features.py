@@ -1,7 +1,7 @@
 """What vLLM's server offers beyond plain completions, on each device, from the command and requests of docs/serving.md.
 
-One server for each device, on the default model. Answers are held against transformers where there is something to
-hold them against.
+One server for each device, on the default model in full precision. Answers are held against transformers where there
+is something to hold them against.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def server(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     [documented] = re.findall(r"^vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
     limits = ("--max-model-len", "512", "--max-num-batched-tokens", str(CHUNK), "--dtype", "float32")
     variables = {"BACKPLANE_DEVICE": device, **ENVIRONMENT}
-    with Server(tmp_path_factory.mktemp(device), *limits, *documented.split(), variables=variables) as running:
+    with Server(tmp_path_factory.mktemp(device), *documented.split(), *limits, variables=variables) as running:
         assert f"Operators on device {device}" in running.text()
         yield running
 

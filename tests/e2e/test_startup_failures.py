@@ -86,10 +86,16 @@ CASES = {
     ),
 }
 
-STATES = "a model that carries states"
+STATES = "guesses beside a state that cannot be taken back"
 
 ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    STATES: ({"skip_tokenizer_init": True}, ("MambaForCausalLM", "choose a model of attention layers")),
+    STATES: (
+        {
+            "skip_tokenizer_init": True,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
+        },
+        ("MambaForCausalLM carries a state", "remove --speculative-config"),
+    ),
     "section that is not quite ours": (
         {"additional_config": {"backplan": {"memory_share": 0.1}}},
         ("'backplan'", "did you mean 'backplane'"),
@@ -114,7 +120,10 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"gpu_memory_utilization": 0.3, "additional_config": {"backplane": {"memory_share": 0.4}}},
         ("option memory_share says 0.4 and --gpu-memory-utilization says 0.3: remove one",),
     ),
-    "sleep mode": ({"enable_sleep_mode": True}, ("Sleep mode is not supported",)),  # vLLM asks the platform
+    "folder of what sleeps": (
+        {"enable_sleep_mode": True, "additional_config": {"backplane": {"cpu": {"sleep_folder": "/nowhere"}}}},
+        ("/nowhere is no folder", "BACKPLANE_CPU_SLEEP_FOLDER"),
+    ),
     "dual-batch overlap": ({"enable_dbo": True}, ("remove --enable-dbo",)),
     "type of the KV cache": ({"kv_cache_dtype": "nvfp4"}, ("as 'nvfp4'; choose --kv-cache-dtype among: auto, ",)),
     "compilation": ({"compilation_config": {"mode": 3}}, ("device 'cpu' runs eagerly", "-cc.mode=none")),

@@ -24,6 +24,7 @@ from vllm_backplane.ops.lora import lora_expand, lora_shrink
 from vllm_backplane.ops.moe import moe_experts, moe_route
 from vllm_backplane.ops.norms import fused_add_gemma_rms_norm, fused_add_rms_norm, gemma_rms_norm, rms_norm
 from vllm_backplane.ops.quantized_linear import quantized_linear
+from vllm_backplane.ops.recurrence import causal_convolution, gated_delta_rule, selective_scan
 from vllm_backplane.ops.rejection import (
     expand_to_tokens,
     rejection_greedy_sample,
@@ -53,6 +54,7 @@ __all__ = [
     "allowed_tokens_mask",
     "apply_penalties",
     "blocked_linear",
+    "causal_convolution",
     "compute_slot_mapping",
     "copy_and_expand_dflash_inputs",
     "copy_and_expand_eagle_inputs",
@@ -64,6 +66,7 @@ __all__ = [
     "fatrelu_and_mul",
     "fused_add_gemma_rms_norm",
     "fused_add_rms_norm",
+    "gated_delta_rule",
     "gelu",
     "gelu_and_mul",
     "gelu_fast",
@@ -90,6 +93,7 @@ __all__ = [
     "rotary_embedding",
     "sample_by_race",
     "sample_recovered_tokens",
+    "selective_scan",
     "silu_and_mul",
     "silu_and_mul_with_clamp",
     "swigluoai_and_mul",

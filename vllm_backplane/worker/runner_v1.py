@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_backplane import configuration, ops
 from vllm_backplane.device import Device
 from vllm_backplane.layers.grammar import masks_on
+from vllm_backplane.layers.mamba import refuse_foreign
 from vllm_backplane.layers.sampler import replace_sampler
 from vllm_backplane.ops import resolution
 from vllm_backplane.worker.step_graphs import StepGraphs, unrecordable
@@ -55,6 +56,7 @@ class BackplaneModelRunnerV1(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        refuse_foreign(self.compilation_config.static_forward_context.values())
         if type(self.model) is CUDAGraphWrapper:
             config, device, model = self.vllm_config, self.accelerator, self.model.unwrap()
             missing = [] if device.capabilities.capture_computes else unrecordable(model, resolution.frozen() or ())

@@ -1,0 +1,17 @@
+"""What becomes of blocks: the labels under which they are counted."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Outcome(Enum):
+    STORED = "stored"
+    UNWRITTEN = "unwritten"
+    """The disk refused it."""
+    LOADED = "loaded"
+    DAMAGED = "damaged"
+    """It was there, and not as it was written."""
+    MISSING = "missing"
+    EVICTED = "evicted"
+    """Others were used later, and the bound was reached."""
