@@ -243,13 +243,6 @@ def settle_graphs(config: VllmConfig, device: Device, unrecordable: list[str]) -
     return False
 
 
-def set_scheduling(config: VllmConfig, chosen: Runtime) -> None:
-    if not chosen.device.capabilities.streams and config.scheduler_config.async_scheduling:
-        # Overlapping the host's work with the device's needs a device that works while the host does not wait.
-        config.scheduler_config.async_scheduling = False
-        logger.info_once("Scheduling is synchronous: device %s has no streams to overlap with.", chosen.device.name)
-
-
 def set_states(config: VllmConfig) -> None:
     """One state per sequence. vLLM switches prefix caching on for hybrids, unasked, with copies of the state at each
     block's end, which its kernels make by addresses."""

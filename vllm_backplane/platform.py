@@ -14,7 +14,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_backplane import middleware
+from vllm_backplane import middleware, scheduling
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
@@ -216,6 +216,7 @@ class BackplanePlatform(Platform):
         """Before a command line is read, if there is one."""
         if parser is not None:
             middleware.add_to(parser)
+            scheduling.turn_default(parser, _device)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
@@ -238,7 +239,7 @@ class BackplanePlatform(Platform):
         # 4. Compilation and graphs.
         configuration.set_compilation(vllm_config, chosen)
         # 5. Scheduling.
-        configuration.set_scheduling(vllm_config, chosen)
+        scheduling.settle(vllm_config, chosen.device)
         # 6. Memory.
         configuration.set_states(vllm_config)
         configuration.set_memory(vllm_config, chosen)

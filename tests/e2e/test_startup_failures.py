@@ -57,7 +57,7 @@ FAULT = "driver 4.2 does not answer on slot 7"
 
 CASES = {
     "vLLM told to ignore plugins, vllm serve": Case(
-        ("VLLM_TARGET_DEVICE", "Unset it"), {"VLLM_TARGET_DEVICE": "cpu"}, plain=True
+        ("VLLM_TARGET_DEVICE", "Unset it"), {"VLLM_TARGET_DEVICE": "cpu", "BACKPLANE_DEVICE": "cpu"}, plain=True
     ),
     "vLLM told to ignore plugins, our command": Case(("unset VLLM_TARGET_DEVICE",), {"VLLM_TARGET_DEVICE": "cpu"}),
     "plugins switched off, our command": Case(("unset VLLM_PLUGINS",), {"VLLM_PLUGINS": ""}),
