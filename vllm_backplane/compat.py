@@ -32,6 +32,13 @@ PARTLY_THERE: Mapping[str, str] = {
 """module:Class.name of vLLM, and what happens in a version without it."""
 
 
+def release() -> str:
+    """What vLLM calls itself, for servers that compare themselves with each other."""
+    from vllm import __version__
+
+    return __version__
+
+
 def ask_for_kernel_overrides(platform: Any) -> None:
     """Have the platform replace the runner's Triton kernels. vLLM 0.31 asks by itself, in every process."""
     from vllm.platforms.interface import Platform

@@ -41,17 +41,18 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def served(device: str, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The default model on cpu."""
+    """The default model's weights in full precision on cpu."""
     folder = tmp_path_factory.mktemp(device)
     (kept := folder / "kept").mkdir()
     [documented] = re.findall(r"^VLLM_SERVER_DEV_MODE=1 vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
     limits = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
     variables = {"VLLM_SERVER_DEV_MODE": "1", "BACKPLANE_CPU_SLEEP_FOLDER": str(kept)}
-    model, weights = [], 500 << 20
+    model, *options = documented.split()
+    given, weights = [model], 500 << 20
     if device == "sim":
         variables = {"VLLM_SERVER_DEV_MODE": "1", **SIM}
-        model, weights = [str(tiny_llama), "--served-model-name", "tiny"], 50 << 20
-    arguments = (*model, *documented.split(), *limits, "--kv-cache-memory-bytes", str(CACHE))
+        given, weights = [str(tiny_llama), "--served-model-name", "tiny"], 50 << 20
+    arguments = (*given, *options, *limits, "--kv-cache-memory-bytes", str(CACHE))
     with Server(folder, *arguments, variables=variables) as running:
         assert f"Operators on device {device}:" in running.text()
         yield Served(running, weights, kept)

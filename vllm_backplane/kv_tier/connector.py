@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -25,6 +24,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
+from vllm_backplane import compat
 from vllm_backplane.configuration import workers_on_host
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.kv_tier import settings
@@ -62,6 +62,7 @@ class BackplaneTier(KVConnectorBase_V1):
         self._settings = settings.parse(self._kv_transfer_config.kv_connector_extra_config)
         self._block_size = _insist_on_full_attention(kv_cache_config)
         _insist_on_one_stage(vllm_config.parallel_config)
+        _insist_on_prefix_caching(vllm_config.cache_config)
         self._shared = self._settings.listen is not None or self._settings.peer is not None
         if self._shared and vllm_config.parallel_config.data_parallel_size > 1:
             raise BackplaneError(
@@ -97,19 +98,20 @@ class BackplaneTier(KVConnectorBase_V1):
                 f"'capacity' of the second KV tier is {self._settings.capacity} bytes for {workers} worker(s), and one "
                 f"block takes {pages.row_bytes} in each; raise it to {workers * pages.row_bytes} or more"
             )
-        store = BlockStore(self._make_slots(pages))
+        store = BlockStore(self._make_slots(pages, workers))
         self._carrier = Carrier(pages, store, self._peer, _warn)
         logger.info(
             "Second KV tier: up to %d blocks of %d bytes in %s.", self._slots, pages.row_bytes, store.describe()
         )
 
-    def _make_slots(self, pages: Pages) -> Slots:
+    def _make_slots(self, pages: Pages, workers: int) -> Slots:
         if self._settings.folder is not None:
             name = f"{self._vllm_config.parallel_config.data_parallel_index}-{get_tensor_model_parallel_rank()}"
-            return FileSlots(self._settings.folder, name, self._slots, pages.row_bytes)
+            return FileSlots(self._settings.folder, name, self._slots, pages.row_bytes, workers)
         # A KV cache in host memory becomes memory as it is written.
         cache = pages.row_bytes * self._kv_cache_config.num_blocks
-        return MemorySlots(self._slots, pages.row_bytes, cache if runtime().device.capabilities.host_memory else 0)
+        spoken_for = cache if runtime().device.capabilities.host_memory else 0
+        return MemorySlots(self._slots, pages.row_bytes, spoken_for, workers)
 
     def bind_model(self, model: torch.nn.Module) -> None:
         """Called by the worker when weights and KV cache are there."""
@@ -134,7 +136,7 @@ class BackplaneTier(KVConnectorBase_V1):
             ],
             "block": [self._block_size, *self.carrier.pages.layout],
             "part": [config.parallel_config.tensor_parallel_size, get_tensor_model_parallel_rank()],
-            "vllm": vllm.__version__,
+            "vllm": compat.release(),
         }
         self._identity = identity(self._model, described)
         for user in (self._peer, self._listener):
@@ -267,6 +269,15 @@ def _insist_on_full_attention(kv_cache_config: Any) -> int:
             f"{', '.join(sorted(kind.__name__ for kind in kinds)) or 'no layers'}; remove --kv-transfer-config"
         )
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def _insist_on_prefix_caching(cache: Any) -> None:
+    """vLLM switches it off where a prompt must be computed in one piece (some pooling models)."""
+    if not cache.enable_prefix_caching:
+        raise BackplaneError(
+            "the second KV tier gives requests the beginning of their prompts, and prefix caching is off, by "
+            "--no-enable-prefix-caching or because the model computes prompts as a whole; remove the option or the tier"
+        )
 
 
 def _insist_on_one_stage(parallel: Any) -> None:

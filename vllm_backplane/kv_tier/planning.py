@@ -75,6 +75,9 @@ class Planner:
         first, end = computed // self._block_size, (request.num_tokens - 1) // self._block_size
         followed = self._follow(request)
         followed.local = computed
+        # Something is wanted of every token (logprobs of the prompt). vLLM knows that by itself from 0.31 on.
+        if request.skip_reading_prefix_cache:
+            return 0
         keys = followed.keys.up_to(request.all_token_ids, end)
         place = first
         while place < end and self._index.find(keys[place]) is not None:

@@ -18,7 +18,7 @@ _WHERE = f"kv_connector_extra_config of {NAME}"
 @dataclass(frozen=True, slots=True)
 class Settings:
     capacity: int
-    """Bytes that all workers of the engine together may keep."""
+    """Bytes that all workers of the host together may keep."""
     folder: Path | None
     """Blocks are kept in files in it; None: in host memory."""
     listen: Address | None = None

@@ -28,12 +28,13 @@ class Slots(Protocol):
 
 
 class MemorySlots:
-    def __init__(self, count: int, size: int, spoken_for: int) -> None:
-        """`spoken_for`: bytes of host memory that others have been promised and not taken yet."""
-        free = host_memory().free - spoken_for
-        if count * size > free:
+    def __init__(self, count: int, size: int, spoken_for: int, workers: int = 1) -> None:
+        """`spoken_for`: bytes of host memory that others have been promised and not taken yet, per worker, of which
+        `workers` do the same."""
+        free = host_memory().free - workers * spoken_for
+        if workers * count * size > free:
             raise BackplaneError(
-                f"the second KV tier may take {count * size} bytes of host memory per worker, and {max(free, 0)} are "
+                f"the second KV tier may take {workers * count * size} bytes of host memory, and {max(free, 0)} are "
                 "free; lower 'capacity', or keep blocks on disk with 'folder'"
             )
         self._rows = numpy.empty((count, size), numpy.uint8)  # becomes memory as it is written
@@ -57,12 +58,12 @@ _PREFIX, _SUFFIX = "vllm-backplane-kv-", ".blocks"
 class FileSlots:
     """The file is this process's alone and locked while that lives; what a killed one has left is removed."""
 
-    def __init__(self, folder: Path, name: str, count: int, size: int) -> None:
+    def __init__(self, folder: Path, name: str, count: int, size: int, workers: int = 1) -> None:
         remove_leftovers(folder)
         free = shutil.disk_usage(folder).free
-        if count * size > free:
+        if workers * count * size > free:
             raise BackplaneError(
-                f"the second KV tier may take {count * size} bytes per worker in {folder}, and {free} are free there; "
+                f"the second KV tier may take {workers * count * size} bytes in {folder}, and {free} are free there; "
                 "lower 'capacity', or name another 'folder'"
             )
         self._size = size

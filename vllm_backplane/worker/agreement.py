@@ -36,15 +36,23 @@ def tells(parallel: ParallelConfig, rank: int) -> bool:
     return rank == parallel.world_size - 1
 
 
+def refuse(parallel: ParallelConfig, rank: int, reason: str) -> None:
+    """What every worker knows by itself cannot be done."""
+    if tells(parallel, rank):
+        raise BackplaneError(reason)
+
+
 def together(
     parallel: ParallelConfig, rank: int, act: Callable[[], None], undo: Callable[[], None] | None = None
 ) -> None:
-    """Every worker acts; where one fails, all undo it."""
+    """Every worker acts; where one fails, all undo it. Where that fails too, nobody knows what is in memory, and the
+    workers end rather than answer from it."""
     failure = agree(_attempt(act, rank))
     if failure is None:
         return
     if undo is not None and (worse := agree(_attempt(undo, rank))) is not None:
-        failure = f"{failure}; and it could not be undone: {worse}"
+        logger.critical("%s; and it could not be undone: %s. This worker ends.", failure, worse)
+        raise SystemExit(f"{failure}; and it could not be undone: {worse}")
     if tells(parallel, rank):
         raise BackplaneError(failure)
 

@@ -17,6 +17,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 from vllm.platforms.interface import set_assigned_physical_gpu_ids
 from vllm.utils.gc_utils import freeze_gc_heap
@@ -34,7 +35,7 @@ from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
 from vllm_backplane.worker import adapters, memory, sleep
-from vllm_backplane.worker.agreement import together
+from vllm_backplane.worker.agreement import refuse, together
 from vllm_backplane.worker.checkpoint import weight_bytes
 from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.kv_storage import KvCacheStorage
@@ -291,11 +292,15 @@ class BackplaneWorker(Worker):
             self.budget.kv_cache_bytes(count, self._activations, "--num-gpu-blocks-override")
 
     def sleep(self, level: int = 1) -> None:
+        if not self.model_config.enable_sleep_mode:
+            return refuse(self.parallel_config, self.rank, "sleep mode is off; start with --enable-sleep-mode")
+        if level == 2 and not hasattr(get_model_loader(self.load_config), "get_all_weights"):
+            kind = self.load_config.load_format
+            reason = f"level 2 gives the weights up, and --load-format {kind} cannot load them again; sleep at level 1"
+            return refuse(self.parallel_config, self.rank, reason)
         together(self.parallel_config, self.rank, partial(self._fall_asleep, level), partial(self._stay_awake, level))
 
     def _fall_asleep(self, level: int) -> None:
-        if not self.model_config.enable_sleep_mode:
-            raise BackplaneError("sleep mode is off; start with --enable-sleep-mode")
         self.accelerator.synchronize()
         before = self.accelerator.memory(self.card).free
         self.sleeper.sleep(level, self._models(), self._preserved_parameters())
@@ -307,7 +312,7 @@ class BackplaneWorker(Worker):
     def _stay_awake(self, level: int) -> None:
         """Another worker, or this one, could not sleep."""
         self.sleeper.wake(None)
-        if level == 2 and self.model_config.enable_sleep_mode:  # which may have cost this one its weights
+        if level == 2:  # which may have cost this one its weights
             self.reload_weights()
 
     def wake_up(self, tags: list[str] | None = None) -> None:

@@ -51,6 +51,12 @@ def test_parts_of_a_block_are_refused(sizes: dict[str, int]) -> None:
         connector._insist_on_one_stage(SimpleNamespace(**one | sizes))
 
 
+def test_prompts_that_are_computed_as_a_whole_are_refused() -> None:
+    connector._insist_on_prefix_caching(SimpleNamespace(enable_prefix_caching=True))
+    with pytest.raises(BackplaneError, match="prefix caching is off"):
+        connector._insist_on_prefix_caching(SimpleNamespace(enable_prefix_caching=False))
+
+
 def transferring(name: str, **extra: Any) -> Any:
     given = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
     return SimpleNamespace(kv_transfer_config=given)

@@ -15,7 +15,14 @@ SIZE = 4
 
 
 def request(name: str, tokens: Sequence[int], **more: Any) -> Any:
-    fields = {"lora_request": None, "mm_features": [], "prompt_embeds": None, "cache_salt": None, "resumable": False}
+    fields: dict[str, Any] = {
+        "lora_request": None,
+        "mm_features": [],
+        "prompt_embeds": None,
+        "cache_salt": None,
+        "resumable": False,
+    }
+    fields["skip_reading_prefix_cache"] = False
     ids = list(tokens)
     return SimpleNamespace(request_id=name, all_token_ids=ids, num_tokens=len(ids), **{**fields, **more})
 
@@ -156,3 +163,11 @@ def test_forgetting_is_also_for_what_runs(planner: Planner) -> None:
     assert orders.forget
     assert saved(orders) == []
     assert planner.loadable(request("b", range(12)), 0) == 0
+
+
+def test_of_a_prompt_whose_every_token_is_wanted_nothing_is_loaded(planner: Planner) -> None:
+    first = request("first", range(9))
+    assert planner.loadable(first, 0) == 0
+    step(planner, [(first, [0, 1, 2], 0, 9)])
+    assert planner.loadable(request("again", range(9)), 0) == 8
+    assert planner.loadable(request("logprobs of the prompt", range(9), skip_reading_prefix_cache=True), 0) == 0

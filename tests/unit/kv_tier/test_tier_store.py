@@ -187,6 +187,8 @@ def test_more_than_there_is_is_refused(tmp_path: Path) -> None:
         FileSlots(tmp_path, "test", 1 << 30, 1 << 30)
     with pytest.raises(BackplaneError, match="'folder'"):
         MemorySlots(1, SIZE, 1 << 60)
+    with pytest.raises(BackplaneError, match="'folder'"):
+        MemorySlots(1, SIZE, 0, workers=1 << 50)
 
 
 # --- the KV cache
