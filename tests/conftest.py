@@ -46,6 +46,7 @@ LONGEST = (
     "e2e/test_parallel_decoder.py",
     "e2e/test_data_and_tensor_parallel.py",
     "e2e/test_gguf.py",
+    "e2e/test_expert_parallel.py",
     "e2e/test_sim_graphs.py",
     "e2e/test_sim_two_cards.py",
     "e2e/test_sim_races.py",

@@ -6,6 +6,7 @@ empty steps. Without them the first request below would wait for ever. test_data
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +30,8 @@ VARIABLES = {
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
 }
 LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
-SIZES = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--api-server-count", "1")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "parallel.md").read_text()
+SIZES = re.findall(r"^vllm-backplane serve \S+ (.*)$", PAGE, re.MULTILINE)[0].split()
 
 
 @pytest.fixture(scope="module", params=["cpu", "sim"])

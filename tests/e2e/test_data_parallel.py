@@ -1,4 +1,4 @@
-"""Two replicas of a mixture of experts on two simulated cards, under uneven load, give transformers' tokens.
+"""Two replicas of a mixture of experts, on the host and on simulated cards, under uneven load: transformers' tokens.
 
 vLLM divides the experts among the replicas, so every step of one needs the other: while only one has requests, the
 other takes part with empty steps (`execute_dummy_batch`). Without them the first request below would wait for ever.
@@ -22,13 +22,24 @@ pytestmark = pytest.mark.server
 
 TOKENS = 16
 PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)], [9, 8, 7], [311]]
-SIM = {
-    "BACKPLANE_DEVICE": "sim",
+VARIABLES = {
+    "BACKPLANE_MEMORY_SHARE": "0.2",
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "1GiB",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
     "BACKPLANE_SIM_FAULTS": "hang@launch=backplane::paged_attention,nth=600,card=1",  # more than the other tests launch
 }
+
+
+@pytest.fixture(scope="module", params=["cpu", "sim"])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def on_sim(device: str) -> None:
+    if device != "sim":
+        pytest.skip("the host has no cards")
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +49,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="module")
-def server(model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(device: str, model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     limits = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
     two = ("--data-parallel-size", "2", "--api-server-count", "1", "--skip-tokenizer-init")
-    folder = tmp_path_factory.mktemp("replicas")
-    with Server(folder, str(model[0]), "--served-model-name", "tiny", *limits, *two, variables=SIM) as server:
+    given = (str(model[0]), "--served-model-name", "tiny", *limits, *two)
+    variables = {"BACKPLANE_DEVICE": device, **VARIABLES}
+    with Server(tmp_path_factory.mktemp(device), *given, variables=variables) as server:
+        assert server.text().count(f"Operators on device {device}:") == 2
         yield server
 
 
@@ -55,7 +68,7 @@ def answer(server: Server, replica: int, prompt: list[int]) -> list[int]:
     return list(response.json()["choices"][0]["token_ids"])
 
 
-@pytest.mark.feature("Parallel: data, with uneven load", "sim")
+@pytest.mark.feature("Parallel: data, with uneven load", "{device}")
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_replica_with_requests_beside_an_idle_one(server: Server, model: tuple[Path, Any], replica: int) -> None:
     before = [served(server, other) for other in (0, 1)]
@@ -72,11 +85,13 @@ def served(server: Server, replica: int) -> float:
     return server.metric("vllm:generation_tokens_total", engine=str(replica))
 
 
+@pytest.mark.usefixtures("on_sim")
 def test_each_replica_has_a_card_of_its_own(server: Server) -> None:
     log = server.log.read_text(errors="replace")
     assert all(f"Memory on sim:{card}:" in log for card in (0, 1))
 
 
+@pytest.mark.usefixtures("on_sim")
 def test_a_replica_that_hangs_ends_the_server(server: Server) -> None:
     """The last test: the card of the second replica stops, and the first waits for it in the exchange of tokens."""
     server.descendants()
