@@ -2,12 +2,11 @@
 
 vLLM's server answers 500 to everything that goes wrong in the engine while it loads an adapter, except to a folder that
 is not there; of the error it has the text alone. So a worker that refuses an adapter does so in words that are known
-here (`AdapterRefused`), and a middleware finds them in the answer. The platform adds it to those of `--middleware`.
+here (`AdapterRefused`), and a middleware finds them in the answer. `middleware.py` brings it there.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -79,11 +78,3 @@ def _message(body: bytes) -> str:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return ""
-
-
-def add_to(parser: argparse.ArgumentParser) -> None:
-    """To the middlewares of a server, which are a user's option; a parser without it is not a server's."""
-    given = parser.get_default("middleware")
-    # 'vllm snapshot create' knows the option only to refuse it.
-    if given is not None and AdapterErrors.NAME not in given and "snapshot" not in parser.prog:
-        parser.set_defaults(middleware=[*given, AdapterErrors.NAME])

@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 
 from vllm_backplane.device import Device
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.kv_tier import settings as kv_tier
 from vllm_backplane.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def graphs_fit(config: VllmConfig, chosen: Runtime) -> bool:
         and config.lora_config is None
         and (config.speculative_config is None or config.speculative_config.method in REPLAYED_SPECULATION)
         and decoded_at_once(config) <= largest_graph(config, chosen)
-        and config.kv_transfer_config is None
+        and (config.kv_transfer_config is None or config.kv_transfer_config.kv_connector == kv_tier.NAME)
         and not looks_at_modules(chosen)
         and not config.use_v2_model_runner
     )
@@ -242,13 +243,6 @@ def settle_graphs(config: VllmConfig, device: Device, unrecordable: list[str]) -
     return False
 
 
-def set_scheduling(config: VllmConfig, chosen: Runtime) -> None:
-    if not chosen.device.capabilities.streams and config.scheduler_config.async_scheduling:
-        # Overlapping the host's work with the device's needs a device that works while the host does not wait.
-        config.scheduler_config.async_scheduling = False
-        logger.info_once("Scheduling is synchronous: device %s has no streams to overlap with.", chosen.device.name)
-
-
 def set_states(config: VllmConfig) -> None:
     """One state per sequence. vLLM switches prefix caching on for hybrids, unasked, with copies of the state at each
     block's end, which its kernels make by addresses."""
@@ -299,3 +293,12 @@ def set_loading(config: VllmConfig) -> None:
         )
     if model.served_model_name == model.model:
         model.served_model_name = str(model.hf_config.quantization_config["file"])
+
+
+def set_kv_tier(config: VllmConfig) -> None:
+    """A block of the second tier that cannot be had is computed. vLLM's default is to fail the request, and does not
+    tell itself from what a user said, so it is not left a choice."""
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == kv_tier.NAME:
+        kv_tier.parse(transfer.kv_connector_extra_config)  # what is wrong with it is said before engines start
+        transfer.kv_load_failure_policy = "recompute"

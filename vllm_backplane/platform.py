@@ -14,7 +14,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_backplane import adapter_errors
+from vllm_backplane import middleware, scheduling
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
@@ -215,7 +215,8 @@ class BackplanePlatform(Platform):
     def pre_register_and_update(cls, parser: ArgumentParser | None = None) -> None:
         """Before a command line is read, if there is one."""
         if parser is not None:
-            adapter_errors.add_to(parser)
+            middleware.add_to(parser)
+            scheduling.turn_default(parser, _device)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
@@ -238,12 +239,14 @@ class BackplanePlatform(Platform):
         # 4. Compilation and graphs.
         configuration.set_compilation(vllm_config, chosen)
         # 5. Scheduling.
-        configuration.set_scheduling(vllm_config, chosen)
+        scheduling.settle(vllm_config, chosen.device)
         # 6. Memory.
         configuration.set_states(vllm_config)
         configuration.set_memory(vllm_config, chosen)
         # 7. Where the weights are in a GGUF file.
         configuration.set_loading(vllm_config)
+        # 8. A second tier of the KV cache.
+        configuration.set_kv_tier(vllm_config)
         logger.info_once("Backplane runs on device %s: %s", chosen.device.name, chosen.selection.reason)
         if patched := lifecycle.report():
             logger.info_once("%s", patched)

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,10 @@ def adapter(given: list[Any]) -> Any:
     return LoRARequest(*given)
 
 
-def load_adapter(engine: Any, given: list[Any]) -> str:
+def refusal(call: Callable[[Any], Any], given: Any) -> str:
     """Empty, or what is said against it."""
     try:
-        engine.llm_engine.add_lora(adapter(given))
+        call(given)
     except Exception as error:  # it is the result
         return str(error)
     return ""
@@ -111,6 +111,8 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             return watch(engine, given, moments)
         case "sleep":
             return engine.sleep(level=given)
+        case "try to sleep":
+            return refusal(engine.sleep, given)
         case "wake":
             return engine.wake_up(given)
         case "ask":  # each worker, by a function of worker_questions.py
@@ -125,8 +127,10 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             }
         case "call":  # a method of each worker
             return engine.collective_rpc(given)
+        case "forget prefixes":  # in vLLM's own cache
+            return engine.reset_prefix_cache()
         case "load adapter":
-            return load_adapter(engine, given)
+            return refusal(engine.llm_engine.add_lora, adapter(given))
         case "pin adapter":
             return engine.llm_engine.pin_lora(given)
         case "remove adapter":
@@ -167,6 +171,7 @@ def run(job: dict[str, Any], moments: list[float]) -> dict[str, Any]:
             "device": current_platform.device_type,
             "worker": config.parallel_config.worker_cls,
             "dtype": str(config.model_config.dtype),
+            "async_scheduling": config.scheduler_config.async_scheduling,
             "runner": "second" if config.use_v2_model_runner else "first",
             "batches": [generate(engine, batch) for batch in job.get("batches", ())],
             "steps": [take(engine, step, moments) for step in job.get("steps", ())],

@@ -17,6 +17,16 @@ PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(
 
 
 REFERENCES = {"backplane": {"reference_ops": "all"}}
+AGAIN, LOOK, PLANT = {"batch": batch(PROMPTS, greedy(TOKENS))}, {"ask": "resident"}, {"ask": "plant_failing_sleep"}
+ASLEEP = [
+    *(LOOK, {"sleep": 1}, LOOK, {"wake": None}, AGAIN),
+    *(LOOK, {"sleep": 2}, LOOK, {"wake": ["weights"]}, {"call": "reload_weights"}, {"wake": ["kv_cache"]}, AGAIN),
+    *(PLANT, {"try to sleep": 2}, {"wake": None}, AGAIN, PLANT),
+    *(LOOK, {"sleep": 1}, LOOK, {"wake": None}, AGAIN),
+]
+"""Of two workers that sleep; one that cannot keeps the other awake. The wake after it resumes the scheduler."""
+WEIGHTS = 25 << 20
+"""Bytes, of one worker: half of an embedding and a head, 49152 x 128 in float32 each. The rest is far less."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +35,7 @@ def results(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathFa
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
     engines = {
         "one": job(tiny_llama, *work, **limits),
-        "tensor": job(tiny_llama, *work, tensor_parallel_size=2, **limits),
+        "tensor": job(tiny_llama, *work, steps=ASLEEP, enable_sleep_mode=True, tensor_parallel_size=2, **limits),
         "pipeline": job(tiny_llama, *work, pipeline_parallel_size=2, **limits),
         "references": job(tiny_llama, *work, steps=[{"ask": "operators"}], additional_config=REFERENCES, **limits),
         # Its nine heads do not divide by two, its thirty layers do.
@@ -71,6 +81,18 @@ def test_the_tokens_are_those_of_one_process_with_kernels(results: dict[str, Res
     one, two = results["one"]["batches"][0], results[way]["batches"][0]
     for single, double in zip(one, two, strict=True):
         assert double["logprobs"] == pytest.approx(single["logprobs"], abs=1e-3)
+
+
+@pytest.mark.feature("Sleep: several workers", "cpu")
+def test_workers_sleep_together_or_not_at_all(results: dict[str, Result]) -> None:
+    steps = list(zip(ASLEEP, results["tensor"]["steps"], strict=True))
+    expected = tokens(results["tensor"])[0]
+    assert [[output["token_ids"] for output in done] for step, done in steps if step is AGAIN] == [expected] * 4
+    [said] = [done for step, done in steps if "try to sleep" in step]
+    assert "rank 1: no room for the weights" in said
+    looks = [done for step, done in steps if step is LOOK]
+    for awake, asleep in zip(looks[::2], looks[1::2], strict=True):
+        assert all(before - now > 0.8 * WEIGHTS for before, now in zip(awake, asleep, strict=True)), looks
 
 
 def test_answers_differ_from_each_other(results: dict[str, Result]) -> None:

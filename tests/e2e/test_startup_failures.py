@@ -57,7 +57,7 @@ FAULT = "driver 4.2 does not answer on slot 7"
 
 CASES = {
     "vLLM told to ignore plugins, vllm serve": Case(
-        ("VLLM_TARGET_DEVICE", "Unset it"), {"VLLM_TARGET_DEVICE": "cpu"}, plain=True
+        ("VLLM_TARGET_DEVICE", "Unset it"), {"VLLM_TARGET_DEVICE": "cpu", "BACKPLANE_DEVICE": "cpu"}, plain=True
     ),
     "vLLM told to ignore plugins, our command": Case(("unset VLLM_TARGET_DEVICE",), {"VLLM_TARGET_DEVICE": "cpu"}),
     "plugins switched off, our command": Case(("unset VLLM_PLUGINS",), {"VLLM_PLUGINS": ""}),
@@ -120,7 +120,10 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"gpu_memory_utilization": 0.3, "additional_config": {"backplane": {"memory_share": 0.4}}},
         ("option memory_share says 0.4 and --gpu-memory-utilization says 0.3: remove one",),
     ),
-    "sleep mode": ({"enable_sleep_mode": True}, ("Sleep mode is not supported",)),  # vLLM asks the platform
+    "folder of what sleeps": (
+        {"enable_sleep_mode": True, "additional_config": {"backplane": {"cpu": {"sleep_folder": "/nowhere"}}}},
+        ("/nowhere is no folder", "BACKPLANE_CPU_SLEEP_FOLDER"),
+    ),
     "dual-batch overlap": ({"enable_dbo": True}, ("remove --enable-dbo",)),
     "type of the KV cache": ({"kv_cache_dtype": "nvfp4"}, ("as 'nvfp4'; choose --kv-cache-dtype among: auto, ",)),
     "compilation": ({"compilation_config": {"mode": 3}}, ("device 'cpu' runs eagerly", "-cc.mode=none")),

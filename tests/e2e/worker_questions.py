@@ -152,3 +152,39 @@ def plant_unawaited_tokens(worker: Any) -> None:
             """The mistake."""
 
     worker.model_runner.transfer_event = Hasty()
+
+
+def plant_failing_sleep(worker: Any) -> None:
+    """The last worker cannot give its weights back, from now on and until it is asked again."""
+    device = worker.accelerator
+    if "release" in vars(device):
+        del device.release
+    elif worker.rank == worker.parallel_config.world_size - 1:
+        release = device.release
+
+        def refuse(tag: str, *others: Any) -> None:
+            if tag == "weights":
+                raise RuntimeError("no room for the weights")
+            release(tag, *others)
+
+        device.release = refuse
+
+
+def resident(_worker: Any) -> int:
+    """Bytes of memory that the worker's process has."""
+    from vllm_backplane.device import host
+
+    return host.own_resident_memory()
+
+
+def damage_kept_blocks(worker: Any) -> int:
+    """Changes every block in the memory of the second rank's KV tier; the first rank's stay as they are."""
+    from vllm_backplane.kv_tier.current import tier_of_worker
+
+    if worker.rank != 1:
+        return 0
+    tier = tier_of_worker()
+    assert tier is not None
+    rows = tier.carrier.store._slots._rows
+    rows[...] ^= 0xFF
+    return len(rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 from collections.abc import Iterable
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_backplane.adapter_errors import AdapterErrors, AdapterRefused, add_to
+from vllm_backplane.adapter_errors import AdapterErrors, AdapterRefused
 
 LOAD = "/v1/load_lora_adapter"
 REFUSED = str(AdapterRefused("it's 'mine'", "lora_A is (8, 64)"))
@@ -80,22 +79,3 @@ def test_other_connections_pass() -> None:
 
     asyncio.run(AdapterErrors(server)({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
     assert seen == ["lifespan"]
-
-
-def test_it_joins_the_middlewares_of_a_server() -> None:
-    parser = argparse.ArgumentParser(prog="vllm serve")
-    parser.add_argument("--middleware", action="append", default=[])
-    add_to(parser)
-    add_to(parser)
-    assert parser.parse_args([]).middleware == [AdapterErrors.NAME]
-    assert parser.parse_args(["--middleware", "a.b"]).middleware == [AdapterErrors.NAME, "a.b"]
-
-
-def test_other_commands_get_none() -> None:
-    parser = argparse.ArgumentParser(prog="vllm bench")
-    add_to(parser)
-    assert not hasattr(parser.parse_args([]), "middleware")
-    parser = argparse.ArgumentParser(prog="vllm snapshot create")
-    parser.add_argument("--middleware", action="append", default=[])
-    add_to(parser)
-    assert parser.parse_args([]).middleware == []

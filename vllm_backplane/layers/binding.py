@@ -170,6 +170,7 @@ def bind() -> None:
     from vllm.model_executor.custom_op import op_registry_oot
 
     from vllm_backplane.attention import selection
+    from vllm_backplane.kv_tier import registration as kv_tier
     from vllm_backplane.layers.gguf import config as gguf_config
     from vllm_backplane.layers.quantization import config
     from vllm_backplane.layers.schemes import registration
@@ -180,6 +181,7 @@ def bind() -> None:
     gguf_config.register()
     registration.register()
     gguf_loader.register()
+    kv_tier.register()
     for binding in BINDINGS:
         upstream, replacement = check(binding)
         present = op_registry_oot.get(upstream.__name__)

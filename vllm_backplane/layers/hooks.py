@@ -94,7 +94,7 @@ HOOKS: tuple[Hook, ...] = (
         "model runner",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
         "vllm_backplane.worker.runner_v1:BackplaneModelRunnerV1",
-        ("kv_cache_zero_blocks",),
+        ("kv_cache_zero_blocks", "allowed_tokens_mask"),
     ),
     Hook(
         "quantization method",

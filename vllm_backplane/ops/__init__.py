@@ -33,6 +33,7 @@ from vllm_backplane.ops.rejection import (
 )
 from vllm_backplane.ops.rotary import rotary_embedding
 from vllm_backplane.ops.sampling import (
+    allowed_tokens_mask,
     apply_penalties,
     greedy_argmax,
     min_p_mask,
@@ -50,6 +51,7 @@ from vllm_backplane.ops.speculation import (
 from vllm_backplane.ops.tally import tally_values
 
 __all__ = [
+    "allowed_tokens_mask",
     "apply_penalties",
     "blocked_linear",
     "causal_convolution",

@@ -5,8 +5,7 @@ a smaller model, that it names layers which the model does not have, or that the
 description's: each would be served, and give other answers than it was trained for. Where a copy fails halfway, the
 slot stays taken.
 
-Workers agree on the outcome, and the last one tells it. vLLM reads answers in the order of ranks and stops at the first
-error: what the ranks after it have said would be taken for answers to the next call.
+Workers agree on the outcome, and the last one tells it (`agreement.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from vllm.config import ParallelConfig
-from vllm.distributed import get_pp_group, get_tp_group
 from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import get_adapter_absolute_path
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 
 from vllm_backplane.adapter_errors import AdapterRefused
+from vllm_backplane.worker.agreement import agree, tells
 
 if TYPE_CHECKING:
     from vllm.lora.lora_model import LoRAModel
@@ -64,13 +63,13 @@ def add(
         failure = _judge(manager, request, parallel, before, raised)
     except Exception as fault:  # every worker must come to the agreement
         failure = Failure(_told(fault), False)
-    failure = _agree(failure)
+    failure = agree(failure)
     if failure is None:
         return added
     # One that was there before under the number, and was to be replaced, is as good as it was.
     if manager.get_adapter(number) is not before:
         runner.remove_lora(number)
-    if rank != parallel.world_size - 1:
+    if not tells(parallel, rank):
         return False
     if failure.of_adapter:
         raise AdapterRefused(request.lora_name, failure.reason) from raised
@@ -172,13 +171,3 @@ def _outputs(base: LinearBase) -> list[int]:
         keys, values = base.head_size, getattr(base, "v_head_size", base.head_size)
         return [base.total_num_heads * keys, base.total_num_kv_heads * keys, base.total_num_kv_heads * values]
     return list(getattr(base, "output_sizes", [base.output_size]))
-
-
-def _agree(failure: Failure | None) -> Failure | None:
-    """One failure of any worker of the engine, for all of them."""
-    for group in (get_tp_group(), get_pp_group()):
-        if group.world_size > 1:
-            told: list[Failure | None] = [None] * group.world_size
-            torch.distributed.all_gather_object(told, failure, group=group.cpu_group)
-            failure = next((one for one in told if one is not None), None)
-    return failure

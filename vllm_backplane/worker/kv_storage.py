@@ -7,6 +7,7 @@ means of answering such a call, scoped to that allocation; nothing is patched.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,9 +18,16 @@ from vllm_backplane.errors import BackplaneError
 
 
 class KvCacheStorage(TorchFunctionMode):
-    def __init__(self, device: Device, card: int, refuse: Callable[[int], None]) -> None:
-        """`refuse` is asked before an allocation, and raises where there is not so much memory."""
+    def __init__(
+        self,
+        device: Device,
+        card: int,
+        refuse: Callable[[int], None],
+        pool: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`refuse` is asked before an allocation, and raises where there is not so much memory. `pool` is around it."""
         super().__init__()
+        self._pool = pool
         self._device = device
         self._card = card
         self._refuse = refuse
@@ -40,5 +48,6 @@ class KvCacheStorage(TorchFunctionMode):
         if func is torch.zeros and kwargs.get("dtype") is torch.int8 and len(args) == 1 and isinstance(args[0], int):
             self._refuse(self.bytes + args[0])
             self.bytes += args[0]
-            return self._device.zeroed_bytes(args[0], self._card)
+            with self._pool():
+                return self._device.zeroed_bytes(args[0], self._card)
         return func(*args, **kwargs)

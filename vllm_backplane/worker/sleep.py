@@ -3,9 +3,9 @@
 vLLM's own way is CUDA's virtual memory. Here the device has pools (`Device.sleep_pool`): weights are loaded in one, the
 KV cache is allocated in another, and each can be released and restored as a whole, its tensors keeping their addresses.
 
-Level 1 keeps the weights on the host. Level 2 keeps only what no checkpoint has, the model's buffers, and parameters
-that the user names (--sleep-preserve-parameter-names); after waking, the other weights are loaded again (vLLM's
-`reload_weights`). What is in the KV cache is lost at both: vLLM forgets it too.
+Level 1 keeps the weights, outside of the card's memory. Level 2 keeps only what no checkpoint has, the model's buffers,
+and parameters that the user names (--sleep-preserve-parameter-names); after waking, the other weights are loaded again
+(vLLM's `reload_weights`). What is in the KV cache is lost at both: vLLM forgets it too.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Sleeper:
         return self._device.sleep_pool(tag, self._card)
 
     def sleep(self, level: int, models: Iterable[torch.nn.Module], preserved: Iterable[torch.Tensor] = ()) -> None:
-        """`preserved`: parameters whose contents level 2 keeps."""
+        """`preserved`: parameters whose contents level 2 keeps. Where it fails, nothing but the KV cache is lost."""
         if level not in (1, 2):
-            raise BackplaneError(f"sleep level {level} does not exist; choose 1 (keeps the weights on the host) or 2")
+            raise BackplaneError(f"sleep level {level} does not exist; choose 1 (keeps the weights) or 2")
         if level == 2:
             kept = [*(buffer for model in models for buffer in model.buffers()), *preserved]
-            self._saved = [(tensor, tensor.detach().cpu()) for tensor in kept]
-        self._release(WEIGHTS, keep=level == 1)
+            self._saved = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in kept]
         self._release(KV_CACHE, keep=False)
+        self._release(WEIGHTS, keep=level == 1)
 
     def discard(self, tags: Iterable[str]) -> None:
         for tag in tags:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -29,10 +29,12 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_backplane import compat, configuration
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.kv_tier.current import tier_of_worker
 from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
 from vllm_backplane.worker import adapters, memory, sleep
+from vllm_backplane.worker.agreement import together
 from vllm_backplane.worker.checkpoint import weight_bytes
 from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.kv_storage import KvCacheStorage
@@ -236,10 +238,12 @@ class BackplaneWorker(Worker):
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         super().reload_weights(*args, **kwargs)
         self._forget_graphs()
+        self._forget_kept_blocks()
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
         self._forget_graphs()
+        self._forget_kept_blocks()
 
     def _forget_graphs(self) -> None:
         """Weights may lie elsewhere now. Graphs that were captured while serving can be captured again."""
@@ -247,23 +251,39 @@ class BackplaneWorker(Worker):
         if isinstance(model, StepGraphs) and model.while_serving:
             model.clear_graphs()
 
+    def _forget_kept_blocks(self) -> None:
+        tier = tier_of_worker()
+        if tier is not None:
+            tier.weights_changed()
+
     # --- memory -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def _maybe_get_memory_pool_context(self, tag: str) -> Iterator[None]:
         """Upstream's pools are CUDA's. Here the KV cache comes from the device, and what may sleep from its pools."""
-        with ExitStack() as contexts:
-            if self.model_config.enable_sleep_mode and tag in sleep.TAGS:
-                contexts.enter_context(self.sleeper.pool(tag))
-            if tag == sleep.KV_CACHE:
-                contexts.enter_context(self._kv_storage)
+        if tag == sleep.KV_CACHE:
+            # What else is allocated with it, such as tables of blocks, is not to be lost in a sleep.
+            context: AbstractContextManager[Any] = self._kv_storage
+        elif tag == sleep.WEIGHTS:
+            context = self._sleeping(tag)
+        else:
+            context = nullcontext()
+        with context:
             yield
 
+    def _sleeping(self, tag: str) -> AbstractContextManager[None]:
+        return self.sleeper.pool(tag) if self.model_config.enable_sleep_mode else nullcontext()
+
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        self._kv_storage = KvCacheStorage(self.accelerator, self.card, self._refuse_kv_cache)
+        self._kv_storage = KvCacheStorage(
+            self.accelerator, self.card, self._refuse_kv_cache, partial(self._sleeping, sleep.KV_CACHE)
+        )
         super().initialize_from_config(kv_cache_config)
         if kv_cache_config.kv_cache_tensors:  # an encoder has none
             self._kv_storage.insist_on_use()
+        tier = tier_of_worker()
+        if tier is not None:
+            tier.bind_model(self.model_runner.get_model())
 
     def _refuse_kv_cache(self, count: int) -> None:
         """vLLM keeps to what was granted, unless the user stated a number of blocks."""
@@ -271,17 +291,31 @@ class BackplaneWorker(Worker):
             self.budget.kv_cache_bytes(count, self._activations, "--num-gpu-blocks-override")
 
     def sleep(self, level: int = 1) -> None:
+        together(self.parallel_config, self.rank, partial(self._fall_asleep, level), partial(self._stay_awake, level))
+
+    def _fall_asleep(self, level: int) -> None:
+        if not self.model_config.enable_sleep_mode:
+            raise BackplaneError("sleep mode is off; start with --enable-sleep-mode")
         self.accelerator.synchronize()
         before = self.accelerator.memory(self.card).free
         self.sleeper.sleep(level, self._models(), self._preserved_parameters())
+        gc.collect()
+        self.accelerator.empty_cache()
         after = self.accelerator.memory(self.card)
         logger.info("Asleep: %s given back, %s still in use.", memory.gib(after.free - before), memory.gib(after.used))
 
+    def _stay_awake(self, level: int) -> None:
+        """Another worker, or this one, could not sleep."""
+        self.sleeper.wake(None)
+        if level == 2 and self.model_config.enable_sleep_mode:  # which may have cost this one its weights
+            self.reload_weights()
+
     def wake_up(self, tags: list[str] | None = None) -> None:
-        self.sleeper.wake(tags)
+        """Those that could stay awake where one fails, and calling it again wakes the rest."""
+        together(self.parallel_config, self.rank, partial(self.sleeper.wake, tags))
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        self.sleeper.discard(tags)
+        together(self.parallel_config, self.rank, partial(self.sleeper.discard, tags))
 
     def _models(self) -> list[torch.nn.Module]:
         drafter = getattr(getattr(self.model_runner, "drafter", None), "model", None)

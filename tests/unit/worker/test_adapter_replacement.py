@@ -35,7 +35,7 @@ def add(runner: Runner, load: Any) -> bool:
 
 @pytest.fixture(autouse=True)
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "_agree", lambda failure: failure)
+    monkeypatch.setattr(adapters, "agree", lambda failure: failure)
 
 
 def failing(error: Exception) -> Any:

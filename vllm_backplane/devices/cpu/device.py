@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,8 +17,9 @@ import torch
 from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties, fork_safety, host
 from vllm_backplane.devices.cpu import native, promised
 from vllm_backplane.devices.cpu.graphs import CpuGraph
+from vllm_backplane.devices.cpu.sleeping import SleepPool, folder_on_disk
 from vllm_backplane.graph import Graph
-from vllm_backplane.options import Option, integer
+from vllm_backplane.options import Option, integer, text
 
 
 class CpuDevice(Device):
@@ -30,6 +33,7 @@ class CpuDevice(Device):
         graphs=True,
         graph_sizes=tuple(range(1, 65)),  # padding would be computed, so every size has a graph of its own
         capture_computes=True,
+        sleep=True,
         fork=True,  # see fork_safety.py
         host_memory=True,
         profile_tokens=128,
@@ -43,7 +47,19 @@ class CpuDevice(Device):
             "Threads per worker; default: OMP_NUM_THREADS, else the cores this process may use, divided among the "
             "workers of the host.",
         ),
+        Option(
+            "sleep_folder",
+            None,
+            text,
+            "Where weights are while the server sleeps at level 1: a folder on a disk; default: the one for temporary "
+            "files, or /var/tmp.",
+        ),
     )
+
+    def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
+        super().__init__(settings)
+        self._pools: dict[str, SleepPool] = {}
+        self._allocating: SleepPool | None = None
 
     @classmethod
     def probe(cls) -> Probe:
@@ -93,7 +109,31 @@ class CpuDevice(Device):
         promised.promise(count, host.host_memory().free)
         pages = numpy.zeros(count, dtype=numpy.int8)
         weakref.finalize(pages, promised.withdraw, count).atexit = False
-        return torch.from_numpy(pages)
+        tensor = torch.from_numpy(pages)
+        if self._allocating is not None:
+            self._allocating.note(tensor)
+            self._allocating.note_promised(pages, count)
+        return tensor
+
+    @contextmanager
+    def sleep_pool(self, tag: str, index: int = 0) -> Iterator[None]:
+        self._sleep_folder()  # a folder that cannot be used is told at start rather than at the first sleep
+        pool = self._pools.setdefault(tag, SleepPool(self._sleep_folder))
+        before, self._allocating = self._allocating, pool
+        try:
+            with pool.in_use():
+                yield
+        finally:
+            self._allocating = before
+
+    def release(self, tag: str, keep: bool, index: int = 0) -> None:
+        self._pools[tag].release(keep)
+
+    def restore(self, tag: str, index: int = 0) -> None:
+        self._pools[tag].restore()
+
+    def _sleep_folder(self) -> Path:
+        return folder_on_disk(self.settings["sleep_folder"])
 
     def torch_device(self, index: int = 0) -> torch.device:
         return torch.device("cpu")
