@@ -16,6 +16,8 @@ from feature_matrix import pytest_addoption, pytest_configure  # noqa: F401  # h
 HERE = Path(__file__).parent
 LONGEST = (
     "e2e/test_processes.py",
+    "e2e/test_architectures.py",
+    "e2e/test_perceiving_models.py",
     "e2e/test_parity.py",
     "e2e/test_patch_processes.py",
     "e2e/test_sim_faults.py",
@@ -34,7 +36,6 @@ LONGEST = (
     "e2e/test_memory_limits.py",
     "e2e/test_second_runner.py",
     "e2e/test_cpu_graphs.py",
-    "e2e/test_architectures.py",
     "e2e/test_sim_memory.py",
     "e2e/test_bfloat16.py",
     "e2e/test_embeddings.py",

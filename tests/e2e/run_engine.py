@@ -46,13 +46,28 @@ def generate(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
     from vllm import SamplingParams
 
     parameters = SamplingParams(**batch["sampling"])
-    prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
+    prompts = [perceived(ids, batch, place) for place, ids in enumerate(batch["prompts"])]
     if adapters := batch.get("adapters"):
         requests = [adapter(given) if given else None for given in adapters]
         outputs = engine.generate(prompts, parameters, use_tqdm=False, lora_request=requests)
         return [describe(output) for output in outputs]
     groups = [[prompt] for prompt in prompts] if batch.get("one_by_one") else [prompts]
     return [describe(output) for group in groups for output in engine.generate(group, parameters, use_tqdm=False)]
+
+
+def perceived(ids: list[int], batch: dict[str, Any], place: int) -> Any:
+    """A prompt, with the picture or for the sound that the batch has for it, each told by its number."""
+    import perceiving
+
+    if sounds := batch.get("sounds"):
+        heard = {"audio": (perceiving.sound(sounds[place]), perceiving.RATE)}
+        return {
+            "encoder_prompt": {"prompt": "", "multi_modal_data": heard},
+            "decoder_prompt": {"prompt_token_ids": ids},
+        }
+    if pictures := batch.get("pictures"):
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": perceiving.picture(pictures[place])}}
+    return {"prompt_token_ids": ids}
 
 
 def adapter(given: list[Any]) -> Any:
@@ -120,6 +135,8 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             return engine.llm_engine.pin_lora(given)
         case "remove adapter":
             return engine.llm_engine.remove_lora(given)
+        case "score":  # pairs of one text and several
+            return [output.outputs.score for output in engine.score(*given, use_tqdm=False)]
         case "list adapters":
             return sorted(engine.llm_engine.list_loras())
     raise ValueError(f"no step {kind!r}")

@@ -17,13 +17,15 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec
 from vllm_backplane.errors import BackplaneError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BackplaneAttentionMetadata(AttentionMetadata):
     num_actual_tokens: int
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     causal: bool
+    slot_mapping: torch.Tensor | None = None
+    """Where an encoder's keys and values go. vLLM sets it for cross-attention, whose decoder's slots are others."""
 
     @classmethod
     def of(cls, common: CommonAttentionMetadata, *, causal: bool) -> BackplaneAttentionMetadata:

@@ -58,14 +58,14 @@ HOOKS: tuple[Hook, ...] = (
         "vllm_backplane.attention.implementation:BackplaneAttentionImpl",
         ("kv_cache_write", "paged_attention", "varlen_attention"),
     ),
+    _ir("rms_norm"),
+    _ir("fused_add_rms_norm"),
     Hook(
         "attention backend",
         "vllm.v1.attention.backend:MLAAttentionImpl",
         "vllm_backplane.attention.latent:BackplaneLatentImpl",
         ("kv_cache_write", "paged_attention"),
     ),
-    _ir("rms_norm"),
-    _ir("fused_add_rms_norm"),
     Hook(
         "sampler",
         "vllm.v1.sample.sampler:Sampler",

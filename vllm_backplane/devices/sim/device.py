@@ -133,9 +133,11 @@ class SimDevice(Device):
 
     def load_kernels(self) -> None:
         """The C++ kernels of the cpu device compute behind launches; operators without one run as their references."""
+        from vllm_backplane.devices.sim import convolution
         from vllm_backplane.ops.operator import declared
         from vllm_backplane.ops.resolution import has_kernel
 
+        convolution.register(self.dispatch_key)
         if library.CPU_KERNELS.exists():
             torch.ops.load_library(str(library.CPU_KERNELS))
             for name in declared():

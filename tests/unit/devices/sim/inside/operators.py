@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,6 +44,10 @@ SCALAR = torch.tensor(2.5)
 LONG = torch.tensor([3, 1, 2])
 
 CASES: dict[str, tuple[Call, tuple[Any, ...]]] = {
+    # convolutions
+    "convolution of a row": (partial(F.conv1d, stride=2, padding=1), (numbers(2, 6, 21), numbers(8, 6, 3), numbers(8))),
+    "convolution in groups": (partial(F.conv1d, padding=1, groups=2), (numbers(2, 6, 20), numbers(8, 3, 3))),
+    "convolution of a plane": (partial(F.conv2d, stride=4), (numbers(2, 3, 8, 12), numbers(5, 3, 4, 4), numbers(5))),
     # element by element
     "add": (lambda a, b: a + b, (A, B)),
     "add number": (lambda a: a + 2, (A,)),
