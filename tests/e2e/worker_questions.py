@@ -175,3 +175,8 @@ def resident(_worker: Any) -> int:
     from vllm_backplane.device import host
 
     return host.own_resident_memory()
+
+
+def hooks(worker: Any) -> int:
+    """How many are called in a step."""
+    return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in worker.get_model().modules())
