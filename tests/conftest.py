@@ -34,6 +34,7 @@ LONGEST = (
     "e2e/test_schemes.py",
     "e2e/test_server.py",
     "e2e/test_memory_limits.py",
+    "e2e/test_profiling.py",
     "e2e/test_second_runner.py",
     "e2e/test_cpu_graphs.py",
     "e2e/test_sim_memory.py",

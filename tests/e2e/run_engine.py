@@ -115,6 +115,8 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             return refusal(engine.sleep, given)
         case "wake":
             return engine.wake_up(given)
+        case "trace":
+            return engine.start_profile() if given else engine.stop_profile()
         case "ask":  # each worker, by a function of worker_questions.py
             import worker_questions
 

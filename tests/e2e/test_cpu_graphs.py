@@ -32,6 +32,9 @@ BLOCK = 16 * (4 * 2 * 2 * 32 * 4)
 TIGHT = {"kv_cache_memory_bytes": 27 * BLOCK}  # six sequences do not fit until their end
 CROWD = {"batch": batch([list(range(start, start + 60)) for start in range(100, 700, 100)], greedy(40))}
 FIRST = {"batch": batch(PROMPTS[:1], greedy(8))}
+COUNT = ({"ask": "replays"}, {"ask": "hooks"})
+TRACED = [FIRST, *COUNT, {"trace": True}, FIRST, *COUNT, {"trace": False}, FIRST, *COUNT]
+"""Steps before, during and after a trace is taken."""
 WITHOUT: dict[str, dict[str, Any]] = {
     "numeric guard": {"additional_config": {"backplane": {"numeric_guard": "layers"}}},
     "users who want none": {"compilation_config": {"cudagraph_mode": "NONE"}},
@@ -55,16 +58,18 @@ class Run:
 @pytest.fixture(scope="module")
 def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     small = [WORK[1], {"ask": "replays"}]
+    folder = tmp_path_factory.mktemp("graphs")
+    traces = {"profiler": "torch", "torch_profiler_dir": str(folder), "torch_profiler_with_stack": False}
     engines = {
         "eager": job(tiny_llama, steps=WORK, enforce_eager=True),
         "replayed": job(tiny_llama, steps=WORK),
         "padded": job(tiny_llama, steps=WORK, compilation_config=PADDED),
-        "tight": job(tiny_llama, steps=[CROWD, {"ask": "replays"}], **TIGHT),
+        "tight": job(tiny_llama, steps=[CROWD, {"ask": "replays"}, *TRACED], profiler_config=traces, **TIGHT),
         "tight and eager": job(tiny_llama, steps=[CROWD], enforce_eager=True, **TIGHT),
         "stale": job(tiny_llama, steps=[FIRST, {"ask": "plant_stale_input"}, FIRST, {"ask": "replays"}]),
         **{name: job(tiny_llama, steps=small, **engine) for name, engine in WITHOUT.items()},
     }
-    results, log = try_engines(tmp_path_factory.mktemp("graphs"), list(engines.values()), ASKING)
+    results, log = try_engines(folder, list(engines.values()), ASKING)
     logs = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
     return {name: Run(result, text) for name, result, text in zip(engines, results, logs, strict=True)}
 
@@ -91,6 +96,15 @@ def test_answers_depend_on_the_prompt(runs: dict[str, Run]) -> None:
 def test_tokens_are_the_same_when_sequences_are_preempted(runs: dict[str, Run]) -> None:
     assert tokens(runs["tight"].steps[0]) == tokens(runs["tight and eager"].steps[0])
     assert runs["tight"].steps[1][0]["replays"] > 40
+
+
+def test_a_trace_leaves_nothing_behind(runs: dict[str, Run]) -> None:
+    """Steps are eager while it is taken, and replayed again after it, without a hook: it costs them nothing."""
+    before, [replayed], [hooks], _, during, [eager], [traced], _, after, [again], [left] = runs["tight"].steps[2:]
+    assert tokens(before) == tokens(during) == tokens(after)
+    assert eager["replays"] == replayed["replays"]
+    assert again["replays"] > eager["replays"]
+    assert traced > hooks == left
 
 
 def test_steps_were_replayed(runs: dict[str, Run]) -> None:

@@ -122,7 +122,7 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "folder of what sleeps": (
         {"enable_sleep_mode": True, "additional_config": {"backplane": {"cpu": {"sleep_folder": "/nowhere"}}}},
-        ("/nowhere is no folder", "BACKPLANE_CPU_SLEEP_FOLDER"),
+        ("/nowhere is no folder", "name a folder on a disk"),
     ),
     "dual-batch overlap": ({"enable_dbo": True}, ("remove --enable-dbo",)),
     "type of the KV cache": ({"kv_cache_dtype": "nvfp4"}, ("as 'nvfp4'; choose --kv-cache-dtype among: auto, ",)),

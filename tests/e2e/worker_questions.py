@@ -188,3 +188,8 @@ def damage_kept_blocks(worker: Any) -> int:
     rows = tier.carrier.store._slots._rows
     rows[...] ^= 0xFF
     return len(rows)
+
+
+def hooks(worker: Any) -> int:
+    """How many are called in a step."""
+    return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in worker.get_model().modules())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from vllm_backplane.kv_tier.current import tier_of_worker
 from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
-from vllm_backplane.worker import adapters, memory, sleep
+from vllm_backplane.worker import adapters, memory, profiling, sleep
 from vllm_backplane.worker.agreement import refuse, together
 from vllm_backplane.worker.checkpoint import weight_bytes
 from vllm_backplane.worker.host_stand_ins import answer_for
@@ -51,7 +51,11 @@ logger = init_logger("vllm." + __name__)
 class BackplaneWorker(Worker):
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         lifecycle.start(runtime().setting("patch_drift"), Process.WORKER)  # before anything of the worker runs
-        super().__init__(vllm_config, *args, **kwargs)
+        with profiling.unseen_by_vllm(vllm_config):
+            super().__init__(vllm_config, *args, **kwargs)
+        self.profiler_config = vllm_config.profiler_config
+        self.trace: profiling.Trace | None = None
+        self.ranges: profiling.ModuleRanges | None = None
         self.runtime = configured(vllm_config.additional_config)
         self.accelerator = self.runtime.device
         self.guard: NumericGuard | None = None
@@ -173,16 +177,61 @@ class BackplaneWorker(Worker):
 
     def watch(self, what: Literal["off", "layers", "modules"]) -> None:
         """Look at the model's modules from the next step on. Steps are eager meanwhile: a replay calls no module."""
-        if isinstance(self.model_runner.model, StepGraphs):
-            self.model_runner.model.suspended = what != "off"
         if self.guard is not None:
             self.guard.remove()
             self.guard = None
-        if what == "off":
+        if what != "off":
+            place = f"rank {self.rank} on card {self.card} of {self.accelerator.name}"
+            self.guard = NumericGuard(self.model_runner.get_model(), self.device, place, parts=what == "modules")
+            logger.info("Numeric guard: looks at what goes into and comes out of %d modules.", len(self.guard.borders))
+        self._suspend_graphs()
+
+    def _suspend_graphs(self) -> None:
+        """While something is hooked to modules."""
+        if isinstance(self.model_runner.model, StepGraphs):
+            self.model_runner.model.suspended = self.guard is not None or self.ranges is not None
+
+    # --- traces -------------------------------------------------------------------------------------------------------
+
+    def profile(self, is_start: bool = True, profile_prefix: str | None = None, **limits: Any) -> None:
+        """vLLM's, with ranges of modules. Steps are eager meanwhile, so that the trace has their operators."""
+        if self.profiler_config.profiler != profiling.KIND:
+            super().profile(is_start, profile_prefix, **limits)
             return
-        place = f"rank {self.rank} on card {self.card} of {self.accelerator.name}"
-        self.guard = NumericGuard(self.model_runner.get_model(), self.device, place, parts=what == "modules")
-        logger.info("Numeric guard: looks at what goes into and comes out of %d modules.", len(self.guard.borders))
+        act = partial(self._begin_trace, profile_prefix, limits) if is_start else self._end_trace
+        together(self.parallel_config, self.rank, act, self._drop_ranges)
+
+    def _begin_trace(self, prefix: str | None, limits: Mapping[str, Any]) -> None:
+        if self.ranges is not None:
+            logger.warning("A trace is being taken already; it goes on.")
+            return
+        self.trace = profiling.Trace(self.profiler_config, prefix, self.rank, self.local_rank)
+        self.profiler = self.trace.profiler
+        super().profile(True, prefix, **limits)
+        delay = limits.get("delay_iterations")
+        self.trace.insist_on_start(delayed=bool(self.profiler_config.delay_iterations if delay is None else delay))
+        self.ranges = profiling.ModuleRanges(self.model_runner.get_model())
+        self._suspend_graphs()
+
+    def _end_trace(self) -> None:
+        self._drop_ranges()
+        if self.trace is None:
+            logger.warning("No trace is being taken.")
+            return
+        trace, self.trace = self.trace, None
+        trace.ended()  # whether it ever began
+        super().profile(False)
+        self.profiler = None
+        trace.insist_on_file()
+
+    def _drop_ranges(self) -> None:
+        if self.ranges is not None:
+            self.ranges.remove()
+            self.ranges = None
+            self._suspend_graphs()
+
+    def _named(self, name: str) -> AbstractContextManager[Any]:
+        return nullcontext() if self.ranges is None else torch.autograd.profiler.record_function(name)
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -196,7 +245,13 @@ class BackplaneWorker(Worker):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         with self._heard("execute_model"):
-            return self._told(self._execute_model(scheduler_output))
+            if self.ranges is None or not scheduler_output.total_num_scheduled_tokens:  # requests that ended
+                return self._told(self._execute_model(scheduler_output))
+            with self._named("step"):
+                output = self._told(self._execute_model(scheduler_output))
+            if self.trace is not None and self.trace.ended():  # it was for so many steps
+                self._drop_ranges()
+            return output
 
     @torch.inference_mode()
     def _execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -216,7 +271,7 @@ class BackplaneWorker(Worker):
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """With scheduling ahead, vLLM looks at what became of this call and not of the one before."""
-        with self._heard("sample_tokens"):
+        with self._heard("sample_tokens"), self._named("sample"):
             if self.guard is not None:
                 self.guard.insist()
             return self._told(super().sample_tokens(grammar_output))

@@ -17,7 +17,7 @@ import torch
 from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties, fork_safety, host
 from vllm_backplane.devices.cpu import native, promised
 from vllm_backplane.devices.cpu.graphs import CpuGraph
-from vllm_backplane.devices.cpu.sleeping import SleepPool, folder_on_disk
+from vllm_backplane.devices.cpu.sleeping import SleepPool, folder_on_disk, unfit
 from vllm_backplane.graph import Graph
 from vllm_backplane.options import Option, integer, text
 
@@ -77,6 +77,11 @@ class CpuDevice(Device):
     def problems(self) -> tuple[tuple[str, str], ...]:
         fault = native.fault()
         return () if fault is None else (fault,)
+
+    def faulty_settings(self) -> tuple[tuple[str, str], ...]:
+        stated = self.settings["sleep_folder"]
+        reason = unfit(Path(stated)) if stated else None
+        return () if reason is None else ((f"cpu.sleep_folder: {stated} {reason}", "name a folder on a disk"),)
 
     def properties(self, index: int = 0) -> Properties:
         return Properties(name=self._model_name, uuid=f"cpu-{platform.node()}", compute_units=host.usable_cores())

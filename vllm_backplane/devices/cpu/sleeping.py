@@ -196,7 +196,7 @@ def folder_on_disk(stated: str | None, mounts: Path = Path("/proc/self/mountinfo
     candidates = [stated] if stated else [tempfile.gettempdir(), "/var/tmp"]
     reasons = []
     for name in candidates:
-        reason = _unfit(Path(name), mounts)
+        reason = unfit(Path(name), mounts)
         if reason is None:
             return Path(name)
         reasons.append(f"{name} {reason}")
@@ -205,7 +205,8 @@ def folder_on_disk(stated: str | None, mounts: Path = Path("/proc/self/mountinfo
     )
 
 
-def _unfit(folder: Path, mounts: Path) -> str | None:
+def unfit(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
+    """Why nothing can be kept there, if so."""
     if not folder.is_dir():
         return "is no folder"
     if not os.access(folder, os.W_OK | os.X_OK):

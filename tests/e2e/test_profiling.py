@@ -1,0 +1,123 @@
+"""A server writes a trace between two calls: ranges of steps, layers and operators, inside of each other.
+
+docs/profiling.md has the commands, and the requests here are the same.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from server import Server
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "profiling.md").read_text()
+LAYERS = 4
+TOKENS = 4
+VARIABLES = {
+    "cpu": {},
+    "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
+}
+
+
+class Served(NamedTuple):
+    server: Server
+    traces: Path
+    model: Path
+
+
+class Range(NamedTuple):
+    thread: tuple[object, object]
+    begin: float
+    end: float
+    name: str
+
+    def holds(self, other: Range) -> bool:
+        return self.thread == other.thread and self.begin <= other.begin and other.end <= self.end
+
+
+@pytest.fixture(scope="module", params=["cpu", "sim"])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def served(device: str, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp(device)
+    traces = folder / "traces"
+    [documented] = re.findall(r"^vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
+    limits = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
+    cache = ("--kv-cache-memory-bytes", str(32 << 20))
+    arguments = (str(tiny_llama), *documented.replace("/path/to/traces", str(traces)).split(), *limits, *cache)
+    with Server(folder, *arguments, variables=VARIABLES[device]) as running:
+        assert f"Operators on device {device}:" in running.text()
+        yield Served(running, traces, tiny_llama)
+
+
+def run_page(server: Server) -> str:
+    """The text that is answered while the trace is taken."""
+    commands = re.findall(r"^curl -s -X POST http://127\.0\.0\.1:8000(\S+)(?: -H .* -d '(.*)')?$", PAGE, re.MULTILINE)
+    assert [path for path, _ in commands] == ["/start_profile", "/v1/completions", "/stop_profile"]
+    answered = ""
+    for path, body in commands:
+        response = server.http.post(path, **({"json": json.loads(body)} if body else {}))
+        assert response.status_code == 200, response.text
+        if body:
+            answered = response.json()["choices"][0]["text"]
+    return answered
+
+
+def ranges(folder: Path) -> list[Range]:
+    """Of the worker's trace. Perfetto takes the format for what the list of events says that they are."""
+    [file] = folder.glob("*rank0*.pt.trace.json.gz")
+    with gzip.open(file, "rt") as opened:
+        events = json.load(opened)["traceEvents"]
+    assert all("ph" in event and "name" in event for event in events)
+    complete = [event for event in events if event["ph"] == "X"]
+    return [
+        Range((event["pid"], event["tid"]), event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in complete
+    ]
+
+
+@pytest.mark.feature("Serving: /start_profile and /stop_profile", "{device}")
+def test_a_trace_has_steps_layers_and_operators(served: Served) -> None:
+    asked = {"prompt": "Once upon a time", "max_tokens": TOKENS, "temperature": 0}
+    before = served.server.http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+    assert run_page(served.server) == before
+    assert served.server.http.post("/v1/completions", json=asked).json()["choices"][0]["text"] == before
+    found = ranges(served.traces)
+    steps = [one for one in found if one.name == "step"]
+    assert len(steps) == TOKENS, "those before and after are not in it"
+    assert sum(one.name == "sample" for one in found) == TOKENS
+    layer = re.compile(r"model\.layers\.\d+ \(LlamaDecoderLayer\)")
+    for step in steps:
+        inside = [one for one in found if step.holds(one)]
+        assert any(one.name.startswith("execute_context_") for one in inside), "vLLM's own range"
+        layers = [one for one in inside if layer.fullmatch(one.name)]
+        assert len(layers) == len({one.name for one in layers}) == LAYERS
+        for one in layers:
+            names = {each.name for each in inside if one.holds(each)}
+            number = one.name.split(" ")[0]
+            assert {f"{number}.self_attn (LlamaAttention)", f"{number}.mlp (LlamaMLP)"} <= names
+            assert len({name for name in names if name.startswith("backplane::")}) >= 4, names
+
+
+def test_a_folder_that_cannot_be_used_is_told_and_serving_goes_on(served: Served) -> None:
+    """The last test: it takes the folder away."""
+    shutil.rmtree(served.traces)
+    served.traces.write_text("in the way")
+    refused = served.server.http.post("/start_profile")
+    assert refused.status_code == 500
+    assert "traces cannot be written to" in refused.json()["error"]["message"]
+    served.traces.unlink()
+    # Of its own, since the server closes connections behind such an answer.
+    answered = served.server.client().completions.create(model=str(served.model), prompt="Once", max_tokens=2)
+    assert answered.usage is not None and answered.usage.completion_tokens == 2
