@@ -30,7 +30,12 @@ TEXTS = (prompts.SHORT[0], prompts.SHORT[4])
 CHUNK = 128
 """Most tokens of a step."""
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
-ENVIRONMENT = {"BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB", "VLLM_SERVER_DEV_MODE": "1"}
+ENVIRONMENT = {
+    "BACKPLANE_SIM_FALLBACK": "forbid",
+    "BACKPLANE_SIM_MEMORY": "2GiB",
+    "BACKPLANE_SIM_RACES": "fail",  # masks are copied while the card computes
+    "VLLM_SERVER_DEV_MODE": "1",
+}
 
 CITY = {"type": "string", "enum": ["Paris", "Rome", "Tokyo"]}
 WEATHER: dict[str, Any] = {
