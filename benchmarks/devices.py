@@ -82,15 +82,17 @@ def main() -> int:
         return 0
     if len(set(args.devices)) == 1:
         parser.error("--devices: two that differ")
-    from vllm_backplane.models import DEFAULT, obtain
+    from vllm_backplane.models import FULL_PRECISION, obtain
 
-    model = str(obtain(DEFAULT.name))
+    model = str(obtain(FULL_PRECISION.name))
     if args.model:
         found = modelled_in_a_process(model, args.dtype, args.model)
         if args.json:
             print(json.dumps({"model": args.model, "modelled": found}, indent=2))
             return 0
-        print(f"\n{DEFAULT.name} in {args.dtype} on a chip with {args.model}, tokens per second while it is busy\n")
+        print(
+            f"\n{FULL_PRECISION.name} in {args.dtype} on a chip with {args.model}, tokens per second while it is busy\n"
+        )
         for name, rate in found.items():
             print(f"{name:<18}{rate:>12.1f}")
         return 0
@@ -100,7 +102,7 @@ def main() -> int:
         arguments["compilation_config"] = {"cudagraph_mode": mode}
     sides = {device: (arguments, {"BACKPLANE_DEVICE": device}) for device in args.devices}
     results = compared(model, sides, WORKLOADS, args.rounds)
-    return report(f"{DEFAULT.name} in {args.dtype}, decode steps {args.steps}", results, args.least, args.json)
+    return report(f"{FULL_PRECISION.name} in {args.dtype}, decode steps {args.steps}", results, args.least, args.json)
 
 
 if __name__ == "__main__":

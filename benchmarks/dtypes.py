@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--least", type=float, metavar="RATIO", help="fail if bfloat16 is below this in any workload")
     add_options(parser)
     args = parser.parse_args()
-    from vllm_backplane.models import DEFAULT, obtain
+    from vllm_backplane.models import FULL_PRECISION, obtain
 
     variables = {LIMIT: "AVX512_CORE"} if args.without_bf16 else {}
     if args.avx2:
@@ -39,12 +39,12 @@ def main() -> int:
         }
     limit = variables.get(LIMIT, os.environ.get(LIMIT))
     results = compared(
-        str(obtain(DEFAULT.name)),
+        str(obtain(FULL_PRECISION.name)),
         {dtype: ({"dtype": dtype}, variables) for dtype in ("float32", "bfloat16")},
         WORKLOADS,
         args.rounds,
     )
-    return report(f"{DEFAULT.name}, {LIMIT}={limit or '(not set)'}", results, args.least, args.json, limit=limit)
+    return report(f"{FULL_PRECISION.name}, {LIMIT}={limit or '(not set)'}", results, args.least, args.json, limit=limit)
 
 
 if __name__ == "__main__":

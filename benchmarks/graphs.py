@@ -80,9 +80,9 @@ def main() -> int:
         model, dtype, answer = args.engine
         Path(answer).write_text(json.dumps(engine(model, dtype, args.sequences, args.rounds)))
         return 0
-    from vllm_backplane.models import DEFAULT, obtain
+    from vllm_backplane.models import FULL_PRECISION, obtain
 
-    model = str(obtain(DEFAULT.name))
+    model = str(obtain(FULL_PRECISION.name))
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -102,7 +102,7 @@ def main() -> int:
     if args.json:
         print(json.dumps(results, indent=2))
         return 0
-    print(f"\n{DEFAULT.name}, milliseconds per decode step, median of {args.rounds}\n")
+    print(f"\n{FULL_PRECISION.name}, milliseconds per decode step, median of {args.rounds}\n")
     print(f"{'type':<10}{'sequences':>10}{'eager':>10}{'replayed':>10}{'speed':>8}{'range':>14}")
     for dtype, found in results.items():
         for count, ways in found.items():

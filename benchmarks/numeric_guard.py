@@ -43,9 +43,9 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    from vllm_backplane.models import DEFAULT, obtain
+    from vllm_backplane.models import FULL_PRECISION, obtain
 
-    model = str(obtain(DEFAULT.name))
+    model = str(obtain(FULL_PRECISION.name))
     llm = LLM(model, dtype=args.dtype, max_model_len=1024, enable_prefix_caching=False, disable_log_stats=True)
 
     def rate(sequences: int, prompt: int, answer: int) -> float:
@@ -68,7 +68,7 @@ def main() -> None:
     if args.json:
         print(json.dumps({"all": results, "median": medians, "modules": looked_at}, indent=2))
         return
-    print(f"\n{DEFAULT.name} in {args.dtype} on {args.device}, tokens per second; ratio to off")
+    print(f"\n{FULL_PRECISION.name} in {args.dtype} on {args.device}, tokens per second; ratio to off")
     print(f"modules looked at: {looked_at['layers']} at layers, {looked_at['modules']} at modules\n")
     print(f"{'workload':<16}" + "".join(f"{mode:>10}" for mode in MODES) + f"{'layers':>9}{'modules':>9}")
     for name in WORKLOADS:

@@ -75,9 +75,9 @@ def main() -> None:
         model, answer = args.engine
         Path(answer).write_text(json.dumps(engine(model, args.rows[0], args.context)))
         return
-    from vllm_backplane.models import DEFAULT, obtain
+    from vllm_backplane.models import FULL_PRECISION, obtain
 
-    folder_of = {row: str(obtain("smollm2-gguf" if row == "gguf" else DEFAULT.name)) for row in args.rows}
+    folder_of = {row: str(obtain("smollm2" if row == "gguf" else FULL_PRECISION.name)) for row in args.rows}
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -96,10 +96,10 @@ def main() -> None:
             results[row] = json.loads(answer.read_text())
             print(f"{row}: {results[row]['perplexity']:.4f}", file=sys.stderr)
     if args.json:
-        print(json.dumps({"model": DEFAULT.name, "context": args.context, "rows": results}, indent=2))
+        print(json.dumps({"model": FULL_PRECISION.name, "context": args.context, "rows": results}, indent=2))
         return
     first = next(iter(results.values()))
-    print(f"\n{DEFAULT.name}, {first['predicted']:.0f} tokens predicted in parts of {args.context}\n")
+    print(f"\n{FULL_PRECISION.name}, {first['predicted']:.0f} tokens predicted in parts of {args.context}\n")
     print(f"{'weights':<12}{'perplexity':>12}{'against ' + args.rows[0]:>20}{'MB':>8}")
     for row, found in results.items():
         change = 100 * (found["perplexity"] / first["perplexity"] - 1)

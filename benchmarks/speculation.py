@@ -72,21 +72,21 @@ def main() -> int:
     parser.add_argument("--least", type=float, metavar="RATIO", help="fail if a text that repeats itself is below this")
     add_options(parser)
     args = parser.parse_args()
-    from vllm_backplane.models import DEFAULT, obtain
+    from vllm_backplane.models import FULL_PRECISION, obtain
 
     methods = {method: METHODS[method] for method in args.methods}
     sides: dict[str, tuple[dict[str, Any], dict[str, str]]] = {"plain": ({"dtype": args.dtype}, {})}
     for method, more in methods.items():
         drafting = {"method": method, "num_speculative_tokens": args.drafts, **more}
         sides[method] = ({"dtype": args.dtype, "speculative_config": drafting}, {})
-    results = compared(str(obtain(DEFAULT.name)), sides, list(TEXTS), args.rounds, __file__)
+    results = compared(str(obtain(FULL_PRECISION.name)), sides, list(TEXTS), args.rounds, __file__)
     ratios = {method: by_turn(results, "plain", method) for method in methods}
     usual = {method: {text: statistics.median(turns) for text, turns in by.items()} for method, by in ratios.items()}
     if args.json:
         print(json.dumps({"drafts": args.drafts, "all": results, "ratio": usual}, indent=2))
     else:
         for method in methods:
-            title = f"{DEFAULT.name}, {args.dtype}, {args.drafts} drafts at a time"
+            title = f"{FULL_PRECISION.name}, {args.dtype}, {args.drafts} drafts at a time"
             report(title, {side: results[side] for side in ("plain", method)}, None, as_json=False)
     slow = [(method, text) for method in methods for text in REPEATING if usual[method][text] < (args.least or 0)]
     for method, text in slow:

@@ -190,9 +190,9 @@ def main() -> int:
     parser.add_argument("--operators", action="store_true", help="where the time of replayed kernels goes")
     parser.add_argument("--part", nargs=2, metavar=("PART", "ANSWER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    from vllm_backplane.models import DEFAULT, obtain
+    from vllm_backplane.models import FULL_PRECISION, obtain
 
-    model = str(obtain(DEFAULT.name))
+    model = str(obtain(FULL_PRECISION.name))
     if args.part:
         given = (model, args.dtype, args.quantization, args.sequences, args.rounds)
         now = time.thread_time if args.processor_time else time.perf_counter
@@ -226,7 +226,7 @@ def main() -> int:
             subprocess.run(command, env={**os.environ, **quiet, **more}, stdout=sys.stderr, check=True)
             results[part] = json.loads(answer.read_text())
     weights = f", {args.quantization} weights" if args.quantization else ""
-    print(f"\n{DEFAULT.name}, {args.dtype}{weights}, milliseconds per decode step (medians)\n")
+    print(f"\n{FULL_PRECISION.name}, {args.dtype}{weights}, milliseconds per decode step (medians)\n")
     for count, ways in results["within"].items():
         print(f"| {count} sequence(s) | replayed | eager |\n| --- | ---: | ---: |")
         for part, title in PARTS.items():

@@ -152,6 +152,15 @@ def features() -> str:
     return f"Seen on vLLM: {versions}.\n\n{shown}\n\nNo test shows these on any device yet:\n\n{missing}"
 
 
+def formats() -> str:
+    import runpy
+
+    matrix = runpy.run_path(str(ROOT / "tests/feature_matrix.py"))
+    rows, _, _ = matrix["page"](matrix["read"](matrix["RECORD"]))
+    kept = [(row[0].removeprefix("Format: "), *row[1:]) for row in rows if row[0].startswith("Format: ")]
+    return table(("format", *matrix["DEVICES"]), kept)
+
+
 def releases() -> str:
     from vllm_backplane.supported import RELEASES
 
@@ -179,6 +188,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "audit rules": audit_rules,
     "audit corpus": audit_corpus,
     "features": features,
+    "formats": formats,
     "releases": releases,
     "gguf types": gguf_types,
     "gguf perplexity": gguf_perplexity,

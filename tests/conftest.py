@@ -24,7 +24,10 @@ LONGEST = (
     "e2e/test_sim.py",
     "e2e/test_numeric_guard.py",
     "e2e/test_lora_serving.py",
+    "e2e/test_serving_features.py",
     "e2e/test_sleep_serving.py",
+    "e2e/test_disaggregated.py",
+    "e2e/test_kv_tier.py",
     "e2e/test_quantization.py",
     "e2e/test_schemes.py",
     "e2e/test_server.py",
@@ -41,6 +44,8 @@ LONGEST = (
     "e2e/test_parallel.py",
     "e2e/test_quantization_memory.py",
     "e2e/test_data_parallel.py",
+    "e2e/test_parallel_decoder.py",
+    "e2e/test_data_and_tensor_parallel.py",
     "e2e/test_gguf.py",
     "e2e/test_sim_graphs.py",
     "e2e/test_sim_two_cards.py",
@@ -63,6 +68,7 @@ LONGEST = (
     "unit/test_cli.py",
     "unit/test_ops_command.py",
     "unit/distributed/test_communicator.py",
+    "unit/test_general_plugin.py",
     "unit/upstream/test_upstream_symbols.py",
 )
 """By the time they take; the others follow as they are found."""

@@ -21,6 +21,9 @@ PARTLY_THERE: Mapping[str, str] = {
     "vllm.platforms.interface:Platform.register_triton_kernel_overrides": (
         "where vLLM does not ask the platform for its kernels, ask_for_kernel_overrides does"
     ),
+    "vllm.platforms.interface:Platform.get_mla_prefill_backend_cls": (
+        "where vLLM does not ask the platform, it finds nothing for prompts and refuses models with a latent (MLA)"
+    ),
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner": "where vLLM does not call it, build_runner does",
     "vllm.v1.worker.gpu_worker:Worker.discard": "called where vLLM can give up the KV cache alone",
     f"{_PUNICA}:PunicaWrapperABC.apply_lora_full_linear": "vLLM calls it where it has adapters that replace a layer",

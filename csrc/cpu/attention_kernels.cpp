@@ -1,10 +1,12 @@
 // The arithmetic of attention, in float32, over tiles of keys with a running softmax.
 //
 // A tile of keys and values is widened once into a buffer in the first cache and then used by every query row of the
-// item; few queries read float32 where it lies. Queries of an item are numbered m = row * group + head of the group. Many queries are the lanes of vectors:
-// scores are key-major, softmax runs down the lanes and nothing is summed across one. Up to kFewQueries of them would
-// leave most lanes idle; then keys are the lanes of the softmax and products are summed across vectors.
+// item; few queries read float32 where it lies. Queries of an item are numbered m = row * group + head of the group. Many
+// queries are the lanes of vectors: scores are key-major, softmax runs down the lanes and nothing is summed across one.
+// Up to kFewQueries of them would leave most lanes idle; then keys are the lanes of the softmax and products are summed
+// across vectors.
 
+#include "attention_products.h"
 #include "attention_softmax.h"
 #include "fp8.h"
 
@@ -83,42 +85,6 @@ struct Store {
   }
 };
 
-// c[i][j] (+)= sum over t of a(i, t) * b[t][j], for M rows and N vectors of columns, where a(i, t) is
-// a[i * a_row + t * a_step].
-template <int W, int M, int N, bool kAdd>
-BACKPLANE_INLINE void product_block(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_stride,
-                                    float* c, int64_t c_stride, int64_t steps) {
-  Floats<W> sums[M][N];
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) sums[i][j] = kAdd ? load<W>(c + i * c_stride + j * W) : Floats<W>{};
-  for (int64_t t = 0; t < steps; ++t) {
-    Floats<W> row[N];
-    for (int j = 0; j < N; ++j) row[j] = load<W>(b + t * b_stride + j * W);
-    for (int i = 0; i < M; ++i) {
-      const float factor = a[i * a_row + t * a_step];
-      for (int j = 0; j < N; ++j) sums[i][j] += factor * row[j];
-    }
-  }
-  for (int i = 0; i < M; ++i)
-    for (int j = 0; j < N; ++j) store<W>(c + i * c_stride + j * W, sums[i][j]);
-}
-
-// The same for any number of columns (a multiple of W); rows are rounded up to a multiple of 8 and must be there.
-template <int W, bool kAdd>
-BACKPLANE_INLINE void product(const float* a, int64_t a_row, int64_t a_step, int64_t rows, const float* b,
-                              int64_t b_stride, int64_t columns, float* c, int64_t c_stride, int64_t steps) {
-  constexpr int kVectors = W == 16 || kHasFactors ? 4 : 2;  // x86 has 16 registers below AVX-512
-  int64_t j = 0;
-  for (; j + kVectors * W <= columns; j += kVectors * W)
-    for (int64_t i = 0; i < rows; i += 4)
-      product_block<W, 4, kVectors, kAdd>(a + i * a_row, a_row, a_step, b + j, b_stride, c + i * c_stride + j, c_stride,
-                                          steps);
-  for (; j < columns; j += W)
-    for (int64_t i = 0; i < rows; i += 8)
-      product_block<W, 8, 1, kAdd>(a + i * a_row, a_row, a_step, b + j, b_stride, c + i * c_stride + j, c_stride,
-                                   steps);
-}
-
 #if defined(__clang__)
 #define BACKPLANE_SHUFFLE(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
 #else
@@ -167,9 +133,9 @@ BACKPLANE_INLINE void mix(const float* weights, int64_t stride, const float* val
                           int64_t width, float* mixed) {
   int64_t d = 0;
   for (; d + 4 * W <= width; d += 4 * W)
-    product_block<W, M, 4, true>(weights, stride, 1, values + d, step, mixed + d, width, count);
+    product_block<W, M, 4, true, Along::steps>(weights, stride, values + d, step, mixed + d, width, count);
   for (; d < width; d += W)
-    product_block<W, M, 1, true>(weights, stride, 1, values + d, step, mixed + d, width, count);
+    product_block<W, M, 1, true, Along::steps>(weights, stride, values + d, step, mixed + d, width, count);
 }
 
 template <int W>
@@ -221,35 +187,13 @@ template <int W>
 BACKPLANE_INLINE void weigh_by_query(const Layer& layer, const State& state, int64_t begin, int64_t end, int32_t first,
                                      int32_t count, float* scores, int64_t stride) {
   for (int64_t m = begin; m < end; m += W) {
-    Ints<W> from, to;
-    std::memcpy(&from, state.from + m, sizeof from);
-    std::memcpy(&to, state.to + m, sizeof to);
-    // Later rows see later keys, so the outer lanes speak for all.
-    const bool whole = state.from[m + W - 1] <= first && state.to[m] >= first + count;
-    const Floats<W> slope = load<W>(state.slope + m), position = load<W>(state.position + m);
-    Floats<W> top = all<W>(kNone);
+    Weighing<W> weighing = begin_weighing<W>(layer, state, m, first, count, scores + m, stride);
     for (int32_t k = 0; k < count; ++k) {
-      Floats<W> s = scored<W>(layer, load<W>(scores + k * stride + m));
-      if (layer.slopes) s += slope * (static_cast<float>(first + k) - position);
-      if (!whole) {
-        s = from <= first + k ? s : all<W>(kNone);
-        s = to > first + k ? s : all<W>(kNone);
-      }
-      top = larger<W>(s, top);
-      store<W>(scores + k * stride + m, s);
-    }
-    const Floats<W> before = load<W>(state.peak + m), peak = larger<W>(before, top);
-    const Floats<W> base = peak == kNone ? Floats<W>{} : peak;
-    const Floats<W> factor = before == peak ? all<W>(1.0f) : exponential<W>(before - base);
-    Floats<W> total = load<W>(state.total + m) * factor;
-    for (int32_t k = 0; k < count; ++k) {
-      const Floats<W> w = exponential<W>(load<W>(scores + k * stride + m) - base);
+      const Floats<W> w = weighing.weight(load<W>(scores + k * stride + m));
       store<W>(scores + k * stride + m, w);
-      total += w;
+      weighing.total += w;
     }
-    store<W>(state.peak + m, peak);
-    store<W>(state.total + m, total);
-    store<W>(state.factor + m, factor);
+    weighing.end(state, m);
   }
 }
 
@@ -430,15 +374,16 @@ struct AttendItem {
       if (low == high) continue;
       low = low / kLanes * kLanes;
       const int64_t high_lanes = padded(high, kLanes);
-      product<W, false>(keys, width, 1, count, by_dimension + low, lanes, high_lanes - low, scores + low, lanes, width);
+      product<W, false, Along::steps>(keys, width, count, by_dimension + low, lanes, high_lanes - low, scores + low,
+                                      lanes, width);
       weigh_by_query<W>(layer, state, low, high_lanes, first, seen, scores, lanes);
       for (int64_t m = low; m < high; ++m) {
         if (state.factor[m] == 1.0f) continue;
         for (int64_t d = 0; d < value_width; d += W)
           store<W>(mixed + m * value_width + d, load<W>(mixed + m * value_width + d) * state.factor[m]);
       }
-      product<W, true>(scores + low, 1, lanes, high - low, values, value_width, value_width, mixed + low * value_width,
-                       value_width, count);
+      product<W, true, Along::rows>(scores + low, lanes, high - low, values, value_width, value_width,
+                                    mixed + low * value_width, value_width, count);
     }
 
     for (int64_t m = 0; m < queries; ++m)

@@ -46,6 +46,64 @@ inline void begin_state(const Layer& layer, const Item& item, int64_t lanes, con
   }
 }
 
+// The softmax of a tile for W queries as the lanes of vectors, from the peaks on: each score becomes a weight, the caller
+// adds it to `total`.
+template <int W>
+struct Weighing {
+  Floats<W> peak, factor, total;
+  float slope;     // with which scores go into a power of two
+  Floats<W> base;  // the peaks, the same way
+
+  BACKPLANE_INLINE Floats<W> weight(Floats<W> score) const { return power_of_two<W>(score * slope - base); }
+
+  BACKPLANE_INLINE void end(const State& state, int64_t m) const {
+    store<W>(state.peak + m, peak);
+    store<W>(state.total + m, total);
+    store<W>(state.factor + m, factor);
+  }
+};
+
+// Finds the peaks of queries [m, m + W) over the tile's scores[k * stride]. Where nothing but a scale lies between a
+// product and its score, the products stay as they are and the scale goes into the weights; else scores take their
+// place.
+template <int W>
+BACKPLANE_INLINE Weighing<W> begin_weighing(const Layer& layer, const State& state, int64_t m, int32_t first,
+                                            int32_t count, float* scores, int64_t stride) {
+  constexpr float kLog2OfE = 1.44269504f;
+  // Later rows see later keys, so the outer lanes speak for all.
+  const bool whole = state.from[m + W - 1] <= first && state.to[m] >= first + count;
+  const bool plain = layer.soft_cap <= 0 && layer.slopes == nullptr && layer.scale > 0;
+  Floats<W> top = all<W>(kNone);
+  float scale = 1.0f;
+  if (plain && whole) {
+    for (int32_t k = 0; k < count; ++k) top = larger<W>(load<W>(scores + k * stride), top);
+    scale = layer.scale;
+    top = top * scale;
+  } else {
+    Ints<W> from, to;
+    std::memcpy(&from, state.from + m, sizeof from);
+    std::memcpy(&to, state.to + m, sizeof to);
+    const Floats<W> slope = load<W>(state.slope + m), position = load<W>(state.position + m);
+    for (int32_t k = 0; k < count; ++k) {
+      Floats<W> s = scored<W>(layer, load<W>(scores + k * stride));
+      if (layer.slopes) s += slope * (static_cast<float>(first + k) - position);
+      s = from <= first + k ? s : all<W>(kNone);
+      s = to > first + k ? s : all<W>(kNone);
+      top = larger<W>(s, top);
+      store<W>(scores + k * stride, s);
+    }
+  }
+  Weighing<W> weighing;
+  const Floats<W> before = load<W>(state.peak + m);
+  weighing.peak = larger<W>(before, top);
+  const Floats<W> base = weighing.peak == kNone ? Floats<W>{} : weighing.peak;
+  weighing.factor = before == weighing.peak ? all<W>(1.0f) : exponential<W>(before - base);
+  weighing.total = load<W>(state.total + m) * weighing.factor;
+  weighing.slope = scale * kLog2OfE;
+  weighing.base = base * kLog2OfE;
+  return weighing;
+}
+
 // The result of one query: the mixed values over the sum, the sink being one more term of the sum. A query that saw
 // nothing has no sum; one whose scores are all NaN has no peak either, but its sum is NaN.
 template <int W>

@@ -21,7 +21,6 @@ namespace {
 constexpr int W = 16;
 constexpr int64_t kSide = kTileSide;
 constexpr int64_t kKeys = 64;  // at once
-constexpr float kLog2OfE = 1.44269504f;
 
 BACKPLANE_INLINE Words<W> numbers_of(const uint16_t* from, int64_t count) {
   Shorts<W> numbers{};
@@ -110,65 +109,22 @@ BACKPLANE_INLINE Words<W> paired(Floats<W> low, Floats<W> high) {
   return (a >> 16) | (b & 0xffff0000u);
 }
 
-// 2 to the power of x, which is no more than a rounding error above zero, to a relative error of 3e-6: next to nothing
-// beside the rounding to bfloat16 that follows. Zero below the smallest normal number; NaN is kept.
-BACKPLANE_INLINE Floats<W> power_of_two(Floats<W> x) {
-  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: leaves the integer part
-  const Floats<W> shifted = x + kRounder;
-  const Floats<W> f = x - (shifted - kRounder);
-  Floats<W> p = f * 0.0095701003f + 0.055917859f;
-  p = p * f + 0.24024744f;
-  p = p * f + 0.69312179f;
-  p = p * f + 0.99999928f;
-  const Floats<W> y = bits_as<Floats<W>>(Words<W>(bits_as<Words<W>>(p) + (bits_as<Words<W>>(shifted) << 23)));
-  return x < -126.0f ? Floats<W>{} : y;
-}
-
 // Softmax of a tile for queries [begin, end): weights from scores, and what was mixed before is scaled.
 BACKPLANE_TILES void weigh(const Layer& layer, const Buffers& b, int64_t begin, int64_t end, int32_t first,
                            int32_t count) {
-  const State& state = b.state;
-  const bool plain = layer.soft_cap <= 0 && layer.slopes == nullptr && layer.scale > 0;
   for (int64_t m = begin; m < end; m += W) {
-    Ints<W> from, to;
-    std::memcpy(&from, state.from + m, sizeof from);
-    std::memcpy(&to, state.to + m, sizeof to);
-    // Later rows see later keys, so the outer lanes speak for all.
-    const bool whole = state.from[m + W - 1] <= first && state.to[m] >= first + count;
     float* scores = b.scores + m;
-    Floats<W> top = all<W>(kNone);
-    float scale = layer.scale;
-    if (plain && whole) {
-      for (int32_t k = 0; k < count; ++k) top = larger<W>(load<W>(scores + k * b.lanes), top);
-      top = top * scale;
-    } else {
-      const Floats<W> slope = load<W>(state.slope + m), position = load<W>(state.position + m);
-      for (int32_t k = 0; k < count; ++k) {
-        Floats<W> s = scored<W>(layer, load<W>(scores + k * b.lanes));
-        if (layer.slopes) s += slope * (static_cast<float>(first + k) - position);
-        s = from <= first + k ? s : all<W>(kNone);
-        s = to > first + k ? s : all<W>(kNone);
-        top = larger<W>(s, top);
-        store<W>(scores + k * b.lanes, s);
-      }
-      scale = 1.0f;
-    }
-    const Floats<W> before = load<W>(state.peak + m), peak = larger<W>(before, top);
-    const Floats<W> base = peak == kNone ? Floats<W>{} : peak;
-    const Floats<W> factor = before == peak ? all<W>(1.0f) : exponential<W>(before - base);
-    Floats<W> total = load<W>(state.total + m) * factor;
-    const float slope_of_two = scale * kLog2OfE;
-    const Floats<W> base_of_two = base * kLog2OfE;
+    Weighing<W> weighing = begin_weighing<W>(layer, b.state, m, first, count, scores, b.lanes);
     for (int32_t k = 0; k < padded(count, kSide); k += 2) {
       Floats<W> low{}, high{};
-      if (k < count) low = power_of_two(load<W>(scores + k * b.lanes) * slope_of_two - base_of_two);
-      if (k + 1 < count) high = power_of_two(load<W>(scores + (k + 1) * b.lanes) * slope_of_two - base_of_two);
-      total += low + high;
+      if (k < count) low = weighing.weight(load<W>(scores + k * b.lanes));
+      if (k + 1 < count) high = weighing.weight(load<W>(scores + (k + 1) * b.lanes));
+      weighing.total += low + high;
       const Words<W> words = paired(low, high);
       std::memcpy(b.weights + k / 2 * b.lanes + m, &words, sizeof words);
     }
-    store<W>(state.peak + m, peak);
-    store<W>(state.total + m, total);
+    weighing.end(b.state, m);
+    const Floats<W> factor = weighing.factor;
     const Floats<W> change = factor - 1.0f;
     if (largest<W>(change * change) == 0.0f) continue;
     for (int64_t d = 0; d < b.value_width; ++d) {

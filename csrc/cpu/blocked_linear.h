@@ -8,8 +8,8 @@
 #pragma once
 
 #include <type_traits>
-#include <utility>
 
+#include "each.h"
 #include "isa.h"
 
 namespace backplane::cpu {
@@ -44,17 +44,6 @@ constexpr int64_t kBytesAhead = 1 << 10;
 #else
 constexpr int64_t kBytesAhead = 8 << 10;
 #endif
-
-// Calls f(0), f(1), … with constants. A loop would be unrolled too late for the sums to become registers.
-template <int... I, class F>
-BACKPLANE_INLINE void each(std::integer_sequence<int, I...>, const F& f) {
-  (f(std::integral_constant<int, I>{}), ...);
-}
-template <int N, class F>
-BACKPLANE_INLINE void each(const F& f) {
-  each(std::make_integer_sequence<int, N>{}, f);
-}
-#define BACKPLANE_EACH(NAME) [&](auto NAME) __attribute__((always_inline))
 
 // The columns of one step along k, as V vectors.
 template <int W, int V, class T>

@@ -38,8 +38,10 @@ constexpr int64_t kCounted = 128;  // positions
 static_assert(kCounted * 127 * 255 < 1 << 22);
 
 // Rows by Vectors of a block, from the vector `first` on.
-template <Codes C, int Rows, int Vectors>
+template <Codes C, int Rows, int Vectors, class Number>
 class Tile {
+  using F = Factored<Number>;
+
  public:
   BACKPLANE_DOT explicit Tile(const Product& p, int first) : p_(p), first_(first) {
     each(BACKPLANE_DO(i) {
@@ -49,7 +51,7 @@ class Tile {
   }
 
   BACKPLANE_DOT void run() {
-    if (p_.offsets != nullptr) add_offsets();
+    if (F::offsets(p_) != nullptr) add_offsets();
     const uint8_t* codes = p_.codes + first_ * kVectorBytes;
     const int8_t* x = p_.x;
     for (int64_t g = 0; g < p_.groups; ++g) {
@@ -92,6 +94,10 @@ class Tile {
 
   BACKPLANE_DOT float* tile(int r, int v) const { return p_.tile + r * kBlock + (first_ + v) * 4; }
 
+  BACKPLANE_DOT float32x4_t numbers(const Number* from, int64_t g, int v) const {
+    return F::template load<Neon>(from + g * kBlock + (first_ + v) * 4);
+  }
+
   BACKPLANE_DOT void begin(int64_t g) {
     const int32x4_t counter = vreinterpretq_s32_f32(vdupq_n_f32(kCounter));
     if (p_.correction == 0) {
@@ -128,7 +134,7 @@ class Tile {
 
   BACKPLANE_DOT void scale(int64_t g) {
     float32x4_t scales[Vectors];
-    repeat<Vectors>(BACKPLANE_DO(v) { scales[v] = vld1q_f32(p_.scales + g * kBlock + (first_ + v) * 4); });
+    repeat<Vectors>(BACKPLANE_DO(v) { scales[v] = numbers(F::scales(p_), g, v); });
     repeat<Rows>(BACKPLANE_DO(r) {
       const float x_scale = p_.x_scales[r * p_.x_groups + g];
       repeat<Vectors>(BACKPLANE_DO(v) {
@@ -150,7 +156,7 @@ class Tile {
       });
       repeat<4>(BACKPLANE_DO(q) {
         each(BACKPLANE_DO(i) {
-          const float32x4_t number = vld1q_f32(p_.offsets + (g + q) * kBlock + (first_ + i % Vectors) * 4);
+          const float32x4_t number = numbers(F::offsets(p_), g + q, i % Vectors);
           sums_[i] = vfmaq_laneq_f32(sums_[i], number, totals[i / Vectors], q);
         });
       });
@@ -160,7 +166,7 @@ class Tile {
         const int64_t at = r * p_.x_groups + g;
         const float total = static_cast<float>(p_.x_sums[at]) * p_.x_scales[at];
         repeat<Vectors>(BACKPLANE_DO(v) {
-          const float32x4_t number = vld1q_f32(p_.offsets + g * kBlock + (first_ + v) * 4);
+          const float32x4_t number = numbers(F::offsets(p_), g, v);
           sums_[r * Vectors + v] = vfmaq_n_f32(sums_[r * Vectors + v], number, total);
         });
       });
@@ -173,24 +179,24 @@ class Tile {
 };
 
 // A function for each number of rows: all of them in one take the compiler minutes.
-template <Codes C, int Rows>
+template <Codes C, class Number, int Rows>
 __attribute__((noinline)) BACKPLANE_TARGET void multiply_block(const Product& p) {
   constexpr int at_once = Rows <= 2 ? 4 : 2;
-  for (int first = 0; first < kVectors; first += at_once) Tile<C, Rows, at_once>(p, first).run();
+  for (int first = 0; first < kVectors; first += at_once) Tile<C, Rows, at_once, Number>(p, first).run();
 }
 
 // Groups that are too long to be counted, as with one scale per row, are left to what the sets share, four rows at most.
-template <Codes C>
+template <Codes C, class Number = float>
 void multiply_tiles(const Product& whole) {
   const bool counted = whole.group <= kCounted;
   Product p = whole;
   for (int64_t left = whole.rows; left > 0; left -= p.rows) {
     p.rows = counted ? (left >= 6 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1) : left > 4 ? (left + 1) / 2 : left;
-    (!counted      ? multiply<Dots, C>
-     : p.rows == 6 ? multiply_block<C, 6>
-     : p.rows == 4 ? multiply_block<C, 4>
-     : p.rows == 2 ? multiply_block<C, 2>
-                   : multiply_block<C, 1>)(p);
+    (!counted      ? multiply<Dots, C, Number>
+     : p.rows == 6 ? multiply_block<C, Number, 6>
+     : p.rows == 4 ? multiply_block<C, Number, 4>
+     : p.rows == 2 ? multiply_block<C, Number, 2>
+                   : multiply_block<C, Number, 1>)(p);
     p.x += p.rows * p.x_stride;
     p.x_scales += p.rows * p.x_groups;
     p.x_sums += p.rows * p.x_groups;
@@ -210,6 +216,8 @@ constexpr DotKernels kernels() {
   DotKernels result = kernels_of<Dots>("dotprod", &available);
   result.multiply8 = &multiply_tiles<Codes::bytes>;
   result.multiply4 = &multiply_tiles<Codes::nibbles>;
+  result.multiply8_halves = &multiply_tiles<Codes::bytes, uint16_t>;
+  result.multiply4_halves = &multiply_tiles<Codes::nibbles, uint16_t>;
   result.multiply_wide = &multiply_tiles<Codes::wide>;
   result.most_rows = result.many_rows = kMostRows;
   result.row_multiple = 2;  // parts of an even number of rows take fewer products

@@ -17,6 +17,7 @@ struct Product {
   const uint8_t* codes;   // of the block, from the first group
   const float* scales;    // [groups][width]
   const float* offsets;   // the same, or none
+  const uint16_t *half_scales, *half_offsets;  // the same in half precision, instead, for products that take them so
   const int8_t* x;        // [rows][positions], rows `x_stride` apart
   int64_t x_stride;
   const float* x_scales;  // [rows][groups], rows `x_groups` apart
@@ -73,6 +74,7 @@ struct DotKernels {
   bool signed8;          // codes of 8 bits lie in memory less 128
   int64_t most_rows;     // of a product that reads codes as they are
   Multiply multiply8, multiply4;
+  Multiply multiply8_halves, multiply4_halves;  // with scales and offsets in half precision; may be none
   // With many rows codes are widened first, where that gains something, into memory that stays in a cache. What is zero
   // is the codes' own zero, less a bias that the instructions ask for.
   int64_t many_rows;       // of a product of widened codes

@@ -46,21 +46,28 @@ template <class T>
 void multiply_few(const DotKernels& kernels, const QuantizedRows& x, int64_t m, const Weight& weight,
                   const Result<T>& result) {
   const Parts parts(m, kernels.most_rows);
-  const Multiply multiply = weight.bits == 8 ? kernels.multiply8 : kernels.multiply4;
+  const Multiply by_halves = weight.bits == 8 ? kernels.multiply8_halves : kernels.multiply4_halves;
+  // Widened once they serve every part; with one part the product itself does it sooner.
+  const bool halves = by_halves != nullptr && parts.count == 1 && weight.has_half_numbers();
+  const Multiply multiply = halves ? by_halves : weight.bits == 8 ? kernels.multiply8 : kernels.multiply4;
   const int32_t correction = correction_of(weight, weight.bits == 8 ? kernels.bias8 : kernels.bias4);
   const int64_t grain = std::max<int64_t>(1, kBytesPerThread / weight.bytes(weight.padded));
   at::parallel_for(0, weight.blocks, grain, [&](int64_t first, int64_t last) {
     Numbers scales(kernels, weight.scales, weight.groups), offsets(kernels, weight.offsets, weight.groups);
     std::vector<Line> tile(kernels.most_rows * weight.width / 16 + 1);
     for (int64_t block = first; block < last; ++block) {
-      const float* block_scales = scales.at(block, 0, weight.groups);
-      const float* block_offsets = offsets.at(block, 0, weight.groups);
+      const float* block_scales = halves ? nullptr : scales.at(block, 0, weight.groups);
+      const float* block_offsets = halves ? nullptr : offsets.at(block, 0, weight.groups);
       for (int64_t part = 0; part < parts.count; ++part) {
         const int64_t begin = parts.begin(part), rows = parts.size(part);
         Product p = product_of(x, weight, begin, rows, 0);
         p.codes = weight.at(block, 0);
         p.scales = block_scales;
         p.offsets = block_offsets;
+        if (halves) {
+          p.half_scales = scales.halves_at(block);
+          p.half_offsets = offsets.halves_at(block);
+        }
         p.groups = weight.groups;
         p.group = weight.group;
         p.correction = correction;

@@ -17,6 +17,9 @@ struct Weight {
   const uint8_t* data;  // of the codes
   int64_t bits, padded, groups, group, width, blocks;
 
+  bool has_half_numbers() const {
+    return scales.scalar_type() == at::kHalf && (!offsets.defined() || offsets.scalar_type() == at::kHalf);
+  }
   int64_t bytes(int64_t positions) const { return positions * width * bits / 8; }
   // Codes of a block from a position on.
   const uint8_t* at(int64_t block, int64_t position) const { return data + bytes(block * padded + position); }
@@ -46,6 +49,11 @@ class Numbers {
     if (tensor.scalar_type() == at::kHalf) from_halves_ = kernels.from_halves;
     convert_ = with_float_type(tensor.scalar_type(), "quantized_linear",
                                [](auto type) { return pick<ToFloats<decltype(type)>>(); });
+  }
+
+  // As they lie in memory, which is in half precision; the product widens them.
+  const uint16_t* halves_at(int64_t block) const {
+    return data_ == nullptr ? nullptr : reinterpret_cast<const uint16_t*>(data_) + block * groups_ * width_;
   }
 
   const float* at(int64_t block, int64_t group, int64_t groups) {

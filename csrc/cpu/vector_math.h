@@ -1,18 +1,19 @@
 // Exponential, logistic, hyperbolic tangent and error function on vectors.
 //
 // Written for float32 results of networks: within a few units in the last place (the error function within 2e-7), NaN
-// kept. The exponential is zero below the smallest normal number and infinite from 2^127.5.
+// kept. The exponential is zero where the result would be no normal number.
 #pragma once
+
+#include <limits>
 
 #include "simd.h"
 
 namespace backplane::cpu {
 
 template <int W>
-BACKPLANE_INLINE Floats<W> exponential(Floats<W> given) {
-  constexpr float kLowest = -87.33f, kHighest = 88.8f, kRounder = 12582912.0f;  // 1.5 * 2^23: leaves the integer part
-  Floats<W> x = given < kLowest ? all<W>(kLowest) : given;
-  x = x > kHighest ? all<W>(kHighest) : x;
+BACKPLANE_INLINE Floats<W> exponential(Floats<W> x) {
+  constexpr float kLowest = -87.3365448f, kHighest = 88.7228317f;  // between them every result is a normal number
+  constexpr float kRounder = 12582912.0f;                          // 1.5 * 2^23: leaves the integer part
   const Floats<W> shifted = x * 1.44269504f + kRounder;
   const Floats<W> n = shifted - kRounder;
   // ln 2 in two parts, the first with few enough digits that n times it is exact.
@@ -23,15 +24,49 @@ BACKPLANE_INLINE Floats<W> exponential(Floats<W> given) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  const Words<W> exponent = bits_as<Words<W>>(shifted) - bits_as<uint32_t>(kRounder) + 127;
-  const Floats<W> y = p * bits_as<Floats<W>>(Words<W>(exponent << 23));
-  return given < kLowest ? Floats<W>{} : y;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  // n, the lowest bits of `shifted`, is added to the exponent.
+  Floats<W> y = bits_as<Floats<W>>(Words<W>(bits_as<Words<W>>(p) + (bits_as<Words<W>>(shifted) << 23)));
+  y = x < kLowest ? Floats<W>{} : y;
+  return x <= kHighest ? y : x * std::numeric_limits<float>::infinity();  // NaN too
+}
+
+// 1 / x for x of 1 or more, within two units in the last place. A division takes an ARM processor as long as some twenty
+// multiplications.
+template <int W>
+BACKPLANE_INLINE Floats<W> reciprocal(Floats<W> x) {
+#if defined(__aarch64__)
+  if constexpr (W == 4) {
+    const auto v = bits_as<float32x4_t>(x);
+    float32x4_t y = vrecpeq_f32(v);
+    y = vmulq_f32(y, vrecpsq_f32(v, y));
+    y = vmulq_f32(y, vrecpsq_f32(v, y));
+    return bits_as<Floats<W>>(y);
+  }
+#endif
+  return 1.0f / x;
+}
+
+// 2 to the power of x, which is no more than a rounding error above zero. Zero below the smallest normal number. A
+// NaN stays one if its lowest nine bits are zero, as they are in those that processors make or that were 16 bits wide.
+template <int W>
+BACKPLANE_INLINE Floats<W> power_of_two(Floats<W> x) {
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: leaves the integer part
+  const Floats<W> shifted = x + kRounder;
+  const Floats<W> f = x - (shifted - kRounder);
+  Floats<W> p = f * 1.32764712e-3f + 9.67554133e-3f;
+  p = p * f + 5.55071328e-2f;
+  p = p * f + 2.40221197e-1f;
+  p = p * f + 6.93146967e-1f;
+  p = p * f + 1.00000007f;
+  const Floats<W> y = bits_as<Floats<W>>(Words<W>(bits_as<Words<W>>(p) + (bits_as<Words<W>>(shifted) << 23)));
+  return x < -126.0f ? Floats<W>{} : y;
 }
 
 template <int W>
 BACKPLANE_INLINE Floats<W> logistic(Floats<W> x) {
-  return 1.0f / (1.0f + exponential<W>(-x));
+  return reciprocal<W>(1.0f + exponential<W>(-x));
 }
 
 template <int W>

@@ -11,7 +11,7 @@ import processes
 import pytest
 import tiny_models
 
-from vllm_backplane.models import obtain
+from vllm_backplane.models import FULL_PRECISION, obtain
 
 
 @pytest.hookimpl(wrapper=True)
@@ -26,7 +26,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    return obtain("smollm2")
+    return obtain(FULL_PRECISION.name)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from architectures import COMMON
+from architecture import COMMON
 from tiny_models import randomize
 from torch import nn
 

@@ -14,7 +14,8 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from architectures import COMMON, _gemma2_adjust
+from architecture import COMMON
+from architectures import _gemma2_adjust
 from tiny_models import randomize
 
 Type = gguf.GGMLQuantizationType

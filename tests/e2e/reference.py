@@ -48,7 +48,7 @@ def continue_together(model: Any, prompts: Sequence[Sequence[int]], tokens: int)
         steps.append(output.logits[:, -1])
         fed = steps[-1].argmax(-1, keepdim=True)
         mask = torch.cat([mask, torch.ones_like(fed)], dim=1)
-    return [_continuation(row) for row in torch.stack(steps, dim=1)]
+    return [continuation(row) for row in torch.stack(steps, dim=1)]
 
 
 @torch.inference_mode()
@@ -58,10 +58,10 @@ def continue_without_cache(model: Any, prompt: Sequence[int], tokens: int) -> Co
     for _ in range(tokens):
         steps.append(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1])
         ids.append(int(steps[-1].argmax()))
-    return _continuation(torch.stack(steps))
+    return continuation(torch.stack(steps))
 
 
-def _continuation(logits: torch.Tensor) -> Continuation:
+def continuation(logits: torch.Tensor) -> Continuation:
     """From the logits of each step."""
     best, ids = torch.log_softmax(logits.double(), dim=-1).topk(2)
     return Continuation(ids[:, 0].tolist(), best[:, 0].tolist(), float((best[:, 0] - best[:, 1]).min()))

@@ -114,6 +114,8 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             }
         case "call":  # a method of each worker
             return engine.collective_rpc(given)
+        case "forget prefixes":  # in vLLM's own cache
+            return engine.reset_prefix_cache()
         case "load adapter":
             return refusal(engine.llm_engine.add_lora, adapter(given))
         case "pin adapter":
@@ -154,6 +156,7 @@ def run(job: dict[str, Any], moments: list[float]) -> dict[str, Any]:
             "device": current_platform.device_type,
             "worker": config.parallel_config.worker_cls,
             "dtype": str(config.model_config.dtype),
+            "async_scheduling": config.scheduler_config.async_scheduling,
             "runner": "second" if config.use_v2_model_runner else "first",
             "batches": [generate(engine, batch) for batch in job.get("batches", ())],
             "steps": [take(engine, step, moments) for step in job.get("steps", ())],

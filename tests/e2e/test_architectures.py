@@ -1,7 +1,9 @@
-"""Architectures with tiny random weights, compared with transformers' fp32 token by token."""
+"""Architectures with tiny random weights, compared with transformers' fp32 token by token, on each device."""
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,30 +23,51 @@ LOGPROB_TOLERANCE = 1e-4
 MARGIN = 1e-2
 """Least lead of any token over the second: far above the rounding of any order of summation."""
 
-Outcome = tuple[Any, Result]
+DEVICES: dict[str, dict[str, str]] = {
+    "cpu": {},
+    "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
+}
+
+
+@cache
+def answers(name: str) -> list[reference.Continuation]:
+    model = ARCHITECTURES[name].build()
+    return [reference.continue_without_cache(model, ids, TOKENS) for ids in PROMPTS]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """(transformers' model, the engine's result) by architecture; one process runs all engines."""
-    models, jobs = {}, []
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {name: tmp_path_factory.mktemp("model") for name in ARCHITECTURES}
+    for name, folder in found.items():
+        ARCHITECTURES[name].save(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What engines of a device give, by architecture; one process runs them all, one after another."""
+    # The prompts take several steps of 64 tokens, and meet in them: long ones are cut, short ones decode beside them.
     work = batch(PROMPTS, greedy(TOKENS, logprobs=0))
-    for name, architecture in ARCHITECTURES.items():
-        folder = tmp_path_factory.mktemp("model")
-        models[name] = architecture.save(folder)
-        jobs.append(job(folder, work, skip_tokenizer_init=True, max_num_seqs=4, max_num_batched_tokens=64))
-    results, _log = try_engines(tmp_path_factory.mktemp("architectures"), jobs)
-    return {name: (models[name], result) for name, result in zip(models, results, strict=True)}
+    limits = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+    @cache
+    def run(device: str) -> dict[str, Result]:
+        jobs = [job(folder, work, **limits) for folder in folders.values()]
+        results, log = try_engines(tmp_path_factory.mktemp(device), jobs, DEVICES[device])
+        assert log.read_text(errors="replace").count(f"Operators on device {device}:") == len(jobs)
+        return dict(zip(folders, results, strict=True))
+
+    return run
 
 
-@pytest.mark.feature("Model family: {name}", "cpu")
+@pytest.mark.feature("Model family: {name}", "{device}")
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_tokens_equal_transformers(outcomes: dict[str, Outcome], name: str) -> None:
-    model, result = outcomes[name]
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_equal_transformers(outcomes: Any, name: str, device: str) -> None:
+    result = outcomes(device)[name]
     assert "error" not in result, result["error"]
     insist_on_backplane(result)
-    for ids, output in zip(PROMPTS, result["batches"][0], strict=True):
-        expected = reference.continue_without_cache(model, ids, TOKENS)
+    for expected, output in zip(answers(name), result["batches"][0], strict=True):
         assert output["token_ids"] == expected.token_ids
         assert output["logprobs"] == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
 
@@ -52,9 +75,8 @@ def test_tokens_equal_transformers(outcomes: dict[str, Outcome], name: str) -> N
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_comparison_would_notice(name: str) -> None:
     """Without what the architecture is here for, transformers answers otherwise; no answer is constant."""
-    whole, without = ARCHITECTURES[name].build(), ARCHITECTURES[name].build_without()
-    answers = [reference.continue_without_cache(whole, ids, TOKENS) for ids in PROMPTS]
-    others = [reference.continue_without_cache(without, ids, TOKENS) for ids in PROMPTS]
-    assert any(answer.token_ids != other.token_ids for answer, other in zip(answers, others, strict=True))
-    assert all(len(set(answer.token_ids)) > 3 for answer in answers)
-    assert min(answer.smallest_margin for answer in answers) > MARGIN, "near a tie; change the seed"
+    without = ARCHITECTURES[name].build_without()
+    others = (reference.continue_without_cache(without, ids, TOKENS) for ids in PROMPTS)
+    assert any(answer.token_ids != other.token_ids for answer, other in zip(answers(name), others, strict=False))
+    assert all(len(set(answer.token_ids)) > 3 for answer in answers(name))
+    assert min(answer.smallest_margin for answer in answers(name)) > MARGIN, "near a tie; change the seed"

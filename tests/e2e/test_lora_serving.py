@@ -72,7 +72,7 @@ def server(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     given = (*documented.split(), "--lora-modules", f"{SMALL}={case.adapters[SMALL].folder}")
     variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1"}
     folder = tmp_path_factory.mktemp("server")
-    with Server(folder, *limits, *given, variables=variables) as running:
+    with Server(folder, *given, *limits, variables=variables) as running:
         load(running, LARGE, case.adapters[LARGE].folder)
         yield running
 

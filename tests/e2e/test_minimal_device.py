@@ -2,53 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import example_packages
 import pytest
 import reference
 from engine import batch, greedy, job, run_engines
-from processes import environment, on_path
+from processes import on_path
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "minimal_device"
 TOKENS = 24
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000]]
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder into which pip has put the wheel."""
-    source, target = tmp_path_factory.mktemp("source") / "minimal_device", tmp_path_factory.mktemp("site")
-    # A copy: building leaves files beside the source.
-    shutil.copytree(EXAMPLE, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-    ]
-    done = subprocess.run(
-        [*pip, "--no-build-isolation", "--target", str(target), str(source)],
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return target
+    return example_packages.install("minimal_device", tmp_path_factory)
 
 
 def test_it_has_at_most_thirty_lines() -> None:
-    assert len((EXAMPLE / "minimal_device.py").read_text().splitlines()) <= 30
+    assert len((example_packages.EXAMPLES / "minimal_device" / "minimal_device.py").read_text().splitlines()) <= 30
 
 
 def test_it_gives_the_tokens_of_transformers(installed: Path, tiny_llama: Path, tmp_path: Path) -> None:

@@ -109,6 +109,14 @@ def difference(ids: list[int], output: dict[str, Any], expected: reference.Conti
     return f"prompt of {len(ids)} tokens, first difference at output token {place}"
 
 
+@pytest.mark.feature("Serving: async scheduling off", "cpu")
+def test_tokens_equal_transformers_without_async_scheduling(case: Case, results: list[Result]) -> None:
+    """vLLM's default is on, and the device without streams turns it off."""
+    assert [result["async_scheduling"] for result in results] == [False, False]
+    answers = [output["token_ids"] for output in results[0]["batches"][0]]
+    assert answers == [case.expected_for(ids).token_ids for ids in case.all]
+
+
 def test_fp32_ran_as_fp32(results: list[Result]) -> None:
     assert [result["dtype"] for result in results] == ["torch.float32", "torch.float32"]
 

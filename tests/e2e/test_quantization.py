@@ -10,7 +10,7 @@ import pytest
 import quantized_reference
 import reference
 import torch
-from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
+from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
 from processes import tail
 
 from vllm_backplane.layers.quantization.formats import HEAD, ONLINE
@@ -72,13 +72,22 @@ def results(
     return dict(zip(jobs, done, strict=True))
 
 
+@pytest.fixture(scope="module")
+def on_sim(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    work = batch(IDS, greedy(8, logprobs=0, prompt_logprobs=0))
+    jobs = [job(tiny_llama, work, quantization=name) for name in FORMATS]
+    variables = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
+    results = run_engines(tmp_path_factory.mktemp("sim"), jobs, variables, device="sim")
+    return dict(zip(FORMATS, results, strict=True))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_it_knows_what_it_knew(results: dict[str, Result], tokenizer: Any, name: str) -> None:
     done = [tokenizer.decode(output["token_ids"]) for output in results[name]["batches"][0]]
     assert all(answer in text for text, answer in zip(done, ANSWERS, strict=True)), done
 
 
-@pytest.mark.feature("Weights: quantized while they are loaded", "cpu")
+@pytest.mark.feature("Format: quantized while loaded: {name}", "cpu")
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_default_model_is_near_its_decoded_weights(
     results: dict[str, Result], smollm2: Path, text: list[int], name: str
@@ -95,6 +104,17 @@ def test_a_small_model_is_nearer(results: dict[str, Result], tiny_llama: Path) -
         assert_near(output["prompt_logprobs"], reference.prompt_logprobs(decoded, ids), "four layers")
         differences = compared(output["prompt_logprobs"], reference.prompt_logprobs(full, ids))
         assert sum(differences) / len(differences) > 2 * TOLERANCES["four layers"][0]
+
+
+@pytest.mark.feature("Format: quantized while loaded: {name}", "sim")
+@pytest.mark.parametrize("name", FORMATS)
+def test_another_device_quantizes_through_the_references(
+    on_sim: dict[str, Result], tiny_llama: Path, name: str
+) -> None:
+    assert on_sim[name]["device"] == "bpnpu"
+    decoded = quantized_reference.load(tiny_llama, ONLINE[name], HEAD)
+    for ids, output in zip(IDS, on_sim[name]["batches"][0], strict=True):
+        assert_near(output["prompt_logprobs"], reference.prompt_logprobs(decoded, ids), "four layers")
 
 
 def assert_near(ours: list[float | None], expected: list[float], kind: str) -> None:

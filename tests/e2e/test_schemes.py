@@ -13,7 +13,7 @@ import pytest
 import reference
 import scheme_checkpoints as made
 import torch
-from architectures import COMMON
+from architecture import COMMON
 from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
 from processes import tail
 from tiny_models import randomize
@@ -77,9 +77,14 @@ MIXTURE = {
     "norm_topk_prob": True,
 }
 """Each token goes to all experts: where two are nearly equally likely, rounding would choose the other one."""
-ON_SIM = "GPTQ, 4 bits, by activation"
-METHOD = {"G": "GPTQ", "A": "AWQ", "W": "compressed-tensors"}
-"""By the first letter of a scheme's name."""
+BY_ACTIVATION = "GPTQ, 4 bits, by activation"
+
+
+def named(*devices: str) -> list[Any]:
+    """The schemes as parameters of a test that shows them on these devices."""
+    of_tensors = {name: f"compressed-tensors {name}" for name in SCHEMES if name.startswith("W")}
+    shown = {name: pytest.mark.feature(f"Format: {of_tensors.get(name, name)}", *devices) for name in SCHEMES}
+    return [pytest.param(name, marks=shown[name]) for name in SCHEMES]
 
 
 class ByToken(torch.nn.Module):
@@ -173,9 +178,7 @@ def distance(result: Result, model: Any) -> float:
     return sum(differences) / len(differences)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.feature(f"Weights: {METHOD[name[0]]}", "cpu")) for name in SCHEMES]
-)
+@pytest.mark.parametrize("name", named("cpu"))
 def test_answers_are_those_of_the_decoded_weights(
     outcomes: tuple[dict[str, Result], Result], models: dict[str, Any], name: str
 ) -> None:
@@ -187,17 +190,22 @@ def test_the_order_by_activation_is_seen(
 ) -> None:
     """The same codes and scales in the plain order give something else."""
     plain = write(folder / "plain", Scheme(made.GPTQ, lambda i, o, s: made.gptq(i, o, 4, 32, seed=s), {}))
-    assert distance(outcomes[0][ON_SIM], plain) > 4 * ROUNDED
+    assert distance(outcomes[0][BY_ACTIVATION], plain) > 4 * ROUNDED
 
 
 def test_what_cannot_run_is_refused_before_a_worker_starts(outcomes: tuple[dict[str, Result], Result]) -> None:
     assert "GPTQ with 3 bits does not run on device 'cpu'; choose a checkpoint of: GPTQ with 4" in outcomes[1]["error"]
 
 
-@pytest.mark.feature("Weights: GPTQ", "sim")
+@pytest.fixture(scope="module")
+def on_sim(folder: Path, models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    results = run_engines(tmp_path_factory.mktemp("sim"), jobs_for(folder, *SCHEMES), SIM, device="sim")
+    return dict(zip(SCHEMES, results, strict=True))
+
+
+@pytest.mark.parametrize("name", named("sim"))
 def test_another_device_serves_them_through_the_references(
-    folder: Path, models: dict[str, Any], tmp_path: Path
+    on_sim: dict[str, Result], models: dict[str, Any], name: str
 ) -> None:
-    [result] = run_engines(tmp_path, jobs_for(folder, ON_SIM), SIM, device="sim")
-    assert result["device"] == "bpnpu"
-    assert distance(result, models[ON_SIM]) < ROUNDED
+    assert on_sim[name]["device"] == "bpnpu"
+    assert distance(on_sim[name], models[name]) < ROUNDED

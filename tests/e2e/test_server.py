@@ -60,16 +60,16 @@ def test_it_runs_on_backplane(server: Server) -> None:
     assert "Operators on device cpu" in server.text()
 
 
-def test_the_capital_of_france(client: openai.OpenAI) -> None:
-    assert chat(client, "What is the capital of France?") == "The capital of France is Paris."
+def test_the_capital_of_japan(client: openai.OpenAI) -> None:
+    assert "Tokyo" in chat(client, "What is the capital of Japan?")
 
 
 @pytest.mark.feature("KV cache: prefix caching", "cpu")
-def test_the_capital_of_france_asked_again(server: Server, client: openai.OpenAI) -> None:
+def test_the_capital_of_japan_asked_again(server: Server, client: openai.OpenAI) -> None:
     """The second time the prompt comes from the prefix cache; the answer is the same."""
-    chat(client, "What is the capital of France?", 1)
+    chat(client, "What is the capital of Japan?", 1)
     hits = server.metric("vllm:prefix_cache_hits_total")
-    assert chat(client, "What is the capital of France?") == "The capital of France is Paris."
+    assert "Tokyo" in chat(client, "What is the capital of Japan?")
     assert server.metric("vllm:prefix_cache_hits_total") > hits
 
 

@@ -37,7 +37,7 @@ def results(smollm2: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFa
     limits = {"max_model_len": 1024, "max_num_batched_tokens": 256}  # the passage comes in pieces
     jobs = [
         job(smollm2, batch(texts, greedy(TOKENS)), batch(texts[-1:], greedy(TOKENS)), **limits),
-        job(tiny_llama, batch(IDS, greedy(TOKENS, logprobs=0)), batch(IDS, DRAWN)),
+        job(tiny_llama, batch(IDS, greedy(TOKENS, logprobs=0)), batch(IDS, DRAWN), async_scheduling=False),
     ]
     folder = tmp_path_factory.mktemp
     return {
@@ -60,6 +60,13 @@ def test_it_ran_on_the_simulated_card(results: dict[str, list[Result]]) -> None:
 def test_tokens_equal_the_cpu_devices(results: dict[str, list[Result]], model: int) -> None:
     """Greedy ones, cut prompts and prefix hits included, and drawn ones."""
     assert tokens(results["sim"][model]) == tokens(results["cpu"][model])
+
+
+@pytest.mark.feature("Serving: async scheduling off", "sim")
+def test_tokens_are_the_same_without_async_scheduling(results: dict[str, list[Result]]) -> None:
+    """The default model was served with it, the tiny one without."""
+    assert [result["async_scheduling"] for result in results["sim"]] == [True, False]
+    assert tokens(results["sim"][1]) == tokens(results["cpu"][1])
 
 
 @pytest.mark.feature("KV cache: prefix caching", "sim")

@@ -57,7 +57,7 @@ FAULT = "driver 4.2 does not answer on slot 7"
 
 CASES = {
     "vLLM told to ignore plugins, vllm serve": Case(
-        ("VLLM_TARGET_DEVICE", "Unset it"), {"VLLM_TARGET_DEVICE": "cpu"}, plain=True
+        ("VLLM_TARGET_DEVICE", "Unset it"), {"VLLM_TARGET_DEVICE": "cpu", "BACKPLANE_DEVICE": "cpu"}, plain=True
     ),
     "vLLM told to ignore plugins, our command": Case(("unset VLLM_TARGET_DEVICE",), {"VLLM_TARGET_DEVICE": "cpu"}),
     "plugins switched off, our command": Case(("unset VLLM_PLUGINS",), {"VLLM_PLUGINS": ""}),
@@ -86,10 +86,16 @@ CASES = {
     ),
 }
 
-STATES = "a model that carries states"
+STATES = "guesses beside a state that cannot be taken back"
 
 ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    STATES: ({"skip_tokenizer_init": True}, ("MambaForCausalLM", "choose a model of attention layers")),
+    STATES: (
+        {
+            "skip_tokenizer_init": True,
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
+        },
+        ("MambaForCausalLM carries a state", "remove --speculative-config"),
+    ),
     "section that is not quite ours": (
         {"additional_config": {"backplan": {"memory_share": 0.1}}},
         ("'backplan'", "did you mean 'backplane'"),

@@ -180,3 +180,16 @@ def resident(_worker: Any) -> int:
 def hooks(worker: Any) -> int:
     """How many are called in a step."""
     return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in worker.get_model().modules())
+
+
+def damage_kept_blocks(worker: Any) -> int:
+    """Changes every block in the memory of the second rank's KV tier; the first rank's stay as they are."""
+    from vllm_backplane.kv_tier.current import tier_of_worker
+
+    if worker.rank != 1:
+        return 0
+    tier = tier_of_worker()
+    assert tier is not None
+    rows = tier.carrier.store._slots._rows
+    rows[...] ^= 0xFF
+    return len(rows)

@@ -260,7 +260,7 @@ class TestModel:
         listed = json.loads(capsys.readouterr().out)
         assert [(m["name"], m["state"], m["default"]) for m in listed] == [
             ("smollm2", "not prepared", True),
-            ("smollm2-gguf", "not prepared", False),
+            ("smollm2-fp32", "not prepared", False),
             ("minilm", "not prepared", False),
         ]
         assert list(tmp_path.iterdir()) == []
@@ -268,7 +268,7 @@ class TestModel:
     def test_list_as_text_has_a_line_for_each(self, prepared, capsys):
         assert main(["model", "list"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[0] for line in lines] == ["NAME", "smollm2", "smollm2-gguf", "minilm"]
+        assert [line.split()[0] for line in lines] == ["NAME", "smollm2", "smollm2-fp32", "minilm"]
         assert all(line.endswith("prepared") for line in lines[1:])
 
     def test_path_prints_the_folder_alone(self, prepared, capsys):

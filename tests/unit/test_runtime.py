@@ -94,6 +94,7 @@ OWN = {  # additions of ours; everything else must override something upstream
         "_told",
         "_execute_model",
         "_forget_graphs",
+        "_forget_kept_blocks",
         "_preserved_parameters",
         "_fall_asleep",
         "_stay_awake",

@@ -25,6 +25,16 @@ class BackplaneAttentionMetadata(AttentionMetadata):
     block_table: torch.Tensor
     causal: bool
 
+    @classmethod
+    def of(cls, common: CommonAttentionMetadata, *, causal: bool) -> BackplaneAttentionMetadata:
+        return cls(
+            num_actual_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc[: common.num_reqs + 1],
+            seq_lens=common.seq_lens[: common.num_reqs],
+            block_table=common.block_table_tensor[: common.num_reqs],
+            causal=causal,
+        )
+
 
 class BackplaneMetadataBuilder(AttentionMetadataBuilder[BackplaneAttentionMetadata]):
     # Every tensor above is a part of a buffer that stays, and lengths are read from tensors.
@@ -45,10 +55,4 @@ class BackplaneMetadataBuilder(AttentionMetadataBuilder[BackplaneAttentionMetada
             raise BackplaneError(
                 "a batch mixes causal and non-causal requests, which attention here cannot; set --max-num-seqs 1"
             )
-        return BackplaneAttentionMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            query_start_loc=common.query_start_loc[: common.num_reqs + 1],
-            seq_lens=common.seq_lens[: common.num_reqs],
-            block_table=common.block_table_tensor[: common.num_reqs],
-            causal=common.causal and not self.is_cross_attention,
-        )
+        return BackplaneAttentionMetadata.of(common, causal=common.causal and not self.is_cross_attention)

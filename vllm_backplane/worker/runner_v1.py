@@ -14,6 +14,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_backplane import configuration, ops
 from vllm_backplane.device import Device
+from vllm_backplane.layers.grammar import masks_on
+from vllm_backplane.layers.mamba import refuse_foreign
 from vllm_backplane.layers.sampler import replace_sampler
 from vllm_backplane.ops import resolution
 from vllm_backplane.worker.step_graphs import StepGraphs, unrecordable
@@ -54,11 +56,21 @@ class BackplaneModelRunnerV1(GPUModelRunner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
+        refuse_foreign(self.compilation_config.static_forward_context.values())
         if type(self.model) is CUDAGraphWrapper:
             config, device, model = self.vllm_config, self.accelerator, self.model.unwrap()
             missing = [] if device.capabilities.capture_computes else unrecordable(model, resolution.frozen() or ())
             replayed = configuration.settle_graphs(config, device, missing)
             self.model = StepGraphs(model, config, device, self.device.index or 0) if replayed else model
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        state = self.execute_model_state
+        if grammar_output is not None and state is not None and not state.logits.is_cpu:
+            drafts = state.scheduler_output.scheduled_spec_decode_tokens
+            masks = masks_on(state.logits.device, grammar_output, self.input_batch.req_ids, drafts)
+            ops.allowed_tokens_mask.call(state.logits, masks)
+            grammar_output = None  # upstream has no other use for it
+        return super().sample_tokens(grammar_output)
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         with self._unfinished_prompts_draw_nothing():

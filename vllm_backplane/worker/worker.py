@@ -29,6 +29,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_backplane import compat, configuration
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.kv_tier.current import tier_of_worker
 from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
@@ -292,16 +293,23 @@ class BackplaneWorker(Worker):
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         super().reload_weights(*args, **kwargs)
         self._forget_graphs()
+        self._forget_kept_blocks()
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
         self._forget_graphs()
+        self._forget_kept_blocks()
 
     def _forget_graphs(self) -> None:
         """Weights may lie elsewhere now. Graphs that were captured while serving can be captured again."""
         model = self.model_runner.model
         if isinstance(model, StepGraphs) and model.while_serving:
             model.clear_graphs()
+
+    def _forget_kept_blocks(self) -> None:
+        tier = tier_of_worker()
+        if tier is not None:
+            tier.weights_changed()
 
     # --- memory -----------------------------------------------------------------------------------------------
 
@@ -328,6 +336,9 @@ class BackplaneWorker(Worker):
         super().initialize_from_config(kv_cache_config)
         if kv_cache_config.kv_cache_tensors:  # an encoder has none
             self._kv_storage.insist_on_use()
+        tier = tier_of_worker()
+        if tier is not None:
+            tier.bind_model(self.model_runner.get_model())
 
     def _refuse_kv_cache(self, count: int) -> None:
         """vLLM keeps to what was granted, unless the user stated a number of blocks."""

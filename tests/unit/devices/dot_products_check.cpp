@@ -41,7 +41,23 @@ T* aligned(std::vector<T>& memory, size_t count) {
   return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
 }
 
-bool check(const DotKernels& kernels, const Case& c, bool wide) {
+// With codes as they are, widened first, or as they are beside numbers in half precision.
+enum class Way { plain, wide, halves };
+
+// Exact: the numbers here have few digits, and are zero or normal ones as halves too.
+std::vector<uint16_t> halves_of(const std::vector<float>& numbers) {
+  std::vector<uint16_t> halves;
+  for (const float number : numbers) {
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    const uint32_t magnitude = number == 0 ? 0 : ((bits & 0x7fffffff) >> 13) - (112 << 10);
+    halves.push_back(static_cast<uint16_t>(bits >> 16 & 0x8000 | magnitude));
+  }
+  return halves;
+}
+
+bool check(const DotKernels& kernels, const Case& c, Way way) {
+  const bool wide = way == Way::wide, halves = way == Way::halves;
   const int64_t width = kernels.width, positions = c.groups * c.group, stride = positions + 64;
   const int64_t readable = (c.rows + kernels.row_multiple - 1) / kernels.row_multiple * kernels.row_multiple;
   std::vector<uint8_t> codes(positions * width * c.bits / 8);
@@ -76,8 +92,18 @@ bool check(const DotKernels& kernels, const Case& c, bool wide) {
     bias = c.bits == 8 ? kernels.wide_bias8 : kernels.wide_bias4;
   }
   const int zero = c.offsets ? 0 : 1 << (c.bits - 1);
-  p.scales = scales.data();
-  p.offsets = c.offsets ? offsets.data() : nullptr;
+  std::vector<uint16_t> half_scales, half_offsets;
+  if (halves) {
+    multiply = c.bits == 8 ? kernels.multiply8_halves : kernels.multiply4_halves;
+    if (multiply == nullptr) return true;
+    half_scales = halves_of(scales);
+    half_offsets = halves_of(offsets);
+    p.half_scales = half_scales.data();
+    p.half_offsets = c.offsets ? half_offsets.data() : nullptr;
+  } else {
+    p.scales = scales.data();
+    p.offsets = c.offsets ? offsets.data() : nullptr;
+  }
   p.x = x.data();
   p.x_stride = stride;
   p.x_scales = x_scales.data();
@@ -107,8 +133,8 @@ bool check(const DotKernels& kernels, const Case& c, bool wide) {
       }
       const double got = tile[r * width + column];
       if (!(std::abs(got - expected) <= 3e-7 * size + 1e-6)) {
-        std::printf("%s: %d bits, row %d of %d, %d groups of %d, offsets %d, wide %d: %g, not %g\n", kernels.name,
-                    c.bits, int(r), int(c.rows), int(c.groups), int(c.group), c.offsets, wide, got, expected);
+        std::printf("%s: %d bits, row %d of %d, %d groups of %d, offsets %d, wide %d, halves %d: %g, not %g\n", kernels.name,
+                    c.bits, int(r), int(c.rows), int(c.groups), int(c.group), c.offsets, wide, halves, got, expected);
         return false;
       }
     }
@@ -205,10 +231,10 @@ int main() {
       for (const int64_t group : {8, 16, 24, 32, 64, 72, 128, 200, 256, 264, 2048})
         for (const bool offsets : {false, true})
           for (const bool extreme : {false, true})
-            for (const bool wide : {false, true})
-              for (int64_t rows = 1; rows <= (wide ? kernels->many_rows : kernels->most_rows); ++rows) {
+            for (const Way way : {Way::plain, Way::wide, Way::halves})
+              for (int64_t rows = 1; rows <= (way == Way::wide ? kernels->many_rows : kernels->most_rows); ++rows) {
                 const Case c{bits, rows, group > 1000 ? 1 : draw(1, 9), group, offsets, extreme};
-                if (!check(*kernels, c, wide)) return 1;
+                if (!check(*kernels, c, way)) return 1;
                 ++count;
               }
     if (kernels->decoded != nullptr)

@@ -69,7 +69,7 @@ def test_a_real_file_is_dequantized_bit_equal() -> None:
     from vllm_backplane.gguf.parts import opened
     from vllm_backplane.models import obtain
 
-    model = opened(obtain("smollm2-gguf"))
+    model = opened(obtain("smollm2"))
     reader = gguf.GGUFReader(model.path)
     assert {tensor.name for tensor in reader.tensors} == model.tensors.keys()
     kinds = set()

@@ -17,7 +17,7 @@ from vllm_backplane import compat
 from vllm_backplane.audit import Severity, audit
 from vllm_backplane.cli import main
 from vllm_backplane.layers.binding import BINDINGS
-from vllm_backplane.layers.hooks import HOOKS
+from vllm_backplane.layers.hooks import HOOKS, IR_OPERATOR
 from vllm_backplane.supported import FULL, NEWEST, RELEASES
 from vllm_backplane.upstream import SourceTree, open_tree
 
@@ -104,7 +104,8 @@ def test_a_wrong_hook_is_found(tmp_path: Path) -> None:
     assert list(faults_of_hooks(index, HOOKS)) == [
         "vllm.v1.sample.rejection_sampler:expand_kernel: it has no argument cu_num_token_ptr"
     ]
-    swapped = dataclasses.replace(HOOKS[1], replacement=HOOKS[2].replacement)
+    first, second, *_ = (hook for hook in HOOKS if hook.kind == IR_OPERATOR)
+    swapped = dataclasses.replace(first, replacement=second.replacement)
     assert "'weight' is at another position" in "".join(faults_of_hooks(index, [swapped]))
 
 

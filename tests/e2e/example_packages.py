@@ -1,0 +1,31 @@
+"""Packages of examples/, installed by pip into a folder as a user would install them into an environment."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import environment
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index")
+
+
+def install(name: str, folders: pytest.TempPathFactory) -> Path:
+    """The folder into which pip has put the package; for PYTHONPATH."""
+    source, target = folders.mktemp("source") / name, folders.mktemp("site")
+    # A copy: building leaves files beside the source.
+    shutil.copytree(EXAMPLES / name, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    done = subprocess.run(
+        [sys.executable, *INSTALL, "--no-build-isolation", "--target", str(target), str(source)],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target

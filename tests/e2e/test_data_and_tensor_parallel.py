@@ -1,0 +1,94 @@
+"""Two replicas of two workers each, of a mixture of experts, under uneven load: transformers' tokens, on each device.
+
+A step of one replica needs the other, and within it both workers: an idle replica's two workers take part together with
+empty steps. Without them the first request below would wait for ever. test_data_parallel.py has replicas of one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import reference
+from architectures import ARCHITECTURES
+from server import Server
+
+pytestmark = pytest.mark.server
+
+TOKENS = 12
+PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)], [9, 8, 7], [311]]
+UNEVEN = (0, 0, 0, 1)
+"""The replica of each prompt."""
+VARIABLES = {
+    "BACKPLANE_SIM_FALLBACK": "forbid",
+    "BACKPLANE_SIM_CARDS": "4",
+    "BACKPLANE_SIM_MEMORY": "512MiB",
+    "BACKPLANE_MEMORY_SHARE": "0.2",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
+}
+LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
+SIZES = ("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--api-server-count", "1")
+
+
+@pytest.fixture(scope="module", params=["cpu", "sim"])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """A folder, and transformers' answers."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    built = ARCHITECTURES["Mixtral: two experts of four"].save(folder)
+    answers = [reference.continue_without_cache(built, prompt, TOKENS) for prompt in PROMPTS]
+    assert min(answer.smallest_margin for answer in answers) > 1e-3, "near a tie; change the prompts"
+    return folder, [answer.token_ids for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def server(
+    device: str, model: tuple[Path, list[list[int]]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    given = (str(model[0]), "--served-model-name", "tiny", "--skip-tokenizer-init", *LIMITS, *SIZES)
+    variables = {"BACKPLANE_DEVICE": device, **VARIABLES}
+    with Server(tmp_path_factory.mktemp(device), *given, variables=variables) as running:
+        assert running.text().count(f"Operators on device {device}:") == 4
+        yield running
+
+
+def answer(server: Server, replica: int, prompt: list[int]) -> list[int]:
+    request = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    response = server.http.post(
+        "/v1/completions", json=request | {"return_token_ids": True}, headers={"X-data-parallel-rank": str(replica)}
+    )
+    assert response.status_code == 200, response.text
+    return list(response.json()["choices"][0]["token_ids"])
+
+
+def served(server: Server) -> list[float]:
+    return [server.metric("vllm:generation_tokens_total", engine=str(replica)) for replica in (0, 1)]
+
+
+@pytest.mark.feature("Parallel: data and tensor together", "{device}")
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_replica_with_requests_beside_an_idle_one(
+    server: Server, model: tuple[Path, list[list[int]]], replica: int
+) -> None:
+    before = served(server)
+    assert answer(server, replica, PROMPTS[1]) == model[1][1]
+    after = served(server)
+    assert after[replica] - before[replica] == TOKENS
+    assert after[1 - replica] == before[1 - replica], "the idle replica was not idle"
+
+
+@pytest.mark.feature("Parallel: data and tensor together", "{device}")
+def test_more_requests_at_one_replica_than_at_the_other(server: Server, model: tuple[Path, list[list[int]]]) -> None:
+    before = served(server)
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = list(pool.map(lambda replica, prompt: answer(server, replica, prompt), UNEVEN, PROMPTS))
+    assert answers == model[1]
+    assert [now - then for now, then in zip(served(server), before, strict=True)] == [
+        UNEVEN.count(replica) * TOKENS for replica in (0, 1)
+    ]

@@ -1,0 +1,203 @@
+"""One server reads prompts and another one answers, with the KV cache going from one to the other over loopback.
+
+docs/disaggregated.md has the commands; the servers and requests here are the same. Between the two servers is a wire on
+which a test lets things go wrong. Whatever does, the answer is the one that transformers gives.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+from server import Server
+
+from tests.faulty_wire import Treatment, Wire, free_address
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+FEATURE = "KV cache: disaggregated prefill and decode"
+TOKENS = 8
+LENGTH = 150
+FULL_BLOCKS = LENGTH // 16
+BLOCK = 32 << 10
+TIMEOUT = 2.0
+LOGPROBS = 1e-3
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "disaggregated.md").read_text()
+DEVICES = {
+    "cpu": {},
+    "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
+}
+LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--dtype", "float32")
+
+
+class Case:
+    """Prompts for each to be used once: what one server has computed it need not ask for."""
+
+    def __init__(self, folder: Path) -> None:
+        drawn = random.Random(11)
+        self.prompts = [[drawn.randrange(100, 40000) for _ in range(LENGTH)] for _ in range(8)]
+        self.expected = reference.continue_together(reference.load(folder), self.prompts, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def case(tiny_llama: Path) -> Case:
+    return Case(tiny_llama)
+
+
+class Pair:
+    def __init__(self, prefill: Server, decode: Server, wire: Wire) -> None:
+        self.prefill, self.decode, self.wire = prefill, decode, wire
+
+    def counts(self) -> dict[str, int]:
+        outcomes = ("loaded", "fetched", "damaged", "missing", "unreachable")
+        return {name: int(self.decode.metric("backplane:kv_tier_blocks_total", outcome=name)) for name in outcomes}
+
+    def change(self, before: dict[str, int]) -> dict[str, int]:
+        return {name: count - before[name] for name, count in self.counts().items() if count != before[name]}
+
+    def read(self, prompt: Sequence[int]) -> None:
+        complete(self.prefill, prompt, 1)
+
+    def answer(self, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
+        return complete(self.decode, prompt, TOKENS)
+
+
+def complete(server: Server, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+    request = {"model": "tiny", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    response = server.http.post("/v1/completions", json=request | {"return_token_ids": True, "logprobs": 0})
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+@pytest.fixture(scope="module", params=list(DEVICES))
+def pair(request: pytest.FixtureRequest, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    listen = free_address()
+    wire = Wire(listen)
+    documented = re.findall(r"^vllm-backplane serve --port \d+ --kv-transfer-config '(.*)'$", PAGE, re.MULTILINE)
+    first, second = (json.loads(text) for text in documented)
+    assert first["kv_connector_extra_config"]["listen"] == second["kv_connector_extra_config"]["peer"]
+    first["kv_connector_extra_config"] |= {"capacity": "8MiB", "listen": str(listen)}
+    second["kv_connector_extra_config"] |= {"capacity": "8MiB", "peer": str(wire.address), "peer_timeout": TIMEOUT}
+
+    def start(transfer: dict[str, Any]) -> Server:
+        given = (str(tiny_llama), "--served-model-name", "tiny", *LIMITS, "--kv-transfer-config", json.dumps(transfer))
+        return Server(tmp_path_factory.mktemp("server"), *given, variables=DEVICES[request.param])
+
+    with ExitStack() as running, ThreadPoolExecutor(2) as pool:
+        starting = [pool.submit(start, transfer) for transfer in (first, second)]
+        servers = [running.enter_context(one.result()) for one in starting]
+        yield Pair(servers[0], servers[1], wire)
+    wire.close()
+
+
+def assert_expected(got: tuple[list[int], list[float]], expected: reference.Continuation) -> None:
+    assert got[0] == expected.token_ids
+    assert got[1] == pytest.approx(expected.logprobs, abs=LOGPROBS)
+
+
+def test_the_comparison_would_notice(case: Case) -> None:
+    assert min(one.smallest_margin for one in case.expected) > 5e-3, "near a tie; change the seed"
+    assert all(len(set(one.token_ids)) > 3 for one in case.expected)
+
+
+@pytest.mark.feature(FEATURE, "{pair}")
+def test_what_one_has_read_the_other_answers(pair: Pair, case: Case) -> None:
+    before, computed = pair.counts(), pair.decode.metric("vllm:prompt_tokens_total")
+    hits = pair.decode.metric("vllm:external_prefix_cache_hits_total")
+    pair.read(case.prompts[0])
+    assert_expected(pair.answer(case.prompts[0]), case.expected[0])
+    assert pair.change(before) == {"fetched": FULL_BLOCKS}
+    assert pair.decode.metric("vllm:external_prefix_cache_hits_total") - hits == FULL_BLOCKS * 16
+    assert pair.decode.metric("vllm:prompt_tokens_total") > computed
+
+
+def test_what_nobody_has_read_is_computed(pair: Pair, case: Case) -> None:
+    before = pair.counts()
+    assert_expected(pair.answer(case.prompts[1]), case.expected[1])
+    assert pair.change(before) == {}
+
+
+def test_the_commands_of_the_page(pair: Pair) -> None:
+    commands = re.findall(r"^curl -s http://127\.0\.0\.1:(800\d)(\S+) .*\n  -d '(.*)'$", PAGE, re.MULTILINE)
+    assert [port for port, *_ in commands] == ["8001", "8002"]
+    before = pair.counts()
+    for port, path, body in commands:
+        server = pair.prefill if port == "8001" else pair.decode
+        answer = server.http.post(path, json={"model": "tiny", **json.loads(body)})
+        assert answer.status_code == 200, answer.text
+    assert pair.change(before)["fetched"] > 0
+
+
+def changed(answer: bytes) -> bytes:
+    """One bit of the third block's bytes."""
+    place = 1 + 2 * (17 + BLOCK) + 17 + 999
+    return answer[:place] + bytes([answer[place] ^ 0x40]) + answer[place + 1 :]
+
+
+def cut(answer: bytes) -> bytes:
+    """In the middle of the fourth block."""
+    return answer[: 1 + 3 * (17 + BLOCK) + 5000]
+
+
+@pytest.mark.feature(FEATURE, "{pair}")
+@pytest.mark.parametrize("pair", ["cpu"], indirect=True)  # what is received has not reached a device yet
+@pytest.mark.parametrize(
+    ("place", "treat", "hang", "expected"),
+    [
+        (2, changed, 0.0, {"fetched": FULL_BLOCKS - 1, "damaged": 1}),
+        (3, cut, 0.0, {"fetched": 3, "unreachable": FULL_BLOCKS - 3}),
+        (4, cut, 3 * TIMEOUT, {"fetched": 3, "unreachable": FULL_BLOCKS - 3}),
+    ],
+    ids=["damaged", "cut", "hangs"],
+)
+def test_what_goes_wrong_on_the_way_is_computed(
+    pair: Pair, case: Case, place: int, treat: Treatment, hang: float, expected: dict[str, int]
+) -> None:
+    let_rest_be_over(pair)
+    pair.read(case.prompts[place])
+    before = pair.counts()
+    pair.wire.treat, pair.wire.hang = treat, hang
+    try:
+        assert_expected(pair.answer(case.prompts[place]), case.expected[place])
+    finally:
+        pair.wire.treat, pair.wire.hang = bytes, 0.0
+    assert pair.change(before) == expected
+
+
+def let_rest_be_over(pair: Pair) -> None:
+    """A peer that failed is left alone for five seconds. New prompts are asked until one is fetched."""
+    drawn = random.Random()
+    for _ in range(40):
+        prompt = [drawn.randrange(100, 40000) for _ in range(40)]
+        pair.read(prompt)
+        before = pair.counts()
+        pair.answer(prompt)
+        if pair.change(before).get("fetched"):
+            return
+        time.sleep(0.25)
+    raise AssertionError("the other server is not asked any more")
+
+
+@pytest.mark.feature(FEATURE, "{pair}")
+def test_the_other_server_is_killed(pair: Pair, case: Case) -> None:
+    """The last test of a pair."""
+    let_rest_be_over(pair)
+    for place in (5, 6):
+        pair.read(case.prompts[place])
+    pair.prefill.kill()
+    before = pair.counts()
+    for place in (5, 6):
+        assert_expected(pair.answer(case.prompts[place]), case.expected[place])
+    assert pair.change(before) == {}
+    assert "is not asked for blocks for 5 s" in pair.decode.text()
+    assert_expected(pair.answer(case.prompts[0]), case.expected[0])

@@ -1,0 +1,214 @@
+"""A second tier of the KV cache, on disk and in host memory: what is loaded gives the answer that computing gives.
+
+docs/kv-offload.md has the command; the server here is started with the same.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+from engine import batch, greedy, job, run_engines
+from server import Server
+from worker_questions import ASKING
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+FEATURE = "KV cache: offload to a second tier"
+TOKENS = 8
+LENGTH = 150
+"""Of prompts: nine blocks, and a beginning."""
+FULL_BLOCKS = LENGTH // 16
+CAPACITY = 1 << 20
+LOGPROBS = 1e-3
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "kv-offload.md").read_text()
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
+
+
+class Case:
+    def __init__(self, folder: Path) -> None:
+        random_ids = random.Random(7)
+        self.prompts = [[random_ids.randrange(100, 40000) for _ in range(LENGTH)] for _ in range(3)]
+        self.expected = reference.continue_together(reference.load(folder), self.prompts, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def case(tiny_llama: Path) -> Case:
+    return Case(tiny_llama)
+
+
+class Tiered:
+    """A server with the tier in a folder."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self.server, self.folder = server, folder
+
+    def counts(self) -> dict[str, int]:
+        outcomes = ("stored", "loaded", "evicted", "damaged", "missing")
+        return {name: int(self.server.metric("backplane:kv_tier_blocks_total", outcome=name)) for name in outcomes}
+
+    def change(self, before: dict[str, int]) -> dict[str, int]:
+        return {name: count - before[name] for name, count in self.counts().items() if count != before[name]}
+
+    def forget_prefixes(self, **parameters: str) -> None:
+        """In vLLM's own cache."""
+        assert self.server.http.post("/reset_prefix_cache", params=parameters).status_code == 200
+
+    def answer(self, prompt: Sequence[int], **more: Any) -> tuple[list[int], list[float]]:
+        request = {"model": "tiny", "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        request |= {"return_token_ids": True, "logprobs": 0, **more}
+        response = self.server.http.post("/v1/completions", json=request)
+        assert response.status_code == 200, response.text
+        choice = response.json()["choices"][0]
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+    @property
+    def file(self) -> Path:
+        [file] = self.folder.iterdir()
+        return file
+
+
+@pytest.fixture(scope="module")
+def tiered(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiered]:
+    folder = tmp_path_factory.mktemp("tier")
+    (folder / "vllm-backplane-kv-1-left-over.blocks").write_bytes(b"of a server that was killed")
+    [documented] = re.findall(r"^vllm-backplane serve --kv-transfer-config '(.*)'$", PAGE, re.MULTILINE)
+    transfer = json.loads(documented.replace("/path/to/folder", str(folder)))
+    transfer["kv_connector_extra_config"]["capacity"] = CAPACITY
+    limits = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--dtype", "float32")
+    given = (str(tiny_llama), "--served-model-name", "tiny", *limits, "--kv-transfer-config", json.dumps(transfer))
+    with Server(tmp_path_factory.mktemp("server"), *given, variables={"VLLM_SERVER_DEV_MODE": "1"}) as server:
+        yield Tiered(server, folder)
+
+
+def assert_expected(got: tuple[list[int], list[float]], expected: reference.Continuation) -> None:
+    assert got[0] == expected.token_ids
+    assert got[1] == pytest.approx(expected.logprobs, abs=LOGPROBS)
+
+
+def test_the_comparison_would_notice(case: Case) -> None:
+    assert min(one.smallest_margin for one in case.expected) > 5e-3, "near a tie; change the seed"
+    assert all(len(set(one.token_ids)) > 3 for one in case.expected)
+
+
+@pytest.mark.feature(FEATURE, "cpu")
+def test_what_vllm_forgot_is_loaded(tiered: Tiered, case: Case) -> None:
+    before, tokens = tiered.counts(), tiered.server.metric("vllm:external_prefix_cache_hits_total")
+    assert_expected(tiered.answer(case.prompts[0]), case.expected[0])
+    assert tiered.change(before) == {"stored": FULL_BLOCKS}
+    tiered.forget_prefixes()
+    assert_expected(tiered.answer(case.prompts[0]), case.expected[0])
+    assert tiered.change(before) == {"stored": FULL_BLOCKS, "loaded": FULL_BLOCKS}
+    assert tiered.server.metric("vllm:external_prefix_cache_hits_total") - tokens == FULL_BLOCKS * 16
+
+
+def test_another_salt_finds_nothing(tiered: Tiered, case: Case) -> None:
+    tiered.forget_prefixes()
+    before = tiered.counts()
+    assert_expected(tiered.answer(case.prompts[0], cache_salt="mine"), case.expected[0])
+    assert "loaded" not in tiered.change(before)
+
+
+@pytest.mark.feature(FEATURE, "cpu")
+def test_damaged_blocks_are_computed_again(tiered: Tiered, case: Case) -> None:
+    """One byte of one block, then all of the file, then a file that is cut off."""
+    tiered.forget_prefixes()
+    tiered.answer(case.prompts[0])
+    size = tiered.file.stat().st_size
+    for damage in (one_byte, everything, cut_off):
+        damage(tiered.file)
+        tiered.forget_prefixes()
+        before = tiered.counts()
+        assert_expected(tiered.answer(case.prompts[0]), case.expected[0])
+        change = tiered.change(before)
+        assert change["damaged"] == (1 if damage is one_byte else FULL_BLOCKS)
+        assert change["stored"] == change["damaged"], "they are to be kept again"
+        tiered.forget_prefixes()
+        before = tiered.counts()
+        assert_expected(tiered.answer(case.prompts[0]), case.expected[0])
+        assert tiered.change(before) == {"loaded": FULL_BLOCKS}
+        assert tiered.file.stat().st_size <= size
+    assert "does not hold what was written" in tiered.server.text()
+
+
+def one_byte(file: Path) -> None:
+    with file.open("r+b") as opened:
+        row = opened.read(4096)
+        opened.seek(1000)
+        opened.write(bytes([row[1000] ^ 0x40]))
+
+
+def everything(file: Path) -> None:
+    size = file.stat().st_size
+    with file.open("r+b") as opened:
+        opened.write(random.Random(1).randbytes(size))
+
+
+def cut_off(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(0)
+
+
+@pytest.mark.feature(FEATURE, "cpu")
+def test_no_more_is_kept_than_the_bound(tiered: Tiered, case: Case) -> None:
+    """Twice as many blocks as fit go through; what was used last is there and what was used first is not."""
+    first, last = case.prompts[1], case.prompts[2]
+    tiered.answer(first)
+    before, drawn = tiered.counts(), random.Random(3)
+    for _ in range(2 * CAPACITY // (32 << 10) // FULL_BLOCKS):
+        tiered.answer([drawn.randrange(100, 40000) for _ in range(LENGTH)])
+    assert tiered.change(before)["evicted"] > 0
+    tiered.answer(last)
+    tiered.forget_prefixes()
+    before = tiered.counts()
+    assert_expected(tiered.answer(last), case.expected[2])
+    assert tiered.change(before) == {"loaded": FULL_BLOCKS}
+    before = tiered.counts()
+    assert_expected(tiered.answer(first), case.expected[1])
+    assert "loaded" not in tiered.change(before)
+    assert tiered.file.stat().st_size <= CAPACITY
+
+
+def test_a_reset_of_everything_voids_the_tier(tiered: Tiered, case: Case) -> None:
+    tiered.answer(case.prompts[0])
+    tiered.forget_prefixes(reset_external="true")
+    before = tiered.counts()
+    assert_expected(tiered.answer(case.prompts[0]), case.expected[0])
+    assert tiered.change(before) == {"stored": FULL_BLOCKS}
+
+
+def test_the_file_is_private_and_goes_with_the_server(tiered: Tiered) -> None:
+    """The last test. What was left over went when the server started: `file` is the only one."""
+    assert tiered.file.stat().st_mode & 0o077 == 0
+    tiered.server.process.terminate()
+    tiered.server.wait(60)
+    assert list(tiered.folder.iterdir()) == []
+
+
+@pytest.mark.feature(FEATURE, "sim")
+def test_in_host_memory_on_two_cards(tiny_llama: Path, case: Case, tmp_path: Path) -> None:
+    """Blocks that are damaged on the second card alone are computed again by both."""
+    work = {"batch": batch(case.prompts, greedy(TOKENS, logprobs=0))}
+    forget = {"forget prefixes": None}
+    steps = [work, forget, work, {"ask": "damage_kept_blocks"}, forget, work, forget, work]
+    transfer = {
+        "kv_connector": "BackplaneTier",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"capacity": "4MiB"},
+    }
+    one = job(tiny_llama, steps=steps, tensor_parallel_size=2, kv_transfer_config=transfer)
+    [result] = run_engines(tmp_path, [one], {**SIM, **ASKING}, device="sim")
+    computed, _, loaded, damaged, _, recomputed, _, again = result["steps"]
+    assert damaged[0] == 0 and damaged[1] > 0
+    for outputs in (computed, loaded, recomputed, again):
+        for output, expected in zip(outputs, case.expected, strict=True):
+            assert_expected((output["token_ids"], output["logprobs"]), expected)
+    cached = [[output["num_cached_tokens"] for output in outputs] for outputs in (computed, loaded, again)]
+    assert cached == [[0] * 3, [FULL_BLOCKS * 16] * 3, [FULL_BLOCKS * 16] * 3]
+    assert "does not hold what was written" in (tmp_path / "engine.log").read_text()

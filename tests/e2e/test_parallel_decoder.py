@@ -1,0 +1,58 @@
+"""An architecture from another package (docs/out-of-tree-models.md): installed, served, equal to plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import example_packages
+import parallel_decoder_reference as plain
+import pytest
+from processes import on_path
+from reference import Continuation
+from server import Server
+
+pytestmark = pytest.mark.server
+
+TOKENS = 16
+PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)], [311]]
+LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--dtype", "float32")
+WORKERS = {"cpu": 1, "sim": 2}
+VARIABLES = {
+    "BACKPLANE_SIM_FALLBACK": "forbid",
+    "BACKPLANE_SIM_MEMORY": "1GiB",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
+}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return example_packages.install("parallel_decoder", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Continuation]]:
+    """A checkpoint, and what plain PyTorch answers to each prompt."""
+    folder = tmp_path_factory.mktemp("parallel")
+    weights = plain.save(folder, seed=11)
+    expected = [plain.continue_greedily(weights, prompt, TOKENS) for prompt in PROMPTS]
+    assert min(answer.smallest_margin for answer in expected) > 5e-3, "near a tie; change the seed"
+    for prompt, answer in zip(PROMPTS, expected, strict=True):
+        usual = plain.continue_greedily(weights, prompt, TOKENS, in_sequence=True)
+        assert usual.token_ids != answer.token_ids, "side by side or in sequence makes no difference here"
+    return folder, expected
+
+
+@pytest.mark.feature("Model family: a model from another package", "{device}")
+@pytest.mark.parametrize("device", WORKERS)
+def test_it_is_served(device: str, installed: Path, model: tuple[Path, list[Continuation]], tmp_path: Path) -> None:
+    folder, expected = model
+    given = (str(folder), "--served-model-name", "tiny", "--skip-tokenizer-init", *LIMITS)
+    workers = ("--tensor-parallel-size", str(WORKERS[device]))
+    variables = {"BACKPLANE_DEVICE": device, "PYTHONPATH": on_path(installed), **VARIABLES}
+    request = {"model": "tiny", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with Server(tmp_path, *given, *workers, variables=variables) as server:
+        assert server.text().count(f"Operators on device {device}") == WORKERS[device]
+        answer = server.http.post("/v1/completions", json=request | {"prompt": PROMPTS})
+        assert answer.status_code == 200, answer.text
+    tokens = [choice["token_ids"] for choice in answer.json()["choices"]]
+    assert tokens == [wanted.token_ids for wanted in expected]

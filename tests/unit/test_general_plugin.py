@@ -1,0 +1,92 @@
+"""The general plugin leaves vLLM alone under another platform, writes nothing, and may be loaded twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import programs
+
+LOAD_TWICE = """
+import json, os, sys, torch
+import vllm.plugins
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.platforms import current_platform
+
+current_platform.device_type  # chooses the platform
+home = os.environ["HOME"]
+
+def written():
+    return sorted(os.path.join(folder, name) for folder, _, names in os.walk(home) for name in names)
+
+def state():
+    from vllm.entrypoints.launchers import launcher
+    from vllm.transformers_utils import config
+    return {
+        "layers": sorted((name, id(replacement)) for name, replacement in op_registry_oot.items()),
+        "patched": [id(launcher.serve_http), id(config.maybe_override_with_speculators)],
+        "torch": [id(torch.cuda.Stream), id(torch.cuda.Event), id(torch.accelerator.synchronize)],
+    }
+
+before, found = state(), written()
+vllm.plugins.load_general_plugins()
+first = state()
+vllm.plugins.plugins_loaded = False
+vllm.plugins.load_general_plugins()
+json.dump({
+    "platform": type(current_platform).__name__,
+    "states": [before, first, state()],
+    "written": sorted(set(written()) - set(found)),
+    "modules": [name for name in sys.modules if name.startswith("vllm_backplane.")],
+}, open(sys.argv[1], "w"))
+"""
+
+
+def loaded(folder: Path, **variables: str) -> tuple[dict[str, Any], str]:
+    """What the program found, and its output."""
+    (folder / "home").mkdir()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("BACKPLANE_", "XDG_", "VLLM_"))}
+    result = folder / "found.json"
+    own = {"HOME": str(folder / "home"), "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "backplane"}
+    done = subprocess.run(
+        programs.command(LOAD_TWICE, str(result)),
+        env={**kept, **own, **variables},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(result.read_text()), done.stdout + done.stderr
+
+
+def test_under_another_platform_it_does_nothing_and_says_so_once(tmp_path: Path) -> None:
+    found, output = loaded(tmp_path, VLLM_TARGET_DEVICE="cpu")
+    assert found["platform"] != "BackplanePlatform"
+    before, first, second = found["states"]
+    assert before == first == second
+    assert before["layers"] == []
+    assert set(found["modules"]) <= {"vllm_backplane.plugin", "vllm_backplane.errors"}
+    assert found["written"] == []
+    assert output.count("although vllm-backplane is installed: VLLM_TARGET_DEVICE=cpu is set") == 1
+
+
+def test_on_its_platform_the_second_time_changes_nothing(tmp_path: Path) -> None:
+    found, _ = loaded(tmp_path)
+    assert found["platform"] == "BackplanePlatform"
+    before, first, second = found["states"]
+    assert first["layers"] and first["layers"] != before["layers"]
+    assert second == first
+    assert found["written"] == []
+
+
+def test_a_device_that_was_asked_for_is_not_passed_over(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="BACKPLANE_DEVICE=cpu asks for a device") as raised:
+        loaded(tmp_path, VLLM_TARGET_DEVICE="cpu", BACKPLANE_DEVICE="cpu")
+    assert "Unset it" in str(raised.value)
