@@ -45,6 +45,7 @@ LONGEST = (
     "e2e/test_parallel.py",
     "e2e/test_quantization_memory.py",
     "e2e/test_data_parallel.py",
+    "e2e/test_shared_weights.py",
     "e2e/test_parallel_decoder.py",
     "e2e/test_data_and_tensor_parallel.py",
     "e2e/test_gguf.py",

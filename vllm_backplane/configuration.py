@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from vllm.logger import init_logger
 from vllm_backplane.device import Device
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.kv_tier import settings as kv_tier
+from vllm_backplane.model_loader import formats
 from vllm_backplane.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
             f"device {device.name!r} cannot store the KV cache as {kv_dtype!r}; choose --kv-cache-dtype among: "
             + ", ".join(can.kv_cache_dtypes)
         )
+    refuse_unshareable(config, device)
     refuse_idle_group(config, chosen)
 
 
@@ -73,18 +76,36 @@ def refuse_unsupported_states(config: VllmConfig) -> None:
         raise BackplaneError("states are kept whole here, not replayed; remove --use-replayssm")
 
 
+def refuse_unshareable(config: VllmConfig, device: Device) -> None:
+    """Weights that workers are to have in memory once, and cannot."""
+    if config.load_config.load_format not in formats.ALL_SHARED:
+        return
+    if not device.capabilities.host_memory:
+        raise BackplaneError(
+            f"--load-format {formats.SHARED} has workers share the host's memory, and on device {device.name!r} each "
+            "has its weights in the memory of its own card; remove the option"
+        )
+    if not hasattr(os, "memfd_create"):
+        raise BackplaneError(f"--load-format {formats.SHARED} needs Linux's memfd; remove the option")
+    if config.model_config is not None and config.model_config.enable_sleep_mode:
+        raise BackplaneError(
+            f"--enable-sleep-mode is to give memory back, and what --load-format {formats.SHARED} shares other workers "
+            "may still use; remove one of the two"
+        )
+
+
 def refuse_idle_group(config: VllmConfig, chosen: Runtime) -> None:
     """A group size is of use where weights are quantized at loading. vLLM makes a configuration for a draft model too,
     which need not be quantized for that."""
-    from vllm_backplane.layers.quantization import formats
+    from vllm_backplane.layers.quantization.formats import ONLINE
 
     group, drafting = chosen.settings[""]["quantization_group"], config.speculative_config
     models = [config.model_config, drafting.target_model_config if drafting is not None else None]
     given = [model.quantization for model in models if model is not None]
-    if group.value is not None and given and not set(given) & set(formats.ONLINE):
+    if group.value is not None and given and not set(given) & set(ONLINE):
         raise BackplaneError(
             f"quantization_group is {group.value} ({group.source}), and nothing is quantized at loading; add "
-            f"--quantization {' or '.join(formats.ONLINE)}, or remove it"
+            f"--quantization {' or '.join(ONLINE)}, or remove it"
         )
 
 
@@ -285,9 +306,9 @@ def set_loading(config: VllmConfig) -> None:
 
     methods.register()  # raises if another plugin has taken the name since
     loader.register()
-    if loading.load_format == "auto":
-        loading.load_format = QUANTIZATION
-    elif loading.load_format != QUANTIZATION:
+    own = {"auto": QUANTIZATION, formats.SHARED: formats.SHARED_GGUF}
+    loading.load_format = own.get(loading.load_format, loading.load_format)
+    if loading.load_format not in own.values():
         raise BackplaneError(
             f"--load-format {loading.load_format} was asked for, and the weights are in a GGUF file; remove the option"
         )

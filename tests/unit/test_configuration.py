@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CacheConfig, CompilationConfig, CUDAGraphMode, ParallelConfig, VllmConfig
+from vllm.config.load import LoadConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -258,6 +259,26 @@ def test_heads_sinks_and_storage_that_do_not_fit(given: dict[str, Any], told: st
     BackplaneAttentionImpl(6, 64, 1.0, num_kv_heads=3, sinks=torch.zeros(6))
     with pytest.raises(BackplaneError, match=told):
         BackplaneAttentionImpl(6, 64, 1.0, **given)
+
+
+# --- weights that workers share -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load_format", ["backplane_shared", "backplane_shared_gguf"])
+def test_weights_are_shared_in_the_hosts_memory_alone(load_format: str) -> None:
+    config = VllmConfig(load_config=LoadConfig(load_format=load_format))
+    configuration.refuse_unsupported(config, configured({}))
+    with pytest.raises(BackplaneError, match=r"on device 'sim' each has its weights in .* its own card; remove the"):
+        configuration.refuse_unsupported(config, choose(name="sim"))
+
+
+def test_weights_that_are_shared_do_not_sleep() -> None:
+    config = VllmConfig(load_config=LoadConfig(load_format="backplane_shared"))
+    config.model_config = SimpleNamespace(enable_sleep_mode=False)  # type: ignore[assignment]
+    configuration.refuse_unshareable(config, configured({}).device)
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(BackplaneError, match=r"--enable-sleep-mode .* remove one of the two"):
+        configuration.refuse_unshareable(config, configured({}).device)
 
 
 # --- the worker's card --------------------------------------------------------------------------------------------

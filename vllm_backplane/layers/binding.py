@@ -175,12 +175,14 @@ def bind() -> None:
     from vllm_backplane.layers.quantization import config
     from vllm_backplane.layers.schemes import registration
     from vllm_backplane.model_loader import gguf as gguf_loader
+    from vllm_backplane.model_loader import shared as shared_loader
 
     selection.register()
     config.register()
     gguf_config.register()
     registration.register()
     gguf_loader.register()
+    shared_loader.register()
     kv_tier.register()
     for binding in BINDINGS:
         upstream, replacement = check(binding)

@@ -1,0 +1,88 @@
+"""Two replicas of a model on one host, with one copy of its weights in memory: docs/shared-weights.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import reference
+from server import Server
+
+from vllm_backplane.model_loader.sealed import NAME
+
+pytestmark = [pytest.mark.server, pytest.mark.models]
+
+TOKENS = 12
+PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 5000 + 5 for place in range(40)], [9, 8, 7]]
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "shared-weights.md").read_text()
+LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    [documented] = re.findall(r"^vllm-backplane serve \S+ (.*)$", PAGE, re.MULTILINE)
+    given = (str(tiny_llama), "--served-model-name", "tiny", *LIMITS, *documented.split(), "--api-server-count", "1")
+    variables = {"BACKPLANE_MEMORY_SHARE": "0.2", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    with Server(tmp_path_factory.mktemp("server"), *given, variables=variables) as server:
+        yield server
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Bytes of the shared weights in one process: in its memory, and its part of them."""
+
+    resident: int
+    proportional: int
+
+
+def mapped(process: psutil.Process) -> Mapped:
+    resident = proportional = 0
+    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{process.pid}/smaps").read_text(), flags=re.M):
+        if NAME in mapping.partition("\n")[0]:
+            values = {name: int(count) << 10 for name, count in re.findall(r"^(\w+): +(\d+) kB$", mapping, re.M)}
+            resident += values["Rss"]
+            proportional += values["Pss"]
+    return Mapped(resident, proportional)
+
+
+def answer(server: Server, replica: int, prompt: list[int]) -> list[int]:
+    request = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    response = server.http.post(
+        "/v1/completions", json=request | {"return_token_ids": True}, headers={"X-data-parallel-rank": str(replica)}
+    )
+    assert response.status_code == 200, response.text
+    return list(response.json()["choices"][0]["token_ids"])
+
+
+@pytest.mark.feature("Weights: shared between the workers of a host", "cpu")
+def test_two_replicas_have_the_weights_once(server: Server, tiny_llama: Path) -> None:
+    expected = reference.continue_together(reference.load(tiny_llama), PROMPTS, TOKENS)
+    assert min(one.smallest_margin for one in expected) > 1e-3, "near a tie; change the prompts"
+    for replica in (0, 1):
+        for prompt, one in zip(PROMPTS, expected, strict=True):
+            assert answer(server, replica, prompt) == one.token_ids
+
+    weights = (tiny_llama / "model.safetensors").stat().st_size
+    workers = [found for process in server.descendants() if (found := mapped(process)).resident]
+    assert len(workers) == 2
+    # The first reads few rows of its embedding, which is nearly half of this model; the other compared all of it.
+    smaller, larger = sorted(one.resident for one in workers)
+    assert larger > 0.95 * weights and smaller > 0.4 * weights
+    assert sum(one.proportional for one in workers) < 1.1 * weights
+
+
+def test_no_copy_is_left(server: Server) -> None:
+    told = re.findall(
+        r"Weights: (\S+) MiB mapped from other workers, (\S+) MiB placed for others to map, (\S+) MiB of this",
+        server.text(),
+    )
+    found, placed, own = zip(*(map(float, line) for line in told), strict=True)
+    assert len(told) == 2
+    assert sorted(found)[0] == sorted(placed)[0] == 0
+    assert max(found) == max(placed) > 40
+    assert max(own) < 1
+    assert "of weights are in this worker's own memory as well" not in server.text()

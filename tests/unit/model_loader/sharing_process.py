@@ -1,0 +1,56 @@
+"""A process with a small model whose weights it shares, for test_shared_memory.py: tells what came of it as JSON, then
+what its memory looks like for each line that it is sent, until there are no more."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_backplane.model_loader.offers import Board
+from vllm_backplane.model_loader.sealed import NAME
+from vllm_backplane.model_loader.sharing import share
+
+WIDTH, LAYERS = 1024, 6
+BYTES = LAYERS * WIDTH * WIDTH * 4
+
+
+def made(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    return torch.nn.Sequential(*layers).requires_grad_(False)
+
+
+def memory() -> dict[str, int]:
+    """Kilobytes of the mappings of shared weights, and of all anonymous memory."""
+    listing = Path("/proc/self/smaps").read_text()
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", listing, flags=re.MULTILINE)
+    found = {"Rss": 0, "Pss": 0, "Private_Dirty": 0, "anonymous": 0}
+    for mapping in mappings:
+        values = {name: int(count) for name, count in re.findall(r"^(\w+): +(\d+) kB$", mapping, re.MULTILINE)}
+        if NAME in mapping.partition("\n")[0]:
+            for name in ("Rss", "Pss", "Private_Dirty"):
+                found[name] += values[name]
+        found["anonymous"] += values.get("Anonymous", 0)
+    return found
+
+
+def answer(model: torch.nn.Module) -> dict[str, Any]:
+    return memory() | {"result": float(model(torch.ones(1, WIDTH)).double().sum())}
+
+
+if __name__ == "__main__":
+    folder, seed = sys.argv[1:]
+    model = made(int(seed))
+    before = memory()["anonymous"]
+    outcome = share(model, Board(Path(folder)))
+    print(json.dumps(asdict(outcome) | {"before": before}), flush=True)
+    for line in sys.stdin:
+        if line.startswith("write"):
+            next(model.parameters()).zero_()
+        print(json.dumps(answer(model)), flush=True)
