@@ -199,10 +199,10 @@ class BackplaneWorker(Worker):
             super().profile(is_start, profile_prefix, **limits)
             return
         if is_start:
-            act, undo = partial(self._begin_trace, profile_prefix, limits), self._drop_trace
+            begin = partial(self._begin_trace, profile_prefix, limits)
+            together(self.parallel_config, self.rank, begin, self._drop_trace)
         else:
-            act, undo = self._end_trace, self._drop_ranges
-        together(self.parallel_config, self.rank, act, undo)
+            together(self.parallel_config, self.rank, self._end_trace, self._drop_ranges)
 
     def _begin_trace(self, prefix: str | None, limits: Mapping[str, Any]) -> None:
         if self.ranges is not None:
