@@ -4,11 +4,13 @@
     python benchmarks/step.py --dtype bfloat16 --profile 25
     python benchmarks/step.py --quantization int4
     python benchmarks/step.py --quantization int8 --operators
+    python benchmarks/step.py --quantization int8 --prompt 1024   # where the time of reading a prompt goes
 
 One engine lives in the process that times it part by part, each part without those inside of it; replayed and eager
 steps take turns. A second engine, in a process of its own as vLLM runs it by default, is timed as a whole: what it
 takes longer is the way between the processes. `--profile N` shows instead, by function, where Python's time goes, and
-`--operators` by operator, with the shape of its result, where the kernels' time goes.
+`--operators` by operator, with the shape of its result, where the kernels' time goes. `--prompt N` does that for a
+prompt of N tokens that is read in one step, by PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -67,25 +69,26 @@ class Clock:
         return run
 
 
-def start(model: str, dtype: str, quantization: str | None, sequences: list[int]) -> Any:
+def start(model: str, dtype: str, quantization: str | None, sequences: list[int], longest: int = 512) -> Any:
     from vllm import LLM
 
     return LLM(
         model,
         dtype=dtype,
         quantization=quantization,
-        max_model_len=512,
+        max_model_len=longest,
+        max_num_batched_tokens=max(longest, 2048),
         max_num_seqs=max(sequences),
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
 
 
-def serve(llm: Any, count: int, answer: int = ANSWER) -> float:
+def serve(llm: Any, count: int, answer: int = ANSWER, length: int = PROMPT) -> float:
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    tokens = [[100 + (place * 7 + sequence) % 900 for place in range(PROMPT)] for sequence in range(count)]
+    tokens = [[100 + (place * 7 + sequence) % 900 for place in range(length)] for sequence in range(count)]
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids in tokens]
     began = time.perf_counter()
     llm.generate(prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True), use_tqdm=False)
@@ -175,6 +178,23 @@ def operators(model: str, dtype: str, quantization: str | None, sequences: list[
         print(f"| all | {sum(calls.values())} | {sum(medians.values()):.0f} | |", flush=True)
 
 
+def prompt(model: str, dtype: str, quantization: str | None, length: int, rounds: int) -> None:
+    import torch
+
+    llm = start(model, dtype, quantization, [1], length + 1)
+    serve(llm, 1, 1, length)
+    unseen = statistics.median(serve(llm, 1, 1, length) for _ in range(rounds))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        for _ in range(rounds):
+            serve(llm, 1, 1, length)
+    found = {event.key: (event.count / rounds, event.self_cpu_time_total / rounds) for event in seen.key_averages()}
+    print(f"\n{length} tokens in {1000 * unseen:.0f} ms, {length / unseen:.0f} tokens/s; operators of 1 % and more:\n")
+    print("| operator | calls | ms | share |\n| --- | ---: | ---: | ---: |")
+    for name, (calls, spent) in sorted(found.items(), key=lambda one: -one[1][1]):
+        if spent > 1e4 * unseen:
+            print(f"| `{name}` | {calls:.0f} | {spent / 1000:.1f} | {spent / unseen / 1e4:.0f} % |", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32")
@@ -188,6 +208,7 @@ def main() -> int:
     )
     parser.add_argument("--profile", type=int, metavar="LINES")
     parser.add_argument("--operators", action="store_true", help="where the time of replayed kernels goes")
+    parser.add_argument("--prompt", type=int, metavar="TOKENS", help="where the time of reading a prompt goes")
     parser.add_argument("--part", nargs=2, metavar=("PART", "ANSWER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     from vllm_backplane.models import FULL_PRECISION, obtain
@@ -204,6 +225,10 @@ def main() -> int:
     if args.operators:
         os.environ.update(quiet | inside)
         operators(model, args.dtype, args.quantization, args.sequences, args.rounds)
+        return 0
+    if args.prompt:
+        os.environ.update(quiet | inside)
+        prompt(model, args.dtype, args.quantization, args.prompt, args.rounds)
         return 0
     if args.profile:
         os.environ.update(quiet | inside)

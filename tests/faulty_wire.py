@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import random
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 from vllm_backplane.kv_tier.addresses import Address
@@ -14,21 +15,32 @@ Treatment = Callable[[bytes], bytes]
 
 
 def free_address(host: str = "127.0.0.1") -> Address:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return Address(host, probe.getsockname()[1])
+    """Below the ports that connections take for themselves: it may be minutes until somebody listens there."""
+    drawn = random.Random()
+    while True:
+        address = Address(host, drawn.randrange(20000, 32000))
+        with socket.socket(address.family) as probe:
+            try:
+                probe.bind((address.host, address.port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+        return address
 
 
 class Wire:
     """`treat` gets the answer to a question for blocks, status and all; after that the wire says nothing for `hang`
-    seconds, and is cut. Questions of which blocks there are go through untouched."""
+    seconds, or until `cut` is set, and is cut. Questions of which blocks there are go through untouched."""
 
     def __init__(self, to: Address) -> None:
-        self.address = free_address()
         self.treat: Treatment = bytes
         self.hang = 0.0
+        self.cut = threading.Event()
+        """Ends the hanging before its time."""
         self._to = to
-        self._socket = socket.create_server((self.address.host, self.address.port))
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = Address(*self._socket.getsockname())
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -50,10 +62,11 @@ class Wire:
                     connection.sendall(answer)
                     return
                 connection.sendall(self.treat(answer))
-                time.sleep(self.hang)
+                self.cut.wait(self.hang)
         except OSError:  # one of the two has gone, which is what the other is to notice
             return
 
     def close(self) -> None:
+        self.cut.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

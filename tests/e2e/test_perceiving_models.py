@@ -72,7 +72,7 @@ def continued(step: Callable[[list[int]], torch.Tensor], ids: list[int]) -> refe
     for _ in range(TOKENS):
         steps.append(step(ids))
         ids.append(int(steps[-1].argmax()))
-    return reference._continuation(torch.stack(steps))
+    return reference.continuation(torch.stack(steps))
 
 
 @torch.inference_mode()

@@ -57,6 +57,8 @@ def device(request: pytest.FixtureRequest) -> str:
 def server(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     [documented] = re.findall(r"^vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
     limits = ("--max-model-len", "512", "--max-num-batched-tokens", str(CHUNK), "--dtype", "float32")
+    # A model as small as this one may go on with blanks for ever where JSON allows them.
+    limits += ("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}))
     variables = {"BACKPLANE_DEVICE": device, **ENVIRONMENT}
     with Server(tmp_path_factory.mktemp(device), *documented.split(), *limits, variables=variables) as running:
         assert f"Operators on device {device}" in running.text()
@@ -138,6 +140,11 @@ def test_async_scheduling_is_on_and_tokens_are_those_of_transformers(server: Ser
     with ThreadPoolExecutor(len(TEXTS)) as pool:
         answers = list(pool.map(lambda ids: complete(server, ids, ignore_eos=True), case.prompts))
     assert [answer["token_ids"] for answer in answers] == [expected.token_ids for expected in case.expected]
+
+
+def test_the_request_of_the_page(server: Server) -> None:
+    [body] = re.findall(r"^curl -s \S+/v1/completions .* -d '(.*?)'$", PAGE, re.MULTILINE | re.DOTALL)
+    assert re.fullmatch(" [0-9]{4}", post(server, "/v1/completions", **json.loads(body))["choices"][0]["text"])
 
 
 @pytest.mark.feature("Serving: structured output", "{device}")
@@ -237,11 +244,12 @@ def test_urgent_requests_overtake_those_that_came_before(server: Server) -> None
             time.sleep(0.01)
 
     with ThreadPoolExecutor(6) as pool:
-        work = [pool.submit(ask, priority, 60) for priority in (0, 1)]
+        work = [pool.submit(ask, priority, 150) for priority in (0, 1)]
         wait_for("vllm:num_requests_running", 2)
-        for number, priority in enumerate((30, 20, -2, -1), 1):
-            work.append(pool.submit(ask, priority, 6))
-            wait_for("vllm:num_requests_waiting", number)
+        work += [pool.submit(ask, priority, 100 if priority > 0 else 6) for priority in (30, 20)]
+        wait_for("vllm:num_requests_waiting", 2)
+        work += [pool.submit(ask, priority, 6) for priority in (-2, -1)]
+        wait_for("vllm:num_requests_waiting", 4)
         for each in work:
             each.result()
     urgent, others = ended[:4], ended[4:]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.kv_tier.addresses import Address
+from vllm_backplane.kv_tier.outcomes import Outcome
 from vllm_backplane.kv_tier.store import BlockStore, Unusable
 from vllm_backplane.kv_tier.wire import Kind, Line, Question, Status, WireError
 
@@ -15,6 +17,8 @@ ASKERS = 8
 """At a time; more are told that it is busy, and compute."""
 QUESTION_SECONDS = 10.0
 ANSWER_SECONDS = 300.0
+ACCEPT_REST_SECONDS = 0.5
+"""After a connection that could not be had, as where the process has too many files open."""
 
 
 class Listener:
@@ -24,6 +28,7 @@ class Listener:
         self._store = store
         self._tell = tell
         self._places = threading.BoundedSemaphore(ASKERS)
+        self._closed = False
         self._socket = socket.socket(address.family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -37,6 +42,7 @@ class Listener:
         threading.Thread(target=self._accept, name="kv-tier-listener", daemon=True).start()
 
     def close(self) -> None:
+        self._closed = True
         try:
             self._socket.shutdown(socket.SHUT_RDWR)  # or accept() would go on waiting
         finally:
@@ -46,8 +52,12 @@ class Listener:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._closed:
+                    return
+                self._tell(f"the second KV tier could not take a connection: {error}")
+                time.sleep(ACCEPT_REST_SECONDS)
+                continue
             if self._places.acquire(blocking=False):
                 threading.Thread(target=self._serve, args=(connection,), name="kv-tier-asker", daemon=True).start()
             else:
@@ -74,7 +84,9 @@ class Listener:
         for key in question.keys:
             try:
                 checksum, row = self._store.copy(key)
-            except Unusable:
+            except Unusable as fault:
+                if fault.outcome is not Outcome.MISSING:
+                    self._tell(f"a block of the second KV tier is not given away: {fault}")
                 line.tell_no_block()
             else:
                 line.tell_block(checksum, row)

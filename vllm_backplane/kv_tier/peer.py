@@ -50,9 +50,11 @@ class Peer:
         """For each key the block, or why it cannot be had."""
         done = 0
         try:
-            with self._asked(Kind.GET, keys, self._seconds + len(keys) * size / BYTES_PER_SECOND) as line:
+            with self._asked(Kind.GET, keys, self._seconds) as line:
                 for key in keys:
                     row = numpy.empty(size, numpy.uint8)
+                    # Between two blocks the worker may have taken a step.
+                    line.renew(self._seconds + size / BYTES_PER_SECOND)
                     given = line.block_into(row)
                     done += 1
                     if given is None:

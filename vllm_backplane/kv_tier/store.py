@@ -83,8 +83,10 @@ class BlockStore:
         try:
             row = self._slots.read(entry.slot).copy()
         except OSError as error:
+            self._forget(key, entry)
             raise Unusable(Outcome.DAMAGED, str(error)) from error
         if checksum(key, row) != entry.checksum:
+            self._forget(key, entry)
             raise Unusable(Outcome.DAMAGED, "it is not what was written")
         return entry.checksum, row
 

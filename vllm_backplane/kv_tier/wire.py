@@ -55,6 +55,10 @@ class Line:
         self._connection = connection
         self._end = time.monotonic() + seconds
 
+    def renew(self, seconds: float) -> None:
+        """Begin to count again: whoever reads may have had something else to do."""
+        self._end = time.monotonic() + seconds
+
     def _limit(self) -> None:
         left = self._end - time.monotonic()
         if left <= 0:

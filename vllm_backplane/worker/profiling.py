@@ -81,7 +81,7 @@ class Trace:
         return self._began and not self.profiler.is_running
 
     def insist_on_file(self) -> None:
-        if self._began and not self._written:
+        if not self._written:
             raise BackplaneError(
                 f"no trace was written to {self._folder}; a warning in the log says why, or there were fewer steps "
                 "than the profiler was to wait for"

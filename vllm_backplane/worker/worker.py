@@ -198,8 +198,11 @@ class BackplaneWorker(Worker):
         if self.profiler_config.profiler != profiling.KIND:
             super().profile(is_start, profile_prefix, **limits)
             return
-        act = partial(self._begin_trace, profile_prefix, limits) if is_start else self._end_trace
-        together(self.parallel_config, self.rank, act, self._drop_ranges)
+        if is_start:
+            begin = partial(self._begin_trace, profile_prefix, limits)
+            together(self.parallel_config, self.rank, begin, self._drop_trace)
+        else:
+            together(self.parallel_config, self.rank, self._end_trace, self._drop_ranges)
 
     def _begin_trace(self, prefix: str | None, limits: Mapping[str, Any]) -> None:
         if self.ranges is not None:
@@ -223,6 +226,13 @@ class BackplaneWorker(Worker):
         super().profile(False)
         self.profiler = None
         trace.insist_on_file()
+
+    def _drop_trace(self) -> None:
+        """One that another worker could not begin."""
+        self._drop_ranges()
+        if self.profiler is not None:
+            self.profiler.stop()
+        self.profiler = self.trace = None
 
     def _drop_ranges(self) -> None:
         if self.ranges is not None:
