@@ -29,6 +29,7 @@ LONGEST = (
     "e2e/test_serving_features.py",
     "e2e/test_sleep_serving.py",
     "e2e/test_disaggregated.py",
+    "e2e/test_weights_from_a_peer.py",
     "e2e/test_kv_tier.py",
     "e2e/test_quantization.py",
     "e2e/test_schemes.py",

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm_backplane.device import Device
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.kv_tier import settings as kv_tier
-from vllm_backplane.model_loader import formats
+from vllm_backplane.model_loader import formats, peer_settings
 from vllm_backplane.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
             + ", ".join(can.kv_cache_dtypes)
         )
     refuse_unshareable(config, device)
+    refuse_unfetchable(config, chosen)
     refuse_idle_group(config, chosen)
 
 
@@ -92,6 +93,27 @@ def refuse_unshareable(config: VllmConfig, device: Device) -> None:
             f"--enable-sleep-mode is to give memory back, and what --load-format {formats.SHARED} shares other workers "
             "may still use; remove one of the two"
         )
+
+
+def refuse_unfetchable(config: VllmConfig, chosen: Runtime) -> None:
+    """Weights that a running server is to offer, or that are to come from one, and cannot."""
+    loading, model, offers = config.load_config, config.model_config, chosen.setting("weights_listen") is not None
+    if loading.load_format == formats.PEER:
+        peer_settings.parse(loading.model_loader_extra_config)
+    elif not offers:
+        return
+    option = "weights_listen" if offers else f"--load-format {formats.PEER}"
+    if model is not None and model.quantization is not None:
+        raise BackplaneError(
+            f"{option} is for weights as checkpoints have them, not for quantized ones ({model.quantization}), whose "
+            "layout depends on what they are; remove it"
+        )
+    if offers and config.lora_config is not None:
+        raise BackplaneError("weights_listen offers a model without adapters; remove it, or --enable-lora")
+    if offers and config.parallel_config.data_parallel_size > 1:
+        raise BackplaneError("weights_listen is for one replica; remove it, or --data-parallel-size")
+    if offers and model is not None and model.enable_sleep_mode:
+        raise BackplaneError("weights_listen offers weights at any time; remove it, or --enable-sleep-mode")
 
 
 def refuse_idle_group(config: VllmConfig, chosen: Runtime) -> None:

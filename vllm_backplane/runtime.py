@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_backplane.device import Device, DeviceEntry, Selection, discover, select
 from vllm_backplane.errors import OptionError
+from vllm_backplane.kv_tier.addresses import loopback_text
 from vllm_backplane.options import (
     SECTION,
     Option,
@@ -65,6 +66,13 @@ OPTIONS: tuple[Option[Any], ...] = (
         group_size,
         "Weights that share a scale with --quantization int8 or int4: a multiple of 8, or 0 for all of a row; default: "
         "the format's own. docs/quantization.md says what each costs.",
+    ),
+    Option(
+        "weights_listen",
+        None,
+        loopback_text,
+        "Where servers that are started later may load the weights from, such as 127.0.0.1:9100; each worker takes a "
+        "port, from this one on. docs/weights-from-a-peer.md says how.",
     ),
     Option(
         "patch_drift",

@@ -23,7 +23,7 @@ from vllm_backplane.attention.implementation import BackplaneAttentionImpl
 from vllm_backplane.attention.selection import BACKEND, OVER_LATENT, backend_path
 from vllm_backplane.device import Device, MemoryInfo, Probe
 from vllm_backplane.devices.cpu import CpuDevice
-from vllm_backplane.errors import BackplaneError
+from vllm_backplane.errors import BackplaneError, OptionError
 from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
 from vllm_backplane.ops.resolution import Resolution
 from vllm_backplane.runtime import Runtime, choose, configured
@@ -279,6 +279,57 @@ def test_weights_that_are_shared_do_not_sleep() -> None:
     config.model_config.enable_sleep_mode = True
     with pytest.raises(BackplaneError, match=r"--enable-sleep-mode .* remove one of the two"):
         configuration.refuse_unshareable(config, configured({}).device)
+
+
+# --- weights from a running server --------------------------------------------------------------------------------
+
+
+def offering() -> Runtime:
+    return configured({"backplane": {"weights_listen": "127.0.0.1:9100"}})
+
+
+def fetching(**extra: Any) -> VllmConfig:
+    return VllmConfig(load_config=LoadConfig(load_format="backplane_peer", model_loader_extra_config=extra))
+
+
+def test_weights_are_fetched_from_an_address_that_is_stated() -> None:
+    configuration.refuse_unfetchable(fetching(peer="127.0.0.1:9100"), configured({}))
+    with pytest.raises(ValueError, match="lacks 'peer', where a running server offers its weights; add"):
+        fetching()
+
+
+def test_weights_are_offered_at_an_address_of_this_host() -> None:
+    with pytest.raises(OptionError, match=r"weights_listen is '10\.1\.1\.1:9'; expected an address of this host"):
+        configured({"backplane": {"weights_listen": "10.1.1.1:9"}})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"quantization": "int8"}, r"weights_listen is for .* not for quantized ones \(int8\)"),
+        ({"enable_sleep_mode": True}, r"remove it, or --enable-sleep-mode"),
+    ],
+)
+def test_models_that_are_not_offered(change: dict[str, Any], told: str) -> None:
+    config = VllmConfig()
+    given = {"quantization": None, "enable_sleep_mode": False}
+    config.model_config = SimpleNamespace(**given)  # type: ignore[assignment]
+    configuration.refuse_unfetchable(config, offering())
+    config.model_config = SimpleNamespace(**given | change)  # type: ignore[assignment]
+    configuration.refuse_unfetchable(config, configured({}))
+    with pytest.raises(BackplaneError, match=told):
+        configuration.refuse_unfetchable(config, offering())
+
+
+def test_weights_of_several_replicas_or_with_adapters_are_not_offered() -> None:
+    config = VllmConfig()
+    config.parallel_config.data_parallel_size = 2
+    with pytest.raises(BackplaneError, match="weights_listen is for one replica; remove it, or --data-parallel-size"):
+        configuration.refuse_unfetchable(config, offering())
+    config = VllmConfig()
+    config.lora_config = SimpleNamespace()  # type: ignore[assignment]
+    with pytest.raises(BackplaneError, match="without adapters; remove it, or --enable-lora"):
+        configuration.refuse_unfetchable(config, offering())
 
 
 # --- the worker's card --------------------------------------------------------------------------------------------

@@ -41,3 +41,8 @@ def loopback(value: object) -> Address:
     if not 0 < number < 1 << 16:
         raise ValueError(f"{expected}, with a port from 1 to 65535")
     return Address(str(at), number)
+
+
+def loopback_text(value: object) -> str:
+    """For options, which are told as text."""
+    return str(loopback(value))

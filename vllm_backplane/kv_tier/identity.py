@@ -21,7 +21,7 @@ def identity(model: torch.nn.Module, description: dict[str, Any]) -> bytes:
     whole = hashlib.blake2b(json.dumps(description, sort_keys=True, default=str).encode(), digest_size=IDENTITY_BYTES)
     tensors = sorted([*model.named_parameters(), *model.named_buffers()], key=lambda named: named[0])
     with ThreadPoolExecutor(4) as pool:  # hashing lets go of Python's lock
-        for digest in pool.map(lambda named: _digest(*named), tensors):
+        for digest in pool.map(lambda named: digest_of(*named), tensors):
             whole.update(digest)
     return whole.digest()
 
@@ -33,14 +33,16 @@ def plain(configuration: Any) -> Any:
     return configuration
 
 
-def _digest(name: str, tensor: torch.Tensor) -> bytes:
+def digest_of(name: str, tensor: torch.Tensor) -> bytes:
+    """Of its name, type, shape and bytes, wherever it is."""
     digest = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=IDENTITY_BYTES)
-    for piece in _pieces(tensor.detach()):
+    for piece in pieces(tensor.detach()):
         digest.update(piece.numpy().data)
     return digest.digest()
 
 
-def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+def pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """Its bytes in order, on the host."""
     flat = tensor.contiguous().reshape(-1)
     if not flat.numel():
         return

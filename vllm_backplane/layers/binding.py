@@ -175,6 +175,7 @@ def bind() -> None:
     from vllm_backplane.layers.quantization import config
     from vllm_backplane.layers.schemes import registration
     from vllm_backplane.model_loader import gguf as gguf_loader
+    from vllm_backplane.model_loader import peer as peer_loader
     from vllm_backplane.model_loader import shared as shared_loader
 
     selection.register()
@@ -183,6 +184,7 @@ def bind() -> None:
     registration.register()
     gguf_loader.register()
     shared_loader.register()
+    peer_loader.register()
     kv_tier.register()
     for binding in BINDINGS:
         upstream, replacement = check(binding)

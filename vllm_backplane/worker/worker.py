@@ -41,6 +41,7 @@ from vllm_backplane.worker.host_stand_ins import answer_for
 from vllm_backplane.worker.kv_storage import KvCacheStorage
 from vllm_backplane.worker.model_runner import make_model_runner
 from vllm_backplane.worker.numeric_guard import NumericGuard
+from vllm_backplane.worker.offered_weights import OfferedWeights
 from vllm_backplane.worker.step import rows_of_step, tokens_by_request
 from vllm_backplane.worker.step_graphs import StepGraphs
 from vllm_backplane.worker.unheard import insist_on_being_heard, is_heard, order_after_copy
@@ -59,6 +60,7 @@ class BackplaneWorker(Worker):
         self.runtime = configured(vllm_config.additional_config)
         self.accelerator = self.runtime.device
         self.guard: NumericGuard | None = None
+        self.offered_weights: OfferedWeights | None = None
         compat.ask_for_kernel_overrides(current_platform)
         self.parallel_config.disable_custom_all_reduce = True  # vLLM's is CUDA inter-process memory
 
@@ -165,11 +167,15 @@ class BackplaneWorker(Worker):
         else:
             shards = self.parallel_config.tensor_parallel_size * self.parallel_config.pipeline_parallel_size
             self.budget.refuse_weights(expected // shards)
+        if (address := self.runtime.setting("weights_listen")) is not None:
+            self.offered_weights = OfferedWeights(self, address)
         super().load_model(load_dummy_weights=load_dummy_weights)
         # vLLM has just set one host thread for serving, which is right where the host only launches.
         self.accelerator.prepare_worker(self._workers_on_host())
         if self.model_config.enable_sleep_mode:
             self._preserved_parameters()  # a name that is none is refused now rather than at the first sleep
+        if self.offered_weights is not None:
+            self.offered_weights.note()
         if configuration.looks_at_modules(self.runtime):
             self.watch("modules" if "modules" in self.runtime.setting("numeric_guard") else "layers")
 
@@ -318,6 +324,9 @@ class BackplaneWorker(Worker):
             model.clear_graphs()
 
     def _forget_kept_blocks(self) -> None:
+        """Of other weights: what others may ask this worker for."""
+        if self.offered_weights is not None:
+            self.offered_weights.changed()
         tier = tier_of_worker()
         if tier is not None:
             tier.weights_changed()
@@ -446,6 +455,8 @@ class BackplaneWorker(Worker):
         resolution.insist_unchanged()
         compat.seed_replica(self.model_config.seed, self.parallel_config.data_parallel_index)
         freeze_gc_heap()
+        if self.offered_weights is not None:
+            self.offered_weights.begin()
         return CompilationTimes(
             language_model=self.compilation_config.compilation_time,
             encoder=self.compilation_config.encoder_compilation_time,

@@ -13,6 +13,7 @@ import torch
 
 from tests.faulty_wire import Wire, free_address
 from vllm_backplane.errors import BackplaneError, OptionError
+from vllm_backplane.kv_tier import answering
 from vllm_backplane.kv_tier import listener as listening
 from vllm_backplane.kv_tier.addresses import Address, loopback
 from vllm_backplane.kv_tier.carrying import Carrier
@@ -141,7 +142,7 @@ def test_who_is_not_there_is_left_alone_for_a_while(served: Address) -> None:
 
 def test_nobody_takes_all_places_for_ever(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who connect and say nothing are dropped; meanwhile others are told that it is busy."""
-    monkeypatch.setattr(listening, "ASKERS", 2)
+    monkeypatch.setattr(answering, "ASKERS", 2)
     monkeypatch.setattr(listening, "QUESTION_SECONDS", 5 * SECONDS)
     address = free_address()
     listener = Listener(address, MODEL, store, silent)

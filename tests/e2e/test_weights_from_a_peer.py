@@ -1,0 +1,126 @@
+"""A server without a checkpoint gets its weights from another one that runs: docs/weights-from-a-peer.md.
+
+The model has latents and experts, of whose weights other tensors are made when they have been loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+from architectures import ARCHITECTURES
+from processes import Child
+from server import COMMAND, Server, free_port
+
+from tests.breaking_relay import Fault, Relay
+from tests.faulty_wire import free_address
+
+pytestmark = pytest.mark.server
+
+FEATURE = "Weights: from a running instance"
+TOKENS = 12
+PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)], [9, 8, 7]]
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "weights-from-a-peer.md").read_text()
+LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
+NAMED = ("--served-model-name", "tiny", "--skip-tokenizer-init")
+DEVICES = {
+    "cpu": {"BACKPLANE_MEMORY_SHARE": "0.2"},
+    "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
+}
+
+
+@pytest.fixture(scope="module", params=list(DEVICES))
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Model:
+    def __init__(self, folder: Path, without: Path) -> None:
+        self.folder, self.without_weights = folder, without
+        made = ARCHITECTURES["MLA (DeepSeek)"].save(folder)
+        self.size = (folder / "model.safetensors").stat().st_size
+        for file in folder.iterdir():
+            if file.suffix != ".safetensors":
+                shutil.copy(file, without)
+        assert (without / "config.json").is_file() and not list(without.glob("*.safetensors"))
+        self.expected = [reference.continue_without_cache(made, prompt, TOKENS) for prompt in PROMPTS]
+        assert min(one.smallest_margin for one in self.expected) > 1e-3, "near a tie; change the prompts"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("no-weights"))
+
+
+def documented(option: str) -> dict[str, Any]:
+    """What the page gives for an option."""
+    [text] = re.findall(rf"^vllm-backplane serve .*{option} '(.*)'$", PAGE, re.MULTILINE)
+    return dict(json.loads(text))
+
+
+class Source:
+    """The server that runs, and the way to it."""
+
+    def __init__(self, folder: Path, log: Path, device: str) -> None:
+        listen, given = free_address(), documented("--additional-config")
+        assert given["backplane"]["weights_listen"] == documented("--model-loader-extra-config")["peer"]
+        given["backplane"]["weights_listen"] = str(listen)
+        arguments = (str(folder), *NAMED, *LIMITS, "--additional-config", json.dumps(given))
+        self.server = Server(log, *arguments, variables=DEVICES[device])
+        self.relay = Relay(listen)
+
+
+@pytest.fixture(scope="module")
+def source(device: str, model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
+    made = Source(model.folder, tmp_path_factory.mktemp("source"), device)
+    with made.server:
+        yield made
+    made.relay.close()
+
+
+def arguments(source: Source, folder: Path, **extra: Any) -> tuple[str, ...]:
+    loading = documented("--model-loader-extra-config") | {"peer": str(source.relay.address), **extra}
+    format_ = ("--load-format", "backplane_peer", "--model-loader-extra-config", json.dumps(loading))
+    return (str(folder), *NAMED, *LIMITS, *format_)
+
+
+def answer(server: Server, prompt: list[int]) -> list[int]:
+    request = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    response = server.http.post("/v1/completions", json=request | {"return_token_ids": True})
+    assert response.status_code == 200, response.text
+    return list(response.json()["choices"][0]["token_ids"])
+
+
+@pytest.mark.feature(FEATURE, "{device}")
+def test_a_server_without_a_checkpoint(source: Source, device: str, model: Model, tmp_path: Path) -> None:
+    """The connection breaks off in the middle, once."""
+    source.relay.faults = {1: Fault(after=model.size // 2)}
+    with Server(tmp_path, *arguments(source, model.without_weights), variables=DEVICES[device]) as server:
+        for prompt, one in zip(PROMPTS, model.expected, strict=True):
+            assert answer(server, prompt) == one.token_ids
+            assert answer(source.server, prompt) == one.token_ids
+        log = server.text()
+    assert source.relay.connections == 3
+    assert re.search(r"the connection ended in the middle; it is asked again in 0\.5 s, from tensor [1-9]", log)
+    received = re.search(r"Weights: (\S+) MiB in \d+ tensors received from " + str(source.relay.address), log)
+    assert received is not None
+    assert float(received[1]) * 2**20 > 0.95 * model.size
+
+
+@pytest.mark.feature(FEATURE, "cpu")
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_the_running_server_is_killed_in_the_middle(source: Source, model: Model, tmp_path: Path) -> None:
+    """The last test of a source."""
+    source.relay.faults = {source.relay.connections + 1: Fault(after=model.size // 2, then=source.server.kill)}
+    command = [COMMAND, "serve", *arguments(source, model.without_weights, attempts=2), "--port", str(free_port())]
+    with Child(command, tmp_path / "server.log", DEVICES["cpu"]) as child:
+        assert child.wait(200) != 0
+        told = child.text()
+    assert f"the weights could not be had from {source.relay.address}" in told
+    assert "2 attempts" in told and "or load from the checkpoint by removing --load-format" in told
