@@ -107,7 +107,7 @@ def test_a_server_without_a_checkpoint(source: Source, device: str, model: Model
             assert answer(source.server, prompt) == one.token_ids
         log = server.text()
     assert source.relay.connections == 3
-    assert re.search(r"the connection ended in the middle; it is asked again in 0\.5 s, from tensor [1-9]", log)
+    assert re.search(r"; it is asked again in 0\.5 s, from tensor [1-9]", log)
     received = re.search(r"Weights: (\S+) MiB in \d+ tensors received from " + str(source.relay.address), log)
     assert received is not None
     assert float(received[1]) * 2**20 > 0.95 * model.size
