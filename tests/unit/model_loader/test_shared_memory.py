@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,9 +72,12 @@ def test_processes_share_and_outlive_each_other(hold: Callable[..., Holder]) -> 
     assert {one["result"] for one in together} == {alone["result"]}
     assert all(one["Rss"] >= BYTES // 1024 for one in together)
     assert sum(one["Pss"] for one in together) < 1.05 * BYTES / 1024
-    for one, memory in zip((first, second), together, strict=True):
+    for one in (first, second):
         assert one.outcome["kept"] == 0
-        assert memory["anonymous"] < one.outcome["before"] - 0.9 * BYTES / 1024, "what was moved was not given back"
+        end = time.monotonic() + 30  # PyTorch's allocator gives memory back when it next looks
+        while one.ask()["anonymous"] >= one.outcome["before"] - 0.9 * BYTES / 1024:
+            assert time.monotonic() < end, "what was moved was not given back"
+            time.sleep(0.1)
 
     written = second.ask("write")
     assert written["result"] != alone["result"]

@@ -24,7 +24,7 @@ from vllm_backplane.model_loader.weights_listener import WeightsListener, listed
 from vllm_backplane.model_loader.weights_peer import WeightsPeer
 from vllm_backplane.model_loader.weights_wire import Kind
 
-SECONDS = 1.0
+SECONDS = 5.0
 DESCRIPTION: dict[str, Any] = {"model": {"layers": 2}, "--dtype": "torch.float32"}
 
 
