@@ -103,6 +103,7 @@ OWN = {  # additions of ours; everything else must override something upstream
         "_begin_trace",
         "_end_trace",
         "_drop_ranges",
+        "_drop_trace",
         "_named",
         "modelled_seconds",
         "_tell_modelled_time",
