@@ -37,6 +37,22 @@ constexpr float kCounter = 0x1.8p23f;
 constexpr int64_t kCounted = 128;  // positions
 static_assert(kCounted * 127 * 255 < 1 << 22);
 
+// Scales and offsets of a product, as they lie in memory.
+template <class Number>
+struct Factored;
+template <>
+struct Factored<float> {
+  static BACKPLANE_DOT const float* scales(const Product& p) { return p.scales; }
+  static BACKPLANE_DOT const float* offsets(const Product& p) { return p.offsets; }
+  static BACKPLANE_DOT float32x4_t load(const float* from) { return Neon::load(from); }
+};
+template <>
+struct Factored<uint16_t> {
+  static BACKPLANE_DOT const uint16_t* scales(const Product& p) { return p.half_scales; }
+  static BACKPLANE_DOT const uint16_t* offsets(const Product& p) { return p.half_offsets; }
+  static BACKPLANE_DOT float32x4_t load(const uint16_t* from) { return Neon::load_halves(from); }
+};
+
 // Rows by Vectors of a block, from the vector `first` on.
 template <Codes C, int Rows, int Vectors, class Number>
 class Tile {
@@ -95,7 +111,7 @@ class Tile {
   BACKPLANE_DOT float* tile(int r, int v) const { return p_.tile + r * kBlock + (first_ + v) * 4; }
 
   BACKPLANE_DOT float32x4_t numbers(const Number* from, int64_t g, int v) const {
-    return F::template load<Neon>(from + g * kBlock + (first_ + v) * 4);
+    return F::load(from + g * kBlock + (first_ + v) * 4);
   }
 
   BACKPLANE_DOT void begin(int64_t g) {
@@ -186,22 +202,29 @@ __attribute__((noinline)) BACKPLANE_TARGET void multiply_block(const Product& p)
 }
 
 // Groups that are too long to be counted, as with one scale per row, are left to what the sets share, four rows at most.
-template <Codes C, class Number = float>
+template <Codes C>
 void multiply_tiles(const Product& whole) {
   const bool counted = whole.group <= kCounted;
   Product p = whole;
   for (int64_t left = whole.rows; left > 0; left -= p.rows) {
     p.rows = counted ? (left >= 6 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1) : left > 4 ? (left + 1) / 2 : left;
-    (!counted      ? multiply<Dots, C, Number>
-     : p.rows == 6 ? multiply_block<C, Number, 6>
-     : p.rows == 4 ? multiply_block<C, Number, 4>
-     : p.rows == 2 ? multiply_block<C, Number, 2>
-                   : multiply_block<C, Number, 1>)(p);
+    (!counted      ? multiply<Dots, C>
+     : p.rows == 6 ? multiply_block<C, float, 6>
+     : p.rows == 4 ? multiply_block<C, float, 4>
+     : p.rows == 2 ? multiply_block<C, float, 2>
+                   : multiply_block<C, float, 1>)(p);
     p.x += p.rows * p.x_stride;
     p.x_scales += p.rows * p.x_groups;
     p.x_sums += p.rows * p.x_groups;
     p.tile += p.rows * kBlock;
   }
+}
+
+// One or two rows with numbers in half precision: widened in the product they cost less than being read twice.
+constexpr int kHalvesRows = 2;
+template <Codes C>
+void multiply_halves(const Product& p) {
+  (p.rows == 2 ? multiply_block<C, uint16_t, 2> : multiply_block<C, uint16_t, 1>)(p);
 }
 
 bool available() {
@@ -216,8 +239,10 @@ constexpr DotKernels kernels() {
   DotKernels result = kernels_of<Dots>("dotprod", &available);
   result.multiply8 = &multiply_tiles<Codes::bytes>;
   result.multiply4 = &multiply_tiles<Codes::nibbles>;
-  result.multiply8_halves = &multiply_tiles<Codes::bytes, uint16_t>;
-  result.multiply4_halves = &multiply_tiles<Codes::nibbles, uint16_t>;
+  result.multiply8_halves = &multiply_halves<Codes::bytes>;
+  result.multiply4_halves = &multiply_halves<Codes::nibbles>;
+  result.halves_rows = kHalvesRows;
+  result.halves_group = kCounted;
   result.multiply_wide = &multiply_tiles<Codes::wide>;
   result.most_rows = result.many_rows = kMostRows;
   result.row_multiple = 2;  // parts of an even number of rows take fewer products

@@ -74,7 +74,9 @@ struct DotKernels {
   bool signed8;          // codes of 8 bits lie in memory less 128
   int64_t most_rows;     // of a product that reads codes as they are
   Multiply multiply8, multiply4;
-  Multiply multiply8_halves, multiply4_halves;  // with scales and offsets in half precision; may be none
+  // With scales and offsets in half precision, up to so many rows, and positions of a group; may be none.
+  Multiply multiply8_halves, multiply4_halves;
+  int64_t halves_rows, halves_group;
   // With many rows codes are widened first, where that gains something, into memory that stays in a cache. What is zero
   // is the codes' own zero, less a bias that the instructions ask for.
   int64_t many_rows;       // of a product of widened codes

@@ -47,27 +47,8 @@ BACKPLANE_DOT void read_codes(const uint8_t* from, typename A::template Code<C> 
   });
 }
 
-// Scales and offsets of a product, as they lie in memory.
-template <class Number>
-struct Factored;
-template <>
-struct Factored<float> {
-  static BACKPLANE_DOT const float* scales(const Product& p) { return p.scales; }
-  static BACKPLANE_DOT const float* offsets(const Product& p) { return p.offsets; }
-  template <class A>
-  static BACKPLANE_DOT typename A::Float load(const float* from) { return A::load(from); }
-};
-template <>
-struct Factored<uint16_t> {
-  static BACKPLANE_DOT const uint16_t* scales(const Product& p) { return p.half_scales; }
-  static BACKPLANE_DOT const uint16_t* offsets(const Product& p) { return p.half_offsets; }
-  template <class A>
-  static BACKPLANE_DOT typename A::Float load(const uint16_t* from) { return A::load_halves(from); }
-};
-
-template <class A, Codes C, int Rows, class Number>
+template <class A, Codes C, int Rows>
 BACKPLANE_DOT void multiply_rows(const Product& p) {
-  using F = Factored<Number>;
   constexpr int V = A::vectors, L = A::lanes, width = V * L;
   // An instruction waits for the one before it on the same sum; with few sums, each half of a step gets its own.
   constexpr int Sets = Rows * V <= A::sums / 2 ? 2 : 1;
@@ -103,7 +84,7 @@ BACKPLANE_DOT void multiply_rows(const Product& p) {
       x += 8;
     }
     typename A::Float scales[V];
-    repeat<V>(BACKPLANE_DO(v) { scales[v] = F::template load<A>(F::scales(p) + g * width + v * L); });
+    repeat<V>(BACKPLANE_DO(v) { scales[v] = A::load(p.scales + g * width + v * L); });
     repeat<Rows>(BACKPLANE_DO(r) {
       const auto x_scale = A::all(p.x_scales[r * p.x_groups + g]);
       repeat<V>(BACKPLANE_DO(v) {
@@ -112,8 +93,8 @@ BACKPLANE_DOT void multiply_rows(const Product& p) {
         sums[r * V + v] = A::multiply_add(A::to_float(dot), A::multiply(scales[v], x_scale), sums[r * V + v]);
       });
     });
-    if (F::offsets(p) != nullptr) {
-      repeat<V>(BACKPLANE_DO(v) { scales[v] = F::template load<A>(F::offsets(p) + g * width + v * L); });
+    if (p.offsets != nullptr) {
+      repeat<V>(BACKPLANE_DO(v) { scales[v] = A::load(p.offsets + g * width + v * L); });
       repeat<Rows>(BACKPLANE_DO(r) {
         const auto total = A::all(p.x_scales[r * p.x_groups + g] * float(p.x_sums[r * p.x_groups + g]));
         repeat<V>(BACKPLANE_DO(v) { sums[r * V + v] = A::multiply_add(scales[v], total, sums[r * V + v]); });
@@ -123,10 +104,10 @@ BACKPLANE_DOT void multiply_rows(const Product& p) {
   repeat<Rows * V>(BACKPLANE_DO(i) { A::store(p.tile + i * L, sums[i]); });
 }
 
-template <class A, Codes C, class Number = float>
+template <class A, Codes C>
 BACKPLANE_TARGET void multiply(const Product& p) {
   repeat<A::most_rows>(BACKPLANE_DO(r) {
-    if (p.rows == r + 1) multiply_rows<A, C, r + 1, Number>(p);
+    if (p.rows == r + 1) multiply_rows<A, C, r + 1>(p);
   });
 }
 

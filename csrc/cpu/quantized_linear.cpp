@@ -47,8 +47,9 @@ void multiply_few(const DotKernels& kernels, const QuantizedRows& x, int64_t m, 
                   const Result<T>& result) {
   const Parts parts(m, kernels.most_rows);
   const Multiply by_halves = weight.bits == 8 ? kernels.multiply8_halves : kernels.multiply4_halves;
-  // Widened once they serve every part; with one part the product itself does it sooner.
-  const bool halves = by_halves != nullptr && parts.count == 1 && weight.has_half_numbers();
+  // Widened once they serve every row; with few rows the product itself does it sooner.
+  const bool halves = by_halves != nullptr && m <= kernels.halves_rows && weight.group <= kernels.halves_group &&
+                      weight.has_half_numbers();
   const Multiply multiply = halves ? by_halves : weight.bits == 8 ? kernels.multiply8 : kernels.multiply4;
   const int32_t correction = correction_of(weight, weight.bits == 8 ? kernels.bias8 : kernels.bias4);
   const int64_t grain = std::max<int64_t>(1, kBytesPerThread / weight.bytes(weight.padded));

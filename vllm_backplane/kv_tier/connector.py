@@ -106,8 +106,7 @@ class BackplaneTier(KVConnectorBase_V1):
 
     def _make_slots(self, pages: Pages, workers: int) -> Slots:
         if self._settings.folder is not None:
-            name = f"{self._vllm_config.parallel_config.data_parallel_index}-{get_tensor_model_parallel_rank()}"
-            return FileSlots(self._settings.folder, name, self._slots, pages.row_bytes, workers)
+            return FileSlots(self._settings.folder, self._slots, pages.row_bytes, workers)
         # A KV cache in host memory becomes memory as it is written.
         cache = pages.row_bytes * self._kv_cache_config.num_blocks
         spoken_for = cache if runtime().device.capabilities.host_memory else 0

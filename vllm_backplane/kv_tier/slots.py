@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Protocol
 
@@ -52,25 +52,19 @@ class MemorySlots:
         return "host memory"
 
 
-_PREFIX, _SUFFIX = "vllm-backplane-kv-", ".blocks"
-
-
 class FileSlots:
-    """The file is this process's alone and locked while that lives; what a killed one has left is removed."""
+    """In a file without a name, which nobody else can open and which goes when the process does, however it ends."""
 
-    def __init__(self, folder: Path, name: str, count: int, size: int, workers: int = 1) -> None:
-        remove_leftovers(folder)
+    def __init__(self, folder: Path, count: int, size: int, workers: int = 1) -> None:
         free = shutil.disk_usage(folder).free
         if workers * count * size > free:
             raise BackplaneError(
                 f"the second KV tier may take {workers * count * size} bytes in {folder}, and {free} are free there; "
                 "lower 'capacity', or name another 'folder'"
             )
-        self._size = size
-        self.path = folder / f"{_PREFIX}{os.getpid()}-{name}{_SUFFIX}"
-        # Prompts can be read off it.
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._folder, self._size = folder, size
+        self._opened = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # until it is closed
+        self._file = self._opened.fileno()
         os.truncate(self._file, count * size)
 
     def write(self, slot: int, row: Bytes) -> None:
@@ -85,30 +79,12 @@ class FileSlots:
         while place < self._size:
             done = os.preadv(self._file, [row.data[place:]], slot * self._size + place)
             if done == 0:
-                raise OSError(f"{self.path} ends at {slot * self._size + place}, in the middle of a block")
+                raise OSError(f"{self.describe()} ends at {slot * self._size + place}, in the middle of a block")
             place += done
         return row
 
     def close(self) -> None:
-        if self._file >= 0:
-            self.path.unlink(missing_ok=True)
-            os.close(self._file)
-            self._file = -1
+        self._opened.close()
 
     def describe(self) -> str:
-        return str(self.path)
-
-
-def remove_leftovers(folder: Path) -> None:
-    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
-        try:
-            file = os.open(path, os.O_RDWR)
-        except (FileNotFoundError, PermissionError):  # gone meanwhile, or another user's
-            continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-        except BlockingIOError:  # its owner lives
-            continue
-        finally:
-            os.close(file)
+        return f"a file without a name in {self._folder}"

@@ -95,7 +95,7 @@ bool check(const DotKernels& kernels, const Case& c, Way way) {
   std::vector<uint16_t> half_scales, half_offsets;
   if (halves) {
     multiply = c.bits == 8 ? kernels.multiply8_halves : kernels.multiply4_halves;
-    if (multiply == nullptr) return true;
+    if (multiply == nullptr || c.rows > kernels.halves_rows || c.group > kernels.halves_group) return true;
     half_scales = halves_of(scales);
     half_offsets = halves_of(offsets);
     p.half_scales = half_scales.data();

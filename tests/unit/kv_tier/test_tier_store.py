@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 from pathlib import Path
 
 import numpy
@@ -97,7 +95,7 @@ def test_clearing_gives_all_slots_back_but_those_being_read() -> None:
 
 @pytest.fixture(params=["memory", "file"])
 def slots(request: pytest.FixtureRequest, tmp_path: Path) -> Slots:
-    return MemorySlots(3, SIZE, 0) if request.param == "memory" else FileSlots(tmp_path, "test", 3, SIZE)
+    return MemorySlots(3, SIZE, 0) if request.param == "memory" else FileSlots(tmp_path, 3, SIZE)
 
 
 def test_what_is_written_is_read(slots: Slots) -> None:
@@ -140,7 +138,7 @@ def test_another_block_in_the_slot_is_noticed(slots: Slots) -> None:
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = FileSlots(tmp_path, "test", 2, SIZE)
+    slots = FileSlots(tmp_path, 2, SIZE)
     store = BlockStore(slots)
     store.write(key(0), 0, row(0))
 
@@ -159,32 +157,18 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 # --- files
 
 
-def hold_a_file(folder: Path, ready: object) -> None:
-    FileSlots(folder, "held", 1, SIZE)
-    ready.set()  # type: ignore[attr-defined]
-    signal.pause()
-
-
-def test_files_of_those_who_live_stay_and_others_go(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-    other = context.Process(target=hold_a_file, args=(tmp_path, ready), daemon=True)
-    other.start()
-    assert ready.wait(30)
-    mine = FileSlots(tmp_path, "mine", 1, SIZE)
-    assert len(list(tmp_path.iterdir())) == 2
-    other.kill()
-    other.join()
-    last = FileSlots(tmp_path, "last", 1, SIZE)
-    assert set(tmp_path.iterdir()) == {mine.path, last.path}
-    mine.close()
-    last.close()
+def test_a_file_has_no_name(tmp_path: Path) -> None:
+    """So nothing has to be removed, and nothing is left when the process is killed."""
+    slots = FileSlots(tmp_path, 1, SIZE)
+    slots.write(0, row(0))
     assert list(tmp_path.iterdir()) == []
+    assert str(tmp_path) in slots.describe()
+    slots.close()
 
 
 def test_more_than_there_is_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BackplaneError, match="lower 'capacity'"):
-        FileSlots(tmp_path, "test", 1 << 30, 1 << 30)
+        FileSlots(tmp_path, 1 << 30, 1 << 30)
     with pytest.raises(BackplaneError, match="'folder'"):
         MemorySlots(1, SIZE, 1 << 60)
     with pytest.raises(BackplaneError, match="'folder'"):

@@ -48,13 +48,16 @@ def test_a_version_that_nobody_examined_stops_the_start_and_says_what_to_do() ->
 
 
 WORKER = """
+from types import SimpleNamespace
+
+from vllm.config import ProfilerConfig
 from vllm.platforms import current_platform
 
 assert current_platform.is_backplane
 from vllm_backplane.worker.worker import BackplaneWorker
 
 try:
-    BackplaneWorker(None)
+    BackplaneWorker(SimpleNamespace(profiler_config=ProfilerConfig()))
 except BaseException as fault:
     print(type(fault).__name__, fault)
 """
