@@ -6,6 +6,7 @@ Inside a container the kernel's totals are the machine's; the control group's li
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import resource
 from pathlib import Path
@@ -13,8 +14,11 @@ from pathlib import Path
 import psutil
 
 from vllm_backplane.device.contract import MemoryInfo
+from vllm_backplane.errors import BackplaneError
 
 _ROOT = Path("/sys/fs/cgroup")
+_DONT_NEED = 4
+"""Linux's number for madvise."""
 
 
 def host_memory() -> MemoryInfo:
@@ -126,3 +130,16 @@ def give_unused_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other libraries have no such call
     if trim is not None:
         trim(0)
+
+
+def drop_pages(start: int, length: int) -> None:
+    """Have the system take back whole pages of this process's own memory, which stay mapped and read as zeros."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _DONT_NEED) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise BackplaneError(f"the system does not take {length} bytes back (madvise: {reason})")
+
+
+def whole_pages(start: int, end: int) -> tuple[int, int]:
+    """Of these addresses, those of pages that are all inside; may be empty, with an end before the start."""
+    return -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE

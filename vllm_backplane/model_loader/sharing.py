@@ -23,8 +23,6 @@ from vllm_backplane.model_loader.sealed import NotThere, Segment, aligned
 
 SMALLEST = 64 << 10
 """Smaller tensors are not worth a place of their own."""
-GIVEN_BACK = 256 << 20
-"""After so many bytes the C library is told to return what was freed."""
 
 
 @dataclass(slots=True)
@@ -58,10 +56,11 @@ class _Stored:
         return torch.empty(0, dtype=torch.uint8).set_(self.storage)
 
     def move(self, to: torch.Tensor) -> None:
-        storage = to.untyped_storage()
+        left, storage = self.storage, to.untyped_storage()
         for tensor in self.tensors:
             moved = torch.empty(0, dtype=tensor.dtype)
             tensor.data = moved.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        _give_back(left)
 
 
 def share(model: torch.nn.Module, board: Board) -> Outcome:
@@ -132,7 +131,6 @@ def _place(stored: list[_Stored], outcome: Outcome) -> Held:
             size = aligned(size + one.storage.nbytes())
     segment = Segment.new(size)
     written: set[str] = set()
-    freed = 0
     for one in stored:
         place, count = places[one.digest]
         if one.digest not in written:
@@ -140,12 +138,17 @@ def _place(stored: list[_Stored], outcome: Outcome) -> Held:
             written.add(one.digest)
             outcome.placed += count
         one.move(segment.bytes(place, count))
-        freed += count
-        if freed > GIVEN_BACK:  # or all weights would be in memory twice, until the end
-            host.give_unused_back()
-            freed = 0
     segment.seal()
     return segment, places
+
+
+def _give_back(storage: torch.UntypedStorage) -> None:
+    """Now, and not when PyTorch's allocator comes to it: some builds of it keep what is freed."""
+    if torch._C._storage_Use_Count(storage._cdata) > 1:  # somebody still looks at it
+        return
+    start, end = host.whole_pages(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+    if start < end:
+        host.drop_pages(start, end - start)
 
 
 def _withdraw(note: Path, segments: list[Segment]) -> None:

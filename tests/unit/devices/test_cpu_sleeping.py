@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -108,13 +109,13 @@ def test_pages_that_the_system_does_not_take_leave_all_as_it_was(
         first, second = torch.ones(MIB), torch.ones(MIB)
     dropped: list[int] = []
 
-    def drop(pages: sleeping.Pages, original: object = sleeping._drop) -> None:
+    def drop(start: int, length: int, original: Callable[[int, int], None] = host.drop_pages) -> None:
         if dropped:
             raise BackplaneError("refused")
-        dropped.append(pages.start)
-        original(pages)  # type: ignore[operator]
+        dropped.append(start)
+        original(start, length)
 
-    monkeypatch.setattr(sleeping, "_drop", drop)
+    monkeypatch.setattr(host, "drop_pages", drop)
     with pytest.raises(BackplaneError, match="refused"):
         pool.release(keep=True)
     assert first.all() and second.all()

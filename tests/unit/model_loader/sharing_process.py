@@ -49,7 +49,8 @@ if __name__ == "__main__":
     model = made(int(seed))
     before = memory()["anonymous"]
     outcome = share(model, Board(Path(folder)))
-    print(json.dumps(asdict(outcome) | {"before": before}), flush=True)
+    after = memory()["anonymous"]
+    print(json.dumps(asdict(outcome) | {"before": before, "after": after}), flush=True)
     for line in sys.stdin:
         if line.startswith("write"):
             next(model.parameters()).zero_()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,10 +73,8 @@ def test_processes_share_and_outlive_each_other(hold: Callable[..., Holder]) -> 
     assert sum(one["Pss"] for one in together) < 1.05 * BYTES / 1024
     for one in (first, second):
         assert one.outcome["kept"] == 0
-        end = time.monotonic() + 30  # PyTorch's allocator gives memory back when it next looks
-        while one.ask()["anonymous"] >= one.outcome["before"] - 0.9 * BYTES / 1024:
-            assert time.monotonic() < end, "what was moved was not given back"
-            time.sleep(0.1)
+        given_back = one.outcome["before"] - one.outcome["after"]
+        assert given_back >= 0.9 * BYTES / 1024, "what was moved was not given back"
 
     written = second.ask("write")
     assert written["result"] != alone["result"]

@@ -9,7 +9,6 @@ it goes when the process does, whatever ends it. Tensors of less than SMALLEST s
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import tempfile
 import weakref
@@ -29,8 +28,6 @@ from vllm_backplane.errors import BackplaneError
 SMALLEST = 64 << 10
 IN_MEMORY = ("tmpfs", "ramfs")
 """File systems that give nothing back."""
-DONT_NEED = 4
-"""Linux's number for madvise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ class SleepPool:
         self._kept = (self._written(pages), pages) if keep and pages else None
         try:
             for one in pages:
-                _drop(one)
+                host.drop_pages(one.start, one.length)
         except BaseException:
             self._read_back()
             raise
@@ -118,8 +115,7 @@ class SleepPool:
             if storage is None:
                 continue
             base = storage.data_ptr()
-            first = -(-base // mmap.PAGESIZE) * mmap.PAGESIZE
-            last = (base + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+            first, last = host.whole_pages(base, base + storage.nbytes())
             for start, end in anonymous_parts(mappings, first, last):
                 yield Pages(reference, base, start, end - start)
 
@@ -222,13 +218,6 @@ def unfit(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | No
 
 def _view(pages: Pages) -> memoryview:
     return memoryview((ctypes.c_char * pages.length).from_address(pages.start)).cast("B")
-
-
-def _drop(pages: Pages) -> None:
-    library = ctypes.CDLL(None, use_errno=True)
-    if library.madvise(ctypes.c_void_p(pages.start), ctypes.c_size_t(pages.length), DONT_NEED) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        raise BackplaneError(f"the system does not take {pages.length} bytes back (madvise: {reason})")
 
 
 def _fill(file: IO[bytes], offset: int, pages: Pages) -> None:
