@@ -19,7 +19,7 @@ from benchmarks.compare.drivers import EngineFailure, Figures, Job
 from benchmarks.compare.environments import Environments
 from benchmarks.compare.results import Run
 from benchmarks.compare.samples import Sample
-from benchmarks.compare.variants import ENGINES, VARIANTS, Variant, choose
+from benchmarks.compare.variants import ENGINES, VARIANTS, Variant, choose, in_turns
 from benchmarks.compare.workloads import FULL, NAMES, QUICK, Workload
 from vllm_backplane.errors import BackplaneError
 
@@ -150,7 +150,7 @@ def measure(job: Job, workload: Workload, variants: Sequence[Variant], rounds: i
     prepare(job, variants)
     bystanders = machine.Bystanders()
     for turn in range(1, rounds + 1):
-        for variant in variants:
+        for variant in in_turns(variants):
             if variant.name in run.failures:
                 continue
             began = time.perf_counter()

@@ -14,6 +14,7 @@ INSTRUCTIONS = (
     ("amx_int8", "amx"), ("avx512_vnni", "avx512-vnni"), ("avx512f", "avx512"), ("avx2", "avx2"),
     ("i8mm", "i8mm"), ("asimddp", "dotprod"), ("asimd", "neon"),
 )  # fmt: skip
+ARM_PARTS = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
 
 
 def cores() -> int:
@@ -24,11 +25,17 @@ def describe() -> dict[str, object]:
     text = Path("/proc/cpuinfo").read_text()
     return {
         "class": machine_class(text),
-        "processor": _field(text, "model name") or _field(text, "CPU part") or platform.machine(),
+        "processor": _field(text, "model name") or _arm_name(text) or platform.machine(),
         "architecture": platform.machine(),
         "cores": cores(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
     }
+
+
+def _arm_name(cpuinfo: str) -> str:
+    """Linux tells ARM's processors by a number alone."""
+    part = _field(cpuinfo, "CPU part")
+    return ARM_PARTS.get(part, part)
 
 
 def machine_class(cpuinfo: str) -> str:

@@ -71,5 +71,10 @@ def choose(engines: Sequence[str] = (), names: Sequence[str] = ()) -> list[Varia
     return [variant for variant in VARIANTS if variant.default and (not engines or variant.engine in engines)]
 
 
+def in_turns(variants: Sequence[Variant]) -> list[Variant]:
+    """Those that are held against each other one after another: a machine that gets slower does so for all of them."""
+    return sorted(variants, key=lambda variant: (-variant.bits, ENGINES.index(variant.engine)))
+
+
 def find(name: str) -> Variant:
     return choose(names=[name])[0]
