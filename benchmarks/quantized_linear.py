@@ -25,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -81,6 +82,16 @@ def torch_int4_packed(rows: int, n: int, k: int) -> Call:
     return lambda: torch.ops.aten._weight_int4pack_mm_for_cpu(x, next(weights), 32, scales)
 
 
+def kleidiai_int4(rows: int, n: int, k: int, group: int | None = 32) -> Call:
+    """Arm's library inside PyTorch: x rounded to 8 bits at every call; scales per group, or per feature."""
+    packed = torch.randint(256, (n, k // 2), dtype=torch.uint8)
+    scales = torch.rand(n, k // group).bfloat16() if group else torch.rand(n, 1)
+    weight = torch.ops.aten._dyn_quant_pack_4bit_weight(packed, scales, None, group or k, k, n)
+    weights = copies(weight)
+    x = torch.randn(rows, k)
+    return lambda: torch.ops.aten._dyn_quant_matmul_4bit(x, next(weights), group or k, k, n)
+
+
 def torch_linear_dynamic(rows: int, n: int, k: int) -> Call:
     """oneDNN's product of 8-bit numbers, one scale per feature, x rounded at every call."""
     torch.backends.quantized.engine = "onednn"
@@ -112,6 +123,9 @@ PEERS: dict[str, Callable[[int, int, int], Call]] = {
     "torch int_mm": torch_int_mm,
     "torch float32": torch_float32,
 }
+if torch.backends.kleidiai.is_available():
+    PEERS["KleidiAI int4"] = kleidiai_int4
+    PEERS["KleidiAI int4 by feature"] = partial(kleidiai_int4, group=None)
 
 
 def replayed(call: Call, count: int) -> Call:

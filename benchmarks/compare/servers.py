@@ -30,7 +30,7 @@ def startup(job: Job, workload: Workload, variant: Variant) -> Figures:
     command, port = server_command(job, workload, variant)
     began = time.perf_counter()
     with _running(command, variant, port, job.timeout):
-        _first_token(port, job.timeout)
+        first_token(port, job.timeout)
         return [(point.name, time.perf_counter() - began)]
 
 
@@ -39,7 +39,7 @@ def load(job: Job, workload: Workload, variant: Variant) -> Figures:
     command, port = server_command(job, workload, variant)
     figures: Figures = []
     with _running(command, variant, port, job.timeout):
-        _first_token(port, job.timeout)
+        first_token(port, job.timeout)
         results: dict[tuple[int, float], dict[str, Any]] = {}
         for point in workload.points:
             key = point.requests, point.rate
@@ -54,7 +54,7 @@ SPARE_TOKENS = 512
 
 
 def server_command(job: Job, workload: Workload, variant: Variant) -> tuple[list[str], int]:
-    port = _free_port()
+    port = free_port()
     where = ["--host", "127.0.0.1", "--port", str(port)]
     # Random prompts are text that a server splits into tokens anew, sometimes into more.
     longest = max(1024, 2 * workload.longest)
@@ -105,7 +105,7 @@ def _healthy(port: int) -> bool:
         return False
 
 
-def _first_token(port: int, timeout: float) -> None:
+def first_token(port: int, timeout: float) -> None:
     body = {
         "model": SERVED_NAME,
         "prompt": "The capital of France is",
@@ -150,7 +150,7 @@ def _client(job: Job, port: int, point: Point) -> dict[str, Any]:
     return found
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

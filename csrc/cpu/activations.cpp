@@ -3,6 +3,9 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <limits>
+
+#include "activations.h"
 #include "each.h"
 #include "isa.h"
 #include "rows.h"
@@ -67,6 +70,24 @@ struct Swiglu {
   }
 };
 
+// limit a, or infinity
+struct SwigluStep {
+  template <int W>
+  static BACKPLANE_INLINE Floats<W> apply(Floats<W> g, Floats<W> u, Numbers n) {
+    return cut_above<W>(g * logistic<W>(g), n.a) * cut_above<W>(cut_below<W>(u, -n.a), n.a);
+  }
+};
+
+// limit a, or infinity; alpha b
+struct Situ {
+  template <int W>
+  static BACKPLANE_INLINE Floats<W> apply(Floats<W> g, Floats<W> u, Numbers n) {
+    const bool bounded = n.a < std::numeric_limits<float>::infinity();
+    return n.b * hyperbolic_tangent<W>(g / n.b) * logistic<W>(g) * (bounded ? n.a * hyperbolic_tangent<W>(u / n.a) : u);
+  }
+};
+
+BACKPLANE_PLAIN(Silu, x * logistic<W>(x))
 BACKPLANE_PLAIN(GeluErf, gelu_erf<W>(x))
 BACKPLANE_PLAIN(GeluTanh, gelu_tanh<W>(x))
 BACKPLANE_PLAIN(GeluFast, 0.5f * x * (1.0f + hyperbolic_tangent<W>(x * 0.7978845608f * (1.0f + 0.044715f * x * x))))
@@ -186,6 +207,26 @@ at::Tensor quick_gelu(const at::Tensor& x) { return over_rows<PlainRow, QuickGel
 at::Tensor relu2(const at::Tensor& x) { return over_rows<PlainRow, Relu2>("relu2", x, 1); }
 
 }  // namespace
+
+at::Tensor activate_experts(std::string_view name, const at::Tensor& x, double alpha, std::optional<double> limit,
+                            double beta) {
+  const char* const op = "moe_experts";
+  if (name == "silu" && !limit.has_value() && alpha == 1.0 && beta == 0.0) return silu_and_mul(x);
+  const Numbers numbers{static_cast<float>(limit.value_or(std::numeric_limits<double>::infinity())),
+                        static_cast<float>(alpha), static_cast<float>(beta)};
+  if (name == "silu") return over_rows<GatedRow, Swiglu>(op, x, 2, numbers);
+  if (name == "swigluoai") return over_rows<AlternatingRow, Swiglu>(op, x, 2, numbers);
+  if (name == "swiglustep") return over_rows<GatedRow, SwigluStep>(op, x, 2, numbers);
+  if (name == "situ") return over_rows<GatedRow, Situ>(op, x, 2, numbers);
+  if (name == "gelu") return gelu_and_mul(x, "none");
+  if (name == "gelu_tanh") return gelu_and_mul(x, "tanh");
+  if (name == "silu_no_mul") return over_rows<PlainRow, Silu>(op, x, 1);
+  if (name == "gelu_no_mul") return gelu(x, "none");
+  if (name == "gelu_tanh_no_mul") return gelu(x, "tanh");
+  if (name == "relu2_no_mul") return relu2(x);
+  TORCH_CHECK(false, op, ": unknown activation '", name, "'");
+}
+
 }  // namespace backplane::cpu
 
 TORCH_LIBRARY_IMPL(backplane, CPU, library) {
