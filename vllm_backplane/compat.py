@@ -39,6 +39,11 @@ def release() -> str:
     return __version__
 
 
+def has_known_decode_inputs() -> bool:
+    """Whether the runner's buffers are those that worker/decode_inputs.py fills."""
+    return release().startswith("0.32.")
+
+
 def ask_for_kernel_overrides(platform: Any) -> None:
     """Have the platform replace the runner's Triton kernels. vLLM 0.31 asks by itself, in every process."""
     from vllm.platforms.interface import Platform

@@ -45,6 +45,48 @@ def parameters(worker: Any) -> dict[str, str]:
     }
 
 
+def compare_decode_inputs(worker: Any) -> None:
+    """From now on inputs of decode steps are prepared twice, by worker/decode_inputs.py and by vLLM, and compared."""
+    import numpy
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    runner = worker.model_runner
+    runner.compared, runner.differing = 0, set()
+
+    def buffers(count: int, result: Any) -> dict[str, Any]:
+        names = ("input_ids", "query_pos", "req_indices", "num_scheduled_tokens", "discard_request_mask")
+        found = {
+            f"{name}, {side}": getattr(getattr(runner, name), side)[:count] for name in names for side in ("cpu", "gpu")
+        }
+        for name in ("query_start_loc", "num_accepted_tokens"):
+            found |= {f"{name}, {side}": getattr(getattr(runner, name), side) for side in ("cpu", "gpu")}
+        found |= {name: getattr(runner, name) for name in ("seq_lens", "optimistic_seq_lens_cpu")}
+        found |= {name: getattr(runner, name)[:count] for name in ("positions", "num_computed_tokens")}
+        found["prev_positions"] = runner.prev_positions.cpu[:count]
+        tables = runner.input_batch.block_table.block_tables
+        found |= {f"slots {place}": table.slot_mapping.gpu[:count] for place, table in enumerate(tables)}
+        found |= {f"blocks {place}": table.block_table.gpu[:count] for place, table in enumerate(tables)}
+        found |= {"rows": result[0], "drafts": result[1] is None, "most": result[2]}
+        return {name: numpy.array(value) for name, value in found.items()}
+
+    def prepared(scheduler_output: Any, tokens: Any) -> Any:
+        count = runner.input_batch.num_reqs
+        ours = runner.decode_inputs.prepare(tokens)
+        before = None if ours is None else buffers(count, ours)
+        result = GPUModelRunner._prepare_inputs(runner, scheduler_output, tokens)
+        if before is not None:
+            after = buffers(count, result)
+            runner.compared += 1
+            runner.differing |= {name for name, value in before.items() if not numpy.array_equal(value, after[name])}
+        return result
+
+    runner._prepare_inputs = prepared
+
+
+def decode_inputs_compared(worker: Any) -> dict[str, Any]:
+    return {"steps": worker.model_runner.compared, "differing": sorted(worker.model_runner.differing)}
+
+
 def compiled_ngrams(_worker: Any) -> int:
     """How often the lookup of n-grams was compiled; 0 where none is used, or nothing is compiled."""
     import sys

@@ -18,12 +18,14 @@ from vllm_backplane.layers.grammar import masks_on
 from vllm_backplane.layers.mamba import refuse_foreign
 from vllm_backplane.layers.sampler import replace_sampler
 from vllm_backplane.ops import resolution
+from vllm_backplane.worker.decode_inputs import DecodeInputs
 from vllm_backplane.worker.step_graphs import StepGraphs, unrecordable
 
 
 class BackplaneModelRunnerV1(GPUModelRunner):
     max_num_tokens: int
     model: Any
+    decode_inputs: DecodeInputs | None = None
 
     def __init__(self, vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> None:
         self.accelerator = device
@@ -62,6 +64,11 @@ class BackplaneModelRunnerV1(GPUModelRunner):
             missing = [] if device.capabilities.capture_computes else unrecordable(model, resolution.frozen() or ())
             replayed = configuration.settle_graphs(config, device, missing)
             self.model = StepGraphs(model, config, device, self.device.index or 0) if replayed else model
+        self.decode_inputs = DecodeInputs.of(self)
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        prepared = self.decode_inputs.prepare(num_scheduled_tokens) if self.decode_inputs is not None else None
+        return super()._prepare_inputs(scheduler_output, num_scheduled_tokens) if prepared is None else prepared
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         state = self.execute_model_state

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from lora_kernel_cases import lora_shapes
+from expert_kernel_cases import expert_shapes
+from lora_kernel_cases import FLOATS, lora_shapes
 
 OPERATOR_TESTS = Path(__file__).resolve().parents[1] / "ops"
 NAN, INF = float("nan"), float("inf")
@@ -25,9 +26,10 @@ NO_SUCH_ISA = 77
 EXPECTED_KERNELS = {
     "blocked_linear", "compute_slot_mapping", "fatrelu_and_mul", "fused_add_gemma_rms_norm", "fused_add_rms_norm",
     "gelu", "gelu_and_mul", "gelu_fast", "gelu_new", "gemma_rms_norm", "greedy_argmax", "kv_cache_write",
-    "kv_cache_zero_blocks", "linear", "logits", "lora_expand", "lora_shrink", "mul_and_silu", "paged_attention",
-    "quantized_linear", "quick_gelu", "relu2", "rms_norm", "rotary_embedding", "silu_and_mul",
-    "silu_and_mul_with_clamp", "swigluoai_and_mul", "tally_values", "top_k_top_p_mask", "varlen_attention",
+    "kv_cache_zero_blocks", "linear", "logits", "lora_expand", "lora_shrink", "moe_experts", "moe_route",
+    "mul_and_silu", "paged_attention", "quantized_linear", "quick_gelu", "relu2", "rms_norm",
+    "rotary_embedding", "silu_and_mul", "silu_and_mul_with_clamp", "swigluoai_and_mul", "tally_values",
+    "top_k_top_p_mask", "varlen_attention",
 }  # fmt: skip
 
 Report = dict[str, list[str]]
@@ -107,7 +109,6 @@ def over_samples() -> Iterator[str]:
                 yield from compare(operator, spread, f"{sample.label}, {dtype}, spread", 1e-5)
 
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (1, 3, 4, 7, 8, 15, 16, 17, 31, 33, 48, 72, 80, 96, 577, 4096)
 
 
@@ -472,7 +473,7 @@ def refusals() -> Iterator[str]:
 
 PARTS = (
     over_samples, norm_shapes, activation_shapes, rotary_shapes, cache_shapes, context_lengths, ragged_batches,
-    sampling_rows, lora_shapes, thread_counts, refusals,
+    sampling_rows, lora_shapes, expert_shapes, thread_counts, refusals,
 )  # fmt: skip
 
 
