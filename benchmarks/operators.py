@@ -120,6 +120,14 @@ def cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
             f"{tokens} tokens",
             (starts, positions, blocks, torch.empty(tokens, dtype=torch.int64), BLOCK_SIZE, -1),
         )
+    experts, inner = 8, shape.inner // 4
+    w13, w2 = normal(experts, 2 * inner, shape.hidden), normal(experts, shape.hidden, inner)
+    for tokens in (1, 16, 128):
+        scores = torch.randn(tokens, experts)
+        weights, ids = ops.moe_route.reference(scores, 2, True, "softmax")
+        yield Case(ops.moe_route, f"{tokens} tokens, 2 of {experts}", (scores, 2, True, "softmax"))
+        label = f"{tokens} tokens, 2 of {experts} x {inner}"
+        yield Case(ops.moe_experts, label, (normal(tokens, shape.hidden), w13, w2, weights, ids, "silu"))
     for requests, rows, context in ((1, 1, 128), (1, 1, 1024), (8, 1, 512), (1, 128, 128), (1, 512, 512), (1, 4, 1024)):
         label = f"{requests} x {rows} rows over {context}"
         yield Case(ops.paged_attention, label, attention(shape, requests, rows, context, dtype))
