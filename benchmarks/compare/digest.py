@@ -5,17 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.compare import results, table, targets
-from benchmarks.compare.report import known_facts, machine_line
+from benchmarks.compare.report import commands, known_facts, machine_line
 from benchmarks.compare.samples import grouped
 from benchmarks.compare.subjects import SUBJECTS
 from benchmarks.compare.workloads import FULL
 
-SHOWN = ("decode", "prefill", "startup")
+IN_TABLES = ("decode", "prefill", "startup")
+"""The rest is plotted, and has its tables on the page of the results."""
 NOTHING = "No results are in the repository yet; `make bench` writes them for the machine it runs on."
 
 
 def digest(root: Path) -> str:
-    """Of every class of machine below `root`: the main tables, a plot, and what holds of what was asked for."""
+    """Of every class of machine below `root`: the main tables, the plots, what holds of what was asked for, and the
+    commands."""
     parts: list[str] = []
     for folder in sorted(path for path in root.glob("*") if path.is_dir()):
         runs = results.load(folder)
@@ -25,14 +27,19 @@ def digest(root: Path) -> str:
         where = f"benchmarks/results/{folder.name}"
         parts.append(f"{machine_line(runs)} All tables, plots and commands: [{where}]({where}/README.md).")
         for subject in SUBJECTS:
-            for workload in (one for one in FULL if one.name in SHOWN):
+            for workload in FULL:
                 text = table.comparison(subject.name, workload, found)
-                if text:
+                if text and workload.name in IN_TABLES:
                     parts += [f"{subject.title}. {workload.title}: median (range).", text]
-            if (folder / f"{subject.name}-decode.svg").exists():
-                parts.append(f"![{subject.name}: decode]({where}/{subject.name}-decode.svg)")
+                picture = f"{subject.name}-{workload.name}"
+                if text and (folder / f"{picture}.svg").exists():
+                    parts.append(f"![{picture}]({where}/{picture}.svg)")
         models = [subject.name for subject in SUBJECTS if any(key[0] == subject.name for key in found)]
         verdicts = [v for v in targets.judge(found, models, known_facts(runs)) if v.holds is not None]
         if verdicts:
-            parts += ["Held against what the project asks of itself, where it was measured:", table.verdicts(verdicts)]
+            parts += [
+                "Held against what the project asks of itself, where it was measured:",
+                table.verdicts(verdicts, "docs/targets.md"),
+            ]
+        parts += ["By these commands (date, commit, and how much of the processors' time others took):", commands(runs)]
     return "\n\n".join(parts) or NOTHING

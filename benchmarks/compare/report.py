@@ -12,7 +12,6 @@ from benchmarks.compare.subjects import SUBJECTS, TINY, Subject
 from benchmarks.compare.workloads import FULL, QUICK, Workload
 
 LINES = frozenset({"context"})
-PLOTTED = frozenset({"decode", "prefill", "context"})
 
 
 def write(folder: Path) -> str:
@@ -35,24 +34,27 @@ def render(runs: Sequence[Run], folder: Path) -> str:
         for workload in _workloads(found, subject):
             parts.append(f"**{workload.title}.** Median (range).")
             parts.append(table.comparison(subject.name, workload, found))
-            if workload.name in PLOTTED:
-                name = f"{subject.name}-{workload.name}.svg"
-                (folder / name).write_text(_plot(subject, workload, found))
-                parts.append(f"![{subject.name}: {workload.name}]({name})")
+            name = f"{subject.name}-{workload.name}.svg"
+            (folder / name).write_text(_plot(subject, workload, found))
+            parts.append(f"![{subject.name}: {workload.name}]({name})")
     models = [subject.name for subject in measured if subject in SUBJECTS]
     verdicts = targets.judge(found, models, known_facts(runs))
     if verdicts:
         parts.append("## Held against what was asked for")
-        parts.append(table.verdicts(verdicts))
+        parts.append(table.verdicts(verdicts, "../../../docs/targets.md"))
     failures = {f"{run.command}: {name}": why for run in runs for name, why in run.failures.items()}
     if failures:
         parts.append("## Failed")
         parts += [f"- {name}: {why}" for name, why in failures.items()]
     parts.append("## Commands")
     parts.append("In brackets, beside date and commit: how much of the processors' time others took meanwhile.")
-    told = [f"- `{run.command}` ({run.date}, {run.commit}, {run.bystanders:.0%})" for run in runs]
-    parts.append("\n".join(dict.fromkeys(told)))
+    parts.append(commands(runs))
     return "\n\n".join(parts) + "\n"
+
+
+def commands(runs: Sequence[Run]) -> str:
+    told = [f"- `{run.command}` ({run.date}, {run.commit}, {run.bystanders:.0%})" for run in runs]
+    return "\n".join(dict.fromkeys(told))
 
 
 def _workloads(found: Mapping[Key, Summary], subject: Subject) -> list[Workload]:
@@ -73,8 +75,10 @@ def _plot(subject: Subject, workload: Workload, found: Mapping[Key, Summary]) ->
     for variant in table.ordered(key[1] for key in here):
         values = {p: (s.median, s.least, s.most) for p in points if (s := here.get((p, variant))) is not None}
         series.append(plot.Series(variant, values))
+    unit = workload.points[0].unit
+    points = [point.name for point in workload.points if point.name in points and point.unit == unit]
     draw = plot.lines if workload.name in LINES else plot.bars
-    return draw(f"{subject.title}: {workload.name}", workload.points[0].unit, points, series)
+    return draw(f"{subject.title}: {workload.name}", unit, points, series)
 
 
 def known_facts(runs: Sequence[Run]) -> dict[str, dict[str, int]]:

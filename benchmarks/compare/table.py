@@ -50,8 +50,8 @@ def comparison(model: str, workload: Workload, found: Mapping[Key, Summary]) -> 
     return markdown(["engine", *(f"{point.name.strip()}, {point.unit}" for point in points)], rows)
 
 
-def verdicts(found: Sequence[Verdict]) -> str:
-    rows = [
-        [v.what, v.needed, v.measured, {True: "yes", False: "**no**", None: "not measured"}[v.holds]] for v in found
-    ]
+def verdicts(found: Sequence[Verdict], page: str) -> str:
+    """`page`: where docs/targets.md is from the file that the table goes to."""
+    holds = {True: "yes", False: "**no**: [why]({})", None: "not measured"}
+    rows = [[v.what, v.needed, v.measured, holds[v.holds].format(f"{page}#{v.reason}")] for v in found]
     return markdown(["asked for", "needed", "measured", "holds"], rows)

