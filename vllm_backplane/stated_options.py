@@ -27,5 +27,5 @@ def note(parser: argparse.ArgumentParser, name: str) -> None:
 
 class _Noting(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        super().__call__(parser, namespace, values, option_string)  # type: ignore[safe-super]
+        super().__call__(parser, namespace, values, option_string)
         _stated[self.dest] = getattr(namespace, self.dest)
