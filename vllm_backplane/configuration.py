@@ -13,6 +13,7 @@ from vllm_backplane.errors import BackplaneError
 from vllm_backplane.kv_tier import settings as kv_tier
 from vllm_backplane.model_loader import formats, peer_settings
 from vllm_backplane.runtime import Runtime
+from vllm_backplane.stated_options import stated
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,6 +31,8 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
     device, can = chosen.device, chosen.device.capabilities
     if config.parallel_config.enable_dbo:
         raise BackplaneError("dual-batch overlap needs two hardware queues per card; remove --enable-dbo")
+    if config.parallel_config.enable_eplb:
+        raise BackplaneError("experts stay where they were loaded; remove --enable-eplb")
     if config.use_v2_model_runner and not can.triton:
         raise BackplaneError(
             f"vLLM chose its second model runner, which needs Triton, and device {device.name!r} has none; set "
@@ -288,9 +291,16 @@ def settle_graphs(config: VllmConfig, device: Device, unrecordable: list[str]) -
 
 def set_states(config: VllmConfig) -> None:
     """One state per sequence. vLLM switches prefix caching on for hybrids, unasked, with copies of the state at each
-    block's end, which its kernels make by addresses."""
+    block's end, which its kernels make by addresses. Where it was asked for it is refused; of an engine that Python
+    makes with a hybrid, vLLM does not tell us whether it was, and then it is off and the log says so."""
     cache, model = config.cache_config, config.model_config
     if carries_states(config) and cache.enable_prefix_caching:
+        unasked = model.is_prefix_caching_supported and not stated("enable_prefix_caching")
+        if not unasked or cache.mamba_cache_mode == "all":
+            raise BackplaneError(
+                f"prefix caching was asked for, and {', '.join(model.architectures)} carries a state from token to "
+                "token, of which no copies are kept for prefixes; remove --enable-prefix-caching and --mamba-cache-mode"
+            )
         cache.enable_prefix_caching = False
         cache.mamba_cache_mode = "none"
         cache.mamba_block_size = model.max_model_len

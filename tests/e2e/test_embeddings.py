@@ -49,6 +49,15 @@ def results(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Resu
     return run_engines(tmp_path_factory.mktemp("embeddings"), engines)
 
 
+@pytest.fixture(scope="module")
+def on_sim(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """One engine, on a card that the host cannot touch and that computes every operator itself."""
+    variables = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
+    engine = job(minilm, embed=TEXTS, runner="pooling")
+    [result] = run_engines(tmp_path_factory.mktemp("sim"), [engine], variables, device="sim")
+    return result
+
+
 def closeness(vectors: Sequence[Sequence[float]], expected: torch.Tensor) -> list[float]:
     ours = torch.tensor(vectors, dtype=torch.float64)
     assert ours.shape == expected.shape == (len(TEXTS), 384)
@@ -58,6 +67,13 @@ def closeness(vectors: Sequence[Sequence[float]], expected: torch.Tensor) -> lis
 def test_fp32_embeddings_equal_transformers(results: list[Result], expected: torch.Tensor) -> None:
     assert results[0]["dtype"] == "torch.float32"
     near = closeness(results[0]["embeddings"], expected)
+    assert min(near) >= 0.999999, near
+
+
+@pytest.mark.feature("Model family: encoder-only: embeddings (BERT)", "sim")
+def test_embeddings_of_another_device_equal_transformers(on_sim: Result, expected: torch.Tensor) -> None:
+    assert on_sim["dtype"] == "torch.float32"
+    near = closeness(on_sim["embeddings"], expected)
     assert min(near) >= 0.999999, near
 
 

@@ -26,6 +26,7 @@ FREE_OF_VLLM = (
     "options.py",
     "errors.py",
     "runtime.py",
+    "stated_options.py",
 )
 OPEN_TO_DEVICES = ("device", "devices", "graph", "ops", "options", "errors")
 

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from vllm_backplane import configuration
+from vllm_backplane import configuration, stated_options
 from vllm_backplane.attention.implementation import BackplaneAttentionImpl
 from vllm_backplane.attention.selection import BACKEND, OVER_LATENT, backend_path
 from vllm_backplane.device import Device, MemoryInfo, Probe
@@ -166,6 +166,73 @@ def test_a_group_size_that_nothing_reads(of_model: str | None, of_target: str | 
             configuration.refuse_idle_group(config, configured(GROUP))
     else:
         configuration.refuse_idle_group(config, configured(GROUP))
+
+
+# --- layers with states -------------------------------------------------------------------------------------------
+
+
+def with_states(hybrid: bool, **cache: Any) -> Any:
+    """As much of vLLM's configuration as is asked for states. vLLM's default for prefixes is on for hybrids alone."""
+    model = SimpleNamespace(
+        is_hybrid=hybrid,
+        has_inner_state=True,
+        is_prefix_caching_supported=hybrid,
+        architectures=["SomeForCausalLM"],
+        max_model_len=512,
+    )
+    given = {"enable_prefix_caching": True, "mamba_cache_mode": "align", "mamba_block_size": 16}
+    return SimpleNamespace(model_config=model, cache_config=SimpleNamespace(**given | cache))
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    monkeypatch.setattr(stated_options, "_stated", said)
+    return said
+
+
+def test_prefixes_of_a_hybrid_that_nobody_asked_for_are_off(command_line: dict[str, Any]) -> None:
+    config = with_states(hybrid=True)
+    configuration.set_states(config)
+    cache = config.cache_config
+    assert (cache.enable_prefix_caching, cache.mamba_cache_mode, cache.mamba_block_size) == (False, "none", 512)
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "cache", "said"),
+    [
+        (True, {}, {"enable_prefix_caching": True}),
+        (True, {"mamba_cache_mode": "all"}, {}),
+        (False, {}, {}),  # vLLM's default is off, so somebody asked
+    ],
+    ids=["command line", "cache mode", "no hybrid"],
+)
+def test_prefixes_that_were_asked_for_are_refused(
+    hybrid: bool, cache: dict[str, Any], said: dict[str, Any], command_line: dict[str, Any]
+) -> None:
+    command_line.update(said)
+    with pytest.raises(BackplaneError, match=r"SomeForCausalLM carries a state .* remove --enable-prefix-caching"):
+        configuration.set_states(with_states(hybrid, **cache))
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_without_prefixes_states_are_as_vllm_has_them(hybrid: bool, command_line: dict[str, Any]) -> None:
+    config = with_states(hybrid, enable_prefix_caching=False, mamba_cache_mode="none", mamba_block_size=7)
+    configuration.set_states(config)
+    assert config.cache_config.mamba_block_size == 7
+
+
+# --- experts ------------------------------------------------------------------------------------------------------
+
+
+def test_balancing_the_load_of_experts_is_refused() -> None:
+    """By vLLM, for every platform out of its tree; should it stop, by us."""
+    with pytest.raises(ValueError, match="load balancing is only supported on CUDA"):
+        ParallelConfig(enable_eplb=True, enable_expert_parallel=True, tensor_parallel_size=2)
+    config = VllmConfig()
+    config.parallel_config.enable_eplb = True
+    with pytest.raises(BackplaneError, match="experts stay where they were loaded; remove --enable-eplb"):
+        configuration.refuse_unsupported(config, configured({}))
 
 
 # --- speculation --------------------------------------------------------------------------------------------------

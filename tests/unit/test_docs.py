@@ -33,6 +33,23 @@ def test_every_linked_file_exists() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_what_does_not_run_has_a_link_or_a_reason() -> None:
+    page = (ROOT / "docs/model-families.md").read_text()
+    table = page.split("## What vLLM locks out or does not run here\n")[1].split("\n## ")[0]
+    [head, _, *rows] = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines() if line.startswith("|")
+    ]
+    assert head == ["what", "why it does not run", "opened by", "upstream"]
+    known = {row[0] for row in rows}
+    for wanted in ("EPLB", "DeepSeek-V3.2", "--enable-dbo", "further mixers", "prefix caching", "speculation"):
+        assert sum(wanted.lower() in what.lower() for what in known) == 1, wanted
+    for what, reason, opened, upstream in rows:
+        assert reason and re.match(r"(an? )?(hooks?|patch|nothing)\b", opened), what
+        links = re.findall(r"\]\((\S+)\)", upstream)
+        assert links or re.fullmatch(r"none: .{10,}", upstream), what
+        assert all(re.fullmatch(r"https://github\.com/vllm-project/vllm/(issues|pull)/\d+", link) for link in links)
+
+
 def test_every_make_target_in_the_readme_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"`make ([a-z]+)", (ROOT / "README.md").read_text())):

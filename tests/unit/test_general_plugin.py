@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from tests import programs
+from vllm_backplane.gguf.configuration import QUANTIZATION
+from vllm_backplane.kv_tier.settings import NAME as TIER
+from vllm_backplane.model_loader.formats import ALL_SHARED, PEER
 
 LOAD_TWICE = """
 import json, os, sys, torch
@@ -25,11 +28,15 @@ def written():
     return sorted(os.path.join(folder, name) for folder, _, names in os.walk(home) for name in names)
 
 def state():
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.entrypoints.launchers import launcher
+    from vllm.model_executor import model_loader
     from vllm.transformers_utils import config
     return {
         "layers": sorted((name, id(replacement)) for name, replacement in op_registry_oot.items()),
         "patched": [id(launcher.serve_http), id(config.maybe_override_with_speculators)],
+        "load formats": sorted((name, id(kind)) for name, kind in model_loader._LOAD_FORMAT_TO_MODEL_LOADER.items()),
+        "KV connectors": sorted((name, id(found)) for name, found in KVConnectorFactory._registry.items()),
         "torch": [id(torch.cuda.Stream), id(torch.cuda.Event), id(torch.accelerator.synchronize)],
     }
 
@@ -45,6 +52,12 @@ json.dump({
     "modules": [name for name in sys.modules if name.startswith("vllm_backplane.")],
 }, open(sys.argv[1], "w"))
 """
+
+
+REGISTERED = {
+    "load formats": {QUANTIZATION, PEER, *ALL_SHARED},
+    "KV connectors": {TIER},
+}
 
 
 def loaded(folder: Path, **variables: str) -> tuple[dict[str, Any], str]:
@@ -82,6 +95,9 @@ def test_on_its_platform_the_second_time_changes_nothing(tmp_path: Path) -> None
     assert found["platform"] == "BackplanePlatform"
     before, first, second = found["states"]
     assert first["layers"] and first["layers"] != before["layers"]
+    for registry in ("load formats", "KV connectors"):
+        names = [{name for name, _ in state[registry]} for state in (before, first)]
+        assert REGISTERED[registry] == names[1] - names[0]
     assert second == first
     assert found["written"] == []
 

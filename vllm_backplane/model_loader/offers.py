@@ -38,10 +38,13 @@ class Board:
         self.folder = folder or Path(tempfile.gettempdir()) / f"vllm-backplane-weights-{os.getuid()}"
 
     def offers(self) -> list[Offer]:
-        """Of the processes that live. To be called `alone`."""
+        """Of the processes that live. To be called `alone`; but a model that is given up takes its note at once."""
         found = []
         for note in sorted(self.folder.glob("[0-9]*.json")):
-            process, begun, offers = self._read(note)
+            try:
+                process, begun, offers = self._read(note)
+            except FileNotFoundError:
+                continue
             if _lives(process, begun):
                 found.extend(offers)
             else:
@@ -108,6 +111,8 @@ class Board:
                 for one in told["offers"]
             ]
             return process, float(told["begun"]), offers
+        except FileNotFoundError:
+            raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
             raise self._unusable(f"{note.name}: {type(fault).__name__}: {fault}") from fault
 

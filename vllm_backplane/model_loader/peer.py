@@ -117,7 +117,17 @@ def fitting(listing: Listing, model: torch.nn.Module, address: str) -> list[torc
         raise BackplaneError(
             f"what the server at {address} made of this model's weights is not what this one would: {told}; {INSTEAD}"
         )
+    repeated = [path for path, tensor in tensors.items() if _repeats(tensor)]
+    if repeated:
+        raise BackplaneError(
+            f"{', '.join(repeated[:3])} cannot be received: one number in memory stands for several (an expanded "
+            f"tensor); {INSTEAD}"
+        )
     return [tensors[one.path] for one in listing.tensors]
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def register() -> None:

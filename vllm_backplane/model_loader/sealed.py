@@ -39,14 +39,11 @@ class Segment:
     def new(cls, size: int) -> Segment:
         handle = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(handle, 0, size)  # memory that is not there is found now, not at the first access
+            os.ftruncate(handle, size)  # takes no memory yet: see `write`
             return cls(handle, size)
         except OSError as fault:
             os.close(handle)
-            raise BackplaneError(
-                f"{size / 2**30:.2f} GiB of memory for weights that workers share cannot be had ({fault}); free "
-                "memory, or remove --load-format"
-            ) from fault
+            raise _missing(size, fault) from fault
 
     @classmethod
     def held_by(cls, process: int, handle: int) -> Segment:
@@ -67,8 +64,13 @@ class Segment:
             raise
 
     def write(self, place: int, data: memoryview) -> None:
+        """Takes the memory for this. By a call of the system, which says where there is none; writing to a mapping
+        would end the process."""
         while data:
-            done = os.pwrite(self.handle, data, place)
+            try:
+                done = os.pwrite(self.handle, data, place)
+            except OSError as fault:
+                raise _missing(data.nbytes, fault) from fault
             data, place = data[done:], place + done
 
     def seal(self) -> None:
@@ -81,6 +83,13 @@ class Segment:
     def close(self) -> None:
         """Others cannot find it here any more; what is mapped stays."""
         os.close(self.handle)
+
+
+def _missing(size: int, fault: OSError) -> BackplaneError:
+    return BackplaneError(
+        f"{size / 2**20:.1f} MiB of memory for weights that workers share cannot be had ({fault}); free memory, or "
+        "remove --load-format"
+    )
 
 
 def _is_sealed(handle: int) -> bool:

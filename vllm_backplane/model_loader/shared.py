@@ -29,11 +29,12 @@ logger = init_logger("vllm." + __name__)
 
 
 class _Sharing(BaseModelLoader):
-    _board = Board()
+    _board: Board
     _turn: ExitStack | None = None
     _part = ""
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
+        self._board = Board()  # not before: a folder for temporary files is looked for
         self._part = f"{model_config.model} {model_config.revision} {vllm_config.parallel_config.rank}"
         with ExitStack() as self._turn:
             model = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)

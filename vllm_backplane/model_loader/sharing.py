@@ -46,6 +46,9 @@ class _Stored:
     """What one allocation holds, with the tensors that look at it."""
 
     tensors: list[torch.Tensor]
+    owned: bool
+    """By PyTorch's allocator: what came as an array of numpy is the array's, and may be read there. Asked when it is
+    found, since looking at it as an array (`bytes().numpy()`) changes what PyTorch says."""
     digest: str = ""
 
     @property
@@ -60,7 +63,8 @@ class _Stored:
         for tensor in self.tensors:
             moved = torch.empty(0, dtype=tensor.dtype)
             tensor.data = moved.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-        _give_back(left)
+        if self.owned:
+            _give_back(left)
 
 
 def share(model: torch.nn.Module, board: Board) -> Outcome:
@@ -123,6 +127,7 @@ def _adopt(stored: list[_Stored], offers: list[Offer], outcome: Outcome) -> list
 
 
 def _place(stored: list[_Stored], outcome: Outcome) -> Held:
+    """One after another: each is given back before the next is written, so that at most one is in memory twice."""
     places: dict[str, tuple[int, int]] = {}
     size = 0
     for one in stored:
@@ -166,7 +171,9 @@ def _allocations(model: torch.nn.Module) -> list[_Stored]:
         seen.add(id(tensor))
         storage = tensor.untyped_storage()
         if storage.nbytes():
-            found.setdefault(storage.data_ptr(), _Stored([])).tensors.append(tensor)
+            one = found.setdefault(storage.data_ptr(), _Stored([], storage.resizable()))
+            one.owned &= storage.resizable()
+            one.tensors.append(tensor)
     return list(found.values())
 
 

@@ -3,7 +3,8 @@
 A worker that gets its weights from another one after they were prepared for the device (packed, turned, split into
 parts) needs every tensor that preparing made of them, and none but parameters are listed anywhere. So what layers hold
 is walked through, with the objects of vLLM and of this package that hold something for them. Numbers are not sent but
-compared: preparing may have read one off the weights.
+compared: preparing may have read one off the weights. Those of configurations were there before any weight, and
+differ with options that do not touch weights, such as the length of a batch: they are not compared.
 """
 
 from __future__ import annotations
@@ -17,19 +18,29 @@ Numbers = dict[str, int | float | bool]
 
 WALKED = ("vllm.model_executor.", "vllm.v1.attention.", "vllm.models.", "vllm_backplane.")
 """Modules of the classes whose objects are looked into. Not those of groups of processes and of configurations."""
-LEFT_OUT = ("training", "kv_cache")
-"""Of a module: says nothing about weights, or is not there yet."""
+LEFT_OUT = (
+    "training",
+    "kv_cache",  # is not there yet
+    # What a head that drafts wants to read. vLLM sets it when loading is over, so a server that offers weights may have
+    # it, and one that compares does not.
+    "aux_hidden_state_layers",
+    # Copies of options: of those about batches, and of what latent attention makes of them.
+    "max_num_batched_tokens",
+    "_chunked_prefill_workspace_size",
+)
+"""Of what is looked into, by its name: says nothing about weights."""
 
 
 def state_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Numbers]:
     tensors: dict[str, torch.Tensor] = {}
     numbers: Numbers = {}
     seen: set[int] = set()
-    waiting: list[tuple[str, Any]] = [("", model)]
+    waiting: list[tuple[str, Any, bool]] = [("", model, False)]
     while waiting:
-        path, value = waiting.pop()
+        path, value, configured = waiting.pop()
         if isinstance(value, (bool, int, float)):
-            numbers[path] = _plain(value)
+            if not configured:
+                numbers[path] = _plain(value)
             continue
         if id(value) in seen:
             continue
@@ -38,7 +49,8 @@ def state_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Numbers]:
             if value.numel() and not value.is_meta:
                 tensors[path] = value
             continue
-        waiting.extend((f"{path}.{name}" if path else name, held) for name, held in _held(value))
+        configured = configured or _is_configuration(value)
+        waiting.extend((f"{path}.{name}" if path else name, held, configured) for name, held in _held(value))
     return dict(sorted(tensors.items())), dict(sorted(numbers.items()))
 
 
@@ -47,6 +59,11 @@ def _plain(value: int | float | bool) -> int | float | bool:
     if isinstance(value, bool):
         return value
     return float(value) if isinstance(value, float) else int(value)
+
+
+def _is_configuration(value: Any) -> bool:
+    """By the name of its class, which is all that vLLM's have in common. Some hold tensors (FusedMoEQuantConfig)."""
+    return type(value).__name__.endswith("Config")
 
 
 def _held(value: Any) -> Iterator[tuple[str, Any]]:
@@ -61,7 +78,8 @@ def _held(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict):
         yield from ((str(key), held) for key, held in value.items() if isinstance(key, (str, int)))
     elif type(value).__module__.startswith(WALKED) and not isinstance(value, type):
-        yield from vars(value).items() if hasattr(value, "__dict__") else ()
+        held = vars(value) if hasattr(value, "__dict__") else {}
+        yield from ((name, one) for name, one in held.items() if name not in LEFT_OUT)
 
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))

@@ -4,6 +4,7 @@ what its memory looks like for each line that it is sent, until there are no mor
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from vllm_backplane.model_loader.offers import Board
-from vllm_backplane.model_loader.sealed import NAME
+from vllm_backplane.model_loader.sealed import NAME, Segment
 from vllm_backplane.model_loader.sharing import share
 
 WIDTH, LAYERS = 1024, 6
@@ -40,6 +41,21 @@ def memory() -> dict[str, int]:
     return found
 
 
+class Watched:
+    """What a process has in memory while it moves its weights, whenever some have been written."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        write = Segment.write
+
+        def watched(segment: Segment, place: int, data: memoryview) -> None:
+            write(segment, place, data)
+            shared = os.fstat(segment.handle).st_blocks * 512
+            self.most = max(self.most, memory()["anonymous"] + shared // 1024)
+
+        Segment.write = watched  # type: ignore[method-assign]
+
+
 def answer(model: torch.nn.Module) -> dict[str, Any]:
     return memory() | {"result": float(model(torch.ones(1, WIDTH)).double().sum())}
 
@@ -47,10 +63,10 @@ def answer(model: torch.nn.Module) -> dict[str, Any]:
 if __name__ == "__main__":
     folder, seed = sys.argv[1:]
     model = made(int(seed))
-    before = memory()["anonymous"]
+    watched, before = Watched(), memory()["anonymous"]
     outcome = share(model, Board(Path(folder)))
     after = memory()["anonymous"]
-    print(json.dumps(asdict(outcome) | {"before": before, "after": after}), flush=True)
+    print(json.dumps(asdict(outcome) | {"before": before, "after": after, "most": watched.most}), flush=True)
     for line in sys.stdin:
         if line.startswith("write"):
             next(model.parameters()).zero_()

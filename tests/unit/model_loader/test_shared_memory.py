@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import threading
@@ -10,12 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from tests.unit.model_loader.sharing_process import BYTES, LAYERS, WIDTH, made
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.model_loader.offers import Board
+from vllm_backplane.model_loader.sealed import Segment
 from vllm_backplane.model_loader.sharing import SMALLEST, share
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -64,6 +67,8 @@ def hold(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
 def test_processes_share_and_outlive_each_other(hold: Callable[..., Holder]) -> None:
     first = hold()
     assert (first.outcome["found"], first.outcome["placed"], first.outcome["own"]) == (0, BYTES, BIASES)
+    at_once = first.outcome["most"] - first.outcome["before"]
+    assert at_once < 2 * WIDTH * WIDTH * 4 / 1024, "more than one matrix was in memory twice"
     alone = first.ask()
     second = hold()
     assert (second.outcome["found"], second.outcome["placed"]) == (BYTES, 0)
@@ -152,6 +157,32 @@ def test_what_looks_at_one_memory_goes_on_doing_so(tmp_path: Path) -> None:
     assert model.part[0, 0] == 5.0
 
 
+def test_memory_that_is_not_pytorchs_is_left_alone(tmp_path: Path) -> None:
+    """A buffer that was made of an array, which somebody else goes on reading."""
+    array = numpy.random.default_rng(1).random((256, 256), dtype=numpy.float32)
+    expected = array.copy()
+    model = torch.nn.Module()
+    model.register_buffer("table", torch.from_numpy(array))
+    outcome = share(model, Board(tmp_path / "board"))
+    assert outcome.placed == array.nbytes and model.table.data_ptr() != array.ctypes.data
+    assert (array == expected).all() and (model.table.numpy() == expected).all()
+
+
+def test_memory_that_is_missing_is_an_error() -> None:
+    """Found when it is written to, part by part; the process lives."""
+    segment = Segment.new(1 << 20)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))  # Python does not let the signal end the process
+    try:
+        with pytest.raises(BackplaneError, match=r"0\.1 MiB of memory for weights .* cannot be had .*free memory"):
+            segment.write(1 << 15, memoryview(bytes(1 << 17)))
+        with pytest.raises(BackplaneError, match=r"4\.0 MiB of memory for weights .* or remove --load-format"):
+            Segment.new(4 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        segment.close()
+
+
 def test_small_tensors_stay(tmp_path: Path) -> None:
     model = torch.nn.Linear(8, 8)
     place = model.weight.data_ptr()
@@ -200,3 +231,19 @@ def test_a_note_that_cannot_be_read(tmp_path: Path) -> None:
     (board.folder / "1-2.json").write_text("{")
     with pytest.raises(BackplaneError, match=r"1-2\.json: JSONDecodeError.*remove it"):
         share(made(1), board)
+
+
+def test_a_note_that_goes_while_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is given up takes its note away without waiting for anybody."""
+    board = Board(tmp_path / "board")
+    board.folder.mkdir(mode=0o700)
+    note, glob = board.folder / "1-2.json", Path.glob
+
+    def found_and_gone(folder: Path, pattern: str) -> list[Path]:
+        found = list(glob(folder, pattern))
+        note.unlink()
+        return found
+
+    note.write_text("{}")
+    monkeypatch.setattr(Path, "glob", found_and_gone)
+    assert board.offers() == []

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig, FusedMoEQuantDesc
 
 from tests.breaking_relay import Fault, Relay
 from tests.faulty_wire import free_address
@@ -175,6 +176,39 @@ def test_what_was_made_of_the_weights_differs(name: str, value: Any, told: str) 
     setattr(model, name, value)
     with pytest.raises(BackplaneError, match=f"is not what this one would: {told}; load from the checkpoint"):
         loader.fitting(listing, model, "here")
+
+
+def test_what_a_head_reads_is_not_compared() -> None:
+    """vLLM sets it when loading is over: in the server that offers, and not yet in the one that compares."""
+    offered, model = made(1), made(2)
+    offered.aux_hidden_state_layers, model.aux_hidden_state_layers = (2, 5, 8), ()
+    assert loader.fitting(listed(offered, DESCRIPTION)[0], model, "here")
+
+
+def configured(tokens: int, scale: torch.Tensor) -> torch.nn.Module:
+    """With configurations of vLLM's experts, of which one holds a tensor."""
+    experts, quantized = FusedMoEConfig.__new__(FusedMoEConfig), FusedMoEQuantConfig.__new__(FusedMoEQuantConfig)
+    experts.max_num_tokens, experts.is_lora_enabled = tokens, tokens > 64
+    quantized._w1, quantized._a1 = FusedMoEQuantDesc(scale=scale), FusedMoEQuantDesc()
+    model = made(1)
+    model.moe_config, model.moe_quant_config, model.max_num_batched_tokens = experts, quantized, tokens
+    return model
+
+
+def test_options_that_do_not_touch_weights_are_not_compared() -> None:
+    offered, model = configured(64, torch.ones(3)), configured(128, torch.zeros(3))
+    listing, _ = listed(offered, DESCRIPTION)
+    tensors = dict(zip((one.path for one in listing.tensors), loader.fitting(listing, model, "here"), strict=True))
+    assert tensors["moe_quant_config._w1.scale"] is model.moe_quant_config._w1.scale
+    assert not any("moe" in path or "tokens" in path for path in listing.numbers)
+
+
+def test_one_number_that_stands_for_many() -> None:
+    offered, model = made(1), made(2)
+    offered.spread = torch.ones(3, 4)
+    model.spread = torch.ones(1, 4).expand(3, 4)
+    with pytest.raises(BackplaneError, match=r"spread cannot be received: .* \(an expanded tensor\); load from the"):
+        loader.fitting(listed(offered, DESCRIPTION)[0], model, "here")
 
 
 def test_another_model_or_another_way() -> None:

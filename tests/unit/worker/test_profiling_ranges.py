@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,9 @@ from torch import nn
 from vllm.config import ProfilerConfig
 
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.worker import profiling
 from vllm_backplane.worker.profiling import ModuleRanges, activities, insist_on_folder, unseen_by_vllm
+from vllm_backplane.worker.worker import BackplaneWorker
 
 
 class Failing(nn.Module):
@@ -89,3 +94,52 @@ def test_a_folder_is_made_or_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BackplaneError, match=r"traces cannot be written to .*torch_profiler_dir"):
         insist_on_folder(str(tmp_path / "file"))
+
+
+def worker(model: nn.Module, folder: Path) -> BackplaneWorker:
+    """As much of one as takes traces: what starts a process is left out."""
+    made = BackplaneWorker.__new__(BackplaneWorker)
+    made.profiler_config = ProfilerConfig(
+        profiler="torch", torch_profiler_dir=str(folder), torch_profiler_with_stack=False
+    )
+    made.vllm_config = SimpleNamespace(profiler_config=made.profiler_config)  # type: ignore[assignment]
+    made.rank = made.local_rank = 0
+    made.profiler = made.trace = made.ranges = made.guard = None
+    made.model_runner = SimpleNamespace(model=model, get_model=lambda: model)  # type: ignore[assignment]
+    return made
+
+
+def calls_of_a_step(made: BackplaneWorker, model: nn.Module) -> Counter[str]:
+    """Calls of Python functions that have to do with traces, ours and PyTorch's, while a model computes."""
+    found: Counter[str] = Counter()
+
+    def heard(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename in (profiling.__file__, torch.autograd.profiler.__file__):
+            found[frame.f_code.co_name] += 1
+
+    sys.setprofile(heard)
+    try:
+        with made._named("step"):
+            model(torch.ones(2, 4))
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_without_a_trace_a_step_meets_nothing_of_it(tmp_path: Path) -> None:
+    """Neither before the first one nor after it: no hook, no range, no call."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    made = worker(model, tmp_path)
+
+    def off() -> None:
+        assert hooks(model) == 0 and calls_of_a_step(made, model) == {}
+        assert made.profiler is made.trace is made.ranges is None
+        assert isinstance(made._named("step"), nullcontext)
+
+    off()
+    made._begin_trace(None, {})
+    assert hooks(model) == 2 * 3
+    assert calls_of_a_step(made, model)["begin"] == 3
+    made._end_trace()
+    off()
+    assert list(tmp_path.glob("*.pt.trace.json*"))
