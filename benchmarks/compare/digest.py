@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from benchmarks.compare import results, table, targets
@@ -42,4 +43,17 @@ def digest(root: Path) -> str:
                 table.verdicts(verdicts, "docs/targets.md"),
             ]
         parts += ["By these commands (date, commit, and how much of the processors' time others took):", commands(runs)]
+    if parts:
+        parts += _perplexity(root / "perplexity.json")
     return "\n\n".join(parts) or NOTHING
+
+
+def _perplexity(file: Path) -> list[str]:
+    """What the formats cost, beside how fast they are."""
+    if not file.exists():
+        return []
+    rows = {row: found["perplexity"] for row, found in json.loads(file.read_text())["rows"].items()}
+    plain = rows["float32"]
+    told = [[row, f"{value:.2f}", f"{100 * (value / plain - 1):+.2f} %"] for row, value in rows.items()]
+    title = "Perplexity of the default model on a fixed text by its weights (`python benchmarks/perplexity.py`):"
+    return [title, table.markdown(["weights", "perplexity", "against float32"], told)]
