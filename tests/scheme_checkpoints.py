@@ -20,7 +20,7 @@ class Stored:
     """float64 [outputs, inputs]."""
 
 
-def _packed(codes: np.ndarray, bits: int, columns: tuple[int, ...] = ()) -> torch.Tensor:
+def packed(codes: np.ndarray, bits: int, columns: tuple[int, ...] = ()) -> torch.Tensor:
     """Along the last dimension: the first code of a word in its lowest bits, or those of `columns`."""
     per_word = 32 // bits
     words = np.zeros((*codes.shape[:-1], -(-codes.shape[-1] // per_word)), dtype=np.uint32)
@@ -62,8 +62,8 @@ def gptq(
             codes[:, column].astype(np.float64) - zeros[:, one].astype(np.float64)
         )
     tensors = {
-        "qweight": _packed(codes, bits).t().contiguous(),
-        "qzeros": _packed((zeros - 1).T, bits),  # this format's zero points are one too small
+        "qweight": packed(codes, bits).t().contiguous(),
+        "qzeros": packed((zeros - 1).T, bits),  # this format's zero points are one too small
         "scales": torch.from_numpy(scales.T.copy()),
         "g_idx": torch.from_numpy(group_of.astype(np.int32)),
     }
@@ -74,8 +74,8 @@ def awq(inputs: int, outputs: int, bits: int, group: int, *, seed: int = 0) -> S
     codes, zeros, scales = _drawn(inputs, outputs, bits, inputs // group, seed, symmetric=False)
     by_input = [np.repeat(each.astype(np.float64), group, axis=1) for each in (scales, zeros)]
     tensors = {
-        "qweight": _packed(codes.T, bits, AWQ_COLUMNS[bits]),
-        "qzeros": _packed(zeros.T, bits, AWQ_COLUMNS[bits]),
+        "qweight": packed(codes.T, bits, AWQ_COLUMNS[bits]),
+        "qzeros": packed(zeros.T, bits, AWQ_COLUMNS[bits]),
         "scales": torch.from_numpy(scales.T.copy()),
     }
     return Stored(tensors, torch.from_numpy(by_input[0] * (codes.astype(np.float64) - by_input[1])))
@@ -89,13 +89,13 @@ def pack_quantized(
     codes, zeros, scales = _drawn(inputs, outputs, bits, inputs // size, seed, symmetric)
     by_input = [np.repeat(each.astype(np.float64), size, axis=1) for each in (scales, zeros)]
     tensors = {
-        "weight_packed": _packed(codes, bits),
+        "weight_packed": packed(codes, bits),
         "weight_scale": torch.from_numpy(scales).bfloat16(),
         "weight_shape": torch.tensor([outputs, inputs]),
     }
     by_input[0] = tensors["weight_scale"].double().repeat_interleave(size, 1).numpy()
     if not symmetric:
-        tensors["weight_zero_point"] = _packed(zeros.T, bits).t().contiguous()
+        tensors["weight_zero_point"] = packed(zeros.T, bits).t().contiguous()
     return Stored(tensors, torch.from_numpy(by_input[0] * (codes.astype(np.float64) - by_input[1])))
 
 

@@ -36,6 +36,12 @@ class Tiny:
     types: tuple[Any, ...] = (Type.F32,)
     """Of the matrices, in turn."""
     seed: int = 0
+    workers: int = 1
+
+    @property
+    def rounded(self) -> bool:
+        """The inputs of its products are, to 8 bits."""
+        return self.types != (Type.F32,)
 
     def write(self, path: Path, tensors_per_part: int = 0) -> Any:
         """The file, or its parts, and transformers' model with its weights."""
@@ -66,6 +72,9 @@ class Tiny:
             tensor.copy_(self._converted(name, held, config, back=True))
         if config.rope_parameters.get("rope_type") == "llama3":
             writer.add_tensor("rope_freqs.weight", _llama3_factors(config.rope_parameters, config.head_dim))
+        for kind in ("long", "short"):
+            if factors := config.rope_parameters.get(f"{kind}_factor"):
+                writer.add_tensor(f"rope_factors_{kind}.weight", np.array(factors, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -125,7 +134,7 @@ def _blocks(values: np.ndarray, kind: Any, seed: int) -> np.ndarray:
     raw = np.random.default_rng(seed).integers(0, 256, (values.size // per_block, size), dtype=np.uint8)
     for place in K_TYPES.get(kind, (0,)):
         raw[:, place : place + 2] = np.frombuffer(np.float16(1e-3).tobytes(), np.uint8)
-    raw = raw.reshape(values.shape[0], -1)
+    raw = raw.reshape(*values.shape[:-1], -1)
     # Of the size of the weights they stand for.
     factor = float(values.std() / gguf.dequantize(raw, kind).std())
     flat = raw.reshape(-1, size)
@@ -183,6 +192,7 @@ MODELS: dict[str, Tiny] = {
         {**COMMON, "head_dim": 32, "tie_word_embeddings": True},
         {"attention.key_length": 32, "attention.value_length": 32},
         adjust=_gemma2_adjust,
+        types=(Type.Q8_0, Type.Q4_0),
     ),
     "Gemma2": Tiny(
         "Gemma2Config",
@@ -219,7 +229,30 @@ MODELS: dict[str, Tiny] = {
         {**_WINDOWED, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
         adjust=_gemma2_adjust,
     ),
-    "Phi3": Tiny("Phi3Config", "Phi3ForCausalLM", "phi3", COMMON, {"rope.dimension_count": 32}),
+    "Phi3": Tiny(
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        "phi3",
+        {
+            **COMMON,
+            # Three tokens were its first context, so all prompts are long.
+            "original_max_position_embeddings": 3,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 3,
+                "attention_factor": 1.125,
+                "short_factor": [1.0 + place / 16 for place in range(16)],
+                "long_factor": [1.0 + place / 2 for place in range(16)],
+            },
+        },
+        {
+            "rope.dimension_count": 32,
+            "rope.scaling.original_context_length": 3,
+            "rope.scaling.attn_factor": 1.125,
+        },
+        types=(Type.Q4_0, Type.Q8_0),
+    ),
     "Mixtral": Tiny(
         "MixtralConfig",
         "MixtralForCausalLM",
@@ -246,25 +279,30 @@ MODELS: dict[str, Tiny] = {
             "expert_shared_feed_forward_length": 96,
         },
     ),
-    "Qwen3-MoE": Tiny(
+    # Each token goes to all experts: where two are nearly equally likely, rounding would choose the other one. Both
+    # workers have whole blocks of 256 of what is divided along inputs.
+    "Qwen3-MoE in blocks, two workers": Tiny(
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",
         "qwen3moe",
         {
             **COMMON,
-            "head_dim": 32,
+            "hidden_size": 256,
+            "head_dim": 128,
             "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 512,
             "norm_topk_prob": True,
         },
         {
-            "attention.key_length": 32,
-            "attention.value_length": 32,
+            "attention.key_length": 128,
+            "attention.value_length": 128,
             "expert_count": 4,
-            "expert_used_count": 2,
-            "expert_feed_forward_length": 64,
+            "expert_used_count": 4,
+            "expert_feed_forward_length": 512,
         },
+        types=(Type.Q8_0, Type.Q4_K, Type.Q6_K),
+        workers=2,
     ),
 }
 
@@ -277,6 +315,7 @@ SHARED_OUT = Tiny(
     "llama",
     {**COMMON, "num_key_value_heads": 1, "tie_word_embeddings": True},
     types=(Type.Q8_0, Type.Q4_1),
+    workers=2,
 )
 """For two workers: one head of keys, which both have."""
 

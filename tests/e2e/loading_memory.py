@@ -1,12 +1,14 @@
-"""Loads a model as a worker does and says what memory it took: loading_memory.py MODEL QUANTIZATION DTYPE.
+"""Loads models as a worker does and says what memory each took: loading_memory.py SMALL MODEL QUANTIZATION ...
 
-Counts memory of the process's own (RssAnon), every millisecond or so. Pages of the checkpoint's files that are mapped
-are the system's cache: it takes them back when it needs them.
+Each has a process of its own, forked when all that they import is there: it takes its time once. SMALL is a small
+model of the same kind, which is loaded before. Counts memory of the process's own (RssAnon), every millisecond or so.
+Pages of the checkpoint's files that are mapped are the system's cache: it takes them back when it needs them.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import sys
@@ -14,6 +16,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -36,30 +39,31 @@ class Watch(threading.Thread):
             time.sleep(0.0005)
 
 
-def main() -> None:
-    model, quantization, dtype = sys.argv[1:]
+def load(small: str, model: str, quantization: str) -> dict[str, int]:
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
-    from vllm.model_executor.model_loader.utils import get_model_architecture
 
     from vllm_backplane.runtime import runtime
 
-    arguments = EngineArgs(
-        model=model,
-        quantization=None if quantization == "none" else quantization,
-        dtype=dtype,
-        max_model_len=256,
-        skip_tokenizer_init=True,
-    )
-    config = arguments.create_engine_config()
-    get_model_architecture(config.model_config)  # imports the model, which takes memory of its own
+    def configured(path: str) -> Any:
+        return EngineArgs(
+            model=path,
+            quantization=None if quantization == "none" else quantization,
+            dtype="bfloat16",
+            max_model_len=256,
+            skip_tokenizer_init=True,
+        ).create_engine_config()
+
+    first, config = configured(small), configured(model)
     runtime().device.load_kernels()
-    with set_current_vllm_config(config), tempfile.TemporaryDirectory() as folder:
+    with set_current_vllm_config(first), tempfile.TemporaryDirectory() as folder:
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
         parallel_state.initialize_model_parallel(backend="gloo")
+        get_model(vllm_config=first)  # what is imported and set up meanwhile takes memory of its own
+    with set_current_vllm_config(config):
         gc.collect()
         before = own()
         watch = Watch()
@@ -75,7 +79,25 @@ def main() -> None:
         # Rows of bytes are blocks of a GGUF file, where it is mapped; packed codes have four dimensions.
         if not (each.dtype == torch.uint8 and each.dim() == 2)
     }
-    print(json.dumps({"weights": sum(weights.values()), "peak": watch.peak - before, "after": after - before}))
+    return {"weights": sum(weights.values()), "peak": watch.peak - before, "after": after - before}
+
+
+def main() -> None:
+    given = sys.argv[1:]
+    importlib.import_module("vllm.v1.worker.gpu_worker")
+    registry = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda look: look()  # a new interpreter would import all of this again
+    for small, model, quantization in zip(given[::3], given[1::3], given[2::3], strict=True):
+        process = os.fork()
+        if process == 0:
+            print(
+                json.dumps({"model": model, "quantization": quantization, **load(small, model, quantization)}),
+                flush=True,
+            )
+            os._exit(0)
+        _process, status = os.waitpid(process, 0)
+        if status:
+            sys.exit(f"loading {model} ended with {status}")
 
 
 if __name__ == "__main__":

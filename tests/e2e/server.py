@@ -12,6 +12,7 @@ import openai
 from processes import SCRIPTS, Child, tail
 
 COMMAND = str(SCRIPTS / "vllm-backplane")
+VLLM = str(SCRIPTS / "vllm")
 START_SECONDS = 300
 """A guard against a server that hangs, not a measurement."""
 
@@ -23,14 +24,20 @@ def free_port() -> int:
 
 
 class Server(Child):
-    """`vllm-backplane serve`, ready when the constructor returns."""
+    """`vllm-backplane serve`, or vLLM's own `vllm serve`, ready when the constructor returns."""
 
-    def __init__(self, folder: Path, *arguments: str, variables: Mapping[str, str | None] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        variables: Mapping[str, str | None] | None = None,
+        command: str = COMMAND,
+    ) -> None:
         self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}"
         # Proxies of the environment are not meant for the loopback interface.
         self.http = httpx.Client(base_url=self.address, timeout=300, trust_env=False)
-        super().__init__([COMMAND, "serve", *arguments, "--port", str(self.port)], folder / "server.log", variables)
+        super().__init__([command, "serve", *arguments, "--port", str(self.port)], folder / "server.log", variables)
         try:
             self._wait_until_ready()
         except BaseException:

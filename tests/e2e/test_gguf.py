@@ -9,6 +9,7 @@ import pytest
 import reference
 from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
 from gguf import GGMLQuantizationType as Type
+from worker_questions import ASKING
 
 pytestmark = pytest.mark.server
 
@@ -17,8 +18,8 @@ PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place i
 TOKENS = 8
 LIMITS: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 TOLERANCE = 1e-3
-ROUNDED = 0.03
-"""Of log-probabilities where the inputs of products are rounded to 8 bits, in the mean."""
+ROUNDED = 0.05
+"""Of log-probabilities where the inputs of products are rounded to 8 bits, in the mean. 0.009 to 0.029 was measured."""
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +31,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, R
     for name, tiny in gguf_models.MODELS.items():
         path = folder / f"{name}.gguf"
         models[name] = tiny.write(path)
-        jobs.append(job(path, work, **LIMITS))
+        jobs.append(job(path, work, **LIMITS, tensor_parallel_size=tiny.workers))
     parts = folder / "parts"
     parts.mkdir()
     models[EVERY_TYPE] = gguf_models.EVERY_TYPE.write(parts / "every.gguf", tensors_per_part=9)
     assert len(list(parts.iterdir())) > 2
     jobs.append(job(parts, work, **LIMITS))
     models[TWO_WORKERS] = gguf_models.SHARED_OUT.write(folder / "two.gguf")
-    jobs.append(job(folder / "two.gguf", work, **LIMITS, tensor_parallel_size=2))
-    variables = {"BACKPLANE_CACHE": str(folder / "cache")}
+    asked = {"steps": [{"ask": "mapped_table"}], "tensor_parallel_size": gguf_models.SHARED_OUT.workers}
+    jobs.append(job(folder / "two.gguf", work, **LIMITS, **asked))
+    variables = {"BACKPLANE_CACHE": str(folder / "cache"), **ASKING}
     results, _log = try_engines(tmp_path_factory.mktemp("engines"), jobs, variables)
     return {name: (models[name], result) for name, result in zip(models, results, strict=True)}
 
@@ -64,7 +66,17 @@ def test_answers_equal_transformers(outcomes: dict[str, tuple[Any, Result]], nam
     model, result = outcomes[name]
     assert "error" not in result, result["error"]
     insist_on_backplane(result)
-    compare(model, result, rounded=name in (EVERY_TYPE, TWO_WORKERS))
+    compare(model, result, rounded=name not in gguf_models.MODELS or gguf_models.MODELS[name].rounded)
+
+
+def test_two_workers_share_what_is_not_repacked(outcomes: dict[str, tuple[Any, Result]]) -> None:
+    """The embedding is looked up where the file is mapped, and the system has these pages once."""
+    workers = outcomes[TWO_WORKERS][1]["steps"][0]
+    assert len(workers) == 2 and len({one["process"] for one in workers}) == 2
+    for one in workers:
+        assert one["path"].endswith("/two.gguf") and one["Rss"] == one["Size"]
+        assert one["Private_Dirty"] == one["Anonymous"] == 0, one
+    assert sum(one["Pss"] for one in workers) <= workers[0]["Size"] + 2, workers  # in KiB, each rounded
 
 
 @pytest.mark.parametrize("name", [pytest.param(EVERY_TYPE, marks=shown("sim"))])
@@ -75,13 +87,16 @@ def test_another_device_serves_it_through_the_references(on_sim: tuple[Any, Resu
 
 
 def compare(model: Any, result: Result, *, rounded: bool) -> None:
+    differences = []
     for ids, output in zip(PROMPTS, result["batches"][0], strict=True):
         answer = output["token_ids"]
         # What transformers gives to the engine's own tokens: one near tie does not spoil what follows.
         expected = reference.prompt_logprobs(model, [*ids, *answer])[len(ids) - 1 :]
-        differences = [abs(one - other) for one, other in zip(output["logprobs"], expected, strict=True)]
-        if rounded:
-            assert sum(differences) / len(differences) < ROUNDED, differences
-        else:
-            assert max(differences) < TOLERANCE, differences
+        differences += [abs(one - other) for one, other in zip(output["logprobs"], expected, strict=True)]
+        if not rounded:
             assert reference.continue_without_cache(model, ids, 1).token_ids == answer[:1]
+    print(f"log-probabilities differ by {sum(differences) / len(differences):.4f}, at most {max(differences):.4f}")
+    if rounded:
+        assert sum(differences) / len(differences) < ROUNDED, differences
+    else:
+        assert max(differences) < TOLERANCE, differences

@@ -1,34 +1,104 @@
-"""While weights are quantized at loading, memory stays near what they take in the end."""
+"""While weights are quantized at loading, or quantized ones are laid out anew, memory stays near what they take in the
+end."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import scheme_checkpoints as made
+import torch
 
 pytestmark = [pytest.mark.server]
 
 LIMIT = 1.2
 """Most memory while loading, over the size of the weights in the end."""
+LIMIT_STORED = 1.4
+"""The same for checkpoints that are quantized already, which do not keep to the other limit: 1.33 to 1.36 was measured
+on these 54 to 98 MB, and what is above the weights stays."""
+GROUP = 128
+WIDTHS = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
+"""Of Qwen2.5-0.5B, with a quarter of its layers."""
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+Tensors = dict[str, torch.Tensor]
 
 
-def save(folder: Path, tied: bool) -> Path:
-    """A quarter of Qwen2.5-0.5B's layers: its widths, and a vocabulary that outweighs a layer many times."""
-    import torch
+def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _gptq(inputs: int, outputs: int, by_activation: bool) -> Tensors:
+    groups_of = torch.arange(inputs, dtype=torch.int32) // GROUP
+    if by_activation:
+        groups_of = groups_of[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+    return {
+        "qweight": zeros(inputs // 8, outputs),
+        "qzeros": zeros(inputs // GROUP, outputs // 8),
+        "scales": zeros(inputs // GROUP, outputs, dtype=torch.float16),
+        "g_idx": groups_of,
+    }
+
+
+def _awq(inputs: int, outputs: int) -> Tensors:
+    return {
+        "qweight": zeros(inputs, outputs // 8),
+        "qzeros": zeros(inputs // GROUP, outputs // 8),
+        "scales": zeros(inputs // GROUP, outputs, dtype=torch.float16),
+    }
+
+
+def _packed(inputs: int, outputs: int, bits: int) -> Tensors:
+    return {
+        "weight_packed": zeros(outputs, inputs * bits // 32),
+        "weight_scale": zeros(outputs, inputs // GROUP, dtype=torch.bfloat16),
+        "weight_shape": torch.tensor([outputs, inputs]),
+    }
+
+
+def _int8(inputs: int, outputs: int) -> Tensors:
+    return {"weight": zeros(outputs, inputs, dtype=torch.int8), "weight_scale": zeros(outputs, 1, dtype=torch.float32)}
+
+
+SCHEMES: dict[str, tuple[dict[str, Any], Callable[[int, int], Tensors]]] = {
+    "GPTQ": ({**made.GPTQ, "group_size": GROUP}, lambda i, o: _gptq(i, o, False)),
+    "GPTQ, by activation": (
+        {**made.GPTQ, "group_size": GROUP, "desc_act": True},
+        lambda i, o: _gptq(i, o, True),
+    ),
+    "AWQ": ({**made.AWQ, "group_size": GROUP}, _awq),
+    "W4A16": (made.compressed(4, GROUP), lambda i, o: _packed(i, o, 4)),
+    "W8A16": (made.compressed(8, GROUP), lambda i, o: _packed(i, o, 8)),
+    "W8A8": (made.compressed_int8(), _int8),
+}
+"""The configuration, and a layer's tensors."""
+ONLINE = {"int8": True, "int4": False}
+"""Whether the head is tied to the embedding."""
+
+
+def save(folder: Path, tied: bool, widths: dict[str, int] = WIDTHS) -> Path:
+    """With a vocabulary that outweighs a layer many times."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=6,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=64000,
-        tie_word_embeddings=tied,
-        dtype=torch.bfloat16,
+        **widths, vocab_size=64000 if widths is WIDTHS else 512, tie_word_embeddings=tied, dtype=torch.bfloat16
     )
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config).to(torch.bfloat16)
@@ -40,16 +110,66 @@ def save(folder: Path, tied: bool) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("tied", "quantization"), [(True, "int8"), (False, "int4")])
-def test_the_peak_is_near_the_end(tmp_path: Path, tied: bool, quantization: str) -> None:
-    checkpoint = save(tmp_path, tied)
+def save_scheme(folder: Path, name: str, widths: dict[str, int] = WIDTHS) -> Path:
+    """With a vocabulary that weighs little, which is not quantized."""
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    config, make = SCHEMES[name]
+    described = LlamaConfig(**widths, vocab_size=2048, tie_word_embeddings=False, dtype=torch.bfloat16).to_dict()
+    hidden, width, keys = widths["hidden_size"], widths["intermediate_size"], 128
+    tensors = {
+        name: zeros(2048, hidden, dtype=torch.bfloat16) for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    tensors["model.norm.weight"] = zeros(hidden, dtype=torch.bfloat16)
+    sizes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden, keys),
+        "self_attn.v_proj": (hidden, keys),
+    }
+    sizes |= {"self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width)}
+    sizes["mlp.down_proj"] = (width, hidden)
+    for layer in range(widths["num_hidden_layers"]):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{norm}.weight"] = zeros(hidden, dtype=torch.bfloat16)
+        for part, (inputs, outputs) in sizes.items():
+            tensors |= {f"model.layers.{layer}.{part}.{last}": one for last, one in make(inputs, outputs).items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    described |= {"architectures": ["LlamaForCausalLM"], "quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What memory was taken; one process loads all."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    folders = {}
+    for name, tied in ONLINE.items():
+        folders[name] = (save(folder / f"small {name}", tied, SMALL), save(folder / name, tied), name)
+    for name in SCHEMES:
+        folders[name] = (save_scheme(folder / f"small {name}", name, SMALL), save_scheme(folder / name, name), "none")
+    given = [str(word) for pair in folders.values() for word in pair]
     script = Path(__file__).with_name("loading_memory.py")
-    command = [sys.executable, str(script), str(checkpoint), quantization, "bfloat16"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, str(script), *given], capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-3000:]
-    found = json.loads(run.stdout.splitlines()[-1])
-    full = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    print(f"{quantization}: checkpoint {full}, {found}")
-    assert found["weights"] < full, "nothing was quantized"
-    assert found["after"] > 0.95 * found["weights"], "the weights are elsewhere, and the peak says nothing"
-    assert found["peak"] < LIMIT * found["weights"], found
+    measured = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"model"')]
+    result = dict(zip(folders, measured, strict=True))
+    for name, (_small, checkpoint, _quantization) in folders.items():
+        result[name]["full"] = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+        for file in checkpoint.glob("*.safetensors"):
+            file.unlink()
+    return result
+
+
+@pytest.mark.parametrize("name", [*ONLINE, *SCHEMES])
+def test_the_peak_is_near_the_end(found: dict[str, dict[str, Any]], name: str) -> None:
+    memory = found[name]
+    print(f"{name}: {memory}, {memory['peak'] / memory['weights']:.3f}")
+    if name in ONLINE:
+        assert memory["weights"] < memory["full"], "nothing was quantized"
+    else:
+        assert memory["weights"] == pytest.approx(memory["full"], rel=0.1), "something was expanded"
+    assert memory["after"] > 0.95 * memory["weights"], "the weights are elsewhere, and the peak says nothing"
+    assert memory["peak"] < (LIMIT if name in ONLINE else LIMIT_STORED) * memory["weights"], memory

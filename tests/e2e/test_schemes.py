@@ -45,19 +45,24 @@ def _by_activation(inputs: int, outputs: int, seed: int) -> made.Stored:
 
 SCHEMES = {
     "GPTQ, 4 bits, by activation": Scheme({**made.GPTQ, "desc_act": True}, _by_activation, {}),
-    "GPTQ, 8 bits, zero points": Scheme(
-        {**made.GPTQ, "bits": 8, "sym": False, "group_size": 64},
+    "GPTQ, 8 bits, zero points, experts": Scheme(
+        {**made.GPTQ, "bits": 8, "sym": False, "group_size": 64, "dynamic": {"-:.*mlp.gate$": {}}},
         lambda i, o, s: made.gptq(i, o, 8, 64, seed=s, symmetric=False),
         {},
+        mixture=True,
     ),
-    "AWQ": Scheme(made.AWQ, lambda i, o, s: made.awq(i, o, 4, 32, seed=s), {}),
+    "AWQ, 8 bits": Scheme({**made.AWQ, "bits": 8}, lambda i, o, s: made.awq(i, o, 8, 32, seed=s), {}),
     "W4A16, two workers": Scheme(
         made.compressed(4, 32, symmetric=False),
         lambda i, o, s: made.pack_quantized(i, o, 4, 32, seed=s, symmetric=False),
         {"tensor_parallel_size": 2},
     ),
-    "W8A16": Scheme(made.compressed(8, -1), lambda i, o, s: made.pack_quantized(i, o, 8, -1, seed=s), {}),
-    "W8A8": Scheme(made.compressed_int8(), lambda i, o, s: made.int_quantized(i, o, seed=s), {}, by_token=True),
+    "W8A16, experts": Scheme(
+        made.compressed(8, -1), lambda i, o, s: made.pack_quantized(i, o, 8, -1, seed=s), {}, mixture=True
+    ),
+    "W8A8, experts": Scheme(
+        made.compressed_int8(), lambda i, o, s: made.int_quantized(i, o, seed=s), {}, mixture=True, by_token=True
+    ),
     "AWQ, experts, two workers": Scheme(
         made.AWQ,
         lambda i, o, s: made.awq(i, o, 4, 32, seed=s),
@@ -68,6 +73,16 @@ SCHEMES = {
         made.compressed(4, 32), lambda i, o, s: made.pack_quantized(i, o, 4, 32, seed=s), {}, mixture=True
     ),
 }
+"""Models with experts have attention whose layers are of the scheme, too."""
+ROWS = {
+    "GPTQ, 8 bits, zero points, experts": ("GPTQ, 8 bits, zero points", "GPTQ, experts"),
+    "AWQ, experts, two workers": ("AWQ", "AWQ, experts, two workers"),
+    "W4A16, two workers": ("compressed-tensors W4A16, two workers",),
+    "W4A16, experts": ("compressed-tensors W4A16, experts",),
+    "W8A16, experts": ("compressed-tensors W8A16", "compressed-tensors W8A16, experts"),
+    "W8A8, experts": ("compressed-tensors W8A8", "compressed-tensors W8A8, experts"),
+}
+"""Of the table of features, where they are not called as the scheme is."""
 MIXTURE = {
     **COMMON,
     "head_dim": 32,
@@ -82,9 +97,10 @@ BY_ACTIVATION = "GPTQ, 4 bits, by activation"
 
 def named(*devices: str) -> list[Any]:
     """The schemes as parameters of a test that shows them on these devices."""
-    of_tensors = {name: f"compressed-tensors {name}" for name in SCHEMES if name.startswith("W")}
-    shown = {name: pytest.mark.feature(f"Format: {of_tensors.get(name, name)}", *devices) for name in SCHEMES}
-    return [pytest.param(name, marks=shown[name]) for name in SCHEMES]
+    return [
+        pytest.param(name, marks=[pytest.mark.feature(f"Format: {row}", *devices) for row in ROWS.get(name, (name,))])
+        for name in SCHEMES
+    ]
 
 
 class ByToken(torch.nn.Module):
@@ -127,7 +143,7 @@ def write(folder: Path, scheme: Scheme) -> Any:
         tensors.pop(f"{name}.weight", None)
         tensors |= {f"{name}.{last}": tensor for last, tensor in stored.tensors.items()}
         weight.copy_(stored.weight)
-        if scheme.by_token:
+        if scheme.by_token and ".experts." not in name:  # transformers has experts in one tensor
             model.set_submodule(name, ByToken(weight))
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -158,7 +174,7 @@ def outcomes(
 ) -> tuple[dict[str, Result], Result]:
     """By name, and one that is to be refused; one process runs all engines."""
     jobs = jobs_for(folder, *SCHEMES)
-    jobs.append(job(folder / "AWQ", hf_overrides={"quantization_config": {**made.GPTQ, "bits": 3}}))
+    jobs.append(job(folder / "AWQ, 8 bits", hf_overrides={"quantization_config": {**made.GPTQ, "bits": 3}}))
     results, log = try_engines(tmp_path_factory.mktemp("engines"), jobs)
     for result in results[:-1]:
         assert "error" not in result, f"{result['error']}\n{tail(log)}"

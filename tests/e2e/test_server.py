@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jsonschema
 import openai
 import pytest
-from server import Server
+from server import COMMAND, VLLM, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -26,9 +29,17 @@ CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Germany": "Berlin", "Greece": 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """No model argument and no dtype: what a user gets who types the command."""
+    """vLLM's own command and the path of a GGUF file, with what `vllm-backplane serve` without a model adds to it."""
     limits = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQUENCES))
-    with Server(tmp_path_factory.mktemp("server"), *limits) as running:
+    planned = subprocess.run([COMMAND, "serve", "--dry-run", "--json"], capture_output=True, text=True, check=True)
+    model, *options = json.loads(planned.stdout)["command"][2:]
+    (file,) = [Path(model)] if model.endswith(".gguf") else Path(model).glob("*.gguf")
+    assert options[:4] == ["--served-model-name", MODEL, "--dtype", "float32"]
+    with Server(
+        tmp_path_factory.mktemp("server"),
+        *(str(file), *options[:4], "--host", "127.0.0.1", *limits),
+        command=VLLM,
+    ) as running:
         yield running
 
 
@@ -58,6 +69,12 @@ def count_on(client: openai.OpenAI, start: int, tokens: int) -> str:
 def test_it_runs_on_backplane(server: Server) -> None:
     assert "Backplane runs on device cpu" in server.text()
     assert "Operators on device cpu" in server.text()
+
+
+def test_it_serves_the_file_itself(server: Server) -> None:
+    (told,) = [line for line in server.text().splitlines() if "quantization=" in line and "load_format=" in line]
+    assert "quantization=gguf," in told and "load_format=gguf," in told
+    assert re.search(r"Loading \S+\.gguf: 100%", server.text())
 
 
 def test_the_capital_of_japan(client: openai.OpenAI) -> None:

@@ -87,6 +87,35 @@ def decode_inputs_compared(worker: Any) -> dict[str, Any]:
     return {"steps": worker.model_runner.compared, "differing": sorted(worker.model_runner.differing)}
 
 
+def mapped_table(worker: Any) -> dict[str, Any]:
+    """Of the mapping in which the embedding's blocks lie, all of it read: what the system says, in KiB."""
+    import ctypes
+    import mmap
+    import os
+    from pathlib import Path
+
+    table = worker.get_model().model.embed_tokens.blocks.data_ptr()
+    found: dict[str, Any] = {"process": os.getpid()}
+    for header in Path("/proc/self/maps").read_text().splitlines():
+        begin, _, end = header.split()[0].partition("-")
+        where = range(int(begin, 16), int(end, 16))
+        if table in where:
+            break
+    found["path"] = header.split(maxsplit=5)[5]
+    for address in range(where.start, where.stop, mmap.PAGESIZE):
+        ctypes.c_ubyte.from_address(address).value  # noqa: B018  the page is read
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.startswith(header.split()[0]):
+            break
+    for line in lines:
+        name, _, value = line.partition(":")
+        if not value.endswith(" kB"):
+            break
+        found[name] = int(value.split()[0])
+    return found
+
+
 def compiled_ngrams(_worker: Any) -> int:
     """How often the lookup of n-grams was compiled; 0 where none is used, or nothing is compiled."""
     import sys

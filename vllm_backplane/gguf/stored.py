@@ -69,5 +69,6 @@ def stored(one: Named) -> torch.Tensor:
     if one.heads:
         # From (half, pair) back to (pair, half) within each head.
         rows = rows.view(one.heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
-    made = StoredTensor(rows, tensor.type, tensor.shape)
+    shape = (1, *tensor.shape) if one.row and len(tensor.shape) == 1 else tensor.shape
+    made = StoredTensor(rows, tensor.type, shape)
     return made.values().float() - 1 if one.plus_one else made

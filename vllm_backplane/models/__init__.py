@@ -1,7 +1,7 @@
 """The models that `make serve` and the tests run without being given one. Knows nothing of vLLM."""
 
 from vllm_backplane.models.bundled import DEFAULT, FULL_PRECISION, BundledModel, find, models
-from vllm_backplane.models.cache import cache_folder, damage, obtain, prepared_folder
+from vllm_backplane.models.cache import cache_folder, damage, obtain, packaged, prepared_folder
 
 __all__ = [
     "DEFAULT",
@@ -12,5 +12,6 @@ __all__ = [
     "find",
     "models",
     "obtain",
+    "packaged",
     "prepared_folder",
 ]

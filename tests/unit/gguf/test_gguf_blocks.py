@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -80,3 +82,34 @@ def test_a_real_file_is_dequantized_bit_equal() -> None:
         assert same_bits(dequantized(mapped(placed)[-64:], placed.tensor.type), expected), tensor.name
         kinds.add(placed.tensor.type)
     assert Type.Q4_1 in kinds and Type.F32 in kinds
+
+
+@pytest.mark.models
+@pytest.mark.parametrize(
+    "kind", [Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.F16, Type.BF16], ids=lambda k: k.name
+)
+def test_real_weights_in_a_file_of_each_type_are_dequantized_bit_equal(tmp_path: Path, kind: Type) -> None:
+    """The default model's weights, quantized by the gguf package, which cannot quantize to the others."""
+    from vllm_backplane.gguf.file import GgufFile
+    from vllm_backplane.gguf.forms import mapped
+    from vllm_backplane.gguf.parts import Placed, opened
+    from vllm_backplane.models import obtain
+
+    names = ("token_embd.weight", "blk.0.attn_q.weight", "blk.14.ffn_down.weight", "blk.29.attn_output.weight")
+    model, writer = opened(obtain("smollm2")), gguf.GGUFWriter(tmp_path / "some.gguf", "llama")
+    expected = {}
+    for name in names:
+        placed = model.tensors[name]
+        values = gguf.quants.dequantize(mapped(placed)[:512].numpy(), placed.tensor.type)
+        raw = gguf.quants.quantize(values, kind)
+        writer.add_tensor(name, raw, raw_dtype=kind)
+        expected[name] = gguf.quants.dequantize(raw, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "some.gguf")
+    for name in names:
+        tensor = file.tensors[name]
+        assert tensor.type == kind
+        assert same_bits(dequantized(mapped(Placed(file, tensor)), kind), expected[name]), name

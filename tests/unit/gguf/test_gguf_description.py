@@ -39,10 +39,30 @@ SIZES: dict[str, Any] = {
 }
 
 
+def shapes(vocabulary: int, queries: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "token_embd": (vocabulary, 32),
+        "output_norm": (32,),
+        **{f"blk.0.{norm}": (32,) for norm in ("attn_norm", "ffn_norm")},
+        "blk.0.attn_q": (queries, 32),
+        **{f"blk.0.{part}": (queries // 2, 32) for part in ("attn_k", "attn_v")},
+        "blk.0.attn_output": (32, queries),
+        **{f"blk.0.{part}": (64, 32) for part in ("ffn_gate", "ffn_up")},
+        "blk.0.ffn_down": (32, 64),
+    }
+
+
 def write(
-    path: Path, architecture: str = "llama", tokenizer: dict[str, Any] | None = None, queries: int = 0, **changes: Any
+    path: Path,
+    architecture: str = "llama",
+    tokenizer: dict[str, Any] | None = None,
+    queries: int = 32,
+    rows: int = 0,
+    tensors: dict[str, tuple[int, ...] | None] | None = None,
+    **changes: Any,
 ) -> Path:
-    """A file with an embedding alone. `changes`: keys with two underscores for dots; None leaves one out."""
+    """A file of one layer, in the shapes of SIZES. `changes`: keys with two underscores for dots; None leaves one out;
+    `queries`: rows of attn_q; `rows`: of the embedding, if not one for each token; `tensors`: other shapes, or none."""
     writer = gguf.GGUFWriter(path, architecture)
     sizes = {**SIZES, **{key.replace("__", "."): value for key, value in changes.items()}}
     for key, value in sizes.items():
@@ -50,9 +70,11 @@ def write(
             _add(writer, f"{architecture}.{key}", value)
     for key, value in (tokenizer or {}).items():
         _add(writer, f"tokenizer.{key}", value)
-    writer.add_tensor("token_embd.weight", np.ones((8, 32), np.float32))
-    if queries:
-        writer.add_tensor("blk.0.attn_q.weight", np.ones((queries, 32), np.float32))
+    words = (tokenizer or {}).get("ggml.tokens")
+    rows = rows or (len(words) if isinstance(words, list) else 8)
+    for name, shape in {**shapes(rows, queries), **(tensors or {})}.items():
+        if shape is not None:
+            writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -94,6 +116,27 @@ def test_a_configuration_says_what_the_file_says(tmp_path: Path) -> None:
         ({"context_length": 1 << 31}, "context_length"),
         ({"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, "yarn"),
         ({"rope__dimension_count": 4}, "rotated"),
+        # Far more than the tensors are: vLLM would take memory for all of it before it asked for one of them.
+        ({"block_count": 1_000_000}, "1000000 layers"),
+        ({"block_count": 2}, "announces 2 layers .* has tensors of 1"),
+        ({"context_length": 10_000_000}, "context_length is 10000000"),
+        ({"context_length": 1 << 20, "rope__scaling__type": "linear", "rope__scaling__factor": 1e6}, "stretched by 1e"),
+        ({"feed_forward_length": (1 << 31) - 1}, "feed_forward_length"),
+        ({"feed_forward_length": 1 << 20}, r"blk.0.ffn_gate.weight has the shape \(64, 32\)"),
+        ({"attention__head_count": (1 << 31) - 1}, "attention.head_count"),
+        ({"attention__head_count": 1 << 20}, "1048576 heads of 0"),
+        ({"attention__head_count": 2}, "attn_k.weight has the shape"),
+        ({"attention__head_count_kv": 1}, r"attn_k.weight has the shape \(16, 32\), .* it would be \(8, 32\)"),
+        ({"attention__head_count_kv": 3}, "4 heads cannot share 3"),
+        ({"attention__key_length": 1 << 20}, "attn_q.weight has the shape"),
+        ({"attention__key_length": 7}, "4 heads of 7"),
+        ({"rope__freq_base": -1.0}, "freq_base"),
+        ({"rope__scaling__factor": -2.0}, "factor"),
+        ({"tokenizer": {"ggml.tokens": ["a"] * 9}, "rows": 8}, "9 tokens, and 8 rows"),
+        ({"tensors": {"output": (9, 32)}}, "output.weight has the shape"),
+        ({"tensors": {"output_norm": (31,)}}, "output_norm.weight has the shape"),
+        ({"tensors": {"blk.0.attn_norm": None}}, "no blk.0.attn_norm.weight"),
+        ({"tensors": {"blk.7.attn_norm": (32,)}}, "announces 1 layers .* has tensors of 2"),
     ],
 )
 def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

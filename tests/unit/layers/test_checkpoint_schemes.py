@@ -19,6 +19,8 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_processing,
@@ -30,6 +32,7 @@ from vllm.platforms import current_platform
 
 from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import BackplaneError, CheckpointError
+from vllm_backplane.layers.schemes.awq import ORDER as AWQ_ORDER
 from vllm_backplane.layers.schemes.repacking import Words, Zeros, adjacent, repacked, split_group
 
 FAN_IN = 256
@@ -141,6 +144,19 @@ def test_parts_of_a_fused_layer_lie_in_their_places(case: str) -> None:
     assert_product(layer, torch.cat([parts[name].weight for name in "qkv"]))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_columns_of_awq_lie_where_vllm_packs_them(bits: int) -> None:
+    """vLLM has the order of 8 bits too, in what its tests of kernels pack with; its configuration takes 4 alone."""
+    codes = torch.randint(0, 2**bits, (8, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(bits))
+    packed = awq_pack(codes, bits, 8, 64)
+    order = made.AWQ_COLUMNS[bits]
+    assert torch.equal(packed, made.packed(codes.numpy().astype("uint8"), bits, order))
+    assert torch.equal(Words(packed, bits, 1, 1, AWQ_ORDER[bits]).rows(0, 64), codes.t().to(torch.uint8))
+    if bits == 8:
+        with pytest.raises(ValueError, match=r"Unsupported num_bits = 8\. Supported: 4"):
+            AutoAWQConfig(8, 64, True, False)
+
+
 def test_second_versions_of_gptq_store_zero_points_as_they_are() -> None:
     stored = made.gptq(FAN_IN, 24, 4, 32, symmetric=False)
     stored.tensors["qzeros"] += 0x11111111
@@ -240,6 +256,12 @@ EXPERTS: dict[str, tuple[Mapping[str, Any], Any]] = {
     "W8A16, zero points": (
         made.compressed(8, 64, symmetric=False),
         lambda i, o, s: made.pack_quantized(i, o, 8, 64, seed=s, symmetric=False),
+    ),
+    "AWQ, 8 bits": ({**made.AWQ, "bits": 8}, lambda i, o, s: made.awq(i, o, 8, 32, seed=s)),
+    "W8A8": (made.compressed_int8(), lambda i, o, s: made.int_quantized(i, o, seed=s)),
+    "W8A8, a scale in all": (
+        made.compressed_int8(by_output=False),
+        lambda i, o, s: made.int_quantized(i, o, seed=s, by_output=False),
     ),
 }
 
@@ -349,9 +371,11 @@ def test_what_cannot_run_is_refused_with_what_can(told: str) -> None:
     assert "on device 'cpu'; choose a checkpoint of: GPTQ with 4 or 8 bits" in str(refusal.value)
 
 
-def test_experts_with_inputs_of_8_bits_are_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"experts of model\.layers\.0\.mlp\.experts, .*not for experts"):
-        experts(configured(made.compressed_int8()))
+def test_experts_of_several_schemes_are_refused() -> None:
+    config = made.compressed_int8()
+    config["ignore"] = ["re:.*down_proj"]
+    with pytest.raises(CheckpointError, match=r"experts of model\.layers\.0\.mlp\.experts, of several schemes"):
+        experts(configured(config))
 
 
 def test_groups_that_do_not_divide_a_layer_are_refused() -> None:

@@ -61,6 +61,10 @@ def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> No
     writer.add_head_count(1)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tensor("token_embd.weight", np.ones((8, 32), np.float32))
+    for norm in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{norm}.weight", np.ones(32, np.float32))
+    for matrix in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+        writer.add_tensor(f"blk.0.{matrix}.weight", np.ones((32, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

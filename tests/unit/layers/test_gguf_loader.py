@@ -14,8 +14,9 @@ import torch
 from vllm.config.load import LoadConfig
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
+from vllm_backplane.gguf.architectures import named
 from vllm_backplane.gguf.parts import opened
-from vllm_backplane.gguf.stored import StoredTensor
+from vllm_backplane.gguf.stored import StoredTensor, weights
 from vllm_backplane.model_loader.gguf import GgufModelLoader
 
 
@@ -73,6 +74,20 @@ def test_tensors_arrive_by_name_and_blocks_stay_blocks(tmp_path: Path) -> None:
     stacked = up.unsqueeze(0)
     assert isinstance(stacked, StoredTensor) and stacked.shape == (1, 2, 32)
     assert all(isinstance(one, StoredTensor) for one in stacked.unbind())
+
+
+@pytest.mark.parametrize("shape", [(32,), (1, 32)])
+def test_a_matrix_of_one_row_may_be_a_vector(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """As older converters wrote the gate of a shared expert."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2moe")
+    writer.add_tensor("blk.0.ffn_gate_inp_shexp.weight", np.arange(32, dtype=np.float32).reshape(shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    [(name, weight)] = [pair for one in named(opened(tmp_path / "m.gguf")) for pair in weights(one)]
+    assert name == "model.layers.0.mlp.shared_expert_gate.weight"
+    assert (weight + 0).tolist() == [list(range(32))]
 
 
 def test_what_the_file_lacks_is_an_error(tmp_path: Path) -> None:

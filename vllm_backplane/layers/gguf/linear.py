@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from gguf import GGML_QUANT_SIZES
-from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BackplaneError, CheckpointError
@@ -77,7 +77,8 @@ class GgufLinearMethod(LinearMethodBase):
                 layer.total_num_kv_heads * layer.head_size,
                 layer.total_num_kv_heads * layer.v_head_size,
             ]
-        split = 1 if isinstance(layer, RowParallelLinear) else getattr(layer, "tp_size", 1)
+        whole = isinstance(layer, (RowParallelLinear, ReplicatedLinear))  # a router is, and has a tp_size as well
+        split = 1 if whole else getattr(layer, "tp_size", 1)
         return [size * split for size in self._sizes]
 
     def _take(self, layer: Any, number: int, rows: torch.Tensor, loaded: StoredTensor, whole: list[int]) -> None:

@@ -27,7 +27,7 @@ from vllm_backplane.layers.schemes import kernel
 from vllm_backplane.layers.schemes.experts import Layout, SchemeMoEMethod
 from vllm_backplane.layers.schemes.refusal import act_dtypes, refused
 
-_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
+ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 """Where in a word the first code is, the second and so on, by bits: even codes in the lower half, odd in the upper."""
 
 
@@ -86,7 +86,7 @@ class BackplaneAWQConfig(AutoAWQConfig):
             has_zeros=True,
             output=1,
             packed=1,
-            order=_ORDER[self.weight_bits],
+            order=ORDER[self.weight_bits],
         )
 
 
@@ -122,7 +122,7 @@ class BackplaneAWQLinearMethod(AutoAWQMarlinLinearMethod):
             torch.float32,
             **extra_weight_attrs,
         )
-        self.kernel.word_order = _ORDER[self.quant_config.weight_bits]
+        self.kernel.word_order = ORDER[self.quant_config.weight_bits]
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Without vLLM's own repacking: the kernel reads the order of AWQ."""

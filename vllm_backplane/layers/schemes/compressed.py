@@ -28,6 +28,18 @@ from vllm_backplane.layers.schemes.refusal import refused
 
 _PACKED, _PLAIN = "pack-quantized", "int-quantized"
 
+_INT8 = Layout(
+    bits=8,
+    group=-1,
+    codes="weight",
+    scales="weight_scale",
+    zeros="",
+    has_zeros=False,
+    output=0,
+    packed=1,
+    plain=True,
+)
+
 
 class BackplaneCompressedTensorsConfig(CompressedTensorsConfig):
     @classmethod
@@ -58,8 +70,10 @@ class BackplaneCompressedTensorsConfig(CompressedTensorsConfig):
         first, *others = [self.get_scheme_dict(layer, f"{prefix}.0.{part}") for part in compat.expert_parts(layer)]
         if first is None and not any(others):
             return UnquantizedFusedMoEMethod(layer.moe_config)
-        if first is None or any(other != first for other in others) or first.get("input_activations") is not None:
-            raise refused(f"compressed-tensors for the experts of {prefix}, of several schemes or with 8-bit inputs")
+        if first is None or any(other != first for other in others):
+            raise refused(f"compressed-tensors for the experts of {prefix}, of several schemes")
+        if first.get("input_activations") is not None:  # W8A8, or it would have been refused (_fault)
+            return SchemeMoEMethod(layer.moe_config, prefix, _INT8)
         weights: Any = first["weights"]
         layout = Layout(
             bits=weights.num_bits,

@@ -21,6 +21,7 @@ from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.layers.expert_products import computed
 from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
 from vllm_backplane.layers.quantization.linear import install
+from vllm_backplane.layers.schemes.int8 import packed
 from vllm_backplane.layers.schemes.repacking import Words, Zeros, adjacent, repacked
 from vllm_backplane.runtime import runtime
 
@@ -50,6 +51,12 @@ class Layout:
     """The tensor that names the group of each input, where the order is not the plain one."""
     beside: tuple[str, ...] = ()
     """Tensors that are not needed."""
+    plain: bool = False
+    """Codes are int8, one by one; inputs are rounded to 8 bits with one scale per token."""
+
+    @property
+    def per_word(self) -> int:
+        return 1 if self.plain else 32 // self.bits
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -94,7 +101,7 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
 
     def _insist_on_fit(self, workers: int) -> None:
         layout = self._layout
-        unit = max(layout.group, 32 // layout.bits)
+        unit = max(layout.group, layout.per_word)
         if (layout.group != -1 and layout.group % 8) or self._hidden % unit or self._width % unit:
             raise CheckpointError(
                 f"the experts of {self._prefix} have {self._hidden} inputs and each worker's share is {self._width} "
@@ -130,20 +137,21 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
         layout, split = self._layout, layer.moe_config.moe_parallel_config
         if name == layout.groups_of:
             return loaded
+        if name == layout.scales and layout.plain and loaded.numel() == 1:
+            return loaded.reshape(1, 1).expand(self._hidden if shard == "w2" else self._width, 1)  # one for all outputs
         if loaded.dim() != 2:
             raise CheckpointError(
                 f"{self._prefix} has {name} of shape {tuple(loaded.shape)}, where a matrix for each expert is served; "
                 "choose a checkpoint that stores experts one by one"
             )
-        per_word = 32 // layout.bits
         inputs, outputs = (self._width, self._hidden) if shard == "w2" else (self._hidden, self._width)
         if name == layout.codes:
             sizes = [inputs, outputs]
-            sizes[1 if layout.packed == layout.output else 0] //= per_word
+            sizes[1 if layout.packed == layout.output else 0] //= layout.per_word
         else:
             sizes = [1 if layout.group == -1 else inputs // layout.group, outputs]
             if name == layout.zeros:
-                sizes[1] //= per_word
+                sizes[1] //= layout.per_word
         divided = 1 - layout.output if shard == "w2" else layout.output
         if layout.output == 0:
             sizes.reverse()
@@ -173,6 +181,11 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
         def joined(name: str) -> torch.Tensor:
             return torch.cat([part[name].to(self._device) for part in parts], dim=layout.output)
 
+        if layout.plain:
+            scales = joined(layout.scales).float()
+            install(holder, packed(joined(layout.codes), scales), self._device)
+            self._note(holder, scales, None)
+            return
         codes = Words(joined(layout.codes), layout.bits, layout.packed, layout.output, layout.order)
         scales = joined(layout.scales)
         scales = scales if layout.output == 0 else scales.t()
@@ -186,6 +199,11 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
             order = self._order([part[layout.groups_of] for part in parts], scales.shape[1])
         target = runtime().device.quantized_layout(layout.bits)
         install(holder, repacked(codes, scales, zeros, fan_in=fan_in, layout=target, order=order), self._device)
+        self._note(holder, scales, order)
+
+    @staticmethod
+    def _note(holder: torch.nn.Module, scales: torch.Tensor, order: torch.Tensor | None) -> None:
+        """What a product has to know beside the weights."""
         holder.register_buffer("order", order)
         holder.features = scales.shape[0]  # type: ignore[assignment]
 

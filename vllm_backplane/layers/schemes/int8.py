@@ -36,15 +36,15 @@ class BackplaneInt8Kernel(Int8ScaledMMLinearKernel):
             scales = torch.cat(
                 [one.expand(width) for one, width in zip(scales, layer.logical_widths, strict=True)]  # type: ignore[arg-type]
             )
-        install(layer, _packed(weight, scales.reshape(-1, 1).float()))
+        install(layer, packed(weight, scales.reshape(-1, 1).float()))
         runtime().device.empty_cache()
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return ops.quantized_linear.call(x, layer.weight, layer.weight_scale, None, 8, layer.backplane_rows, bias)
 
 
-def _packed(weight: torch.Tensor, scales: torch.Tensor, piece: int = 1 << 20) -> Packed:
-    """In pieces, like other weights. The code 128 is zero."""
+def packed(weight: torch.Tensor, scales: torch.Tensor, piece: int = 1 << 20) -> Packed:
+    """Of int8 [features, inputs] and one scale per output, in pieces, like other weights. The code 128 is zero."""
     layout = runtime().device.quantized_layout(8)
     width = layout.width
     features, fan_in = weight.shape

@@ -11,9 +11,11 @@ SERVED = (
     "GPTQ with 4 or 8 bits (desc_act too)",
     "AWQ with 4 or 8 bits and zero points",
     "compressed-tensors W4A16 and W8A16 (pack-quantized)",
-    "compressed-tensors W8A8-int8 (inputs per token, symmetric; not for experts)",
+    "compressed-tensors W8A8-int8 (inputs per token, symmetric)",
     "GGUF",
 )
+"""On every device: all of them are products of `quantized_linear`, which a device has by a kernel of its own or by the
+reference."""
 
 
 def act_dtypes() -> list[torch.dtype]:
