@@ -16,7 +16,7 @@ from vllm_backplane.model_loader.offers import Board
 from vllm_backplane.model_loader.sealed import NAME
 from vllm_backplane.model_loader.sharing import share
 
-WIDTH, LAYERS = 1024, 6
+WIDTH, LAYERS = 2048, 6
 BYTES = LAYERS * WIDTH * WIDTH * 4
 
 
