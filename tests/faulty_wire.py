@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import random
 import socket
 import threading
 from collections.abc import Callable
 
+from tests.ports import free_port
 from vllm_backplane.kv_tier.addresses import Address
 from vllm_backplane.kv_tier.wire import Kind, Line
 
@@ -15,18 +14,7 @@ Treatment = Callable[[bytes], bytes]
 
 
 def free_address(host: str = "127.0.0.1") -> Address:
-    """Below the ports that connections take for themselves: it may be minutes until somebody listens there."""
-    drawn = random.Random()
-    while True:
-        address = Address(host, drawn.randrange(20000, 32000))
-        with socket.socket(address.family) as probe:
-            try:
-                probe.bind((address.host, address.port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                continue
-        return address
+    return Address(host, free_port(host))
 
 
 class Wire:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 from processes import Child, on_path
-from server import COMMAND, START_SECONDS, Server, free_port
+from server import COMMAND, START_SECONDS, Server
+
+from tests.ports import free_port
 
 LIMIT = 15.0
 """Seconds that the requirement allows between the death of a worker and the end of the server."""
+AT_LAST = 60.0
+"""Seconds after which it has not ended at all."""
 
 SMALL = (
     "--dtype",
@@ -38,19 +44,31 @@ class Slow(CpuDevice):
 TWO = ("--tensor-parallel-size", "2")
 
 
+class TooSlow(AssertionError):
+    """All was as it should be, but for the time. On a machine that others use that may be theirs, so a test that
+    ends like this is run once more (conftest.py)."""
+
+
 class Starter:
     def __init__(self, model: Path, folder: Path) -> None:
-        self._model, self._folder = model, folder
+        self._model, self._base = model, folder
         self._servers: list[Child] = []
 
+    def _folder(self) -> Path:
+        """For the next server."""
+        made = self._base / str(len(self._servers))
+        made.mkdir()
+        return made
+
     def __call__(self, *arguments: str) -> Server:
-        server = Server(self._folder, str(self._model), "--served-model-name", "tiny", *SMALL, *arguments)
+        server = Server(self._folder(), str(self._model), "--served-model-name", "tiny", *SMALL, *arguments)
         self._servers.append(server)
         return server
 
     def slow(self) -> Child:
         """A server whose engine's process has just begun, and will not be ready for minutes."""
-        site = self._folder / "site"
+        folder = self._folder()
+        site = folder / "site"
         metadata = site / "slow_device-1.0.dist-info"
         metadata.mkdir(parents=True)
         (site / "slow_device.py").write_text(SLOW)
@@ -58,7 +76,7 @@ class Starter:
         (metadata / "entry_points.txt").write_text("[vllm_backplane.devices]\nslow = slow_device:Slow\n")
         command = [COMMAND, "serve", str(self._model), "--port", str(free_port()), *SMALL]
         variables = {"PYTHONPATH": on_path(site), "BACKPLANE_DEVICE": "slow"}
-        server = Child(command, self._folder / "server.log", variables)
+        server = Child(command, folder / "server.log", variables)
         self._servers.append(server)
         end = time.monotonic() + START_SECONDS
         while not called(server, "EngineCore"):
@@ -85,9 +103,17 @@ def title(process: psutil.Process) -> str:
 
 def socket_files(server: Server) -> list[Path]:
     """Files through which the server's processes talk to each other."""
-    processes = [psutil.Process(server.pid), *server.descendants()]
-    held = {str(held.laddr) for process in processes for held in process.net_connections("unix")}
-    return [Path(name) for name in held if name.startswith("/")]
+    held = [str(connection.laddr) for connection in connections(server, "unix", psutil.Process(server.pid))]
+    return [Path(name) for name in sorted(set(held)) if name.startswith("/")]
+
+
+def connections(server: Child, kind: str, *more: psutil.Process) -> list[Any]:
+    """Of the server's descendants, and of processes that are named; a server's helpers come and go."""
+    found: list[Any] = []
+    for process in (*server.descendants(), *more):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += process.net_connections(kind)
+    return found
 
 
 class Request(threading.Thread):
@@ -116,7 +142,7 @@ class Request(threading.Thread):
             self.end = fault
 
     def must_have_failed(self) -> None:
-        self.join(LIMIT)
+        self.join(AT_LAST)
         assert not self.is_alive(), "the client was left waiting"
         assert self.end != "complete", "the client was told that all was well"
 
@@ -124,17 +150,21 @@ class Request(threading.Thread):
 def ends_after_a_fault(server: Server, request: Request) -> int:
     """The exit status of a server that a fault is about to strike. How long it takes to come to the fault depends on
     the machine; from the last token before it, the server ends in time."""
-    status = server.wait(60 + LIMIT)
-    assert time.monotonic() - request.last < LIMIT, f"{time.monotonic() - request.last:.1f} s after the last token"
-    left = server.wait_for_nothing_left(max(request.last + LIMIT - time.monotonic(), 0))
-    assert not left, f"left behind: {[(process.pid, process.cmdline()) for process in left]}"
+    status = server.wait(60 + AT_LAST)
+    _leaves_nothing(server, since=request.last)
     return status
 
 
 def ends_by_itself(server: Child) -> int:
     """The exit status of a server that ends in time, with everything that it started."""
-    end = time.monotonic() + LIMIT
-    status = server.wait(LIMIT)
-    left = server.wait_for_nothing_left(max(end - time.monotonic(), 0))
-    assert not left, f"left behind: {[(process.pid, process.cmdline()) for process in left]}"
+    began = time.monotonic()
+    status = server.wait(AT_LAST)
+    _leaves_nothing(server, since=began)
     return status
+
+
+def _leaves_nothing(server: Child, since: float) -> None:
+    left = server.wait_for_nothing_left(AT_LAST)
+    assert not left, f"left behind: {[(process.pid, title(process)) for process in left]}"
+    if (taken := time.monotonic() - since) > LIMIT:
+        raise TooSlow(f"it took {taken:.1f} s")

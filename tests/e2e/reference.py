@@ -61,6 +61,13 @@ def continue_without_cache(model: Any, prompt: Sequence[int], tokens: int) -> Co
     return continuation(torch.stack(steps))
 
 
+def insist_on_no_tie(folder: Path, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+    """For tests that compare engines with each other: requests share steps as they happen to arrive, sums come in
+    another order, and an answer near a tie may be another one."""
+    margins = [one.smallest_margin for one in continue_together(load(folder), prompts, tokens)]
+    assert min(margins) > 1e-3, f"near a tie, so equal tokens are luck; change the prompts: {margins}"
+
+
 def continuation(logits: torch.Tensor) -> Continuation:
     """From the logits of each step."""
     best, ids = torch.log_softmax(logits.double(), dim=-1).topk(2)

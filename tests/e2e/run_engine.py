@@ -155,8 +155,8 @@ def imports_kept() -> Iterator[None]:
         gc.enable()
 
 
-def run(job: dict[str, Any], moments: list[float]) -> dict[str, Any]:
-    """What the job gives. `moments` gets the time when its engine is ready."""
+def run(job: dict[str, Any], moments: list[float], failed: list[float]) -> dict[str, Any]:
+    """What the job gives. `moments` gets the time when its engine is ready, `failed` that of an error after it."""
     with imports_kept():
         importlib.import_module("vllm.v1.worker.gpu_worker")  # before engines are forked: each would import it
         from vllm import LLM
@@ -181,6 +181,9 @@ def run(job: dict[str, Any], moments: list[float]) -> dict[str, Any]:
         if "embed" in job:
             outputs = engine.embed(job["embed"], use_tqdm=False)
             result["embeddings"] = [output.outputs.embedding for output in outputs]
+    except Exception:
+        failed.append(time.monotonic())  # before the engine is shut down, for which nobody waits
+        raise
     finally:
         engine.llm_engine.engine_core.shutdown()
         del engine
@@ -209,15 +212,17 @@ def main() -> None:
     for job in json.loads(jobs.read_text()):
         print(f"=== engine {len(done)}: {job['engine']}", flush=True)
         moments: list[float] = []
+        failed: list[float] = []
         began = time.monotonic()
         try:
-            done.append(run(job, moments))
+            done.append(run(job, moments, failed))
         except Exception:  # it is the result
-            seconds = time.monotonic() - moments[-1] if moments else None
-            whole = time.monotonic() - began
+            over = failed[0] if failed else time.monotonic()
+            seconds = over - moments[-1] if moments else None
+            whole = over - began
             done.append({"error": traceback.format_exc(), "seconds": seconds, "whole": whole})
             print(done[-1]["error"], flush=True)
-            done[-1]["left"] = outliving(max(15 - (seconds or 0), 1))
+            done[-1]["left"] = outliving(30)
     results.write_text(json.dumps(done))
     leave(0)  # taking the interpreter apart would take seconds
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,16 +10,12 @@ import httpx
 import openai
 from processes import SCRIPTS, Child, tail
 
+from tests.ports import free_port
+
 COMMAND = str(SCRIPTS / "vllm-backplane")
 VLLM = str(SCRIPTS / "vllm")
 START_SECONDS = 300
 """A guard against a server that hangs, not a measurement."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server(Child):

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import reference
 from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
 from processes import SCRIPTS, Child
-from server import free_port
+
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -28,12 +30,16 @@ ROOM = 4 * 256
 
 LENGTH = 80
 CROWD = [[10 + place, *range(100, 160)] for place in range(24)]
+WATCHED = (5, 10, 11)
+"""Of the crowd: two that wait from the beginning, and one that may be put off; no answer is near a tie."""
 
 
 @dataclass(frozen=True)
 class Attempt:
     result: Result
     log: str
+    available: int
+    """Bytes of the machine, before any of them was started."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +58,7 @@ def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathF
         "crowded": job(
             tiny_llama,
             batch(CROWD, greedy(LENGTH)),
-            batch(CROWD[:3], greedy(LENGTH), one_by_one=True),
+            batch([CROWD[place] for place in WATCHED], greedy(LENGTH), one_by_one=True),
             kv_cache_memory_bytes=ROOM * BYTES_PER_TOKEN,
             max_num_seqs=len(CROWD),
             enable_prefix_caching=False,
@@ -70,7 +76,7 @@ def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathF
             insist_on_backplane(result)
         else:
             assert "error" in result, f"{name}: it started"
-    return {name: Attempt(result, text) for name, result, text in zip(engines, results, texts, strict=True)}
+    return {name: Attempt(result, text, available) for name, result, text in zip(engines, results, texts, strict=True)}
 
 
 def numbers(pattern: str, text: str) -> tuple[float, ...]:
@@ -90,7 +96,8 @@ def test_the_allowance_is_a_share_of_what_is_there(attempts: dict[str, Attempt])
     total, free, share, allowed = start_line(attempts["default"].log)
     machine = psutil.virtual_memory()
     assert 0 < free <= total <= machine.total / GIB + ROUNDING
-    assert free <= machine.available / GIB + 4, "other processes come and go, but not by this much"
+    most = max(machine.available, attempts["default"].available)
+    assert free <= most / GIB + 4, "other processes come and go, but not by this much"
     assert share == 0.5, "the default share on CPU"
     assert allowed == pytest.approx(free * share, abs=ROUNDING)
 
@@ -117,11 +124,12 @@ def test_a_named_size_is_obeyed(attempts: dict[str, Attempt]) -> None:
     assert tokens == (64 << 20) // BYTES_PER_TOKEN
 
 
-def test_more_sequences_than_the_cache_holds_wait_their_turn(attempts: dict[str, Attempt]) -> None:
+def test_more_sequences_than_the_cache_holds_wait_their_turn(attempts: dict[str, Attempt], tiny_llama: Path) -> None:
     """Sequences are put off when the cache is full and go on later, with the answers of an empty cache."""
     together, alone = ([output["token_ids"] for output in done] for done in attempts["crowded"].result["batches"])
     assert all(len(answer) == LENGTH for answer in together)
-    assert together[:3] == alone
+    reference.insist_on_no_tie(tiny_llama, [CROWD[place] for place in WATCHED], LENGTH)
+    assert [together[place] for place in WATCHED] == alone
     assert numbers(r"KV cache size: ([\d,]+) tokens", attempts["crowded"].log) == (ROOM,)
 
 
@@ -159,5 +167,5 @@ def test_the_server_ends_with_the_error(tiny_llama: Path, tmp_path: Path) -> Non
     command = [str(SCRIPTS / "vllm-backplane"), "serve", str(tiny_llama), *arguments]
     with Child(command, tmp_path / "server.log") as child:
         assert child.wait(300) != 0
-        assert not child.wait_for_nothing_left(15)
+        assert not child.wait_for_nothing_left(60)
         assert "a KV cache of 9313.23 GiB was asked for" in child.text()

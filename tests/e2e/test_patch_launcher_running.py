@@ -6,7 +6,7 @@ import re
 import signal
 
 import pytest
-from endings import LIMIT, TWO, Request, Starter, called, ends_by_itself
+from endings import AT_LAST, TWO, Request, Starter, called, ends_by_itself
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -32,5 +32,5 @@ def test_ctrl_c_waits_for_no_stream(start: Starter) -> None:
     server.descendants()
     server.signal_group(signal.SIGINT)
     ends_by_itself(server)
-    request.join(LIMIT)
+    request.join(AT_LAST)
     assert not request.is_alive(), "the client was left waiting"

@@ -6,7 +6,7 @@ import re
 import signal
 
 import pytest
-from endings import TWO, Request, Starter, called, ends_by_itself, socket_files
+from endings import TWO, Request, Starter, called, connections, ends_by_itself, socket_files, title
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 def test_a_killed_worker_ends_the_server(start: Starter, busy: bool) -> None:
     server = start(*TWO)
     workers = called(server, "Worker")
-    assert len(workers) == 2, [process.cmdline() for process in server.descendants()]
+    assert len(workers) == 2, [title(process) for process in server.descendants()]
     request = Request(server) if busy else None
     server.descendants()
     workers[-1].send_signal(signal.SIGKILL)
@@ -33,7 +33,7 @@ def test_an_interrupt_of_the_main_process_leaves_nothing(start: Starter, process
     """What a process manager sends."""
     server = start(*processes)
     assert len(server.descendants()) >= 1 + len(processes)
-    held = [held.laddr.port for process in server.descendants() for held in process.net_connections("tcp")]
+    held = [held.laddr.port for held in connections(server, "tcp")]
     assert server.port not in held, "a process that serves nobody holds the server's port"
     sockets = socket_files(server)
     assert sockets

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from engine import Result, job, try_engines
 from processes import SCRIPTS, Child, on_path
-from server import free_port
 from transformers import MambaConfig
+
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -170,7 +171,7 @@ def test_it_ends_and_says_why(case: Case, tiny_llama: Path, tmp_path: Path) -> N
         missing = [text for text in case.expected if text not in output]
         assert not missing, f"the output does not say {missing}"
         assert "Application startup complete" not in output
-        assert not child.wait_for_nothing_left(15)
+        assert not child.wait_for_nothing_left(60)
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,11 @@ import pytest
 import reference
 from architectures import ARCHITECTURES
 from processes import Child
-from server import COMMAND, Server, free_port
+from server import COMMAND, Server
 
 from tests.breaking_relay import Fault, Relay
 from tests.faulty_wire import free_address
+from tests.ports import free_port
 
 pytestmark = pytest.mark.server
 
@@ -103,7 +104,8 @@ def answer(server: Server, prompt: list[int]) -> list[int]:
 def test_a_server_without_a_checkpoint(source: Source, device: str, model: Model, tmp_path: Path) -> None:
     """The connection breaks off in the middle, once."""
     source.relay.faults = {1: Fault(after=model.size // 2)}
-    with Server(tmp_path, *arguments(source, model.without_weights), variables=DEVICES[device]) as server:
+    given = arguments(source, model.without_weights, timeout=60)  # only what breaks off is asked for again
+    with Server(tmp_path, *given, variables=DEVICES[device]) as server:
         for prompt, one in zip(PROMPTS, model.expected, strict=True):
             assert answer(server, prompt) == one.token_ids
             assert answer(source.server, prompt) == one.token_ids
@@ -121,7 +123,7 @@ def test_the_running_server_is_killed_in_the_middle(source: Source, device: str,
     source.relay.faults = {source.relay.connections + 1: Fault(after=model.size // 2, then=source.server.kill)}
     command = [COMMAND, "serve", *arguments(source, model.without_weights, attempts=2), "--port", str(free_port())]
     with Child(command, tmp_path / "server.log", DEVICES[device]) as child:
-        assert child.wait(200) != 0
+        assert child.wait(400) != 0
         told = child.text()
     assert f"the weights could not be had from {source.relay.address}" in told
     assert "2 attempts" in told and "or load from the checkpoint by removing --load-format" in told

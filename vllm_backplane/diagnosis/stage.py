@@ -125,14 +125,17 @@ def _run_once(
         os.close(writing)
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=_read, args=(reading, lines), daemon=True).start()
+        # Until the first report Python starts and imports this; however short a step may be, that is none.
+        limit = max(step_limit, STEP_LIMIT)
         while not done:
             try:
-                line = lines.get(timeout=step_limit)
+                line = lines.get(timeout=limit)
             except queue.Empty:
                 hangs = True
                 break
             if line is None:
                 break
+            limit = step_limit
             record = json.loads(line)
             if "begin" in record:
                 current = record["begin"]
@@ -147,7 +150,7 @@ def _run_once(
         if done:
             return steps, None
         if hangs:
-            return steps, (current, f"did not come back within {step_limit:.0f} seconds")
+            return steps, (current, f"did not come back within {limit:.0f} seconds")
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         return steps, (current, f"ended the process ({how}){_last_line(output)}")
 

@@ -126,6 +126,7 @@ class Board:
 def _lives(process: int, begun: float) -> bool:
     """Its number may belong to another process by now."""
     try:
-        return abs(psutil.Process(process).create_time() - begun) < 1
+        # Both count from the system's start, of which the system's own account wavers by a second.
+        return abs(psutil.Process(process).create_time() - begun) < 2
     except psutil.NoSuchProcess:
         return False

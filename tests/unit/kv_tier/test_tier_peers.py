@@ -32,6 +32,8 @@ from vllm_backplane.kv_tier.wire import Kind, Line, Question
 SIZE, BLOCKS = 4096, 4
 SECONDS = 1.0
 """After which those give up that nobody answers."""
+BLOCK_SECONDS = 5.0
+"""After which those do that get no more than one block; that one must have come by then, through three threads."""
 PATIENCE = 30.0
 """Of those who are to be answered, on a machine that has other work."""
 MODEL, OTHER = b"a" * 32, b"b" * 32
@@ -103,27 +105,28 @@ def changed(answer: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("treat", "hang", "expected"),
+    ("treat", "patience", "expected"),
     [
-        (lambda answer: answer, False, [None] * 3),
-        (changed, False, [None, Outcome.DAMAGED, None]),
-        (lambda answer: answer[: SIZE + 500], False, [None, Outcome.UNREACHABLE, Outcome.UNREACHABLE]),
-        (lambda answer: answer[: SIZE + 500], True, [None, Outcome.UNREACHABLE, Outcome.UNREACHABLE]),
-        (lambda answer: b"", True, [Outcome.UNREACHABLE] * 3),
-        (lambda answer: b"\7" + answer[1:], False, [Outcome.UNREACHABLE] * 3),
-        (lambda answer: answer[:1] + b"\7" + answer[2:], False, [Outcome.UNREACHABLE] * 3),
+        (lambda answer: answer, None, [None] * 3),
+        (changed, None, [None, Outcome.DAMAGED, None]),
+        (lambda answer: answer[: SIZE + 500], None, [None, Outcome.UNREACHABLE, Outcome.UNREACHABLE]),
+        (lambda answer: answer[: SIZE + 500], BLOCK_SECONDS, [None, Outcome.UNREACHABLE, Outcome.UNREACHABLE]),
+        (lambda answer: b"", SECONDS, [Outcome.UNREACHABLE] * 3),
+        (lambda answer: b"\7" + answer[1:], None, [Outcome.UNREACHABLE] * 3),
+        (lambda answer: answer[:1] + b"\7" + answer[2:], None, [Outcome.UNREACHABLE] * 3),
     ],
     ids=["nothing", "a bit", "cut off", "hangs in the middle", "hangs", "no status", "no block"],
 )
 def test_what_goes_wrong_on_the_way(
-    store: BlockStore, treat: Callable[[bytes], bytes], hang: bool, expected: list[Outcome | None]
+    store: BlockStore, treat: Callable[[bytes], bytes], patience: float | None, expected: list[Outcome | None]
 ) -> None:
+    """With the seconds after which one gives up whom the wire leaves hanging."""
     listener = Listener(free_address(), MODEL, store, silent)
     host, port = listener._socket.getsockname()
     wire = Wire(Address(host, port))
-    wire.treat, wire.hang = treat, 2 * PATIENCE if hang else 0.0
+    wire.treat, wire.hang = treat, 2 * PATIENCE if patience else 0.0
     began = time.monotonic()
-    found = list(asker(wire.address, seconds=SECONDS if hang else PATIENCE).blocks(KEYS[:3], SIZE))
+    found = list(asker(wire.address, seconds=patience or PATIENCE).blocks(KEYS[:3], SIZE))
     assert outcomes(found) == expected
     assert time.monotonic() - began < PATIENCE
     for row, wanted in zip(found, ROWS, strict=False):

@@ -17,7 +17,7 @@ from vllm_backplane.model_loader.offers import Board
 from vllm_backplane.model_loader.sealed import NAME, Segment
 from vllm_backplane.model_loader.sharing import share
 
-WIDTH, LAYERS = 1024, 6
+WIDTH, LAYERS = 2048, 6
 BYTES = LAYERS * WIDTH * WIDTH * 4
 
 

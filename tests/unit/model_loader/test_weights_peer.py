@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.faulty_wire import free_address
 from vllm_backplane.errors import BackplaneError, OptionError
 from vllm_backplane.kv_tier.addresses import Address
 from vllm_backplane.model_loader import peer as loader
-from vllm_backplane.model_loader import weights_peer
+from vllm_backplane.model_loader import weights_listener, weights_peer
 from vllm_backplane.model_loader.peer_settings import PeerSettings, parse
 from vllm_backplane.model_loader.state import state_of
 from vllm_backplane.model_loader.weights_listener import WeightsListener, listed
@@ -149,14 +148,14 @@ def test_something_else_listens(told: list[str]) -> None:
             WeightsPeer(address, SECONDS, 2, told.append).listing()
 
 
-def test_a_question_that_is_none(listener: tuple[WeightsListener, Address]) -> None:
+def test_a_question_that_is_none(listener: tuple[WeightsListener, Address], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Longer than one that listens waits for the rest of a question, which is not what is to end it.
+    monkeypatch.setattr(weights_listener, "QUESTION_SECONDS", 300.0)
     with socket.create_connection((listener[1].host, listener[1].port)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n" + bytes(100))
-        connection.settimeout(5)
-        start = time.monotonic()
+        connection.settimeout(60)
         with contextlib.suppress(ConnectionResetError):  # there was more than it read
             assert connection.recv(10) == b""
-        assert time.monotonic() - start < 4
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,13 @@ def test_it_fits_the_installed_vllm() -> None:
     assert verify(serve_http, SymbolIndex(tree), tree.version).outcome is Outcome.FITS
 
 
-def test_a_dead_engine_is_an_error(patched: Any) -> None:
+def test_a_dead_engine_is_an_error(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And noticed without vLLM's own watchdog, which comes seconds later."""
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(launcher, "watchdog_loop", never)
     engine = Engine()
     with pytest.raises(SystemExit, match="engine died"):
         serve(patched, engine, lambda: setattr(engine, "errored", True))

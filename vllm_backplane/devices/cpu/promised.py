@@ -96,7 +96,8 @@ def _living(folder: Path) -> list[tuple[int, Promise]]:
             continue
         try:
             pid = int(note.name.partition("-")[0])
-            same = abs(psutil.Process(pid).create_time() - made.begun) < 1
+            # Both count from the system's start, of which the system's own account wavers by a second.
+            same = abs(psutil.Process(pid).create_time() - made.begun) < 2
         except (psutil.Error, ValueError, OverflowError):  # ended, or a name that is no number
             same = False
         if same:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
@@ -9,6 +10,8 @@ from vllm_backplane.patch import Patch, Process
 
 GRACE_SECONDS = 3
 """For responses in flight once the engine has stopped: what they still have to say is said in far less."""
+LOOK_SECONDS = 0.5
+"""Between two looks at the engine."""
 
 _UNTIL_0_31 = (
     "65b075e11187cbe6 9f0b 7f0b 7484 380a 6ee8 0eba e256 5d6a 7484 5123 380a 6ee8 cb5b e256 e023"
@@ -29,9 +32,10 @@ _SINCE_0_32 = (
     process=Process.PLATFORM,
     versions=">=0.30,<0.33",
     why="After a worker or the engine died the server exits with status 0, so whoever supervises it sees success. By "
-    "Ctrl-C it waits without limit for streams that no engine feeds any more.",
-    how="Gives uvicorn a limit for responses in flight, and exits with status 1 when the server stopped because of its "
-    "engine; everything else is the original's.",
+    "Ctrl-C it waits without limit for streams that no engine feeds any more. At its engine it looks every five "
+    "seconds, which is long for whoever waits for the end of a server that is broken.",
+    how="Gives uvicorn a limit for responses in flight, looks twice a second, and exits with status 1 when the server "
+    "stopped because of its engine; everything else is the original's.",
     upstream="https://github.com/vllm-project/vllm/issues/48966",
     remove_when="vLLM exits with another status than 0 after its engine died and passes a graceful timeout to uvicorn.",
     fingerprints={"0.30.0": _UNTIL_0_31, "0.31.0": _UNTIL_0_31, "0.32.0": _SINCE_0_32},
@@ -49,10 +53,24 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
         stopped = True
         return stop(*args, **options)
 
+    async def watch() -> None:
+        from vllm.entrypoints.launchers.launcher import terminate_if_errored
+
+        server = app.state.server  # the original sets it before it first waits
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if engine.errored:
+                # Ctrl-C reaches all processes, and may have ended the engine before this one knows of it.
+                await asyncio.sleep(LOOK_SECONDS)
+                if not stopped:
+                    terminate_if_errored(server, engine)
+
     engine.shutdown = shutdown
+    watching = asyncio.get_running_loop().create_task(watch())
     try:
         ending = await serve_http.original(app, *args, **options)
     finally:
+        watching.cancel()
         del engine.shutdown  # the class's own again
     return _ending(ending, failed=engine.errored and not stopped)
 
