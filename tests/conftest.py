@@ -61,6 +61,7 @@ LONGEST = (
     "unit/devices/test_cpu_kernels.py",
     "unit/test_doctor.py",
     "unit/devices/test_cpu_quantized_memory.py",
+    "unit/devices/test_cpu_paged_memory.py",
     "unit/devices/sim/test_sim_driver.py",
     "unit/patch/test_start.py",
     "unit/patch/test_new_patches.py",

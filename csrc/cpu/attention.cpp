@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kQueriesPerItem = 128;  // rows times heads of a group; K and V are widened once for as many
 constexpr int64_t kQueriesToSplit = 64;   // up to here the context is cut too: there is no other work to share out
 constexpr int64_t kKeysPerPiece = 512;
+constexpr int64_t kWidestWindow = int64_t(1) << 40;  // wider than any context, and positions can be added to it
 constexpr int64_t kProductsPerThread = 1 << 17;  // multiplications before another thread is woken
 
 struct Split {
@@ -146,14 +147,15 @@ Layer layer_of(const Arguments& a, const at::Tensor& slopes, const at::Tensor& s
                   a.out.size(0) >= a.query.size(0) && a.value.size(a.key_head_dim) == key_heads,
               a.name, ": query ", a.query.sizes(), ", keys ", a.key.sizes(), ", values ", a.value.sizes(), " and out ",
               a.out.sizes(), " do not fit each other");
-  TORCH_CHECK(key_heads > 0 && a.query.size(1) % key_heads == 0, a.name, ": ", a.query.size(1),
+  TORCH_CHECK(key_heads > 0 && a.query.size(1) > 0 && a.query.size(1) % key_heads == 0, a.name, ": ", a.query.size(1),
               " query heads cannot share ", key_heads, " key heads evenly; repeat or split the key heads first");
+  TORCH_CHECK(a.query.size(2) > 0, a.name, ": heads of query ", a.query.sizes(), " are empty");
   Layer layer{};
   layer.scale = static_cast<float>(a.scale);
   layer.soft_cap = static_cast<float>(a.soft_cap);
   layer.value_scale = static_cast<float>(a.value_scale);
   layer.causal = a.causal;
-  layer.window = a.window;
+  layer.window = std::clamp<int64_t>(a.window, 0, kWidestWindow);
   layer.slopes = slopes.defined() ? slopes.const_data_ptr<float>() : nullptr;
   layer.sinks = sinks.defined() ? sinks.const_data_ptr<float>() : nullptr;
   layer.group = a.query.size(1) / key_heads;
@@ -184,8 +186,8 @@ void paged_attention(const at::Tensor& query, const at::Tensor& key_cache, const
                   key_cache.size(2) == value_cache.size(2) && key_cache.size(2) > 0,
               name, ": caches of ", key_cache.sizes(), " and ", value_cache.sizes());
   const int64_t requests = query_start_loc.size(0) - 1, heads = query.dim() > 1 ? query.size(1) : 0;
-  TORCH_CHECK(requests >= 0 && seq_lens.size(0) >= requests && block_table.dim() == 2 &&
-                  block_table.size(0) >= requests,
+  TORCH_CHECK(query_start_loc.dim() == 1 && seq_lens.dim() == 1 && requests >= 0 && seq_lens.size(0) >= requests &&
+                  block_table.dim() == 2 && block_table.size(0) >= requests,
               name, ": ", requests, " requests, lengths of ", seq_lens.sizes(), " and a table of ",
               block_table.sizes());
   const at::Tensor slopes = per_head(name, "alibi_slopes", alibi_slopes, heads);
@@ -193,10 +195,10 @@ void paged_attention(const at::Tensor& query, const at::Tensor& key_cache, const
   const Layer layer = layer_of({name, query, key_cache, value_cache, out, 1, scale * k_scale, causal, sliding_window,
                                 soft_cap, v_scale},
                                slopes, extra);
-  const Integers starts(query_start_loc, name), lengths(seq_lens, name);
-  const at::Tensor table = block_table.stride(1) == 1 || block_table.size(1) <= 1
-                               ? block_table.to(at::kInt)
-                               : block_table.to(at::kInt).contiguous();
+  // Blocks are checked as they were given: a number of 64 bits may be in range once it is cut to 32.
+  const Integers starts(query_start_loc, name), lengths(seq_lens, name), given(block_table, name);
+  const at::Tensor narrow = block_table.to(at::kInt);
+  const at::Tensor table = narrow.stride(1) == 1 || narrow.size(1) <= 1 ? narrow : narrow.contiguous();
   const int64_t block_size = key_cache.size(2), blocks = key_cache.size(0), columns = table.size(1);
   Context pages;
   pages.block_size = block_size;
@@ -210,13 +212,13 @@ void paged_attention(const at::Tensor& query, const at::Tensor& key_cache, const
     check_bounds(name, i, begin, end, query.size(0));
     if (begin == end) continue;
     pages.blocks = table.const_data_ptr<int32_t>() + i * table.stride(0);
+    TORCH_CHECK(length <= columns * block_size, name, ": request ", i, " has ", length, " keys and a table of ",
+                columns, " blocks of ", block_size);
     // Only what will be read: entries past the context, and before the window, may be anything.
     const int64_t first = first_seen(layer, length - (end - begin)), last = seen_end(layer, length - 1, length);
-    TORCH_CHECK(last <= columns * block_size, name, ": request ", i, " has ", length, " keys and a table of ", columns,
-                " blocks of ", block_size);
     for (int64_t c = first / block_size; c * block_size < last; ++c)
-      TORCH_CHECK(pages.blocks[c] >= 0 && pages.blocks[c] < blocks, name, ": request ", i, " has block ",
-                  pages.blocks[c], " in column ", c, "; the cache has ", blocks);
+      TORCH_CHECK(given.at(i, c) >= 0 && given.at(i, c) < blocks, name, ": request ", i, " has block ", given.at(i, c),
+                  " in column ", c, "; the cache has ", blocks);
     plan.add(pages, begin, end - begin, length, key_cache.size(1));
   }
   plan.run();

@@ -3,6 +3,7 @@
 #if defined(__x86_64__)
 #define BACKPLANE_TARGET __attribute__((target("avx2,fma,f16c")))
 #include "dot_avx2.h"
+#include "f16c.h"
 
 namespace backplane::cpu {
 namespace {
@@ -55,7 +56,7 @@ struct Dots : Avx2 {
   }
 };
 
-bool available() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool available() { return has_avx2_and_conversions(); }
 
 }  // namespace
 

@@ -5,6 +5,7 @@
 
 #define BACKPLANE_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma")))
 #include "dot_products.h"
+#include "f16c.h"
 
 namespace backplane::cpu {
 namespace {
@@ -57,7 +58,7 @@ struct Avx512Vnni {
 };
 
 bool available() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  return has_avx2_and_conversions() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vnni");
 }

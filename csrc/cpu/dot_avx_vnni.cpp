@@ -5,6 +5,7 @@
 
 #define BACKPLANE_TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
 #include "dot_avx2.h"
+#include "f16c.h"
 
 namespace backplane::cpu {
 namespace {
@@ -30,8 +31,7 @@ struct Dots : Avx2 {
 
 bool available() {
   unsigned a = 0, b = 0, c = 0, d = 0;
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid_count(7, 1, &a, &b, &c, &d) &&
-         (a & (1u << 4)) != 0;
+  return has_avx2_and_conversions() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4)) != 0;
 }
 
 }  // namespace

@@ -4,17 +4,21 @@
 
 #include <atomic>
 
+#include "f16c.h"
+
 namespace backplane::cpu {
 namespace {
 
 Isa best() {
 #if defined(__x86_64__)
+  if (!has_avx2_and_conversions()) return Isa::base;
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq"))
     return Isa::avx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Isa::avx2;
-#endif
+  return Isa::avx2;
+#else
   return Isa::base;
+#endif
 }
 
 std::atomic<Isa>& chosen() {

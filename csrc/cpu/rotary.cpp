@@ -132,7 +132,7 @@ void rotate(const at::Tensor& x, const int64_t* positions, int64_t tokens, const
 
 void rotary_embedding(const at::Tensor& positions, const at::Tensor& query, const std::optional<at::Tensor>& key,
                       const at::Tensor& table, int64_t head_size, bool neox) {
-  TORCH_CHECK(table.dim() == 2 && table.size(1) % 2 == 0 && table.size(1) <= head_size,
+  TORCH_CHECK(head_size > 0 && table.dim() == 2 && table.size(1) % 2 == 0 && table.size(1) <= head_size,
               "rotary_embedding: the table has shape ", table.sizes(), " for heads of ", head_size,
               "; it needs an even number of columns, at most the head size");
   const int64_t tokens = positions.numel();

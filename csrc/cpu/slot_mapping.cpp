@@ -25,10 +25,13 @@ void compute_slot_mapping(const at::Tensor& query_start_loc, const at::Tensor& p
   void* target = slot_mapping.mutable_data_ptr();
   const int64_t stride = slot_mapping.stride(0);
   const auto put = [&](int64_t token, int64_t slot) {
-    if (wide)
+    if (wide) {
       static_cast<int64_t*>(target)[token * stride] = slot;
-    else
-      static_cast<int32_t*>(target)[token * stride] = static_cast<int32_t>(slot);
+      return;
+    }
+    // Cut to 32 bits it would be a slot that belongs to another.
+    TORCH_CHECK(slot == static_cast<int32_t>(slot), name, ": slot ", slot, " does not fit 32 bits");
+    static_cast<int32_t*>(target)[token * stride] = static_cast<int32_t>(slot);
   };
   const int64_t span = block_size * cp_world_size, per_block = block_size / size, requests = ends.size() - 1;
   int64_t token = 0;
@@ -36,15 +39,19 @@ void compute_slot_mapping(const at::Tensor& query_start_loc, const at::Tensor& p
     const int64_t end = std::min(ends[request + 1], tokens);
     for (; token < end; ++token) {
       const int64_t position = at_position[token], block = position / span, offset = position % span;
+      TORCH_CHECK(position >= 0, name, ": position ", position, " of request ", request, " is before its first");
       if (offset / cp_interleave % cp_world_size != cp_rank) {
         put(token, pad_slot);
         continue;
       }
       const int64_t local = offset / (cp_world_size * cp_interleave) * cp_interleave + offset % cp_interleave;
       const int64_t column = block * per_block + local / size;
-      TORCH_CHECK(position >= 0 && column < table.size(), name, ": position ", position, " of request ", request,
+      TORCH_CHECK(column < table.size(), name, ": position ", position, " of request ", request,
                   " is not in a table of ", table.size(), " blocks of ", size);
-      put(token, table.at(request, column) * size + local % size);
+      int64_t slot = table.at(request, column);
+      const bool is_past = __builtin_mul_overflow(slot, size, &slot) || __builtin_add_overflow(slot, local % size, &slot);
+      TORCH_CHECK(!is_past, name, ": request ", request, " has block ", table.at(request, column), " in column ", column);
+      put(token, slot);
     }
   }
   for (; token < slots; ++token) put(token, pad_slot);
