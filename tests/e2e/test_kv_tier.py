@@ -74,10 +74,11 @@ class Tiered:
         """Without names: only through the processes that hold them."""
         found = []
         for process in self.server.descendants():
-            for file in Path(f"/proc/{process.pid}/fd").iterdir():
-                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                    if os.readlink(file).startswith(f"{self.folder}/"):
-                        found.append(file)
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+                for file in Path(f"/proc/{process.pid}/fd").iterdir():
+                    with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                        if os.readlink(file).startswith(f"{self.folder}/"):
+                            found.append(file)
         return found
 
     @property

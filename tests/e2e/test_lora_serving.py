@@ -134,7 +134,8 @@ def test_adapters_and_the_model_in_one_batch(server: Server, case: Case) -> None
         answers = list(pool.map(lambda one: answer(server, one[0], case.prompts[one[1]]), work))
     for (name, place), got in zip(work, answers, strict=True):
         assert_expected(got, case.expected[name][place])
-    assert server.metric("vllm:iteration_tokens_total_count") - steps < 4 * TOKENS, "one after another"
+    taken = server.metric("vllm:iteration_tokens_total_count") - steps
+    assert taken < 0.75 * len(work) * TOKENS, "one after another"
 
 
 @pytest.mark.feature("LoRA: load, list and unload over HTTP", "cpu")

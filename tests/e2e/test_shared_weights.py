@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,12 @@ def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     [documented] = re.findall(r"^vllm-backplane serve \S+ (.*)$", PAGE, re.MULTILINE)
     given = (str(tiny_llama), "--served-model-name", "tiny", *LIMITS, *documented.split(), "--api-server-count", "1")
     variables = {"BACKPLANE_MEMORY_SHARE": "0.2", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    with Server(tmp_path_factory.mktemp("server"), *given, variables=variables) as server:
+    # Servers of other tests, of this model and on this host, would be found where this one looks for others. The folder
+    # has a short name because sockets are in it.
+    with (
+        tempfile.TemporaryDirectory() as own,
+        Server(tmp_path_factory.mktemp("server"), *given, variables={**variables, "TMPDIR": own}) as server,
+    ):
         yield server
 
 
@@ -41,7 +47,11 @@ class Mapped:
 
 def mapped(process: psutil.Process) -> Mapped:
     resident = proportional = 0
-    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{process.pid}/smaps").read_text(), flags=re.M):
+    try:
+        listing = Path(f"/proc/{process.pid}/smaps").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # a server's helpers come and go
+        listing = ""
+    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", listing, flags=re.M):
         if NAME in mapping.partition("\n")[0]:
             values = {name: int(count) << 10 for name, count in re.findall(r"^(\w+): +(\d+) kB$", mapping, re.M)}
             resident += values["Rss"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import prompts
 import pytest
+import reference
 from engine import Result, batch, greedy, job, run_engines
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
@@ -60,6 +61,11 @@ def test_it_ran_on_the_simulated_card(results: dict[str, list[Result]]) -> None:
 def test_tokens_equal_the_cpu_devices(results: dict[str, list[Result]], model: int) -> None:
     """Greedy ones, cut prompts and prefix hits included, and drawn ones."""
     assert tokens(results["sim"][model]) == tokens(results["cpu"][model])
+
+
+def test_no_answer_is_near_a_tie(tiny_llama: Path) -> None:
+    """Of the tiny model: the default one's are compared with transformers' in test_parity.py."""
+    reference.insist_on_no_tie(tiny_llama, IDS, TOKENS)
 
 
 @pytest.mark.feature("Serving: async scheduling off", "sim")

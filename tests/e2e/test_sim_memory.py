@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 from engine import Result, batch, greedy, job, run_engines
 from worker_questions import ASKING
 
@@ -41,7 +42,8 @@ def tokens(done: list[dict[str, Any]]) -> list[list[int]]:
 
 
 @pytest.mark.feature("Parallel: tensor", "sim")
-def test_two_cards_give_the_tokens_of_one(results: dict[str, Result]) -> None:
+def test_two_cards_give_the_tokens_of_one(results: dict[str, Result], tiny_llama: Path) -> None:
+    reference.insist_on_no_tie(tiny_llama, PROMPTS, TOKENS)
     assert tokens(results["two"]["steps"][0]) == tokens(results["one"]["steps"][0])
     assert len({tuple(answer) for answer in tokens(results["two"]["steps"][0])}) == len(PROMPTS)
 

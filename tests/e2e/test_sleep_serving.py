@@ -6,6 +6,7 @@ test_sim_two_cards.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -78,7 +79,11 @@ def succeed(server: Server, path: str, **body: Any) -> Any:
 
 
 def resident(server: Server) -> int:
-    return sum(process.memory_info().rss for process in [psutil.Process(server.pid), *server.descendants()])
+    total = 0
+    for process in (psutil.Process(server.pid), *server.descendants()):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a server's helpers come and go
+            total += process.memory_info().rss
+    return total
 
 
 def given_back(server: Server) -> float:
