@@ -101,6 +101,23 @@ def watch(engine: Any, batch: dict[str, Any], moments: list[float]) -> list[int]
     return lengths
 
 
+def interrupted(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """All requests at once, and after some steps those that run lose what was computed for them and start again."""
+    from vllm import SamplingParams
+
+    parameters, done = SamplingParams(**batch["sampling"]), {}
+    for place, ids in enumerate(batch["prompts"]):
+        engine.llm_engine.add_request(str(place), {"prompt_token_ids": ids}, parameters)
+    taken = 0
+    while engine.llm_engine.has_unfinished_requests():
+        for output in engine.llm_engine.step():
+            done[int(output.request_id)] = describe(output)
+        taken += 1
+        if taken == batch["after"]:
+            engine.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    return [done[place] for place in range(len(batch["prompts"]))]
+
+
 def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
     """One step of a job with steps; the key says what it is."""
     [(kind, given)] = step.items()
@@ -109,6 +126,8 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             return generate(engine, given)
         case "watch":
             return watch(engine, given, moments)
+        case "interrupted":
+            return interrupted(engine, given)
         case "sleep":
             return engine.sleep(level=given)
         case "try to sleep":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import reference
 from architectures import ARCHITECTURES
-from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
+from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
 
 pytestmark = pytest.mark.server
 
@@ -70,6 +70,51 @@ def test_tokens_equal_transformers(outcomes: Any, name: str, device: str) -> Non
     for expected, output in zip(answers(name), result["batches"][0], strict=True):
         assert output["token_ids"] == expected.token_ids
         assert output["logprobs"] == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+
+
+DIVIDED = {"Mamba2": 3, "gated delta net (Qwen-Next)": 15}
+"""Blocks of the cache, one of which vLLM keeps for itself: a sequence takes one for each state, and the second model's
+further ones as it grows. Not all three sequences fit until their end."""
+PREEMPTED = "vllm:num_preemptions"
+
+
+@pytest.fixture(scope="module")
+def divided(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two workers with too small a cache give, when they are left alone and when everything starts again."""
+    work = batch(PROMPTS, greedy(TOKENS, logprobs=0))
+    counted = {"metrics": PREEMPTED}
+    limits = {
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 128,
+        "tensor_parallel_size": 2,
+        "disable_log_stats": False,
+    }
+    jobs = [
+        job(
+            folders[name],
+            steps=[{"batch": work}, counted, {"interrupted": {**work, "after": 6}}, counted],
+            num_gpu_blocks_override=blocks,
+            **limits,
+        )
+        for name, blocks in DIVIDED.items()
+    ]
+    results = run_engines(tmp_path_factory.mktemp("divided"), jobs)
+    return {name: result["steps"] for name, result in zip(DIVIDED, results, strict=True)}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_states_that_are_divided_and_computed_again(divided: dict[str, Any], name: str) -> None:
+    """A sequence that is taken out of the batch loses its state, and another one gets the place."""
+    crowded, first, again, second = divided[name]
+    for done in (crowded, again):
+        for expected, output in zip(answers(name), done, strict=True):
+            assert output["token_ids"] == expected.token_ids
+            assert output["logprobs"] == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+    # Attention grows, and a state does not: without attention, sequences wait instead.
+    assert (first[PREEMPTED] > 0) == (name != "Mamba2")
+    assert second[PREEMPTED] > first[PREEMPTED] + 1
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
