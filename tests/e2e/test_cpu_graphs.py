@@ -28,6 +28,9 @@ WORK = [
     {"batch": batch(PROMPTS[:2], SAMPLED)},
     {"ask": "replays"},
 ]
+TWICE = [*WORK[:4], WORK[5], {"ask": "replays"}, {"ask": "suspend_graphs"}, *WORK[:4], WORK[5], {"ask": "replays"}]
+"""First replayed, then eager, by one engine."""
+OTHER_NUMBERS: dict[str, dict[str, Any]] = {"bfloat16": {"dtype": "bfloat16"}, "int8": {"quantization": "int8"}}
 PADDED = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [2, 4, 8]}
 BLOCK = 16 * (4 * 2 * 2 * 32 * 4)
 """Bytes of 16 tokens: layers, K and V, KV heads, head size, bytes of a float32."""
@@ -71,6 +74,10 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "tight and eager": job(tiny_llama, steps=COMPARED, enforce_eager=True, **TIGHT),
         "stale": job(tiny_llama, steps=[FIRST, {"ask": "plant_stale_input"}, FIRST, {"ask": "replays"}]),
         **{name: job(tiny_llama, steps=small, **engine) for name, engine in WITHOUT.items()},
+        **{
+            name: job(tiny_llama, steps=TWICE, enable_prefix_caching=False, **engine)
+            for name, engine in OTHER_NUMBERS.items()
+        },
     }
     results, log = try_engines(folder, list(engines.values()), ASKING)
     logs = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
@@ -87,6 +94,19 @@ def test_tokens_equal_those_of_eager_steps(runs: dict[str, Run], way: str) -> No
     for place in range(len(WORK) - 1):
         assert tokens(runs[way].steps[place]) == tokens(runs["eager"].steps[place]), WORK[place]
     assert runs[way].steps[4][1]["num_cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", OTHER_NUMBERS)
+def test_tokens_equal_those_of_eager_steps_in_other_numbers(runs: dict[str, Run], name: str) -> None:
+    steps = runs[name].steps
+    half = len(TWICE) // 2
+    [replayed], [eager] = steps[half - 1], steps[-1]
+    for place in range(half - 1):
+        assert tokens(steps[place]) == tokens(steps[half + 1 + place]), TWICE[place]
+    assert len({tuple(answer) for answer in tokens(steps[2])}) == len(PROMPTS)
+    assert replayed["replays"] >= 5 * (TOKENS - 1) - 20
+    assert eager["replays"] == replayed["replays"]
+    assert eager["given_up"] == 0
 
 
 def test_answers_depend_on_the_prompt(runs: dict[str, Run]) -> None:

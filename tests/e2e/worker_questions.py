@@ -167,6 +167,11 @@ def replays(worker: Any) -> dict[str, int]:
     }
 
 
+def suspend_graphs(worker: Any) -> None:
+    """Steps are eager from now on."""
+    worker.model_runner.model.suspended = True
+
+
 def plant_stale_input(worker: Any) -> None:
     """From now on the model gets a copy of its token ids instead of the buffer that was captured."""
     forward = worker.model_runner._model_forward
