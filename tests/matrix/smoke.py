@@ -17,7 +17,7 @@ import torch
 from engine import batch, greedy, job, run_engines
 from server import Server
 
-from vllm_backplane.models import DEFAULT, obtain
+from vllm_backplane.models import DEFAULT, FULL_PRECISION, obtain
 
 TOKENS = 24
 PROMPTS = prompts.SHORT[:6]
@@ -46,7 +46,7 @@ def offline(folder: Path) -> None:
     """Several prompts at once through `LLM`: the tokens are transformers' own."""
     from transformers import AutoTokenizer
 
-    model = obtain(DEFAULT.name)
+    model = obtain(FULL_PRECISION.name)
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = [tokenizer.encode(text) for text in PROMPTS]
     [result] = run_engines(folder, [job(model, batch(ids, greedy(TOKENS)))])
