@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from expert_kernel_cases import expert_shapes
+from expert_kernel_cases import expert_shapes, wrong_experts
 from lora_kernel_cases import FLOATS, lora_shapes
+from special_numbers import special
 
 OPERATOR_TESTS = Path(__file__).resolve().parents[1] / "ops"
 NAN, INF = float("nan"), float("inf")
@@ -27,9 +28,9 @@ EXPECTED_KERNELS = {
     "blocked_linear", "compute_slot_mapping", "fatrelu_and_mul", "fused_add_gemma_rms_norm", "fused_add_rms_norm",
     "gelu", "gelu_and_mul", "gelu_fast", "gelu_new", "gemma_rms_norm", "greedy_argmax", "kv_cache_write",
     "kv_cache_zero_blocks", "linear", "logits", "lora_expand", "lora_shrink", "moe_experts", "moe_route",
-    "mul_and_silu", "paged_attention", "quantized_linear", "quick_gelu", "relu2", "rms_norm",
-    "rotary_embedding", "silu_and_mul", "silu_and_mul_with_clamp", "swigluoai_and_mul", "tally_values",
-    "top_k_top_p_mask", "varlen_attention",
+    "mul_and_silu", "paged_attention", "quantized_linear", "quick_gelu", "relu2", "rms_norm", "rotary_embedding",
+    "silu_and_mul", "silu_and_mul_with_clamp", "swigluoai_and_mul", "tally_values", "top_k_top_p_mask",
+    "varlen_attention",
 }  # fmt: skip
 
 Report = dict[str, list[str]]
@@ -110,16 +111,6 @@ def over_samples() -> Iterator[str]:
 
 
 WIDTHS = (1, 3, 4, 7, 8, 15, 16, 17, 31, 33, 48, 72, 80, 96, 577, 4096)
-
-
-def special(*shape: int) -> torch.Tensor:
-    """Numbers over the range of half precision, with NaN, infinities, zeros and subnormals among them."""
-    values = torch.randn(shape) * torch.exp2(torch.randint(-28, 18, shape).float())
-    flat = values.flatten()
-    for number in (NAN, INF, -INF, 0.0, -0.0, 6e-8, -5.9e-8, 65504.0, 65519.0, 65520.0, 3.4e38, 1e-40):
-        if flat.numel() > 40:
-            flat[torch.randint(flat.numel(), (2,))] = number
-    return flat.view(shape)
 
 
 def norm_shapes() -> Iterator[str]:
@@ -460,6 +451,7 @@ def refusals() -> Iterator[str]:
         (ops.gelu, (torch.zeros(2, 4), "sigmoid"), "sigmoid"),
         (ops.rms_norm, (torch.zeros(2, 4), torch.zeros(3), 1e-5), "weight"),
         (ops.top_k_top_p_mask, (torch.zeros(2, 4).double(), torch.ones(2).int(), None), "float32"),
+        *wrong_experts(),
     ]
     for operator, args, message in wrong:
         try:

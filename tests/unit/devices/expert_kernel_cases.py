@@ -34,15 +34,15 @@ def expert_shapes() -> Iterator[str]:
             for renormalize in (False, True):
                 args = (logits, top_k, renormalize, scoring)
                 yield from compare(ops.moe_route, args, f"{n} experts, {scoring}, {renormalize}", 1e-5)
-    yield from refusals()
 
 
-def refusals() -> Iterator[str]:
+def wrong_experts() -> list[tuple[Any, tuple[Any, ...], str]]:
+    """Calls that are refused, with a word of what is said."""
     from vllm_backplane import ops
 
     good = experts(4, 8, 8, 3, 2, "silu", torch.float32)
     logits = torch.zeros(1, 8)
-    wrong: list[tuple[Any, tuple[Any, ...], str]] = [
+    return [
         (ops.moe_experts, (*good[:5], "silo"), "unknown activation"),
         (ops.moe_experts, (good[0][:, :7], *good[1:]), "does not fit"),
         (ops.moe_experts, (*good[:4], good[4][:3], "silu"), "ids of"),
@@ -52,13 +52,6 @@ def refusals() -> Iterator[str]:
         (ops.moe_route, (logits, 2, True, "softmax", None, 3, 1), "3 groups"),
         (ops.moe_route, (logits, 2, True, "softmax", torch.zeros(7)), "a bias"),
     ]
-    for operator, args, message in wrong:
-        try:
-            operator(*args)
-        except RuntimeError as error:
-            if message in str(error):
-                continue
-        yield f"{operator.name}: did not refuse with {message!r}"
 
 
 def experts(

@@ -1,0 +1,17 @@
+"""Numbers that kernels get wrong first."""
+
+from __future__ import annotations
+
+import torch
+
+NAN, INF = float("nan"), float("inf")
+
+
+def special(*shape: int) -> torch.Tensor:
+    """Numbers over the range of half precision, with NaN, infinities, zeros and subnormals among them."""
+    values = torch.randn(shape) * torch.exp2(torch.randint(-28, 18, shape).float())
+    flat = values.flatten()
+    for number in (NAN, INF, -INF, 0.0, -0.0, 6e-8, -5.9e-8, 65504.0, 65519.0, 65520.0, 3.4e38, 1e-40):
+        if flat.numel() > 40:
+            flat[torch.randint(flat.numel(), (2,))] = number
+    return flat.view(shape)
