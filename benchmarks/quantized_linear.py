@@ -37,8 +37,8 @@ from vllm_backplane.devices.cpu.graphs import CpuGraph
 
 # (output features, input size): SmolLM2-135M's projections and logits, and one of a 0.5B- and a 1.5B-class model each.
 SHAPES = ((576, 576), (1536, 576), (49152, 576), (896, 4864), (1536, 8960))
-FORMATS = {8: (64, False), 4: (32, True)}
-"""Group and offsets by bits, as --quantization int8 and int4 make them."""
+FORMATS = {"int8": (8, 64, False), "int4": (4, 32, True), "Q8_0": (8, 32, False), "Q4_0": (4, 32, False)}
+"""Bits, group and offsets, as --quantization int8 and int4 make them, and as two types of GGUF have them."""
 COLD_BYTES = 256 << 20
 MANY_ROWS = 64
 Call = Callable[[], Any]
@@ -192,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 256, 1024])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["int8", "int4"], help="default: int8 int4")
     parser.add_argument("--group", type=int, help="weights that share a scale; 0: all of a row; default: the format's")
     parser.add_argument("--offsets", action=argparse.BooleanOptionalAction, help="default: the format's")
     parser.add_argument("--products", default="", help="a set of instructions by name; default: the best")
@@ -217,10 +218,11 @@ def main() -> None:
     for n, k in shapes:
         for rows in args.rows:
             made = {}
-            for bits, (group, offsets) in FORMATS.items():
+            for name in args.formats:
+                bits, group, offsets = FORMATS[name]
                 group = group if args.group is None else args.group
                 offsets = offsets if args.offsets is None else args.offsets
-                made[f"int{bits}"] = ours(rows, n, k, bits, group, offsets)
+                made[name] = ours(rows, n, k, bits, group, offsets)
             calls = {name: call for name, (call, _) in made.items()}
             if args.peers:
                 calls |= {name: make(rows, n, k) for name, make in PEERS.items()}
