@@ -188,7 +188,15 @@ BACKPLANE_INLINE void weigh_by_query(const Layer& layer, const State& state, int
                                      int32_t count, float* scores, int64_t stride) {
   for (int64_t m = begin; m < end; m += W) {
     Weighing<W> weighing = begin_weighing<W>(layer, state, m, first, count, scores + m, stride);
-    for (int32_t k = 0; k < count; ++k) {
+    int32_t k = 0;
+    for (; k + 2 <= count; k += 2) {  // a weight is a chain of operations that wait for each other
+      const Floats<W> w[2] = {weighing.weight(load<W>(scores + k * stride + m)),
+                              weighing.weight(load<W>(scores + (k + 1) * stride + m))};
+      store<W>(scores + k * stride + m, w[0]);
+      store<W>(scores + (k + 1) * stride + m, w[1]);
+      weighing.total += w[0] + w[1];
+    }
+    for (; k < count; ++k) {
       const Floats<W> w = weighing.weight(load<W>(scores + k * stride + m));
       store<W>(scores + k * stride + m, w);
       weighing.total += w;

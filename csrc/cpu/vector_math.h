@@ -48,19 +48,19 @@ BACKPLANE_INLINE Floats<W> reciprocal(Floats<W> x) {
   return 1.0f / x;
 }
 
-// 2 to the power of x, which is no more than a rounding error above zero. Zero below the smallest normal number. A
-// NaN stays one if its lowest nine bits are zero, as they are in those that processors make or that were 16 bits wide.
+// 2 to the power of x, which is no more than a rounding error above zero. Zero below the smallest normal number; NaN
+// stays NaN.
 template <int W>
 BACKPLANE_INLINE Floats<W> power_of_two(Floats<W> x) {
-  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: leaves the integer part
+  // 1.5 * 2^23 leaves the integer part, and 127 makes it the exponent of the whole power.
+  constexpr float kRounder = 12582912.0f + 127.0f;
   const Floats<W> shifted = x + kRounder;
-  const Floats<W> f = x - (shifted - kRounder);
-  Floats<W> p = f * 1.32764712e-3f + 9.67554133e-3f;
-  p = p * f + 5.55071328e-2f;
-  p = p * f + 2.40221197e-1f;
-  p = p * f + 6.93146967e-1f;
-  p = p * f + 1.00000007f;
-  const Floats<W> y = bits_as<Floats<W>>(Words<W>(bits_as<Words<W>>(p) + (bits_as<Words<W>>(shifted) << 23)));
+  const Floats<W> f = x - (shifted - kRounder), ff = f * f;
+  const Floats<W> whole = bits_as<Floats<W>>(Words<W>(bits_as<Words<W>>(shifted) << 23));
+  // (2^f - 1) / f, in two halves that do not wait for each other.
+  const Floats<W> low = f * 2.40221197e-1f + 6.93146967e-1f;
+  const Floats<W> high = ff * 1.32764712e-3f + (f * 9.67554133e-3f + 5.55071328e-2f);
+  const Floats<W> y = (whole * f) * (ff * high + low) + whole;
   return x < -126.0f ? Floats<W>{} : y;
 }
 
