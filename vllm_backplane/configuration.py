@@ -50,6 +50,7 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
             f"{wanted} workers were asked for on this host (tensor x pipeline parallel), and device "
             f"{device.name!r} has {cards} card(s); lower --tensor-parallel-size or --pipeline-parallel-size"
         )
+    device.refuse_workers(_workers_of_all_replicas(config))
     kv_dtype = config.cache_config.cache_dtype
     if kv_dtype not in can.kv_cache_dtypes:
         raise BackplaneError(
@@ -144,13 +145,15 @@ def workers_on_host(config: VllmConfig) -> int:
     return int(recorded or config.parallel_config.local_world_size)
 
 
-def set_worker(config: VllmConfig) -> None:
+def _workers_of_all_replicas(config: VllmConfig) -> int:
     parallel = config.parallel_config
+    return parallel.local_world_size * max(parallel.data_parallel_size_local, 1)
+
+
+def set_worker(config: VllmConfig) -> None:
     if isinstance(config.additional_config, dict):
         # vLLM makes each replica of a dense model forget the others before its workers start.
-        config.additional_config.setdefault(
-            _WORKERS_ON_HOST, parallel.local_world_size * max(parallel.data_parallel_size_local, 1)
-        )
+        config.additional_config.setdefault(_WORKERS_ON_HOST, _workers_of_all_replicas(config))
     if config.parallel_config.worker_cls == "auto":
         config.parallel_config.worker_cls = WORKER
 

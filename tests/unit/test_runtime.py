@@ -28,7 +28,7 @@ def test_the_device_is_one_object_and_is_loaded_once(monkeypatch: pytest.MonkeyP
     loads = []
     monkeypatch.setattr(CpuDevice, "load", lambda self: loads.append(self))
     first = runtime()
-    second = configured({"backplane": {"cpu": {"threads": 3}}})
+    second = configured({"backplane": {"cpu": {"threads": 1}}})
     third = configured({})
     assert first.device is second.device is third.device
     assert loads == [first.device]
@@ -36,7 +36,7 @@ def test_the_device_is_one_object_and_is_loaded_once(monkeypatch: pytest.MonkeyP
 
 def test_a_configuration_changes_the_settings_of_that_device() -> None:
     assert runtime().device.settings["threads"] is None
-    assert configured({"backplane": {"cpu": {"threads": 3}}}).device.settings["threads"] == 3
+    assert configured({"backplane": {"cpu": {"threads": 1}}}).device.settings["threads"] == 1
     assert configured({"backplane": {"memory_share": 0.25}}).setting("memory_share") == 0.25
 
 
@@ -83,6 +83,7 @@ OWN = {  # additions of ours; everything else must override something upstream
         "_card",
         "_check_copies",
         "watch",
+        "_index_on_host",
         "_workers_on_host",
         "_freeze_operators",
         "_profile_activations",

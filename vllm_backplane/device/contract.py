@@ -244,5 +244,13 @@ class Device(ABC):
         card, before anything computed with it is used. Returns None; or, where that is not done, the reason."""
         return "the device does not offer it (Device.check_copies)"
 
+    def refuse_workers(self, workers_on_host: int) -> None:
+        """Raise an OptionError where the settings do not allow so many workers on this host. Called when a
+        configuration is made, before any of them is started."""
+
+    def place_worker(self, index: int, workers_on_host: int) -> None:
+        """Choose where the process of this worker runs, the `index`-th of its host. Called first of all in it: memory
+        belongs to the cores that touch it first."""
+
     def prepare_worker(self, workers_on_host: int) -> None:
-        """Set up the process that will compute: threads, affinity. Called after weights are loaded."""
+        """Set up the process that will compute: threads. Called after weights are loaded."""

@@ -72,6 +72,7 @@ class BackplaneWorker(Worker):
             # What was imported stays: the collections that measuring memory asks for would each walk through all of it.
             # In a process of the user's own, what is there is not ours to keep.
             gc.freeze()
+        self.accelerator.place_worker(self._index_on_host(), self._workers_on_host())
         self.card = self._card()
         self.device = self.accelerator.torch_device(self.card)
         self.accelerator.set_current(self.card)
@@ -111,8 +112,7 @@ class BackplaneWorker(Worker):
             # For platforms other than its own, vLLM gives each data-parallel replica a list of its cards alone.
             set_assigned_physical_gpu_ids(parallel.assigned_physical_gpu_ids)
         else:
-            replica = parallel.data_parallel_rank_local
-            logical += (parallel.data_parallel_index if replica is None else replica) * parallel.world_size
+            logical = self._index_on_host()
         card = current_platform.logical_device_id_to_visible_device_id(logical)
         count = self.runtime.selection.probe.count
         if card >= count:
@@ -121,6 +121,14 @@ class BackplaneWorker(Worker):
                 f"parallel sizes or correct {self.accelerator.visible_cards_variable}"
             )
         return int(card)
+
+    def _index_on_host(self) -> int:
+        """This worker's number among all of the host's, those of data-parallel replicas included."""
+        parallel = self.parallel_config
+        replica = parallel.data_parallel_rank_local
+        return int(
+            self.local_rank + (parallel.data_parallel_index if replica is None else replica) * parallel.world_size
+        )
 
     def _workers_on_host(self) -> int:
         return configuration.workers_on_host(self.vllm_config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import platform
 import weakref
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties, fork_safety, host
-from vllm_backplane.devices.cpu import native, promised
+from vllm_backplane.devices.cpu import native, promised, threads
 from vllm_backplane.devices.cpu.graphs import CpuGraph
 from vllm_backplane.devices.cpu.sleeping import SleepPool, folder_on_disk, unfit
 from vllm_backplane.graph import Graph
@@ -44,8 +44,18 @@ class CpuDevice(Device):
             "threads",
             None,
             integer(1),
-            "Threads per worker; default: OMP_NUM_THREADS, else the cores this process may use, divided among the "
-            "workers of the host.",
+            "Threads per worker; default: OMP_NUM_THREADS, or a worker's share of the cores where that is less; "
+            "without it, the physical cores that this process may use, less one from 8 on, divided among the workers "
+            "of the host. More than there are hardware threads is an error, for all workers together. docs/parallel.md "
+            "says more.",
+        ),
+        Option(
+            "bind",
+            threads.AUTO,
+            threads.binding,
+            "Cores that the workers of the host are bound to, such as 0-7,16-23, divided among them in that order; "
+            "off: none; auto: several workers on a machine of several NUMA nodes each get cores of one node, unless a "
+            "container's quota says that others use them too.",
         ),
         Option(
             "sleep_folder",
@@ -79,9 +89,15 @@ class CpuDevice(Device):
         return () if fault is None else (fault,)
 
     def faulty_settings(self) -> tuple[tuple[str, str], ...]:
+        found = threads.faults(self._machine, self.settings["threads"], self.settings["bind"])
         stated = self.settings["sleep_folder"]
         reason = unfit(Path(stated)) if stated else None
-        return () if reason is None else ((f"cpu.sleep_folder: {stated} {reason}", "name a folder on a disk"),)
+        if reason is not None:
+            found = (*found, (f"cpu.sleep_folder: {stated} {reason}", "name a folder on a disk"))
+        return found
+
+    def refuse_workers(self, workers_on_host: int) -> None:
+        threads.refuse(self._machine, workers_on_host, self.settings["threads"], self.settings["bind"])
 
     def properties(self, index: int = 0) -> Properties:
         return Properties(name=self._model_name, uuid=f"cpu-{platform.node()}", compute_units=host.usable_cores())
@@ -152,10 +168,23 @@ class CpuDevice(Device):
     def new_graph(self, index: int = 0) -> Graph:
         return CpuGraph()
 
+    def place_worker(self, index: int, workers_on_host: int) -> None:
+        cpus = self._share_of(index, workers_on_host).cpus
+        # A process that is the user's own has other things to do than ours, so there it must be asked for.
+        is_ours = multiprocessing.parent_process() is not None
+        if cpus is not None and (is_ours or self.settings["bind"] != threads.AUTO):
+            threads.bind(cpus)
+
     def prepare_worker(self, workers_on_host: int) -> None:
-        torch.set_num_threads(
-            self.settings["threads"] or stated_threads() or max(host.usable_cores() // workers_on_host, 1)
-        )
+        torch.set_num_threads(self._share_of(0, workers_on_host).threads)
+
+    def _share_of(self, index: int, workers: int) -> threads.Share:
+        return threads.share(self._machine, index, workers, self.settings["threads"], self.settings["bind"])
+
+    @cached_property
+    def _machine(self) -> threads.Machine:
+        """As it is before a worker is bound to a part of it."""
+        return threads.machine()
 
     @cached_property
     def _model_name(self) -> str:
@@ -166,9 +195,3 @@ class CpuDevice(Device):
         except OSError:
             return platform.processor() or platform.machine()
         return platform.machine()
-
-
-def stated_threads() -> int | None:
-    """OMP_NUM_THREADS as the user set it; vLLM sets it too, and then says so."""
-    stated = os.environ.get("OMP_NUM_THREADS", "")
-    return int(stated) if stated.isdigit() and "VLLM_OMP_NUM_THREADS_SET_BY_VLLM" not in os.environ else None
