@@ -26,6 +26,7 @@ from vllm_backplane.ops.operator import Operator
 from vllm_backplane.ops.resolution import has_kernel
 
 BLOCK_SIZE = 16
+CHANGE_LOGITS = (ops.top_k_top_p_mask, ops.min_p_mask, ops.apply_penalties, ops.allowed_tokens_mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,15 @@ def cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
         yield Case(ops.top_k_top_p_mask, f"{requests} rows, k 50", (logits, top_k, None))
         yield Case(ops.top_k_top_p_mask, f"{requests} rows, k 50, p 0.9", (logits, top_k, top_p))
         yield Case(ops.top_k_top_p_mask, f"{requests} rows, p 0.9", (logits, None, top_p))
+        yield Case(ops.min_p_mask, f"{requests} rows, 0.05", (logits, torch.full((requests,), 0.05)))
+        ids = torch.randint(shape.vocabulary, (requests, 512))
+        penalties = (torch.full((requests,), 0.1), torch.full((requests,), 0.1), torch.full((requests,), 1.1))
+        yield Case(ops.apply_penalties, f"{requests} rows, 512 + 512 ids", (logits, ids, ids, *penalties))
+        few = torch.zeros(requests, -(-shape.vocabulary // 32), dtype=torch.int32)
+        few[:, 7] = 5
+        yield Case(ops.allowed_tokens_mask, f"{requests} rows, 2 allowed", (logits, few))
+        yield Case(ops.allowed_tokens_mask, f"{requests} rows, 2 forbidden", (logits, ~few))
+        yield Case(ops.sample_by_race, f"{requests} rows", (logits.softmax(-1), torch.rand_like(logits) + 1e-6))
 
 
 def timed(call: Callable[[], Any], calls: int) -> float:
@@ -156,11 +166,11 @@ def timed(call: Callable[[], Any], calls: int) -> float:
 
 
 def measure(case: Case, rounds: int, seconds: float) -> Timing:
-    # The operators write in place; repeated, that changes values and not the work, but for the logits, which would all
-    # be masked from the second time on.
+    # The operators write in place; repeated, that changes values and not the work, but for the logits, which would be
+    # masked from the second time on, and are put back each time on both sides.
     fresh = case.args
     restore = None
-    if case.operator is ops.top_k_top_p_mask:
+    if case.operator in CHANGE_LOGITS:
         kept = case.args[0].clone()
         fresh = (kept.clone(), *case.args[1:])
         restore = (fresh[0], kept)

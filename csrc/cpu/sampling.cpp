@@ -1,6 +1,6 @@
-// Arg-max, and the masks of top-k and top-p without sorting the vocabulary.
+// Arg-max, and the masks of min-p, top-k and top-p, without sorting the vocabulary.
 //
-// Both masks need one border value per row. The k-th largest is found in one pass that keeps the candidates seen so
+// The last two need one border value per row. The k-th largest is found in one pass that keeps the candidates seen so
 // far; what is at or below the bar they have raised is skipped a vector at a time. The border of top-p lies in one of
 // many buckets of nearly equal logits, found by their mass; only that bucket is sorted.
 
@@ -8,97 +8,35 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
-#include <cmath>
-#include <limits>
-#include <vector>
-
-#include "isa.h"
-#include "rows.h"
+#include "arg_max.h"
 #include "vector_math.h"
 
 namespace backplane::cpu {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int64_t kPiece = 1 << 15;     // elements of a row that one thread looks through at a time
-constexpr int64_t kStretch = 1 << 11;   // elements whose maximum is taken before it is compared with the best
-constexpr int64_t kSortAtOnce = 4096;   // up to here sorting costs less than buckets
+constexpr int64_t kSortAtOnce = 4096;  // up to here sorting costs less than buckets
 // Beyond this distance from the largest logit even 2^18 tokens have less mass than the smallest 1 - p.
 constexpr int64_t kBuckets = 4096;
 constexpr float kBucketsPerUnit = 128.0f;
-
-struct Best {
-  float value = -kInfinity;
-  int64_t index = 0;
-};
-
-// The first of the largest; a NaN counts as larger than everything, as in torch.argmax.
-template <class T>
-struct ArgMax {
-  template <int W>
-  static BACKPLANE_INLINE void run(const T* x, int64_t n, Best* best) {
-    for (int64_t start = 0; start < n; start += kStretch) {
-      const int64_t count = n - start < kStretch ? n - start : kStretch;
-      const T* part = x + start;
-      Floats<W> peak[2] = {all<W>(-kInfinity), all<W>(-kInfinity)};
-      Floats<W> nan{};
-      int64_t i = 0;
-      for (; i + 2 * W <= count; i += 2 * W) {
-        const Floats<W> a = read<W>(part + i), b = read<W>(part + i + W);
-        nan = a != a ? a : nan;
-        nan = b != b ? b : nan;
-        peak[0] = larger<W>(a, peak[0]);
-        peak[1] = larger<W>(b, peak[1]);
-      }
-      float top = largest<W>(larger<W>(peak[0], peak[1]));
-      bool has_nan = std::isnan(sum<W>(nan));
-      for (; i < count; ++i) {
-        const float v = static_cast<float>(part[i]);
-        has_nan |= v != v;
-        top = v > top ? v : top;
-      }
-      if (!has_nan && !(top > best->value)) continue;
-      for (i = 0; i < count; ++i) {
-        const float v = static_cast<float>(part[i]);
-        if (has_nan ? v != v : v == top) break;
-      }
-      best->value = has_nan ? std::numeric_limits<float>::quiet_NaN() : top;
-      best->index = start + i;
-      if (has_nan) return;
-    }
-  }
-};
 
 at::Tensor greedy_argmax(const at::Tensor& logits) {
   TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, "greedy_argmax: logits of ", logits.sizes(),
               " have no largest; [batch, vocabulary] is needed");
   if (!is_float_type(logits.scalar_type())) return logits.argmax(-1);
   const at::Tensor from = logits.stride(1) == 1 ? logits : logits.contiguous();
-  const int64_t rows = from.size(0), n = from.size(1), pieces = (n + kPiece - 1) / kPiece;
-  at::Tensor out = at::empty({rows}, logits.options().dtype(at::kLong));
-  int64_t* chosen = out.mutable_data_ptr<int64_t>();
-  std::vector<Best> found(rows * pieces);
+  at::Tensor out = at::empty({from.size(0)}, logits.options().dtype(at::kLong));
   with_float_type(from.scalar_type(), "greedy_argmax", [&](auto tag) {
     using T = decltype(tag);
     const T* data = elements<T>(from);
     const int64_t stride = from.stride(0);
     const auto search = pick<ArgMax<T>>();
-    at::parallel_for(0, rows * pieces, rows_per_thread(std::min(n, kPiece) / 2), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t start = i % pieces * kPiece;
-        search(data + i / pieces * stride + start, std::min(kPiece, n - start), &found[i]);
-        found[i].index += start;
-      }
-    });
+    first_of_largest(from.size(0), from.size(1), out.mutable_data_ptr<int64_t>(),
+                     [&](int64_t row, int64_t start, int64_t count) {
+                       Best best;
+                       search(data + row * stride + start, count, &best);
+                       return best;
+                     });
   });
-  for (int64_t r = 0; r < rows; ++r) {
-    Best best = found[r * pieces];
-    for (int64_t p = 1; p < pieces && !std::isnan(best.value); ++p) {
-      const Best& next = found[r * pieces + p];
-      if (next.value > best.value || std::isnan(next.value)) best = next;
-    }
-    chosen[r] = best.index;
-  }
   return out;
 }
 
@@ -185,19 +123,22 @@ struct Weigh {
   }
 };
 
+// `fine`: no NaN, and nothing infinite but what is forbidden.
 struct Largest {
   template <int W>
   static BACKPLANE_INLINE void run(const float* x, int64_t n, float* top, bool* fine) {
-    Floats<W> peak = all<W>(-kInfinity);
-    Floats<W> odd{};
+    Floats<W> peak[2] = {all<W>(-kInfinity), all<W>(-kInfinity)};
+    Floats<W> odd[2] = {};
     int64_t i = 0;
-    for (; i + W <= n; i += W) {
-      const Floats<W> v = load<W>(x + i);
-      odd = v < kInfinity ? odd : all<W>(1.0f);
-      peak = larger<W>(v, peak);
+    for (; i + 2 * W <= n; i += 2 * W) {
+      for (int part = 0; part < 2; ++part) {
+        const Floats<W> v = load<W>(x + i + part * W);
+        odd[part] = v < kInfinity ? odd[part] : all<W>(1.0f);
+        peak[part] = larger<W>(v, peak[part]);
+      }
     }
-    *top = largest<W>(peak);
-    *fine = sum<W>(odd) == 0.0f;
+    *top = largest<W>(larger<W>(peak[0], peak[1]));
+    *fine = sum<W>(odd[0] + odd[1]) == 0.0f;
     for (; i < n; ++i) {
       *fine &= x[i] < kInfinity;
       *top = x[i] > *top ? x[i] : *top;
@@ -215,6 +156,32 @@ struct MaskBelow {
     }
     for (; i < n; ++i)
       if (x[i] < bar) x[i] = -kInfinity;
+  }
+};
+
+// Tokens less likely than `share` of the likeliest go. Those below `low`, which is less than the logarithm of the share,
+// are nearly all of them, and go without being weighed.
+struct MaskUnlikely {
+  template <int W>
+  static BACKPLANE_INLINE Floats<W> likely(Floats<W> v, float peak, float share) {
+    return exponential<W>(v - peak) < share ? all<W>(-kInfinity) : v;
+  }
+
+  template <int W>
+  static BACKPLANE_INLINE void run(float* x, int64_t n, float peak, float share, float low) {
+    int64_t i = 0;
+    for (; i + 4 * W <= n; i += 4 * W) {
+      const Floats<W> a = load<W>(x + i), b = load<W>(x + i + W), c = load<W>(x + i + 2 * W), d = load<W>(x + i + 3 * W);
+      const bool weigh = !(largest<W>(larger<W>(larger<W>(a, b), larger<W>(c, d))) - peak < low);
+      store<W>(x + i, weigh ? likely<W>(a, peak, share) : all<W>(-kInfinity));
+      store<W>(x + i + W, weigh ? likely<W>(b, peak, share) : all<W>(-kInfinity));
+      store<W>(x + i + 2 * W, weigh ? likely<W>(c, peak, share) : all<W>(-kInfinity));
+      store<W>(x + i + 3 * W, weigh ? likely<W>(d, peak, share) : all<W>(-kInfinity));
+    }
+    for (; i < n; i += W) {
+      const int64_t count = n - i < W ? n - i : W;
+      write_some<W>(x + i, likely<W>(read_some<W>(x + i, count), peak, share), count);
+    }
   }
 };
 
@@ -358,10 +325,50 @@ void top_k_top_p_mask(const at::Tensor& logits, const std::optional<at::Tensor>&
   if (!work.is_same(logits)) logits.copy_(work);
 }
 
+// A row with a NaN or an infinite logit, or without any token left, has no probabilities to compare: it stays.
+void min_p_mask(const at::Tensor& logits, const at::Tensor& min_p) {
+  const char* name = "min_p_mask";
+  TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == at::kFloat, name, ": logits must be float32 [batch, "
+              "vocabulary], got ", logits.scalar_type(), " ", logits.sizes());
+  const int64_t rows = logits.size(0), n = logits.size(1);
+  TORCH_CHECK(min_p.numel() == rows, name, ": min_p has shape ", min_p.sizes(), " for ", rows, " rows");
+  if (rows == 0 || n == 0) return;
+  const at::Tensor work = logits.stride(1) == 1 ? logits : logits.contiguous();
+  const at::Tensor shares = min_p.to(at::kFloat).contiguous();
+  const float* share = shares.const_data_ptr<float>();
+  float* data = work.mutable_data_ptr<float>();
+  const int64_t stride = work.stride(0);
+  const auto find_peak = pick<Largest>();
+  const auto mask = pick<MaskUnlikely>();
+  constexpr float kSlack = 1e-3f;  // far more than logarithm and exponential are wrong by
+  const int64_t pieces = (n + kPiece - 1) / kPiece;
+  const auto each_piece = [&](const auto& call) {  // of the rows that have something to exclude
+    at::parallel_for(0, rows * pieces, rows_per_thread(std::min(n, kPiece) / 2), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t row = i / pieces, start = i % pieces * kPiece;
+        if (share[row] > 0.0f) call(row, i, data + row * stride + start, std::min(kPiece, n - start));
+      }
+    });
+  };
+  std::vector<Best> peaks(rows * pieces);
+  each_piece([&](int64_t, int64_t piece, const float* x, int64_t count) {
+    bool fine = true;
+    find_peak(x, count, &peaks[piece].value, &fine);
+    if (!fine) peaks[piece].value = std::numeric_limits<float>::quiet_NaN();
+  });
+  each_piece([&](int64_t row, int64_t, float* x, int64_t count) {
+    Best peak = peaks[row * pieces];
+    for (int64_t p = 1; p < pieces; ++p) peak.meet(peaks[row * pieces + p]);
+    if (peak.value > -kInfinity) mask(x, count, peak.value, share[row], std::log(share[row]) - kSlack);
+  });
+  if (!work.is_same(logits)) logits.copy_(work);
+}
+
 }  // namespace
 }  // namespace backplane::cpu
 
 TORCH_LIBRARY_IMPL(backplane, CPU, library) {
   library.impl("greedy_argmax", &backplane::cpu::greedy_argmax);
+  library.impl("min_p_mask", &backplane::cpu::min_p_mask);
   library.impl("top_k_top_p_mask", &backplane::cpu::top_k_top_p_mask);
 }

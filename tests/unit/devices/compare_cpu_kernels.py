@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from choosing_kernel_cases import drawn_tokens, forbidden_tokens, penalized_tokens, wrong_choices
 from expert_kernel_cases import expert_shapes, wrong_experts
 from lora_kernel_cases import FLOATS, lora_shapes
 from special_numbers import special
@@ -25,12 +26,12 @@ NAN, INF = float("nan"), float("inf")
 FLOAT32_BOUND = 4e-6  # products of some hundred terms, summed in another order
 NO_SUCH_ISA = 77
 EXPECTED_KERNELS = {
-    "blocked_linear", "compute_slot_mapping", "fatrelu_and_mul", "fused_add_gemma_rms_norm", "fused_add_rms_norm",
-    "gelu", "gelu_and_mul", "gelu_fast", "gelu_new", "gemma_rms_norm", "greedy_argmax", "kv_cache_write",
-    "kv_cache_zero_blocks", "linear", "logits", "lora_expand", "lora_shrink", "moe_experts", "moe_route",
-    "mul_and_silu", "paged_attention", "quantized_linear", "quick_gelu", "relu2", "rms_norm", "rotary_embedding",
-    "silu_and_mul", "silu_and_mul_with_clamp", "swigluoai_and_mul", "tally_values", "top_k_top_p_mask",
-    "varlen_attention",
+    "allowed_tokens_mask", "apply_penalties", "blocked_linear", "compute_slot_mapping", "fatrelu_and_mul",
+    "fused_add_gemma_rms_norm", "fused_add_rms_norm", "gelu", "gelu_and_mul", "gelu_fast", "gelu_new",
+    "gemma_rms_norm", "greedy_argmax", "kv_cache_write", "kv_cache_zero_blocks", "linear", "logits", "lora_expand",
+    "lora_shrink", "min_p_mask", "moe_experts", "moe_route", "mul_and_silu", "paged_attention", "quantized_linear",
+    "quick_gelu", "relu2", "rms_norm", "rotary_embedding", "sample_by_race", "silu_and_mul",
+    "silu_and_mul_with_clamp", "swigluoai_and_mul", "tally_values", "top_k_top_p_mask", "varlen_attention",
 }  # fmt: skip
 
 Report = dict[str, list[str]]
@@ -179,14 +180,8 @@ def rotary_shapes() -> Iterator[str]:
                     angles = torch.rand(50, rotary // 2) * 7
                     table = torch.cat((angles.cos(), angles.sin()), -1).to(table_dtype)
                     fused = torch.randn(6, 7 * head).to(dtype)
-                    args = (
-                        torch.randint(50, (6,)),
-                        fused[:, : 4 * head],
-                        fused[:, 4 * head : 6 * head],
-                        table,
-                        head,
-                        neox,
-                    )
+                    query, key = fused[:, : 4 * head], fused[:, 4 * head : 6 * head]
+                    args = (torch.randint(50, (6,)), query, key, table, head, neox)
                     yield from compare(ops.rotary_embedding, args, f"{head}/{rotary} {dtype} {table_dtype} {neox}")
                     apart = torch.randn(6, head, 3).to(dtype).transpose(1, 2)
                     args = (torch.randint(50, (2, 3)).int(), apart, None, table, head, neox)
@@ -452,6 +447,7 @@ def refusals() -> Iterator[str]:
         (ops.rms_norm, (torch.zeros(2, 4), torch.zeros(3), 1e-5), "weight"),
         (ops.top_k_top_p_mask, (torch.zeros(2, 4).double(), torch.ones(2).int(), None), "float32"),
         *wrong_experts(),
+        *wrong_choices(),
     ]
     for operator, args, message in wrong:
         try:
@@ -465,7 +461,8 @@ def refusals() -> Iterator[str]:
 
 PARTS = (
     over_samples, norm_shapes, activation_shapes, rotary_shapes, cache_shapes, context_lengths, ragged_batches,
-    sampling_rows, lora_shapes, expert_shapes, thread_counts, refusals,
+    sampling_rows, forbidden_tokens, penalized_tokens, drawn_tokens, lora_shapes, expert_shapes, thread_counts,
+    refusals,
 )  # fmt: skip
 
 
