@@ -19,6 +19,7 @@ import torch
 from choosing_kernel_cases import drawn_tokens, forbidden_tokens, penalized_tokens, wrong_choices
 from expert_kernel_cases import expert_shapes, wrong_experts
 from lora_kernel_cases import FLOATS, lora_shapes
+from odd_kernel_cases import long_contexts, norms_of_odd_numbers, products_of_odd_numbers, rotations_of_odd_numbers
 from special_numbers import special
 
 OPERATOR_TESTS = Path(__file__).resolve().parents[1] / "ops"
@@ -246,8 +247,8 @@ def paged(
             block = order.pop()
             if (column + 1) * block_size > behind:
                 table[request, column] = block
-            for offset in range(block_size):
-                empty[block, offset] = not behind <= column * block_size + offset < length
+            places = torch.arange(column * block_size, (column + 1) * block_size)
+            empty[block] = (places < behind) | (places >= length)
     logical.copy_(logical.masked_fill(empty[:, None, :, None], generator.choice((NAN, INF, -1e30))))
     whole = logical.to(stored) if not inside else cache.to(stored).transpose(1, 2)
     tokens = sum(rows)
@@ -461,8 +462,8 @@ def refusals() -> Iterator[str]:
 
 PARTS = (
     over_samples, norm_shapes, activation_shapes, rotary_shapes, cache_shapes, context_lengths, ragged_batches,
-    sampling_rows, forbidden_tokens, penalized_tokens, drawn_tokens, lora_shapes, expert_shapes, thread_counts,
-    refusals,
+    long_contexts, sampling_rows, forbidden_tokens, penalized_tokens, drawn_tokens, lora_shapes, expert_shapes,
+    norms_of_odd_numbers, rotations_of_odd_numbers, products_of_odd_numbers, thread_counts, refusals,
 )  # fmt: skip
 
 
