@@ -65,6 +65,31 @@ BACKPLANE_INLINE void read_columns(const T* from, Floats<W>* to) {
   }
 }
 
+// ARM widens four neighbours in half precision by one instruction, and would need two more to take pairs apart. So the
+// product takes them as they lie, one of the first vector beside one of the second, and puts its sums in order instead.
+#if defined(__aarch64__)
+template <int W, class T>
+constexpr bool kMixed = W == 4 && std::is_same_v<T, c10::Half>;
+BACKPLANE_INLINE void read_mixed(const c10::Half* from, Floats<4>* to) {
+  float16x8_t both;
+  std::memcpy(&both, from, sizeof both);
+  to[0] = bits_as<Floats<4>>(vcvt_f32_f16(vget_low_f16(both)));
+  to[1] = bits_as<Floats<4>>(vcvt_high_f32_f16(both));
+}
+BACKPLANE_INLINE void put_in_order(Floats<4>* two) {
+  const auto a = bits_as<float32x4_t>(two[0]), b = bits_as<float32x4_t>(two[1]);
+  two[0] = bits_as<Floats<4>>(vuzp1q_f32(a, b));
+  two[1] = bits_as<Floats<4>>(vuzp2q_f32(a, b));
+}
+#else
+template <int W, class T>
+constexpr bool kMixed = false;
+template <class T, class Vector>
+void read_mixed(const T* from, Vector* to);  // only named
+template <class Vector>
+void put_in_order(Vector* two);
+#endif
+
 // tile[row][column] = sum over k of x[row][k] * block[k][column], or that much `more` than it was; tile's rows are
 // adjacent, and hold the columns of all `Blocks` blocks, which lie `block_stride` apart. x is [row][k] with rows
 // `x_stride` apart, or, rearranged for many uses, [k][row] without gaps.
@@ -100,6 +125,9 @@ struct BlockProduct {
       for (; i < k; ++i) step<W, 0>(x, x_stride, i, block, block_stride, sums);
       each<Rows * V>(BACKPLANE_EACH(j) {
         each<Steps - 1>(BACKPLANE_EACH(s) { sums[j] += sums[(s + 1) * Rows * V + j]; });
+      });
+      if constexpr (kMixed<W, T>) each<Rows * V / 2>(BACKPLANE_EACH(pair) { put_in_order(sums + 2 * pair); });
+      each<Rows * V>(BACKPLANE_EACH(j) {
         store<W>(tile + j * W, more ? load<W>(tile + j * W) + sums[j] : sums[j]);
       });
     } else {
@@ -117,7 +145,11 @@ struct BlockProduct {
     if constexpr (!Rearranged && !(Rows == 1 && std::is_same_v<T, float>))
       __builtin_prefetch(block + i * (V * W) + kBytesAhead / sizeof(T));
     each<Blocks>(BACKPLANE_EACH(b) {
-      read_columns<W, Vectors>(block + b * block_stride + i * (Vectors * W), to + b * Vectors);
+      const T* from = block + b * block_stride + i * (Vectors * W);
+      if constexpr (kMixed<W, T>)
+        each<Vectors / 2>(BACKPLANE_EACH(pair) { read_mixed(from + pair * 2 * W, to + b * Vectors + 2 * pair); });
+      else
+        read_columns<W, Vectors>(from, to + b * Vectors);
     });
   }
 
