@@ -1,0 +1,100 @@
+"""Writes every call that the tests of the CPU kernels make, with the reference's results, for `replay_calls.cpp`.
+
+    python record_calls.py FOLDER
+
+Parts of some 60 MB, 0.pt, 1.pt and so on, each a list of (operator, label, arguments, results, written arguments, rtol,
+atol), and `schemas`, a line per operator. Calls with 8-bit floats are left out: PyTorch has no reader of them in C++.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+UNIT_TESTS = Path(__file__).resolve().parents[1] / "unit"
+sys.path[:0] = [str(UNIT_TESTS / "devices"), str(UNIT_TESTS / "ops")]
+
+import compare_cpu_kernels as comparisons  # noqa: E402
+from operator_checks import written  # noqa: E402
+
+from vllm_backplane.devices.cpu import native  # noqa: E402
+from vllm_backplane.ops.operator import EXACT, Tolerance, declared  # noqa: E402
+
+PART_BYTES = 60 << 20
+NOT_CALLS = {"thread_counts", "refusals"}
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors(one)
+
+
+def plain(value: Any) -> Any:
+    """As the reader takes it: lists for tuples, no view of nothing, and only the memory that is used."""
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() == 0:
+        return torch.zeros(value.shape, dtype=value.dtype)
+    return value.detach().clone() if value.is_contiguous() else value.detach()
+
+
+class Recorder:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.calls: list[Any] = []
+        self.parts = self.bytes = self.total = self.left_out = 0
+
+    def compare(
+        self, operator: Any, args: tuple[Any, ...], label: str, bound: float = comparisons.FLOAT32_BOUND
+    ) -> Iterator[str]:
+        """Stands in for the tests' own: the same calls and bounds."""
+        positions = written(operator)
+        expected = comparisons.outcome(operator.reference, args, positions)
+        everything = list(tensors([args, expected]))
+        if any(one.is_floating_point() and one.dtype.itemsize == 1 for one in everything):
+            self.left_out += 1
+            return iter(())
+        kind = expected[0].dtype
+        tolerance = operator.tolerances.get(kind, EXACT)
+        if kind == torch.float32 and tolerance.rtol > 0:
+            tolerance = Tolerance(bound, bound)
+        call = (operator.name, label, tuple(map(plain, args)), plain(expected), list(positions))
+        self.calls.append((*call, float(tolerance.rtol), float(tolerance.atol)))
+        self.bytes += sum(one.untyped_storage().nbytes() for one in everything)
+        if self.bytes > PART_BYTES:
+            self.flush()
+        return iter(())
+
+    def flush(self) -> None:
+        torch.save(self.calls, self.folder / f"{self.parts}.pt")
+        self.total += len(self.calls)
+        self.calls, self.bytes, self.parts = [], 0, self.parts + 1
+
+
+def main() -> None:
+    torch.manual_seed(0)  # as where they are compared: the bounds are those of these numbers
+    recorder = Recorder(Path(sys.argv[1]))
+    assert native.load(), "the kernels are not built; their samples are asked for by name"
+    comparisons.compare = recorder.compare
+    for part in comparisons.PARTS:
+        if part.__name__ not in NOT_CALLS:
+            found = list(part())
+            assert not found, found
+    recorder.flush()
+    schemas = (getattr(torch.ops.backplane, name).default._schema for name in declared())
+    lines = [str(schema).removeprefix("backplane::") for schema in schemas]
+    (recorder.folder / "schemas").write_text("\n".join(lines) + "\n")
+    print(f"{recorder.total} calls; {recorder.left_out} with 8-bit floats left out")
+
+
+if __name__ == "__main__":
+    main()
