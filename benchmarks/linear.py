@@ -17,15 +17,13 @@ import argparse
 import ctypes
 import json
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
-from typing import Any
 
 import torch
+from calls_in_turns import Call, medians
 
 from vllm_backplane import ops
 from vllm_backplane.devices.cpu import native
@@ -36,9 +34,9 @@ LIMIT = "ONEDNN_MAX_CPU_ISA"
 COLD_BYTES = 256 << 20
 
 
-def sides(rows: int, n: int, k: int) -> dict[str, Callable[[], Any]]:
+def sides(rows: int, n: int, k: int) -> dict[str, Call]:
     """Each call multiplies by another copy of the weight, as the layers of a model do: none is in the cache."""
-    result: dict[str, Callable[[], Any]] = {}
+    result: dict[str, Call] = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         x, weight = torch.randn(rows, k).to(dtype), (torch.randn(n, k) * k**-0.5).to(dtype)
         copies = max(2, COLD_BYTES // (weight.numel() * weight.itemsize))
@@ -51,7 +49,7 @@ def sides(rows: int, n: int, k: int) -> dict[str, Callable[[], Any]]:
     return result
 
 
-def reading(threads: int) -> Callable[[], Any]:
+def reading(threads: int) -> Call:
     """Reads COLD_BYTES, each thread its part."""
     buffer = torch.ones(COLD_BYTES, dtype=torch.uint8)
     part = COLD_BYTES // threads
@@ -62,27 +60,6 @@ def reading(threads: int) -> Callable[[], Any]:
         return native.library().backplane_cpu_read_memory(address, ctypes.c_int64(part))
 
     return lambda: list((pool.map if pool else map)(read, range(threads)))
-
-
-def measure(
-    calls: dict[str, Callable[[], Any]], rounds: int, seconds: float, clock: Callable[[], float]
-) -> dict[str, float]:
-    """Median seconds per call."""
-    counts = {}
-    for name, call in calls.items():
-        call()
-        began = clock()
-        call()
-        once = clock() - began
-        counts[name] = max(1, int(seconds / rounds / max(1e-6, once)))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            began = clock()
-            for _ in range(counts[name]):
-                call()
-            times[name].append((clock() - began) / counts[name])
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main() -> None:
@@ -111,7 +88,7 @@ def main() -> None:
     lines = []
     for n, k in SHAPES:
         for rows in args.rows:
-            times = measure({**sides(rows, n, k), "reading": read}, args.rounds, args.seconds, clock)
+            times = medians({**sides(rows, n, k), "reading": read}, args.rounds, args.seconds, clock)
             memory = COLD_BYTES / times.pop("reading")
             wide = min(value for name, value in times.items() if name.startswith("float32"))
             relative, share = times[served] / wide, 2 * n * k / times[served] / memory

@@ -21,7 +21,6 @@ import argparse
 import ctypes
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
+from calls_in_turns import Call, medians
 
 from vllm_backplane import ops
 from vllm_backplane.devices.cpu import native
@@ -41,7 +41,6 @@ FORMATS = {"int8": (8, 64, False), "int4": (4, 32, True), "Q8_0": (8, 32, False)
 """Bits, group and offsets, as --quantization int8 and int4 make them, and as two types of GGUF have them."""
 COLD_BYTES = 256 << 20
 MANY_ROWS = 64
-Call = Callable[[], Any]
 
 
 def copies(weight: torch.Tensor) -> Any:
@@ -134,24 +133,6 @@ def replayed(call: Call, count: int) -> Call:
         for _ in range(count):
             call()
     return graph.replay
-
-
-def medians(calls: dict[str, Call], rounds: int, seconds: float, clock: Callable[[], float]) -> dict[str, float]:
-    """Seconds per call."""
-    counts = {}
-    for name, call in calls.items():
-        call()
-        began = clock()
-        call()
-        counts[name] = max(1, int(seconds / rounds / max(1e-6, clock() - began)))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            began = clock()
-            for _ in range(counts[name]):
-                call()
-            times[name].append((clock() - began) / counts[name])
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 class Limits:

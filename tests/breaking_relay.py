@@ -1,14 +1,13 @@
-"""Passes connections on to a server, number by number, and does something to the answer of one of them."""
+"""Passes connections on to a server, number by number, and does something to the answers of some of them."""
 
 from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from vllm_backplane.kv_tier.addresses import Address
+from vllm_backplane.loopback.addresses import Address
 
 
 def nothing() -> None:
@@ -18,20 +17,24 @@ def nothing() -> None:
 @dataclass(frozen=True)
 class Fault:
     after: int
-    """Bytes of the answer that pass before."""
+    """Bytes of the answer that pass before; a shorter answer passes as it is."""
     flip: bool = False
     """Change a bit of what follows, and pass the rest on; otherwise the connection ends."""
     hang: float = 0.0
-    """Seconds without a word before that."""
+    """Seconds without a word before that, unless the relay is told to `cut`."""
     then: Callable[[], None] = field(default=nothing)
     """Called at that moment."""
 
 
 class Relay:
-    def __init__(self, to: Address, faults: Mapping[int, Fault] | None = None) -> None:
-        self.faults = dict(faults or {})
+    def __init__(self, to: Address, fault: Fault | None = None) -> None:
+        self.faults: Mapping[int, Fault] = {}
         """By the number of the connection, from 0."""
+        self.fault = fault
+        """Of every other connection."""
         self.connections = 0
+        self.cut = threading.Event()
+        """Ends all hanging before its time."""
         self._to = to
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = Address(*self._socket.getsockname())
@@ -43,8 +46,9 @@ class Relay:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
-            number, self.connections = self.connections, self.connections + 1
-            threading.Thread(target=self._pass_on, args=(connection, self.faults.get(number)), daemon=True).start()
+            fault = self.faults.get(self.connections, self.fault)
+            self.connections += 1
+            threading.Thread(target=self._pass_on, args=(connection, fault), daemon=True).start()
 
     def _pass_on(self, near: socket.socket, fault: Fault | None) -> None:
         try:
@@ -56,7 +60,7 @@ class Relay:
                         place = fault.after - passed
                         near.sendall(data[:place])
                         fault.then()
-                        time.sleep(fault.hang)
+                        self.cut.wait(fault.hang)
                         if not fault.flip:
                             return
                         data, fault = bytes([data[place] ^ 4]) + data[place + 1 :], None
@@ -66,5 +70,6 @@ class Relay:
             return
 
     def close(self) -> None:
+        self.cut.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

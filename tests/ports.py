@@ -7,6 +7,8 @@ import os
 import random
 import socket
 
+from vllm_backplane.loopback.addresses import Address
+
 FIRST, LAST = 20000, 32000
 """Below those that the system gives to connections: it may be minutes until a server that is started listens, and
 meanwhile connections of the same tests, and of those beside them, would be given its port."""
@@ -31,3 +33,7 @@ def free_port(host: str = "127.0.0.1") -> int:
                 continue
         _drawn.add(port)
         return port
+
+
+def free_address(host: str = "127.0.0.1") -> Address:
+    return Address(host, free_port(host))

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_backplane.device import Device, DeviceEntry, Selection, discover, select
 from vllm_backplane.errors import OptionError
-from vllm_backplane.kv_tier.addresses import loopback_text
+from vllm_backplane.loopback.addresses import loopback_text
 from vllm_backplane.options import (
     SECTION,
     Option,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -14,6 +15,8 @@ from tests.ports import free_port
 
 COMMAND = str(SCRIPTS / "vllm-backplane")
 VLLM = str(SCRIPTS / "vllm")
+LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
+"""Of servers with tiny models: small, and so that prompts of more than 64 tokens come in parts."""
 START_SECONDS = 300
 """A guard against a server that hangs, not a measurement."""
 
@@ -67,6 +70,14 @@ class Server(Child):
             timeout=300,
             http_client=httpx.Client(timeout=300, trust_env=False),
         )
+
+    def complete(self, prompt: Sequence[int], tokens: int, replica: int | None = None, **more: Any) -> dict[str, Any]:
+        """What vLLM answers, token by token the likeliest; with `more` in the request."""
+        request = {"model": "tiny", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
+        response = self.http.post("/v1/completions", json=request | {"return_token_ids": True, **more}, headers=headers)
+        assert response.status_code == 200, response.text
+        return dict(response.json()["choices"][0])
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a Prometheus metric's samples that carry `labels`."""

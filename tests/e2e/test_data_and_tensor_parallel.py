@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import reference
 from architectures import ARCHITECTURES
-from server import Server
+from server import LIMITS, Server
 
 pytestmark = pytest.mark.server
 
@@ -29,7 +29,6 @@ VARIABLES = {
     "BACKPLANE_MEMORY_SHARE": "0.2",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
 }
-LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "parallel.md").read_text()
 SIZES = re.findall(r"^vllm-backplane serve \S+ (.*)$", PAGE, re.MULTILINE)[0].split()
 
@@ -60,15 +59,6 @@ def server(
         yield running
 
 
-def answer(server: Server, replica: int, prompt: list[int]) -> list[int]:
-    request = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    response = server.http.post(
-        "/v1/completions", json=request | {"return_token_ids": True}, headers={"X-data-parallel-rank": str(replica)}
-    )
-    assert response.status_code == 200, response.text
-    return list(response.json()["choices"][0]["token_ids"])
-
-
 def served(server: Server) -> list[float]:
     return [server.metric("vllm:generation_tokens_total", engine=str(replica)) for replica in (0, 1)]
 
@@ -79,7 +69,7 @@ def test_a_replica_with_requests_beside_an_idle_one(
     server: Server, model: tuple[Path, list[list[int]]], replica: int
 ) -> None:
     before = served(server)
-    assert answer(server, replica, PROMPTS[1]) == model[1][1]
+    assert server.complete(PROMPTS[1], TOKENS, replica=replica)["token_ids"] == model[1][1]
     after = served(server)
     assert after[replica] - before[replica] == TOKENS
     assert after[1 - replica] == before[1 - replica], "the idle replica was not idle"
@@ -89,8 +79,8 @@ def test_a_replica_with_requests_beside_an_idle_one(
 def test_more_requests_at_one_replica_than_at_the_other(server: Server, model: tuple[Path, list[list[int]]]) -> None:
     before = served(server)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = list(pool.map(lambda replica, prompt: answer(server, replica, prompt), UNEVEN, PROMPTS))
-    assert answers == model[1]
+        answers = list(pool.map(lambda replica, prompt: server.complete(prompt, TOKENS, replica), UNEVEN, PROMPTS))
+    assert [answer["token_ids"] for answer in answers] == model[1]
     assert [now - then for now, then in zip(served(server), before, strict=True)] == [
         UNEVEN.count(replica) * TOKENS for replica in (0, 1)
     ]

@@ -15,7 +15,7 @@ import pytest
 import reference
 from architectures import ARCHITECTURES
 from endings import AT_LAST, title
-from server import Server
+from server import LIMITS, Server
 
 pytestmark = pytest.mark.server
 
@@ -50,22 +50,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module")
 def server(device: str, model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    limits = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
     two = ("--data-parallel-size", "2", "--api-server-count", "1", "--skip-tokenizer-init")
-    given = (str(model[0]), "--served-model-name", "tiny", *limits, *two)
+    given = (str(model[0]), "--served-model-name", "tiny", *LIMITS, *two)
     variables = {"BACKPLANE_DEVICE": device, **VARIABLES}
     with Server(tmp_path_factory.mktemp(device), *given, variables=variables) as server:
         assert server.text().count(f"Operators on device {device}:") == 2
         yield server
-
-
-def answer(server: Server, replica: int, prompt: list[int]) -> list[int]:
-    request = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    response = server.http.post(
-        "/v1/completions", json=request | {"return_token_ids": True}, headers={"X-data-parallel-rank": str(replica)}
-    )
-    assert response.status_code == 200, response.text
-    return list(response.json()["choices"][0]["token_ids"])
 
 
 @pytest.mark.feature("Parallel: data, with uneven load", "{device}")
@@ -75,7 +65,7 @@ def test_a_replica_with_requests_beside_an_idle_one(server: Server, model: tuple
     for prompt in PROMPTS:
         expected = reference.continue_without_cache(model[1], prompt, TOKENS)
         assert expected.smallest_margin > 1e-3, "near a tie; change the prompts"
-        assert answer(server, replica, prompt) == expected.token_ids
+        assert server.complete(prompt, TOKENS, replica=replica)["token_ids"] == expected.token_ids
     after = [served(server, other) for other in (0, 1)]
     assert after[replica] - before[replica] == len(PROMPTS) * TOKENS
     assert after[1 - replica] == before[1 - replica], "the idle replica was not idle"
@@ -98,7 +88,7 @@ def test_a_replica_that_hangs_ends_the_server(server: Server) -> None:
     answered = False
     for _ in range(100):
         try:
-            answer(server, 1, PROMPTS[0])
+            server.complete(PROMPTS[0], TOKENS, replica=1)
         except (AssertionError, httpx.TransportError):  # the client is told, in one way or another
             break
         answered = True

@@ -1,7 +1,7 @@
 """One server reads prompts and another one answers, with the KV cache going from one to the other over loopback.
 
-docs/disaggregated.md has the commands; the servers and requests here are the same. Between the two servers is a wire on
-which a test lets things go wrong. Whatever does, the answer is the one that transformers gives.
+docs/disaggregated.md has the commands; the servers and requests here are the same. Between the two servers is a relay
+that lets things go wrong where a test wants it. Whatever does, the answer is the one that transformers gives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import pytest
 import reference
 from server import Server
 
-from tests.faulty_wire import Treatment, Wire, free_address
+from tests.breaking_relay import Fault, Relay
+from tests.ports import free_address
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -28,7 +29,8 @@ FEATURE = "KV cache: disaggregated prefill and decode"
 TOKENS = 8
 LENGTH = 150
 FULL_BLOCKS = LENGTH // 16
-BLOCK = 32 << 10
+BLOCK = 17 + (32 << 10)
+"""Bytes of one on the way, with its head; before the first is one for the status."""
 TIMEOUT = 10.0
 LOGPROBS = 1e-3
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "disaggregated.md").read_text()
@@ -56,8 +58,8 @@ def case(tiny_llama: Path) -> Case:
 
 
 class Pair:
-    def __init__(self, prefill: Server, decode: Server, wire: Wire) -> None:
-        self.prefill, self.decode, self.wire = prefill, decode, wire
+    def __init__(self, prefill: Server, decode: Server, relay: Relay) -> None:
+        self.prefill, self.decode, self.relay = prefill, decode, relay
 
     def counts(self) -> dict[str, int]:
         outcomes = ("loaded", "fetched", "damaged", "missing", "unreachable")
@@ -74,10 +76,7 @@ class Pair:
 
 
 def complete(server: Server, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
-    request = {"model": "tiny", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    response = server.http.post("/v1/completions", json=request | {"return_token_ids": True, "logprobs": 0})
-    assert response.status_code == 200, response.text
-    choice = response.json()["choices"][0]
+    choice = server.complete(prompt, tokens, logprobs=0)
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
@@ -96,12 +95,12 @@ def pair(request: pytest.FixtureRequest, tiny_llama: Path, tmp_path_factory: pyt
         return running.enter_context(server)
 
     with ExitStack() as running:
-        wire = Wire(listen)
-        running.callback(wire.close)
-        second["kv_connector_extra_config"] |= {"capacity": "8MiB", "peer": str(wire.address), "peer_timeout": TIMEOUT}
+        relay = Relay(listen)
+        running.callback(relay.close)
+        second["kv_connector_extra_config"] |= {"capacity": "8MiB", "peer": str(relay.address), "peer_timeout": TIMEOUT}
         with ThreadPoolExecutor(2) as pool:  # both are there, or the stack ends the one that is
             prefill, decode = pool.map(start, (first, second))
-        yield Pair(prefill, decode, wire)
+        yield Pair(prefill, decode, relay)
 
 
 def assert_expected(got: tuple[list[int], list[float]], expected: reference.Continuation) -> None:
@@ -141,39 +140,29 @@ def test_the_commands_of_the_page(pair: Pair) -> None:
     assert pair.change(before)["fetched"] > 0
 
 
-def changed(answer: bytes) -> bytes:
-    """One bit of the third block's bytes."""
-    place = 1 + 2 * (17 + BLOCK) + 17 + 999
-    return answer[:place] + bytes([answer[place] ^ 0x40]) + answer[place + 1 :]
-
-
-def cut(answer: bytes) -> bytes:
-    """In the middle of the fourth block."""
-    return answer[: 1 + 3 * (17 + BLOCK) + 5000]
-
-
 @pytest.mark.feature(FEATURE, "{pair}")
 @pytest.mark.parametrize("pair", ["cpu"], indirect=True)  # what is received has not reached a device yet
 @pytest.mark.parametrize(
-    ("place", "treat", "hang", "expected"),
+    ("place", "fault", "expected"),
     [
-        (2, changed, 0.0, {"fetched": FULL_BLOCKS - 1, "damaged": 1}),
-        (3, cut, 0.0, {"fetched": 3, "unreachable": FULL_BLOCKS - 3}),
-        (4, cut, 3 * TIMEOUT, {"fetched": 3, "unreachable": FULL_BLOCKS - 3}),
+        (2, Fault(1 + 2 * BLOCK + 999, flip=True), {"fetched": FULL_BLOCKS - 1, "damaged": 1}),
+        (3, Fault(1 + 3 * BLOCK + 5000), {"fetched": 3, "unreachable": FULL_BLOCKS - 3}),
+        (4, Fault(1 + 3 * BLOCK + 5000, hang=3 * TIMEOUT), {"fetched": 3, "unreachable": FULL_BLOCKS - 3}),
     ],
     ids=["damaged", "cut", "hangs"],
 )
 def test_what_goes_wrong_on_the_way_is_computed(
-    pair: Pair, case: Case, place: int, treat: Treatment, hang: float, expected: dict[str, int]
+    pair: Pair, case: Case, place: int, fault: Fault, expected: dict[str, int]
 ) -> None:
+    """Which blocks there are is a shorter answer, to which nothing is done."""
     let_rest_be_over(pair)
     pair.read(case.prompts[place])
     before = pair.counts()
-    pair.wire.treat, pair.wire.hang = treat, hang
+    pair.relay.fault = fault
     try:
         assert_expected(pair.answer(case.prompts[place]), case.expected[place])
     finally:
-        pair.wire.treat, pair.wire.hang = bytes, 0.0
+        pair.relay.fault = None
     assert pair.change(before) == expected
 
 

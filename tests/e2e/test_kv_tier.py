@@ -63,11 +63,7 @@ class Tiered:
         assert self.server.http.post("/reset_prefix_cache", params=parameters).status_code == 200
 
     def answer(self, prompt: Sequence[int], **more: Any) -> tuple[list[int], list[float]]:
-        request = {"model": "tiny", "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-        request |= {"return_token_ids": True, "logprobs": 0, **more}
-        response = self.server.http.post("/v1/completions", json=request)
-        assert response.status_code == 200, response.text
-        choice = response.json()["choices"][0]
+        choice = self.server.complete(prompt, TOKENS, logprobs=0, **more)
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def files(self) -> list[Path]:

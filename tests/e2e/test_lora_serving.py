@@ -101,10 +101,7 @@ def in_worker(server: Server) -> set[int]:
 
 
 def answer(server: Server, name: str, prompt: Sequence[int], tokens: int = TOKENS) -> tuple[list[int], list[float]]:
-    request = {"model": name, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    response = server.http.post("/v1/completions", json=request | {"return_token_ids": True, "logprobs": 0})
-    assert response.status_code == 200, response.text
-    choice = response.json()["choices"][0]
+    choice = server.complete(prompt, tokens, model=name, logprobs=0)
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 

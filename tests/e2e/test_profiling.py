@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from server import Server
+from server import LIMITS, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -53,9 +53,8 @@ def served(device: str, tiny_llama: Path, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(device)
     traces = folder / "traces"
     [documented] = re.findall(r"^vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
-    limits = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
     cache = ("--kv-cache-memory-bytes", str(32 << 20))
-    arguments = (str(tiny_llama), *documented.replace("/path/to/traces", str(traces)).split(), *limits, *cache)
+    arguments = (str(tiny_llama), *documented.replace("/path/to/traces", str(traces)).split(), *LIMITS, *cache)
     with Server(folder, *arguments, variables=VARIABLES[device]) as running:
         assert f"Operators on device {device}:" in running.text()
         yield Served(running, traces, tiny_llama)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import reference
-from server import Server
+from server import LIMITS, Server
 
 from vllm_backplane.model_loader.sealed import NAME
 
@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 TOKENS = 12
 PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 5000 + 5 for place in range(40)], [9, 8, 7]]
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "shared-weights.md").read_text()
-LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +58,13 @@ def mapped(process: psutil.Process) -> Mapped:
     return Mapped(resident, proportional)
 
 
-def answer(server: Server, replica: int, prompt: list[int]) -> list[int]:
-    request = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    response = server.http.post(
-        "/v1/completions", json=request | {"return_token_ids": True}, headers={"X-data-parallel-rank": str(replica)}
-    )
-    assert response.status_code == 200, response.text
-    return list(response.json()["choices"][0]["token_ids"])
-
-
 @pytest.mark.feature("Weights: shared between the workers of a host", "cpu")
 def test_two_replicas_have_the_weights_once(server: Server, tiny_llama: Path) -> None:
     expected = reference.continue_together(reference.load(tiny_llama), PROMPTS, TOKENS)
     assert min(one.smallest_margin for one in expected) > 1e-3, "near a tie; change the prompts"
     for replica in (0, 1):
         for prompt, one in zip(PROMPTS, expected, strict=True):
-            assert answer(server, replica, prompt) == one.token_ids
+            assert server.complete(prompt, TOKENS, replica=replica)["token_ids"] == one.token_ids
 
     weights = (tiny_llama / "model.safetensors").stat().st_size
     workers = [found for process in server.descendants() if (found := mapped(process)).resident]

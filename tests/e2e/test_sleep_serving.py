@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 import pytest
-from server import Server
+from server import LIMITS, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -46,14 +46,13 @@ def served(device: str, tiny_llama: Path, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(device)
     (kept := folder / "kept").mkdir()
     [documented] = re.findall(r"^VLLM_SERVER_DEV_MODE=1 vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
-    limits = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
     variables = {"VLLM_SERVER_DEV_MODE": "1", "BACKPLANE_CPU_SLEEP_FOLDER": str(kept)}
     model, *options = documented.split()
     given, weights = [model], 500 << 20
     if device == "sim":
         variables = {"VLLM_SERVER_DEV_MODE": "1", **SIM}
         given, weights = [str(tiny_llama), "--served-model-name", "tiny"], 50 << 20
-    arguments = (*given, *options, *limits, "--kv-cache-memory-bytes", str(CACHE))
+    arguments = (*given, *options, *LIMITS, "--kv-cache-memory-bytes", str(CACHE))
     with Server(folder, *arguments, variables=variables) as running:
         assert f"Operators on device {device}:" in running.text()
         yield Served(running, weights, kept)

@@ -16,11 +16,10 @@ import pytest
 import reference
 from architectures import ARCHITECTURES
 from processes import Child
-from server import COMMAND, Server
+from server import COMMAND, LIMITS, Server
 
 from tests.breaking_relay import Fault, Relay
-from tests.faulty_wire import free_address
-from tests.ports import free_port
+from tests.ports import free_address, free_port
 
 pytestmark = pytest.mark.server
 
@@ -28,7 +27,6 @@ FEATURE = "Weights: from a running instance"
 TOKENS = 12
 PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)], [9, 8, 7]]
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "weights-from-a-peer.md").read_text()
-LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
 OTHER_LIMITS = ("--max-model-len", "192", "--max-num-seqs", "3", "--max-num-batched-tokens", "48", "--dtype", "float32")
 """Of the new server: options that do not touch weights need not be the same."""
 NAMED = ("--served-model-name", "tiny", "--skip-tokenizer-init")
@@ -93,13 +91,6 @@ def arguments(source: Source, folder: Path, **extra: Any) -> tuple[str, ...]:
     return (str(folder), *NAMED, *OTHER_LIMITS, *format_)
 
 
-def answer(server: Server, prompt: list[int]) -> list[int]:
-    request = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    response = server.http.post("/v1/completions", json=request | {"return_token_ids": True})
-    assert response.status_code == 200, response.text
-    return list(response.json()["choices"][0]["token_ids"])
-
-
 @pytest.mark.feature(FEATURE, "{device}")
 def test_a_server_without_a_checkpoint(source: Source, device: str, model: Model, tmp_path: Path) -> None:
     """The connection breaks off in the middle, once."""
@@ -107,8 +98,8 @@ def test_a_server_without_a_checkpoint(source: Source, device: str, model: Model
     given = arguments(source, model.without_weights, timeout=60)  # only what breaks off is asked for again
     with Server(tmp_path, *given, variables=DEVICES[device]) as server:
         for prompt, one in zip(PROMPTS, model.expected, strict=True):
-            assert answer(server, prompt) == one.token_ids
-            assert answer(source.server, prompt) == one.token_ids
+            assert server.complete(prompt, TOKENS)["token_ids"] == one.token_ids
+            assert source.server.complete(prompt, TOKENS)["token_ids"] == one.token_ids
         log = server.text()
     assert source.relay.connections == 3
     assert re.search(r"; it is asked again in 0\.5 s, from tensor [1-9]", log)

@@ -21,6 +21,7 @@ FREE_OF_VLLM = (
     "devices",
     "graph",
     "gguf",
+    "loopback",
     "upstream",
     "audit",
     "options.py",
@@ -121,6 +122,12 @@ def test_operators_and_the_contract_do_not_know_who_uses_them(path):
     upper = ("layers", "attention", "worker", "platform", "plugin", "devices", "cli", "runtime", "configuration")
     for module in imports(path):
         assert not module.startswith(tuple(f"vllm_backplane.{name}" for name in upper)), module
+
+
+@pytest.mark.parametrize("path", files("loopback"), ids=relative)
+def test_talking_does_not_know_what_is_said(path):
+    allowed = ("vllm_backplane.loopback.", "vllm_backplane.errors.")
+    assert [one for one in imports(path) if one.startswith("vllm_backplane") and not one.startswith(allowed)] == []
 
 
 def test_the_compiled_kernels_of_vllm_are_imported_nowhere():

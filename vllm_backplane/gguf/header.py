@@ -45,7 +45,7 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-_BOOL, _TEXT, _ARRAY = 7, 8, 9
+_TEXT, _ARRAY = 8, 9
 _SMALLEST_TEXT = 8
 _SMALLEST_ARRAY = 12
 

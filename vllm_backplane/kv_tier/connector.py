@@ -29,7 +29,7 @@ from vllm_backplane.configuration import workers_on_host
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.kv_tier import settings
 from vllm_backplane.kv_tier.carrying import Carrier
-from vllm_backplane.kv_tier.identity import identity, plain
+from vllm_backplane.kv_tier.identity import identity
 from vllm_backplane.kv_tier.listener import Listener
 from vllm_backplane.kv_tier.orders import Orders
 from vllm_backplane.kv_tier.outcomes import Outcome
@@ -39,6 +39,7 @@ from vllm_backplane.kv_tier.planning import Planner
 from vllm_backplane.kv_tier.slots import FileSlots, MemorySlots, Slots
 from vllm_backplane.kv_tier.statistics import TierMetrics, TierStats
 from vllm_backplane.kv_tier.store import BlockStore
+from vllm_backplane.loopback.sameness import without_origin
 from vllm_backplane.runtime import runtime
 
 logger = init_logger("vllm." + __name__)
@@ -127,7 +128,7 @@ class BackplaneTier(KVConnectorBase_V1):
         assert self._model is not None
         config = self._vllm_config
         described = {
-            "model": plain(config.model_config.hf_config.to_dict()),
+            "model": without_origin(config.model_config.hf_config.to_dict()),
             "types": [
                 str(config.model_config.dtype),
                 config.model_config.quantization,

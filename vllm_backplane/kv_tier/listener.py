@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from vllm_backplane.kv_tier.addresses import Address
-from vllm_backplane.kv_tier.answering import Answering
 from vllm_backplane.kv_tier.outcomes import Outcome
 from vllm_backplane.kv_tier.store import BlockStore, Unusable
-from vllm_backplane.kv_tier.wire import Kind, Line, Question, Status
+from vllm_backplane.kv_tier.wire import BlockLine, Kind, Question, Status
+from vllm_backplane.loopback.addresses import Address
+from vllm_backplane.loopback.answering import Answering
 
 QUESTION_SECONDS = 10.0
 ANSWER_SECONDS = 300.0
@@ -23,13 +23,13 @@ class Listener(Answering):
         super().__init__(address, "the second KV tier", "listen", tell)
 
     def converse(self, connection: socket.socket) -> None:
-        question = Line(connection, QUESTION_SECONDS).asked()
-        self._answer(Line(connection, ANSWER_SECONDS), question)
+        question = BlockLine(connection, QUESTION_SECONDS).asked()
+        self._answer(BlockLine(connection, ANSWER_SECONDS), question)
 
     def turn_away(self, connection: socket.socket) -> None:
-        Line(connection, 1.0).tell_status(Status.BUSY)
+        BlockLine(connection, 1.0).tell_status(Status.BUSY)
 
-    def _answer(self, line: Line, question: Question) -> None:
+    def _answer(self, line: BlockLine, question: Question) -> None:
         if question.identity != self.identity:
             line.tell_status(Status.OTHER_MODEL)
             return

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy
 
-from vllm_backplane.kv_tier.addresses import Address
 from vllm_backplane.kv_tier.outcomes import Outcome
 from vllm_backplane.kv_tier.slots import Bytes
 from vllm_backplane.kv_tier.store import Unusable, checksum
-from vllm_backplane.kv_tier.wire import MOST_KEYS, Kind, Line, Question, Status, WireError
+from vllm_backplane.kv_tier.wire import MOST_KEYS, BlockLine, Kind, Question, Status
+from vllm_backplane.loopback.addresses import Address
+from vllm_backplane.loopback.line import WireError, connected
 
 REST_SECONDS = 5.0
 """For which a peer that failed is not asked again."""
@@ -39,7 +39,7 @@ class Peer:
         if not keys or time.monotonic() < self._rests_until:
             return 0
         try:
-            with self._asked(Kind.HAVE, keys[:MOST_KEYS], self._seconds) as line:
+            with self._asked(Kind.HAVE, keys[:MOST_KEYS]) as line:
                 return min(line.count(), len(keys))
         except (OSError, WireError) as error:
             self.rest()
@@ -50,7 +50,7 @@ class Peer:
         """For each key the block, or why it cannot be had."""
         done = 0
         try:
-            with self._asked(Kind.GET, keys, self._seconds) as line:
+            with self._asked(Kind.GET, keys) as line:
                 for key in keys:
                     row = numpy.empty(size, numpy.uint8)
                     # Between two blocks the worker may have taken a step.
@@ -68,13 +68,11 @@ class Peer:
                 yield Unusable(Outcome.UNREACHABLE, f"{self._address}: {error}")
 
     @contextmanager
-    def _asked(self, kind: Kind, keys: Sequence[bytes], seconds: float) -> Iterator[Line]:
-        with socket.socket(self._address.family, socket.SOCK_STREAM) as connection:
-            connection.settimeout(self._seconds)
-            connection.connect((self._address.host, self._address.port))
-            line = Line(connection, seconds)
+    def _asked(self, kind: Kind, keys: Sequence[bytes]) -> Iterator[BlockLine]:
+        with connected(self._address, self._seconds) as connection:
+            line = BlockLine(connection, self._seconds)
             line.ask(Question(kind, self.identity, list(keys)))
-            status = line.status()
+            status = line.status(Status)
             if status is not Status.OK:
                 raise WireError(MEANINGS[status])
             yield line

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_backplane.errors import OptionError, nearest
-from vllm_backplane.kv_tier.addresses import Address, loopback
+from vllm_backplane.loopback.addresses import Address, loopback_address
 from vllm_backplane.options import byte_count
 
 NAME = "BackplaneTier"
@@ -52,7 +52,7 @@ def _address(key: str, given: Any) -> Address | None:
     if given is None:
         return None
     try:
-        return loopback(given)
+        return loopback_address(given)
     except ValueError as fault:
         raise OptionError(f"{key!r} in {_WHERE} is {given!r}; expected {fault}") from None
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy
 
 from vllm_backplane.kv_tier.outcomes import Outcome
 from vllm_backplane.kv_tier.slots import Bytes, Slots
@@ -55,12 +57,20 @@ class BlockStore:
 
     def read(self, key: bytes) -> Bytes:
         """The bytes that were written for `key`, or an error. They may lie in the slot itself."""
+        return self._checked(key, lambda row: row)[1]
+
+    def copy(self, key: bytes) -> tuple[bytes, Bytes]:
+        """Checksum and bytes for another thread than the one that orders slots to be written: the slot may be written
+        while it is read, which the checksum shows."""
+        return self._checked(key, numpy.copy)
+
+    def _checked(self, key: bytes, taken: Callable[[Bytes], Bytes]) -> tuple[bytes, Bytes]:
         with self._lock:
             entry = self._entries.get(key)
         if entry is None:
             raise Unusable(Outcome.MISSING, "it is not there")
         try:
-            row = self._slots.read(entry.slot)
+            row = taken(self._slots.read(entry.slot))
         except OSError as error:
             self._forget(key, entry)
             raise Unusable(
@@ -71,23 +81,6 @@ class BlockStore:
             raise Unusable(
                 Outcome.DAMAGED, f"slot {entry.slot} of {self._slots.describe()} does not hold what was written"
             )
-        return row
-
-    def copy(self, key: bytes) -> tuple[bytes, Bytes]:
-        """Checksum and bytes for another thread than the one that orders slots to be written: the slot may be written
-        while it is read, which the checksum shows."""
-        with self._lock:
-            entry = self._entries.get(key)
-        if entry is None:
-            raise Unusable(Outcome.MISSING, "it is not there")
-        try:
-            row = self._slots.read(entry.slot).copy()
-        except OSError as error:
-            self._forget(key, entry)
-            raise Unusable(Outcome.DAMAGED, str(error)) from error
-        if checksum(key, row) != entry.checksum:
-            self._forget(key, entry)
-            raise Unusable(Outcome.DAMAGED, "it is not what was written")
         return entry.checksum, row
 
     def first_held(self, keys: Sequence[bytes]) -> int:

@@ -9,14 +9,13 @@ Both sides know how long a block is, because it is part of the identity.
 
 from __future__ import annotations
 
-import socket
 import struct
-import time
 from dataclasses import dataclass
 from enum import IntEnum
 
 from vllm_backplane.kv_tier.keys import KEY_BYTES
 from vllm_backplane.kv_tier.slots import Bytes
+from vllm_backplane.loopback.line import Line, WireError
 
 MAGIC = b"backplane-kv-1\n"
 MOST_KEYS = 1 << 16
@@ -37,10 +36,6 @@ class Status(IntEnum):
     BUSY = 2
 
 
-class WireError(Exception):
-    """What came is not what was agreed on."""
-
-
 @dataclass(frozen=True, slots=True)
 class Question:
     kind: Kind
@@ -48,43 +43,8 @@ class Question:
     keys: list[bytes]
 
 
-class Line:
-    """A connection with a moment at which everything on it must be over."""
-
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
-        self._connection = connection
-        self._end = time.monotonic() + seconds
-
-    def renew(self, seconds: float) -> None:
-        """Begin to count again: whoever reads may have had something else to do."""
-        self._end = time.monotonic() + seconds
-
-    def _limit(self) -> None:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("it took too long")
-        self._connection.settimeout(left)
-
-    def send(self, data: bytes | memoryview) -> None:
-        left = memoryview(data)
-        while left:
-            self._limit()
-            left = left[self._connection.send(left) :]
-
-    def receive(self, count: int) -> bytes:
-        buffer = bytearray(count)
-        self.receive_into(memoryview(buffer))
-        return bytes(buffer)
-
-    def receive_into(self, buffer: memoryview) -> None:
-        while buffer:
-            self._limit()
-            done = self._connection.recv_into(buffer)
-            if done == 0:
-                raise WireError("the connection ended in the middle")
-            buffer = buffer[done:]
-
-    # --- questions
+class BlockLine(Line):
+    """A line on which blocks are asked for and given."""
 
     def ask(self, question: Question) -> None:
         head = _HEAD.pack(MAGIC, question.kind, question.identity, len(question.keys))
@@ -96,18 +56,6 @@ class Line:
             raise WireError("that is no question about blocks")
         keys = self.receive(count * KEY_BYTES)
         return Question(Kind(kind), identity, [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)])
-
-    # --- answers
-
-    def tell_status(self, status: Status) -> None:
-        self.send(bytes([status]))
-
-    def status(self) -> Status:
-        [given] = self.receive(1)
-        try:
-            return Status(given)
-        except ValueError:
-            raise WireError(f"{given} is no status") from None
 
     def tell_count(self, count: int) -> None:
         self.send(_COUNT.pack(count))

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from vllm_backplane import compat
 from vllm_backplane.errors import BackplaneError, BindingError
-from vllm_backplane.kv_tier.identity import plain
+from vllm_backplane.loopback.sameness import without_origin
 from vllm_backplane.model_loader.formats import PEER
 from vllm_backplane.model_loader.peer_settings import parse
 from vllm_backplane.model_loader.state import state_of
@@ -63,7 +63,7 @@ def description(vllm_config: VllmConfig, model_config: ModelConfig) -> dict[str,
     """What two workers must have in common for one to have the weights of the other, as text and numbers."""
     parallel, chosen = vllm_config.parallel_config, configured(vllm_config.additional_config)
     return {
-        "model": _comparable(plain(model_config.hf_config.to_dict())),
+        "model": _comparable(without_origin(model_config.hf_config.to_dict())),
         "--dtype": str(model_config.dtype),
         "--quantization": model_config.quantization,
         "--runner and --convert": [str(model_config.runner_type), str(model_config.convert_type)],

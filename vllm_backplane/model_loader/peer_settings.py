@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_backplane.errors import OptionError, nearest
-from vllm_backplane.kv_tier.addresses import Address, loopback
+from vllm_backplane.loopback.addresses import Address, loopback_address
 from vllm_backplane.model_loader.formats import PEER
 from vllm_backplane.options import integer
 
@@ -36,7 +36,7 @@ def parse(given: Any) -> PeerSettings:
         if key not in KNOWN:
             raise OptionError(f"unknown key {key!r} in {_WHERE}{nearest(str(key), KNOWN)} Known: {', '.join(KNOWN)}.")
     try:
-        peer = loopback(given["peer"])
+        peer = loopback_address(given["peer"])
         attempts = integer(1, 100)(given.get("attempts", 4))
     except ValueError as fault:
         raise OptionError(f"{_WHERE} is {given!r}; expected {fault}") from None

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from vllm_backplane.kv_tier.addresses import Address
-from vllm_backplane.kv_tier.answering import Answering
-from vllm_backplane.kv_tier.identity import digest_of, pieces
-from vllm_backplane.kv_tier.wire import Line, WireError
+from vllm_backplane.loopback.addresses import Address
+from vllm_backplane.loopback.answering import Answering
+from vllm_backplane.loopback.line import Line, WireError
+from vllm_backplane.loopback.sameness import digests, pieces
 from vllm_backplane.model_loader import weights_wire as wire
 from vllm_backplane.model_loader.state import state_of
 from vllm_backplane.model_loader.weights_wire import BYTES_PER_SECOND, Kind, Listing, Question, Status, Tensor
@@ -26,12 +25,10 @@ OPTION = "weights_listen"
 def listed(model: torch.nn.Module, description: dict[str, Any]) -> tuple[Listing, list[torch.Tensor]]:
     """Made when loading is over, before anything can have changed."""
     tensors, numbers = state_of(model)
-    with ThreadPoolExecutor(4) as pool:  # hashing lets go of Python's lock
-        digests = pool.map(lambda named: digest_of(*named), tensors.items())
-        rows = tuple(
-            Tensor(path, str(tensor.dtype), tuple(tensor.shape), digest.hex())
-            for (path, tensor), digest in zip(tensors.items(), digests, strict=True)
-        )
+    rows = tuple(
+        Tensor(path, str(tensor.dtype), tuple(tensor.shape), digest.hex())
+        for (path, tensor), digest in zip(tensors.items(), digests(tensors.items()), strict=True)
+    )
     return Listing(description, rows, numbers), list(tensors.values())
 
 
@@ -55,17 +52,17 @@ class WeightsListener(Answering):
         self._changed = True
 
     def turn_away(self, connection: socket.socket) -> None:
-        wire.tell_status(Line(connection, 1.0), Status.BUSY)
+        Line(connection, 1.0).tell_status(Status.BUSY)
 
     def converse(self, connection: socket.socket) -> None:
         line = Line(connection, QUESTION_SECONDS)
         question = Question.asked(line)
         if self._changed or (question.kind is Kind.GET and question.listing != self._digest):
-            wire.tell_status(line, Status.CHANGED)
+            line.tell_status(Status.CHANGED)
             return
         if question.first > len(self._tensors):
             raise WireError(f"there is no tensor {question.first}")
-        wire.tell_status(line, Status.OK)
+        line.tell_status(Status.OK)
         if question.kind is Kind.DESCRIBE:
             wire.tell_text(Line(connection, STALL_SECONDS), self._text)
             return

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import torch
 
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.kv_tier.addresses import Address
-from vllm_backplane.kv_tier.identity import digest_of
-from vllm_backplane.kv_tier.wire import Line, WireError
+from vllm_backplane.loopback.addresses import Address
+from vllm_backplane.loopback.line import Line, WireError, connected
+from vllm_backplane.loopback.sameness import digest_of
 from vllm_backplane.model_loader import weights_wire as wire
 from vllm_backplane.model_loader.weights_wire import BYTES_PER_SECOND, Kind, Listing, Question, Status
 
@@ -94,12 +94,10 @@ class WeightsPeer:
 
     @contextmanager
     def _asked(self, question: Question) -> Iterator[socket.socket]:
-        with socket.socket(self._address.family, socket.SOCK_STREAM) as connection:
-            connection.settimeout(self._seconds)
-            connection.connect((self._address.host, self._address.port))
+        with connected(self._address, self._seconds) as connection:
             line = Line(connection, self._seconds)
             question.ask(line)
-            status = wire.status(line)
+            status = line.status(Status)
             if status is Status.CHANGED:
                 raise Changed
             if status is Status.BUSY:

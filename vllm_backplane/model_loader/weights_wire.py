@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from vllm_backplane.kv_tier.wire import Line, WireError
+from vllm_backplane.loopback.line import Line, WireError
 from vllm_backplane.model_loader.state import Numbers
 
 MAGIC = b"backplane-weights-1\n"
@@ -90,18 +90,6 @@ class Question:
         if magic != MAGIC or kind not in set(Kind):
             raise WireError("that is no question about weights")
         return cls(Kind(kind), listing, first)
-
-
-def tell_status(line: Line, status: Status) -> None:
-    line.send(bytes([status]))
-
-
-def status(line: Line) -> Status:
-    [given] = line.receive(1)
-    try:
-        return Status(given)
-    except ValueError:
-        raise WireError(f"{given} is no status") from None
 
 
 def tell_text(line: Line, text: bytes) -> None:

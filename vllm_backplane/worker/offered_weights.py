@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from vllm_backplane.kv_tier.addresses import loopback
+from vllm_backplane.loopback.addresses import loopback_address
 from vllm_backplane.model_loader.peer import description
 from vllm_backplane.model_loader.weights_listener import WeightsListener, listed
 from vllm_backplane.model_loader.weights_wire import Listing
@@ -21,7 +21,7 @@ class OfferedWeights:
 
     def __init__(self, worker: Any, address: str) -> None:
         """Before they are loaded, which may change the model's configuration: others compare theirs before as well."""
-        self._address = loopback(address).of_rank(worker.parallel_config.rank)
+        self._address = loopback_address(address).of_rank(worker.parallel_config.rank)
         self._worker = worker
         self._description = description(worker.vllm_config, worker.model_config)
         self._listed: tuple[Listing, list[torch.Tensor]] | None = None

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy
 import pytest
 import torch
 
-from tests.faulty_wire import Wire, free_address
+from tests.breaking_relay import Fault, Relay
+from tests.ports import free_address
 from vllm_backplane.errors import BackplaneError, OptionError
-from vllm_backplane.kv_tier import answering
 from vllm_backplane.kv_tier import listener as listening
-from vllm_backplane.kv_tier.addresses import Address, loopback
 from vllm_backplane.kv_tier.carrying import Carrier
-from vllm_backplane.kv_tier.identity import identity, plain
+from vllm_backplane.kv_tier.identity import identity
 from vllm_backplane.kv_tier.keys import KeyChain
 from vllm_backplane.kv_tier.listener import Listener
 from vllm_backplane.kv_tier.orders import Load, Orders, Piece
@@ -27,9 +26,14 @@ from vllm_backplane.kv_tier.peer import Peer
 from vllm_backplane.kv_tier.settings import parse
 from vllm_backplane.kv_tier.slots import MemorySlots
 from vllm_backplane.kv_tier.store import BlockStore, Unusable
-from vllm_backplane.kv_tier.wire import Kind, Line, Question
+from vllm_backplane.kv_tier.wire import BlockLine, Kind, Question
+from vllm_backplane.loopback import answering
+from vllm_backplane.loopback.addresses import Address, loopback_address
+from vllm_backplane.loopback.sameness import without_origin
 
 SIZE, BLOCKS = 4096, 4
+HEAD = 17
+"""Bytes before those of a block; before all blocks is one for the status."""
 SECONDS = 1.0
 """After which those give up that nobody answers."""
 BLOCK_SECONDS = 5.0
@@ -98,40 +102,32 @@ def test_a_block_that_is_damaged_where_it_is_kept_is_not_sent(store: BlockStore,
     assert outcomes(list(asker(served).blocks(KEYS[:3], SIZE))) == [None, Outcome.MISSING, None]
 
 
-def changed(answer: bytes) -> bytes:
-    """A bit of the second block's bytes, after a status, one block, and the second's own head."""
-    place = 1 + (17 + SIZE) + 17 + 500
-    return answer[:place] + bytes([answer[place] ^ 2]) + answer[place + 1 :]
-
-
 @pytest.mark.parametrize(
-    ("treat", "patience", "expected"),
+    ("fault", "seconds", "expected"),
     [
-        (lambda answer: answer, None, [None] * 3),
-        (changed, None, [None, Outcome.DAMAGED, None]),
-        (lambda answer: answer[: SIZE + 500], None, [None, Outcome.UNREACHABLE, Outcome.UNREACHABLE]),
-        (lambda answer: answer[: SIZE + 500], BLOCK_SECONDS, [None, Outcome.UNREACHABLE, Outcome.UNREACHABLE]),
-        (lambda answer: b"", SECONDS, [Outcome.UNREACHABLE] * 3),
-        (lambda answer: b"\7" + answer[1:], None, [Outcome.UNREACHABLE] * 3),
-        (lambda answer: answer[:1] + b"\7" + answer[2:], None, [Outcome.UNREACHABLE] * 3),
+        (None, PATIENCE, [None] * 3),
+        (Fault(1 + (HEAD + SIZE) + HEAD + 500, flip=True), PATIENCE, [None, Outcome.DAMAGED, None]),
+        (Fault(SIZE + 500), PATIENCE, [None, Outcome.UNREACHABLE, Outcome.UNREACHABLE]),
+        (Fault(SIZE + 500, hang=2 * PATIENCE), BLOCK_SECONDS, [None, Outcome.UNREACHABLE, Outcome.UNREACHABLE]),
+        (Fault(0, hang=2 * PATIENCE), SECONDS, [Outcome.UNREACHABLE] * 3),
+        (Fault(0, flip=True), PATIENCE, [Outcome.UNREACHABLE] * 3),
+        (Fault(1, flip=True), PATIENCE, [Outcome.UNREACHABLE] * 3),
     ],
     ids=["nothing", "a bit", "cut off", "hangs in the middle", "hangs", "no status", "no block"],
 )
 def test_what_goes_wrong_on_the_way(
-    store: BlockStore, treat: Callable[[bytes], bytes], patience: float | None, expected: list[Outcome | None]
+    store: BlockStore, fault: Fault | None, seconds: float, expected: list[Outcome | None]
 ) -> None:
-    """With the seconds after which one gives up whom the wire leaves hanging."""
+    """With the seconds after which one gives up whom the relay leaves hanging."""
     listener = Listener(free_address(), MODEL, store, silent)
-    host, port = listener._socket.getsockname()
-    wire = Wire(Address(host, port))
-    wire.treat, wire.hang = treat, 2 * PATIENCE if patience else 0.0
+    relay = Relay(Address(*listener._socket.getsockname()), fault)
     began = time.monotonic()
-    found = list(asker(wire.address, seconds=patience or PATIENCE).blocks(KEYS[:3], SIZE))
+    found = list(asker(relay.address, seconds=seconds).blocks(KEYS[:3], SIZE))
     assert outcomes(found) == expected
     assert time.monotonic() - began < PATIENCE
     for row, wanted in zip(found, ROWS, strict=False):
         assert isinstance(row, Unusable) or (row == wanted).all()
-    wire.close()
+    relay.close()
     listener.close()
 
 
@@ -204,24 +200,23 @@ def test_a_load_from_both_sides(served: Address) -> None:
 def test_what_is_under_way_when_weights_change_does_not_count(store: BlockStore) -> None:
     """Neither what has not come yet nor what has been put into the KV cache already."""
     listener = Listener(free_address(), MODEL, store, silent)
-    wire = Wire(Address(*listener._socket.getsockname()))
-    wire.treat, wire.hang = lambda answer: answer[: 2 * SIZE], PATIENCE
+    relay = Relay(Address(*listener._socket.getsockname()), Fault(2 * SIZE, hang=PATIENCE))
     cache = torch.zeros(8, SIZE // 4)
-    carrier = Carrier(Pages([cache], 8), BlockStore(MemorySlots(1, SIZE, 0)), asker(wire.address), silent)
+    carrier = Carrier(Pages([cache], 8), BlockStore(MemorySlots(1, SIZE, 0)), asker(relay.address), silent)
     pieces = tuple(Piece(key, place, from_peer=True) for place, key in enumerate(KEYS[:3]))
     carrier.load(Orders(loads=[Load("one", pieces)]))
     end = time.monotonic() + PATIENCE
     while not cache[0].any() and time.monotonic() < end:
         assert carrier.arrived(idle=True) == set()
     carrier.forget()
-    wire.cut.set()
+    relay.cut.set()
     complete = set[str]()
     while not complete and time.monotonic() < end:
         complete = carrier.arrived(idle=True)
     assert complete == {"one"}
     assert carrier.take_failed_blocks() == {0, 1, 2}
     carrier.close()
-    wire.close()
+    relay.close()
     listener.close()
 
 
@@ -230,7 +225,7 @@ def test_what_is_under_way_when_weights_change_does_not_count(store: BlockStore)
 
 def test_identity_sees_every_byte() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.BatchNorm1d(200))
-    described = {"model": plain({"_name_or_path": "/here", "layers": 2, "text": {"_name_or_path": "/here"}})}
+    described = {"model": without_origin({"_name_or_path": "/here", "layers": 2, "text": {"_name_or_path": "/here"}})}
     first = identity(model, described)
     assert identity(model, {"model": {"layers": 2, "text": {}}}) == first, "where it was read from does not matter"
     assert identity(model, {"model": {"layers": 3, "text": {}}}) != first
@@ -249,7 +244,7 @@ def test_identity_sees_every_byte() -> None:
 
 @pytest.mark.parametrize("text", ["127.0.0.1:9000", "[::1]:9000", "127.3.4.5:1"])
 def test_addresses_of_this_host(text: str) -> None:
-    assert str(loopback(text)) == text
+    assert str(loopback_address(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -275,5 +270,5 @@ def test_a_question_is_what_was_asked() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         asked = Question(Kind.GET, MODEL, list(KEYS))
-        Line(ours, 1).ask(asked)
-        assert Line(theirs, 1).asked() == asked
+        BlockLine(ours, 1).ask(asked)
+        assert BlockLine(theirs, 1).asked() == asked

@@ -13,9 +13,9 @@ import torch
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig, FusedMoEQuantDesc
 
 from tests.breaking_relay import Fault, Relay
-from tests.faulty_wire import free_address
+from tests.ports import free_address
 from vllm_backplane.errors import BackplaneError, OptionError
-from vllm_backplane.kv_tier.addresses import Address
+from vllm_backplane.loopback.addresses import Address
 from vllm_backplane.model_loader import peer as loader
 from vllm_backplane.model_loader import weights_listener, weights_peer
 from vllm_backplane.model_loader.peer_settings import PeerSettings, parse

@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.kv_tier.addresses import Address
-from vllm_backplane.kv_tier.wire import WireError
+from vllm_backplane.loopback.addresses import Address
+from vllm_backplane.loopback.line import WireError
 
 ASKERS = 8
 """At a time; more are told that it is busy."""

@@ -1,5 +1,5 @@
 """Where servers meet: addresses of this host alone. What they say is neither encrypted nor signed, and whoever could
-answer a question about blocks could put words into a model's mouth."""
+answer a question could put words into a model's mouth."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def loopback(value: object) -> Address:
+def loopback_address(value: object) -> Address:
     expected = "an address of this host, such as 127.0.0.1:9000 or [::1]:9000"
     if not isinstance(value, str):
         raise ValueError(expected)
@@ -45,4 +45,4 @@ def loopback(value: object) -> Address:
 
 def loopback_text(value: object) -> str:
     """For options, which are told as text."""
-    return str(loopback(value))
+    return str(loopback_address(value))
