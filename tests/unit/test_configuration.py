@@ -327,6 +327,7 @@ def test_heads_sinks_and_storage_that_do_not_fit(given: dict[str, Any], told: st
 # --- weights that workers share -----------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("Weights: shared between the workers of a host", "sim", refused=True)
 @pytest.mark.parametrize("load_format", ["backplane_shared", "backplane_shared_gguf"])
 def test_weights_are_shared_in_the_hosts_memory_alone(load_format: str) -> None:
     config = VllmConfig(load_config=LoadConfig(load_format=load_format))
