@@ -103,7 +103,7 @@ e2e: $(plugin) $(tools)  ## Run the tests that start engines and servers
 
 .PHONY: features
 features: $(plugin) $(tools)  ## Run the tests that show features, and write docs/features.md from what passed
-	@$(pytest) tests/e2e -m feature --features docs/features.json $(ARGS) && status=0 || status=$$?
+	@$(pytest) tests -m feature --features docs/features.json $(ARGS) && status=0 || status=$$?
 	$(bin)/python docs/generate.py
 	exit $$status
 

@@ -53,6 +53,7 @@ LONGEST = (
     "e2e/test_expert_parallel.py",
     "e2e/test_sim_graphs.py",
     "e2e/test_sim_two_cards.py",
+    "e2e/test_patch_arg_utils_running.py",
     "e2e/test_sim_races.py",
     "e2e/test_gguf_memory.py",
     "e2e/test_kv_cache_fp8.py",

@@ -1,8 +1,10 @@
 """What docs/features.md is made of: tests say which feature they show on which device; those that pass are recorded.
 
     @pytest.mark.feature("KV cache: fp8", "cpu")
+    @pytest.mark.feature("Weights: shared between the workers of a host", "sim", refused=True)
 
-A name and a device may have fields of the test's parameters in braces. docs/features.toml lists the names; another one
+The second shows that asking for it there is an error that says so. A name and a device may have fields of the test's
+parameters in braces. docs/features.toml lists the names; another one
 is an error. With `--features PATH` the tests that ran leave their outcome in the JSON file at PATH: one that passed
 adds its entry, one that failed takes its away, and what did not run stays as it was. `make features` does that for all.
 """
@@ -29,6 +31,14 @@ class Shown(NamedTuple):
     device: str
     test: str
     vllm: str
+    refused: bool = False
+    """Shown is that the device refuses it."""
+
+
+class Mark(NamedTuple):
+    feature: str
+    device: str
+    refused: bool
 
 
 def listed() -> list[str]:
@@ -41,7 +51,11 @@ def read(path: Path) -> list[Shown]:
 
 
 def write(path: Path, entries: Iterable[Shown]) -> None:
-    path.write_text(json.dumps([entry._asdict() for entry in sorted(set(entries))], indent=1) + "\n")
+    written = [
+        {key: value for key, value in entry._asdict().items() if key != "refused" or value}
+        for entry in sorted(set(entries))
+    ]
+    path.write_text(json.dumps(written, indent=1) + "\n")
 
 
 def vllm_version() -> str:
@@ -53,15 +67,15 @@ def vllm_version() -> str:
     raise pytest.UsageError("no vLLM is installed, and features are those of one")
 
 
-def marked(item: pytest.Item) -> Iterator[tuple[str, str]]:
-    """(feature, device), as the marks of a test say."""
+def marked(item: pytest.Item) -> Iterator[Mark]:
+    """As the marks of a test say."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     for mark in item.iter_markers("feature"):
         name, *devices = (text.format(**parameters) for text in mark.args)
         if not devices or set(devices) - set(DEVICES):
             raise pytest.UsageError(f"{item.nodeid}: a feature is shown on one or more of {', '.join(DEVICES)}")
         for device in devices:
-            yield name, device
+            yield Mark(name, device, bool(mark.kwargs.get("refused")))
 
 
 class Notes:
@@ -71,10 +85,10 @@ class Notes:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         known = set(listed())
         for item in items:
-            for name, device in marked(item):
-                if name not in known:
-                    raise pytest.UsageError(f"{item.nodeid} shows {name!r}, which {LISTED.name} does not list")
-                item.user_properties.append((PROPERTY, [name, device]))
+            for mark in marked(item):
+                if mark.feature not in known:
+                    raise pytest.UsageError(f"{item.nodeid} shows {mark.feature!r}, which {LISTED.name} does not list")
+                item.user_properties.append((PROPERTY, list(mark)))
 
 
 class Recorder:
@@ -82,7 +96,7 @@ class Recorder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.ran: dict[str, set[tuple[str, str]]] = {}
+        self.ran: dict[str, set[Mark]] = {}
         self.passed: set[str] = set()
         self.failed: set[str] = set()
 
@@ -92,16 +106,16 @@ class Recorder:
         elif report.when == "call" and report.passed:
             self.passed.add(report.nodeid)
         if report.failed or (report.when == "call" and report.passed):
-            shown = {tuple(value) for key, value in report.user_properties if key == PROPERTY}
+            shown = {Mark(*value) for key, value in report.user_properties if key == PROPERTY}
             self.ran.setdefault(report.nodeid, set()).update(shown)
 
     def pytest_sessionfinish(self, session: Any) -> None:
         release = vllm_version()
         kept = [entry for entry in read(self.path) if entry.test not in self.ran and exists(entry)]
         new = [
-            Shown(feature, device, test, release)
+            Shown(mark.feature, mark.device, test, release, mark.refused)
             for test in self.passed - self.failed
-            for feature, device in self.ran[test]
+            for mark in self.ran[test]
         ]
         write(self.path, [*kept, *new])
 
@@ -141,6 +155,9 @@ def page(entries: Iterable[Shown]) -> tuple[list[tuple[str, ...]], list[str], li
 def cell(found: list[Shown], name_release: bool) -> str:
     if not found:
         return "not shown"
+    if all(one.refused for one in found):
+        return "refused: " + cell([one._replace(refused=False) for one in found], name_release)
+    found = [one for one in found if not one.refused]
     file, _, name = found[0].test.partition("::")
     text = f"[{Path(file).name}](../{file}): {name.partition('[')[0].removeprefix('test_').replace('_', ' ')}"
     more = f", and {len(found) - 1} more" if len(found) > 1 else ""

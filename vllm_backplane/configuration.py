@@ -294,11 +294,10 @@ def settle_graphs(config: VllmConfig, device: Device, unrecordable: list[str]) -
 
 def set_states(config: VllmConfig) -> None:
     """One state per sequence. vLLM switches prefix caching on for hybrids, unasked, with copies of the state at each
-    block's end, which its kernels make by addresses. Where it was asked for it is refused; of an engine that Python
-    makes with a hybrid, vLLM does not tell us whether it was, and then it is off and the log says so."""
+    block's end, which its kernels make by addresses. Unasked it is off, and the log says so; asked for, refused."""
     cache, model = config.cache_config, config.model_config
     if carries_states(config) and cache.enable_prefix_caching:
-        unasked = model.is_prefix_caching_supported and not stated("enable_prefix_caching")
+        unasked = model.is_prefix_caching_supported and not stated(config.additional_config, "enable_prefix_caching")
         if not unasked or cache.mamba_cache_mode == "all":
             raise BackplaneError(
                 f"prefix caching was asked for, and {', '.join(model.architectures)} carries a state from token to "

@@ -14,7 +14,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_backplane import middleware, scheduling, stated_options
+from vllm_backplane import middleware, scheduling
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
@@ -216,8 +216,6 @@ class BackplanePlatform(Platform):
         """Before a command line is read, if there is one."""
         if parser is not None:
             middleware.add_to(parser)
-            scheduling.turn_default(parser, _device)
-            stated_options.note(parser, "enable_prefix_caching")
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:

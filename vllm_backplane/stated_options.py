@@ -1,31 +1,28 @@
-"""What a command line states, where vLLM does not tell its own default from what a user said.
+"""Which options were stated, of those that vLLM fills in before it shows a platform its configuration.
 
-The platform is shown the parser before a command line is read, and the configuration when defaults have been filled
-in. So options are noted while they are read. Engines that Python makes have no command line, and nothing is noted.
+The engine's arguments still tell them apart: None is what nobody said. So they are noted there
+(`patch/platform/patch_arg_utils.py`), the same for a command line and for Python, and the note goes with the
+configuration into every process.
 """
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
-_stated: dict[str, Any] = {}
+WATCHED = ("async_scheduling", "enable_prefix_caching")
+_NOTE = "backplane_stated"
 
 
-def stated(name: str) -> Any:
-    """The value of an option as the command line of this process has it; None where it does not say anything."""
-    return _stated.get(name)
+def with_note(additional_config: Any, arguments: Any) -> Any:
+    """What `additional_config` becomes: with those of an engine's arguments that somebody stated. It is copied, because
+    it may be an object of the user's. Where there is a note it stays: by then vLLM has filled the arguments in."""
+    if not isinstance(additional_config, dict) or _NOTE in additional_config:
+        return additional_config  # vLLM takes other objects in its place, and those cannot carry a note
+    values = {name: getattr(arguments, name) for name in WATCHED}
+    return {**additional_config, _NOTE: {name: value for name, value in values.items() if value is not None}}
 
 
-def note(parser: argparse.ArgumentParser, name: str) -> None:
-    """An option's name is that of the attribute it becomes."""
-    for action in parser._actions:  # argparse has no other way to one
-        if action.dest == name and not isinstance(action, _Noting):
-            kind = type(action)
-            action.__class__ = type(kind.__name__, (_Noting, kind), {})
-
-
-class _Noting(argparse.Action):
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        super().__call__(parser, namespace, values, option_string)
-        _stated[self.dest] = getattr(namespace, self.dest)
+def stated(additional_config: Any, name: str) -> Any:
+    """The value that somebody gave an option; None where nobody did."""
+    note = additional_config.get(_NOTE, {}) if isinstance(additional_config, dict) else {}
+    return note.get(name)

@@ -16,6 +16,7 @@ from typing import Any
 
 import draft_heads
 import pytest
+import reference
 import torch
 from engine import Result, batch, greedy, job, run_engines
 from server import Server
@@ -85,7 +86,7 @@ def speculating(folder: Path) -> dict[str, dict[str, Any]]:
     return {method: {"num_speculative_tokens": DRAFTS, **given} for method, given in configured.items()}
 
 
-def engines(folder: Path, device: str, smollm2: Path) -> dict[str, dict[str, Any]]:
+def engines(folder: Path, device: str) -> dict[str, dict[str, Any]]:
     def one(model: Path, *steps: dict[str, Any], **more: Any) -> dict[str, Any]:
         return job(
             model, steps=steps, skip_tokenizer_init=True, disable_log_stats=False, max_num_seqs=32, seed=1, **more
@@ -109,8 +110,6 @@ def engines(folder: Path, device: str, smollm2: Path) -> dict[str, dict[str, Any
     if device == "cpu":  # the others are held against its answers
         long = {"batch": batch(PROMPTS, greedy(TOKENS + LONGER))}
         found |= {"plain": one(folder / "target", long), "plain mtp": one(folder / "mimo", long)}
-        tokenizer = AutoTokenizer.from_pretrained(smollm2)
-        found["plain smollm2"] = job(smollm2, batch([tokenizer.encode(text) for text in TEXTS], greedy(TOKENS)))
     return found
 
 
@@ -133,10 +132,10 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(models: Models, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     done = {}
     for device, variables in DEVICES.items():
-        jobs = engines(models.folder, device, smollm2)
+        jobs = engines(models.folder, device)
         results = run_engines(tmp_path_factory.mktemp(device), list(jobs.values()), variables, device=device)
         done[device] = dict(zip(jobs, results, strict=True))
     return Runs(**done)
@@ -258,23 +257,50 @@ def test_drawn_tokens_follow_the_distribution_of_the_model(
     assert p_value(counts, [colder[answer] for answer in right]) < UNLIKELY, "too few draws to tell anything apart"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    [example] = re.findall(r"^vllm-backplane serve (.*--speculative-config .*)$", PAGE.read_text(), flags=re.MULTILINE)
-    arguments = [*shlex.split(example), "--max-model-len", "512", "--max-num-seqs", "4"]
-    variables = {"BACKPLANE_DEVICE": "cpu", **INTERPRETED}
-    with Server(tmp_path_factory.mktemp("server"), *arguments, variables=variables) as running:
-        yield running
+[_line] = re.findall(r"^vllm-backplane serve (.*--speculative-config .*)$", PAGE.read_text(), flags=re.MULTILINE)
+EXAMPLE = shlex.split(_line)
+LIMITS = ("--max-model-len", "512", "--max-num-seqs", "4")
+
+
+def answer(server: Server, prompt: str | list[int]) -> list[int]:
+    client = server.client()
+    more = {"ignore_eos": True, "return_token_ids": True}
+    name = client.models.list().data[0].id
+    given = client.completions.create(model=name, prompt=prompt, max_tokens=TOKENS, temperature=0, extra_body=more)
+    return list(given.choices[0].token_ids)
+
+
+def told(server: Server) -> list[float]:
+    """Drafts, and those that were right."""
+    return [server.metric(f"{COUNTED}{what}_tokens_total") for what in ("draft", "accepted")]
+
+
+def plain(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Transformers' answers."""
+    found = [reference.continue_together(model, [prompt], TOKENS)[0] for prompt in prompts]
+    assert min(one.smallest_margin for one in found) > 1e-3, "near a tie; change the prompts"
+    return [one.token_ids for one in found]
 
 
 @pytest.mark.feature("Speculative decoding: ngram", "cpu")
-def test_the_example_of_the_documentation(server: Server, runs: Runs) -> None:
+@pytest.mark.feature("Speculative decoding: over HTTP", "cpu")
+def test_the_example_of_the_documentation(smollm2: Path, tmp_path: Path) -> None:
     """The default model, over HTTP: the tokens of plain decoding, and drafts that were right."""
-    client = server.client()
-    name = client.models.list().data[0].id
-    for text, plain in zip(TEXTS, tokens(runs.cpu["plain smollm2"]["batches"][0]), strict=True):
-        more = {"ignore_eos": True, "return_token_ids": True}
-        given = client.completions.create(model=name, prompt=text, max_tokens=TOKENS, temperature=0, extra_body=more)
-        assert given.choices[0].token_ids == plain
-    drafted, accepted = (server.metric(f"{COUNTED}{what}_tokens_total") for what in ("draft", "accepted"))
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    expected = plain(reference.load(smollm2), [tokenizer.encode(text) for text in TEXTS])
+    variables = {"BACKPLANE_DEVICE": "cpu", **INTERPRETED}
+    with Server(tmp_path, *EXAMPLE, *LIMITS, variables=variables) as server:
+        assert [answer(server, text) for text in TEXTS] == expected
+        drafted, accepted = told(server)
     assert 0.5 * drafted < accepted, f"of {drafted} drafts {accepted} were accepted"
+
+
+@pytest.mark.feature("Speculative decoding: over HTTP", "sim")
+def test_the_example_with_a_tiny_model_on_sim(models: Models, tmp_path: Path) -> None:
+    """The options of the documentation; prompts and answers are tokens, for which there are no words."""
+    tiny = (str(models.folder / "target"), *EXAMPLE[1:], "--skip-tokenizer-init")
+    with Server(tmp_path, *tiny, *LIMITS, "--max-num-batched-tokens", "64", variables=DEVICES["sim"]) as server:
+        assert "Operators on device sim:" in server.text()
+        assert [answer(server, prompt) for prompt in PROMPTS] == plain(models.llama, PROMPTS)
+        drafted, accepted = told(server)
+    assert 0 < accepted <= drafted

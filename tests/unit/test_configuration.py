@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from vllm_backplane import configuration, stated_options
+from vllm_backplane import configuration
 from vllm_backplane.attention.implementation import BackplaneAttentionImpl
 from vllm_backplane.attention.selection import BACKEND, OVER_LATENT, backend_path
 from vllm_backplane.device import Device, MemoryInfo, Probe
@@ -27,6 +27,7 @@ from vllm_backplane.errors import BackplaneError, OptionError
 from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
 from vllm_backplane.ops.resolution import Resolution
 from vllm_backplane.runtime import Runtime, choose, configured
+from vllm_backplane.stated_options import with_note
 from vllm_backplane.worker.step_graphs import unrecordable
 from vllm_backplane.worker.worker import BackplaneWorker
 
@@ -171,8 +172,9 @@ def test_a_group_size_that_nothing_reads(of_model: str | None, of_target: str | 
 # --- layers with states -------------------------------------------------------------------------------------------
 
 
-def with_states(hybrid: bool, **cache: Any) -> Any:
+def with_states(hybrid: bool, said: Any = None, **cache: Any) -> Any:
     """As much of vLLM's configuration as is asked for states. vLLM's default for prefixes is on for hybrids alone."""
+    arguments = SimpleNamespace(async_scheduling=None, enable_prefix_caching=said)
     model = SimpleNamespace(
         is_hybrid=hybrid,
         has_inner_state=True,
@@ -181,17 +183,14 @@ def with_states(hybrid: bool, **cache: Any) -> Any:
         max_model_len=512,
     )
     given = {"enable_prefix_caching": True, "mamba_cache_mode": "align", "mamba_block_size": 16}
-    return SimpleNamespace(model_config=model, cache_config=SimpleNamespace(**given | cache))
+    return SimpleNamespace(
+        model_config=model,
+        cache_config=SimpleNamespace(**given | cache),
+        additional_config=with_note({}, arguments),
+    )
 
 
-@pytest.fixture
-def command_line(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    said: dict[str, Any] = {}
-    monkeypatch.setattr(stated_options, "_stated", said)
-    return said
-
-
-def test_prefixes_of_a_hybrid_that_nobody_asked_for_are_off(command_line: dict[str, Any]) -> None:
+def test_prefixes_of_a_hybrid_that_nobody_asked_for_are_off() -> None:
     config = with_states(hybrid=True)
     configuration.set_states(config)
     cache = config.cache_config
@@ -201,22 +200,19 @@ def test_prefixes_of_a_hybrid_that_nobody_asked_for_are_off(command_line: dict[s
 @pytest.mark.parametrize(
     ("hybrid", "cache", "said"),
     [
-        (True, {}, {"enable_prefix_caching": True}),
-        (True, {"mamba_cache_mode": "all"}, {}),
-        (False, {}, {}),  # vLLM's default is off, so somebody asked
+        (True, {}, True),
+        (True, {"mamba_cache_mode": "all"}, None),
+        (False, {}, None),  # vLLM's default is off, so somebody asked
     ],
-    ids=["command line", "cache mode", "no hybrid"],
+    ids=["stated", "cache mode", "no hybrid"],
 )
-def test_prefixes_that_were_asked_for_are_refused(
-    hybrid: bool, cache: dict[str, Any], said: dict[str, Any], command_line: dict[str, Any]
-) -> None:
-    command_line.update(said)
+def test_prefixes_that_were_asked_for_are_refused(hybrid: bool, cache: dict[str, Any], said: bool | None) -> None:
     with pytest.raises(BackplaneError, match=r"SomeForCausalLM carries a state .* remove --enable-prefix-caching"):
-        configuration.set_states(with_states(hybrid, **cache))
+        configuration.set_states(with_states(hybrid, said, **cache))
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_without_prefixes_states_are_as_vllm_has_them(hybrid: bool, command_line: dict[str, Any]) -> None:
+def test_without_prefixes_states_are_as_vllm_has_them(hybrid: bool) -> None:
     config = with_states(hybrid, enable_prefix_caching=False, mamba_cache_mode="none", mamba_block_size=7)
     configuration.set_states(config)
     assert config.cache_config.mamba_block_size == 7
@@ -331,6 +327,7 @@ def test_heads_sinks_and_storage_that_do_not_fit(given: dict[str, Any], told: st
 # --- weights that workers share -----------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("Weights: shared between the workers of a host", "sim", refused=True)
 @pytest.mark.parametrize("load_format", ["backplane_shared", "backplane_shared_gguf"])
 def test_weights_are_shared_in_the_hosts_memory_alone(load_format: str) -> None:
     config = VllmConfig(load_config=LoadConfig(load_format=load_format))

@@ -84,8 +84,8 @@ def test_the_matrix_has_what_tests_show_and_nothing_else(request: pytest.Fixture
         pytest.skip("features are being recorded")
     recorded = feature_matrix.read(feature_matrix.RECORD)
     assert not [entry for entry in recorded if not feature_matrix.exists(entry)]
-    entries = {(entry.feature, entry.device, entry.test) for entry in recorded}
+    entries = {(entry.feature, entry.device, entry.refused, entry.test) for entry in recorded}
     marked = {(*shown, item.nodeid) for item in request.session.items for shown in feature_matrix.marked(item)}
     collected = {item.nodeid for item in request.session.items}
     assert not marked - entries, "run make features"
-    assert not {entry for entry in entries if entry[2] in collected} - marked, "run make features"
+    assert not {entry for entry in entries if entry[3] in collected} - marked, "run make features"

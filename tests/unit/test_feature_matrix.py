@@ -22,6 +22,9 @@ def test_two(way, device): pass
 @pytest.mark.feature("KV cache: fp8", "cpu")
 def test_passes(): pass
 
+@pytest.mark.feature("Sleep: level 1", "sim", refused=True)
+def test_refuses(): pass
+
 @pytest.mark.feature("Format: compressed-tensors W8A16", "cpu")
 def test_fails(): assert False
 
@@ -69,7 +72,7 @@ def test_passes_and_failures(tmp_path: Path, arguments: tuple[str, ...]) -> None
     ]
     feature_matrix.write(record, before)
     done = run(tmp_path, record, TESTS, *arguments)
-    assert "1 failed, 4 passed, 1 skipped, 1 error" in done.stdout, done.stdout + done.stderr
+    assert "1 failed, 5 passed, 1 skipped, 1 error" in done.stdout, done.stdout + done.stderr
     found = feature_matrix.read(record)
     assert stays in found
     assert {entry.vllm for entry in found} == {"0.1", feature_matrix.vllm_version()}
@@ -79,7 +82,9 @@ def test_passes_and_failures(tmp_path: Path, arguments: tuple[str, ...]) -> None
         ("Format: AWQ", "cpu", "test_inner.py::test_passes"),
         ("Format: AWQ", "sim", "test_inner.py::test_passes"),
         ("KV cache: fp8", "cpu", "test_inner.py::test_passes"),
+        ("Sleep: level 1", "sim", "test_inner.py::test_refuses"),
     }
+    assert {entry.test for entry in found if entry.refused} == {"test_inner.py::test_refuses"}
 
 
 @pytest.mark.parametrize(
@@ -109,3 +114,12 @@ def test_a_cell_names_a_test_or_says_that_there_is_none() -> None:
     assert releases == ["0.32.0"]
     _, _, releases = feature_matrix.page([*entries, entries[0]._replace(vllm="0.31.0")])
     assert releases == ["0.31.0", "0.32.0"]
+
+
+def test_a_cell_says_that_a_device_refuses() -> None:
+    test = "tests/e2e/test_kv_cache_fp8.py::test_fp8_stays_near_auto"
+    refused = Shown("KV cache: fp8", "sim", test, "0.32.0", refused=True)
+    shown = refused._replace(device="cpu", refused=False)
+    link = "[test_kv_cache_fp8.py](../tests/e2e/test_kv_cache_fp8.py): fp8 stays near auto"
+    assert ("KV cache: fp8", link, f"refused: {link}") in feature_matrix.page([refused, shown])[0]
+    assert ("KV cache: fp8", link, "not shown") in feature_matrix.page([refused._replace(device="cpu"), shown])[0]

@@ -1,40 +1,83 @@
-"""Options of a command line are noted as they are read; a default is not."""
+"""What was asked for is told apart from what vLLM fills in, for a command line and for Python alike."""
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
-from vllm.engine.arg_utils import AsyncEngineArgs
+from transformers import JambaConfig, LlamaConfig
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_backplane import stated_options
-from vllm_backplane.stated_options import note, stated
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.stated_options import stated, with_note
 
-PREFIXES = "enable_prefix_caching"
-
-
-@pytest.fixture(autouse=True)
-def no_command_line_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stated_options, "_stated", {})
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"), [([], None), (["--enable-prefix-caching"], True), (["--no-enable-prefix-caching"], False)]
-)
-def test_vllms_own_command_line(given: list[str], expected: bool | None) -> None:
-    """The platform is asked by `add_cli_args`, and notes this option."""
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense")
+    LlamaConfig(architectures=["LlamaForCausalLM"], **SMALL).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid")
+    JambaConfig(architectures=["JambaForCausalLM"], num_key_value_heads=2, **SMALL).save_pretrained(folder)
+    return folder
+
+
+def by_command_line(model: Path, **options: bool) -> EngineArgs:
+    given = [f"--{'' if value else 'no-'}{name.replace('_', '-')}" for name, value in options.items()]
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    arguments = parser.parse_args(["--model", "somewhere", *given])
-    assert arguments.enable_prefix_caching is expected
-    assert stated(PREFIXES) is expected
+    return AsyncEngineArgs.from_cli_args(
+        parser.parse_args(["--model", str(model), "--skip-tokenizer-init", "--max-model-len", "64", *given])
+    )
 
 
-def test_noted_twice_it_is_read_once() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
-    parser.add_argument("--beside", default="1")
-    note(parser, PREFIXES)
-    note(parser, PREFIXES)
-    assert parser.parse_args(["--enable-prefix-caching", "--beside", "2"]).enable_prefix_caching
-    assert stated(PREFIXES) is True and stated("beside") is None
+def by_python(model: Path, **options: Any) -> EngineArgs:
+    return EngineArgs(model=str(model), skip_tokenizer_init=True, max_model_len=64, **options)
+
+
+Arguments = Callable[..., EngineArgs]
+BOTH = pytest.mark.parametrize("arguments", [by_command_line, by_python])
+
+
+@BOTH
+@pytest.mark.parametrize(("options", "expected"), [({}, False), ({"async_scheduling": True}, True)])
+def test_async_scheduling_is_on_where_it_is_asked_for(
+    arguments: Arguments, dense: Path, options: dict[str, bool], expected: bool
+) -> None:
+    """On a device without streams."""
+    made = arguments(dense, **options)
+    assert made.create_engine_config().scheduler_config.async_scheduling is expected
+    again = made.create_engine_config()  # by now vLLM has filled in what nobody said
+    assert again.scheduler_config.async_scheduling is expected
+    assert again.cache_config.enable_prefix_caching is True
+    assert stated(again.additional_config, "enable_prefix_caching") is None
+
+
+@BOTH
+def test_prefixes_of_a_hybrid_are_refused_where_they_are_asked_for(arguments: Arguments, hybrid: Path) -> None:
+    assert arguments(hybrid).create_engine_config().cache_config.enable_prefix_caching is False
+    with pytest.raises(BackplaneError, match=r"JambaForCausalLM carries a state .* remove --enable-prefix-caching"):
+        arguments(hybrid, enable_prefix_caching=True).create_engine_config()
+
+
+def test_what_a_user_gave_is_left_as_it_was(dense: Path) -> None:
+    """It may be given to the next engine too."""
+    own = {"backplane": {"memory_share": 0.2}}
+    first = by_python(dense, additional_config=own, async_scheduling=True).create_engine_config()
+    second = by_python(dense, additional_config=own).create_engine_config()
+    assert own == {"backplane": {"memory_share": 0.2}}
+    assert [each.scheduler_config.async_scheduling for each in (first, second)] == [True, False]
+
+
+def test_what_can_carry_no_note_is_left_alone() -> None:
+    other = object()
+    assert with_note(other, None) is other
+    assert stated(other, "async_scheduling") is None

@@ -41,6 +41,12 @@ def memory() -> dict[str, int]:
     return found
 
 
+def whole() -> int:
+    """Kilobytes that are this process's part of all memory but that of files, by the system's own account."""
+    counted = dict(re.findall(r"^(\w+): +(\d+) kB$", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE))
+    return int(counted["Pss_Anon"]) + int(counted["Pss_Shmem"])
+
+
 class Watched:
     """What a process has in memory while it moves its weights, whenever some have been written."""
 
@@ -57,16 +63,19 @@ class Watched:
 
 
 def answer(model: torch.nn.Module) -> dict[str, Any]:
-    return memory() | {"result": float(model(torch.ones(1, WIDTH)).double().sum())}
+    result = float(model(torch.ones(1, WIDTH)).double().sum())
+    return memory() | {"result": result, "whole": whole()}
 
 
 if __name__ == "__main__":
     folder, seed = sys.argv[1:]
+    bare = whole()
     model = made(int(seed))
     watched, before = Watched(), memory()["anonymous"]
     outcome = share(model, Board(Path(folder)))
     after = memory()["anonymous"]
-    print(json.dumps(asdict(outcome) | {"before": before, "after": after, "most": watched.most}), flush=True)
+    told = {"bare": bare, "before": before, "after": after, "most": watched.most}
+    print(json.dumps(asdict(outcome) | told), flush=True)
     for line in sys.stdin:
         if line.startswith("write"):
             next(model.parameters()).zero_()

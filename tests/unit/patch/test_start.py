@@ -34,8 +34,12 @@ def _start(program: str = START, **variables: str) -> subprocess.CompletedProces
 
 def test_a_stated_version_decides_and_vllm_accepts_the_variable() -> None:
     done = _start(VLLM_VERSION="0.32.1.dev3+gabcdef0")
-    expected = "BackplanePlatform 0.32.1.dev3+gabcdef0 ['maybe_override_with_speculators', 'serve_http']"
-    assert done.stdout.strip() == expected, done.stderr[-2000:]
+    ours = [
+        "_set_default_chunked_prefill_and_prefix_caching_args",
+        "maybe_override_with_speculators",
+        "serve_http",
+    ]
+    assert done.stdout.strip() == f"BackplanePlatform 0.32.1.dev3+gabcdef0 {ours}", done.stderr[-2000:]
 
 
 def test_a_version_that_nobody_examined_stops_the_start_and_says_what_to_do() -> None:
