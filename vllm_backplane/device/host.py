@@ -9,16 +9,23 @@ import ctypes
 import mmap
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import psutil
+import torch
 
 from vllm_backplane.device.contract import MemoryInfo
 from vllm_backplane.errors import BackplaneError
 
 _ROOT = Path("/sys/fs/cgroup")
-_DONT_NEED = 4
-"""Linux's number for madvise."""
+_DONT_NEED, _COLLAPSE = 4, 25
+"""Linux's numbers for madvise."""
+_SET_THP_DISABLE, _GET_THP_DISABLE = 41, 42
+"""Linux's numbers for prctl."""
+_HUGE = 2 << 20
 
 
 def host_memory() -> MemoryInfo:
@@ -138,6 +145,55 @@ def drop_pages(start: int, length: int) -> None:
     if library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _DONT_NEED) != 0:
         reason = os.strerror(ctypes.get_errno())
         raise BackplaneError(f"the system does not take {length} bytes back (madvise: {reason})")
+
+
+def forget(storage: torch.UntypedStorage) -> None:
+    """Give the pages of host memory that nobody looks at any more back to the system now, and not when PyTorch's
+    allocator comes to it: some builds bring one of their own (mimalloc), which keeps what is freed and takes no
+    orders."""
+    if torch._C._storage_Use_Count(storage._cdata) > 1:  # somebody still looks at it
+        return
+    start, end = whole_pages(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+    if start < end:
+        drop_pages(start, end - start)
+
+
+@contextmanager
+def without_huge_pages() -> Iterator[None]:
+    """Memory that is written to meanwhile is taken page by page. Where an allocator asks for huge pages, as mimalloc
+    does, the first byte takes all of one, 2 MiB, and what the allocator leaves free between tensors is taken too."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux's
+    zero = ctypes.c_ulong(0)
+    # A system that does not let a process choose takes more memory, and that is all.
+    off = (
+        prctl is not None
+        and prctl(_GET_THP_DISABLE, zero, zero, zero, zero) == 0
+        and prctl(_SET_THP_DISABLE, ctypes.c_ulong(1), zero, zero, zero) == 0
+    )
+    try:
+        yield
+    finally:
+        if prctl is not None and off:
+            prctl(_SET_THP_DISABLE, zero, zero, zero, zero)
+
+
+def gather_pages(storage: torch.UntypedStorage) -> None:
+    """Put what is inside of host memory into huge pages, which are faster to read, as the allocator would have had it.
+    The system may have none, or not know the request (before Linux 6.1): the pages stay as they are then."""
+    if "[never]" in _huge_pages_of_system():
+        return
+    start = -(-storage.data_ptr() // _HUGE) * _HUGE
+    end = (storage.data_ptr() + storage.nbytes()) // _HUGE * _HUGE
+    if start < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _COLLAPSE)
+
+
+@cache
+def _huge_pages_of_system() -> str:
+    try:
+        return Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:  # a kernel without them
+        return "[never]"
 
 
 def whole_pages(start: int, end: int) -> tuple[int, int]:

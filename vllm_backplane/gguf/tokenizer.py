@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_backplane.errors import CheckpointError, nearest
+from vllm_backplane.errors import CheckpointError
 
 if TYPE_CHECKING:
     from vllm_backplane.gguf.parts import Gguf
@@ -149,9 +149,14 @@ def _adds_bos(model: Gguf, kind: str) -> bool:
 
 
 def _splitting(model: Gguf) -> Splitting:
-    name = model.text("tokenizer.ggml.pre") or "unstated"
+    name = model.text("tokenizer.ggml.pre")
+    if not name:
+        raise _fault(model, "it does not say how its tokenizer splits text (tokenizer.ggml.pre)")
     if name not in SPLITTINGS:
-        raise _fault(model, f"its tokenizer splits text as {name!r}, which is not known{nearest(name, SPLITTINGS)}")
+        raise CheckpointError(
+            f"{model.path} cannot be served: its tokenizer splits text as {name!r}, and known are "
+            f"{', '.join(SPLITTINGS)}; use the model's original checkpoint"
+        )
     return SPLITTINGS[name]
 
 

@@ -64,7 +64,7 @@ class _Stored:
             moved = torch.empty(0, dtype=tensor.dtype)
             tensor.data = moved.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         if self.owned:
-            _give_back(left)
+            host.forget(left)
 
 
 def share(model: torch.nn.Module, board: Board) -> Outcome:
@@ -145,15 +145,6 @@ def _place(stored: list[_Stored], outcome: Outcome) -> Held:
         one.move(segment.bytes(place, count))
     segment.seal()
     return segment, places
-
-
-def _give_back(storage: torch.UntypedStorage) -> None:
-    """Now, and not when PyTorch's allocator comes to it: some builds of it keep what is freed."""
-    if torch._C._storage_Use_Count(storage._cdata) > 1:  # somebody still looks at it
-        return
-    start, end = host.whole_pages(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-    if start < end:
-        host.drop_pages(start, end - start)
 
 
 def _withdraw(note: Path, segments: list[Segment]) -> None:

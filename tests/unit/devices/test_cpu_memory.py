@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import torch
 
 from vllm_backplane.device.host import (
     control_group_cores,
     control_group_limits,
+    forget,
     host_memory,
+    without_huge_pages,
 )
 from vllm_backplane.devices.cpu import CpuDevice
 
@@ -114,3 +118,24 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert int(done.stdout) > 40 << 20
+
+
+def test_memory_is_given_back_when_nobody_looks_at_it() -> None:
+    tensor = torch.ones(1 << 20, dtype=torch.uint8)
+    storage = tensor.untyped_storage()
+    forget(storage)
+    assert bool(tensor.all()), "somebody looks at it"
+    del tensor
+    forget(storage)
+    left = torch.empty(0, dtype=torch.uint8).set_(storage)
+    assert int(left.sum()) < 2 * mmap.PAGESIZE, "only what shares a page with others stays"
+
+
+def test_huge_pages_are_used_again_afterwards() -> None:
+    def refused() -> bool:
+        return "THP_enabled:\t0" in Path("/proc/self/status").read_text()
+
+    before = refused()
+    with without_huge_pages():
+        assert refused()
+    assert refused() is before

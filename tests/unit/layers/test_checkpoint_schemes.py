@@ -58,13 +58,24 @@ def whole_numbers(rows: int, columns: int) -> torch.Tensor:
 
 
 def load(layer: Any, stored: made.Stored, *shard: Any) -> None:
+    """Parameters are looked up before, as vLLM's models do: a layer is packed as soon as it is complete."""
+    parameters = {name: getattr(layer, name) for name in stored.tensors}
     for name, tensor in stored.tensors.items():
-        parameter = getattr(layer, name)
-        parameter.weight_loader(parameter, tensor, *shard)
+        parameters[name].weight_loader(parameters[name], tensor, *shard)
+
+
+def process(layer: Any) -> None:
+    """As vLLM does when all layers are loaded."""
+    finalize_layerwise_processing(layer, MODEL)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def in_memory(layer: Any) -> set[str]:
+    return {name for name, parameter in layer.named_parameters() if not parameter.is_meta}
 
 
 def finish(layer: Any) -> None:
-    layer.quant_method.process_weights_after_loading(layer)
+    process(layer)
     assert layer.weight.dtype in (torch.uint8, torch.int8)
     assert {name for name, _ in layer.named_parameters()} <= {
         "weight",
@@ -139,7 +150,9 @@ def test_parts_of_a_fused_layer_lie_in_their_places(case: str) -> None:
     layer = QKVParallelLinear(FAN_IN, 8, 4, 2, bias=False, quant_config=configured(config), prefix="qkv")
     parts = {"v": make(16, 2), "q": make(32, 3), "k": make(16, 4)}
     for name, part in parts.items():
+        assert in_memory(layer) <= {"g_idx"}, "what is not complete waits in the file"
         load(layer, part, name)
+    assert layer.weight.dtype in (torch.uint8, torch.int8), "packed with the last part"
     finish(layer)
     assert_product(layer, torch.cat([parts[name].weight for name in "qkv"]))
 
@@ -185,7 +198,7 @@ def test_a_bias_is_added() -> None:
     for number, part in enumerate(parts):
         load(layer, part, number)
     layer.bias.data = torch.arange(64.0)
-    layer.quant_method.process_weights_after_loading(layer)
+    process(layer)
     x = whole_numbers(3, FAN_IN)
     expected = x.double() @ torch.cat([part.weight for part in parts]).T + torch.arange(64.0)
     assert torch.allclose(layer(x)[0].double(), expected, rtol=1e-5, atol=1e-3)
@@ -324,10 +337,10 @@ def test_parts_in_different_orders_are_refused() -> None:
     layer = QKVParallelLinear(
         FAN_IN, 8, 4, 2, bias=False, quant_config=configured(made.GPTQ, desc_act=True), prefix="layers.7.qkv"
     )
-    for seed, (name, size) in enumerate((("q", 32), ("k", 16), ("v", 16)), 1):
+    for seed, (name, size) in enumerate((("q", 32), ("k", 16)), 1):
         load(layer, made.gptq(FAN_IN, size, 4, 32, by_activation=seed), name)
     with pytest.raises(CheckpointError, match=r"layers\.7\.qkv are ordered .* different ways.*desc_act=False"):
-        layer.quant_method.process_weights_after_loading(layer)
+        load(layer, made.gptq(FAN_IN, 16, 4, 32, by_activation=3), "v")
 
 
 def test_an_order_that_is_missing_is_told() -> None:
@@ -337,7 +350,7 @@ def test_an_order_that_is_missing_is_told() -> None:
     del stored.tensors["g_idx"]
     load(layer, stored)
     with pytest.raises(CheckpointError, match="no g_idx for down"):
-        layer.quant_method.process_weights_after_loading(layer)
+        process(layer)
 
 
 def test_unequal_groups_are_told() -> None:
@@ -345,9 +358,8 @@ def test_unequal_groups_are_told() -> None:
     layer = RowParallelLinear(FAN_IN, 24, bias=False, quant_config=config, prefix="down")
     stored = made.gptq(FAN_IN, 24, 4, 32, by_activation=1)
     stored.tensors["g_idx"][:] = torch.arange(FAN_IN) // 40
-    load(layer, stored)
     with pytest.raises(CheckpointError, match=r"g_idx of down .* unequal size"):
-        layer.quant_method.process_weights_after_loading(layer)
+        load(layer, stored)
 
 
 REFUSED: dict[str, Mapping[str, Any]] = {

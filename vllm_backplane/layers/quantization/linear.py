@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from vllm_backplane import ops
+from vllm_backplane.device import host
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.layers.linear import refuse_loading
 from vllm_backplane.layers.quantization.formats import Format
@@ -57,7 +58,7 @@ class QuantizedLinearMethod(LinearMethodBase):
             return
         self.insist_on_loaded(layer)
         made = self.quantize(weight.data)
-        weight.data = weight.data.new_empty(0)  # vLLM still holds on to the parameter
+        empty(weight)
         install(layer, made)
         # Freed memory between codes that stay would add up from layer to layer.
         runtime().device.empty_cache()
@@ -78,6 +79,14 @@ class QuantizedLinearMethod(LinearMethodBase):
         return ops.quantized_linear.call(
             x, layer.weight, layer.weight_scale, layer.weight_offset, self.format.bits, layer.backplane_rows, bias
         )
+
+
+def empty(parameter: torch.Tensor) -> None:
+    """Free the memory of a parameter that vLLM still refers to while its layer is loaded."""
+    left = parameter.data.untyped_storage()
+    parameter.data = parameter.data.new_empty(0)
+    if parameter.is_cpu:
+        host.forget(left)
 
 
 def install(layer: torch.nn.Module, made: Packed, device: torch.device | None = None) -> None:

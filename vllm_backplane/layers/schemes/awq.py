@@ -25,6 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.layers.schemes import kernel
 from vllm_backplane.layers.schemes.experts import Layout, SchemeMoEMethod
+from vllm_backplane.layers.schemes.loading import loaded_by_layer
 from vllm_backplane.layers.schemes.refusal import act_dtypes, refused
 
 ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
@@ -92,6 +93,8 @@ class BackplaneAWQConfig(AutoAWQConfig):
 
 @register_weight_loader_v2_supported_method
 class BackplaneAWQLinearMethod(AutoAWQMarlinLinearMethod):
+    uses_meta_device = True
+
     def __init__(self, quant_config: BackplaneAWQConfig) -> None:
         self.quant_config = quant_config  # what vLLM's would do beside asks for Marlin
         self.quant_type = quant_config.quant_type
@@ -113,18 +116,18 @@ class BackplaneAWQLinearMethod(AutoAWQMarlinLinearMethod):
                 "--tensor-parallel-size 1"
             )
         # In float32, scales are what the checkpoint says, whatever --dtype is.
-        super().create_weights(
-            layer,
-            input_size_per_partition,
-            output_partition_sizes,
-            input_size,
-            output_size,
-            torch.float32,
-            **extra_weight_attrs,
-        )
+        with loaded_by_layer(layer):
+            super().create_weights(
+                layer,
+                input_size_per_partition,
+                output_partition_sizes,
+                input_size,
+                output_size,
+                torch.float32,
+                **extra_weight_attrs,
+            )
         self.kernel.word_order = ORDER[self.quant_config.weight_bits]
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Without vLLM's own repacking: the kernel reads the order of AWQ."""
-        if hasattr(layer, self.kernel.w_q_name):
-            self.kernel.process_weights_after_loading(layer)
+        self.kernel.process_weights_after_loading(layer)

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm_backplane import compat
 from vllm_backplane.layers.schemes import kernel
 from vllm_backplane.layers.schemes.experts import Layout, SchemeMoEMethod
+from vllm_backplane.layers.schemes.loading import loaded_by_layer
 from vllm_backplane.layers.schemes.refusal import refused
 
 _PACKED, _PLAIN = "pack-quantized", "int-quantized"
@@ -91,6 +92,8 @@ class BackplaneCompressedTensorsConfig(CompressedTensorsConfig):
 
 @register_weight_loader_v2_supported_method
 class BackplaneCompressedTensorsMethod(CompressedTensorsLinearMethod):
+    uses_meta_device = True
+
     def create_weights(
         self,
         layer: torch.nn.Module,
@@ -102,15 +105,16 @@ class BackplaneCompressedTensorsMethod(CompressedTensorsLinearMethod):
         **extra_weight_attrs: Any,
     ) -> None:
         # In float32, scales are what the checkpoint says, whatever --dtype is.
-        super().create_weights(
-            layer,
-            input_size_per_partition,
-            output_partition_sizes,
-            input_size,
-            output_size,
-            torch.float32,
-            **extra_weight_attrs,
-        )
+        with loaded_by_layer(layer):
+            super().create_weights(
+                layer,
+                input_size_per_partition,
+                output_partition_sizes,
+                input_size,
+                output_size,
+                torch.float32,
+                **extra_weight_attrs,
+            )
         layer.params_dtype = params_dtype  # type: ignore[assignment]
 
 

@@ -26,6 +26,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.layers.schemes import kernel
 from vllm_backplane.layers.schemes.experts import Layout, SchemeMoEMethod
+from vllm_backplane.layers.schemes.loading import loaded_by_layer
 from vllm_backplane.layers.schemes.refusal import act_dtypes, refused
 
 _ZEROS_LESS = {"gptq": 1, "gptq_v2": 0}
@@ -105,6 +106,8 @@ class BackplaneGPTQConfig(AutoGPTQConfig):
 
 @register_weight_loader_v2_supported_method
 class BackplaneGPTQLinearMethod(AutoGPTQLinearMethod):
+    uses_meta_device = True
+
     def __init__(self, quant_config: BackplaneGPTQConfig) -> None:
         self.quant_config = quant_config  # what vLLM's would do beside asks for Marlin
         self.quant_type = quant_config.quant_type
@@ -127,22 +130,27 @@ class BackplaneGPTQLinearMethod(AutoGPTQLinearMethod):
                 "made with desc_act=False"
             )
         # In float32, scales are what the checkpoint says, whatever --dtype is.
-        super().create_weights(
-            layer,
-            input_size_per_partition,
-            output_partition_sizes,
-            input_size,
-            output_size,
-            torch.float32,
-            **extra_weight_attrs,
-        )
+        device = torch.get_default_device()
+        with loaded_by_layer(layer):
+            super().create_weights(
+                layer,
+                input_size_per_partition,
+                output_partition_sizes,
+                input_size,
+                output_size,
+                torch.float32,
+                **extra_weight_attrs,
+            )
+            # In memory from the start: a row that nothing is loaded into is told by what is in it.
+            groups_of = torch.nn.Parameter(
+                torch.full(
+                    (len(output_partition_sizes), input_size_per_partition), -1, dtype=torch.int32, device=device
+                ),
+                requires_grad=False,
+            )
+            groups_of.weight_loader = self._load_groups  # type: ignore[attr-defined]
+            layer.register_parameter("g_idx", groups_of)
         self.kernel.zeros_less = self.quant_config.zeros_less
-        groups_of = torch.nn.Parameter(
-            torch.full((len(output_partition_sizes), input_size_per_partition), -1, dtype=torch.int32),
-            requires_grad=False,
-        )
-        groups_of.weight_loader = self._load_groups  # type: ignore[attr-defined]
-        layer.register_parameter("g_idx", groups_of)
 
     def _load_groups(self, param: torch.Tensor, loaded: torch.Tensor, shard: str | int | None = None) -> None:
         """Each part of a fused layer has a row. Where inputs are divided among workers, the order is the plain one

@@ -9,8 +9,8 @@ import torch
 from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, Int8ScaledMMLinearLayerConfig
 
 from vllm_backplane import ops
-from vllm_backplane.layers.quantization.linear import install
-from vllm_backplane.layers.schemes.repacking import exact
+from vllm_backplane.layers.schemes.loading import exchange
+from vllm_backplane.layers.schemes.repacking import PIECE, exact
 from vllm_backplane.ops.quantized_linear import Packed, empty_codes, packed_by_group, packed_codes, padded_size
 from vllm_backplane.runtime import runtime
 
@@ -27,23 +27,27 @@ class BackplaneInt8Kernel(Int8ScaledMMLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Called as soon as the layer is loaded, and by vLLM once more when all are."""
         weight_name, scale_name = self.layer_param_names[:2]
-        weight, scales = getattr(layer, weight_name).data, getattr(layer, scale_name).data
-        if weight.dim() != 2:  # in the order of the operator already
+        if getattr(layer, weight_name).dim() != 2:  # in the order of the operator already
             return
-        layer.backplane_rows = len(weight)  # type: ignore[assignment]
+        layer.backplane_rows = len(getattr(layer, weight_name))  # type: ignore[assignment]
+        exchange(layer, (weight_name, scale_name), lambda: self._repack(layer))
+
+    def _repack(self, layer: torch.nn.Module) -> Packed:
+        """Nothing of the loaded weights is held on to when it returns."""
+        weight, scales = (getattr(layer, name).data for name in self.layer_param_names[:2])
         if not self.config.is_channelwise:  # one scale for each of the parts that are fused
             scales = torch.cat(
                 [one.expand(width) for one, width in zip(scales, layer.logical_widths, strict=True)]  # type: ignore[arg-type]
             )
-        install(layer, packed(weight, scales.reshape(-1, 1).float()))
-        runtime().device.empty_cache()
+        return packed(weight, scales.reshape(-1, 1).float())
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return ops.quantized_linear.call(x, layer.weight, layer.weight_scale, None, 8, layer.backplane_rows, bias)
 
 
-def packed(weight: torch.Tensor, scales: torch.Tensor, piece: int = 1 << 20) -> Packed:
+def packed(weight: torch.Tensor, scales: torch.Tensor, piece: int = PIECE) -> Packed:
     """Of int8 [features, inputs] and one scale per output, in pieces, like other weights. The code 128 is zero."""
     layout = runtime().device.quantized_layout(8)
     width = layout.width

@@ -16,8 +16,8 @@ from vllm.scalar_type import scalar_types
 
 from vllm_backplane import ops
 from vllm_backplane.errors import CheckpointError
-from vllm_backplane.layers.quantization.linear import install
 from vllm_backplane.layers.schemes.int8 import BackplaneInt8Kernel
+from vllm_backplane.layers.schemes.loading import exchange
 from vllm_backplane.layers.schemes.repacking import Words, Zeros, adjacent, repacked
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.runtime import runtime
@@ -46,17 +46,28 @@ class BackplaneMixedPrecisionKernel(MPLinearKernel):
         return reason is None, reason
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        made, order = self._repack(layer)
-        for name in (self.w_q_name, self.w_s_name, self.w_zp_name):
-            if name is not None and hasattr(layer, name):
-                delattr(layer, name)
-        install(layer, made)
+        """Called as soon as the layer is loaded, and by vLLM once more when all are."""
+        if not hasattr(layer, self.w_q_name):
+            return
+        order = self._order(layer)
+        exchange(layer, (self.w_q_name, self.w_s_name, self.w_zp_name), lambda: self._repack(layer, order))
         if order is not None:
             layer.backplane_order = torch.nn.Parameter(order, requires_grad=False)
-        # Freed memory between codes that stay would add up from layer to layer.
-        runtime().device.empty_cache()
 
-    def _repack(self, layer: torch.nn.Module) -> tuple[Packed, torch.Tensor | None]:
+    def _order(self, layer: torch.nn.Module) -> torch.Tensor | None:
+        """Of inputs, where they are to be gathered by groups."""
+        if self.groups_of is None:
+            return None
+        scale: Any = getattr(layer, self.w_s_name)
+        try:
+            return adjacent(self.groups_of, scale.shape[1 - scale.output_dim])
+        except ValueError as fault:
+            raise CheckpointError(
+                f"the g_idx of {getattr(layer, 'prefix', 'a layer')} cannot be served: {fault}; use a checkpoint "
+                "made with desc_act=False"
+            ) from fault
+
+    def _repack(self, layer: torch.nn.Module, order: torch.Tensor | None) -> Packed:
         """Nothing of the loaded weights is held on to when it returns."""
         fan_in, bits = self.config.partition_weight_shape[0], self.config.weight_type.size_bits
         loaded, scale, zero = self._get_weight_params(layer)
@@ -64,17 +75,8 @@ class BackplaneMixedPrecisionKernel(MPLinearKernel):
         zeros = None
         if self.config.weight_type == WITH_ZEROS[bits]:
             zeros = Zeros(self._words(zero, bits), self.zeros_less)
-        order = None
-        if self.groups_of is not None:
-            try:
-                order = adjacent(self.groups_of, scales.shape[1])
-            except ValueError as fault:
-                raise CheckpointError(
-                    f"the g_idx of {getattr(layer, 'prefix', 'a layer')} cannot be served: {fault}; use a checkpoint "
-                    "made with desc_act=False"
-                ) from fault
         layout = runtime().device.quantized_layout(bits)
-        return repacked(self._words(loaded, bits), scales, zeros, fan_in=fan_in, layout=layout, order=order), order
+        return repacked(self._words(loaded, bits), scales, zeros, fan_in=fan_in, layout=layout, order=order)
 
     def _words(self, parameter: Any, bits: int) -> Words:
         return Words(parameter.data, bits, parameter.packed_dim, parameter.output_dim, self.word_order)

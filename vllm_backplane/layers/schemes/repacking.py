@@ -14,7 +14,7 @@ import torch
 from vllm_backplane.device.contract import CodeLayout
 from vllm_backplane.ops.quantized_linear import Packed, empty_codes, packed_by_group, packed_codes, padded_size
 
-_PIECE = 1 << 20
+PIECE = 1 << 17
 """Weights that are converted at once, so that temporary memory does not grow with the layer."""
 
 _LARGEST_SPLIT = 128
@@ -97,7 +97,7 @@ def repacked(
     layout: CodeLayout,
     order: torch.Tensor | None = None,
     split: bool = True,
-    piece: int = _PIECE,
+    piece: int = PIECE,
 ) -> Packed:
     """A weight, in pieces of about `piece` codes. Scales are [features, groups]; input positions are taken in `order`,
     and `split` divides rows with one scale into groups."""

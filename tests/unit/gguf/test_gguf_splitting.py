@@ -1,0 +1,185 @@
+"""How a byte-level vocabulary splits text, for each name that files give it: the tokens of the tokenizer that the name
+stands for.
+
+Those are put together here as the models' own tokenizer.json has them. The vocabulary was trained on text that is not
+split, so it has tokens across the ends of words, and another splitting gives other tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from vllm_backplane.errors import CheckpointError
+from vllm_backplane.gguf import tokenizer as made
+from vllm_backplane.gguf.parts import opened
+
+TEXTS = (
+    "It's 12345 o'clock; WE'LL see, they've 3.14159 and I'd 7.",
+    "  Two spaces, three   spaces, a tab\tand\r\n\r\n new lines \n \n  at the end   ",
+    "camelCase and SCREAMING_CASE, Zürich, cafe\u0301 and café, naïve ÉCOLE",
+    "東京タワー was 333 m, Москва, ١٢٣٤, ½ ² Ⅷ, हिन्दी",
+    "def f(x):\n    return x ** 2  # 🤖👩\u200d👩\u200d👧 a//b/c!\n/x <|end|>tail",
+    "",
+    "\n",
+    " ",
+    "1",
+    "xyzzy plugh",
+)
+
+WHOLE = "Ġplugh"
+"""A word of the vocabulary that no merges lead to."""
+
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _gpt2() -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _digits() -> Any:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _split(pattern: str) -> Callable[[], Any]:
+    return lambda: pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+class Meant(NamedTuple):
+    splits: Callable[[], Any]
+    pieces: str
+    """Of PROBE, worked out by hand."""
+    composes: bool = False
+    whole_words: bool = False
+
+
+PROBE = "WE'LL camelCase 1234!\n/x"
+_GPT2 = Meant(_gpt2, "WE ' LL ĠcamelCase Ġ1234 ! Ċ / x")
+_DIGITS = Meant(_digits, "WE ' LL ĠcamelCase Ġ 1 2 3 4 ! Ċ / x")
+_LLAMA3 = Meant(_split(CL100K), "WE 'LL ĠcamelCase Ġ 123 4 !Ċ /x", whole_words=True)
+_QWEN2 = Meant(_split(QWEN2), "WE 'LL ĠcamelCase Ġ 1 2 3 4 !Ċ /x", composes=True)
+
+NAMES = {
+    "gpt-2": _GPT2,
+    "phi-2": _GPT2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "dbrx": _LLAMA3._replace(whole_words=False),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": Meant(_split(TEKKEN), "WE 'LL Ġcamel Case Ġ 1 2 3 4 !Ċ/ x", whole_words=True),
+}
+
+
+class Vocabulary(NamedTuple):
+    ids: dict[str, int]
+    merges: list[tuple[str, str]]
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trained.train_from_iterator(
+        [*TEXTS[:5]] * 3, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, special_tokens=["<|end|>"])
+    )
+    state = json.loads(trained.to_str())["model"]
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in state["merges"]]
+    return Vocabulary({**state["vocab"], WHOLE: len(state["vocab"])}, merges)
+
+
+def expected(meant: Meant) -> Any:
+    known = vocabulary()
+    tokenizer = Tokenizer(models.BPE(vocab=known.ids, merges=known.merges, ignore_merges=meant.whole_words))
+    if meant.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = meant.splits()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
+
+
+def written(folder: Path, name: str | None) -> Any:
+    """What is made of a file with that vocabulary."""
+    known = vocabulary()
+    tokens = sorted(known.ids, key=lambda token: known.ids[token])
+    writer = gguf.GGUFWriter(folder / "m.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    if name is not None:
+        writer.add_tokenizer_pre(name)
+    writer.add_token_list(tokens)
+    writer.add_token_types([made.CONTROL if token == "<|end|>" else made.NORMAL for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in known.merges])
+    writer.add_add_bos_token(False)
+    writer.add_tensor("output_norm.weight", np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    made.write(opened(folder / "m.gguf"), folder, 128)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def test_every_name_that_is_known_is_looked_at() -> None:
+    assert set(NAMES) == set(made.SPLITTINGS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_the_tokenizer_that_the_name_stands_for(tmp_path: Path, name: str) -> None:
+    meant, ours = NAMES[name], written(tmp_path, name)
+    theirs = expected(meant)
+    for text in TEXTS:
+        found = ours.encode(text)
+        assert found.ids == theirs.encode(text).ids, text
+        if not meant.composes:
+            assert ours.decode(found.ids, skip_special_tokens=False) == text
+    assert [piece for piece, _place in ours.pre_tokenizer.pre_tokenize_str(PROBE)] == meant.pieces.split(" ")
+    assert (WHOLE in ours.encode("xyzzy plugh").tokens) is meant.whole_words
+
+
+def test_the_texts_tell_the_splittings_apart() -> None:
+    """Or equal tokens would say nothing."""
+    kinds = {
+        name: tuple(tuple(expected(NAMES[name]).encode(text).ids) for text in TEXTS)
+        for name in ("gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken")
+    }
+    assert len(set(kinds.values())) == len(kinds)
+
+
+@pytest.mark.parametrize("name", ["gpt-4o", "qwen35", "default"])
+def test_a_name_that_is_not_known_is_told(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"splits text as '{name}'.*known are gpt-2, .*tekken; use the model's"):
+        written(tmp_path, name)
+
+
+def test_a_file_that_names_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"does not say how .*tokenizer\.ggml\.pre.*current converter"):
+        written(tmp_path, None)
