@@ -144,6 +144,6 @@ def test_an_engine_that_hears_the_interrupt_first_is_no_error(patched: Any) -> N
 
 def test_vllm_alone_waits(unpatched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the patch is for: when this fails, vLLM has changed and the patch may go."""
-    monkeypatch.setattr(f"{__name__}.DEADLINE", 3 * patch_launcher.GRACE_SECONDS)
+    monkeypatch.setattr(f"{__name__}.DEADLINE", 2 * patch_launcher.GRACE_SECONDS)
     with pytest.raises(TimeoutError):
         serve(unpatched, Engine(), interrupt)
