@@ -60,8 +60,9 @@ class Starter:
         made.mkdir()
         return made
 
-    def __call__(self, *arguments: str) -> Server:
-        server = Server(self._folder(), str(self._model), "--served-model-name", "tiny", *SMALL, *arguments)
+    def __call__(self, *arguments: str, warm: bool = True) -> Server:
+        given = (str(self._model), "--served-model-name", "tiny", *SMALL, *arguments)
+        server = Server(self._folder(), *given, warm=warm)
         self._servers.append(server)
         return server
 

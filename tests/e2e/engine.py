@@ -11,6 +11,7 @@ from typing import Any
 from processes import Child, tail
 
 SCRIPT = Path(__file__).with_name("run_engine.py")
+AS_IT_IS = "as-it-is"
 
 Result = dict[str, Any]
 
@@ -47,11 +48,14 @@ def try_engines(
     variables: Mapping[str, str | None] | None = None,
     *,
     timeout: float = 600,
+    warm: bool = True,
 ) -> tuple[list[Result], Path]:
-    """The results of `jobs`, of which each may be an {"error": …}, and the log."""
+    """The results of `jobs`, of which each may be an {"error": …}, and the log. Not `warm`: in a new interpreter, and
+    without anything that spares time."""
     given, results, log = folder / "jobs.json", folder / "results.json", folder / "engine.log"
     given.write_text(json.dumps(jobs))
-    with Child([sys.executable, str(SCRIPT), str(given), str(results)], log, variables) as child:
+    command = [sys.executable, str(SCRIPT), str(given), str(results), *([] if warm else [AS_IT_IS])]
+    with Child(command, log, variables, warm=warm) as child:
         status = child.wait(timeout)
         assert status == 0, f"exit status {status}\n{tail(log)}"
     return json.loads(results.read_text()), log
@@ -64,9 +68,10 @@ def run_engines(
     *,
     device: str = "cpu",
     timeout: float = 600,
+    warm: bool = True,
 ) -> list[Result]:
     """The results of `jobs`, all of which must have run, and on Backplane."""
-    results, log = try_engines(folder, jobs, variables, timeout=timeout)
+    results, log = try_engines(folder, jobs, variables, timeout=timeout, warm=warm)
     for result in results:
         assert "error" not in result, f"{result['error']}\n{tail(log)}"
         insist_on_backplane(result)

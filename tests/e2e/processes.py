@@ -14,8 +14,12 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    from tests.warm_start import Forked
 
 SCRIPTS = Path(sys.executable).parent
 TAIL_LINES = 80
@@ -47,18 +51,27 @@ def tail(log: Path, lines: int = TAIL_LINES) -> str:
 class Child:
     """A command in a session of its own. Use it as a context manager: leaving kills the whole session."""
 
-    def __init__(self, command: Sequence[str], log: Path, variables: Mapping[str, str | None] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        variables: Mapping[str, str | None] | None = None,
+        *,
+        warm: bool = False,
+    ) -> None:
+        """`warm`: with the libraries of others imported already, where that is possible (tests/warm_start.py)."""
         self.command = list(command)
         self.log = log
         self._seen: dict[int, psutil.Process] = {}
         logs.append((" ".join(self.command), log))
+        given = environment(**(variables or {}))
         with log.open("wb") as output:
-            self.process = subprocess.Popen(
+            self.process = (warm and _fork(self.command, log, given)) or subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment(**(variables or {})),
+                env=given,
                 cwd=log.parent,  # not the repository, whose folders Python would import from
                 start_new_session=True,
             )
@@ -122,6 +135,12 @@ class Child:
             if self.process.poll() is None:
                 self.process.wait(30)
             psutil.wait_procs(left, timeout=30)
+
+
+def _fork(command: list[str], log: Path, variables: dict[str, str]) -> Forked | None:
+    from tests import warm_start  # not on the path of a child, where this module is used, too
+
+    return warm_start.fork(command, log, variables)
 
 
 def commands_in_session(leader: int, *, but: int) -> list[str]:

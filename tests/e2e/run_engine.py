@@ -1,8 +1,9 @@
-"""Runs vLLM engines for the tests, one after another, in a process of its own: run_engine.py JOBS RESULTS.
+"""Runs vLLM engines for the tests, one after another, in a process of its own: run_engine.py JOBS RESULTS [as-it-is].
 
 JOBS is a JSON list. A job has the arguments of one engine and the batches it is to do; the results say what
 came out and where it ran. An engine that fails has its traceback as result, with the seconds since it last gave
-something and since it was started, and what it left behind; and the next one is tried.
+something and since it was started, and what it left behind; and the next one is tried. Unless vLLM is to be left as it
+is, some of what it does is left out that takes time and shows nothing of an engine.
 """
 
 from __future__ import annotations
@@ -174,15 +175,20 @@ def imports_kept() -> Iterator[None]:
         gc.enable()
 
 
-def run(job: dict[str, Any], moments: list[float], failed: list[float]) -> dict[str, Any]:
-    """What the job gives. `moments` gets the time when its engine is ready, `failed` that of an error after it."""
+def spare_time() -> None:
+    """Leaves out what vLLM does again and again where engines follow each other."""
     with imports_kept():
         importlib.import_module("vllm.v1.worker.gpu_worker")  # before engines are forked: each would import it
-        from vllm import LLM
-        from vllm.platforms import current_platform
-
+        importlib.import_module("vllm.entrypoints.llm")
     # vLLM looks at a kind of model that it meets first in a new interpreter, which has to import all of this again.
     importlib.import_module("vllm.model_executor.models.registry")._run_in_subprocess = lambda look: look()
+
+
+def run(job: dict[str, Any], moments: list[float], failed: list[float]) -> dict[str, Any]:
+    """What the job gives. `moments` gets the time when its engine is ready, `failed` that of an error after it."""
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
     engine = LLM(**job["engine"])
     try:
         moments.append(time.monotonic())
@@ -225,15 +231,17 @@ def outliving(seconds: float) -> list[str]:
 
 
 def main() -> None:
-    jobs, results = Path(sys.argv[1]), Path(sys.argv[2])
+    jobs, results, *as_it_is = sys.argv[1:]
     keep_sockets_together()
     done: list[dict[str, Any]] = []
-    for job in json.loads(jobs.read_text()):
+    for job in json.loads(Path(jobs).read_text()):
         print(f"=== engine {len(done)}: {job['engine']}", flush=True)
         moments: list[float] = []
         failed: list[float] = []
         began = time.monotonic()
         try:
+            if not as_it_is:
+                spare_time()
             done.append(run(job, moments, failed))
         except Exception:  # it is the result
             over = failed[0] if failed else time.monotonic()
@@ -242,7 +250,7 @@ def main() -> None:
             done.append({"error": traceback.format_exc(), "seconds": seconds, "whole": whole})
             print(done[-1]["error"], flush=True)
             done[-1]["left"] = outliving(30)
-    results.write_text(json.dumps(done))
+    Path(results).write_text(json.dumps(done))
     leave(0)  # taking the interpreter apart would take seconds
 
 

@@ -30,12 +30,14 @@ class Server(Child):
         *arguments: str,
         variables: Mapping[str, str | None] | None = None,
         command: str = COMMAND,
+        warm: bool = True,
     ) -> None:
         self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}"
         # Proxies of the environment are not meant for the loopback interface.
         self.http = httpx.Client(base_url=self.address, timeout=300, trust_env=False)
-        super().__init__([command, "serve", *arguments, "--port", str(self.port)], folder / "server.log", variables)
+        line = [command, "serve", *arguments, "--port", str(self.port)]
+        super().__init__(line, folder / "server.log", variables, warm=warm)
         try:
             self._wait_until_ready()
         except BaseException:

@@ -66,7 +66,8 @@ def results(case: Case, smollm2: Path, tmp_path_factory: pytest.TempPathFactory)
         max_num_batched_tokens=CHUNK,
         enable_prefix_caching=True,
     )
-    return run_engines(tmp_path_factory.mktemp("parity"), [whole, cut])
+    # In a new interpreter, as a user's program is.
+    return run_engines(tmp_path_factory.mktemp("parity"), [whole, cut], warm=False)
 
 
 def test_there_are_enough_prompts_and_some_are_long(case: Case) -> None:

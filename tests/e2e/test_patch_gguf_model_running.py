@@ -19,7 +19,7 @@ def test_an_engine_runs_with_it(tmp_path: Path) -> None:
     path = tmp_path / "mistral.gguf"
     model = gguf_models.MISTRAL.write(path)
     asked = job(path, batch([PROMPT], greedy(4, logprobs=0)), skip_tokenizer_init=True, max_num_batched_tokens=64)
-    (result,), log = try_engines(tmp_path, [asked], {"BACKPLANE_CACHE": str(tmp_path / "cache")})
+    (result,), log = try_engines(tmp_path, [asked], {"BACKPLANE_CACHE": str(tmp_path / "cache")}, warm=False)
     assert "error" not in result, result["error"]
     insist_on_backplane(result)
     assert re.search(r"\bmaybe_override_with_speculators applied\b", log.read_text())

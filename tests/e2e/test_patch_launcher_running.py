@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 
 
 def test_a_killed_engine_ends_the_server(start: Starter) -> None:
-    server = start()
+    server = start(warm=False)
     (engine,) = called(server, "EngineCore")
     request = Request(server)
     server.descendants()
@@ -27,7 +27,7 @@ def test_a_killed_engine_ends_the_server(start: Starter) -> None:
 
 def test_ctrl_c_waits_for_no_stream(start: Starter) -> None:
     """A terminal signals every process of the foreground group, so the engine and the server stop at once."""
-    server = start(*TWO)
+    server = start(*TWO, warm=False)
     request = Request(server)
     server.descendants()
     server.signal_group(signal.SIGINT)

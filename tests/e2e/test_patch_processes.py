@@ -113,7 +113,7 @@ def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pa
     notes = tmp_path / "notes"
     work = batch([[1, 2, 3]], greedy(2))
     jobs = [job(tiny_llama, work), job(tiny_llama, work, tensor_parallel_size=2)]
-    results, log = try_engines(tmp_path, jobs, _variables(distribution, notes, method))
+    results, log = try_engines(tmp_path, jobs, _variables(distribution, notes, method), warm=False)
     assert not any("error" in result for result in results), results
     where, kinds = _ran_in(notes)
     assert set(where) == {"platform", "engine", "worker", "used"}, tail(log)
@@ -143,7 +143,7 @@ def test_online(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pat
         "--max-num-batched-tokens",
         "128",
     ]
-    with Server(tmp_path, *arguments, variables=variables) as server:
+    with Server(tmp_path, *arguments, variables=variables, warm=False) as server:
         answer = server.client().completions.create(model=str(tiny_llama), prompt=[1, 2, 3], max_tokens=2)
         assert answer.usage is not None
     where, kinds = _ran_in(notes)

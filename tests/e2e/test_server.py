@@ -29,7 +29,8 @@ CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Germany": "Berlin", "Greece": 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """vLLM's own command and the path of a GGUF file, with what `vllm-backplane serve` without a model adds to it."""
+    """vLLM's own command and the path of a GGUF file, with what `vllm-backplane serve` without a model adds to it; in a
+    new interpreter, as for a user who types it."""
     limits = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQUENCES))
     planned = subprocess.run([COMMAND, "serve", "--dry-run", "--json"], capture_output=True, text=True, check=True)
     model, *options = json.loads(planned.stdout)["command"][2:]
@@ -39,6 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         tmp_path_factory.mktemp("server"),
         *(str(file), *options[:4], "--host", "127.0.0.1", *limits),
         command=VLLM,
+        warm=False,
     ) as running:
         yield running
 

@@ -183,7 +183,7 @@ def refused(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     )
     models = {STATES: folder / "mamba"}
     jobs = [job(models.get(name, tiny_llama), **given) for name, (given, _) in ENGINES.items()]
-    results, _ = try_engines(folder, jobs)
+    results, _ = try_engines(folder, jobs, warm=False)
     return dict(zip(ENGINES, results, strict=True))
 
 

@@ -29,7 +29,7 @@ CLOSENESS = 0.9999
 def chat(folder: Path) -> None:
     """A question to a real server with the default model, at once and streamed."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    with Server(folder) as server:
+    with Server(folder, warm=False) as server:
         ask = server.client().chat.completions
         whole = ask.create(model=DEFAULT.served_name, messages=question, temperature=0, max_tokens=TOKENS)
         stream = ask.create(model=DEFAULT.served_name, messages=question, temperature=0, max_tokens=TOKENS, stream=True)
@@ -49,7 +49,7 @@ def offline(folder: Path) -> None:
     model = obtain(FULL_PRECISION.name)
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = [tokenizer.encode(text) for text in PROMPTS]
-    [result] = run_engines(folder, [job(model, batch(ids, greedy(TOKENS)))])
+    [result] = run_engines(folder, [job(model, batch(ids, greedy(TOKENS)))], warm=False)
     got = [output["token_ids"] for output in result["batches"][0]]
     expected = [each.token_ids for each in reference.continue_together(reference.load(model), ids, TOKENS)]
     print(f"{len(got)} x {TOKENS} tokens")
@@ -61,7 +61,7 @@ def embeddings(folder: Path) -> None:
     from transformers import AutoModel, AutoTokenizer
 
     path = obtain("minilm")
-    [result] = run_engines(folder, [job(path, embed=TEXTS, runner="pooling")])
+    [result] = run_engines(folder, [job(path, embed=TEXTS, runner="pooling")], warm=False)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     for text, vector in zip(TEXTS, result["embeddings"], strict=True):

@@ -1,0 +1,107 @@
+"""A child that is forked from a process with libraries imported is like one that was started (tests/warm_start.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Child, environment
+
+from tests import warm_start
+
+PROGRAM = """
+import json, os, random, signal, sys, tempfile
+import beside
+
+def opened():
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            yield os.readlink(f"/proc/self/fd/{number}")
+        except FileNotFoundError:  # the listing's own
+            pass
+
+chance = random.random()
+print(json.dumps({
+    "arguments": sys.argv,
+    "path": sys.path,
+    "folder": os.getcwd(),
+    "temporary": tempfile.gettempdir(),
+    "leads": os.getsid(0) == os.getpgid(0) == os.getpid(),
+    "main": [__name__, __file__, sys.modules["__main__"].__file__],
+    "input": sys.stdin.read(),
+    "signals": [str(signal.getsignal(number)) for number in signal.valid_signals()],
+    "variables": {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+    "flags": list(sys.flags),
+}))
+print(json.dumps(["torch" in sys.modules, "vllm" in sys.modules, "vllm_backplane" in sys.modules]))
+import numpy, torch
+found = [torch.get_num_threads(), len(os.listdir("/proc/self/task")), sorted(opened())]
+print(json.dumps([found, [chance, numpy.random.random(), torch.rand(1).item(), torch.initial_seed()]]), flush=True)
+raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path / "program.py"
+
+
+def told(program: Path, *, warm: bool = True, **variables: str) -> tuple[list[Any], list[bool], list[float], Any]:
+    """What is the same however it was started, which libraries were there at first, and numbers of chance."""
+    with Child([sys.executable, str(program), "a", "b"], program.parent / "log", variables, warm=warm) as child:
+        assert child.wait(120) == 3, child.text()
+        seen, modules, (found, chances) = map(json.loads, child.text().splitlines())
+        return [seen, found], modules, chances, child.process
+
+
+def test_it_is_like_one_that_was_started(program: Path) -> None:
+    own = {"BACKPLANE_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    plain, none, _, _ = told(program, warm=False, **own)
+    forked, others, chances, process = told(program, **own)
+    assert not isinstance(process, subprocess.Popen)
+    assert forked == plain
+    assert forked[0]["variables"].items() >= own.items()
+    assert (none, others) == ([False] * 3, [True, False, False])
+    _, _, again, _ = told(program, **own)
+    assert not set(chances) & set(again), "what was forked from one process drew the same numbers"
+
+
+@pytest.mark.parametrize(
+    "name", ["OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "TMPDIR", "HOME", "HF_HOME", "PYTHONPATH", "LD_PRELOAD"]
+)
+def test_variables_that_a_library_may_have_read_are_not_for_a_fork(name: str, tmp_path: Path) -> None:
+    """Whichever value they have, or when they are taken away."""
+    (tmp_path / "log").touch()
+    command = [sys.executable, str(tmp_path / "program.py")]
+    assert warm_start.fork(command, tmp_path / "log", environment(**{name: "another"})) is None
+    if name in os.environ:
+        assert warm_start.fork(command, tmp_path / "log", environment(**{name: None})) is None
+
+
+def test_a_child_with_such_variables_is_started(program: Path) -> None:
+    temporary = program.parent / "temporary"
+    temporary.mkdir()
+    (seen, found), modules, _, process = told(program, OMP_NUM_THREADS="7", TMPDIR=str(temporary))
+    assert isinstance(process, subprocess.Popen)
+    assert modules == [False] * 3
+    assert seen["temporary"] == str(temporary)
+    assert found[0] == 7
+
+
+def test_how_it_ended_is_known(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+    command = [sys.executable, str(tmp_path / "program.py")]
+    with Child(command, tmp_path / "log", warm=True) as child, pytest.raises(AssertionError, match="still running"):
+        child.wait(0.1)
+    assert child.process.poll() == -9
+    (tmp_path / "program.py").write_text("raise ValueError('no')\n")
+    with Child(command, tmp_path / "log", warm=True) as child:
+        assert child.wait(60) == 1
+        assert "ValueError: no" in child.text()
