@@ -26,9 +26,8 @@ ROOT = Path(__file__).resolve().parents[4]
 SIM = ROOT / "csrc/sim"
 WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
 FLAGS = ["-std=c++17", "-pthread", *WARNINGS]
-PLAIN = "plain"
 VARIANTS = {
-    PLAIN: ["-O0"],
+    "plain": ["-O0"],
     "address": ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"],
     "thread": ["-O1", "-g1", "-fsanitize=thread"],
 }
@@ -65,18 +64,13 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def sources(variant: str, folder: Path) -> list[Path]:
-    """All but the programs that are not tests.
-
-    The plain build compiles them one by one, as the library does, with every warning. The sanitizers' builds take those
-    of a folder together, which spares most of the time: that of the standard library's headers.
-    """
+def sources(folder: Path) -> list[Path]:
+    """All but the programs that are not tests. Those of a folder are compiled together, which spares most of the time:
+    that of the standard library's headers. One by one, the build of the library compiles the driver's."""
     found = [
         [path for path in sorted((SIM / part).glob("*.cpp")) if path.name != "launch_cost.cpp"]
         for part in ("driver", "tests")
     ]
-    if variant == PLAIN:
-        return [path for paths in found for path in paths]
     together = []
     for paths in found:
         together.append(folder / f"all_of_{paths[0].parent.name}.cpp")
@@ -86,9 +80,10 @@ def sources(variant: str, folder: Path) -> list[Path]:
 
 def build(variant: str) -> Path:
     """The test program, built unless nothing has changed."""
-    cxx, flags = compiler(), [*FLAGS, *VARIANTS[variant]]
-    if variant != PLAIN:
-        flags.append("-Wno-shadow")  # a name of one file over that of another is none
+    cxx = compiler()
+    # Files are compiled together, and a name of one over that of another is none. Clang cannot tell the others apart.
+    shadows = "-Wno-shadow" if "clang" in run([*cxx, "--version"]).stdout else "-Wshadow=local"
+    flags = [*FLAGS, "-Wno-shadow", shadows, *VARIANTS[variant]]
     state = hashlib.sha256(shlex.join([*cxx, *flags]).encode())
     for path in sorted([*(SIM / "driver").iterdir(), *(SIM / "tests").iterdir()]):
         state.update(path.name.encode() + path.read_bytes())
@@ -108,7 +103,7 @@ def build(variant: str) -> Path:
             return result
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            objects = list(pool.map(compile_one, sources(variant, folder)))
+            objects = list(pool.map(compile_one, sources(folder)))
         done = run([*cxx, *flags, *map(str, objects), "-o", str(program)])
         assert done.returncode == 0, done.stdout
         record.write_text(state.hexdigest())
