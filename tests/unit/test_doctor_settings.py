@@ -33,35 +33,44 @@ def test_faults_that_serving_refuses(faults: str, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "told"),
+    "refused",
     [
-        ("BACKPLANE_SIM_MEMORY", "1MiB", "expected 2MiB to 8TiB"),
-        ("BACKPLANE_SIM_MEMORY", "9TiB", "expected 2MiB to 8TiB"),
-        ("BACKPLANE_SIM_MODEL", "memory=inf", "expected memory=B/s"),
-        ("BACKPLANE_SIM_MODEL", "memory=800e9,overhead=nan", "expected memory=B/s"),
-        ("BACKPLANE_SIM_MODEL", "memory=1e9,link=1e9, memory=2e9", "expected memory once"),
-        ("BACKPLANE_SIM_SYNC_TIMEOUT", "4294968", "at most 4294967"),
-        ("BACKPLANE_SIM_THREADS", "4294967297", "at most 4096"),
+        {
+            "BACKPLANE_SIM_MEMORY": ("1MiB", "expected 2MiB to 8TiB"),
+            "BACKPLANE_SIM_MODEL": ("memory=inf", "expected memory=B/s"),
+            "BACKPLANE_SIM_SYNC_TIMEOUT": ("4294968", "at most 4294967"),
+            "BACKPLANE_SIM_THREADS": ("4294967297", "at most 4096"),
+        },
+        {
+            "BACKPLANE_SIM_MEMORY": ("9TiB", "expected 2MiB to 8TiB"),
+            "BACKPLANE_SIM_MODEL": ("memory=800e9,overhead=nan", "expected memory=B/s"),
+        },
+        {"BACKPLANE_SIM_MODEL": ("memory=1e9,link=1e9, memory=2e9", "expected memory once")},
     ],
+    ids=["one each", "others", "twice"],
 )
-def test_values_that_the_driver_refuses_or_would_misread(variable: str, value: str, told: str) -> None:
-    [found] = findings(**{variable: value})
-    assert found.severity == "error"
-    assert told in found.what
-    assert found.remedy == f"correct or unset {variable}"
+def test_values_that_the_driver_refuses_or_would_misread(refused: dict[str, tuple[str, str]]) -> None:
+    found = {one.remedy: one for one in findings(**{variable: value for variable, (value, _) in refused.items()})}
+    assert set(found) == {f"correct or unset {variable}" for variable in refused}
+    for variable, (_, told) in refused.items():
+        assert found[f"correct or unset {variable}"].severity == "error"
+        assert told in found[f"correct or unset {variable}"].what
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"),
+    "taken",
     [
-        ("BACKPLANE_SIM_MEMORY", "2MiB"),
-        ("BACKPLANE_SIM_MEMORY", "8TiB"),
-        ("BACKPLANE_SIM_MODEL", "memory=800e9, overhead=0"),
-        ("BACKPLANE_SIM_SYNC_TIMEOUT", "4294967"),
+        {
+            "BACKPLANE_SIM_MEMORY": "2MiB",
+            "BACKPLANE_SIM_MODEL": "memory=800e9, overhead=0",
+            "BACKPLANE_SIM_SYNC_TIMEOUT": "4294967",
+        },
+        {"BACKPLANE_SIM_MEMORY": "8TiB"},
     ],
+    ids=["least", "most"],
 )
-def test_the_least_and_the_most_that_it_takes(variable: str, value: str) -> None:
-    assert findings(**{variable: value}) == ()
+def test_the_least_and_the_most_that_it_takes(taken: dict[str, str]) -> None:
+    assert findings(**taken) == ()
 
 
 def test_cards_by_the_wrong_way() -> None:
