@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -109,19 +110,21 @@ def _ran_in(notes: Path) -> tuple[dict[str, set[int]], dict[str, set[str]]]:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
-    """An engine whose worker is in its own process, then one whose two workers have processes of theirs."""
+    """An engine whose two workers have processes of their own; before it, under fork, one whose worker is in its own
+    process (under spawn: test_online)."""
     notes = tmp_path / "notes"
     work = batch([[1, 2, 3]], greedy(2))
-    jobs = [job(tiny_llama, work), job(tiny_llama, work, tensor_parallel_size=2)]
+    jobs = [job(tiny_llama, work)] if method == "fork" else []
+    jobs.append(job(tiny_llama, work, tensor_parallel_size=2))
     results, log = try_engines(tmp_path, jobs, _variables(distribution, notes, method), warm=False)
     assert not any("error" in result for result in results), results
     where, kinds = _ran_in(notes)
     assert set(where) == {"platform", "engine", "worker", "used"}, tail(log)
     assert len(where["platform"]) == 1
-    assert len(where["engine"]) == 2
+    assert len(where["engine"]) == len(jobs)
     assert not where["engine"] & where["platform"]  # the engine has a process of its own
-    assert len(where["worker"]) == 3
-    assert len(where["worker"] & where["engine"]) == 1
+    assert len(where["worker"]) == len(jobs) + 1
+    assert len(where["worker"] & where["engine"]) == len(jobs) - 1
     assert not where["worker"] & where["platform"]
     assert where["used"] == where["worker"]
     assert kinds["engine"] == kinds["worker"] == {STARTED_BY[method]}
@@ -130,10 +133,23 @@ def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pa
     assert "Patch noted_worker applied to" in told
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_online(method: str, distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def drifted(distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, but the engine's patch was written for another source of its target."""
+    copy = tmp_path_factory.mktemp("drifted")
+    shutil.copytree(distribution, copy, dirs_exist_ok=True)
+    patch = copy / "noted_patches" / "engine" / "patch_core.py"
+    source = SymbolIndex(installed_tree()).normalised_source_of(*TARGETS["engine"].split(":"))
+    assert "self.scheduler.has_requests()" in source
+    before = take_fingerprint(source.replace("has_requests", "had_requests"))
+    patch.write_text(patch.read_text().replace(str(take_fingerprint(source)), str(before)))
+    return copy
+
+
+def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    """Under spawn; and one patch has drifted, with leave to be applied all the same."""
     notes = tmp_path / "notes"
-    variables = _variables(distribution, notes, method)
+    variables = {**_variables(drifted, notes, "spawn"), "BACKPLANE_PATCH_DRIFT": "warn"}
     arguments = [
         str(tiny_llama),
         "--max-model-len",
@@ -146,48 +162,34 @@ def test_online(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pat
     with Server(tmp_path, *arguments, variables=variables, warm=False) as server:
         answer = server.client().completions.create(model=str(tiny_llama), prompt=[1, 2, 3], max_tokens=2)
         assert answer.usage is not None
+        told = server.text()
     where, kinds = _ran_in(notes)
     assert set(where) == {"platform", "engine", "worker", "used"}
+    assert where["worker"] == where["engine"]
     assert not where["engine"] & where["platform"]
-    assert kinds["engine"] == {STARTED_BY[method]}
+    assert kinds["engine"] == {"SpawnProcess"}
+    assert DRIFTED in told
 
 
-def test_a_drifted_patch_stops_the_start_with_a_diff_unless_told_to_warn(
-    distribution: Path, tiny_llama: Path, tmp_path: Path
-) -> None:
-    copy = tmp_path / "drifted"
-    for file in distribution.rglob("*"):
-        target = copy / file.relative_to(distribution)
-        if file.is_dir():
-            target.mkdir(parents=True, exist_ok=True)
-        else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(file.read_bytes())
-    patch = copy / "noted_patches" / "engine" / "patch_core.py"
-    source = SymbolIndex(installed_tree()).normalised_source_of(*TARGETS["engine"].split(":"))
-    assert "self.scheduler.has_requests()" in source
-    before = take_fingerprint(source.replace("has_requests", "had_requests"))
-    patch.write_text(patch.read_text().replace(str(take_fingerprint(source)), str(before)))
+DRIFTED = "noted_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was"
+
+
+def test_a_drifted_patch_stops_the_start_with_a_diff(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
     script = textwrap.dedent(
         f"""
-        from vllm import LLM, SamplingParams
+        from vllm import LLM
         if __name__ == "__main__":
-            engine = LLM({str(tiny_llama)!r}, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=128)
-            engine.generate("One", SamplingParams(max_tokens=1), use_tqdm=False)
+            LLM({str(tiny_llama)!r}, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=128)
         """
     )
     (tmp_path / "start.py").write_text(script)
     notes = tmp_path / "notes"
-    variables: dict[str, str | None] = {"PYTHONPATH": on_path(copy), "PATCH_NOTES": str(notes)}
+    variables: dict[str, str | None] = {"PYTHONPATH": on_path(drifted), "PATCH_NOTES": str(notes)}
     with Child([sys.executable, "start.py"], tmp_path / "log", variables) as child:
         assert child.wait(120) != 0
         told = child.text()
-    changed = "noted_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was"
-    assert changed in told
+    assert DRIFTED in told
     assert "BACKPLANE_PATCH_DRIFT=warn" in told
     assert "- (1 lines that were here changed or went)" in told
     assert re.search(r"^.*  \+ .*self\.scheduler\.has_requests\(\)", told, re.MULTILINE)
     assert not notes.exists()
-    with Child([sys.executable, "start.py"], tmp_path / "log", {**variables, "BACKPLANE_PATCH_DRIFT": "warn"}) as child:
-        assert child.wait(300) == 0, tail(child.log)
-    assert "engine" in _ran_in(notes)[0]
