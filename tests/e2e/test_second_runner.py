@@ -20,9 +20,10 @@ from processes import environment, on_path
 pytestmark = [pytest.mark.server, pytest.mark.models, pytest.mark.download]
 
 TRITON = "triton==3.9.0"
-TOKENS = 16
-PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000]]
-DRAWN = {"temperature": 0.9, "seed": 3, "max_tokens": 8, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+TOKENS = 8
+PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1090)), [40000]]
+"""The second goes on into another block of its cache, and comes in two steps."""
+DRAWN = {"temperature": 0.9, "seed": 3, "max_tokens": 4, "ignore_eos": True, "detokenize": False, "logprobs": 0}
 DEVICE = """
 from dataclasses import replace
 
@@ -80,5 +81,5 @@ def test_the_second_runner_gives_the_tokens_of_transformers(site: Path, tiny_lla
         assert output["logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
     # Drawn by another generator, so other tokens; each with its own probability.
     [drawn] = second["batches"][1]
-    assert len(drawn["token_ids"]) == 8
+    assert len(drawn["token_ids"]) == 4
     assert all(logprob <= 0 for logprob in drawn["logprobs"])
