@@ -28,7 +28,8 @@ class Case:
         self.short: list[list[int]] = [tokenizer.encode(text) for text in prompts.SHORT]
         self.long: list[list[int]] = [tokenizer.encode(prompts.PASSAGE + text) for text in prompts.QUESTIONS]
         self.all = [*self.short, *self.long]
-        self.mixed = [*self.short[::3], *self.long]
+        self.alone = self.short[::3]
+        self.mixed = [*self.alone, *self.long]
         model = reference.load(folder)
         self.expected = [
             *reference.continue_together(model, self.short, TOKENS),
@@ -50,7 +51,7 @@ def results(case: Case, smollm2: Path, tmp_path_factory: pytest.TempPathFactory)
     whole = job(
         smollm2,
         batch(case.all, sampling),
-        batch(case.short, sampling, one_by_one=True),
+        batch(case.alone, sampling, one_by_one=True),
         max_model_len=1024,
         max_num_seqs=16,
         max_num_batched_tokens=2048,
@@ -86,7 +87,7 @@ def test_no_expected_token_is_a_tie(case: Case) -> None:
     ("engine", "number", "which"),
     [
         pytest.param(0, 0, lambda case: case.all, id="whole prompts, batched"),
-        pytest.param(0, 1, lambda case: case.short, id="whole prompts, one by one"),
+        pytest.param(0, 1, lambda case: case.alone, id="whole prompts, one by one"),
         pytest.param(1, 0, lambda case: case.long[:1], id="chunked prefill, first time"),
         pytest.param(1, 1, lambda case: case.long, id="chunked prefill, one by one, prefix hits"),
         pytest.param(1, 2, lambda case: case.mixed, id="chunked prefill, batched, prefix hits"),
