@@ -1,13 +1,12 @@
 """quantized_linear's C++ products against integers and float64: the script that test_cpu_quantized.py runs.
 
-python compare_quantized_products.py amx     # prints, as JSON, what differs with AMX
+python compare_quantized_products.py     # prints, as JSON, what differs with each set that the machine has
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import sys
 import warnings
 from collections.abc import Iterator
 
@@ -251,14 +250,15 @@ def main() -> None:
     for unknown in ("avx1024", "AMX", "amx,avx2"):
         with pytest.raises(DeviceUnavailable, match="use one of: "):
             native.use_dot_products(unknown)
-    if sys.argv[1] not in native.known_dot_products():
-        print("null")
-        return
-    native.use_dot_products(sys.argv[1])
-    assert native.dot_products() == sys.argv[1]
-    layout = native.quantized_layout()
-    assert layout is not None
-    print(json.dumps({part.__name__: list(itertools.islice(part(layout), 20)) for part in PARTS}))
+    found = {}
+    for name in native.known_dot_products():
+        native.use_dot_products(name)
+        assert native.dot_products() == name
+        generator.manual_seed(5)
+        layout = native.quantized_layout()
+        assert layout is not None
+        found[name] = {part.__name__: list(itertools.islice(part(layout), 20)) for part in PARTS}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
