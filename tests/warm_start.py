@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -73,6 +74,8 @@ class Forked:
 def fork(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> Forked | None:
     """Runs a program of Python in a session of its own, in the folder of its log, a file that is there. None where its
     environment does not allow it."""
+    if os.environ.get("OMP_NUM_THREADS") != "1":
+        return None  # numpy's matrices have threads from the import on, and a fork would have none of them
     forker = _forker()
     if not forker.fits(variables):
         return None
@@ -161,6 +164,7 @@ def _fork() -> int:
 
 def _main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in children that are started (tests/e2e/processes.py)
     del sys.path[0]  # this file's folder
     path = list(sys.path)
     gc.disable()

@@ -44,7 +44,9 @@ def plain(value: Any) -> Any:
         return value
     if value.numel() == 0:
         return torch.zeros(value.shape, dtype=value.dtype)
-    return value.detach().clone() if value.is_contiguous() else value.detach()
+    # A call may write to it; a copy of the whole storage keeps its strides.
+    own = value.untyped_storage().clone()
+    return torch.empty(0, dtype=value.dtype).set_(own, value.storage_offset(), value.size(), value.stride())
 
 
 class Recorder:

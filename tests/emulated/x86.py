@@ -3,9 +3,10 @@
     apt-get install g++-x86-64-linux-gnu qemu-user unzip
     python tests/emulated/x86.py FOLDER          # FOLDER keeps 2 GB: PyTorch's wheel, objects, recorded calls
 
-Every call that the tests of the kernels make is recorded here, with the reference's results, and made again by the
-x86-64 library: with the instructions of every x86-64 processor, with AVX2, and with what a processor without AVX2 is
-given when it may choose (an instruction that it lacks would end the program). The emulator knows no AVX-512 and no AMX.
+The calls of tests/unit/devices/compare_cpu_kernels.py (but those with 8-bit floats, of several threads, and those that
+are refused) are recorded here, with the references' results, and made again by the x86-64 library: with instructions
+of every x86-64 processor, with AVX2, and with what a processor without AVX2 is given when it may choose (an instruction
+that it lacks would end the program). The emulator knows no AVX-512 and no AMX.
 A quarter of an hour on two cores. Not part of `make test`: it downloads half a gigabyte.
 """
 
@@ -56,10 +57,14 @@ def fetch(folder: Path) -> Path:
     return unpacked
 
 
+def is_newer(part: Path, made: Path) -> bool:
+    return not part.exists() or part.stat().st_mtime > made.stat().st_mtime
+
+
 def compile_all(folder: Path, unpacked: Path) -> tuple[Path, Path]:
     """The library and the program, anew where a source is newer."""
     includes = unpacked / "torch/include"
-    flags = ["-std=c++20", "-O2", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-DNDEBUG", "-Wno-psabi"]
+    flags = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-DNDEBUG", "-Wno-psabi"]
     flags += [f"-I{ROOT / 'csrc/cpu'}", "-isystem", str(includes), "-isystem", str(includes / "torch/csrc/api/include")]
     libraries = unpacked / "torch/lib"
     link = [f"-L{libraries}", "-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", str(libraries / "libgomp.so.1"), "-ldl"]
@@ -71,7 +76,7 @@ def compile_all(folder: Path, unpacked: Path) -> tuple[Path, Path]:
         made, rules = objects / f"{source.stem}.o", objects / f"{source.stem}.d"
         # What the compiler said the object is made of.
         parts = rules.read_text().replace("\\\n", " ").partition(": ")[2].split() if made.is_file() else []
-        if not parts or any(Path(part).stat().st_mtime > made.stat().st_mtime for part in parts):
+        if not parts or any(is_newer(Path(part), made) for part in parts):
             print(f"compiling {source.name}", flush=True)
             run([COMPILER, *flags, "-MMD", "-MF", str(rules), "-c", str(source), "-o", str(made)])
         return made

@@ -28,13 +28,17 @@ def written():
     return sorted(os.path.join(folder, name) for folder, _, names in os.walk(home) for name in names)
 
 def state():
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.entrypoints.launchers import launcher
     from vllm.model_executor import model_loader
     from vllm.transformers_utils import config
     return {
         "layers": sorted((name, id(replacement)) for name, replacement in op_registry_oot.items()),
-        "patched": [id(launcher.serve_http), id(config.maybe_override_with_speculators)],
+        "patched": [
+            id(launcher.serve_http), id(config.maybe_override_with_speculators),
+            id(EngineArgs._set_default_chunked_prefill_and_prefix_caching_args),
+        ],
         "load formats": sorted((name, id(kind)) for name, kind in model_loader._LOAD_FORMAT_TO_MODEL_LOADER.items()),
         "KV connectors": sorted((name, id(found)) for name, found in KVConnectorFactory._registry.items()),
         "torch": [id(torch.cuda.Stream), id(torch.cuda.Event), id(torch.accelerator.synchronize)],

@@ -6,6 +6,8 @@ import math
 import struct
 from typing import Any
 
+from gguf import GGMLQuantizationType
+
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.agreement import insist_on_layers, insist_on_shapes
 from vllm_backplane.gguf.architectures import architecture_of
@@ -26,6 +28,8 @@ _LARGEST = 1 << 24
 _POSITIONS = 1 << 28
 """Bytes that the table of positions may take in any case. vLLM makes it for the whole context, in float32 at first:
 where it would take more than this and more than the file, the context's length is not the model's."""
+
+_HALVES = {GGMLQuantizationType.F16: "float16", GGMLQuantizationType.BF16: "bfloat16"}
 
 _LLAMA3_FACTORS = (8.0, 32.0)
 """Of the models that have been published with Llama 3's scaling of positions; the other parameters are common."""
@@ -96,7 +100,7 @@ def configuration(model: Gguf) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
         "rope_parameters": _positions(model, reader, head_dim),
-        "torch_dtype": "float32",
+        "torch_dtype": _type_of_matrices(model),
         "use_cache": True,
         **architecture.defaults,
     }
@@ -110,6 +114,13 @@ def configuration(model: Gguf) -> dict[str, Any]:
     insist_on_shapes(model, architecture, made)
     _insist_on_context(model, reader, made)
     return made
+
+
+def _type_of_matrices(model: Gguf) -> str:
+    """What `--dtype auto` keeps to. vLLM takes float32 for a wish to be downcast to what the platform likes best, so a
+    file in half precision says so: its numbers would be rounded otherwise."""
+    kinds = {found.tensor.type for found in model.tensors.values() if len(found.tensor.shape) > 1}
+    return _HALVES.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
 
 def _head_dim(model: Gguf, heads: int) -> int:

@@ -23,7 +23,7 @@ from vllm_backplane.gguf.parts import Gguf, opened
 from vllm_backplane.models.cache import MANIFEST, cache_folder, damage
 from vllm_backplane.models.package import sha256
 
-RECIPE = 2
+RECIPE = 3
 """Raised when the same file gives another folder than before, or none."""
 
 

@@ -402,6 +402,10 @@ def thread_counts() -> Iterator[str]:
         (ops.rotary_embedding, (torch.arange(300) % 64, wide, None, angles, 64, True), [1]),
         (ops.top_k_top_p_mask, (torch.randn(4, 50_000), None, torch.full((4,), 0.9)), [0]),
         (ops.greedy_argmax, (torch.randn(3, 100_000),), []),
+        (ops.sample_by_race, (torch.rand(3, 100_000), torch.rand(3, 100_000)), []),
+        (ops.min_p_mask, (torch.randn(3, 100_000), torch.rand(3)), [0]),
+        (ops.apply_penalties, (torch.randn(9, 9000), *torch.randint(9000, (2, 9, 99)), *torch.rand(3, 9) + 0.5), [0]),
+        (ops.allowed_tokens_mask, (torch.randn(3, 9000), torch.randint(2**31, (3, 282)).int()), [0]),
     ]
     before = torch.get_num_threads()
     for operator, given, written in calls:

@@ -73,6 +73,7 @@ UNEVEN = [[[cpu] for cpu in range(6)], [[6], [7]]]
         (PLAIN[7], 1, 7),
         (PLAIN[8], 1, 7),  # many: one kept free
         (PLAIN[16], 2, 7),
+        (PLAIN[8], 4, 2),  # few for each
         (PLAIN[4], 2, 2),
         (PLAIN[2], 4, 1),
         (HYPERTHREADS, 1, 7),  # not 15
@@ -138,8 +139,8 @@ def test_a_system_without_topology_has_a_core_per_number(tmp_path: Path) -> None
         (None, {"OMP_NUM_THREADS": "5"}, 2, 4),  # the most that a worker takes
         (None, {"OMP_NUM_THREADS": "3"}, 2, 3),
         (None, {"OMP_NUM_THREADS": "1"}, 16, 1),
-        (None, {"OMP_NUM_THREADS": "6,2"}, 2, 3),  # a list, for nested regions, is no number
-        (None, {"OMP_NUM_THREADS": "5", SET_BY_VLLM: "1"}, 2, 3),
+        (None, {"OMP_NUM_THREADS": "6,2"}, 2, 4),  # a list, for nested regions, is no number
+        (None, {"OMP_NUM_THREADS": "5", SET_BY_VLLM: "1"}, 2, 4),
         (4, {}, 2, 4),
         (3, {"OMP_NUM_THREADS": "5"}, 2, 3),
         (1, {}, 16, 1),

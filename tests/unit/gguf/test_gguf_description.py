@@ -59,6 +59,7 @@ def write(
     queries: int = 32,
     rows: int = 0,
     tensors: dict[str, tuple[int, ...] | None] | None = None,
+    matrices: type[np.floating[Any]] = np.float32,
     **changes: Any,
 ) -> Path:
     """A file of one layer, in the shapes of SIZES. `changes`: keys with two underscores for dots; None leaves one out;
@@ -74,7 +75,7 @@ def write(
     rows = rows or (len(words) if isinstance(words, list) else 8)
     for name, shape in {**shapes(rows, queries), **(tensors or {})}.items():
         if shape is not None:
-            writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
+            writer.add_tensor(f"{name}.weight", np.ones(shape, matrices if len(shape) > 1 else np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -101,6 +102,12 @@ def test_a_configuration_says_what_the_file_says(tmp_path: Path) -> None:
     assert made["tie_word_embeddings"] is True
     wide = configuration(opened(write(tmp_path / "m.gguf", queries=64, rope__dimension_count=16)))
     assert wide["head_dim"] == 16, "from the weights, where the file does not say it"
+
+
+def test_a_file_in_half_precision_says_so(tmp_path: Path) -> None:
+    """vLLM's `--dtype auto` rounds what says float32 to bfloat16."""
+    assert configuration(opened(write(tmp_path / "m.gguf", matrices=np.float16)))["torch_dtype"] == "float16"
+    assert configuration(opened(write(tmp_path / "m.gguf")))["torch_dtype"] == "float32"
 
 
 @pytest.mark.parametrize(

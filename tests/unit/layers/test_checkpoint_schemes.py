@@ -145,6 +145,14 @@ def test_a_layer_multiplies_by_what_the_checkpoint_says(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_a_layer_that_is_not_in_the_checkpoint_is_named(case: str) -> None:
+    config, _ = CASES[case]
+    layer = RowParallelLinear(FAN_IN, 72, bias=False, quant_config=configured(config), prefix="layers.3.down")
+    with pytest.raises(CheckpointError, match=r"no (weights|g_idx) for layers\.3\.down"):
+        process(layer)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_parts_of_a_fused_layer_lie_in_their_places(case: str) -> None:
     config, make = CASES[case]
     layer = QKVParallelLinear(FAN_IN, 8, 4, 2, bias=False, quant_config=configured(config), prefix="qkv")

@@ -45,17 +45,17 @@ class CpuDevice(Device):
             None,
             integer(1),
             "Threads per worker; default: OMP_NUM_THREADS, or a worker's share of the cores where that is less; "
-            "without it, the physical cores that this process may use, less one from 8 on, divided among the workers "
-            "of the host. More than there are hardware threads is an error, for all workers together. docs/parallel.md "
-            "says more.",
+            "without it, the physical cores that this process may use, divided among the workers of the host, one of "
+            "them kept free where a share is 8 or more. More than there are hardware threads is an error, for all "
+            "workers together. docs/parallel.md says more.",
         ),
         Option(
             "bind",
             threads.AUTO,
             threads.binding,
             "Cores that the workers of the host are bound to, such as 0-7,16-23, divided among them in that order; "
-            "off: none; auto: several workers on a machine of several NUMA nodes each get cores of one node, unless a "
-            "container's quota says that others use them too.",
+            "off: none; auto: several workers on a machine of several NUMA nodes get cores of their own, each of one "
+            "node where workers divide evenly among nodes, unless a container's quota says that others use them too.",
         ),
         Option(
             "sleep_folder",

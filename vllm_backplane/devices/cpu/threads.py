@@ -23,7 +23,7 @@ from vllm_backplane.errors import OptionError
 
 AUTO, OFF = "auto", "off"
 MANY_CORES = 8
-"""From here on one core is kept free."""
+"""Where a worker's share is so large, one core is kept free: of less, a thread would be too much to give."""
 
 Binding = str | tuple[int, ...]
 
@@ -122,7 +122,7 @@ def share(have: Machine, index: int, workers: int, option: int | None, bound: Bi
     room = _room(have, bound)
     if isinstance(bound, str):
         cores, units = have.cores, min(have.units, room)
-        if units >= MANY_CORES:
+        if units // workers >= MANY_CORES:
             units -= 1
     else:
         cores, units = _stated_cores(have, bound), room
@@ -143,6 +143,11 @@ def bind(cpus: frozenset[int]) -> None:
             os.sched_setaffinity(int(task.name), cpus)
         except ProcessLookupError:  # it has ended since
             continue
+        except OSError as refused:
+            raise OptionError(
+                f"the system does not let this process bind itself to cores {_numbers(sorted(cpus))} ({refused}); set "
+                f"cpu.bind to {OFF}"
+            ) from refused
 
 
 def _room(have: Machine, bound: Binding) -> int:

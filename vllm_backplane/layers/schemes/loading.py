@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 
 from vllm_backplane.device import host
+from vllm_backplane.errors import CheckpointError
 from vllm_backplane.layers.quantization.linear import empty, install
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.runtime import runtime
@@ -30,10 +32,17 @@ def loaded_by_layer(layer: torch.nn.Module) -> Iterator[None]:
     with torch.device("meta"):
         yield
     initialize_online_processing(layer)
+    load_format = get_current_vllm_config().load_config.load_format
+    layer.backplane_must_be_loaded = load_format != "dummy"  # type: ignore[assignment]
 
 
 def exchange(layer: torch.nn.Module, loaded: tuple[str | None, ...], pack: Callable[[], Packed]) -> None:
     """Put packed weights in the place of the parameters that they are made of."""
+    info = get_layerwise_info(layer)
+    if getattr(layer, "backplane_must_be_loaded", False) and info.can_load() and info.load_numel == 0:
+        # vLLM has given it memory of any content.
+        name = getattr(layer, "prefix", "a layer")
+        raise CheckpointError(f"the checkpoint has no weights for {name}; choose a complete one")
     with host.without_huge_pages():
         made = pack()
     for name in loaded:
