@@ -15,7 +15,8 @@ from processes import Child, environment
 from tests import warm_start
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("OMP_NUM_THREADS") != "1", reason="nothing is forked but with OMP_NUM_THREADS=1, as `make test` has it"
+    os.environ.get("OMP_NUM_THREADS") != "1",
+    reason="nothing is forked but with OMP_NUM_THREADS=1, as `make test` has it",
 )
 
 PROGRAM = """
