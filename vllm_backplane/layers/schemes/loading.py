@@ -33,7 +33,7 @@ def loaded_by_layer(layer: torch.nn.Module) -> Iterator[None]:
         yield
     initialize_online_processing(layer)
     load_format = get_current_vllm_config().load_config.load_format
-    layer.backplane_must_be_loaded = load_format != "dummy"  # type: ignore[assignment]
+    layer.backplane_must_be_loaded = load_format != "dummy"
 
 
 def exchange(layer: torch.nn.Module, loaded: tuple[str | None, ...], pack: Callable[[], Packed]) -> None:
