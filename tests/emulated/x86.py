@@ -19,6 +19,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -32,8 +33,8 @@ RUNS = (
 )
 
 
-def run(command: list[str], **options: object) -> None:
-    done = subprocess.run(command, **options)  # type: ignore[call-overload]
+def run(command: list[str], **options: Any) -> None:
+    done = subprocess.run(command, **options)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command[:6])} ... ended with {done.returncode}")
 

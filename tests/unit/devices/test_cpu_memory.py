@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
 from vllm_backplane.device.host import (
@@ -129,6 +131,18 @@ def test_memory_is_given_back_when_nobody_looks_at_it() -> None:
     forget(storage)
     left = torch.empty(0, dtype=torch.uint8).set_(storage)
     assert int(left.sum()) < 2 * mmap.PAGESIZE, "only what shares a page with others stays"
+
+
+def test_memory_that_is_locked_stays() -> None:
+    storage = torch.ones(1 << 15, dtype=torch.uint8).untyped_storage()
+    place, size = ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes())
+    if ctypes.CDLL(None).mlock(place, size) != 0:
+        pytest.skip("this process may lock no memory (ulimit -l)")
+    try:
+        forget(storage)
+        assert all(torch.empty(0, dtype=torch.uint8).set_(storage))
+    finally:
+        ctypes.CDLL(None).munlock(place, size)
 
 
 def test_huge_pages_are_used_again_afterwards() -> None:

@@ -263,3 +263,18 @@ assert "may use 1 core " in what, what
         [sys.executable, "-c", script], env=dict(os.environ), capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_system_that_lists_its_cores_in_another_way_has_a_core_for_each(tmp_path: Path) -> None:
+    (tmp_path / "cpu/cpu0/topology").mkdir(parents=True)
+    (tmp_path / "cpu/cpu0/topology/thread_siblings_list").write_text("all\n")
+    assert [core.cpus for core in physical_cores({0, 1}, tmp_path)] == [(0,), (1,)]
+
+
+def test_a_system_that_lets_nobody_bind_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    with pytest.raises(OptionError, match=r"cores 0.*set cpu\.bind to off"):
+        threads.bind(frozenset({0}))
