@@ -2,14 +2,16 @@
 
 vLLM's server answers 500 to everything that goes wrong in the engine while it loads an adapter, except to a folder that
 is not there; of the error it has the text alone. So a worker that refuses an adapter does so in words that are known
-here (`AdapterRefused`), and a middleware finds them in the answer. `middleware.py` brings it there.
+here (`AdapterRefused`), and a middleware finds them in the answer. A request whose adapter had to be loaded again, and
+could not be, ends with an error without a reason: then the engine is told to load it, and what it says is the answer.
+`middleware.py` brings it there.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from vllm_backplane.errors import BackplaneError
@@ -22,6 +24,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _WORDS = "LoRA adapter {name!r} cannot be used: {reason} (correct the adapter, or load another)"
+_KINDS = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
 _FOUND = re.compile(r"LoRA adapter .{1,1000}? cannot be used: .*?\(correct the adapter, or load another\)", re.DOTALL)
 
 
@@ -41,9 +44,46 @@ class AdapterErrors:
         self.app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].endswith(PATHS):
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
-            return
+        elif scope["path"].endswith(PATHS):
+            await self._look_at_failures(scope, receive, send, _refusal)
+        elif adapters := _served(scope):
+            await self._explain_failures(scope, receive, send, adapters)
+        else:
+            await self.app(scope, receive, send)
+
+    async def _explain_failures(
+        self, scope: Message, receive: Receive, send: Send, adapters: Mapping[str, Any]
+    ) -> None:
+        """Of requests that ask for an adapter: whether it can be loaded (again) is what the engine is asked then."""
+        asked = bytearray()
+
+        async def keep() -> Message:
+            message = await receive()
+            asked.extend(message.get("body", b""))
+            return message
+
+        async def explain(_body: bytes) -> tuple[int, str] | None:
+            request, engine = adapters.get(_model(bytes(asked))), scope["app"].state.engine_client
+            if request is None or engine.errored:
+                return None
+            try:
+                await engine.add_lora(request)
+            except Exception as fault:  # it is the answer
+                return _told(str(fault), request)
+            return 503, f"LoRA adapter {request.lora_name!r} could not be used, and now it can; send the request again"
+
+        await self._look_at_failures(scope, keep, send, explain)
+
+    async def _look_at_failures(
+        self,
+        scope: Message,
+        receive: Receive,
+        send: Send,
+        judge: Callable[[bytes], Awaitable[tuple[int, str] | None]],
+    ) -> None:
+        """What `judge` makes of a 500: another status and a message, or nothing."""
         failed: Message | None = None
         body = b""
 
@@ -56,21 +96,46 @@ class AdapterErrors:
             else:
                 body += message.get("body", b"")
                 if not message.get("more_body", False):
-                    for part in _answer(failed, body):
+                    for part in _answer(failed, body, await judge(body)):
                         await send(part)
 
         await self.app(scope, receive, look)
 
 
-def _answer(start: Message, body: bytes) -> tuple[Message, Message]:
-    """The answer as it is, or a refusal that names the reason."""
+def _served(scope: Message) -> Mapping[str, Any]:
+    """The adapters that the server knows by name."""
+    models = getattr(scope["app"].state, "openai_serving_models", None) if "app" in scope else None
+    return getattr(models, "lora_requests", {})
+
+
+async def _refusal(body: bytes) -> tuple[int, str] | None:
+    """In the answer to a request that was to load an adapter."""
     refused = _FOUND.search(_message(body))
-    if refused is not None:
-        error = {"message": refused[0], "type": "BadRequestError", "param": None, "code": 400}
+    return None if refused is None else (400, refused[0])
+
+
+def _told(fault: str, request: Any) -> tuple[int, str]:
+    if (refused := _FOUND.search(fault)) is not None:
+        return 400, refused[0]
+    return 404 if f"No adapter found for {request.lora_path}" in fault else 500, fault
+
+
+def _answer(start: Message, body: bytes, judged: tuple[int, str] | None) -> tuple[Message, Message]:
+    """The answer as it is, or another that names the reason."""
+    if judged is not None:
+        status, message = judged
+        error = {"message": message, "type": _KINDS[status], "param": None, "code": status}
         body = json.dumps({"error": error}).encode()
         headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
-        start = {**start, "status": 400, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+        start = {**start, "status": status, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
     return start, {"type": "http.response.body", "body": body}
+
+
+def _model(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["model"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _message(body: bytes) -> str:

@@ -239,6 +239,7 @@ class BackplanePlatform(Platform):
         configuration.set_compilation(vllm_config, chosen)
         # 5. Scheduling.
         scheduling.settle(vllm_config, chosen.device)
+        scheduling.choose_scheduler(vllm_config)
         # 6. Memory.
         configuration.set_states(vllm_config)
         configuration.set_memory(vllm_config, chosen)

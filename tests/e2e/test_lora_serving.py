@@ -6,12 +6,16 @@ docs/lora.md has the commands; the requests here are the same.
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import lora_adapters
 import prompts
 import pytest
@@ -198,8 +202,8 @@ def test_a_folder_that_is_not_there(server: Server, tmp_path: Path) -> None:
 
 @pytest.mark.feature("LoRA: pin", "{device}")
 def test_a_pinned_adapter_stays(server: Server, case: Case) -> None:
-    """The last test: more are loaded than there is room for, and the one that was used longest ago would go, but
-    it is pinned. What was pushed out in its place comes back when it is used."""
+    """The last test but one: more are loaded than there is room for, and the one that was used longest ago would go,
+    but it is pinned. What was pushed out in its place comes back when it is used."""
     answer(server, SMALL, case.prompts[0], 1)
     answer(server, LARGE, case.prompts[0], 1)
     small, large = sorted(in_worker(server))[:2]  # as they were loaded
@@ -211,6 +215,46 @@ def test_a_pinned_adapter_stays(server: Server, case: Case) -> None:
     assert small in there and large not in there
     assert_expected(answer(server, LARGE, case.prompts[2], 3), case.expected[LARGE][2])
     assert_expected(answer(server, SMALL, case.prompts[2], 3), case.expected[SMALL][2])
+
+
+@pytest.mark.feature("LoRA: a broken adapter is refused, and serving goes on", "{device}")
+def test_one_that_was_damaged_after_it_was_pushed_out(server: Server, case: Case, tmp_path: Path, device: str) -> None:
+    """Its request is told; those beside it are answered. Mended, it is what it was: nothing stays of the step without
+    it, whose prompt takes more than a block of the KV cache."""
+    folder = Path(shutil.copytree(case.adapters[SMALL].folder, tmp_path / "fragile"))
+    load(server, "fragile", folder)
+    fragile = max(in_worker(server))
+    for place in range(LIMITS["max_cpu_loras"]):
+        load(server, f"pushing-{place}", case.adapters[SMALL].folder)
+    assert fragile not in in_worker(server)
+    prompt = [*case.prompts[1], *case.prompts[2]]
+    assert len(prompt) > 16
+    whole = (folder / lora_adapters.TENSORS).read_bytes()
+
+    def ask(name: str) -> httpx.Response:
+        request = {"model": name, "prompt": prompt, "max_tokens": 3, "temperature": 0, "return_token_ids": True}
+        return server.http.post("/v1/completions", json=request)
+
+    def told(status: int, said: str) -> None:
+        with ThreadPoolExecutor(3) as pool:
+            failed, *others = pool.map(ask, ("fragile", LARGE, MODEL))
+        assert failed.status_code == status, failed.text
+        assert said in failed.json()["error"]["message"]
+        assert [other.status_code for other in others] == [200, 200]
+
+    (folder / lora_adapters.TENSORS).write_bytes(whole[: len(whole) // 2])
+    told(400, "LoRA adapter 'fragile' cannot be used: Error while deserializing header")
+    folder.rename(tmp_path / "elsewhere")
+    time.sleep(1.1)  # for which it is not read again
+    told(404, f"No adapter found for {folder}")
+    (tmp_path / "elsewhere").rename(folder)
+    (folder / lora_adapters.TENSORS).write_bytes(whole)
+    time.sleep(1.1)
+    mended, same = ask("fragile"), ask("pushing-0")
+    assert mended.status_code == 200, mended.text
+    assert mended.json()["choices"][0]["token_ids"] == same.json()["choices"][0]["token_ids"]
+    assert same.json()["choices"][0]["token_ids"] != ask(MODEL).json()["choices"][0]["token_ids"]
+    assert server.text().count("was needed and could not be loaded") == 2
 
 
 class Tiny:
@@ -231,9 +275,16 @@ def tiny(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return Tiny(tiny_llama, tmp_path_factory.mktemp("tiny") / "adapter")
 
 
+DIVIDED: dict[str, tuple[dict[str, int], dict[str, str]]] = {
+    "cpu": ({"tensor_parallel_size": 2}, {}),
+    "sim": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"BACKPLANE_SIM_CARDS": "4"}),
+}
+"""Sizes and variables: two workers that have every layer, and four of which each has half of half of them."""
+
+
 @pytest.fixture(scope="module")
-def on_two_cards(tiny: Tiny, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    folder = tmp_path_factory.mktemp("sim")
+def divided(device: str, tiny: Tiny, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp(device)
     BROKEN["made for a smaller model"][0](folder / "smaller")
     good = ["good", 2, str(tiny.adapter.folder)]
     steps = [
@@ -244,19 +295,31 @@ def on_two_cards(tiny: Tiny, tiny_llama: Path, tmp_path_factory: pytest.TempPath
         {"remove adapter": 2},
         {"list adapters": None},
     ]
-    engine = job(tiny_llama, steps=steps, tensor_parallel_size=2, enable_lora=True, **LIMITS)
-    [result] = run_engines(folder, [engine], VARIABLES["sim"], device="sim")
-    assert result["device"] == "bpnpu"
+    sizes, variables = DIVIDED[device]
+    engine = job(tiny_llama, steps=steps, enable_lora=True, **sizes, **LIMITS)
+    [result] = run_engines(folder, [engine], VARIABLES[device] | variables, device=device)
+    assert (folder / "engine.log").read_text().count(f"Operators on device {device}:") == math.prod(sizes.values())
     return list(result["steps"])
 
 
-@pytest.mark.feature("LoRA: several workers", "sim")
-def test_two_cards_refuse_and_load_together(on_two_cards: list[Any], tiny: Tiny) -> None:
-    """vLLM would take the second card's refusal for its answer to the next call."""
-    refused, loaded, there, outputs, removed, left = on_two_cards
+@pytest.mark.feature("LoRA: several workers", "{device}")
+def test_workers_refuse_and_load_together(divided: list[Any], device: str, tiny: Tiny) -> None:
+    """vLLM would take the second worker's refusal for its answer to the next call."""
+    refused, loaded, there, outputs, removed, left = divided
     assert BROKEN["made for a smaller model"][1] in refused
     assert (loaded, there) == ("", [2])
     assert (removed, left) == (True, [])
+    assert_divided(outputs, tiny)
+
+
+@pytest.mark.feature("Parallel: pipeline", "sim")
+@pytest.mark.parametrize("device", ["sim"], indirect=True)
+def test_stages_give_the_answers_of_one_process(divided: list[Any], device: str, tiny: Tiny) -> None:
+    """With an adapter and without."""
+    assert_divided(divided[3], tiny)
+
+
+def assert_divided(outputs: list[dict[str, Any]], tiny: Tiny) -> None:
     assert tiny.plain.token_ids != tiny.expected.token_ids
     assert min(tiny.plain.smallest_margin, tiny.expected.smallest_margin) > 5e-3, "near a tie; change the prompt"
     for output, expected in zip(outputs, (tiny.expected, tiny.plain), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,16 @@ REFUSED = str(AdapterRefused("it's 'mine'", "lora_A is (8, 64)"))
 TOLD = f"Call to add_lora method failed: Worker failed with error '{REFUSED}', please check the stack trace above"
 
 
-def through(path: str, status: int, parts: Iterable[bytes]) -> tuple[int, bytes, dict[bytes, bytes]]:
-    """What a client gets of an answer that the server gives in parts."""
+def through(
+    path: str, status: int, parts: Iterable[bytes], asked: bytes | None = None, state: Any = None
+) -> tuple[int, bytes, dict[bytes, bytes]]:
+    """What a client gets of an answer that the server gives in parts, and who has `asked`, where somebody wants to know
+    that, of a server with a certain `state`."""
     parts = list(parts)
 
-    async def server(_scope: Any, _receive: Any, send: Any) -> None:
+    async def server(_scope: Any, receive: Any, send: Any) -> None:
+        if asked is not None:
+            assert (await receive())["body"] == asked
         length = str(sum(map(len, parts))).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -32,10 +38,12 @@ def through(path: str, status: int, parts: Iterable[bytes]) -> tuple[int, bytes,
     async def collect(message: Any) -> None:
         sent.append(message)
 
-    async def never() -> Any:
-        raise AssertionError("nobody asks for the request")
+    async def request() -> Any:
+        assert asked is not None, "nobody asks for the request"
+        return {"type": "http.request", "body": asked}
 
-    asyncio.run(AdapterErrors(server)({"type": "http", "path": path}, never, collect))
+    scope = {"type": "http", "path": path, **({"app": SimpleNamespace(state=state)} if state else {})}
+    asyncio.run(AdapterErrors(server)(scope, request, collect))
     start, *bodies = sent
     return start["status"], b"".join(body["body"] for body in bodies), dict(start["headers"])
 
@@ -79,3 +87,61 @@ def test_other_connections_pass() -> None:
 
     asyncio.run(AdapterErrors(server)({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
     assert seen == ["lifespan"]
+
+
+class Engine:
+    """As much of vLLM's client as is asked: it can load an adapter, or says why not."""
+
+    errored = False
+
+    def __init__(self, fault: str | None) -> None:
+        self.fault, self.loaded = fault, 0
+
+    async def add_lora(self, request: Any) -> bool:
+        self.loaded += 1
+        if self.fault is not None:
+            raise RuntimeError(self.fault)
+        return True
+
+
+def serving(engine: Engine) -> Any:
+    mine = SimpleNamespace(lora_name="mine", lora_path="/gone")
+    return SimpleNamespace(engine_client=engine, openai_serving_models=SimpleNamespace(lora_requests={"mine": mine}))
+
+
+COMPLETE = "/v1/completions"
+MINE = b'{"model": "mine", "prompt": "a"}'
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "said"),
+    [
+        (TOLD, 400, REFUSED),
+        ("Call failed: Loading lora mine failed: No adapter found for /gone", 404, "No adapter found for /gone"),
+        ("no memory", 500, "no memory"),
+        (None, 503, "send the request again"),
+    ],
+)
+def test_a_request_that_failed_is_told_what_is_wrong_with_its_adapter(fault: Any, status: int, said: str) -> None:
+    engine = Engine(fault)
+    found, answer, headers = through(COMPLETE, 500, [error("Internal server error")], MINE, serving(engine))
+    told = json.loads(answer)["error"]
+    assert (found, told["code"], engine.loaded) == (status, status, 1)
+    assert said in told["message"]
+    assert headers[b"content-length"] == str(len(answer)).encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "asked"), [(500, b'{"model": "the model"}'), (500, b"sound"), (200, MINE), (400, MINE)]
+)
+def test_the_engine_is_not_asked_for_others(status: int, asked: bytes) -> None:
+    engine, body = Engine(TOLD), error("Internal server error")
+    assert through(COMPLETE, status, [body], asked, serving(engine))[:2] == (status, body)
+    assert engine.loaded == 0
+
+
+def test_an_engine_that_has_ended_is_not_asked() -> None:
+    engine, body = Engine(TOLD), error("the engine is dead")
+    engine.errored = True
+    assert through(COMPLETE, 500, [body], MINE, serving(engine))[:2] == (500, body)
+    assert engine.loaded == 0

@@ -85,7 +85,6 @@ OWN = {  # additions of ours; everything else must override something upstream
         "watch",
         "_index_on_host",
         "_workers_on_host",
-        "_freeze_operators",
         "_profile_activations",
         "_peak",
         "_peaks",

@@ -50,9 +50,25 @@ def add(
     runner: Any, request: LoRARequest, parallel: ParallelConfig, rank: int, load: Callable[[LoRARequest], bool]
 ) -> bool:
     """vLLM's `load`, or an error that says what is wrong with the adapter."""
-    manager: LoRAModelManager | None = getattr(runner.get_model(), "lora_manager", None)
-    if manager is None:  # vLLM says that LoRA is not enabled
+    if getattr(runner.get_model(), "lora_manager", None) is None:  # vLLM says that LoRA is not enabled
         return load(request)
+    added, failure, raised = attempt(runner, request, parallel, load)
+    if failure is None:
+        return added
+    if not tells(parallel, rank):
+        return False
+    if failure.of_adapter:
+        raise AdapterRefused(request.lora_name, failure.reason) from raised
+    if isinstance(raised, OURS):
+        raise raised
+    raise RuntimeError(failure.reason) from raised
+
+
+def attempt(
+    runner: Any, request: LoRARequest, parallel: ParallelConfig, load: Callable[[LoRARequest], bool]
+) -> tuple[bool, Failure | None, Exception | None]:
+    """What `load` said; what is wrong, in which all workers agree and of which nothing is left; what it raised here."""
+    manager: LoRAModelManager = runner.get_model().lora_manager
     number, added, raised = request.lora_int_id, False, None
     before = manager.get_adapter(number)
     try:
@@ -64,18 +80,10 @@ def add(
     except Exception as fault:  # every worker must come to the agreement
         failure = Failure(_told(fault), False)
     failure = agree(failure)
-    if failure is None:
-        return added
     # One that was there before under the number, and was to be replaced, is as good as it was.
-    if manager.get_adapter(number) is not before:
+    if failure is not None and manager.get_adapter(number) is not before:
         runner.remove_lora(number)
-    if not tells(parallel, rank):
-        return False
-    if failure.of_adapter:
-        raise AdapterRefused(request.lora_name, failure.reason) from raised
-    if isinstance(raised, OURS):
-        raise raised
-    raise RuntimeError(failure.reason) from raised
+    return added, failure, raised
 
 
 def _judge(

@@ -42,7 +42,9 @@ from vllm_backplane.worker.kv_storage import KvCacheStorage
 from vllm_backplane.worker.model_runner import make_model_runner
 from vllm_backplane.worker.numeric_guard import NumericGuard
 from vllm_backplane.worker.offered_weights import OfferedWeights
+from vllm_backplane.worker.operators import freeze_operators
 from vllm_backplane.worker.step import rows_of_step, tokens_by_request
+from vllm_backplane.worker.step_adapters import StepAdapters
 from vllm_backplane.worker.step_graphs import StepGraphs
 from vllm_backplane.worker.unheard import insist_on_being_heard, is_heard, order_after_copy
 
@@ -61,6 +63,7 @@ class BackplaneWorker(Worker):
         self.accelerator = self.runtime.device
         self.guard: NumericGuard | None = None
         self.offered_weights: OfferedWeights | None = None
+        self.step_adapters: StepAdapters | None = None
         compat.ask_for_kernel_overrides(current_platform)
         self.parallel_config.disable_custom_all_reduce = True  # vLLM's is CUDA inter-process memory
 
@@ -80,7 +83,7 @@ class BackplaneWorker(Worker):
         self.sleeper = sleep.Sleeper(self.accelerator, self.card)
         self._check_copies()
         current_platform.check_if_supports_dtype(self.model_config.dtype)
-        self._freeze_operators()
+        freeze_operators(self.accelerator, self.runtime.setting("reference_ops"))
         init_worker_distributed_environment(
             self.vllm_config,
             self.rank,
@@ -133,28 +136,6 @@ class BackplaneWorker(Worker):
     def _workers_on_host(self) -> int:
         return configuration.workers_on_host(self.vllm_config)
 
-    def _freeze_operators(self) -> None:
-        references = self.runtime.setting("reference_ops")
-        if resolution.frozen() is not None:  # by another engine of this process
-            resolution.insist_on_references(references)
-            return
-        self.accelerator.load_kernels()
-        table = resolution.resolve(
-            self.accelerator.dispatch_key,
-            self.accelerator.kernel_provider(),
-            references,
-        )
-        resolution.freeze(table, self.accelerator.dispatch_key)
-        kernels = sum(line.implementation == "kernel" for line in table)
-        logger.info(
-            "Operators on device %s: %d by kernel, %d by reference; 'vllm-backplane ops' lists them.",
-            self.accelerator.name,
-            kernels,
-            len(table) - kernels,
-        )
-        for problem, remedy in self.accelerator.problems():
-            logger.warning("%s. Remedy: %s.", problem, remedy)
-
     def _check_copies(self) -> None:
         """Before weights are copied."""
         if "copies" not in self.runtime.setting("numeric_guard"):
@@ -180,6 +161,7 @@ class BackplaneWorker(Worker):
         super().load_model(load_dummy_weights=load_dummy_weights)
         # vLLM has just set one host thread for serving, which is right where the host only launches.
         self.accelerator.prepare_worker(self._workers_on_host())
+        self.step_adapters = StepAdapters.of(self.vllm_config, self.model_runner)
         if self.model_config.enable_sleep_mode:
             self._preserved_parameters()  # a name that is none is refused now rather than at the first sleep
         if self.offered_weights is not None:
@@ -265,7 +247,7 @@ class BackplaneWorker(Worker):
     def _told(self, output: Any) -> Any:
         if not is_heard(self.parallel_config, self.rank):
             order_after_copy(output)
-        return output
+        return output if self.step_adapters is None else self.step_adapters.tell(output)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         with self._heard("execute_model"):
@@ -280,6 +262,8 @@ class BackplaneWorker(Worker):
     @torch.inference_mode()
     def _execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """A step. With the guard, its results go on only if every module's output was finite."""
+        if self.step_adapters is not None:
+            self.step_adapters.prepare(scheduler_output)
         if self.guard is None:
             return super().execute_model(scheduler_output)
         self.guard.insist()

@@ -1,0 +1,149 @@
+"""A step whose adapter cannot be loaded goes on without it, and says which requests must not be answered."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from vllm_backplane.scheduler import _NOTE
+from vllm_backplane.worker import adapters, step_adapters
+from vllm_backplane.worker.step_adapters import StepAdapters
+
+GOOD, BAD, OTHER = 1, 2, 3
+
+
+class Runner:
+    """As much of vLLM's runner as is asked: adapters by number, the one used last at the end; some cannot be read."""
+
+    capacity = 2
+
+    def __init__(self) -> None:
+        self.held: dict[int, Any] = {}
+        self.damaged = {BAD}
+        self.read: list[int] = []
+        self.requests: dict[str, Any] = {}
+        self.modules: dict[str, Any] = {}
+        self.lora_config = SimpleNamespace(target_modules=None)
+
+    def get_model(self) -> Any:
+        return SimpleNamespace(lora_manager=self)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def get_adapter(self, number: int) -> Any:
+        return self.held.get(number)
+
+    def list_loras(self) -> set[int]:
+        return set(self.held)
+
+    def remove_lora(self, number: int) -> None:
+        del self.held[number]
+
+    def remove_oldest_adapter(self) -> None:
+        del self.held[next(iter(self.held))]
+
+    def add_adapter(self, adapter: Any) -> None:
+        self.held[adapter.id] = adapter
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        number = request.lora_int_id
+        if number in self.held and not request.load_inplace:
+            self.held[number] = self.held.pop(number)
+            return False
+        self.read.append(number)
+        if number in self.damaged:
+            raise ValueError("the header is cut off")
+        self.held.pop(number, None)
+        if len(self) + 1 > self.capacity:
+            self.remove_oldest_adapter()
+        self.held[number] = SimpleNamespace(loras={})
+        return True
+
+
+def adapter(number: int, **more: Any) -> LoRARequest:
+    return LoRARequest(f"adapter {number}", number, "nowhere", **more)
+
+
+def step(new: dict[str, LoRARequest | None], cached: tuple[str, ...] = ()) -> Any:
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, lora_request=one) for name, one in new.items()],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=list(cached)),
+    )
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
+    monkeypatch.setattr(adapters, "agree", lambda failure: failure)
+    monkeypatch.setattr(adapters, "_rank", lambda request: None)
+    return Runner()
+
+
+@pytest.fixture
+def kept(runner: Runner) -> StepAdapters:
+    parallel: Any = SimpleNamespace(world_size=1, pipeline_parallel_size=1)
+    return StepAdapters(runner, parallel)
+
+
+def unserved(kept: StepAdapters) -> frozenset[str]:
+    return getattr(kept.tell(ModelRunnerOutput(req_ids=[], req_id_to_index={})), _NOTE, frozenset())
+
+
+def test_requests_with_a_damaged_adapter_are_told_and_the_others_have_theirs(
+    runner: Runner, kept: StepAdapters
+) -> None:
+    taken = step({"a": adapter(GOOD), "b": adapter(BAD), "c": None, "d": adapter(BAD)})
+    kept.prepare(taken)
+    given = {new.req_id: new.lora_request and new.lora_request.lora_int_id for new in taken.scheduled_new_reqs}
+    assert given == {"a": GOOD, "b": None, "c": None, "d": None}
+    assert kept.tell(None) is None, "the output comes with the tokens"
+    assert unserved(kept) == {"b", "d"}
+    assert runner.list_loras() == {GOOD}
+    kept.prepare(step({}))
+    assert unserved(kept) == frozenset()
+
+
+def test_a_request_that_runs_goes_on_with_a_stand_in_until_the_step_ends(runner: Runner, kept: StepAdapters) -> None:
+    runner.requests = {"b": SimpleNamespace(lora_request=adapter(BAD)), "a": SimpleNamespace(lora_request=None)}
+    runner.add_lora(adapter(GOOD))
+    runner.add_lora(adapter(OTHER))
+    kept.prepare(step({"new": adapter(GOOD)}, ("a", "b")))
+    assert runner.list_loras() == {GOOD, BAD}, "the one that nobody needs makes room"
+    assert runner.held[BAD].loras == {}
+    assert unserved(kept) == {"b"}
+    assert runner.list_loras() == {GOOD}, "or the next request would be served without its adapter"
+
+
+def test_it_is_read_again_after_a_while(runner: Runner, kept: StepAdapters, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept.prepare(step({"a": adapter(BAD)}))
+    assert unserved(kept) == {"a"}
+    runner.damaged.clear()
+    kept.prepare(step({"b": adapter(BAD)}))
+    assert (unserved(kept), runner.read) == ({"b"}, [BAD])
+    monkeypatch.setattr(step_adapters, "PATIENCE", 0.0)
+    kept.prepare(step({"c": adapter(BAD)}))
+    assert (unserved(kept), runner.read) == (frozenset(), [BAD, BAD])
+
+
+def test_one_that_is_to_be_replaced_is_read_once(runner: Runner, kept: StepAdapters) -> None:
+    runner.add_lora(adapter(GOOD))
+    taken = step({"a": adapter(GOOD, load_inplace=True)})
+    kept.prepare(taken)
+    [new] = taken.scheduled_new_reqs
+    assert (new.lora_request.lora_int_id, new.lora_request.load_inplace) == (GOOD, False)
+    assert runner.read == [GOOD, GOOD]
+
+
+def test_an_output_that_is_still_being_copied_is_noted_when_it_is_there(runner: Runner, kept: StepAdapters) -> None:
+    class Copied(AsyncModelRunnerOutput):
+        def get_output(self) -> ModelRunnerOutput:
+            return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
+
+    kept.prepare(step({"a": adapter(BAD)}))
+    output = kept.tell(Copied())
+    assert isinstance(output, AsyncModelRunnerOutput)
+    assert getattr(output.get_output(), _NOTE) == {"a"}
