@@ -35,10 +35,10 @@ def decoded(made: Packed, bits: int, rows: int, size: int) -> torch.Tensor:
 
 
 class Decoded(torch.nn.Module):
-    def __init__(self, layer: torch.nn.Linear, chosen: Format) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, chosen: Format) -> None:
         super().__init__()
-        made = packed(layer.weight.detach(), chosen.bits, chosen.group, CodeLayout(8), symmetric=chosen.symmetric)
-        self.weight, self.bias = decoded(made, chosen.bits, *layer.weight.shape), layer.bias
+        made = packed(weight.detach(), chosen.bits, chosen.group, CodeLayout(8), symmetric=chosen.symmetric)
+        self.weight, self.bias = decoded(made, chosen.bits, *weight.shape), bias
         self.group = chosen.group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,10 +51,30 @@ class Decoded(torch.nn.Module):
         return (x * torch.full_like(largest, 127.0).div(largest)).round() * largest / 127
 
 
-def load(folder: Path, body: Format, head: Format) -> Any:
-    """Every linear layer decoded from its codes; the embedding keeps its table."""
+class DecodedExperts(torch.nn.Module):
+    """In the place of transformers' experts, which have the weights of all in one tensor."""
+
+    def __init__(self, layer: Any, chosen: Format) -> None:
+        super().__init__()
+        self.up = [Decoded(weight, None, chosen) for weight in layer.gate_up_proj]
+        self.down = [Decoded(weight, None, chosen) for weight in layer.down_proj]
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            tokens, place = (index == expert).nonzero(as_tuple=True)
+            gate, value = up(x[tokens]).chunk(2, dim=-1)
+            made = down(torch.nn.functional.silu(gate) * value)
+            out.index_add_(0, tokens, made * weights[tokens, place].unsqueeze(1))
+        return out
+
+
+def load(folder: Path, body: Format, head: Format, *, experts: bool = True) -> Any:
+    """Every linear layer and (unless told otherwise) expert decoded from its codes; the embedding keeps its table."""
     model = reference.load(folder)
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
-    for name, layer in layers:
-        model.set_submodule(name, Decoded(layer, head if name == "lm_head" else body))
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, torch.nn.Linear):
+            model.set_submodule(name, Decoded(layer.weight, layer.bias, head if name == "lm_head" else body))
+        elif experts and name.endswith(".experts"):
+            model.set_submodule(name, DecodedExperts(layer, body))
     return model

@@ -10,8 +10,10 @@ import pytest
 import quantized_reference
 import reference
 import torch
+from architecture import COMMON
 from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
 from processes import tail
+from tiny_models import randomize
 
 from vllm_backplane.layers.quantization.formats import HEAD, ONLINE
 
@@ -28,6 +30,16 @@ IDS = ([7, 300, 21, 9000, 44], list(range(1000, 1100)))
 FORMATS = tuple(ONLINE)
 TOKENS = 8
 TEXTS = ("Paris is the capital of France.", "A cat sleeps on the warm stove.", prompts.PASSAGE[:700])
+MIXTURE = {
+    **COMMON,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+"""Each token goes to all experts: where two are nearly equally likely, rounding would choose the other one."""
+MIXTURE_IDS = ([3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)])
 CHECKPOINT = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
 
 
@@ -45,10 +57,28 @@ def text(tokenizer: Any) -> list[int]:
 
 
 @pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("mixture")
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE))
+    randomize(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def mixture_jobs(folder: Path) -> dict[str, dict[str, Any]]:
+    work = batch(MIXTURE_IDS, greedy(1, prompt_logprobs=0))
+    limits: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    return {f"experts, {name}": job(folder, work, quantization=name, **limits) for name in FORMATS}
+
+
+@pytest.fixture(scope="module")
 def results(
     smollm2: Path,
     tiny_llama: Path,
     minilm: Path,
+    mixture: Path,
     tokenizer: Any,
     text: list[int],
     tmp_path_factory: pytest.TempPathFactory,
@@ -63,6 +93,8 @@ def results(
     jobs = {name: job(smollm2, *asked, quantization=name, **limits) for name in FORMATS}
     jobs["one worker"] = job(tiny_llama, small, quantization="int4")
     jobs["two workers"] = job(tiny_llama, small, quantization="int4", tensor_parallel_size=2)
+    jobs |= mixture_jobs(mixture)
+    jobs["experts, int4"]["engine"]["tensor_parallel_size"] = 2
     jobs["embeddings"] = job(minilm, embed=TEXTS, runner="pooling")
     jobs["quantized embeddings"] = job(minilm, embed=TEXTS, runner="pooling", quantization="int8")
     jobs["quantized already"] = job(tiny_llama, quantization="int8", hf_overrides=CHECKPOINT)
@@ -74,12 +106,12 @@ def results(
 
 
 @pytest.fixture(scope="module")
-def on_sim(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def on_sim(tiny_llama: Path, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     work = batch(IDS, greedy(TOKENS, logprobs=0, prompt_logprobs=0))
-    jobs = [job(tiny_llama, work, quantization=name) for name in FORMATS]
+    jobs = {name: job(tiny_llama, work, quantization=name) for name in FORMATS} | mixture_jobs(mixture)
     variables = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
-    results = run_engines(tmp_path_factory.mktemp("sim"), jobs, variables, device="sim")
-    return dict(zip(FORMATS, results, strict=True))
+    results = run_engines(tmp_path_factory.mktemp("sim"), list(jobs.values()), variables, device="sim")
+    return dict(zip(jobs, results, strict=True))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -116,6 +148,33 @@ def test_another_device_quantizes_through_the_references(
     decoded = quantized_reference.load(tiny_llama, ONLINE[name], HEAD)
     for ids, output in zip(IDS, on_sim[name]["batches"][0], strict=True):
         assert_near(output["prompt_logprobs"], reference.prompt_logprobs(decoded, ids), "four layers")
+
+
+@pytest.mark.feature("Format: quantized while loaded: {name}, experts", "cpu")
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_are_near_their_decoded_weights(results: dict[str, Result], mixture: Path, name: str) -> None:
+    """With 4 bits on two workers: each has a part of every expert."""
+    assert_mixture_near(results[f"experts, {name}"], mixture, name)
+
+
+@pytest.mark.feature("Format: quantized while loaded: {name}, experts", "sim")
+@pytest.mark.parametrize("name", FORMATS)
+def test_another_device_quantizes_experts_through_the_references(
+    on_sim: dict[str, Result], mixture: Path, name: str
+) -> None:
+    assert_mixture_near(on_sim[f"experts, {name}"], mixture, name)
+
+
+def assert_mixture_near(result: Result, mixture: Path, name: str) -> None:
+    """And not as near to what experts without quantization give."""
+    decoded = quantized_reference.load(mixture, ONLINE[name], HEAD)
+    full = quantized_reference.load(mixture, ONLINE[name], HEAD, experts=False)
+    near, far = [], []
+    for ids, output in zip(MIXTURE_IDS, result["batches"][0], strict=True):
+        assert_near(output["prompt_logprobs"], reference.prompt_logprobs(decoded, ids), "four layers")
+        near += compared(output["prompt_logprobs"], reference.prompt_logprobs(decoded, ids))
+        far += compared(output["prompt_logprobs"], reference.prompt_logprobs(full, ids))
+    assert sum(far) > 3 * sum(near), f"{sum(near) / len(near):.4f} and {sum(far) / len(far):.4f}"
 
 
 def assert_near(ours: list[float | None], expected: list[float], kind: str) -> None:

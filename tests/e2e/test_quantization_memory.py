@@ -86,19 +86,24 @@ SCHEMES: dict[str, tuple[dict[str, Any], Callable[[int, int], Tensors]]] = {
     "W8A8": (made.compressed_int8(), _int8),
 }
 """The configuration, and a layer's tensors."""
-ONLINE = {"int8": True, "int4": False}
-"""Whether the head is tied to the embedding."""
+ONLINE = {"int8": (True, False), "int4": (False, False), "int4, experts": (False, True)}
+"""Whether the head is tied to the embedding, and whether it is a mixture."""
 
 
-def save(folder: Path, tied: bool, widths: dict[str, int] = WIDTHS) -> Path:
-    """With a vocabulary that outweighs a layer many times."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def save(folder: Path, tied: bool, mixture: bool, widths: dict[str, int] = WIDTHS) -> Path:
+    """With a vocabulary that outweighs a layer many times; of a mixture with few layers, each of which takes as it
+    is stored nearly as much as all of them in the end."""
+    import transformers
 
-    config = Qwen2Config(
-        **widths, vocab_size=64000 if widths is WIDTHS else 512, tie_word_embeddings=tied, dtype=torch.bfloat16
+    kind, changes = "Qwen2", {"vocab_size": 64000 if widths is WIDTHS else 512}
+    if mixture:
+        kind, changes = "Qwen3Moe", {"vocab_size": 512, "num_experts": 8, "num_experts_per_tok": 2}
+        changes |= {"num_hidden_layers": 4, "moe_intermediate_size": widths["intermediate_size"] // 4, "head_dim": 64}
+    config = getattr(transformers, f"{kind}Config")(
+        **{**widths, **changes}, tie_word_embeddings=tied, dtype=torch.bfloat16
     )
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
     model.to_empty(device="cpu")
     model.tie_weights()
     for parameter in model.parameters():
@@ -143,8 +148,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     """What memory was taken; one process loads all."""
     folder = tmp_path_factory.mktemp("checkpoints")
     folders = {}
-    for name, tied in ONLINE.items():
-        folders[name] = (save(folder / f"small {name}", tied, SMALL), save(folder / name, tied), name)
+    for name, kind in ONLINE.items():
+        small, large = save(folder / f"small {name}", *kind, SMALL), save(folder / name, *kind)
+        folders[name] = (small, large, name.partition(",")[0])
     for name in SCHEMES:
         folders[name] = (save_scheme(folder / f"small {name}", name, SMALL), save_scheme(folder / name, name), "none")
     given = [str(word) for pair in folders.values() for word in pair]

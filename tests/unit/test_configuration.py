@@ -100,7 +100,7 @@ def test_graphs_of_what_no_graph_can_contain() -> None:
         ("kernel", [], []),
         ("reference", [], ["paged_attention"]),
         ("kernel", [True], ["moe_experts"]),
-        ("kernel", [False], ["experts of a quantized checkpoint"]),
+        ("kernel", [False], ["quantized experts"]),
     ],
 )
 def test_what_no_graph_can_contain(implementation: str, experts: list[bool], expected: list[str]) -> None:

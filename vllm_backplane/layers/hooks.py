@@ -104,6 +104,12 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "quantization method",
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        f"{_OURS}.quantization.experts:QuantizedMoEMethod",
+        ("quantized_linear", "silu_and_mul"),
+    ),
+    Hook(
+        "quantization method",
         "vllm.model_executor.layers.linear:LinearMethodBase",
         f"{_OURS}.gguf.linear:GgufLinearMethod",
         ("quantized_linear", "linear"),

@@ -109,7 +109,8 @@ def _unknown_activation(name: str) -> OperatorError:
     return OperatorError(f"moe_experts: unknown activation {name!r}{nearest(name, GATED + PLAIN)}")
 
 
-def _activate(name: str, projected: torch.Tensor, alpha: float, limit: float | None, beta: float) -> torch.Tensor:
+def activated(name: str, projected: torch.Tensor, alpha: float, limit: float | None, beta: float) -> torch.Tensor:
+    """What `moe_experts` does between its two products, for products that are computed by something else, too."""
     x = projected.float()
     if name in PLAIN:
         if name == "relu2_no_mul":
@@ -249,7 +250,7 @@ def moe_experts(
         if apply_router_weight_on_input:
             inputs = (inputs.float() * scale[pairs]).to(x.dtype)
         projected = F.linear(inputs, w13[expert], None if w13_bias is None else w13_bias[expert])
-        inner = _activate(activation, projected, alpha, limit, beta)
+        inner = activated(activation, projected, alpha, limit, beta)
         outputs = F.linear(inner, w2[expert], None if w2_bias is None else w2_bias[expert]).float()
         if not apply_router_weight_on_input:
             outputs = outputs * scale[pairs]

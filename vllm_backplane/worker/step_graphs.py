@@ -103,7 +103,7 @@ def unrecordable(model: torch.nn.Module, operators: Iterable[Resolution]) -> lis
     if not any(method.one_operator for method in experts):
         found.discard("moe_experts")
     if not all(method.one_operator for method in experts):
-        found.add("experts of a quantized checkpoint")
+        found.add("quantized experts")
     return sorted(found)
 
 

@@ -32,6 +32,7 @@ from vllm.platforms import current_platform
 
 from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import BackplaneError, CheckpointError
+from vllm_backplane.layers.quantization import linear as quantized_linear_layers
 from vllm_backplane.layers.schemes import loading
 from vllm_backplane.layers.schemes.awq import ORDER as AWQ_ORDER
 from vllm_backplane.layers.schemes.repacking import Words, Zeros, adjacent, repacked, split_group
@@ -469,7 +470,7 @@ def test_layers_are_loaded_again_at_the_same_addresses(case: str) -> None:
 
 def test_weights_that_stay_in_small_pages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(loading.logger, "info_once", lambda text, reason: told.append(text % reason))
+    monkeypatch.setattr(quantized_linear_layers.logger, "info_once", lambda text, reason: told.append(text % reason))
     layer = torch.nn.Module()
     packed = Packed(torch.zeros(1, 2, 8, 4, dtype=torch.uint8), torch.zeros(1, 1, 8), None)
     for reason in ("", "no reason"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
@@ -21,6 +22,8 @@ from vllm_backplane.layers.linear import refuse_loading
 from vllm_backplane.layers.quantization.formats import Format
 from vllm_backplane.ops.quantized_linear import Packed, packed
 from vllm_backplane.runtime import runtime
+
+logger = init_logger("vllm." + __name__)
 
 
 class QuantizedLinearMethod(LinearMethodBase):
@@ -70,8 +73,7 @@ class QuantizedLinearMethod(LinearMethodBase):
             raise BackplaneError(f"the checkpoint has no weights for {self._prefix}; choose a complete one")
 
     def quantize(self, weight: torch.Tensor, out_features: int | None = None) -> Packed:
-        chosen, layout = self.format, runtime().device.quantized_layout(self.format.bits)
-        return packed(weight, chosen.bits, chosen.group, layout, symmetric=chosen.symmetric, out_features=out_features)
+        return quantized(self.format, weight, out_features)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if layer.weight.dtype not in (torch.uint8, torch.int8):
@@ -81,12 +83,23 @@ class QuantizedLinearMethod(LinearMethodBase):
         )
 
 
+def quantized(chosen: Format, weight: torch.Tensor, out_features: int | None = None) -> Packed:
+    layout = runtime().device.quantized_layout(chosen.bits)
+    return packed(weight, chosen.bits, chosen.group, layout, symmetric=chosen.symmetric, out_features=out_features)
+
+
 def empty(parameter: torch.Tensor) -> None:
     """Free the memory of a parameter that vLLM still refers to while its layer is loaded."""
     left = parameter.data.untyped_storage()
     parameter.data = parameter.data.new_empty(0)
     if parameter.is_cpu:
         host.forget(left)
+
+
+def into_huge_pages(codes: torch.Tensor) -> None:
+    """Of weights that were made without them, so that no more is taken than they need."""
+    if codes.is_cpu and (reason := host.gather_pages(codes.untyped_storage())):
+        logger.info_once("Packed weights stay in small pages, which are slower to read (%s).", reason)
 
 
 def install(layer: torch.nn.Module, made: Packed, device: torch.device | None = None) -> None:

@@ -16,16 +16,13 @@ from contextlib import contextmanager
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 
 from vllm_backplane.device import host
 from vllm_backplane.errors import CheckpointError
-from vllm_backplane.layers.quantization.linear import empty, install
+from vllm_backplane.layers.quantization.linear import empty, install, into_huge_pages
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.runtime import runtime
-
-logger = init_logger("vllm." + __name__)
 
 
 @contextmanager
@@ -54,7 +51,6 @@ def exchange(layer: torch.nn.Module, loaded: tuple[str | None, ...], pack: Calla
             delattr(layer, name)
             empty(parameter)
     install(layer, made)
-    if made.codes.is_cpu and (reason := host.gather_pages(made.codes.untyped_storage())):
-        logger.info_once("Packed weights stay in small pages, which are slower to read (%s).", reason)
+    into_huge_pages(made.codes)
     # Freed memory between codes that stay would add up from layer to layer.
     runtime().device.empty_cache()
