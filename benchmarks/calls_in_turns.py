@@ -6,6 +6,10 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from vllm_backplane.devices.cpu.graphs import CpuGraph
+
 Call = Callable[[], Any]
 
 
@@ -25,3 +29,12 @@ def medians(calls: dict[str, Call], rounds: int, seconds: float, clock: Callable
                 call()
             times[name].append((clock() - began) / counts[name])
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def replayed(call: Call, count: int) -> Call:
+    """So many calls one after another without Python, as in a decode step of the cpu device."""
+    graph = CpuGraph()
+    with torch.inference_mode(), graph.capture():
+        for _ in range(count):
+            call()
+    return graph.replay

@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from turns import ANSWER, QUIET, add_options, compared, report
+from benchmarks.turns import ANSWER, QUIET, add_options, compared, report
 
 PROMPT = 512
 SEQUENCES = (1, 16)

@@ -13,7 +13,7 @@ import argparse
 import os
 import sys
 
-from turns import KERNELS, add_options, compared, report
+from benchmarks.turns import KERNELS, add_options, compared, report
 
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 WORKLOADS = [(1, 128), (1, 512), (1, 1024), (1, 1), (16, 1)]

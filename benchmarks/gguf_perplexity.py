@@ -81,7 +81,7 @@ def measure(kind: str, environments: Environments, folder: Path) -> dict[str, An
             raise RuntimeError(f"llama-quantize failed; its last words: {told.stderr[-500:]}")
     peer = llama_cpp(environments.llama_cpp("llama-perplexity"), file)
     answer = folder / "answer.json"  # standard output belongs to vLLM
-    command = [sys.executable, "-m", "benchmarks.gguf_perplexity", "--file", str(file), str(answer)]
+    command = [sys.executable, str(Path(__file__).resolve()), "--file", str(file), str(answer)]
     subprocess.run(command, env={**os.environ, **ENVIRONMENT}, cwd=HERE.parent, stdout=sys.stderr, check=True)
     own = json.loads(answer.read_text())
     if own["tokens"] != peer["tokens"]:

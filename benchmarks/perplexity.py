@@ -20,6 +20,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.compare.machine import describe
+
 TEXT = Path(__file__).with_name("perplexity.txt")
 ROWS = ("float32", "bfloat16", "gguf", "int8", "int8:64", "int8:128", "int8:0", "int4", "int4:64", "int4:128", "int4:0")
 
@@ -96,7 +98,8 @@ def main() -> None:
             results[row] = json.loads(answer.read_text())
             print(f"{row}: {results[row]['perplexity']:.4f}", file=sys.stderr)
     if args.json:
-        print(json.dumps({"model": FULL_PRECISION.name, "context": args.context, "rows": results}, indent=2))
+        known = {"model": FULL_PRECISION.name, "context": args.context, "machine": describe()}
+        print(json.dumps({**known, "rows": results}, indent=2))
         return
     first = next(iter(results.values()))
     print(f"\n{FULL_PRECISION.name}, {first['predicted']:.0f} tokens predicted in parts of {args.context}\n")

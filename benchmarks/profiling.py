@@ -2,11 +2,13 @@
 
     python benchmarks/profiling.py                                     # by the clock
     OMP_NUM_THREADS=1 python benchmarks/profiling.py --processor-time  # on a machine that is not quiet
+    python benchmarks/profiling.py --device sim
 
-One engine, to which `--profiler-config` is given, lives in this process. Two ways take turns, request by request: its
-worker's methods as they are (*off*), and the same without what profiling adds to them (*absent*). A third is a trace
-that is being taken (*taken*), which shows what the measurement would notice; after it the first two are measured again,
-where everything that it put on the modules must have gone.
+One engine, to which `--profiler-config` is given, lives in this process. Ways take turns, request by request: its
+worker's methods as they are (*off*), the same without what profiling adds to them (*absent*), and *off* once more
+(*control*). Two rows say what the others are worth. Between *off* and *control* there is nothing but chance, and a
+difference from *absent* that is no larger says nothing; while a trace is taken there is a difference, which must be
+seen. After the trace the ways are measured again, where everything that it put on the modules must have gone.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from typing import Any
 
 PROMPT, ANSWER, SKIPPED = 8, 41, 4
 """Tokens of a request, and steps at its beginning that are not counted."""
-WAYS = ("absent", "off")
+WAYS = ("absent", "off", "control")
+KV_CACHE = 256 << 20
+"""Bytes: on a device with memory of its own, all that is free would be taken."""
 
 
 def without(worker: Any) -> dict[str, Callable[[Any], Any]]:
@@ -59,6 +63,7 @@ class Engine:
             dtype=dtype,
             max_model_len=512,
             max_num_seqs=16,
+            kv_cache_memory_bytes=KV_CACHE,
             enable_prefix_caching=False,
             disable_log_stats=True,
             profiler_config={
@@ -97,7 +102,9 @@ class Engine:
         """The median step of each round, by way; which way is first changes from round to round."""
         found: dict[str, list[float]] = {way: [] for way in WAYS}
         for turn in range(rounds):
-            for way in WAYS if turn % 2 else reversed(WAYS):
+            first = turn % len(WAYS)
+            order = WAYS[first:] + WAYS[:first]
+            for way in order if turn % 2 else reversed(order):
                 found[way].append(statistics.median(self.steps(sequences, way)))
         return found
 
@@ -109,12 +116,12 @@ class Engine:
             self.llm.stop_profile()
 
 
-def row(sequences: int, when: str, found: dict[str, list[float]]) -> str:
-    absent, off = (1000 * statistics.median(found[way]) for way in WAYS)
-    differences = [1e6 * (after - before) for before, after in zip(found["absent"], found["off"], strict=True)]
+def row(sequences: int, when: str, found: dict[str, list[float]], base: str = "absent") -> str:
+    before, off = (1000 * statistics.median(found[way]) for way in (base, "off"))
+    differences = [1e6 * (after - first) for first, after in zip(found[base], found["off"], strict=True)]
     low, middle, high = statistics.quantiles(differences, n=4)
     return (
-        f"| {sequences} | {when} | {absent:.3f} | {off:.3f} | {off / absent:.4f} | "
+        f"| {sequences} | {when} | {base} | {before:.3f} | {off:.3f} | {off / before:.4f} | "
         f"{middle:+.1f} ({low:+.1f} to {high:+.1f}) |"
     )
 
@@ -124,7 +131,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sequences", nargs="+", type=int, default=[1, 16])
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=12, help="of every way (default: %(default)s, at least 2)")
     parser.add_argument("--processor-time", action="store_true", help="of one thread, for a machine that is not quiet")
     args = parser.parse_args()
     os.environ.update(
@@ -142,11 +149,12 @@ def main() -> int:
             before = engine.turns(sequences, args.rounds)
             taken = engine.traced(sequences)
             after = engine.turns(sequences, args.rounds)
-            lines += [row(sequences, "before a trace", before), row(sequences, "after one", after)]
-            lines.append(f"| {sequences} | while one is taken | | {1000 * taken:.3f} | | |")
+            for when, found in {"before a trace": before, "after one": after}.items():
+                lines += [row(sequences, when, found, base) for base in ("absent", "control")]
+            lines.append(f"| {sequences} | while one is taken | | | {1000 * taken:.3f} | | |")
             print(f"{sequences} sequence(s) done", file=sys.stderr)
-    print("\n| sequences | when | absent, ms per step | off | off / absent | difference in us (quartiles) |")
-    print("| ---: | --- | ---: | ---: | ---: | ---: |")
+    print("\n| sequences | when | held against | its ms per step | off | ratio | difference in us (quartiles) |")
+    print("| ---: | --- | --- | ---: | ---: | ---: | ---: |")
     print("\n".join(lines))
     return 0
 

@@ -6,6 +6,7 @@
     python benchmarks/quantized_linear.py --json --rows 1 --group 128
     python benchmarks/quantized_linear.py --replayed         # many calls in one graph, as in a decode step
     python benchmarks/quantized_linear.py --processor-time   # one thread, where other work shares the machine
+    python benchmarks/quantized_linear.py --rounding         # and what part of a product the rounding of its input is
 
 Two limits are measured first, with as many threads: how fast memory is read (a loop that reads a buffer larger than a
 core's caches and keeps nothing), and how many multiplications of 8-bit numbers the instructions in use do without
@@ -29,11 +30,10 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from calls_in_turns import Call, medians
 
+from benchmarks.calls_in_turns import Call, medians, replayed
 from vllm_backplane import ops
 from vllm_backplane.devices.cpu import native
-from vllm_backplane.devices.cpu.graphs import CpuGraph
 
 # (output features, input size): SmolLM2-135M's projections and logits, and one of a 0.5B- and a 1.5B-class model each.
 SHAPES = ((576, 576), (1536, 576), (49152, 576), (896, 4864), (1536, 8960))
@@ -63,6 +63,17 @@ def ours(rows: int, n: int, k: int, bits: int, group: int, offsets: bool) -> tup
     weights = ((next(code_copies), next(scale_copies), next(offset_copies) if offsets else None) for _ in cycle([0]))
     x = torch.randn(rows, k)
     return lambda: ops.quantized_linear.call(x, *next(weights), bits, n, None), size
+
+
+ROUNDINGS = 100
+"""In one call, which Python makes."""
+
+
+def rounding(rows: int, k: int, group: int) -> Call:
+    """What a product does with its input first, ROUNDINGS times."""
+    x = torch.randn(rows, k)
+    sizes = [ctypes.c_int64(size) for size in (rows, k, -(-k // (group or k)), ROUNDINGS)]
+    return lambda: native.library().backplane_cpu_round_input(ctypes.c_void_p(x.data_ptr()), *sizes)
 
 
 def torch_int8_packed(rows: int, n: int, k: int) -> Call:
@@ -127,14 +138,6 @@ if torch.backends.kleidiai.is_available():
     PEERS["KleidiAI int4 by feature"] = partial(kleidiai_int4, group=None)
 
 
-def replayed(call: Call, count: int) -> Call:
-    graph = CpuGraph()
-    with torch.inference_mode(), graph.capture():
-        for _ in range(count):
-            call()
-    return graph.replay
-
-
 class Limits:
     """Measured again beside every line: what else runs on the machine changes both."""
 
@@ -182,6 +185,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.3, help="per column, about")
     parser.add_argument("--replayed", action="store_true", help="many calls in a graph, not from Python")
+    parser.add_argument("--rounding", action="store_true", help="the rounding of the input by itself")
     parser.add_argument("--processor-time", action="store_true", help="of one thread, instead of time on the wall")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -198,12 +202,14 @@ def main() -> None:
     lines = []
     for n, k in shapes:
         for rows in args.rows:
-            made = {}
+            made, parts = {}, {}
             for name in args.formats:
                 bits, group, offsets = FORMATS[name]
                 group = group if args.group is None else args.group
                 offsets = offsets if args.offsets is None else args.offsets
                 made[name] = ours(rows, n, k, bits, group, offsets)
+                if args.rounding:
+                    parts[name] = rounding(rows, k, group)
             calls = {name: call for name, (call, _) in made.items()}
             if args.peers:
                 calls |= {name: make(rows, n, k) for name, make in PEERS.items()}
@@ -212,7 +218,9 @@ def main() -> None:
                 each = max(2, COLD_BYTES // min(size for _, size in made.values())) if rows < MANY_ROWS else 2
                 calls = {name: replayed(call, each) for name, call in calls.items()}
             memory, products = limits.bytes_per_second(), limits.products_per_second()
-            times = medians(calls, args.rounds, args.seconds, clock)
+            beside = {f"{name}, rounding": call for name, call in parts.items()}
+            times = medians(calls | beside, args.rounds, args.seconds, clock)
+            rounded = {name: times.pop(f"{name}, rounding") / ROUNDINGS for name in parts}
             if args.replayed:
                 times = {name: seconds / each for name, seconds in times.items()}
             read = {name: size / times[name] for name, (_, size) in made.items()}
@@ -224,14 +232,21 @@ def main() -> None:
                     print(f"{'weight':>14}{'rows':>6}  GMAC/s; for ours GB/s and shares of what was measured beside it")
                 ourselves = "".join(
                     f"  {name} {done[name] / 1e9:.1f} ({read[name] / 1e9:.1f} GB/s, {read[name] / memory:.0%} memory,"
-                    f" {done[name] / products:.0%} products)"
+                    f" {done[name] / products:.0%} products"
+                    + (
+                        f", input rounded in {rounded[name] * 1e6:.2f} us, {rounded[name] / times[name]:.1%}"
+                        if parts
+                        else ""
+                    )
+                    + ")"
                     for name in made
                 )
                 others = "".join(f"  {name} {value / 1e9:.1f}" for name, value in done.items() if name not in made)
                 print(f"{n:>7} x{k:>5}{rows:>6}{ourselves}{others}", flush=True)
             lines.append(
                 {"out": n, "in": k, "rows": rows, "seconds": times, "bytes_per_second": read,
-                 "products_per_second": done, "memory_limit": memory, "product_limit": products}
+                 "products_per_second": done, "memory_limit": memory, "product_limit": products,
+                 "rounding": rounded}
             )  # fmt: skip
     if args.json:
         stated = {"threads": args.threads, "products": native.dot_products(), "group": args.group}

@@ -18,7 +18,7 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-from turns import KV_CACHE, add_options, answering, by_turn, compared, report
+from benchmarks.turns import KV_CACHE, add_options, answering, by_turn, compared, report
 
 ANSWER = 65
 LINE = "A line that is written once more: the ferry leaves at nine and comes back at noon.\n"

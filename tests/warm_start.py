@@ -2,8 +2,9 @@
 
 Of nine seconds that importing vLLM takes, seven are for PyTorch, transformers and the like, before every engine and
 server of the tests. What is vLLM's and ours each child imports by itself, in an environment of its own. A child whose
-environment differs in anything that what was imported may have read, or whose PYTHONPATH is its own, so that other
-distributions may be found there, is started plainly. So is everything that is about starting: tests ask for it.
+environment differs in anything that what was imported may have read is started plainly, and so is one whose PYTHONPATH
+has something that would have been imported, or asked for entry points. So is everything that is about starting: tests
+ask for it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -23,6 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 MODULES = (
@@ -48,6 +51,10 @@ ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """vLLM says so, too late for what is imported before it."""
 MAY_DIFFER = (*NOT_YET.values(), "PYTEST_", *ONE_THREAD)
 """Beginnings of the variables that a child may have of its own: no module above reads them."""
+FOLDERS = "PYTHONPATH"
+"""May differ, too, if no module above would have found anything there."""
+AT_THE_START = ("sitecustomize", "usercustomize")
+"""Modules that an interpreter imports by itself."""
 
 
 class Forked:
@@ -71,16 +78,31 @@ class Forked:
         return status
 
 
-def fork(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> Forked | None:
-    """Runs a program of Python in a session of its own, in the folder of its log, a file that is there. None where its
-    environment does not allow it."""
+def fork(
+    command: Sequence[str],
+    log: Path,
+    variables: Mapping[str, str],
+    *,
+    errors: Path | None = None,
+    folder: Path | None = None,
+) -> Forked | None:
+    """Runs a program of Python in a session of its own, in a folder, that of its log if none is named. The files that
+    its output goes to are there; if none is named for errors, they go to the log as well. None where its environment
+    does not allow it."""
     if os.environ.get("OMP_NUM_THREADS") != "1":
         return None  # numpy's matrices have threads from the import on, and a fork would have none of them
     forker = _forker()
     if not forker.fits(variables):
         return None
-    program = list(command[1:] if command[0] == sys.executable else command)
-    return Forked(command, forker.ask({"program": program, "log": str(log), "variables": dict(variables)}))
+    pid = forker.ask(
+        {
+            "program": list(command[1:] if command[0] == sys.executable else command),
+            "outputs": [str(log), str(errors or log)],
+            "folder": str(folder or log.parent),
+            "variables": dict(variables),
+        }
+    )
+    return None if pid is None else Forked(command, pid)
 
 
 class _Forker:
@@ -106,7 +128,7 @@ class _Forker:
     def fits(self, variables: Mapping[str, str]) -> bool:
         either = {*self._variables, *variables}
         differ = [name for name in either if self._variables.get(name) != variables.get(name)]
-        return all(name.startswith(MAY_DIFFER) for name in differ)
+        return all(name == FOLDERS or name.startswith(MAY_DIFFER) for name in differ)
 
     def ask(self, what: Mapping[str, Any]) -> Any:
         with self._one_at_a_time:
@@ -127,23 +149,53 @@ def _forker() -> _Forker:
     return _Forker()
 
 
-def _become(program: list[str], log: str, variables: dict[str, str], path: list[str]) -> None:
+def _folders(variables: Mapping[str, str]) -> list[str]:
+    """Of PYTHONPATH."""
+    return variables[FOLDERS].split(os.pathsep) if variables.get(FOLDERS) else []
+
+
+def _path(variables: Mapping[str, str], path: list[str]) -> list[str] | None:
+    """Where a child looks for modules, but for the folder of its program. None where something that is imported already
+    might be another one in its PYTHONPATH, or would have asked there for entry points."""
+    ours, theirs = _folders(os.environ), _folders(variables)
+    if not set(ours) <= set(theirs) or not all(map(os.path.isabs, theirs)):
+        return None
+    for place in (Path(folder) for folder in theirs if folder not in path):
+        for found in place.iterdir() if place.is_dir() else ():
+            name = re.split(r"[-.]", found.name)[0]
+            if name in AT_THE_START or name in sys.modules:
+                return None
+            points = found / "entry_points.txt"
+            groups = re.findall(r"^\[(.*)\]", points.read_text(), re.MULTILINE) if points.is_file() else []
+            if not all(group.startswith(tuple(NOT_YET)) for group in groups):
+                return None
+    return list(dict.fromkeys([*theirs, *path]))
+
+
+def _become(program: list[str], outputs: list[str], folder: str, variables: dict[str, str], path: list[str]) -> None:
     """In a process that was just forked and leads its session: runs the program as its own."""
-    os.chdir(Path(log).parent)
-    output = os.open(log, os.O_WRONLY)
-    for place in (1, 2):
+    os.chdir(folder)
+    for place, name in enumerate(outputs, 1):
+        output = os.open(name, os.O_WRONLY | os.O_APPEND)
         os.dup2(output, place)
-    os.close(output)
+        os.close(output)
     os.environ.clear()
     os.environ.update(variables)
-    sys.path[:] = [str(Path(program[0]).parent), *path]
-    sys.argv = program
     # Python's own chance is another one in every process; these would be the same in all that are forked.
     importlib.import_module("numpy").random.seed()
     importlib.import_module("torch").default_generator.seed()
     importlib.invalidate_caches()
     gc.enable()
-    runpy.run_path(program[0], run_name="__main__")
+    if program[0] == "-c":
+        _, source, *arguments = program
+        sys.path[:] = ["", *path]
+        sys.argv = ["-c", *arguments]
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        exec(compile(source, "<string>", "exec"), vars(main))
+    else:
+        sys.path[:] = [str(Path(program[0]).parent), *path]
+        sys.argv = program
+        runpy.run_path(program[0], run_name="__main__")
 
 
 def _fork() -> int:
@@ -183,12 +235,14 @@ def _main() -> None:
         if "poll" in asked:
             pid, status = os.waitpid(asked["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
+        elif (found := _path(asked["variables"], path)) is None:
+            answer = None
         else:
             answer = _fork()
             if answer == 0:
                 requests.close()
                 control.close()
-                _become(**asked, path=path)  # and ends as the program does
+                _become(**asked, path=found)  # and ends as the program does
                 return
         requests.write(json.dumps(answer) + "\n")
         requests.flush()

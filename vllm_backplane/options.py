@@ -218,7 +218,8 @@ def _refuse_unknowable(scope: str, reason: str, given: Mapping[str, Any], enviro
 
 OTHER_VARIABLES: dict[str, str] = {
     "BACKPLANE_BUILD_KERNELS": "0 builds the package without its C++ kernels (read by setup.py only)",
-    "BACKPLANE_CACHE": "folder for prepared models; default: vllm-backplane in the user's cache folder",
+    "BACKPLANE_CACHE": "folder for prepared models and what vLLM is told of GGUF files; default: vllm-backplane in the "
+    "user's cache folder for those, vllm-backplane-USER among temporary files for these",
     "BACKPLANE_VISIBLE_CARDS": "which cards of a device to use, for devices without a variable of their own",
 }
 """Variables that are not options: read before or outside a running engine."""

@@ -13,6 +13,14 @@ from benchmarks.compare.workloads import FULL
 
 IN_TABLES = ("decode", "prefill", "startup")
 """The rest is plotted, and has its tables on the page of the results."""
+PROFILED = "aarch64-dotprod-2-cores"
+"""The class of machine whose profiles docs/targets.md has."""
+ELSEWHERE = (
+    "Why something does not hold was looked for on a machine of the class `{profiled}` alone: where the table leads, "
+    "there is no profile of this one."
+)
+BEFORE_IT_WAS_NOTED = {"processor": "Neoverse-N1"}
+"""Where the perplexities were measured that are in the repository without saying so."""
 NOTHING = "No results are in the repository yet; `make bench` writes them for the machine it runs on."
 
 
@@ -42,6 +50,8 @@ def digest(root: Path) -> str:
                 "Held against what the project asks of itself, where it was measured:",
                 table.verdicts(verdicts, "docs/targets.md"),
             ]
+            if folder.name != PROFILED and not all(verdict.holds for verdict in verdicts):
+                parts.append(ELSEWHERE.format(profiled=PROFILED))
         parts += ["By these commands (date, commit, and how much of the processors' time others took):", commands(runs)]
     if parts:
         parts += _perplexity(root / "perplexity.json")
@@ -52,8 +62,14 @@ def _perplexity(file: Path) -> list[str]:
     """What the formats cost, beside how fast they are."""
     if not file.exists():
         return []
-    rows = {row: found["perplexity"] for row, found in json.loads(file.read_text())["rows"].items()}
+    known = json.loads(file.read_text())
+    rows = {row: found["perplexity"] for row, found in known["rows"].items()}
     plain = rows["float32"]
     told = [[row, f"{value:.2f}", f"{100 * (value / plain - 1):+.2f} %"] for row, value in rows.items()]
-    title = "Perplexity of the default model on a fixed text by its weights (`python benchmarks/perplexity.py`):"
+    where = known.get("machine", BEFORE_IT_WAS_NOTED)["processor"]
+    title = (
+        "Perplexity of the default model on a fixed text by its weights (`python benchmarks/perplexity.py "
+        f"{' '.join(rows)} --json`, on {where}; processors whose products round in other ways have others: "
+        "[docs/quantization.md](docs/quantization.md#what-it-costs)):"
+    )
     return [title, table.markdown(["weights", "perplexity", "against float32"], told)]

@@ -133,7 +133,9 @@ def _client(job: Job, port: int, point: Point) -> dict[str, Any]:
             "--random-input-len", str(point.prompt), "--random-output-len", str(point.answer), "--ignore-eos",
             "--num-prompts", str(point.requests), "--max-concurrency", str(point.sequences), "--temperature", "0",
             "--request-rate", str(point.rate or "inf"), "--disable-tqdm",
-            "--save-result", "--result-dir", scratch, "--result-filename", "result.json",
+            # llama-server closes connections that rest for five seconds, and the client would lose what it sends then.
+            "--header", "Connection=close",
+            "--save-result", "--save-detailed", "--result-dir", scratch, "--result-filename", "result.json",
         ]  # fmt: skip
         variant = Variant(OURS, "client", 0)
         log = Path(scratch) / "log"
@@ -146,7 +148,8 @@ def _client(job: Job, port: int, point: Point) -> dict[str, Any]:
             raise EngineFailure(f"the client ended with {done.returncode}", log.read_text(errors="replace"))
         found: dict[str, Any] = json.loads(result.read_text())
     if found["completed"] != point.requests:
-        raise EngineFailure(f"{found['completed']} of {point.requests} requests were answered")
+        errors = "\n".join(error for error in found["errors"] if error)
+        raise EngineFailure(f"{found['completed']} of {point.requests} requests were answered", errors)
     return found
 
 

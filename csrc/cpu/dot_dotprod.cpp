@@ -70,7 +70,11 @@ class Tile {
     if (F::offsets(p_) != nullptr) add_offsets();
     const uint8_t* codes = p_.codes + first_ * kVectorBytes;
     const int8_t* x = p_.x;
+    const uint8_t* ahead = first_ == 0 ? p_.ahead : nullptr;
     for (int64_t g = 0; g < p_.groups; ++g) {
+      if constexpr (C == Codes::wide)
+        if (ahead != nullptr)
+          for (const uint8_t* end = ahead + p_.ahead_bytes; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
       begin(g);
       int64_t i = 0;
       for (; i + 16 <= p_.group; i += 16) {

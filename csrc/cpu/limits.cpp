@@ -1,10 +1,14 @@
-// What the machine can do at most, for benchmarks: products without memory, and memory without products. Each call is
-// one thread's share; the caller has as many threads as it wants to know about.
+// For benchmarks. What the machine can do at most: products without memory, and memory without products; each call is one
+// thread's share, and the caller has as many threads as it wants to know about. And a part of a product by itself: the
+// rounding of its input.
+
+#include <ATen/Functions.h>
 
 #include <cstdint>
 
 #include "dot_kernels.h"
 #include "isa.h"
+#include "quantize_rows.h"
 
 namespace backplane::cpu {
 namespace {
@@ -41,4 +45,12 @@ extern "C" __attribute__((visibility("default"))) int64_t backplane_cpu_spin_dot
 extern "C" __attribute__((visibility("default"))) uint32_t backplane_cpu_read_memory(const uint8_t* from,
                                                                                    int64_t bytes) {
   return backplane::cpu::pick<backplane::cpu::ReadAll>()(from, bytes);
+}
+
+// Rounds x, [rows][k], as products with so many groups do, so many times, with PyTorch's threads.
+extern "C" __attribute__((visibility("default"))) void backplane_cpu_round_input(float* x, int64_t rows, int64_t k,
+                                                                               int64_t groups, int64_t times) {
+  const at::Tensor input = at::from_blob(x, {rows, k}, at::kFloat);
+  const int64_t padded = (k + groups - 1) / groups * groups;
+  for (int64_t i = 0; i < times; ++i) backplane::cpu::quantize_rows(input, padded, groups, 1);
 }

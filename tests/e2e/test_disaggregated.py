@@ -91,7 +91,8 @@ def pair(request: pytest.FixtureRequest, tiny_llama: Path, tmp_path_factory: pyt
     def start(transfer: dict[str, Any]) -> Server:
         given = (str(tiny_llama), "--served-model-name", "tiny", *LIMITS, *CACHE)
         arguments = (*given, "--kv-transfer-config", json.dumps(transfer))
-        server = Server(tmp_path_factory.mktemp("server"), *arguments, variables=DEVICES[request.param])
+        variables = {"VLLM_SERVER_DEV_MODE": "1", **DEVICES[request.param]}
+        server = Server(tmp_path_factory.mktemp("server"), *arguments, variables=variables)
         return running.enter_context(server)
 
     with ExitStack() as running:
@@ -127,6 +128,16 @@ def test_what_nobody_has_read_is_computed(pair: Pair, case: Case) -> None:
     before = pair.counts()
     assert_expected(pair.answer(case.prompts[1]), case.expected[1])
     assert pair.change(before) == {}
+
+
+@pytest.mark.feature("KV cache: offload to a second tier", "{pair}")
+def test_what_a_server_has_computed_is_in_a_tier_of_its_own(pair: Pair, case: Case) -> None:
+    """test_kv_tier.py has a server that asks nobody else."""
+    pair.answer(case.prompts[1])
+    assert pair.decode.http.post("/reset_prefix_cache").status_code == 200
+    before = pair.counts()
+    assert_expected(pair.answer(case.prompts[1]), case.expected[1])
+    assert pair.change(before) == {"loaded": FULL_BLOCKS}
 
 
 def test_the_commands_of_the_page(pair: Pair) -> None:

@@ -1,20 +1,24 @@
-"""Experts of a mixture divided among two workers, whole ones to each, give transformers' tokens."""
+"""Experts of a mixture divided among two workers of a server, whole ones to each, give transformers' tokens."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import reference
 from architectures import ARCHITECTURES
-from engine import batch, greedy, insist_on_backplane, job, try_engines
-from processes import tail
+from server import LIMITS, Server
 
 pytestmark = pytest.mark.server
 
 TOKENS = 16
 PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)], [9, 8, 7], [311]]
-VARIABLES = {"BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
+VARIABLES = {
+    "BACKPLANE_SIM_FALLBACK": "forbid",
+    "BACKPLANE_SIM_MEMORY": "1GiB",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +35,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_tokens_are_those_of_transformers(device: str, model: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     folder, expected = model
-    two = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "skip_tokenizer_init": True}
-    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
-    work = [job(folder, batch(PROMPTS, greedy(TOKENS)), **two, **limits)]
-    [done], log = try_engines(tmp_path, work, {"BACKPLANE_DEVICE": device, **VARIABLES})
-    assert "error" not in done, done["error"] + tail(log)
-    insist_on_backplane(done)
-    told = log.read_text(errors="replace")
-    assert told.count(f"Operators on device {device}:") == 2
-    assert "Local/global number of experts: 2/4" in told
-    assert [output["token_ids"] for output in done["batches"][0]] == expected
+    given = (str(folder), "--served-model-name", "tiny", "--skip-tokenizer-init", *LIMITS)
+    divided = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
+    with Server(tmp_path, *given, *divided, variables={"BACKPLANE_DEVICE": device, **VARIABLES}) as server:
+        assert server.text().count(f"Operators on device {device}:") == 2
+        assert "Local/global number of experts: 2/4" in server.text()
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            answers = list(pool.map(lambda prompt: server.complete(prompt, TOKENS), PROMPTS))
+    assert [answer["token_ids"] for answer in answers] == expected

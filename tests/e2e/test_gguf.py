@@ -73,6 +73,7 @@ def test_two_workers_share_what_is_not_repacked(outcomes: dict[str, tuple[Any, R
     assert len(workers) == 2 and len({one["process"] for one in workers}) == 2
     for one in workers:
         assert one["path"].endswith("/two.gguf") and one["Rss"] == one["Size"]
+        assert one["before"] < one["Size"] / 2, one  # what was repacked is not held
         assert one["Private_Dirty"] == one["Anonymous"] == 0, one
     assert sum(one["Pss"] for one in workers) <= workers[0]["Size"] + 2, workers  # in KiB, each rounded
 

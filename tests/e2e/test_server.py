@@ -14,6 +14,7 @@ from pathlib import Path
 import jsonschema
 import openai
 import pytest
+from compilers import Compilers
 from server import COMMAND, VLLM, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
@@ -28,7 +29,12 @@ CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Germany": "Berlin", "Greece": 
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> Compilers:
+    return Compilers(tmp_path_factory.mktemp("compilers"))
+
+
+@pytest.fixture(scope="module")
+def server(compilers: Compilers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """vLLM's own command and the path of a GGUF file, with what `vllm-backplane serve` without a model adds to it; in a
     new interpreter, as for a user who types it."""
     limits = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQUENCES))
@@ -40,6 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         tmp_path_factory.mktemp("server"),
         *(str(file), *options[:4], "--host", "127.0.0.1", *limits),
         command=VLLM,
+        variables=compilers.variables,
         warm=False,
     ) as running:
         yield running
@@ -71,6 +78,14 @@ def count_on(client: openai.OpenAI, start: int, tokens: int) -> str:
 def test_it_runs_on_backplane(server: Server) -> None:
     assert "Backplane runs on device cpu" in server.text()
     assert "Operators on device cpu" in server.text()
+
+
+def test_nothing_is_compiled(server: Server, compilers: Compilers, client: openai.OpenAI) -> None:
+    """Neither at start nor for the first answers: no compiler is run, and caches of compiled code stay empty."""
+    assert "Tokyo" in chat(client, "What is the capital of Japan?")
+    assert compilers.traces() == []
+    subprocess.run(["g++", "one.cpp"], env=compilers.variables, check=False)
+    assert [call.partition("tools/")[2] for call in compilers.traces()] == ["g++ one.cpp"], "a call would not be seen"
 
 
 def test_it_serves_the_file_itself(server: Server) -> None:

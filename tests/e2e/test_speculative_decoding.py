@@ -6,6 +6,7 @@ example is served with the default model.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections import Counter
@@ -295,12 +296,18 @@ def test_the_example_of_the_documentation(smollm2: Path, tmp_path: Path) -> None
     assert 0.5 * drafted < accepted, f"of {drafted} drafts {accepted} were accepted"
 
 
-@pytest.mark.feature("Speculative decoding: over HTTP", "sim")
-def test_the_example_with_a_tiny_model_on_sim(models: Models, tmp_path: Path) -> None:
-    """The options of the documentation; prompts and answers are tokens, for which there are no words."""
-    tiny = (str(models.folder / "target"), *EXAMPLE[1:], "--skip-tokenizer-init")
-    with Server(tmp_path, *tiny, *LIMITS, "--max-num-batched-tokens", "64", variables=DEVICES["sim"]) as server:
-        assert "Operators on device sim:" in server.text()
+@pytest.mark.feature("Speculative decoding: {named}", "{device}")
+@pytest.mark.feature("Speculative decoding: over HTTP", "{device}")
+@pytest.mark.parametrize(
+    ("device", "method", "named"), [("cpu", "draft", METHODS["draft"]), ("sim", "eagle3", METHODS["eagle3"])]
+)
+def test_another_method_with_a_tiny_model(models: Models, tmp_path: Path, device: str, method: str, named: str) -> None:
+    """Over HTTP; prompts and answers are tokens, for which there are no words. The other methods differ from these
+    behind the same option, and are run in one process above."""
+    option = ("--speculative-config", json.dumps(speculating(models.folder)[method]))
+    limits = (*LIMITS, "--max-num-batched-tokens", "64", "--dtype", "float32", "--skip-tokenizer-init")
+    with Server(tmp_path, str(models.folder / "target"), *option, *limits, variables=DEVICES[device]) as server:
+        assert f"Operators on device {device}:" in server.text()
         assert [answer(server, prompt) for prompt in PROMPTS] == plain(models.llama, PROMPTS)
         drafted, accepted = told(server)
     assert 0 < accepted <= drafted

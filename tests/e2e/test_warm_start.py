@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Child, environment
+from processes import Child, environment, on_path
 
-from tests import warm_start
+from tests import programs, warm_start
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("OMP_NUM_THREADS") != "1",
@@ -67,7 +67,10 @@ def told(program: Path, *, warm: bool = True, **variables: str) -> tuple[list[An
 
 
 def test_it_is_like_one_that_was_started(program: Path) -> None:
-    own = {"BACKPLANE_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    more = program.parent / "more"
+    more.mkdir()
+    (more / "another.py").touch()
+    own = {"BACKPLANE_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "DEBUG", "PYTHONPATH": on_path(more)}
     plain, none, _, _ = told(program, warm=False, **own)
     forked, others, chances, process = told(program, **own)
     assert not isinstance(process, subprocess.Popen)
@@ -78,9 +81,7 @@ def test_it_is_like_one_that_was_started(program: Path) -> None:
     assert not set(chances) & set(again), "what was forked from one process drew the same numbers"
 
 
-@pytest.mark.parametrize(
-    "name", ["OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "TMPDIR", "HOME", "HF_HOME", "PYTHONPATH", "LD_PRELOAD"]
-)
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "TMPDIR", "HOME", "HF_HOME", "LD_PRELOAD"])
 def test_variables_that_a_library_may_have_read_are_not_for_a_fork(name: str, tmp_path: Path) -> None:
     """Whichever value they have, or when they are taken away."""
     (tmp_path / "log").touch()
@@ -88,6 +89,54 @@ def test_variables_that_a_library_may_have_read_are_not_for_a_fork(name: str, tm
     assert warm_start.fork(command, tmp_path / "log", environment(**{name: "another"})) is None
     if name in os.environ:
         assert warm_start.fork(command, tmp_path / "log", environment(**{name: None})) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch/__init__.py",
+        "numpy.py",
+        "torch-9.0.dist-info/METADATA",
+        "sitecustomize.py",
+        "x.dist-info/entry_points.txt",
+    ],
+)
+def test_folders_with_what_a_library_may_have_found_are_not_for_a_fork(name: str, tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
+    found = tmp_path / "site" / name
+    found.parent.mkdir(parents=True)
+    found.write_text("[torch.backends]\nmine = mine:load\n")
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    variables = environment(PYTHONPATH=on_path(tmp_path / "site"))
+    assert warm_start.fork(command, tmp_path / "log", variables) is None
+    found.write_text("[vllm_backplane.devices]\nmine = mine:Device\n")
+    allowed = warm_start.fork(command, tmp_path / "log", variables)
+    assert (allowed is not None) == (found.name == "entry_points.txt")
+    assert allowed is None or allowed.wait(60) == 3
+
+
+@pytest.mark.parametrize("path", ["relative", ""])
+def test_folders_that_depend_on_where_it_starts_are_not_for_a_fork(path: str, tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
+    variables = environment(PYTHONPATH=os.pathsep.join([path, on_path(tmp_path)]))
+    assert warm_start.fork([sys.executable, "-c", "pass"], tmp_path / "log", variables) is None
+
+
+FROM_A_TEXT = """
+import json, os, sys
+main = sys.modules["__main__"]
+print(json.dumps([sys.argv, sys.path, os.getcwd(), __name__, "__file__" in globals(), main.sys is sys]))
+print("an error", file=sys.stderr)
+raise SystemExit(4)
+"""
+
+
+def test_a_program_that_is_a_text_has_outputs_of_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FROM_A_TEXT, "a"]
+    started = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    forked = programs.run(command, cwd=tmp_path)
+    assert (forked.returncode, forked.stdout, forked.stderr) == (4, started.stdout, "an error\n")
+    assert started.returncode == 4
 
 
 def test_a_child_with_such_variables_is_started(program: Path) -> None:

@@ -88,10 +88,12 @@ def decode_inputs_compared(worker: Any) -> dict[str, Any]:
 
 
 def mapped_table(worker: Any) -> dict[str, Any]:
-    """Of the mapping in which the embedding's blocks lie, all of it read: what the system says, in KiB."""
+    """Of the mapping in which the embedding's blocks lie: what the system says, in KiB, once all of it is read, and how
+    much of it was resident before."""
     import ctypes
     import mmap
     import os
+    from itertools import takewhile
     from pathlib import Path
 
     table = worker.get_model().model.embed_tokens.blocks.data_ptr()
@@ -102,18 +104,17 @@ def mapped_table(worker: Any) -> dict[str, Any]:
         if table in where:
             break
     found["path"] = header.split(maxsplit=5)[5]
+
+    def counted() -> dict[str, int]:
+        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+        next(line for line in lines if line.startswith(header.split()[0]))
+        told = (line.partition(":") for line in lines)
+        return {name: int(value.split()[0]) for name, _, value in takewhile(lambda line: line[2].endswith(" kB"), told)}
+
+    found["before"] = counted()["Rss"]
     for address in range(where.start, where.stop, mmap.PAGESIZE):
         ctypes.c_ubyte.from_address(address).value  # noqa: B018  the page is read
-    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
-    for line in lines:
-        if line.startswith(header.split()[0]):
-            break
-    for line in lines:
-        name, _, value = line.partition(":")
-        if not value.endswith(" kB"):
-            break
-        found[name] = int(value.split()[0])
-    return found
+    return found | counted()
 
 
 def compiled_ngrams(_worker: Any) -> int:

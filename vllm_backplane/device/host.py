@@ -6,6 +6,7 @@ Inside a container the kernel's totals are the machine's; the control group's li
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -169,7 +170,10 @@ def _is_locked() -> bool:
 @contextmanager
 def without_huge_pages() -> Iterator[None]:
     """Memory that is written to meanwhile is taken page by page. Where an allocator asks for huge pages, as mimalloc
-    does, the first byte takes all of one, 2 MiB, and what the allocator leaves free between tensors is taken too."""
+    does, the first byte takes all of one, 2 MiB, and what the allocator leaves free between tensors is taken too.
+
+    It holds for the whole process, and Linux passes it on: a child that is forked meanwhile keeps it for good, also
+    through exec, and has no huge pages. So nothing may be started inside."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux's
     zero = ctypes.c_ulong(0)
     # A system that does not let a process choose takes more memory, and that is all.
@@ -185,15 +189,22 @@ def without_huge_pages() -> Iterator[None]:
             prctl(_SET_THP_DISABLE, zero, zero, zero, zero)
 
 
-def gather_pages(storage: torch.UntypedStorage) -> None:
+def gather_pages(storage: torch.UntypedStorage) -> str:
     """Put what is inside of host memory into huge pages, which are faster to read, as the allocator would have had it.
-    The system may have none, or not know the request (before Linux 6.1): the pages stay as they are then."""
+    Says why the pages stay as they are, if the system does not do it; empty where it does, or has no huge pages at all,
+    or the memory is too small for one."""
     if "[never]" in _huge_pages_of_system():
-        return
+        return ""
     start = -(-storage.data_ptr() // _HUGE) * _HUGE
     end = (storage.data_ptr() + storage.nbytes()) // _HUGE * _HUGE
-    if start < end:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _COLLAPSE)
+    if start >= end:
+        return ""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _COLLAPSE) == 0:
+        return ""
+    number = ctypes.get_errno()
+    known = ", which Linux knows from 6.1 on" if number == errno.EINVAL else ""
+    return f"MADV_COLLAPSE{known}: {os.strerror(number)}"
 
 
 @cache

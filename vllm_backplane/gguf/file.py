@@ -92,6 +92,10 @@ class GgufFile:
     def bytes_of(self, tensor: Tensor) -> memoryview:
         return self.data[tensor.offset : tensor.offset + tensor.size]
 
+    def forget_pages(self) -> None:
+        """What was read is no longer counted as this process's; it comes back, from the system's cache, when read."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     def header_digest(self) -> str:
         """Of metadata and tensor descriptions, with the file's size: what configuration and tokenizer are made of."""
         digest = hashlib.sha256(self.data[: self.header_size])

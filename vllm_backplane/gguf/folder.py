@@ -1,8 +1,8 @@
 """The folder that stands for a GGUF file wherever vLLM wants a model's folder: configuration and tokenizer, no weights.
 
-It is made from the file's own metadata, once, and lies in the cache. Its name changes with the file's place, its
-metadata and the version of what makes it; contents are compared with its manifest each time, and a damaged folder is
-made again.
+It is made from the file's own metadata, once, and kept among temporary files (`derived_folder`). Its name changes with
+the file's place, its metadata and the version of what makes it; contents are compared with its manifest each time, and
+a damaged folder is made again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_backplane.gguf.architectures import named
 from vllm_backplane.gguf.blocks import insist_on_served
 from vllm_backplane.gguf.configuration import QUANTIZATION, configuration
 from vllm_backplane.gguf.parts import Gguf, opened
-from vllm_backplane.models.cache import MANIFEST, cache_folder, damage
+from vllm_backplane.models.cache import MANIFEST, damage, derived_folder
 from vllm_backplane.models.package import sha256
 
 RECIPE = 3
@@ -32,7 +32,7 @@ def described(path: str | Path) -> Path:
     model = opened(path)
     place = str(model.path.absolute())
     key = hashlib.sha256(f"{RECIPE} {place} {model.header_digest()}".encode()).hexdigest()[:16]
-    folder = cache_folder() / "gguf" / f"{model.path.stem}-{key}"
+    folder = derived_folder() / "gguf" / f"{model.path.stem}-{key}"
     if not damage(folder, hashes=True):
         return folder
     try:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm_backplane.errors import BackplaneError, BindingError, CheckpointError
 from vllm_backplane.gguf.architectures import named
 from vllm_backplane.gguf.configuration import QUANTIZATION
+from vllm_backplane.gguf.file import GgufFile
 from vllm_backplane.gguf.folder import source
 from vllm_backplane.gguf.parts import Gguf
 from vllm_backplane.gguf.stored import weights
@@ -23,6 +24,14 @@ from vllm_backplane.gguf.stored import weights
 class GgufModelLoader(BaseModelLoader):
     def download_model(self, model_config: ModelConfig) -> None:
         """The file is on this host, or it would not have been described."""
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
+        model = super().load_model(vllm_config, model_config, prefix)
+        # Most of it was packed; the embedding stays in the file, and few of its rows are read again.
+        for file in self._read:
+            file.forget_pages()
+        del self._read
+        return model
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         stated = getattr(model_config.hf_config, "quantization_config", None)
@@ -33,6 +42,7 @@ class GgufModelLoader(BaseModelLoader):
         # What is multiplied as blocks has no memory yet, and its layer insists on it; a tied head has nothing.
         wanted = {name for name, weight in model.named_parameters() if not weight.is_meta and weight.numel()}
         file, into = source(stated), cast(Any, model)
+        self._read: list[GgufFile] = file.files
         loaded = into.load_weights(_weights(file, bool(self.load_config.use_tqdm_on_load)))
         missing = sorted(wanted - loaded) if loaded is not None else []
         if missing:

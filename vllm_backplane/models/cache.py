@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,14 +26,42 @@ MANIFEST = "backplane-manifest.json"
 
 
 def cache_folder() -> Path:
-    """$BACKPLANE_CACHE, else vllm-backplane in the user's cache folder."""
-    own = os.environ.get("BACKPLANE_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
+    """$BACKPLANE_CACHE, else vllm-backplane in the user's cache folder: for what a command of ours was told to get."""
+    if (own := _stated_folder()) is not None:
+        return own
     shared = os.environ.get("XDG_CACHE_HOME")
     # The XDG rules: a relative path there is to be ignored.
     base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
     return base / "vllm-backplane"
+
+
+def derived_folder() -> Path:
+    """$BACKPLANE_CACHE, else a folder of the user's own among temporary files: for what vLLM makes of the user's files
+    with Backplane as its plugin, which writes nothing to anybody's home unless it is told to.
+
+    What is read from there is believed. Everyone may write beside it, so it has to be the user's, and closed to others.
+    """
+    if (own := _stated_folder()) is not None:
+        return own
+    folder = Path(tempfile.gettempdir(), f"vllm-backplane-{os.getuid()}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()  # of a link, not of what it leads to
+    except OSError as fault:
+        raise BackplaneError(
+            f"cannot make {folder}: {fault}; set BACKPLANE_CACHE to a folder that can be written to"
+        ) from fault
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise BackplaneError(
+            f"{folder} is not a folder that you alone can write to and read; remove it, or set BACKPLANE_CACHE to "
+            "another one"
+        )
+    return folder
+
+
+def _stated_folder() -> Path | None:
+    own = os.environ.get("BACKPLANE_CACHE")
+    return Path(own).expanduser().absolute() if own else None
 
 
 def prepared_folder(model: BundledModel) -> Path:

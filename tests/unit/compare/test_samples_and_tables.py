@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.compare import plot, report, results, table, targets
 from benchmarks.compare.cli import _command, arguments, of_part, together
-from benchmarks.compare.digest import NOTHING, digest
+from benchmarks.compare.digest import NOTHING, PROFILED, digest
 from benchmarks.compare.drivers import ended, llama_figures
 from benchmarks.compare.machine import machine_class
 from benchmarks.compare.results import Run
@@ -247,6 +247,29 @@ def test_the_readmes_part_shows_every_class_of_machine(tmp_path: Path) -> None:
         assert f"(benchmarks/results/{name}/smollm2-decode.svg)" in text
     assert text.count("| ours/fp32 | 40.0 |") == 2
     assert "not measured" not in text
+
+
+def test_reasons_are_those_of_the_machine_that_was_profiled(tmp_path: Path) -> None:
+    """Elsewhere that is said, unless all holds."""
+    for peer, told in ((60.0, 1), (10.0, 0)):
+        measured = samples("smollm2", "decode", "1 sequence", {"ours/fp32": [40.0], "llama.cpp/f32": [peer]})
+        for name in (PROFILED, "another"):
+            results.save(tmp_path / name, "smollm2", "decode", run(measured), append=False)
+        profiled, other = digest(tmp_path).split("benchmarks/results/another/README.md")
+        assert PROFILED in profiled and "no profile" not in profiled
+        assert other.count("no profile of this one") == told
+
+
+def test_perplexities_name_their_machine(tmp_path: Path) -> None:
+    measured = samples("smollm2", "decode", "1 sequence", {"ours/fp32": [40.0]})
+    results.save(tmp_path / "one", "smollm2", "decode", run(measured), append=False)
+    rows = {"float32": {"perplexity": 20.0}, "int8": {"perplexity": 20.2}}
+    (tmp_path / "perplexity.json").write_text(json.dumps({"rows": rows, "machine": MACHINE}))
+    text = digest(tmp_path)
+    assert f"`python benchmarks/perplexity.py float32 int8 --json`, on {MACHINE['processor']}" in text
+    assert "| int8 | 20.20 | +1.00 % |" in text
+    (tmp_path / "perplexity.json").write_text(json.dumps({"rows": rows}))
+    assert "--json`, on Neoverse-N1;" in digest(tmp_path)
 
 
 def test_pages_of_results_are_made_from_their_measurements(tmp_path: Path) -> None:

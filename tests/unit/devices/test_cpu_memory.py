@@ -12,10 +12,12 @@ import psutil
 import pytest
 import torch
 
+from vllm_backplane.device import host
 from vllm_backplane.device.host import (
     control_group_cores,
     control_group_limits,
     forget,
+    gather_pages,
     host_memory,
     without_huge_pages,
 )
@@ -143,6 +145,17 @@ def test_memory_that_is_locked_stays() -> None:
         assert all(torch.empty(0, dtype=torch.uint8).set_(storage))
     finally:
         ctypes.CDLL(None).munlock(place, size)
+
+
+def test_pages_that_stay_small_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a system that does not know the request."""
+    monkeypatch.setattr(host, "_huge_pages_of_system", lambda: "[madvise]")
+    storage = torch.ones(8 << 20, dtype=torch.uint8).untyped_storage()
+    monkeypatch.setattr(host, "_COLLAPSE", 9999)
+    assert gather_pages(storage) == "MADV_COLLAPSE, which Linux knows from 6.1 on: Invalid argument"
+    assert gather_pages(torch.ones(8, dtype=torch.uint8).untyped_storage()) == "", "it is smaller than a huge page"
+    monkeypatch.setattr(host, "_huge_pages_of_system", lambda: "[never]")
+    assert gather_pages(storage) == ""
 
 
 def test_huge_pages_are_used_again_afterwards() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from vllm_backplane.errors import CheckpointError
+from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.architectures import ARCHITECTURES
 from vllm_backplane.gguf.configuration import configuration
 from vllm_backplane.gguf.folder import described, source
@@ -324,3 +325,47 @@ def test_metadata_of_a_wrong_kind_is_used_or_refused(tmp_path: Path, kind: str) 
             except CheckpointError:
                 refused += 1
     assert refused > 100
+
+
+@pytest.fixture
+def nothing_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go, for a user whose home is beside it."""
+    monkeypatch.delenv("BACKPLANE_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home/.cache"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    return tmp_path / "temporary" / f"vllm-backplane-{os.getuid()}"
+
+
+def test_nothing_goes_to_the_users_home(tmp_path: Path, nothing_stated: Path) -> None:
+    folder = described(write(tmp_path / "m.gguf"))
+    assert folder.parent == nothing_stated / "gguf"
+    assert nothing_stated.stat().st_mode & 0o777 == 0o700
+    assert described(tmp_path / "m.gguf") == folder
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+def test_a_folder_that_others_can_open_is_not_believed(tmp_path: Path, nothing_stated: Path) -> None:
+    nothing_stated.mkdir()
+    nothing_stated.chmod(0o755)
+    with pytest.raises(BackplaneError, match=r"you alone can write to .* BACKPLANE_CACHE"):
+        described(write(tmp_path / "m.gguf"))
+
+
+def test_a_link_to_a_folder_is_not_believed(tmp_path: Path, nothing_stated: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    nothing_stated.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BackplaneError, match="you alone can write to"):
+        described(write(tmp_path / "m.gguf"))
+
+
+def test_a_folder_of_somebody_else_is_not_believed(
+    tmp_path: Path, nothing_stated: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nobody = os.getuid() + 1
+    nothing_stated.with_name(f"vllm-backplane-{nobody}").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: nobody)
+    with pytest.raises(BackplaneError, match="you alone can write to"):
+        described(write(tmp_path / "m.gguf"))

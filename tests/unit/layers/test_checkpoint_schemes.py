@@ -38,8 +38,10 @@ from vllm.platforms import current_platform
 
 from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import BackplaneError, CheckpointError
+from vllm_backplane.layers.schemes import loading
 from vllm_backplane.layers.schemes.awq import ORDER as AWQ_ORDER
 from vllm_backplane.layers.schemes.repacking import Words, Zeros, adjacent, repacked, split_group
+from vllm_backplane.ops.quantized_linear import Packed
 
 
 @pytest.fixture(autouse=True)
@@ -322,3 +324,14 @@ def test_layers_are_loaded_again_at_the_same_addresses(case: str) -> None:
     finalize_layerwise_processing(model, MODEL)
     assert {name: each.data_ptr() for name, each in model.named_parameters()} == addresses
     assert_product(model.down, again.weight)
+
+
+def test_weights_that_stay_in_small_pages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(loading.logger, "info_once", lambda text, reason: told.append(text % reason))
+    layer = torch.nn.Module()
+    packed = Packed(torch.zeros(1, 2, 8, 4, dtype=torch.uint8), torch.zeros(1, 1, 8), None)
+    for reason in ("", "no reason"):
+        monkeypatch.setattr(loading.host, "gather_pages", lambda _storage, reason=reason: reason)
+        loading.exchange(layer, (), lambda: packed)
+    assert told == ["Packed weights stay in small pages, which are slower to read (no reason)."]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -46,7 +45,7 @@ load_general_plugins()
 
 def test_a_name_that_another_plugin_took_is_refused() -> None:
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(programs.command(TAKEN), capture_output=True, text=True, check=False, env=variables)
+    done = programs.run(programs.command(TAKEN), env=variables)
     assert done.returncode != 0
     assert "--quantization gguf already belongs to" in done.stderr and "uninstall one of the two" in done.stderr
 
@@ -78,9 +77,7 @@ def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> No
         "damaged": {"model": str(tmp_path / "damaged.gguf")},
     }
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "BACKPLANE_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        programs.command(PROGRAM, json.dumps(asked)), capture_output=True, text=True, check=False, env=variables
-    )
+    done = programs.run(programs.command(PROGRAM, json.dumps(asked)), env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["plain"] == ["gguf", "gguf", str(path), "LlamaForCausalLM"]

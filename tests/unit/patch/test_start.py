@@ -23,13 +23,8 @@ print(type(current_platform).__name__, lifecycle.theatre().version, sorted(lifec
 
 
 def _start(program: str = START, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        programs.command(program),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    given = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    return programs.run(programs.command(program), env=given)
 
 
 def test_a_stated_version_decides_and_vllm_accepts_the_variable() -> None:

@@ -44,14 +44,21 @@ def test_a_worker_ends_where_nothing_is_known_any_more(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("enabled", "load_format", "reason"),
-    [(False, "auto", "start with --enable-sleep-mode"), (True, "dummy", "--load-format dummy .* sleep at level 1")],
+    [
+        (False, "auto", "start with --enable-sleep-mode"),
+        (True, "dummy", "--load-format dummy .* sleep at level 1"),
+        (True, "gguf", "--load-format gguf cannot load them again; sleep at level 1"),
+    ],
 )
 def test_a_sleep_without_a_way_back_is_refused_before_anything_is_given_up(
     enabled: bool, load_format: str, reason: str
 ) -> None:
-    """`dummy` stands for any load format that vLLM cannot load from again, as that of GGUF files."""
+    """`dummy` stands for any load format that vLLM cannot load from again; that of GGUF files is ours."""
     from vllm.config import LoadConfig
 
+    from vllm_backplane.model_loader.gguf import register
+
+    register()
     worker: Any = SimpleNamespace(
         model_config=SimpleNamespace(enable_sleep_mode=enabled),
         load_config=LoadConfig(load_format=load_format),

@@ -23,6 +23,7 @@ from vllm_backplane.layers.expert_products import computed
 from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
 from vllm_backplane.layers.quantization.linear import empty, install
 from vllm_backplane.layers.schemes.int8 import packed
+from vllm_backplane.layers.schemes.loading import gather
 from vllm_backplane.layers.schemes.repacking import Words, Zeros, adjacent, repacked
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.runtime import runtime
@@ -193,8 +194,7 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
             empty(copy)
         install(holder, made)
         holder.register_buffer("order", order)
-        if made.codes.is_cpu:
-            host.gather_pages(made.codes.untyped_storage())
+        gather(made)
 
     def _joined(self, name: str, parts: list[Mapping[str, torch.Tensor]]) -> torch.Tensor:
         """A copy; of a single part the tensor itself, which is where the file is mapped."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
@@ -26,6 +27,8 @@ from vllm_backplane.errors import CheckpointError
 from vllm_backplane.layers.quantization.linear import empty, install
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.runtime import runtime
+
+logger = init_logger("vllm." + __name__)
 
 QKV = {"q": 0, "k": 1, "v": 2}
 """Parts of a fused layer by the names that vLLM has for them."""
@@ -68,10 +71,15 @@ def exchange(
             delattr(layer, name)
             empty(parameter)
     install(layer, made)
-    if made.codes.is_cpu:
-        host.gather_pages(made.codes.untyped_storage())
+    gather(made)
     # Freed memory between codes that stay would add up from layer to layer.
     runtime().device.empty_cache()
+
+
+def gather(made: Packed) -> None:
+    """Codes were packed without huge pages, which are faster to read."""
+    if made.codes.is_cpu and (reason := host.gather_pages(made.codes.untyped_storage())):
+        logger.info_once("Packed weights stay in small pages, which are slower to read (%s).", reason)
 
 
 def _insist_on_loaded(layer: Any, info: LayerReloadingInfo, needed: tuple[str, ...]) -> None:
