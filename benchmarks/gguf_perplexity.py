@@ -1,7 +1,7 @@
 """Perplexity of the default model in each GGUF format, ours beside llama.cpp's on the same file.
 
     python -m benchmarks.gguf_perplexity                     # every format; about half an hour on two cores
-    python -m benchmarks.gguf_perplexity Q4_0 Q4_K_M         # these; the others keep what was measured before
+    python -m benchmarks.gguf_perplexity Q4_0 "Q2_K, down"   # these; the others keep what was measured before
     python -m benchmarks.gguf_perplexity --json
 
 `llama-quantize` makes the files, as people have them: a name such as Q4_K_M means types by tensor, and where a row is
@@ -32,8 +32,11 @@ HERE = Path(__file__).resolve().parent
 TEXT = HERE / "perplexity.txt"
 RESULTS = HERE / "results" / "gguf-perplexity.json"
 PART = 512
+MIXED = {"Q2_K, down": ("Q2_K", "ffn_down=q2_k")}
+"""Formats that have no name: what llama-quantize is asked for, and the type of some matrices. Of this model only those
+of `ffn_down`, with 1536 inputs, can be in Q2_K, and the format of that name has them in Q3_K."""
 FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "IQ4_NL", "Q3_K_M",
-           "Q2_K")  # fmt: skip
+           "Q2_K", *MIXED)  # fmt: skip
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
@@ -70,7 +73,9 @@ def measure(kind: str, environments: Environments, folder: Path) -> dict[str, An
     if kind == "F32":
         file = source
     else:
-        quantize = [environments.llama_cpp("llama-quantize"), source, file, kind]
+        asked, *types = MIXED.get(kind, (kind,))
+        options = [word for one in types for word in ("--tensor-type", one)]
+        quantize = [environments.llama_cpp("llama-quantize"), *options, source, file, asked]
         told = subprocess.run(list(map(str, quantize)), capture_output=True, text=True, check=False)
         if told.returncode != 0:
             raise RuntimeError(f"llama-quantize failed; its last words: {told.stderr[-500:]}")
@@ -108,9 +113,9 @@ def main() -> None:
     if args.json:
         print(json.dumps(known, indent=2))
         return
-    print(f"{'format':<8}{'ours':>10}{'llama.cpp':>11}{'ours / llama.cpp':>18}")
+    print(f"{'format':<12}{'ours':>10}{'llama.cpp':>11}{'ours / llama.cpp':>18}")
     for kind, found in known["formats"].items():
-        print(f"{kind:<8}{found['ours']:>10.3f}{found['llama.cpp']:>11.3f}{found['ours'] / found['llama.cpp']:>18.4f}")
+        print(f"{kind:<12}{found['ours']:>10.3f}{found['llama.cpp']:>11.3f}{found['ours'] / found['llama.cpp']:>18.4f}")
 
 
 if __name__ == "__main__":

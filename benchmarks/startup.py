@@ -2,8 +2,10 @@
 
     python -m benchmarks.startup                    # the default model
     python -m benchmarks.startup --rounds 5 -- smollm2-fp32 --quantization int8
+    python -m benchmarks.startup --against smollm2-fp32   # the default model beside its weights in full precision
 
 Each round is a new server on the loopback interface; files are in the page cache after the first, which is not counted.
+Of two, which are arguments of `serve` as one word each, rounds follow each other in turn.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.compare.servers import SERVED_NAME, first_token, free_port
 
@@ -65,23 +69,41 @@ def _watched(log: Path, server: subprocess.Popen[bytes], began: float, port: int
     return found
 
 
+def measured(servers: list[list[str]], rounds: int) -> list[dict[str, Any]]:
+    """Of each server's arguments, the medians; rounds in turn, so that what else the machine does meets all."""
+    taken: list[list[dict[str, float]]] = [[] for _ in servers]
+    for number in range(rounds + 1):
+        for arguments, own in zip(servers, taken, strict=True):
+            found = seconds_by_phase(arguments)
+            if number > 0:
+                own.append(found)
+    return [
+        {
+            "arguments": arguments,
+            "phases": {title: statistics.median(one[title] for one in own) for title in (*PHASES, FIRST_TOKEN)},
+            "whole": statistics.median(sum(one.values()) for one in own),
+        }
+        for arguments, own in zip(servers, taken, strict=True)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--against", metavar="ARGUMENTS", type=shlex.split, help="others for 'serve', in one word")
     parser.add_argument("arguments", nargs="*", help="for 'vllm-backplane serve', after --")
     args = parser.parse_args()
-    seconds_by_phase(args.arguments)
-    rounds = [seconds_by_phase(args.arguments) for _ in range(args.rounds)]
-    medians = {title: statistics.median(one[title] for one in rounds) for title in (*PHASES, FIRST_TOKEN)}
-    whole = statistics.median(sum(one.values()) for one in rounds)
+    servers = [args.arguments] if args.against is None else [args.arguments, args.against]
+    found = measured(servers, args.rounds)
     if args.json:
-        print(json.dumps({"phases": medians, "whole": whole}, indent=1))
+        print(json.dumps(found if args.against is not None else found[0], indent=1))
         return
-    print(f"\n| phase | seconds, median of {args.rounds} |\n| --- | ---: |")
-    for title, seconds in medians.items():
-        print(f"| {title} | {seconds:.2f} |")
-    print(f"| all | {whole:.2f} |")
+    columns = [f"{shlex.join(one['arguments']) or 'the default model'}, s" for one in found]
+    print(f"\n| phase, median of {args.rounds} | {' | '.join(columns)} |\n| --- |{' ---: |' * len(found)}")
+    for title in (*PHASES, FIRST_TOKEN):
+        print(f"| {title} | {' | '.join(format(one['phases'][title], '.2f') for one in found)} |")
+    print(f"| all | {' | '.join(format(one['whole'], '.2f') for one in found)} |")
 
 
 if __name__ == "__main__":

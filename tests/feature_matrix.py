@@ -6,7 +6,8 @@
 The second shows that asking for it there is an error that says so. A name and a device may have fields of the test's
 parameters in braces. docs/features.toml lists the names; another one
 is an error. With `--features PATH` the tests that ran leave their outcome in the JSON file at PATH: one that passed
-adds its entry, one that failed takes its away, and what did not run stays as it was. `make features` does that for all.
+adds its entry, one that failed or was skipped takes its away, and what did not run stays as it was, unless all of its
+file was run and it was not there. `make features` does that for all.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Recorder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.ran: dict[str, set[Mark]] = {}
+        self.seen: dict[str, set[Mark]] = {}
         self.passed: set[str] = set()
         self.failed: set[str] = set()
 
@@ -105,19 +106,33 @@ class Recorder:
             self.failed.add(report.nodeid)
         elif report.when == "call" and report.passed:
             self.passed.add(report.nodeid)
-        if report.failed or (report.when == "call" and report.passed):
-            shown = {Mark(*value) for key, value in report.user_properties if key == PROPERTY}
-            self.ran.setdefault(report.nodeid, set()).update(shown)
+        shown = {Mark(*value) for key, value in report.user_properties if key == PROPERTY}
+        self.seen.setdefault(report.nodeid, set()).update(shown)
 
-    def pytest_sessionfinish(self, session: Any) -> None:
+    def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
         release = vllm_version()
-        kept = [entry for entry in read(self.path) if entry.test not in self.ran and exists(entry)]
+        to_the_end = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        files = set() if chosen_singly(session) or not to_the_end else {test.partition("::")[0] for test in self.seen}
+        kept = [
+            entry
+            for entry in read(self.path)
+            if entry.test not in self.seen and entry.test.partition("::")[0] not in files and exists(entry)
+        ]
         new = [
             Shown(mark.feature, mark.device, test, release, mark.refused)
             for test in self.passed - self.failed
-            for mark in self.ran[test]
+            for mark in self.seen[test]
         ]
         write(self.path, [*kept, *new])
+
+
+def chosen_singly(session: Any) -> bool:
+    """Whether there may be tests that show something in a file, and were left out."""
+    options = session.config.option
+    left_out = options.keyword or options.deselect or getattr(options, "lf", False)  # without a cache there is no lf
+    ended = session.shouldstop or session.shouldfail
+    some = any("::" in path for path in session.config.args)
+    return bool(left_out or ended or some or options.markexpr not in ("", "feature"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

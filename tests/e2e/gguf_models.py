@@ -327,6 +327,6 @@ EVERY_TYPE = Tiny(
     {"attention.key_length": 64, "attention.value_length": 64},
     types=(
         *(Type.Q8_0, Type.Q4_0, Type.Q6_K, Type.Q4_K, Type.Q5_0, Type.Q5_1, Type.Q2_K, Type.Q3_K),
-        *(Type.Q5_K, Type.IQ4_NL, Type.F16, Type.Q4_1, Type.BF16),
+        *(Type.Q5_K, Type.IQ4_NL, Type.F16, Type.Q4_1, Type.BF16, Type.F32),
     ),
 )

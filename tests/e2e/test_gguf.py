@@ -8,7 +8,6 @@ import gguf_models
 import pytest
 import reference
 from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
-from gguf import GGMLQuantizationType as Type
 from worker_questions import ASKING
 
 pytestmark = pytest.mark.server
@@ -56,9 +55,8 @@ def on_sim(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Result]:
 
 
 def shown(device: str) -> Any:
-    """Marks of the test that serves the file of every type; its norms are F32."""
-    types = [*gguf_models.EVERY_TYPE.types, Type.F32]
-    return [pytest.mark.feature(f"Format: GGUF: {one.name}", device) for one in types]
+    """Marks of the test that serves the file with a matrix of every type."""
+    return [pytest.mark.feature(f"Format: GGUF: {one.name}", device) for one in gguf_models.EVERY_TYPE.types]
 
 
 @pytest.mark.parametrize("name", [*gguf_models.MODELS, pytest.param(EVERY_TYPE, marks=shown("cpu")), TWO_WORKERS])

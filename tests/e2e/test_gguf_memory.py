@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ pytestmark = [pytest.mark.server]
 
 LIMIT = 1.2
 WIDTH, KV_HEADS, HEAD, LAYERS, VOCABULARY = 4864, 2, 64, 4, 64000
+EXPERTS, EXPERT_WIDTH = 24, 512
 
 
 class Case(NamedTuple):
@@ -34,6 +36,7 @@ CASES = {
     # Rows of Q and K are in another order in such a file, and are copied.
     "llama, Q4_K": Case("llama", gguf.GGMLQuantizationType.Q4_K, 1024, False, 6.0),
     "Q6_K": Case("qwen2", gguf.GGMLQuantizationType.Q6_K, 1024, True, 10.0),
+    "Q4_0, experts": Case("qwen3moe", gguf.GGMLQuantizationType.Q4_0, 896, False, 4.5),
 }
 
 
@@ -49,14 +52,20 @@ def write(path: Path, case: Case, width: int = WIDTH, layers: int = LAYERS, voca
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_tokenizer_model("none")
+    if case.architecture == "qwen3moe":
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(EXPERT_WIDTH)
+        writer.add_key_length(HEAD)
+        writer.add_value_length(HEAD)
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(0)
     multiplied = 0
 
-    def add(name: str, rows: int, columns: int) -> None:
+    def add(name: str, rows: int, columns: int, *experts: int) -> None:
         nonlocal multiplied
-        multiplied += rows * columns if tied or name != "token_embd" else 0
-        blocks = random.integers(0, 128, (rows, columns // per_block * block_bytes), dtype=np.uint8)
+        multiplied += math.prod((*experts, rows, columns)) if tied or name != "token_embd" else 0
+        blocks = random.integers(0, 128, (*experts, rows, columns // per_block * block_bytes), dtype=np.uint8)
         writer.add_tensor(f"{name}.weight", blocks, raw_dtype=kind)
 
     add("token_embd", vocabulary, hidden)
@@ -65,12 +74,19 @@ def write(path: Path, case: Case, width: int = WIDTH, layers: int = LAYERS, voca
     writer.add_tensor("output_norm.weight", np.ones(hidden, np.float32))
     keys = HEAD * KV_HEADS
     for layer in range(layers):
-        for norm in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"blk.{layer}.{norm}.weight", np.ones(hidden, np.float32))
+        floats: dict[str, tuple[int, ...]] = {"attn_norm": (hidden,), "ffn_norm": (hidden,)}
+        several: tuple[int, ...] = ()
+        inner, suffix = width, ""
+        if case.architecture == "qwen3moe":
+            floats |= {"attn_q_norm": (HEAD,), "attn_k_norm": (HEAD,), "ffn_gate_inp": (EXPERTS, hidden)}
+            inner, suffix, several = EXPERT_WIDTH, "_exps", (EXPERTS,)
+        for name, shape in floats.items():
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(shape, np.float32))
+        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            add(f"blk.{layer}.ffn_{name}{suffix}", rows, columns, *several)
         for name, rows, columns in (
             *(("attn_q", hidden, hidden), ("attn_k", keys, hidden), ("attn_v", keys, hidden)),
-            *(("attn_output", hidden, hidden), ("ffn_gate", width, hidden), ("ffn_up", width, hidden)),
-            ("ffn_down", hidden, width),
+            ("attn_output", hidden, hidden),
         ):
             add(f"blk.{layer}.{name}", rows, columns)
             if case.architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):

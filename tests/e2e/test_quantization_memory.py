@@ -88,6 +88,10 @@ SCHEMES: dict[str, tuple[dict[str, Any], Callable[[int, int], Tensors]]] = {
 """The configuration, and a layer's tensors."""
 ONLINE = {"int8": (True, False), "int4": (False, False), "int4, experts": (False, True)}
 """Whether the head is tied to the embedding, and whether it is a mixture."""
+MIXTURES = ("AWQ", "W8A8")
+"""Schemes whose experts are loaded as well: codes in words, and codes one by one."""
+EXPERTS = {"num_experts": 24, "moe_intermediate_size": 512, "num_experts_per_tok": 2}
+"""A layer's outweigh its attention many times."""
 
 
 def save(folder: Path, tied: bool, mixture: bool, widths: dict[str, int] = WIDTHS) -> Path:
@@ -112,13 +116,16 @@ def save(folder: Path, tied: bool, mixture: bool, widths: dict[str, int] = WIDTH
     return folder
 
 
-def save_scheme(folder: Path, name: str, widths: dict[str, int] = WIDTHS) -> Path:
+def save_scheme(folder: Path, name: str, widths: dict[str, int] = WIDTHS, *, mixture: bool = False) -> Path:
     """With a vocabulary that weighs little, which is not quantized."""
+    import transformers
     from safetensors.torch import save_file
-    from transformers import LlamaConfig
 
     config, make = SCHEMES[name]
-    described = LlamaConfig(**widths, vocab_size=2048, tie_word_embeddings=False, dtype=torch.bfloat16).to_dict()
+    kind = "Qwen3Moe" if mixture else "Llama"
+    more = {**EXPERTS, "head_dim": 64} if mixture else {}
+    settings = {**widths, **more, "vocab_size": 2048, "tie_word_embeddings": False, "dtype": torch.bfloat16}
+    described = getattr(transformers, f"{kind}Config")(**settings).to_dict()
     hidden, width, keys = widths["hidden_size"], widths["intermediate_size"], 128
     tensors = {
         name: zeros(2048, hidden, dtype=torch.bfloat16) for name in ("model.embed_tokens.weight", "lm_head.weight")
@@ -129,16 +136,26 @@ def save_scheme(folder: Path, name: str, widths: dict[str, int] = WIDTHS) -> Pat
         "self_attn.k_proj": (hidden, keys),
         "self_attn.v_proj": (hidden, keys),
     }
-    sizes |= {"self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width)}
-    sizes["mlp.down_proj"] = (width, hidden)
+    sizes["self_attn.o_proj"] = (hidden, hidden)
+    unquantized: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    if mixture:
+        width = EXPERTS["moe_intermediate_size"]
+        unquantized |= {
+            "self_attn.q_norm": (64,),
+            "self_attn.k_norm": (64,),
+            "mlp.gate": (EXPERTS["num_experts"], hidden),
+        }
+    for part in (f"mlp.experts.{one}" for one in range(EXPERTS["num_experts"])) if mixture else ("mlp",):
+        sizes |= {f"{part}.gate_proj": (hidden, width), f"{part}.up_proj": (hidden, width)}
+        sizes[f"{part}.down_proj"] = (width, hidden)
     for layer in range(widths["num_hidden_layers"]):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{norm}.weight"] = zeros(hidden, dtype=torch.bfloat16)
+        for part, shape in unquantized.items():
+            tensors[f"model.layers.{layer}.{part}.weight"] = zeros(*shape, dtype=torch.bfloat16)
         for part, (inputs, outputs) in sizes.items():
             tensors |= {f"model.layers.{layer}.{part}.{last}": one for last, one in make(inputs, outputs).items()}
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    described |= {"architectures": ["LlamaForCausalLM"], "quantization_config": config}
+    described |= {"architectures": [f"{kind}ForCausalLM"], "quantization_config": config}
     (folder / "config.json").write_text(json.dumps(described))
     return folder
 
@@ -153,6 +170,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         folders[name] = (small, large, name.partition(",")[0])
     for name in SCHEMES:
         folders[name] = (save_scheme(folder / f"small {name}", name, SMALL), save_scheme(folder / name, name), "none")
+    for name in MIXTURES:
+        small, large = f"small {name} experts", f"{name} experts"
+        folders[large] = (
+            save_scheme(folder / small, name, SMALL, mixture=True),
+            save_scheme(folder / large, name, {**WIDTHS, "num_hidden_layers": 3}, mixture=True),
+            "none",
+        )
     given = [str(word) for pair in folders.values() for word in pair]
     script = Path(__file__).with_name("loading_memory.py")
     run = subprocess.run([sys.executable, str(script), *given], capture_output=True, text=True, timeout=900)
@@ -166,7 +190,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return result
 
 
-@pytest.mark.parametrize("name", [*ONLINE, *SCHEMES])
+@pytest.mark.parametrize("name", [*ONLINE, *SCHEMES, *(f"{name} experts" for name in MIXTURES)])
 def test_the_peak_is_near_the_end(found: dict[str, dict[str, Any]], name: str) -> None:
     memory = found[name]
     print(f"{name}: {memory}, {memory['peak'] / memory['weights']:.3f}")

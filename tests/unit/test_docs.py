@@ -89,3 +89,7 @@ def test_the_matrix_has_what_tests_show_and_nothing_else(request: pytest.Fixture
     collected = {item.nodeid for item in request.session.items}
     assert not marked - entries, "run make features"
     assert not {entry for entry in entries if entry[3] in collected} - marked, "run make features"
+    if not feature_matrix.chosen_singly(request.session):
+        files = {test.partition("::")[0] for test in collected}
+        gone = {entry for entry in entries if entry[3].partition("::")[0] in files and entry[3] not in collected}
+        assert not gone, "run make features"

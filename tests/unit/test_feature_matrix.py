@@ -45,10 +45,13 @@ HOOKS = "from feature_matrix import pytest_addoption, pytest_configure"
 OTHER = "tests/unit/test_feature_matrix.py::test_passes_and_failures"
 
 
-def run(folder: Path, record: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, record: Path, source: str, *arguments: str, file: str = "test_inner.py"
+) -> subprocess.CompletedProcess[str]:
+    (folder / file).parent.mkdir(parents=True, exist_ok=True)
     (folder / "conftest.py").write_text(HOOKS)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = feature: of a device\n")
-    (folder / "test_inner.py").write_text(source)
+    (folder / file).write_text(source)
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--features", str(record), *arguments],
         cwd=folder,
@@ -85,6 +88,20 @@ def test_passes_and_failures(tmp_path: Path, arguments: tuple[str, ...]) -> None
         ("Sleep: level 1", "sim", "test_inner.py::test_refuses"),
     }
     assert {entry.test for entry in found if entry.refused} == {"test_inner.py::test_refuses"}
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n", "1"), ("-k", "passes")], ids=["", "another process", "chosen singly"])
+def test_what_is_skipped_leaves_and_so_does_what_is_not_there(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """In a file of the name of this one, because entries of files that do not exist leave in any case."""
+    record, file = tmp_path / "features.json", OTHER.partition("::")[0]
+    gone = Shown("KV cache: fp8", "cpu", f"{OTHER}[a parameter of another day]", "0.1")
+    elsewhere = Shown("KV cache: fp8", "cpu", "tests/unit/test_docs.py::test_every_linked_file_exists", "0.1")
+    assert feature_matrix.exists(gone) and feature_matrix.exists(elsewhere)
+    feature_matrix.write(record, [Shown("Format: AWQ", "cpu", OTHER, "0.1"), gone, elsewhere])
+    skipped = 'import pytest\ndef test_passes_and_failures(): pytest.skip("not today")\n'
+    done = run(tmp_path, record, skipped, *arguments, file=file)
+    assert "1 skipped" in done.stdout, done.stdout + done.stderr
+    assert set(feature_matrix.read(record)) == ({gone, elsewhere} if "-k" in arguments else {elsewhere})
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from vllm_backplane.gguf.architectures import ALONE, IN_LAYER, TOP, Architecture
 from vllm_backplane.gguf.parts import Gguf
 
 _MOST_LAYERS = 1024
+_QKV = {"attn_q", "attn_k", "attn_v"}
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
@@ -27,10 +28,16 @@ def insist_on_layers(model: Gguf, architecture: Architecture, count: int) -> Non
         raise _fault(
             model, f"it announces {count} layers (block_count), and has tensors of {len(numbers)}, not the same"
         )
-    for number in range(count):
-        for part in (*architecture.layer, *architecture.experts):
-            if f"blk.{number}.{part}.weight" not in model.tensors:
-                raise _fault(model, f"it has no blk.{number}.{part}.weight")
+    parts = {f"{part}.weight" for part in (*architecture.layer, *architecture.experts)}
+    # What one layer, or one of Q, K and V, adds to its products, all do.
+    biased = {match[2] for name in model.tensors if (match := IN_LAYER.fullmatch(name)) and match[3] == "bias"}
+    if not biased.isdisjoint(_QKV):
+        biased |= _QKV
+    parts |= {f"{part}.bias" for part in biased}
+    wanted = ("output_norm.weight", *(f"blk.{number}.{part}" for number in range(count) for part in sorted(parts)))
+    for name in wanted:
+        if name not in model.tensors:
+            raise _fault(model, f"it has no {name}")
 
 
 def insist_on_shapes(model: Gguf, architecture: Architecture, made: Mapping[str, Any]) -> None:

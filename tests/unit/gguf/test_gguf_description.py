@@ -76,7 +76,8 @@ def write(
     rows = rows or (len(words) if isinstance(words, list) else 8)
     for name, shape in {**shapes(rows, queries), **(tensors or {})}.items():
         if shape is not None:
-            writer.add_tensor(f"{name}.weight", np.ones(shape, matrices if len(shape) > 1 else np.float32))
+            full = name if name.endswith(".bias") else f"{name}.weight"
+            writer.add_tensor(full, np.ones(shape, matrices if len(shape) > 1 else np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -144,6 +145,8 @@ def test_a_file_in_half_precision_says_so(tmp_path: Path) -> None:
         ({"tensors": {"output": (9, 32)}}, "output.weight has the shape"),
         ({"tensors": {"output_norm": (31,)}}, "output_norm.weight has the shape"),
         ({"tensors": {"blk.0.attn_norm": None}}, "no blk.0.attn_norm.weight"),
+        ({"tensors": {"output_norm": None}}, "no output_norm.weight"),
+        ({"tensors": {"blk.0.attn_q.bias": (32,), "blk.0.attn_v.bias": (16,)}}, "no blk.0.attn_k.bias"),
         ({"tensors": {"blk.7.attn_norm": (32,)}}, "announces 1 layers .* has tensors of 2"),
     ],
 )

@@ -1,22 +1,28 @@
 """Layers of GPTQ, AWQ and compressed-tensors checkpoints: vLLM's own loading, our products, the definitions' weights.
 
-Inputs are whole numbers, and every second one is 127 or -127: rounding to 8 bits changes none, whatever the groups are.
-What is left is the rounding of float32.
+`scheme_layers.py` says why no rounding but float32's is in the way.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import scheme_checkpoints as made
 import torch
-from vllm.config import get_current_vllm_config
-from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+from scheme_layers import (
+    CASES,
+    FAN_IN,
+    MODEL,
+    assert_product,
+    configured,
+    finish,
+    in_memory,
+    load,
+    process,
+    whole_numbers,
+)
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
@@ -38,102 +44,10 @@ from vllm_backplane.layers.schemes.awq import ORDER as AWQ_ORDER
 from vllm_backplane.layers.schemes.repacking import Words, Zeros, adjacent, repacked, split_group
 from vllm_backplane.ops.quantized_linear import Packed
 
-FAN_IN = 256
-MODEL: Any = SimpleNamespace(dtype=torch.float32, quantization="gptq", word_embeddings_untied_by_checkpoint=False)
-
 
 @pytest.fixture(autouse=True)
 def _alone(one_worker: None) -> None:
     """Parameters ask for their rank."""
-
-
-def configured(config: Mapping[str, Any], **changed: Any) -> Any:
-    """What vLLM makes of a checkpoint's quantization_config; it travels to the workers."""
-    described = {**config, **changed}
-    name = {"gptq": "auto_gptq", "awq": "auto_awq"}.get(described["quant_method"], described["quant_method"])
-    return pickle.loads(pickle.dumps(get_quantization_config(name).from_config(described)))
-
-
-def whole_numbers(rows: int, columns: int) -> torch.Tensor:
-    x = torch.randint(-127, 128, (rows, columns), generator=torch.Generator().manual_seed(rows)).float()
-    x[:, ::2] = torch.where(x[:, ::2] < 0, -127, 127)
-    return x
-
-
-def load(layer: Any, stored: made.Stored, *shard: Any) -> None:
-    """Parameters are looked up before, as vLLM's models do: a layer is packed as soon as it is complete."""
-    parameters = {name: getattr(layer, name) for name in stored.tensors}
-    for name, tensor in stored.tensors.items():
-        parameters[name].weight_loader(parameters[name], tensor, *shard)
-
-
-def process(layer: Any) -> None:
-    """As vLLM does when all layers are loaded."""
-    finalize_layerwise_processing(layer, MODEL)
-    layer.quant_method.process_weights_after_loading(layer)
-
-
-def in_memory(layer: Any) -> set[str]:
-    return {name for name, parameter in layer.named_parameters() if not parameter.is_meta}
-
-
-def finish(layer: Any) -> None:
-    process(layer)
-    assert layer.weight.dtype in (torch.uint8, torch.int8)
-    assert {name for name, _ in layer.named_parameters()} <= {
-        "weight",
-        "weight_scale",
-        "weight_offset",
-        "weight_shape",
-        "backplane_order",
-    }
-
-
-def assert_product(layer: Any, weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> None:
-    for rows in (1, 5):
-        x = whole_numbers(rows, weight.shape[1])
-        expected = x.double() @ weight.T
-        got = layer(x.to(dtype))[0]
-        assert got.dtype == dtype
-        error = (got.double() - expected).abs().max() / expected.abs().max()
-        assert float(error) < (2e-6 if dtype == torch.float32 else 4e-3), float(error)
-
-
-CASES: dict[str, tuple[Mapping[str, Any], Any]] = {
-    "GPTQ, 4 bits": (made.GPTQ, lambda n, s: made.gptq(FAN_IN, n, 4, 32, seed=s)),
-    "GPTQ, 8 bits": ({**made.GPTQ, "bits": 8}, lambda n, s: made.gptq(FAN_IN, n, 8, 32, seed=s)),
-    "GPTQ, a scale per output": (
-        {**made.GPTQ, "group_size": -1, "desc_act": True},
-        lambda n, s: made.gptq(FAN_IN, n, 4, -1, seed=s),
-    ),
-    "GPTQ, zero points": (
-        {**made.GPTQ, "sym": False},
-        lambda n, s: made.gptq(FAN_IN, n, 4, 32, seed=s, symmetric=False),
-    ),
-    "GPTQ, by activation": (
-        {**made.GPTQ, "desc_act": True},
-        lambda n, s: made.gptq(FAN_IN, n, 4, 32, seed=s, by_activation=9),
-    ),
-    "GPTQ, 8 bits, zero points, by activation": (
-        {**made.GPTQ, "bits": 8, "sym": False, "desc_act": True, "group_size": 64},
-        lambda n, s: made.gptq(FAN_IN, n, 8, 64, seed=s, symmetric=False, by_activation=3),
-    ),
-    "AWQ, 4 bits": (made.AWQ, lambda n, s: made.awq(FAN_IN, n, 4, 32, seed=s)),
-    "AWQ, 8 bits": ({**made.AWQ, "bits": 8, "group_size": 64}, lambda n, s: made.awq(FAN_IN, n, 8, 64, seed=s)),
-    "AWQ, one group": ({**made.AWQ, "group_size": FAN_IN}, lambda n, s: made.awq(FAN_IN, n, 4, FAN_IN, seed=s)),
-    "W4A16": (made.compressed(4, 128), lambda n, s: made.pack_quantized(FAN_IN, n, 4, 128, seed=s)),
-    "W4A16, zero points": (
-        made.compressed(4, 32, symmetric=False),
-        lambda n, s: made.pack_quantized(FAN_IN, n, 4, 32, seed=s, symmetric=False),
-    ),
-    "W8A16": (made.compressed(8, 64), lambda n, s: made.pack_quantized(FAN_IN, n, 8, 64, seed=s)),
-    "W8A16, a scale per output": (made.compressed(8, -1), lambda n, s: made.pack_quantized(FAN_IN, n, 8, -1, seed=s)),
-    "W8A8": (made.compressed_int8(), lambda n, s: made.int_quantized(FAN_IN, n, seed=s)),
-    "W8A8, a scale in all": (
-        made.compressed_int8(by_output=False),
-        lambda n, s: made.int_quantized(FAN_IN, n, seed=s, by_output=False),
-    ),
-}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -166,6 +80,50 @@ def test_parts_of_a_fused_layer_lie_in_their_places(case: str) -> None:
     assert layer.weight.dtype in (torch.uint8, torch.int8), "packed with the last part"
     finish(layer)
     assert_product(layer, torch.cat([parts[name].weight for name in "qkv"]))
+
+
+TENSORS = {
+    "GPTQ, zero points": ("qweight", "qzeros", "scales"),
+    "AWQ, 4 bits": ("qweight", "qzeros", "scales"),
+    "W4A16, zero points": ("weight_packed", "weight_scale", "weight_zero_point"),
+    "W8A8": ("weight", "weight_scale"),
+}
+
+
+@pytest.mark.parametrize(("case", "tensor"), [(case, one) for case, tensors in TENSORS.items() for one in tensors])
+def test_a_tensor_that_is_not_in_the_checkpoint_is_named(case: str, tensor: str) -> None:
+    config, make = CASES[case]
+    chosen = configured(config)
+    chosen.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # as the model's class says
+    layer = QKVParallelLinear(FAN_IN, 8, 4, 2, bias=False, quant_config=chosen, prefix="layers.3.qkv_proj")
+    for name, part in {"q": make(32, 3), "k": make(16, 4), "v": make(16, 2)}.items():
+        if name == "k":
+            del part.tensors[tensor]
+        load(layer, part, name)
+    with pytest.raises(CheckpointError, match=rf"the checkpoint has no layers\.3\.k_proj\.{tensor}; choose"):
+        process(layer)
+
+
+def test_zero_points_that_nothing_uses_may_be_missing() -> None:
+    layer = RowParallelLinear(FAN_IN, 24, bias=False, quant_config=configured(made.GPTQ), prefix="down")
+    stored = made.gptq(FAN_IN, 24, 4, 32)
+    del stored.tensors["qzeros"]
+    load(layer, stored)
+    finish(layer)
+    assert_product(layer, stored.weight)
+
+
+def test_shapes_are_not_counted_as_weights() -> None:
+    """There are three of two numbers, and one parameter; the last scales are four numbers."""
+    config = configured(made.compressed(8, -1))
+    layer = QKVParallelLinear(FAN_IN, 4, 4, 1, bias=False, quant_config=config, prefix="qkv")
+    sizes = {"q": 16, "k": 4, "v": 4}
+    parts = {name: made.pack_quantized(FAN_IN, size, 8, -1, seed=size) for name, size in sizes.items()}
+    parts["v"].tensors["weight_scale"] = parts["v"].tensors.pop("weight_scale")  # the last
+    for name, part in parts.items():
+        load(layer, part, name)
+    finish(layer)
+    assert_product(layer, torch.cat([part.weight for part in parts.values()]))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -249,98 +207,6 @@ def test_no_weight_is_expanded() -> None:
     assert taken == 1024 * 512 // 2 + 512 * 8 * 2
 
 
-# --- experts
-
-
-def experts(config: Any, **changed: Any) -> Any:
-    settings: dict[str, Any] = {"num_experts": 4, "top_k": 2, "hidden_size": FAN_IN, "intermediate_size": 128}
-    settings |= {"params_dtype": torch.float32, "quant_config": config, "prefix": "model.layers.0.mlp.experts"}
-    return FusedMoEFactory(**(settings | changed))
-
-
-def load_expert(layer: Any, expert: int, shard: str, stored: made.Stored) -> None:
-    for name, tensor in stored.tensors.items():
-        parameter = getattr(layer, f"{'w2' if shard == 'w2' else 'w13'}_{name}")
-        place = {"weight_name": name, "shard_id": shard, "expert_id": expert}
-        assert parameter.weight_loader(param=parameter, loaded_weight=tensor, **place, return_success=True)
-
-
-EXPERTS: dict[str, tuple[Mapping[str, Any], Any]] = {
-    "GPTQ": (made.GPTQ, lambda i, o, s: made.gptq(i, o, 4, 32, seed=s)),
-    "GPTQ, 8 bits, a scale per output": (
-        {**made.GPTQ, "bits": 8, "group_size": -1},
-        lambda i, o, s: made.gptq(i, o, 8, -1, seed=s),
-    ),
-    "GPTQ, zero points, by activation": (
-        {**made.GPTQ, "sym": False, "desc_act": True},
-        lambda i, o, s: made.gptq(i, o, 4, 32, seed=s, symmetric=False, by_activation=s % 4 + i),
-    ),
-    "AWQ": (made.AWQ, lambda i, o, s: made.awq(i, o, 4, 32, seed=s)),
-    "W4A16": (made.compressed(4, 32), lambda i, o, s: made.pack_quantized(i, o, 4, 32, seed=s)),
-    "W8A16, zero points": (
-        made.compressed(8, 64, symmetric=False),
-        lambda i, o, s: made.pack_quantized(i, o, 8, 64, seed=s, symmetric=False),
-    ),
-    "AWQ, 8 bits": ({**made.AWQ, "bits": 8}, lambda i, o, s: made.awq(i, o, 8, 32, seed=s)),
-    "W8A8": (made.compressed_int8(), lambda i, o, s: made.int_quantized(i, o, seed=s)),
-    "W8A8, a scale in all": (
-        made.compressed_int8(by_output=False),
-        lambda i, o, s: made.int_quantized(i, o, seed=s, by_output=False),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", EXPERTS)
-def test_experts_multiply_by_what_the_checkpoint_says(case: str) -> None:
-    config, make = EXPERTS[case]
-    runner = experts(configured(config))
-    layer, weights = runner.routed_experts, {}
-    for number, (expert, shard) in enumerate((e, w) for w in ("w3", "w2", "w1") for e in range(4)):
-        size = (128, FAN_IN) if shard == "w2" else (FAN_IN, 128)
-        stored = make(*size, number)
-        load_expert(layer, expert, shard, stored)
-        weights[expert, shard] = stored.weight
-    layer.quant_method.process_weights_after_loading(layer)
-    x = torch.randn(7, FAN_IN, generator=torch.Generator().manual_seed(1))
-    logits = torch.randn(7, 4, generator=torch.Generator().manual_seed(2))
-    with set_forward_context(None, get_current_vllm_config(), num_tokens=7):
-        got = runner(hidden_states=x, router_logits=logits).double()
-    expected = torch.zeros(7, FAN_IN, dtype=torch.float64)
-    for token in range(7):
-        best = logits[token].double().softmax(0).topk(2)
-        for share, expert in zip(best.values / best.values.sum(), best.indices.tolist(), strict=True):
-            gate, up = (weights[expert, shard] @ x[token].double() for shard in ("w1", "w3"))
-            expected[token] += share * (weights[expert, "w2"] @ (gate / (1 + (-gate).exp()) * up))
-    error = float((got - expected).norm() / expected.norm())
-    assert error < 0.02, error  # inputs are rounded to 8 bits, twice
-
-
-def test_experts_are_not_loaded_again() -> None:
-    layer = experts(configured(made.AWQ)).routed_experts
-    first = layer.w2_qweight
-    for expert in range(4):
-        for shard, size in (("w1", (FAN_IN, 128)), ("w3", (FAN_IN, 128)), ("w2", (128, FAN_IN))):
-            load_expert(layer, expert, shard, made.awq(*size, 4, 32))
-    layer.quant_method.process_weights_after_loading(layer)
-    assert not any(name.endswith(("qweight", "qzeros", "scales")) for name, _ in layer.named_parameters())
-    with pytest.raises(BackplaneError, match="cannot be loaded again; start anew"):
-        first.weight_loader(first, torch.zeros(1), "", "w2", 0)
-
-
-def test_an_expert_that_is_missing_is_told() -> None:
-    layer = experts(configured(made.AWQ)).routed_experts
-    for shard in ("w1", "w3"):
-        load_expert(layer, 0, shard, made.awq(FAN_IN, 128, 4, 32))
-    with pytest.raises(CheckpointError, match=r"not all, for experts \[0, 1, 2, 3\] of model"):
-        layer.quant_method.process_weights_after_loading(layer)
-
-
-def test_an_expert_of_another_size_is_told() -> None:
-    layer = experts(configured(made.AWQ)).routed_experts
-    with pytest.raises(CheckpointError, match=r"\(256, 12\) for qweight .* asks for \(256, 16\)"):
-        load_expert(layer, 0, "w1", made.awq(FAN_IN, 96, 4, 32))
-
-
 # --- what is refused
 
 
@@ -392,13 +258,6 @@ def test_what_cannot_run_is_refused_with_what_can(told: str) -> None:
         configured(REFUSED[told])
     assert told in str(refusal.value)
     assert "on device 'cpu'; choose a checkpoint of: GPTQ with 4 or 8 bits" in str(refusal.value)
-
-
-def test_experts_of_several_schemes_are_refused() -> None:
-    config = made.compressed_int8()
-    config["ignore"] = ["re:.*down_proj"]
-    with pytest.raises(CheckpointError, match=r"experts of model\.layers\.0\.mlp\.experts, of several schemes"):
-        experts(configured(config))
 
 
 def test_groups_that_do_not_divide_a_layer_are_refused() -> None:

@@ -116,7 +116,7 @@ class BackplaneAWQLinearMethod(AutoAWQMarlinLinearMethod):
                 "--tensor-parallel-size 1"
             )
         # In float32, scales are what the checkpoint says, whatever --dtype is.
-        with loaded_by_layer(layer):
+        with loaded_by_layer(layer, len(output_partition_sizes), self.quant_config.packed_modules_mapping):
             super().create_weights(
                 layer,
                 input_size_per_partition,

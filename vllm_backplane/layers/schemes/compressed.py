@@ -105,7 +105,7 @@ class BackplaneCompressedTensorsMethod(CompressedTensorsLinearMethod):
         **extra_weight_attrs: Any,
     ) -> None:
         # In float32, scales are what the checkpoint says, whatever --dtype is.
-        with loaded_by_layer(layer):
+        with loaded_by_layer(layer, len(output_partition_sizes), self.quantization_config.packed_modules_mapping):
             super().create_weights(
                 layer,
                 input_size_per_partition,
@@ -115,6 +115,10 @@ class BackplaneCompressedTensorsMethod(CompressedTensorsLinearMethod):
                 torch.float32,
                 **extra_weight_attrs,
             )
+            if (shape := getattr(layer, "weight_shape", None)) is not None:
+                # Nothing reads it. There is one of it for each part that is fused, and vLLM, which counts what is
+                # loaded, would take the others for weights.
+                shape.weight_loader_numel = 0
         layer.params_dtype = params_dtype  # type: ignore[assignment]
 
 

@@ -16,13 +16,15 @@ import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
-from vllm_backplane import ops
+from vllm_backplane import compat, ops
+from vllm_backplane.device import host
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.layers.expert_products import computed
 from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
-from vllm_backplane.layers.quantization.linear import install
+from vllm_backplane.layers.quantization.linear import empty, install, into_huge_pages
 from vllm_backplane.layers.schemes.int8 import packed
 from vllm_backplane.layers.schemes.repacking import Words, Zeros, adjacent, repacked
+from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.runtime import runtime
 
 _PRODUCTS = {"up": ("w1", "w3"), "down": ("w2",)}
@@ -172,40 +174,50 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
         if any(len(self._parts.get((expert, shard), ())) < needed for shard in ("w1", "w2", "w3")):
             return
         for product, shards in _PRODUCTS.items():
-            self._pack(layer.backplane_experts[expert][product], [self._parts.pop((expert, one)) for one in shards])
+            holder = layer.backplane_experts[expert][product]
+            self._install(holder, [self._parts.pop((expert, one)) for one in shards])
         self._complete.add(expert)
+        if len(self._complete) == self._experts:
+            # Freed memory between codes that stay would add up from layer to layer.
+            runtime().device.empty_cache()
 
-    def _pack(self, holder: torch.nn.Module, parts: list[Mapping[str, torch.Tensor]]) -> None:
+    def _install(self, holder: Any, parts: list[Mapping[str, torch.Tensor]]) -> None:
+        """Packed weights in the expert's own module, and nothing else left in memory."""
         layout = self._layout
+        joined = {name: self._joined(name, parts) for name in layout.needed if name != layout.groups_of}
+        groups_of = [part[layout.groups_of] for part in parts] if layout.groups_of else []
+        with host.without_huge_pages():
+            made, order = self._packed(joined, groups_of)
+        holder.features = joined[layout.scales].shape[layout.output]
+        for copy in joined.values() if len(parts) > 1 else ():
+            empty(copy)
+        install(holder, made)
+        holder.register_buffer("order", order)
+        into_huge_pages(made.codes)
 
-        def joined(name: str) -> torch.Tensor:
-            return torch.cat([part[name].to(self._device) for part in parts], dim=layout.output)
+    def _joined(self, name: str, parts: list[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+        """A copy; of a single part the tensor itself, which is where the file is mapped."""
+        tensors = [part[name].to(self._device) for part in parts]
+        return torch.cat(tensors, dim=self._layout.output) if len(tensors) > 1 else tensors[0]
 
+    def _packed(
+        self, joined: Mapping[str, torch.Tensor], groups_of: list[torch.Tensor]
+    ) -> tuple[Packed, torch.Tensor | None]:
+        """And the order of inputs. Nothing of what was loaded is held on to when it returns."""
+        layout = self._layout
+        scales = joined[layout.scales]
         if layout.plain:
-            scales = joined(layout.scales).float()
-            install(holder, packed(joined(layout.codes), scales), self._device)
-            self._note(holder, scales, None)
-            return
-        codes = Words(joined(layout.codes), layout.bits, layout.packed, layout.output, layout.order)
-        scales = joined(layout.scales)
+            return packed(joined[layout.codes], scales.float()), None
+        codes = Words(joined[layout.codes], layout.bits, layout.packed, layout.output, layout.order)
         scales = scales if layout.output == 0 else scales.t()
         zeros = None
         if layout.has_zeros:
-            words = Words(joined(layout.zeros), layout.bits, layout.output, layout.output, layout.order)
+            words = Words(joined[layout.zeros], layout.bits, layout.output, layout.output, layout.order)
             zeros = Zeros(words, layout.zeros_less)
         fan_in = codes.data.shape[1 - layout.output] * (1 if layout.packed == layout.output else codes.per_word)
-        order = None
-        if layout.groups_of is not None:
-            order = self._order([part[layout.groups_of] for part in parts], scales.shape[1])
+        order = self._order(groups_of, scales.shape[1]) if groups_of else None
         target = runtime().device.quantized_layout(layout.bits)
-        install(holder, repacked(codes, scales, zeros, fan_in=fan_in, layout=target, order=order), self._device)
-        self._note(holder, scales, order)
-
-    @staticmethod
-    def _note(holder: torch.nn.Module, scales: torch.Tensor, order: torch.Tensor | None) -> None:
-        """What a product has to know beside the weights."""
-        holder.register_buffer("order", order)
-        holder.features = scales.shape[0]  # type: ignore[assignment]
+        return repacked(codes, scales, zeros, fan_in=fan_in, layout=target, order=order), order
 
     def _order(self, groups_of: list[torch.Tensor], groups: int) -> torch.Tensor | None:
         if any(not torch.equal(one, groups_of[0]) for one in groups_of):
@@ -221,11 +233,10 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
             ) from fault
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        missing = sorted(set(range(self._experts)) - self._complete)
-        if missing:
+        if missing := sorted(set(range(self._experts)) - self._complete):
             raise CheckpointError(
-                f"the checkpoint has no weights, or not all, for experts {missing[:4]} of {self._prefix}; choose a "
-                "complete one"
+                f"the checkpoint has no weights, or not all, for experts {missing[:4]} of {self._prefix}, for one no "
+                f"{self._first_missing(layer, missing[0])}; choose a complete one"
             )
         self._processed = True
         for name in (*self._layout.needed, *self._layout.beside):
@@ -235,6 +246,15 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
         for name in ("w13_weight", "w2_weight"):
             setattr(layer, name, torch.nn.Parameter(torch.empty(0, device=self._device), requires_grad=False))
         runtime().device.empty_cache()
+
+    def _first_missing(self, layer: Any, expert: int) -> str:
+        parts = zip(("w1", "w3", "w2"), compat.expert_parts(layer), strict=True)
+        return next(
+            f"{self._prefix}.{expert}.{part}.{name}"
+            for shard, part in parts
+            for name in self._layout.needed
+            if name not in self._parts.get((expert, shard), ())
+        )
 
     def experts(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         def product(name: str, expert: int, tokens: torch.Tensor) -> torch.Tensor:

@@ -26,12 +26,11 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.layers.schemes import kernel
 from vllm_backplane.layers.schemes.experts import Layout, SchemeMoEMethod
-from vllm_backplane.layers.schemes.loading import loaded_by_layer
+from vllm_backplane.layers.schemes.loading import QKV, loaded_by_layer
 from vllm_backplane.layers.schemes.refusal import act_dtypes, refused
 
 _ZEROS_LESS = {"gptq": 1, "gptq_v2": 0}
 """What stored zero points are too small by, for each format of a checkpoint."""
-_QKV = {"q": 0, "k": 1, "v": 2}
 
 
 class BackplaneGPTQConfig(AutoGPTQConfig):
@@ -131,7 +130,7 @@ class BackplaneGPTQLinearMethod(AutoGPTQLinearMethod):
             )
         # In float32, scales are what the checkpoint says, whatever --dtype is.
         device = torch.get_default_device()
-        with loaded_by_layer(layer):
+        with loaded_by_layer(layer, len(output_partition_sizes), self.quant_config.packed_modules_mapping):
             super().create_weights(
                 layer,
                 input_size_per_partition,
@@ -155,7 +154,7 @@ class BackplaneGPTQLinearMethod(AutoGPTQLinearMethod):
     def _load_groups(self, param: torch.Tensor, loaded: torch.Tensor, shard: str | int | None = None) -> None:
         """Each part of a fused layer has a row. Where inputs are divided among workers, the order is the plain one
         (see create_weights), and what is here is not looked at. vLLM counts copies when weights are loaded again."""
-        rows = param.data if shard is None else [param.data[_QKV[shard] if isinstance(shard, str) else shard]]
+        rows = param.data if shard is None else [param.data[QKV[shard] if isinstance(shard, str) else shard]]
         for row in rows:
             row.copy_(loaded[: len(row)])
 

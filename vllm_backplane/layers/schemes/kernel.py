@@ -50,9 +50,17 @@ class BackplaneMixedPrecisionKernel(MPLinearKernel):
         if not hasattr(layer, self.w_q_name):
             return
         order = self._order(layer)
-        exchange(layer, (self.w_q_name, self.w_s_name, self.w_zp_name), lambda: self._repack(layer, order))
+        needed: tuple[str, ...] = (self.w_q_name, self.w_s_name)
+        if self._has_zeros and self.w_zp_name is not None:
+            needed += (self.w_zp_name,)
+        # Zero points may be stored and not used.
+        exchange(layer, needed, lambda: self._repack(layer, order), beside=(self.w_zp_name,))
         if order is not None:
             layer.backplane_order = torch.nn.Parameter(order, requires_grad=False)
+
+    @property
+    def _has_zeros(self) -> bool:
+        return self.config.weight_type == WITH_ZEROS[self.config.weight_type.size_bits]
 
     def _order(self, layer: torch.nn.Module) -> torch.Tensor | None:
         """Of inputs, where they are to be gathered by groups."""
@@ -73,7 +81,7 @@ class BackplaneMixedPrecisionKernel(MPLinearKernel):
         loaded, scale, zero = self._get_weight_params(layer)
         scales = scale.data if scale.output_dim == 0 else scale.data.t()
         zeros = None
-        if self.config.weight_type == WITH_ZEROS[bits]:
+        if self._has_zeros:
             zeros = Zeros(self._words(zero, bits), self.zeros_less)
         layout = runtime().device.quantized_layout(bits)
         return repacked(self._words(loaded, bits), scales, zeros, fan_in=fan_in, layout=layout, order=order)
