@@ -77,7 +77,7 @@ class Starter:
         (metadata / "entry_points.txt").write_text("[vllm_backplane.devices]\nslow = slow_device:Slow\n")
         command = [COMMAND, "serve", str(self._model), "--port", str(free_port()), *SMALL]
         variables = {"PYTHONPATH": on_path(site), "BACKPLANE_DEVICE": "slow"}
-        server = Child(command, folder / "server.log", variables)
+        server = Child(command, folder / "server.log", variables, warm=True)
         self._servers.append(server)
         end = time.monotonic() + START_SECONDS
         while not called(server, "EngineCore"):

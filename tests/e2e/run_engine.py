@@ -11,12 +11,15 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ from vllm_backplane.cli.serve import keep_sockets_together, leave
 
 SOON = 0.0002
 """Seconds: far less than a step takes."""
+NUDGE = signal.SIGURG
+"""Means nothing to anybody, and is ignored where nobody asks for it."""
 
 
 def chosen(step: dict[int, Any] | None, token: int) -> float | None:
@@ -201,6 +206,30 @@ def spare_time() -> None:
     # Workers that wait for each other look again at once, and take the cores from those that compute.
     queues = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
     queues.sched_yield = lambda: time.sleep(SOON)
+    signal.signal(NUDGE, lambda *_: None)  # engines inherit it, and are interrupted by it
+
+
+@contextmanager
+def nudged() -> Iterator[None]:
+    """Engines that are told to end meanwhile notice it. A signal that comes when the last request is done, and the
+    engine is about to wait for the next, is seen when something wakes it: nothing does, and after five seconds vLLM
+    kills it."""
+    engines = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    over = threading.Event()
+
+    def nudge() -> None:
+        while not over.wait(0.1):
+            for engine in engines:
+                with suppress(ProcessLookupError):
+                    os.kill(engine, NUDGE)
+
+    thread = threading.Thread(target=nudge)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def run(job: dict[str, Any], moments: list[float], failed: list[float]) -> dict[str, Any]:
@@ -229,7 +258,8 @@ def run(job: dict[str, Any], moments: list[float], failed: list[float]) -> dict[
         failed.append(time.monotonic())  # before the engine is shut down, for which nobody waits
         raise
     finally:
-        engine.llm_engine.engine_core.shutdown()
+        with nudged():
+            engine.llm_engine.engine_core.shutdown()
         del engine
         gc.collect()
     return result

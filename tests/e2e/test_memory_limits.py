@@ -165,7 +165,7 @@ def test_the_server_ends_with_the_error(tiny_llama: Path, tmp_path: Path) -> Non
         str(free_port()),
     ]
     command = [str(SCRIPTS / "vllm-backplane"), "serve", str(tiny_llama), *arguments]
-    with Child(command, tmp_path / "server.log") as child:
+    with Child(command, tmp_path / "server.log", warm=True) as child:
         assert child.wait(300) != 0
         assert not child.wait_for_nothing_left(60)
         assert "a KV cache of 9313.23 GiB was asked for" in child.text()

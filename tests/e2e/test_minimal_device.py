@@ -29,7 +29,7 @@ def test_it_gives_the_tokens_of_transformers(installed: Path, tiny_llama: Path, 
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
     work = job(tiny_llama, batch(PROMPTS, greedy(TOKENS)), **limits)
     chosen = {"PYTHONPATH": on_path(installed), "BACKPLANE_DEVICE": "minimal"}
-    (minimal,) = run_engines(tmp_path, [work], chosen, device="minimal", warm=False)
+    (minimal,) = run_engines(tmp_path, [work], chosen, device="minimal")
     model = reference.load(tiny_llama)
     expected = [reference.continue_without_cache(model, ids, TOKENS) for ids in PROMPTS]
     assert min(answer.smallest_margin for answer in expected) > 1e-3, "near a tie; change the prompts"

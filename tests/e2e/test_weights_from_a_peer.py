@@ -113,7 +113,7 @@ def test_the_running_server_is_killed_in_the_middle(source: Source, device: str,
     """The last test of a source."""
     source.relay.faults = {source.relay.connections + 1: Fault(after=model.size // 2, then=source.server.kill)}
     command = [COMMAND, "serve", *arguments(source, model.without_weights, attempts=2), "--port", str(free_port())]
-    with Child(command, tmp_path / "server.log", DEVICES[device]) as child:
+    with Child(command, tmp_path / "server.log", DEVICES[device], warm=True) as child:
         assert child.wait(400) != 0
         told = child.text()
     assert f"the weights could not be had from {source.relay.address}" in told

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import pytest
 
+from tests import programs
 from vllm_backplane import cli
 from vllm_backplane.cli import main, serve
 from vllm_backplane.errors import BackplaneError
@@ -257,7 +258,7 @@ class TestServe:
     def test_vllm_sees_its_own_arguments(self, tmp_path):
         """The real command, up to vLLM's own parser."""
         script = "import sys; from vllm_backplane.cli import main; sys.exit(main(['serve', 'x', '--no-such-option']))"
-        told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+        told = programs.run([sys.executable, "-c", script], cwd=tmp_path)
         assert told.returncode == 2
         assert "--no-such-option" in told.stderr
 

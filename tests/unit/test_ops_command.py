@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import vllm_backplane
+from tests import programs
 from vllm_backplane import ops
 from vllm_backplane.cli import main
 from vllm_backplane.layers.binding import BINDINGS
@@ -29,7 +30,7 @@ def _plain_environment(monkeypatch):
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     script = os.path.join(os.path.dirname(sys.executable), "vllm-backplane")
-    return subprocess.run([script, "ops", *arguments], env=os.environ | variables, capture_output=True, text=True)
+    return programs.run([script, "ops", *arguments], env=os.environ | variables)
 
 
 def test_the_table_has_a_line_for_every_caller():
@@ -83,7 +84,8 @@ def test_what_it_says_is_what_the_dispatcher_does():
         "    [line] = [line for line in table if line.startswith('CPU:')]\n"
         "    print(name, 'default backend kernel' in line)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = programs.run([sys.executable, "-c", program])
+    assert done.returncode == 0, done.stderr
     told, _, dispatched = done.stdout.partition("---")
     uses_default = dict(line.split() for line in dispatched.split("\n") if line)
     assert set(uses_default.values()) <= {"True", "False"}

@@ -65,13 +65,16 @@ bool check(const Case& c, const std::string& name) {
           .to(at::kFloat);
   const at::Tensor values = x.to(at::kFloat), wide_scales = scales.to(at::kFloat), wide_offsets = offsets.to(at::kFloat),
                    wide_bias = bias.to(at::kFloat);
+  const float* const scale_at = wide_scales.const_data_ptr<float>();
+  const float* const offset_at = wide_offsets.const_data_ptr<float>();
+  const float* const value_at = values.const_data_ptr<float>();
   const auto& kernels = backplane::cpu::dot_kernels();
   const bool decoded = kernels.decoded_from(c.bits) > 0 && c.rows >= kernels.decoded_from(c.bits);
   for (int64_t r = 0; r < c.rows; ++r) {
     std::vector<double> rounded(padded);
     for (int64_t g = 0; g < groups; ++g) {
       float largest = 0;
-      const auto at = [&](int64_t i) { return i < c.fan_in ? values.const_data_ptr<float>()[r * c.fan_in + i] : 0.0f; };
+      const auto at = [&](int64_t i) { return i < c.fan_in ? value_at[r * c.fan_in + i] : 0.0f; };
       for (int64_t i = g * group; i < (g + 1) * group; ++i) largest = std::max(largest, std::abs(at(i)));
       for (int64_t i = g * group; i < (g + 1) * group; ++i)
         rounded[i] = decoded       ? as_bfloat16(at(i))
@@ -85,9 +88,9 @@ bool check(const Case& c, const std::string& name) {
         const uint8_t byte = is_signed ? bytes[where] ^ 0x80 : bytes[where];
         const int code = c.bits == 8 ? byte : i % 8 < 4 ? byte & 15 : byte >> 4;
         const int64_t number = (block * groups + i / group) * width + column;
-        const double scale = wide_scales.const_data_ptr<float>()[number];
+        const double scale = scale_at[number];
         const double offset =
-            c.offsets ? double(wide_offsets.const_data_ptr<float>()[number]) : -scale * (1 << (c.bits - 1));
+            c.offsets ? double(offset_at[number]) : -scale * (1 << (c.bits - 1));
         const double weight = decoded ? as_bfloat16(scale * code + offset) : scale * code + offset;
         expected += weight * rounded[i];
         size += (std::abs(scale) * (1 << c.bits) + std::abs(offset)) * std::abs(rounded[i]);

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests import programs
 
 # One process imports vLLM, which takes seconds, and the ranks are forked from it.
 SCRIPT = """
@@ -66,18 +63,8 @@ dist.destroy_process_group()
 @pytest.fixture(scope="module", params=[3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     world, folder = request.param, tmp_path_factory.mktemp("ranks")
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder), str(world)],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        _, errors = process.communicate(timeout=120)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, errors
+    done = programs.run(programs.command(SCRIPT, str(folder), str(world)), timeout=120)
+    assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -27,5 +27,4 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
 def python(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """As in another project, without our platform."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "VLLM_PLUGINS": ""}
-    command = programs.command(program, *arguments)
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+    return programs.run(programs.command(program, *arguments), cwd=folder, env=variables)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-
 from tests import programs
 from vllm_backplane.patch import Outcome, verify
 from vllm_backplane.patch.platform.patch_gguf_model import maybe_override_with_speculators
@@ -35,5 +33,5 @@ def test_it_fits_the_installed_vllm() -> None:
 
 def test_it_takes_its_targets_place_and_gives_it_back() -> None:
     """In a process of its own: this one may have applied it already."""
-    done = subprocess.run(programs.command(APPLIED), capture_output=True, text=True, check=False)
+    done = programs.run(programs.command(APPLIED))
     assert done.stdout.strip().endswith("applied and undone"), done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -256,7 +255,8 @@ MODULES = [
 @pytest.fixture(scope="module")
 def imported():
     """What vLLM's modules have when they are imported, in a process of its own."""
-    done = subprocess.run(programs.command(PROGRAM, json.dumps(MODULES)), capture_output=True, text=True, check=True)
+    done = programs.run(programs.command(PROGRAM, json.dumps(MODULES)))
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.partition("RESULT")[2])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 from pathlib import Path
 
@@ -64,7 +63,7 @@ print("it goes on")
 
 
 def test_what_nobody_hears_is_told_and_ends_the_process(tmp_path: Path) -> None:
-    done = subprocess.run(programs.command(CHILD), capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = programs.run(programs.command(CHILD), timeout=120, cwd=tmp_path)
     assert done.returncode == EXIT_STATUS
     told = done.stdout + done.stderr
     assert "Rank 1 failed in execute_model" in told
