@@ -206,4 +206,9 @@ $(tools): $(vllm) pyproject.toml
 	@$(functions)
 	banner 'What the tests need'
 	pip install $(PIP_ARGS) $$(stated "['optional-dependencies']['test']") 'torch==$(TORCH_VERSION)'
+	# What its build asks for, but for a PyTorch of its own (pyproject.toml says why).
+	pip install $(PIP_ARGS) nanobind==2.9.2 wheel ninja 'cmake>=3.12'
+	export PATH="$(abspath $(bin)):$$PATH"  # where CMake is
+	pip install $(PIP_ARGS) --no-build-isolation --no-deps $$(stated "['optional-dependencies']['suffix']") \
+	    || banner 'arctic-inference cannot be built here: tests of suffix speculation will be skipped, and say so'
 	finish
