@@ -129,7 +129,9 @@ def _client(job: Job, port: int, point: Point) -> dict[str, Any]:
         command = [
             sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai",
             "--base-url", f"http://127.0.0.1:{port}", "--endpoint", "/v1/completions", "--model", SERVED_NAME,
-            "--tokenizer", str(job.subject.folder(job.progress)), "--dataset-name", "random", "--seed", "0",
+            "--tokenizer", str(job.subject.folder(job.progress)), "--dataset-name", "random",
+            # Other prompts for every run of the client: servers remember those they have read.
+            "--seed", str(round(10 * point.rate)),
             "--random-input-len", str(point.prompt), "--random-output-len", str(point.answer), "--ignore-eos",
             "--num-prompts", str(point.requests), "--max-concurrency", str(point.sequences), "--temperature", "0",
             "--request-rate", str(point.rate or "inf"), "--disable-tqdm",
