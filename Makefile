@@ -34,6 +34,7 @@ vllm := $(stamps)/vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
 plugin := $(stamps)/plugin
 needs := $(stamps)/needs
 tools := $(stamps)/tools
+suffix := $(stamps)/suffix
 # The folders too: they change when a file goes.
 kernel_sources := $(wildcard csrc/* csrc/*/* csrc/*/*/*)
 
@@ -80,7 +81,7 @@ serve: $(plugin)  ## Serve a model with the OpenAI API
 	@exec $(bin)/vllm-backplane serve $(MODEL) --host $(HOST) --port $(PORT) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 .PHONY: test
-test: lint  ## Run lint, unit and e2e
+test: lint $(suffix)  ## Run lint, unit and e2e
 	@printf '\n==> unit and end-to-end tests\n'
 	$(pytest) tests/e2e tests/unit $(ARGS)
 
@@ -92,17 +93,17 @@ lint: $(plugin) $(tools)  ## Check style and types
 	$(bin)/mypy
 
 .PHONY: unit
-unit: $(plugin) $(tools)  ## Run the unit tests
+unit: $(plugin) $(tools) $(suffix)  ## Run the unit tests
 	@printf '\n==> unit tests\n'
 	$(pytest) tests/unit $(ARGS)
 
 .PHONY: e2e
-e2e: $(plugin) $(tools)  ## Run the tests that start engines and servers
+e2e: $(plugin) $(tools) $(suffix)  ## Run the tests that start engines and servers
 	@printf '\n==> end-to-end tests\n'
 	$(pytest) tests/e2e $(ARGS)
 
 .PHONY: features
-features: $(plugin) $(tools)  ## Run the tests that show features, and write docs/features.md from what passed
+features: $(plugin) $(tools) $(suffix)  ## Run the tests that show features, and write docs/features.md from what passed
 	@$(pytest) tests -m feature --features docs/features.json $(ARGS) && status=0 || status=$$?
 	$(bin)/python docs/generate.py
 	exit $$status
@@ -123,7 +124,7 @@ matrix:  ## Run a smoke test on every release of vLLM that is served
 runtime: $(plugin)  ## Install what serving needs into VENV
 
 .PHONY: setup
-setup: $(plugin) $(tools)  ## Install everything into VENV
+setup: $(plugin) $(tools) $(suffix)  ## Install everything into VENV
 
 .PHONY: clean
 clean:  ## Remove what was built; keep VENV's packages and prepared models
@@ -206,9 +207,14 @@ $(tools): $(vllm) pyproject.toml
 	@$(functions)
 	banner 'What the tests need'
 	pip install $(PIP_ARGS) $$(stated "['optional-dependencies']['test']") 'torch==$(TORCH_VERSION)'
-	# What its build asks for, but for a PyTorch of its own (pyproject.toml says why).
-	pip install $(PIP_ARGS) nanobind==2.9.2 wheel ninja 'cmake>=3.12'
-	export PATH="$(abspath $(bin)):$$PATH"  # where CMake is
-	pip install $(PIP_ARGS) --no-build-isolation --no-deps $$(stated "['optional-dependencies']['suffix']") \
-	    || banner 'arctic-inference cannot be built here: tests of suffix speculation will be skipped, and say so'
 	finish
+
+# Optional, so what fails here ends nothing; it is tried again the next time.
+$(suffix): $(tools)
+	@$(functions)
+	banner 'What suffix speculation needs'
+	# What its build asks for, but for a PyTorch of its own (pyproject.toml says why).
+	export PATH="$(abspath $(bin)):$$PATH"  # where CMake is
+	if pip install $(PIP_ARGS) setuptools nanobind==2.9.2 wheel ninja 'cmake>=3.12' && pip install $(PIP_ARGS) \
+	    --no-build-isolation --no-deps $$(stated "['optional-dependencies']['suffix']"); then finish; else
+	    banner 'arctic-inference was not installed: tests of suffix speculation will be skipped, and say so'; fi

@@ -54,6 +54,8 @@ def choose_scheduler(config: VllmConfig) -> None:
         return
     if config.model_config.runner_type != "generate" or _other_connector(config):
         return
+    if getattr(config, "diffusion_config", None) is not None:  # vLLM has schedulers of its own for those, since 0.32
+        return
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
 
 

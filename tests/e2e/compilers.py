@@ -42,6 +42,8 @@ class Compilers:
     def traces(self) -> list[str]:
         """Calls of compilers, and files in the caches."""
         called = self._notes.read_text().splitlines() if self._notes.exists() else []
+        # ctypes looks for libraries that the system's list does not have by asking a linker to trace its search.
+        called = [call for call in called if "-Wl,-t" not in call.split() and "-t" not in call.split()]
         found = [file for cache in self._caches.values() for file in cache.rglob("*") if file.is_file()]
         found += [file for file in self._vllm.rglob("torch_compile_cache/**/*") if file.is_file()]
         return [*called, *map(str, found)]

@@ -156,11 +156,11 @@ def forget(storage: torch.UntypedStorage) -> None:
     if torch._C._storage_Use_Count(storage._cdata) > 1:  # somebody still looks at it
         return
     start, end = whole_pages(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-    if start < end and not _is_locked():
+    if start < end and not is_locked():
         drop_pages(start, end - start)
 
 
-def _is_locked() -> bool:
+def is_locked() -> bool:
     """Whether the process has had its memory locked (mlockall): the system then takes nothing back."""
     status = Path("/proc/self/status")
     locked = re.search(r"^VmLck:\s+(\d+)", status.read_text(), re.MULTILINE) if status.exists() else None

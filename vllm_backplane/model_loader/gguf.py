@@ -12,6 +12,7 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from vllm_backplane.device import host
 from vllm_backplane.errors import BackplaneError, BindingError, CheckpointError
 from vllm_backplane.gguf.architectures import named
 from vllm_backplane.gguf.configuration import QUANTIZATION
@@ -22,16 +23,21 @@ from vllm_backplane.gguf.stored import weights
 
 
 class GgufModelLoader(BaseModelLoader):
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        self._read: list[GgufFile] = []
+
     def download_model(self, model_config: ModelConfig) -> None:
         """The file is on this host, or it would not have been described."""
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
-        model = super().load_model(vllm_config, model_config, prefix)
-        # Most of it was packed; the embedding stays in the file, and few of its rows are read again.
-        for file in self._read:
-            file.forget_pages()
-        del self._read
-        return model
+        try:
+            return super().load_model(vllm_config, model_config, prefix)
+        finally:
+            # Most of it was packed; the embedding stays in the file, and few of its rows are read again.
+            read, self._read = self._read, []
+            for file in read if not host.is_locked() else []:
+                file.forget_pages()
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         stated = getattr(model_config.hf_config, "quantization_config", None)
@@ -42,7 +48,7 @@ class GgufModelLoader(BaseModelLoader):
         # What is multiplied as blocks has no memory yet, and its layer insists on it; a tied head has nothing.
         wanted = {name for name, weight in model.named_parameters() if not weight.is_meta and weight.numel()}
         file, into = source(stated), cast(Any, model)
-        self._read: list[GgufFile] = file.files
+        self._read = file.files
         loaded = into.load_weights(_weights(file, bool(self.load_config.use_tqdm_on_load)))
         missing = sorted(wanted - loaded) if loaded is not None else []
         if missing:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
@@ -86,6 +87,11 @@ class SchemeMoEMethod(BackplaneFusedMoEMethod):
             raise BackplaneError("quantized experts are not spread over workers; remove --enable-expert-parallel")
         if layer.apply_router_weight_on_input:
             raise BackplaneError(f"{self._prefix} weighs the inputs of experts, which is served in full precision only")
+        if get_current_vllm_config().load_config.load_format == "dummy":
+            raise BackplaneError(
+                f"--load-format dummy makes no weights for the quantized experts of {self._prefix}; load a checkpoint, "
+                "or take a model without experts"
+            )
         self._device = torch.empty(0).device
         self._experts, self._hidden = kwargs["num_experts"], kwargs["hidden_size"]
         self._width = kwargs["intermediate_size_per_partition"]

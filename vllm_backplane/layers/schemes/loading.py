@@ -89,6 +89,8 @@ def _insist_on_loaded(layer: Any, info: LayerReloadingInfo, needed: tuple[str, .
 def _parts(call: BoundArguments, parts: int) -> Iterable[int]:
     """Which parts of a layer the call of a weight loader is for. A checkpoint may have them in one tensor."""
     shard = call.arguments.get("loaded_shard_id")
-    if shard is None:
+    shards = shard if isinstance(shard, tuple) else (shard,)
+    # No part is named, or one by a name that is not known here: it may be for all of them.
+    if any(one not in QKV if isinstance(one, str) else one is None for one in shards):
         return range(parts)
-    return [QKV[one] if isinstance(one, str) else one for one in (shard if isinstance(shard, tuple) else (shard,))]
+    return [QKV[one] if isinstance(one, str) else one for one in shards]
