@@ -24,7 +24,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _WORDS = "LoRA adapter {name!r} cannot be used: {reason} (correct the adapter, or load another)"
-_KINDS = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError", 503: "ServiceUnavailableError"}
+_KINDS = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
+_GENERIC = "Internal server error"
+"""All that vLLM says of a request that ended with an error."""
 _FOUND = re.compile(r"LoRA adapter .{1,1000}? cannot be used: .*?\(correct the adapter, or load another\)", re.DOTALL)
 
 
@@ -48,7 +50,7 @@ class AdapterErrors:
             await self.app(scope, receive, send)
         elif scope["path"].endswith(PATHS):
             await self._look_at_failures(scope, receive, send, _refusal)
-        elif adapters := _served(scope):
+        elif _is_json(scope) and (adapters := _served(scope)):
             await self._explain_failures(scope, receive, send, adapters)
         else:
             await self.app(scope, receive, send)
@@ -57,14 +59,22 @@ class AdapterErrors:
         self, scope: Message, receive: Receive, send: Send, adapters: Mapping[str, Any]
     ) -> None:
         """Of requests that ask for an adapter: whether it can be loaded (again) is what the engine is asked then."""
-        asked = bytearray()
+        asked: bytearray | None = bytearray()
 
         async def keep() -> Message:
             message = await receive()
-            asked.extend(message.get("body", b""))
+            if asked is not None:
+                asked.extend(message.get("body", b""))
             return message
 
-        async def explain(_body: bytes) -> tuple[int, str] | None:
+        async def forget(message: Message) -> None:
+            nonlocal asked
+            asked = None  # what is answered is decided
+            await send(message)
+
+        async def explain(body: bytes) -> tuple[int, str] | None:
+            if asked is None or _message(body) != _GENERIC:
+                return None
             request, engine = adapters.get(_model(bytes(asked))), scope["app"].state.engine_client
             if request is None or engine.errored:
                 return None
@@ -72,9 +82,9 @@ class AdapterErrors:
                 await engine.add_lora(request)
             except Exception as fault:  # it is the answer
                 return _told(str(fault), request)
-            return 503, f"LoRA adapter {request.lora_name!r} could not be used, and now it can; send the request again"
+            return None  # the fault is another, or is mended
 
-        await self._look_at_failures(scope, keep, send, explain)
+        await self._look_at_failures(scope, keep, forget, explain)
 
     async def _look_at_failures(
         self,
@@ -100,6 +110,11 @@ class AdapterErrors:
                         await send(part)
 
         await self.app(scope, receive, look)
+
+
+def _is_json(scope: Message) -> bool:
+    kinds = (value for key, value in scope.get("headers", ()) if key.lower() == b"content-type")
+    return any(kind.split(b";")[0].strip().lower() == b"application/json" for kind in kinds)
 
 
 def _served(scope: Message) -> Mapping[str, Any]:

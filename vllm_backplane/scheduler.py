@@ -69,14 +69,25 @@ class _EndsUnserved:
         return outputs
 
     def _end(self, names: Iterable[str]) -> list[Request]:
+        names = list(names)
         ended = [self.requests[name] for name in names if name in self.requests]  # others were cancelled meanwhile
         ended = [request for request in ended if not request.is_finished()]
-        for request in ended:
-            blocks = self.kv_cache_manager.get_block_ids(request.request_id)
-            self.kv_cache_manager.evict_blocks({block for group in blocks for block in group})
+        blocks = [self._all_blocks(request) for request in ended]
+        if len(ended) < len(names) or None in blocks:
+            # Some were given back with their hashes, and nobody knows which. Blocks in use stay with their requests.
+            self.kv_cache_manager.evict_blocks(set(range(len(self.kv_cache_manager.block_pool.blocks))))
+        else:
+            for some in blocks:
+                self.kv_cache_manager.evict_blocks(some)
         if ended:
             self.finish_requests([request.request_id for request in ended], RequestStatus.FINISHED_ERROR)
         return ended
+
+    def _all_blocks(self, request: Request) -> set[int] | None:
+        """That it has had; None where it has given some back: preempted, or behind a sliding window."""
+        blocks = {block for group in self.kv_cache_manager.get_block_ids(request.request_id) for block in group}
+        given_back = request.num_preemptions or self.kv_cache_manager.block_pool.null_block.block_id in blocks
+        return None if given_back or not blocks else blocks
 
 
 class BackplaneScheduler(_EndsUnserved, Scheduler):

@@ -18,7 +18,12 @@ TOLD = f"Call to add_lora method failed: Worker failed with error '{REFUSED}', p
 
 
 def through(
-    path: str, status: int, parts: Iterable[bytes], asked: bytes | None = None, state: Any = None
+    path: str,
+    status: int,
+    parts: Iterable[bytes],
+    asked: bytes | None = None,
+    state: Any = None,
+    kind: bytes = b"application/json; charset=utf-8",
 ) -> tuple[int, bytes, dict[bytes, bytes]]:
     """What a client gets of an answer that the server gives in parts, and who has `asked`, where somebody wants to know
     that, of a server with a certain `state`."""
@@ -42,7 +47,13 @@ def through(
         assert asked is not None, "nobody asks for the request"
         return {"type": "http.request", "body": asked}
 
-    scope = {"type": "http", "path": path, **({"app": SimpleNamespace(state=state)} if state else {})}
+    headers = [(b"content-type", kind)]
+    scope = {
+        "type": "http",
+        "path": path,
+        "headers": headers,
+        **({"app": SimpleNamespace(state=state)} if state else {}),
+    }
     asyncio.run(AdapterErrors(server)(scope, request, collect))
     start, *bodies = sent
     return start["status"], b"".join(body["body"] for body in bodies), dict(start["headers"])
@@ -119,7 +130,7 @@ MINE = b'{"model": "mine", "prompt": "a"}'
         (TOLD, 400, REFUSED),
         ("Call failed: Loading lora mine failed: No adapter found for /gone", 404, "No adapter found for /gone"),
         ("no memory", 500, "no memory"),
-        (None, 503, "send the request again"),
+        (None, 500, "Internal server error"),
     ],
 )
 def test_a_request_that_failed_is_told_what_is_wrong_with_its_adapter(fault: Any, status: int, said: str) -> None:
@@ -140,8 +151,21 @@ def test_the_engine_is_not_asked_for_others(status: int, asked: bytes) -> None:
     assert engine.loaded == 0
 
 
+@pytest.mark.parametrize("body", [error("the template is wrong"), b"not json"])
+def test_other_failures_of_requests_with_an_adapter_stay(body: bytes) -> None:
+    engine = Engine(TOLD)
+    assert through(COMPLETE, 500, [body], MINE, serving(engine))[:2] == (500, body)
+    assert engine.loaded == 0
+
+
+def test_requests_that_are_not_json_are_not_kept() -> None:
+    engine, body = Engine(TOLD), error("Internal server error")
+    found = through(COMPLETE, 500, [body], MINE, serving(engine), kind=b"multipart/form-data; boundary=a")
+    assert (found[:2], engine.loaded) == ((500, body), 0)
+
+
 def test_an_engine_that_has_ended_is_not_asked() -> None:
-    engine, body = Engine(TOLD), error("the engine is dead")
+    engine, body = Engine(TOLD), error("Internal server error")
     engine.errored = True
     assert through(COMPLETE, 500, [body], MINE, serving(engine))[:2] == (500, body)
     assert engine.loaded == 0

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -59,8 +61,12 @@ def test_otherwise_it_is_left_alone(given: dict[str, Any], expected: str | None)
     assert chosen(**given) == expected
 
 
+POOL = 30
+
+
 class Request:
     trace_headers = None
+    num_preemptions = 0
 
     def __init__(self, name: str, client: int) -> None:
         self.request_id, self.client_index = name, client
@@ -82,8 +88,11 @@ class Upstream:
     def __init__(self, requests: list[Request]) -> None:
         self.requests = {one.request_id: one for one in requests}
         self.forgotten: set[int] = set()
-        blocks = {one.request_id: ([place, 10 + place],) for place, one in enumerate(requests)}
-        self.kv_cache_manager = SimpleNamespace(get_block_ids=blocks.get, evict_blocks=self.forgotten.update)
+        self.blocks = {one.request_id: ([place, 10 + place],) for place, one in enumerate(requests, 1)}
+        pool = SimpleNamespace(blocks=[None] * POOL, null_block=SimpleNamespace(block_id=0))
+        self.kv_cache_manager = SimpleNamespace(
+            get_block_ids=self.blocks.get, evict_blocks=self.forgotten.update, block_pool=pool
+        )
 
     def finish_requests(self, names: list[str], status: RequestStatus) -> None:
         for name in names:
@@ -103,7 +112,7 @@ class Ending(scheduler._EndsUnserved, Upstream):
 
 def test_requests_that_were_not_served_end_with_an_error_and_nothing_else() -> None:
     ending = Ending([Request("a", 0), Request("b", 1), Request("c", 0)])
-    output = scheduler.note_unserved(ModelRunnerOutput(req_ids=[], req_id_to_index={}), frozenset({"b", "c", "gone"}))
+    output = scheduler.note_unserved(ModelRunnerOutput(req_ids=[], req_id_to_index={}), frozenset({"b", "c"}))
     made = ending.update_from_output(None, output)  # type: ignore[arg-type]
     told = {
         (client, one.request_id): (one.new_token_ids, one.finish_reason)
@@ -111,8 +120,39 @@ def test_requests_that_were_not_served_end_with_an_error_and_nothing_else() -> N
         for one in outputs.outputs
     }
     assert told == {(0, "a"): ([7], None), (1, "b"): ([], FinishReason.ERROR), (0, "c"): ([], FinishReason.ERROR)}
-    assert ending.forgotten == {1, 11, 2, 12}, "what was computed for them"
+    assert ending.forgotten == {2, 12, 3, 13}, "what was computed for them"
     assert list(ending.requests) == ["a"]
+
+
+@pytest.mark.parametrize("what", ["cancelled", "preempted", "resumed", "behind a sliding window"])
+def test_where_blocks_were_given_back_the_whole_cache_is_forgotten(what: str) -> None:
+    """They have their hashes, and a later request with the same beginning would go on with them."""
+    ending = Ending([Request("a", 0), Request("b", 0)])
+    if what == "cancelled":
+        ending.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)
+    elif what == "preempted":
+        ending.requests["b"].status = RequestStatus.PREEMPTED
+        ending.blocks["b"] = ([],)  # type: ignore[assignment]
+    elif what == "resumed":
+        ending.requests["b"].num_preemptions = 1
+    else:
+        ending.blocks["b"] = ([0, 12],)
+    output = scheduler.note_unserved(ModelRunnerOutput(req_ids=[], req_id_to_index={}), frozenset({"b"}))
+    ending.update_from_output(None, output)  # type: ignore[arg-type]
+    assert ending.forgotten == set(range(POOL))
+    assert list(ending.requests) == ["a"]
+
+
+def test_the_whole_cache_can_be_forgotten_while_blocks_are_in_use() -> None:
+    pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=16)
+    used, free = pool.get_new_blocks(2)
+    for block, name in ((used, b"used"), (free, b"free")):
+        pool._insert_block_hash(make_block_hash_with_group_id(BlockHash(name), 0), block, num_tokens=16)
+    assert all(pool.get_cached_block(BlockHash(name), [0]) for name in (b"used", b"free"))
+    pool.free_blocks([free])
+    pool.evict_blocks(set(range(len(pool.blocks))))
+    assert (used.ref_cnt, pool.get_num_free_blocks()) == (1, 6)
+    assert not any(pool.get_cached_block(BlockHash(name), [0]) for name in (b"used", b"free"))
 
 
 def test_other_steps_are_vllms() -> None:

@@ -38,6 +38,7 @@ OURS = (LoRAAdapterNotFoundError, MemoryError, torch.OutOfMemoryError, OSError)
 """Raised while files are read, and no fault in them; vLLM has an answer of its own to the first."""
 PINNED = "items are pinned"
 """What vLLM says where there is no place for another adapter."""
+UNPIN = "; unload a pinned adapter, or raise --max-cpu-loras"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def _judge(
     adapter = manager.get_adapter(request.lora_int_id)
     if raised is not None and adapter is before:  # its files could not be read, or there was no place for it
         if PINNED in str(raised):
-            return Failure(f"{_told(raised)}; unload a pinned adapter, or raise --max-cpu-loras", False)
+            return Failure(_told(raised).removesuffix(UNPIN) + UNPIN, False)  # may be told once more, within the second
         missing = _missing_factor(request) if isinstance(raised, TypeError) else None
         return Failure(missing or _told(raised), not isinstance(raised, OURS))
     faults = [] if adapter is None or adapter is before else list(misfits(manager, adapter, _rank(request), parallel))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.logger import init_logger
-from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 
 from vllm_backplane import scheduling
@@ -47,7 +46,6 @@ class StepAdapters:
         """By number: when and why."""
         self._broken: dict[int, str] = {}
         """Of this step: why."""
-        self._stand_ins: set[int] = set()
         self._unserved: frozenset[str] = frozenset()
 
     def prepare(self, step: SchedulerOutput) -> None:
@@ -58,19 +56,25 @@ class StepAdapters:
         if not missing:
             return
         for one in wanted.values():
-            if one.lora_int_id not in missing:
-                self._runner.add_lora(one)  # is used now, so others make room
+            if one.lora_int_id in there:
+                self._runner.add_lora(_as_it_is(one))  # is used now, so others make room
         for number, one in sorted(missing.items()):
             self._load(number, one)
-        self._unserved = frozenset(name for name, one in wanted.items() if one.lora_int_id in self._broken)
+        gone = self._broken.keys() - self._runner.list_loras()  # one that was to be replaced may be as it was
+        self._unserved = frozenset(
+            name
+            for name, one in wanted.items()
+            if one.lora_int_id in gone or (one.load_inplace and one.lora_int_id in self._broken)
+        )
         for new in step.scheduled_new_reqs:
-            if new.req_id in self._unserved:
-                new.lora_request = None
-            elif new.lora_request is not None and new.lora_request.load_inplace:
-                # It has been, once; vLLM would read it in every step.
-                new.lora_request = msgspec.structs.replace(new.lora_request, load_inplace=False)
+            if new.lora_request is None:
+                continue
+            # Where it was to be replaced, it has been, once, and vLLM would read it in every step; or it is as it was,
+            # and so are the KV blocks that others find.
+            new.lora_request = None if new.lora_request.lora_int_id in gone else _as_it_is(new.lora_request)
         for name in self._unserved.intersection(step.scheduled_cached_reqs.req_ids):
-            self._stand_in(wanted[name].lora_int_id)
+            if wanted[name].lora_int_id in gone:
+                self._drop(name)
 
     def _wanted(self, step: SchedulerOutput) -> dict[str, LoRARequest]:
         """Adapters by request."""
@@ -98,17 +102,27 @@ class StepAdapters:
         )
         self._broken[number] = failure.reason
 
-    def _stand_in(self, number: int) -> None:
-        """An adapter that changes nothing, for requests that the runner knows with theirs. It goes after the step."""
-        if number in self._stand_ins:
+    def _drop(self, name: str) -> None:
+        """The adapter of a request that the runner knows; the scheduler is about to end it."""
+        second = getattr(self._runner, "lora_state", None)
+        if second is not None:
+            second.add_request(name, self._runner.req_states.req_id_to_index[name], None)
+            second.remove_request(name)
             return
-        manager = self._runner.get_model().lora_manager
-        if manager.get_adapter(number) is not None:
-            self._runner.remove_lora(number)  # it was to be replaced, and is not what the request asks for
-        if len(manager) + 1 > manager.capacity:
-            manager.remove_oldest_adapter()
-        manager.add_adapter(LoRAModel(number, 1, {}))
-        self._stand_ins.add(number)
+        self._runner.requests[name].lora_request = None
+        batch = self._runner.input_batch
+        place = batch.req_id_to_index.get(name)
+        number = 0 if place is None else int(batch.request_lora_mapping[place])
+        if number == 0:
+            return
+        batch.request_lora_mapping[place] = 0
+        batch.lora_id_to_request_ids[number].discard(name)
+        if not batch.lora_id_to_request_ids[number]:
+            del batch.lora_id_to_request_ids[number], batch.lora_id_to_lora_request[number]
+
+    def loaded(self, number: int) -> None:
+        """By `add_lora`: what was wrong with it is mended."""
+        self._failed.pop(number, None)
 
     def _read(self, request: LoRARequest) -> bool:
         when, why = self._failed.get(request.lora_int_id, (0.0, ""))
@@ -121,7 +135,9 @@ class StepAdapters:
         now = time.monotonic()
         for number, reason in self._broken.items():
             self._failed[number] = now, reason
-        for number in self._stand_ins:
-            self._runner.remove_lora(number)
-        self._broken, self._stand_ins = {}, set()
+        self._broken = {}
         return note_unserved(output, self._unserved) if self._unserved and output is not None else output
+
+
+def _as_it_is(request: LoRARequest) -> LoRARequest:
+    return msgspec.structs.replace(request, load_inplace=False) if request.load_inplace else request

@@ -295,7 +295,10 @@ class BackplaneWorker(Worker):
     # --- adapters ---------------------------------------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        return adapters.add(self.model_runner, lora_request, self.parallel_config, self.rank, super().add_lora)
+        added = adapters.add(self.model_runner, lora_request, self.parallel_config, self.rank, super().add_lora)
+        if added and self.step_adapters is not None:
+            self.step_adapters.loaded(lora_request.lora_int_id)
+        return added
 
     # --- other weights ----------------------------------------------------------------------------------------
 

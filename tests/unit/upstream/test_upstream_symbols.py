@@ -301,6 +301,9 @@ def test_source_is_what_inspect_reads(real):
     tree = open_tree("installed")
     for module, name in [
         ("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
+        ("vllm.v1.core.sched.scheduler", "Scheduler.finish_requests"),
+        ("vllm.v1.core.kv_cache_manager", "KVCacheManager.evict_blocks"),
+        ("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_block_ids"),
         ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._dummy_run"),
         ("vllm.platforms.interface", "Platform"),
     ]:

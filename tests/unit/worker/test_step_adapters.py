@@ -5,9 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.lora_utils import LoraState
+from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from vllm_backplane.scheduler import _NOTE
 from vllm_backplane.worker import adapters, step_adapters
@@ -24,8 +27,12 @@ class Runner:
     def __init__(self) -> None:
         self.held: dict[int, Any] = {}
         self.damaged = {BAD}
+        self.pinned: set[int] = set()
         self.read: list[int] = []
         self.requests: dict[str, Any] = {}
+        self.input_batch = SimpleNamespace(
+            req_id_to_index={}, request_lora_mapping=[], lora_id_to_request_ids={}, lora_id_to_lora_request={}
+        )
         self.modules: dict[str, Any] = {}
         self.lora_config = SimpleNamespace(target_modules=None)
 
@@ -45,10 +52,9 @@ class Runner:
         del self.held[number]
 
     def remove_oldest_adapter(self) -> None:
+        if self.pinned >= self.held.keys():
+            raise RuntimeError("All items are pinned, cannot remove oldest from the cache.")
         del self.held[next(iter(self.held))]
-
-    def add_adapter(self, adapter: Any) -> None:
-        self.held[adapter.id] = adapter
 
     def add_lora(self, request: LoRARequest) -> bool:
         number = request.lora_int_id
@@ -107,15 +113,76 @@ def test_requests_with_a_damaged_adapter_are_told_and_the_others_have_theirs(
     assert unserved(kept) == frozenset()
 
 
-def test_a_request_that_runs_goes_on_with_a_stand_in_until_the_step_ends(runner: Runner, kept: StepAdapters) -> None:
-    runner.requests = {"b": SimpleNamespace(lora_request=adapter(BAD)), "a": SimpleNamespace(lora_request=None)}
+def running(runner: Runner, **held: LoRARequest | None) -> None:
+    """Requests in the batch of vLLM's first runner."""
+    batch = InputBatch.__new__(InputBatch)
+    batch.req_id_to_index = {name: place for place, name in enumerate(held)}  # type: ignore[misc]
+    batch.request_lora_mapping = np.array([one.lora_int_id if one else 0 for one in held.values()])
+    batch.lora_id_to_lora_request = {one.lora_int_id: one for one in held.values() if one}
+    batch.lora_id_to_request_ids = {
+        number: {name for name, one in held.items() if one and one.lora_int_id == number}
+        for number in batch.lora_id_to_lora_request
+    }
+    runner.input_batch = batch  # type: ignore[assignment]
+    runner.requests = {name: SimpleNamespace(lora_request=one) for name, one in held.items()}
+
+
+@pytest.mark.parametrize("pinned", [set(), {GOOD, OTHER}])
+def test_a_request_that_runs_goes_on_without_it(runner: Runner, kept: StepAdapters, pinned: set[int]) -> None:
+    running(runner, a=None, b=adapter(BAD), c=adapter(GOOD), d=adapter(BAD))
     runner.add_lora(adapter(GOOD))
     runner.add_lora(adapter(OTHER))
-    kept.prepare(step({"new": adapter(GOOD)}, ("a", "b")))
-    assert runner.list_loras() == {GOOD, BAD}, "the one that nobody needs makes room"
-    assert runner.held[BAD].loras == {}
+    runner.pinned = pinned
+    kept.prepare(step({"new": adapter(GOOD)}, ("a", "b", "c", "d")))
+    assert runner.list_loras() == {GOOD, OTHER}, "no place is taken"
+    assert list(runner.input_batch.request_lora_mapping) == [0, 0, GOOD, 0]
+    assert runner.input_batch.lora_id_to_request_ids == {GOOD: {"c"}}
+    assert list(runner.input_batch.lora_id_to_lora_request) == [GOOD]
+    assert unserved(kept) == {"b", "d"}
+
+
+def test_with_vllms_second_runner_as_well(runner: Runner, kept: StepAdapters) -> None:
+    second = LoraState(4)
+    runner.lora_state, runner.req_states = second, SimpleNamespace(req_id_to_index={"a": 0, "b": 2})  # type: ignore[attr-defined]
+    second.add_request("a", 0, adapter(GOOD))
+    second.add_request("b", 2, adapter(BAD))
+    kept.prepare(step({}, ("a", "b")))
+    assert (list(second.lora_ids), list(second.lora_requests)) == ([GOOD, 0, 0, 0], ["a"])
     assert unserved(kept) == {"b"}
-    assert runner.list_loras() == {GOOD}, "or the next request would be served without its adapter"
+
+
+def test_one_that_cannot_be_replaced_serves_those_that_have_it(runner: Runner, kept: StepAdapters) -> None:
+    running(runner, old=adapter(GOOD))
+    runner.add_lora(adapter(GOOD))
+    runner.damaged = {GOOD}
+    taken = step({"new": adapter(GOOD, load_inplace=True), "other": adapter(GOOD)}, ("old",))
+    kept.prepare(taken)
+    assert [(new.lora_request.lora_int_id, new.lora_request.load_inplace) for new in taken.scheduled_new_reqs] == [
+        (GOOD, False),
+        (GOOD, False),
+    ], "what is computed for the first may be found by others"
+    assert unserved(kept) == {"new"}
+    assert runner.list_loras() == {GOOD}
+    assert list(runner.input_batch.request_lora_mapping) == [GOOD]
+
+
+def test_one_that_was_mended_and_loaded_is_served_at_once(runner: Runner, kept: StepAdapters) -> None:
+    kept.prepare(step({"a": adapter(BAD)}))
+    assert unserved(kept) == {"a"}
+    runner.damaged.clear()
+    kept.loaded(BAD)
+    kept.prepare(step({"b": adapter(BAD, load_inplace=True)}))
+    assert unserved(kept) == frozenset()
+
+
+def test_the_advice_is_given_once(runner: Runner, kept: StepAdapters) -> None:
+    runner.add_lora(adapter(GOOD))
+    runner.add_lora(adapter(OTHER))
+    runner.damaged, runner.pinned = set(), {GOOD, OTHER}
+    for name in ("a", "b", "c"):
+        kept.prepare(step({name: adapter(BAD)}))
+        assert kept._broken[BAD].count(adapters.UNPIN) == 1
+        assert unserved(kept) == {name}
 
 
 def test_it_is_read_again_after_a_while(runner: Runner, kept: StepAdapters, monkeypatch: pytest.MonkeyPatch) -> None:
