@@ -45,12 +45,14 @@ def test_what_is_kept_comes_back_to_where_it_was(pool: SleepPool) -> None:
     places = weights.weight.data_ptr(), arranged.data_ptr()
     before = resident()
     pool.release(keep=True)
-    assert before - resident() > 0.95 * (weights.weight.nbytes + arranged.nbytes)
+    asleep = resident()
+    assert before - asleep > 0.95 * (weights.weight.nbytes + arranged.nbytes)
     assert not arranged.any(), "they stay mapped, and empty"
     pool.restore()
     assert places == (weights.weight.data_ptr(), arranged.data_ptr())
     assert all(map(torch.equal, (weights.weight, arranged, view), expected))
-    assert resident() > before - 8 * MIB
+    # Not what it was before: memory that was free already went back too.
+    assert resident() - asleep > 0.95 * (weights.weight.nbytes + arranged.nbytes)
 
 
 def test_what_is_not_kept_does_not(pool: SleepPool, tmp_path: Path) -> None:
