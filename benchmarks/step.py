@@ -197,6 +197,7 @@ def prompt(model: str, dtype: str, quantization: str | None, length: int, rounds
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="its folder, such as one that make bench has made; default: smollm2 in float32")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--quantization", help="int8 or int4; default: none")
     parser.add_argument("--sequences", nargs="+", type=int, default=[1, 16])
@@ -213,7 +214,7 @@ def main() -> int:
     args = parser.parse_args()
     from vllm_backplane.models import FULL_PRECISION, obtain
 
-    model = str(obtain(FULL_PRECISION.name))
+    model = args.model or str(obtain(FULL_PRECISION.name))
     if args.part:
         given = (model, args.dtype, args.quantization, args.sequences, args.rounds)
         now = time.thread_time if args.processor_time else time.perf_counter
@@ -246,12 +247,14 @@ def main() -> int:
             command = [sys.executable, str(Path(__file__).resolve()), "--part", part, str(answer)]
             command += ["--dtype", args.dtype, "--rounds", str(args.rounds)]
             command += ["--sequences", *map(str, args.sequences), *(["--processor-time"] * args.processor_time)]
+            if args.model:
+                command += ["--model", args.model]
             if args.quantization:
                 command += ["--quantization", args.quantization]
             subprocess.run(command, env={**os.environ, **quiet, **more}, stdout=sys.stderr, check=True)
             results[part] = json.loads(answer.read_text())
     weights = f", {args.quantization} weights" if args.quantization else ""
-    print(f"\n{FULL_PRECISION.name}, {args.dtype}{weights}, milliseconds per decode step (medians)\n")
+    print(f"\n{args.model or FULL_PRECISION.name}, {args.dtype}{weights}, milliseconds per decode step (medians)\n")
     for count, ways in results["within"].items():
         print(f"| {count} sequence(s) | replayed | eager |\n| --- | ---: | ---: |")
         for part, title in PARTS.items():
