@@ -21,7 +21,12 @@ USERS_OWN = "package.module.Scheduler"
 
 
 def chosen(
-    lora: bool, ahead: bool, given: str | None = None, runner: str = "generate", connector: str | None = None
+    lora: bool,
+    ahead: bool,
+    given: str | None = None,
+    runner: str = "generate",
+    connector: str | None = None,
+    diffusion: object = None,
 ) -> str | None:
     transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
     config: Any = SimpleNamespace(
@@ -29,6 +34,7 @@ def chosen(
         scheduler_config=SimpleNamespace(async_scheduling=ahead, scheduler_cls=given),
         model_config=SimpleNamespace(runner_type=runner),
         kv_transfer_config=transfer,
+        diffusion_config=diffusion,
     )
     scheduling.choose_scheduler(config)
     found: str | None = config.scheduler_config.scheduler_cls
@@ -45,6 +51,7 @@ def test_with_adapters_it_is_ours() -> None:
     assert chosen(lora=True, ahead=True) == scheduling.ASYNC_SCHEDULER
     assert chosen(lora=True, ahead=False, given=scheduling.ASYNC_SCHEDULER) == scheduling.SCHEDULER, "a copy"
     assert chosen(lora=True, ahead=True, connector="BackplaneTier") == scheduling.ASYNC_SCHEDULER
+    assert chosen(lora=True, ahead=True, diffusion=object()) is None, "vLLM has one of its own"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from inspect import BoundArguments
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import scheme_checkpoints as made
@@ -336,3 +338,11 @@ def test_weights_that_stay_in_small_pages_are_told(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(loading.host, "gather_pages", lambda _storage, reason=reason: reason)
         loading.exchange(layer, (), lambda: packed)
     assert told == ["Packed weights stay in small pages, which are slower to read (no reason)."]
+
+
+@pytest.mark.parametrize(
+    ("shard", "parts"), [(None, [0, 1, 2]), ("v", [2]), (("q", "k"), [0, 1]), (1, [1]), ("of another model", [0, 1, 2])]
+)
+def test_parts_of_a_layer_by_the_names_that_loaders_give(shard: object, parts: list[int]) -> None:
+    call = cast(BoundArguments, SimpleNamespace(arguments={"loaded_shard_id": shard}))
+    assert list(loading._parts(call, 3)) == parts
