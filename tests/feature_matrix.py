@@ -135,15 +135,19 @@ def chosen_singly(session: Any) -> bool:
     return bool(left_out or ended or some or options.markexpr not in ("", "feature"))
 
 
+def resolved(path: str) -> Path:
+    return Path(path).resolve()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--features", metavar="PATH", type=Path, help="record which features the tests have shown")
+    parser.addoption("--features", metavar="PATH", type=resolved, help="record which features the tests have shown")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Notes())
     path = config.getoption("--features")
     if path is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(path.resolve()))
+        config.pluginmanager.register(Recorder(path))
 
 
 def exists(entry: Shown) -> bool:
