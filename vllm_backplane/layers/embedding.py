@@ -12,6 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from vllm_backplane import ops
+from vllm_backplane.layers.collected import collect_bias
 from vllm_backplane.layers.quantization.head import QuantizedHeadMethod
 
 
@@ -35,6 +36,8 @@ class _OnOperators(VocabParallelEmbedding):
         super().__init__(*args, **kwargs)
         if type(self.quant_method) is UnquantizedEmbeddingMethod:
             self.quant_method = BackplaneEmbeddingMethod()
+        if not isinstance(self.quant_method, QuantizedHeadMethod):  # which does not collect
+            collect_bias(self)
 
 
 class BackplaneVocabParallelEmbedding(_OnOperators, VocabParallelEmbedding):
