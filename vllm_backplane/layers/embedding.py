@@ -46,6 +46,8 @@ class BackplaneVocabParallelEmbedding(_OnOperators, VocabParallelEmbedding):
 
 class BackplaneParallelLMHead(_OnOperators, ParallelLMHead):
     def weight_loader(self, param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        if param is self.bias:
+            param.backplane_loaded = True
         if isinstance(self.quant_method, QuantizedHeadMethod) and self.quant_method.loads(self, param):
             self.quant_method.load(self, loaded_weight)
         else:
