@@ -118,7 +118,10 @@ def _describe(writer: Any, config: Any, metadata: Mapping[str, Any], architectur
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if architecture == "phi2":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     positions = config.rope_parameters
     writer.add_rope_freq_base(positions.get("full_attention", positions)["rope_theta"])
     writer.add_tokenizer_model("none")
@@ -251,6 +254,14 @@ MODELS: dict[str, Tiny] = {
             "rope.scaling.original_context_length": 3,
             "rope.scaling.attn_factor": 1.125,
         },
+        types=(Type.Q4_0, Type.Q8_0),
+    ),
+    "Phi2": Tiny(
+        "PhiConfig",
+        "PhiForCausalLM",
+        "phi2",
+        {**COMMON, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
+        {"rope.dimension_count": 16},
         types=(Type.Q4_0, Type.Q8_0),
     ),
     "Mixtral": Tiny(

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_backplane.errors import CheckpointError
-from vllm_backplane.gguf.architectures import ALONE, IN_LAYER, TOP, Architecture
+from vllm_backplane.gguf.architectures import ALONE, IN_LAYER, QKV, Architecture
 from vllm_backplane.gguf.parts import Gguf
 
 _MOST_LAYERS = 1024
-_QKV = {"attn_q", "attn_k", "attn_v"}
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
@@ -31,11 +30,12 @@ def insist_on_layers(model: Gguf, architecture: Architecture, count: int) -> Non
     parts = {f"{part}.weight" for part in (*architecture.layer, *architecture.experts)}
     # What one layer, or one of Q, K and V, adds to its products, all do.
     biased = {match[2] for name in model.tensors if (match := IN_LAYER.fullmatch(name)) and match[3] == "bias"}
-    if not biased.isdisjoint(_QKV):
-        biased |= _QKV
-    parts |= {f"{part}.bias" for part in biased}
-    wanted = ("output_norm.weight", *(f"blk.{number}.{part}" for number in range(count) for part in sorted(parts)))
-    for name in wanted:
+    if not biased.isdisjoint(QKV):
+        biased |= QKV
+    parts |= {f"{part}.bias" for part in (architecture.layer if architecture.biased else biased)}
+    top = ("output_norm.bias", "output.weight", "output.bias") if architecture.biased else ()
+    layers = (f"blk.{number}.{part}" for number in range(count) for part in sorted(parts))
+    for name in ("output_norm.weight", *top, *layers):
         if name not in model.tensors:
             raise _fault(model, f"it has no {name}")
 
@@ -65,8 +65,8 @@ def _shapes(architecture: Architecture, made: Mapping[str, Any]) -> dict[str, tu
     """Of weights, by name within a layer or at the top."""
     width, inner, vocabulary = made["hidden_size"], made["intermediate_size"], made["vocab_size"]
     queries, keys = (made[name] * made["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    norms = (one for one in (*TOP, *architecture.layer) if one.endswith("norm"))
-    fused = "attn_qkv" in architecture.layer
+    norms = (one for one in (*architecture.top, *architecture.layer) if one.endswith("norm"))
+    fused = architecture.layer.get("ffn_up") == "mlp.gate_up_proj"
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(norms, (width,)),
         "attn_q_norm": (made["head_dim"],),

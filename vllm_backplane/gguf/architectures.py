@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from vllm_backplane.errors import CheckpointError, nearest
@@ -22,6 +22,7 @@ _ATTENTION = {
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
 }
+QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 _GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _DENSE = {**_ATTENTION, **_GATED, "ffn_norm": "post_attention_layernorm"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
@@ -51,6 +52,10 @@ class Architecture:
     """Names within a layer of what a file has for all experts together; {} is an expert's number."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Of the configuration, where files do not say it."""
+    top: Mapping[str, str] = field(default_factory=lambda: TOP)
+    """Names outside of layers."""
+    biased: bool = False
+    """Every product and every norm has a bias, the head too, and norms subtract the mean."""
 
 
 _EXPERTS = {
@@ -80,6 +85,26 @@ MIXTRAL = Architecture(
 """Its files say llama."""
 
 _GEMMA = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+
+_PHI2 = {
+    **_ATTENTION,
+    "attn_output": "self_attn.dense",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+PHI2 = Architecture(
+    "phi",
+    "PhiForCausalLM",
+    _PHI2,
+    defaults={"hidden_act": "gelu_new", "qk_layernorm": False},
+    top={**TOP, "output_norm": "model.final_layernorm"},
+    biased=True,
+)
+PHI2_FUSED = replace(
+    PHI2,
+    layer={"attn_qkv": "self_attn.qkv_proj", **{part: name for part, name in _PHI2.items() if part not in QKV}},
+)
+"""As the first converters wrote it, from a checkpoint that had queries, keys and values in one matrix."""
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", _DENSE, permuted=True),
@@ -122,6 +147,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "ffn_down": "mlp.down_proj",
         },
     ),
+    "phi2": PHI2,
 }
 """By general.architecture. Mistral's files say llama."""
 
@@ -160,6 +186,8 @@ def architecture_of(model: Gguf) -> Architecture:
                 f"{model.path} is a mixture of experts of architecture {stated!r}, which is not served from GGUF; use "
                 "the model's original checkpoint"
             )
+    if found is PHI2 and "blk.0.attn_qkv.weight" in model.tensors:
+        return PHI2_FUSED
     return found
 
 
@@ -175,7 +203,7 @@ def named(model: Gguf) -> Iterator[Named]:
         match = IN_LAYER.fullmatch(name)
         if match is None:
             top, _, kind = name.rpartition(".")
-            translated = TOP.get(top)
+            translated = architecture.top.get(top)
             prefix = ""
         else:
             top, kind = match[2], match[3]

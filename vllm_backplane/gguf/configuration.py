@@ -95,7 +95,7 @@ def configuration(model: Gguf) -> dict[str, Any]:
         "vocab_size": table.tensor.shape[0],
         "num_key_value_heads": reader.number("attention.head_count_kv") or heads,
         "head_dim": head_dim,
-        "rms_norm_eps": _epsilon(reader),
+        **_epsilon(reader, mean=architecture.biased),
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in model.tensors,
@@ -129,12 +129,14 @@ def _head_dim(model: Gguf, heads: int) -> int:
     return queries.tensor.shape[0] // heads if queries is not None else 0
 
 
-def _epsilon(reader: _Reader) -> float:
-    """The number that was meant, not its float32 neighbour: 1e-05, not 9.999999747378752e-06."""
-    found = reader.real("attention.layer_norm_rms_epsilon")
+def _epsilon(reader: _Reader, mean: bool) -> dict[str, float]:
+    """Of norms, with a `mean` or by squares. The number that was meant, not its float32 neighbour: 1e-05, not
+    9.999999747378752e-06."""
+    key = f"attention.layer_norm_{'' if mean else 'rms_'}epsilon"
+    found = reader.real(key)
     if found is None or not 0 < found < 1:
-        raise reader.fault(f"{reader.architecture}.attention.layer_norm_rms_epsilon is {found}")
-    return float(f"{found:.6g}")
+        raise reader.fault(f"{reader.architecture}.{key} is {found}")
+    return {"layer_norm_eps" if mean else "rms_norm_eps": float(f"{found:.6g}")}
 
 
 def _positions(model: Gguf, reader: _Reader, head_dim: int) -> dict[str, Any]:
@@ -142,9 +144,11 @@ def _positions(model: Gguf, reader: _Reader, head_dim: int) -> dict[str, Any]:
     rotated = reader.number("rope.dimension_count") or head_dim
     if rotated > head_dim or rotated % 2:
         raise reader.fault(f"{reader.architecture}.rope.dimension_count is {rotated} in heads of {head_dim}")
-    if rotated != head_dim and reader.architecture != "phi3":
+    if rotated != head_dim and reader.architecture not in ("phi2", "phi3"):
         raise reader.fault(f"{rotated} features of {head_dim} are rotated, which is not known of {reader.architecture}")
     made: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if reader.architecture == "phi2":
+        made["partial_rotary_factor"] = rotated / head_dim
     scaling = reader.text("rope.scaling.type") or "none"
     factor = reader.real("rope.scaling.factor") or 1.0
     if factor < 0:

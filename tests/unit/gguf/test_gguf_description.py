@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
-from vllm_backplane.gguf.architectures import ARCHITECTURES
+from vllm_backplane.gguf.architectures import ARCHITECTURES, named
 from vllm_backplane.gguf.configuration import configuration
 from vllm_backplane.gguf.folder import described, source
 from vllm_backplane.gguf.parts import is_model, opened
@@ -153,6 +154,54 @@ def test_a_file_in_half_precision_says_so(tmp_path: Path) -> None:
 def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         configuration(opened(write(tmp_path / "m.gguf", **changes)))
+
+
+_PHI2_TENSORS: dict[str, tuple[int, ...] | None] = {
+    "blk.0.ffn_norm": None,
+    "blk.0.ffn_gate": None,
+    "output": (8, 32),
+    "output.bias": (8,),
+    "output_norm.bias": (32,),
+    "blk.0.attn_norm.bias": (32,),
+    "blk.0.attn_q.bias": (32,),
+    "blk.0.attn_k.bias": (16,),
+    "blk.0.attn_v.bias": (16,),
+    "blk.0.attn_output.bias": (32,),
+    "blk.0.ffn_up.bias": (64,),
+    "blk.0.ffn_down.bias": (32,),
+}
+_PHI2_FUSED: dict[str, tuple[int, ...] | None] = {
+    **{f"blk.0.attn_{part}{kind}": None for part in "qkv" for kind in ("", ".bias")},
+    "blk.0.attn_qkv": (64, 32),
+    "blk.0.attn_qkv.bias": (64,),
+}
+
+
+def phi2(path: Path, **tensors: tuple[int, ...] | None) -> Path:
+    """Half of a head's 8 features are rotated; norms subtract the mean."""
+    sizes = {"attention__layer_norm_epsilon": 1e-5, "attention__layer_norm_rms_epsilon": None}
+    return write(path, "phi2", tensors={**_PHI2_TENSORS, **tensors}, rope__dimension_count=4, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "queries"), [({}, "q_proj"), (_PHI2_FUSED, "qkv_proj")], ids=["three matrices", "one matrix"]
+)
+def test_phi2_has_biases_and_rotates_a_part(
+    tmp_path: Path, tensors: dict[str, tuple[int, ...] | None], queries: str
+) -> None:
+    model = opened(phi2(tmp_path / "m.gguf", **tensors))
+    made = configuration(model)
+    assert made["architectures"] == ["PhiForCausalLM"] and made["hidden_act"] == "gelu_new"
+    assert made["layer_norm_eps"] == 1e-5 and "rms_norm_eps" not in made and not made["tie_word_embeddings"]
+    assert made["rope_parameters"]["partial_rotary_factor"] == 0.5
+    names = {one.name for one in named(model)}
+    assert {"model.final_layernorm.bias", "lm_head.bias", f"model.layers.0.self_attn.{queries}.bias"} <= names
+
+
+@pytest.mark.parametrize("missing", ["output", "output.bias", "output_norm.bias", "blk.0.ffn_up.bias"])
+def test_phi2_without_one_of_its_biases_is_refused(tmp_path: Path, missing: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"it has no {re.escape(missing)}"):
+        configuration(opened(phi2(tmp_path / "m.gguf", **{missing: None})))
 
 
 def test_another_architecture_is_refused_with_those_that_are_served(tmp_path: Path) -> None:
