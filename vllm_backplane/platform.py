@@ -228,6 +228,7 @@ class BackplanePlatform(Platform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Fit vLLM's configuration to the device, in stages; each refuses what it cannot fulfil."""
         from vllm_backplane import configuration
+        from vllm_backplane.model_loader import completeness
 
         chosen = configured(vllm_config.additional_config)
         # 1. Options are settled and valid from here on.
@@ -243,8 +244,9 @@ class BackplanePlatform(Platform):
         # 6. Memory.
         configuration.set_states(vllm_config)
         configuration.set_memory(vllm_config, chosen)
-        # 7. Where the weights are in a GGUF file.
+        # 7. Where the weights are in a GGUF file; whether a quantized checkpoint has all of them.
         configuration.set_loading(vllm_config)
+        completeness.ask(vllm_config)
         # 8. A second tier of the KV cache.
         configuration.set_kv_tier(vllm_config)
         logger.info_once("Backplane runs on device %s: %s", chosen.device.name, chosen.selection.reason)

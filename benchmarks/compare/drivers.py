@@ -79,7 +79,7 @@ def environment(variant: Variant) -> dict[str, str]:
     """Of an engine's process. An offline one must not look for newer files, and the peer's must not find our plugin."""
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     own = {"VLLM_PLUGINS": "", "PYTHONPATH": ""} if variant.engine == VLLM_CPU else {}
-    return {**os.environ, **quiet, **own}
+    return {**os.environ, **quiet, **own, **variant.environment}
 
 
 def generate(job: Job, workload: Workload, variant: Variant) -> Figures:

@@ -21,6 +21,7 @@ class Variant:
     """Of a weight, scales not counted."""
     arguments: Mapping[str, str | bool] = field(default_factory=dict)
     """For the engines that are vLLM: arguments of `vllm.LLM`."""
+    environment: Mapping[str, str] = field(default_factory=dict)
     gguf: str = ""
     """The type of the matrices in the GGUF file that is loaded, for engines that load one."""
     default: bool = True
@@ -72,6 +73,15 @@ VARIANTS = (
     Variant(VLLM_CPU, "bf16", 16, {"dtype": "bfloat16"}),
     Variant(VLLM_CPU, "fp32-eager", 32, {"dtype": "float32", "enforce_eager": True}, default=False),
     Variant(VLLM_CPU, "bf16-eager", 16, {"dtype": "bfloat16", "enforce_eager": True}, default=False),
+    # By default it computes on all cores but one, which is kept for its scheduler.
+    Variant(
+        VLLM_CPU,
+        "fp32-eager-all-cores",
+        32,
+        {"dtype": "float32", "enforce_eager": True},
+        {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"},
+        default=False,
+    ),
     *(
         Variant(LLAMA_CPP, kind.lower(), bits, gguf=kind, default=kind in ("F32", "F16", "Q8_0", "Q4_0"))
         for kind, (bits, _) in GGUF_FORMATS.items()

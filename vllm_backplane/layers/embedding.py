@@ -12,6 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from vllm_backplane import ops
+from vllm_backplane.layers.collected import collect_bias
 from vllm_backplane.layers.quantization.head import QuantizedHeadMethod
 
 
@@ -35,6 +36,8 @@ class _OnOperators(VocabParallelEmbedding):
         super().__init__(*args, **kwargs)
         if type(self.quant_method) is UnquantizedEmbeddingMethod:
             self.quant_method = BackplaneEmbeddingMethod()
+        if not isinstance(self.quant_method, QuantizedHeadMethod):  # which does not collect
+            collect_bias(self)
 
 
 class BackplaneVocabParallelEmbedding(_OnOperators, VocabParallelEmbedding):
@@ -43,6 +46,8 @@ class BackplaneVocabParallelEmbedding(_OnOperators, VocabParallelEmbedding):
 
 class BackplaneParallelLMHead(_OnOperators, ParallelLMHead):
     def weight_loader(self, param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        if param is self.bias:
+            param.backplane_loaded = True
         if isinstance(self.quant_method, QuantizedHeadMethod) and self.quant_method.loads(self, param):
             self.quant_method.load(self, loaded_weight)
         else:

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.linear import (
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.layers.collected import collect_bias
 from vllm_backplane.runtime import runtime
 
 
@@ -61,6 +62,7 @@ class _OnOperators(LinearBase):
         super().__init__(*args, **kwargs)
         if type(self.quant_method) is UnquantizedLinearMethod:
             self.quant_method = BackplaneLinearMethod()
+        collect_bias(self)
 
 
 class BackplaneReplicatedLinear(_OnOperators, ReplicatedLinear):

@@ -31,6 +31,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_backplane import compat, configuration
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.kv_tier.current import tier_of_worker
+from vllm_backplane.model_loader import completeness
 from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
@@ -158,7 +159,8 @@ class BackplaneWorker(Worker):
             self.budget.refuse_weights(expected // shards)
         if (address := self.runtime.setting("weights_listen")) is not None:
             self.offered_weights = OfferedWeights(self, address)
-        super().load_model(load_dummy_weights=load_dummy_weights)
+        with completeness.remedy_named():
+            super().load_model(load_dummy_weights=load_dummy_weights)
         # vLLM has just set one host thread for serving, which is right where the host only launches.
         self.accelerator.prepare_worker(self._workers_on_host())
         self.step_adapters = StepAdapters.of(self.vllm_config, self.model_runner)

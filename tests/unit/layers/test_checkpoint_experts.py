@@ -9,7 +9,8 @@ import pytest
 import scheme_checkpoints as made
 import torch
 from scheme_layers import FAN_IN, configured
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.config.load import LoadConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 
@@ -117,4 +118,13 @@ def test_experts_of_several_schemes_are_refused() -> None:
     config = made.compressed_int8()
     config["ignore"] = ["re:.*down_proj"]
     with pytest.raises(CheckpointError, match=r"experts of model\.layers\.0\.mlp\.experts, of several schemes"):
+        experts(configured(config))
+
+
+@pytest.mark.parametrize("case", ["GPTQ", "AWQ", "W4A16"])
+def test_experts_are_not_made_without_a_checkpoint(case: str) -> None:
+    config, _ = EXPERTS[case]
+    dummy = VllmConfig(load_config=LoadConfig(load_format="dummy"))
+    told = r"--load-format dummy makes no weights for the quantized experts of model\.layers\.0\.mlp\.experts; load a"
+    with set_current_vllm_config(dummy), pytest.raises(BackplaneError, match=told):
         experts(configured(config))

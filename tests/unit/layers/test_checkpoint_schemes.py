@@ -40,6 +40,7 @@ from vllm.platforms import current_platform
 
 from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import BackplaneError, CheckpointError
+from vllm_backplane.layers import collected
 from vllm_backplane.layers.quantization import linear as quantized_linear_layers
 from vllm_backplane.layers.schemes import loading
 from vllm_backplane.layers.schemes.awq import ORDER as AWQ_ORDER
@@ -106,6 +107,21 @@ def test_a_tensor_that_is_not_in_the_checkpoint_is_named(case: str, tensor: str)
         process(layer)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_bias_that_is_not_in_the_checkpoint_is_named(first: bool) -> None:
+    """In files it comes before the other tensors of its layer, and vLLM by itself sees it after one of them."""
+    chosen = configured(made.AWQ)
+    chosen.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    layer = MergedColumnParallelLinear(FAN_IN, [24, 40], bias=True, quant_config=chosen, prefix="mlp.gate_up_proj")
+    if first:
+        layer.bias.weight_loader(layer.bias, torch.zeros(24), 0)
+    for number, width in enumerate((24, 40)):
+        load(layer, made.awq(FAN_IN, width, 4, 32, seed=number), number)
+    missing = "mlp.up_proj.bias" if first else "mlp.gate_proj.bias, mlp.up_proj.bias"
+    with pytest.raises(CheckpointError, match=rf"^the checkpoint has no {missing}; choose a complete one$"):
+        process(layer)
+
+
 def test_zero_points_that_nothing_uses_may_be_missing() -> None:
     layer = RowParallelLinear(FAN_IN, 24, bias=False, quant_config=configured(made.GPTQ), prefix="down")
     stored = made.gptq(FAN_IN, 24, 4, 32)
@@ -166,9 +182,11 @@ def test_layers_may_differ_and_be_left_out() -> None:
 def test_a_bias_is_added() -> None:
     layer = MergedColumnParallelLinear(FAN_IN, [24, 40], bias=True, quant_config=configured(made.AWQ), prefix="up")
     parts = [made.awq(FAN_IN, 24, 4, 32, seed=1), made.awq(FAN_IN, 40, 4, 32, seed=2)]
+    bias = torch.arange(64.0).split([24, 40])
     for number, part in enumerate(parts):
+        part.tensors["bias"] = bias[number]
         load(layer, part, number)
-    layer.bias.data = torch.arange(64.0)
+    assert layer.weight.dtype in (torch.uint8, torch.int8), "packed with the last part"
     process(layer)
     x = whole_numbers(3, FAN_IN)
     expected = x.double() @ torch.cat([part.weight for part in parts]).T + torch.arange(64.0)
@@ -345,4 +363,4 @@ def test_weights_that_stay_in_small_pages_are_told(monkeypatch: pytest.MonkeyPat
 )
 def test_parts_of_a_layer_by_the_names_that_loaders_give(shard: object, parts: list[int]) -> None:
     call = cast(BoundArguments, SimpleNamespace(arguments={"loaded_shard_id": shard}))
-    assert list(loading._parts(call, 3)) == parts
+    assert list(collected._parts(call, 3)) == parts

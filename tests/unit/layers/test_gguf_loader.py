@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.architectures import named
+from vllm_backplane.gguf.file import GgufFile
 from vllm_backplane.gguf.parts import opened
 from vllm_backplane.gguf.stored import StoredTensor, weights
 from vllm_backplane.model_loader.gguf import GgufModelLoader
@@ -99,3 +102,37 @@ def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
     config: Any = SimpleNamespace(model="folder", hf_config=SimpleNamespace())
     with pytest.raises(BackplaneError, match="folder is none"):
         load(Small(), config)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_pages_that_were_read_are_given_back_unless_memory_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool
+) -> None:
+    """The system refuses to take back what is locked, and that would end the loading."""
+    model, libc, given_back = Small(), ctypes.CDLL(None), []
+    path = tmp_path / "m.gguf"
+    config = write(path, "output_norm", "blk.0.attn_norm")
+
+    def place() -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
+        rows = cast(StoredTensor, model.seen["model.layers.0.mlp.up_proj.weight"]).rows
+        return ctypes.c_void_p(rows.data_ptr()), ctypes.c_size_t(1)
+
+    def load_weights_alone(loader: Any, _vllm_config: Any, model_config: Any, _prefix: str) -> torch.nn.Module:
+        loader.load_weights(model, model_config)
+        if locked and libc.mlock(*place()) != 0:
+            pytest.skip("this process may lock no memory (ulimit -l)")
+        return model
+
+    def noted(file: GgufFile, forget: Callable[[GgufFile], None] = GgufFile.forget_pages) -> None:
+        forget(file)
+        given_back.append(file.path)
+
+    monkeypatch.setattr(BaseModelLoader, "load_model", load_weights_alone)
+    monkeypatch.setattr(GgufFile, "forget_pages", noted)
+    loader = GgufModelLoader(LoadConfig(load_format="gguf", use_tqdm_on_load=False))
+    try:
+        assert loader.load_model(cast(Any, None), config) is model
+    finally:
+        if locked:
+            libc.munlock(*place())
+    assert given_back == ([] if locked else [path])

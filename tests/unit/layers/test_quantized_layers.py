@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
-from vllm_backplane.errors import BackplaneError
+from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.layers.quantization.config import Int4Config, Int8Config, OnlineConfig, register
 from vllm_backplane.layers.quantization.head import QuantizedHeadMethod
 from vllm_backplane.runtime import runtime
@@ -92,6 +92,33 @@ def test_a_layer_that_is_not_in_the_checkpoint_is_named() -> None:
     layer = RowParallelLinear(64, 32, bias=False, quant_config=Int4Config(), prefix="model.layers.3.down_proj")
     with pytest.raises(BackplaneError, match=r"no weights for model\.layers\.3\.down_proj"):
         finalize_layerwise_processing(layer, MODEL)
+
+
+def test_a_part_of_a_fused_layer_that_is_not_in_the_checkpoint_is_named() -> None:
+    config = Int8Config()
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # as the model's class says
+    layer = QKVParallelLinear(64, 8, 4, 2, bias=True, quant_config=config, prefix="layers.3.qkv_proj")
+    for name, rows in (("q", 32), ("v", 16)):
+        layer.bias.weight_loader(layer.bias, torch.zeros(rows), name)
+        load(layer, matrix(rows, 64), name)
+    missing = r"layers\.3\.k_proj\.weight, layers\.3\.k_proj\.bias"
+    with pytest.raises(CheckpointError, match=rf"^the checkpoint has no {missing}; choose a complete one$"):
+        finalize_layerwise_processing(layer, MODEL)
+
+
+def test_parts_may_come_in_one_tensor() -> None:
+    layer = MergedColumnParallelLinear(64, [24, 40], bias=False, quant_config=Int8Config(), prefix="up")
+    weight, x = matrix(64, 64), matrix(3, 64, 1) * 8
+    load(layer, weight)
+    assert_product(layer(x)[0], x, weight, 8)
+
+
+def test_a_heads_bias_that_is_not_in_the_checkpoint_is_named() -> None:
+    head = ParallelLMHead(100, 64, bias=True, quant_config=Int4Config(), prefix="lm_head")
+    load(head, matrix(100, 64))
+    finalize_layerwise_processing(head, MODEL)
+    with pytest.raises(CheckpointError, match=r"the checkpoint has no lm_head\.bias; choose"):
+        process_weights_after_loading(head, MODEL, CPU)
 
 
 def test_a_head_is_quantized_from_the_checkpoint_and_padded() -> None:

@@ -62,10 +62,10 @@ class OnlineConfig(base.BackplaneQuantizationConfig):
         group = configured(config.additional_config).setting("quantization_group")
         if group is not None:
             chosen = replace(chosen, group=group)
-        must_be_loaded = config.load_config.load_format != "dummy"
         if isinstance(layer, RoutedExperts):
-            return QuantizedMoEMethod(layer.moe_config, chosen, prefix, must_be_loaded)
-        return (QuantizedHeadMethod if head else QuantizedLinearMethod)(chosen, prefix, must_be_loaded)
+            return QuantizedMoEMethod(layer.moe_config, chosen, prefix, config.load_config.load_format != "dummy")
+        method = QuantizedHeadMethod if head else QuantizedLinearMethod
+        return method(chosen, prefix, self.packed_modules_mapping)
 
 
 def _routes(layer: torch.nn.Module, prefix: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from vllm_backplane.errors import BackplaneError
+from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.layers.quantization.linear import QuantizedLinearMethod, install, named
 
 
@@ -52,6 +52,9 @@ class QuantizedHeadMethod(QuantizedLinearMethod):
         """A tied head waits for its table; `copy_table` is called then."""
         if not getattr(layer, "backplane_tied", False):
             super().process_weights_after_loading(layer)
+        bias: Any = getattr(layer, "bias", None)
+        if bias is not None and layer.backplane_must_be_loaded and not getattr(bias, "backplane_loaded", False):
+            raise CheckpointError(f"the checkpoint has no {self._prefix}.bias; choose a complete one")
 
     def copy_table(self, layer: torch.nn.Module, table: torch.Tensor) -> None:
         made = self.quantize(table)

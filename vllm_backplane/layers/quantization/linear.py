@@ -7,17 +7,17 @@ full-precision model only one layer is in memory at a time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearMethodBase
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from vllm_backplane import ops
 from vllm_backplane.device import host
-from vllm_backplane.errors import BackplaneError
+from vllm_backplane.layers.collected import collect, insist_on_loaded
 from vllm_backplane.layers.linear import refuse_loading
 from vllm_backplane.layers.quantization.formats import Format
 from vllm_backplane.ops.quantized_linear import Packed, packed
@@ -29,10 +29,11 @@ logger = init_logger("vllm." + __name__)
 class QuantizedLinearMethod(LinearMethodBase):
     uses_meta_device = True
 
-    def __init__(self, chosen: Format, prefix: str, must_be_loaded: bool) -> None:
+    def __init__(self, chosen: Format, prefix: str, fused: Mapping[str, list[str]]) -> None:
+        """`fused` is that of `collect`."""
         self.format = chosen
         self._prefix = prefix
-        self._must_be_loaded = must_be_loaded
+        self._fused = fused
 
     def create_weights(
         self,
@@ -52,25 +53,19 @@ class QuantizedLinearMethod(LinearMethodBase):
             weight_loader=extra_weight_attrs["weight_loader"],
         )
         layer.register_parameter("weight", weight)
-        initialize_online_processing(layer)
+        collect(layer, self._prefix, len(output_partition_sizes), self._fused)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Called as soon as the layer is loaded, and by vLLM once more when all are."""
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
         if hasattr(layer, "weight_scale") or weight.dim() != 2:  # a convolution kept as a linear layer has three
             return
-        self.insist_on_loaded(layer)
+        insist_on_loaded(layer, ("weight",))
         made = self.quantize(weight.data)
         empty(weight)
         install(layer, made)
         # Freed memory between codes that stay would add up from layer to layer.
         runtime().device.empty_cache()
-
-    def insist_on_loaded(self, layer: torch.nn.Module) -> None:
-        """vLLM gives a layer that is not in the checkpoint memory of any content."""
-        info = get_layerwise_info(layer)
-        if self._must_be_loaded and info.can_load() and info.load_numel == 0:
-            raise BackplaneError(f"the checkpoint has no weights for {self._prefix}; choose a complete one")
 
     def quantize(self, weight: torch.Tensor, out_features: int | None = None) -> Packed:
         return quantized(self.format, weight, out_features)

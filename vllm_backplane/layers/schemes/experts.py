@@ -69,6 +69,7 @@ class Layout:
 
 class SchemeMoEMethod(BackplaneFusedMoEMethod):
     one_operator = False
+    uses_meta_device = True  # vLLM's check of what was loaded leaves the layer out: it insists on its experts itself
 
     def __init__(self, moe: FusedMoEConfig, prefix: str, layout: Layout) -> None:
         super().__init__(moe)

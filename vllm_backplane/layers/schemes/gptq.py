@@ -24,9 +24,10 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import (
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
+from vllm_backplane.layers.collected import QKV
 from vllm_backplane.layers.schemes import kernel
 from vllm_backplane.layers.schemes.experts import Layout, SchemeMoEMethod
-from vllm_backplane.layers.schemes.loading import QKV, loaded_by_layer
+from vllm_backplane.layers.schemes.loading import loaded_by_layer
 from vllm_backplane.layers.schemes.refusal import act_dtypes, refused
 
 _ZEROS_LESS = {"gptq": 1, "gptq_v2": 0}
