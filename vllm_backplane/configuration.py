@@ -136,12 +136,16 @@ def refuse_idle_group(config: VllmConfig, chosen: Runtime) -> None:
         )
 
 
+_EXPERTS = {"experts", "routed_experts"}
+"""What vLLM's releases call the layer that has them."""
+
+
 def refuse_adapted_experts(config: VllmConfig) -> None:
     """vLLM would have adapters for all layers, and its own for experts are in kernels that are not there."""
     adapted, model = config.lora_config, config.model_config
     if adapted is None or model is None or not model.is_moe:
         return
-    if adapted.target_modules is None or any("experts" in name.split(".") for name in adapted.target_modules):
+    if adapted.target_modules is None or any(_EXPERTS & set(name.split(".")) for name in adapted.target_modules):
         raise BackplaneError(
             f"the experts of {', '.join(model.architectures)} take no LoRA adapters here; name the layers that do, as "
             "with --lora-target-modules q_proj k_proj v_proj o_proj, or remove --enable-lora"

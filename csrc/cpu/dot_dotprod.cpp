@@ -235,7 +235,8 @@ void multiply_tiles(const Product& whole) {
       four(p);
     } else {
       p.more = whole.more;
-      p.rows = counted ? (left >= 6 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1) : left > 4 ? (left + 1) / 2 : left;
+      // Parts are of eight, and six with two would take longer than four twice.
+      p.rows = counted ? (left >= 6 && left != 8 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1) : left > 4 ? (left + 1) / 2 : left;
       (!counted      ? multiply<Dots, C>
        : p.rows == 6 ? multiply_block<C, float, 6>
        : p.rows == 4 ? multiply_block<C, float, 4>

@@ -21,23 +21,33 @@ namespace ordered {
 
 constexpr int kRows = 4;
 
+// Sanitizers do not see what assembly reads.
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define BACKPLANE_SEEN 1
+#endif
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+#define BACKPLANE_SEEN 1
+#endif
+
 // In memory, for reading it takes none of the units that multiply.
 alignas(16) constexpr float kCounters[4] = {kCounter, kCounter, kCounter, kCounter};
-constexpr float kNothing[8] = {};
+alignas(16) constexpr float kNothing[8] = {};
 
 using Dots = int32x4_t[4];  // of two rows by two vectors
 
 template <class Vector, class T>
 BACKPLANE_DOT void load(Vector& to, const T* from) {
-#if defined(__SANITIZE_ADDRESS__)
-  std::memcpy(&to, from, sizeof(to));  // sanitizers do not see what assembly reads
+#if defined(BACKPLANE_SEEN)
+  std::memcpy(&to, from, sizeof(to));
 #else
   __asm__ volatile("ldr %q0, %1" : "=w"(to) : "m"(*reinterpret_cast<const Vector*>(from)));
 #endif
 }
 
 BACKPLANE_DOT void load_one(float32x4_t& to, const float* from) {
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(BACKPLANE_SEEN)
   to = vdupq_n_f32(*from);
 #else
   __asm__ volatile("ldr %s0, %1" : "=w"(to) : "m"(*from));

@@ -117,7 +117,17 @@ def test_another_device_serves_it_through_the_references(on_sim: dict[str, tuple
     compare(model, result["batches"][0], rounded=True)
 
 
-@pytest.mark.parametrize(("device", "name"), [("cpu", BLOCKS), ("cpu", EXPERTS), ("sim", BLOCKS)])
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        pytest.param(device, name, marks=pytest.mark.feature(f"LoRA: {feature}", device))
+        for device, name, feature in (
+            ("cpu", BLOCKS, "weights from a GGUF file"),
+            ("cpu", EXPERTS, "attention of a mixture of experts"),
+            ("sim", BLOCKS, "weights from a GGUF file"),
+        )
+    ],
+)
 def test_an_adapter_beside_the_model(request: pytest.FixtureRequest, device: str, name: str) -> None:
     """In one batch: the merged model's answers, and the model's own."""
     model, result = request.getfixturevalue("outcomes" if device == "cpu" else "on_sim")[name]
@@ -132,6 +142,7 @@ def test_an_adapter_beside_the_model(request: pytest.FixtureRequest, device: str
         compare(model, outputs[:2], rounded=rounded)
 
 
+@pytest.mark.feature("LoRA: experts", "cpu", refused=True)
 def test_an_adapter_of_an_expert_is_refused(outcomes: dict[str, tuple[Any, Result]]) -> None:
     """vLLM alone would serve it, without what it adds to the expert."""
     _loaded, refused, _outputs = outcomes[EXPERTS][1]["steps"]
