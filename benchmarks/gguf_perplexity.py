@@ -24,9 +24,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compare import gguf_files
 from benchmarks.compare.environments import LLAMA_CPP, Environments, say
 from benchmarks.compare.subjects import find
-from vllm_backplane.gguf.file import GgufFile
 
 HERE = Path(__file__).resolve().parent
 TEXT = HERE / "perplexity.txt"
@@ -75,10 +75,7 @@ def measure(kind: str, environments: Environments, folder: Path) -> dict[str, An
     else:
         asked, *types = MIXED.get(kind, (kind,))
         options = [word for one in types for word in ("--tensor-type", one)]
-        quantize = [environments.llama_cpp("llama-quantize"), *options, source, file, asked]
-        told = subprocess.run(list(map(str, quantize)), capture_output=True, text=True, check=False)
-        if told.returncode != 0:
-            raise RuntimeError(f"llama-quantize failed; its last words: {told.stderr[-500:]}")
+        gguf_files.quantized(environments.llama_cpp("llama-quantize"), source, file, asked, options)
     peer = llama_cpp(environments.llama_cpp("llama-perplexity"), file)
     answer = folder / "answer.json"  # standard output belongs to vLLM
     command = [sys.executable, str(Path(__file__).resolve()), "--file", str(file), str(answer)]
@@ -86,7 +83,7 @@ def measure(kind: str, environments: Environments, folder: Path) -> dict[str, An
     own = json.loads(answer.read_text())
     if own["tokens"] != peer["tokens"]:
         raise RuntimeError(f"{kind}: llama-perplexity counted {peer['tokens']} tokens, ours {own['tokens']}")
-    types = sorted({tensor.type.name for tensor in GgufFile(file).tensors.values() if len(tensor.shape) > 1})
+    types = sorted(gguf_files.weights_by_type(file))
     return {"ours": own["perplexity"], "llama.cpp": peer["perplexity"], "types": types, "bytes": file.stat().st_size}
 
 

@@ -99,6 +99,13 @@ def gguf_perplexity() -> str:
     return table(header, (row(*one) for one in known["formats"].items()))
 
 
+def gguf_speed() -> str:
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.compare.by_format import digest
+
+    return digest(ROOT / "benchmarks" / "results")
+
+
 def gguf_architectures() -> str:
     from vllm_backplane.gguf.architectures import ARCHITECTURES, MIXTRAL
 
@@ -192,6 +199,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "releases": releases,
     "gguf types": gguf_types,
     "gguf perplexity": gguf_perplexity,
+    "gguf speed": gguf_speed,
     "gguf architectures": gguf_architectures,
     "partly there": partly_there,
     "benchmarks": benchmarks,

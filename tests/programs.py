@@ -23,6 +23,12 @@ def command(program: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", _BEFORE + program + _AFTER, *arguments]
 
 
+def on_path(*folders: Path) -> str:
+    """A value for PYTHONPATH that finds `folders` before what is there already. All of this process's sys.path would
+    not do: libraries have put folders of their own into it, with which no program could be forked (warm_start.py)."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def run(
     given: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:

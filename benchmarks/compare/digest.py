@@ -29,7 +29,7 @@ def digest(root: Path) -> str:
     commands."""
     parts: list[str] = []
     for folder in sorted(path for path in root.glob("*") if path.is_dir()):
-        runs = results.load(folder)
+        runs = [run for run in results.load(folder) if not run.files]  # formats have their table in docs/checkpoints.md
         found = grouped(results.all_samples(runs))
         if not found:
             continue

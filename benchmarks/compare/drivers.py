@@ -64,8 +64,11 @@ class Job:
     def model(self, variant: Variant) -> str:
         """The file or folder that the engine loads."""
         if variant.gguf:
-            return str(self.subject.gguf(variant.gguf, self.progress))
+            return str(self.gguf(variant.gguf))
         return str(self.subject.folder(self.progress))
+
+    def gguf(self, kind: str) -> Path:
+        return self.subject.gguf(kind, self.progress, lambda: self.environments.llama_cpp("llama-quantize"))
 
     def kv_bytes(self, workload: Workload) -> int:
         tokens = workload.most_tokens + (workload.most_sequences + 1) * LONGEST_BLOCK
@@ -76,7 +79,7 @@ def environment(variant: Variant) -> dict[str, str]:
     """Of an engine's process. An offline one must not look for newer files, and the peer's must not find our plugin."""
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     own = {"VLLM_PLUGINS": "", "PYTHONPATH": ""} if variant.engine == VLLM_CPU else {}
-    return {**os.environ, **quiet, **own}
+    return {**os.environ, **quiet, **own, **variant.environment}
 
 
 def generate(job: Job, workload: Workload, variant: Variant) -> Figures:
@@ -135,10 +138,10 @@ def _llama(job: Job, point: Point, variant: Variant, repeats: int, *, watched: b
     with tempfile.TemporaryDirectory() as scratch:
         peak = _run(command, variant, job.timeout, Path(scratch), watched=watched)
         said = Path(scratch, "log").read_text(errors="replace").splitlines()
-    lines = [json.loads(line) for line in said if line.startswith("{")]
+    lines = [json.loads(line) for line in [line for line in said if line.startswith("{")][: repeats + 1]]
     if not watched and len(lines) < repeats + 1:
         raise EngineFailure(f"gave {len(lines)} results instead of {repeats + 1}", "\n".join(said))
-    return [llama_figures(line)[point.metric] for line in lines[1 : repeats + 1]] if not watched else [], peak
+    return [llama_figures(line)[point.metric] for line in lines[1:]] if not watched else [], peak
 
 
 def llama_figures(line: dict[str, float]) -> dict[str, float]:

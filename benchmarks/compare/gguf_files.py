@@ -1,16 +1,25 @@
 """GGUF files for llama.cpp with the weights that the other engines load.
 
-Every matrix becomes the one type that the file is named for, the embedding too: `llama-quantize` would keep that in six
-bits, so llama.cpp reads a little less here than usual. Vectors stay float32, as llama.cpp asks.
+Every matrix becomes the one type that the file is named for, the embedding too: `llama-quantize` by itself would keep
+that in six bits, so llama.cpp reads a little less here than usual. Vectors stay float32, as llama.cpp asks. The `gguf`
+package writes the types of `WRITTEN`; for the others `llama-quantize` is asked.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_backplane.errors import BackplaneError
+
+WRITTEN = frozenset({"F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"})
+"""The types that the `gguf` package can quantize to."""
+PURE = ("--pure",)
+"""For llama-quantize: no mixture of types. Where a row is no multiple of the type's block it still takes another."""
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -23,6 +32,10 @@ LAYER_NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+
+
+class NotQuantized(BackplaneError):
+    """llama-quantize made no file."""
 
 
 def gguf_name(name: str) -> str:
@@ -73,6 +86,26 @@ def requantized(source: Path, file: Path, kind: str) -> None:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         _add(writer, tensor.name, values, kind)
     _write(writer)
+
+
+def quantized(program: Path, source: Path, file: Path, kind: str, options: Sequence[str] = ()) -> None:
+    """Another GGUF file, by llama-quantize. `kind` as it names them: also mixtures such as Q4_K_M."""
+    command = [str(program), *options, str(source), str(file), kind]
+    told = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if told.returncode != 0 or not file.exists():
+        said = (told.stderr + told.stdout).strip()[-500:]
+        raise NotQuantized(f"llama-quantize made no {kind} file (exit {told.returncode}); its last words: {said}")
+
+
+def weights_by_type(file: Path) -> dict[str, int]:
+    """How many weights of matrices are of which type, the commonest first."""
+    from vllm_backplane.gguf.file import GgufFile
+
+    counted: dict[str, int] = {}
+    for tensor in GgufFile(file).tensors.values():
+        if len(tensor.shape) > 1:
+            counted[tensor.type.name] = counted.get(tensor.type.name, 0) + math.prod(tensor.shape)
+    return dict(sorted(counted.items(), key=lambda one: -one[1]))
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:

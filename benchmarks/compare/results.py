@@ -29,6 +29,8 @@ class Run:
     """The share of the processors' time that others took meanwhile."""
     facts: dict[str, int] = field(default_factory=dict)
     """Of the model: what a bound on memory is made of."""
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By GGUF format, where formats are compared: `bytes`, and `types`, the weights of matrices by their type."""
 
 
 def file_name(model: str, workload: str) -> str:

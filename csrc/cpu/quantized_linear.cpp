@@ -128,10 +128,13 @@ template <class T>
 void multiply_many(const DotKernels& kernels, const QuantizedRows& x, int64_t m, const Weight& weight,
                    const Result<T>& result) {
   const Parts parts(m, kernels.many_rows, kernels.row_multiple);
-  const Widen widen = weight.bits == 8 ? kernels.widen8 : kernels.widen4;
+  const bool centred = weight.bits == 4 && !weight.offsets.defined() && kernels.widen4_centred != nullptr;
+  const Widen widen = weight.bits == 8 ? kernels.widen8 : centred ? kernels.widen4_centred : kernels.widen4;
   const Multiply multiply = widen != nullptr ? kernels.multiply_wide : kernels.multiply8;
-  const int32_t correction = correction_of(weight, weight.bits == 4 ? kernels.wide_bias4
-                                                   : widen != nullptr ? kernels.wide_bias8 : kernels.bias8);
+  const int32_t correction = centred ? 0
+                             : correction_of(weight, weight.bits == 4  ? kernels.wide_bias4
+                                                     : widen != nullptr ? kernels.wide_bias8
+                                                                        : kernels.bias8);
   const std::vector<Chunk> chunks = chunks_of(kernels, weight);
   int64_t most_bytes = 0, most_groups = 0;
   for (const Chunk& chunk : chunks) {
@@ -143,7 +146,7 @@ void multiply_many(const DotKernels& kernels, const QuantizedRows& x, int64_t m,
   const int64_t tile_size = kernels.many_rows * weight.width;
   at::parallel_for(0, weight.blocks, 1, [&](int64_t first, int64_t last) {
     Inside inside(kernels);
-    Numbers scales(kernels, weight.scales, most_groups), offsets(kernels, weight.offsets, most_groups);
+    Numbers scales(kernels, weight.scales, most_groups, true), offsets(kernels, weight.offsets, most_groups);
     std::vector<Line> tiles(slice * tile_size / 16 + 1), wide(widen != nullptr ? most_bytes / 64 + 1 : 0);
     uint8_t* widened = reinterpret_cast<uint8_t*>(wide.data());
     for (int64_t top = 0; top < parts.count; top += slice) {
@@ -162,17 +165,19 @@ void multiply_many(const DotKernels& kernels, const QuantizedRows& x, int64_t m,
             p.x += chunk.position;
             p.codes = widen != nullptr ? widened : codes;
             p.scales = chunk_scales;
+            p.counted = scales.counted();
             p.offsets = chunk_offsets;
             p.groups = chunk.groups;
             p.group = chunk.length;
             p.correction = chunk.begins ? correction : 0;
             p.more = chunk.position > 0;
             p.tile = tiles.data()->floats + (part - top) * tile_size;
-            // Codes lie in the order in which they are wanted. With few parts, reading them takes the longest.
-            if (widen != nullptr && part == top) {
-              p.ahead_bytes = weight.bytes(chunk.length);
-              p.ahead = codes + chunk.groups * p.ahead_bytes;
-            }
+            // Codes lie in the order in which they are wanted, and with few parts reading them takes the longest: each
+            // part asks for its share of the next chunk.
+            const int64_t bytes = chunk.groups * weight.bytes(chunk.length), count = bottom - top;
+            p.ahead_bytes = (weight.bytes(chunk.length) / count + 63) / 64 * 64;
+            const int64_t asked = (part - top) * chunk.groups * p.ahead_bytes;
+            if (asked < bytes) p.ahead = codes + bytes + asked;
             if (last_chunk) result.expect(block, begin, rows);
             multiply(p);
             if (last_chunk) result.write(p.tile, block, begin, rows);

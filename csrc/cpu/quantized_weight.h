@@ -39,7 +39,7 @@ struct ToFloats {
 // Scales or offsets of some groups of a block, in float32.
 class Numbers {
  public:
-  Numbers(const DotKernels& kernels, const at::Tensor& tensor, int64_t most_groups) {
+  Numbers(const DotKernels& kernels, const at::Tensor& tensor, int64_t most_groups, bool counted = false) {
     if (!tensor.defined()) return;
     data_ = static_cast<const char*>(tensor.const_data_ptr());
     size_ = tensor.element_size();
@@ -47,6 +47,11 @@ class Numbers {
     width_ = tensor.size(2);
     if (tensor.scalar_type() != at::kFloat) wide_.resize(most_groups * width_ / 16 + 1);
     if (tensor.scalar_type() == at::kHalf) from_halves_ = kernels.from_halves;
+    // With eleven bits of a number in half precision the product has no more than float32 holds.
+    if (counted && kernels.counter != 0 && tensor.scalar_type() == at::kHalf) {
+      counter_ = kernels.counter;
+      counted_.resize(wide_.size());
+    }
     convert_ = with_float_type(tensor.scalar_type(), "quantized_linear",
                                [](auto type) { return pick<ToFloats<decltype(type)>>(); });
   }
@@ -66,13 +71,21 @@ class Numbers {
     float* to = wide_.data()->floats;
     if (from_halves_ != nullptr) from_halves_(reinterpret_cast<const uint16_t*>(from), count, to);
     else convert_(from, count, to);
+    if (!counted_.empty()) {
+      float* counted = counted_.data()->floats;
+      for (int64_t i = 0; i < count; ++i) counted[i] = -counter_ * to[i];
+    }
     return to;
   }
+
+  // Those that `at` gave last, times the counter, less than zero; or none.
+  const float* counted() const { return counted_.empty() ? nullptr : counted_.data()->floats; }
 
  private:
   const char* data_ = nullptr;
   int64_t size_ = 0, groups_ = 0, width_ = 0;
-  std::vector<Line> wide_;
+  float counter_ = 0;
+  std::vector<Line> wide_, counted_;
   void (*convert_)(const void*, int64_t, float*) = nullptr;
   void (*from_halves_)(const uint16_t*, int64_t, float*) = nullptr;
 };

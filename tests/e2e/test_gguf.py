@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import gguf_models
+import lora_adapters
 import pytest
 import reference
+import torch
+from architecture import COMMON
 from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
 from worker_questions import ASKING
 
@@ -16,6 +21,12 @@ EVERY_TYPE, TWO_WORKERS = "every type, from the parts in a folder", "two workers
 PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)]]
 TOKENS = 8
 LIMITS: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+BLOCKS, EXPERTS = "Gemma", "Mixtral"
+ADAPTED: dict[str, dict[str, Any]] = {
+    BLOCKS: {},
+    EXPERTS: {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+}
+"""Models that are served with an adapter as well, and options for it."""
 TOLERANCE = 1e-3
 ROUNDED = 0.05
 """Of log-probabilities where the inputs of products are rounded to 8 bits, in the mean. 0.009 to 0.029 was measured."""
@@ -30,7 +41,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, R
     for name, tiny in gguf_models.MODELS.items():
         path = folder / f"{name}.gguf"
         models[name] = tiny.write(path)
-        jobs.append(job(path, work, **LIMITS, tensor_parallel_size=tiny.workers))
+        more = adapted(folder, name, models[name]) if name in ADAPTED else {}
+        jobs.append(job(path, work, **LIMITS, tensor_parallel_size=tiny.workers, **more))
     parts = folder / "parts"
     parts.mkdir()
     models[EVERY_TYPE] = gguf_models.EVERY_TYPE.write(parts / "every.gguf", tensors_per_part=9)
@@ -44,14 +56,34 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, R
     return {name: (models[name], result) for name, result in zip(models, results, strict=True)}
 
 
+def adapted(folder: Path, name: str, model: Any) -> dict[str, Any]:
+    """Arguments of a job: an adapter in half of a batch, and one for an expert, which is to be loaded."""
+    made = lora_adapters.make(folder / f"{name}-adapter", model, 8, lora_adapters.ATTENTION, 0.5, seed=3)
+    model.adapter = [made]  # not a module of it
+    expert = "model.layers.0.block_sparse_moe.experts.1.w1"
+    factors = {expert: (torch.ones(8, COMMON["hidden_size"]), torch.ones(COMMON["intermediate_size"], 8))}
+    lora_adapters.write(folder / f"{name}-expert", 8, 16, factors, ("w1",))
+    given = ["good", 1, str(made.folder)]
+    work = {**batch(PROMPTS * 2, greedy(TOKENS, logprobs=0)), "adapters": [given] * 2 + [None] * 2}
+    steps = [{"load adapter": given}, {"load adapter": ["expert", 2, str(folder / f"{name}-expert")]}, {"batch": work}]
+    return {"steps": steps, "enable_lora": True, "max_lora_rank": 8, **ADAPTED[name]}
+
+
 @pytest.fixture(scope="module")
-def on_sim(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Result]:
+def on_sim(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Result]]:
     folder = tmp_path_factory.mktemp("sim")
-    model = gguf_models.EVERY_TYPE.write(folder / "every.gguf")
-    work = job(folder / "every.gguf", batch(PROMPTS, greedy(TOKENS, logprobs=0)), **LIMITS)
+    models = {
+        EVERY_TYPE: gguf_models.EVERY_TYPE.write(folder / "every.gguf"),
+        BLOCKS: gguf_models.MODELS[BLOCKS].write(folder / "blocks.gguf"),
+    }
+    work = batch(PROMPTS, greedy(TOKENS, logprobs=0))
+    jobs = [
+        job(folder / "every.gguf", work, **LIMITS),
+        job(folder / "blocks.gguf", **LIMITS, **adapted(folder, BLOCKS, models[BLOCKS])),
+    ]
     variables = {"BACKPLANE_CACHE": str(folder / "cache"), "BACKPLANE_SIM_FALLBACK": "forbid"}
-    [result] = run_engines(folder, [work], {"BACKPLANE_DEVICE": "sim", **variables}, device="sim")
-    return model, result
+    results = run_engines(folder, jobs, {"BACKPLANE_DEVICE": "sim", **variables}, device="sim")
+    return {name: (models[name], result) for name, result in zip(models, results, strict=True)}
 
 
 def shown(device: str) -> Any:
@@ -64,7 +96,7 @@ def test_answers_equal_transformers(outcomes: dict[str, tuple[Any, Result]], nam
     model, result = outcomes[name]
     assert "error" not in result, result["error"]
     insist_on_backplane(result)
-    compare(model, result, rounded=name not in gguf_models.MODELS or gguf_models.MODELS[name].rounded)
+    compare(model, result["batches"][0], rounded=name not in gguf_models.MODELS or gguf_models.MODELS[name].rounded)
 
 
 def test_two_workers_share_what_is_not_repacked(outcomes: dict[str, tuple[Any, Result]]) -> None:
@@ -79,15 +111,47 @@ def test_two_workers_share_what_is_not_repacked(outcomes: dict[str, tuple[Any, R
 
 
 @pytest.mark.parametrize("name", [pytest.param(EVERY_TYPE, marks=shown("sim"))])
-def test_another_device_serves_it_through_the_references(on_sim: tuple[Any, Result], name: str) -> None:
-    model, result = on_sim
+def test_another_device_serves_it_through_the_references(on_sim: dict[str, tuple[Any, Result]], name: str) -> None:
+    model, result = on_sim[name]
     assert result["device"] == "bpnpu"
-    compare(model, result, rounded=True)
+    compare(model, result["batches"][0], rounded=True)
 
 
-def compare(model: Any, result: Result, *, rounded: bool) -> None:
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        pytest.param(device, name, marks=pytest.mark.feature(f"LoRA: {feature}", device))
+        for device, name, feature in (
+            ("cpu", BLOCKS, "weights from a GGUF file"),
+            ("cpu", EXPERTS, "attention of a mixture of experts"),
+            ("sim", BLOCKS, "weights from a GGUF file"),
+        )
+    ],
+)
+def test_an_adapter_beside_the_model(request: pytest.FixtureRequest, device: str, name: str) -> None:
+    """In one batch: the merged model's answers, and the model's own."""
+    model, result = request.getfixturevalue("outcomes" if device == "cpu" else "on_sim")[name]
+    assert "error" not in result, result["error"]
+    loaded, _refused, outputs = result["steps"]
+    assert loaded == ""
+    merged, rounded = copy.deepcopy(model), gguf_models.MODELS[name].rounded
+    model.adapter[0].merge(merged)
+    compare(merged, outputs[:2], rounded=rounded)
+    compare(model, outputs[2:], rounded=rounded)
+    with pytest.raises(AssertionError):  # or the comparison would not notice
+        compare(model, outputs[:2], rounded=rounded)
+
+
+@pytest.mark.feature("LoRA: experts", "cpu", refused=True)
+def test_an_adapter_of_an_expert_is_refused(outcomes: dict[str, tuple[Any, Result]]) -> None:
+    """vLLM alone would serve it, without what it adds to the expert."""
+    _loaded, refused, _outputs = outcomes[EXPERTS][1]["steps"]
+    assert "LoRA adapter 'expert' cannot be used" in refused and "experts take no adapter" in refused
+
+
+def compare(model: Any, outputs: list[dict[str, Any]], *, rounded: bool) -> None:
     differences = []
-    for ids, output in zip(PROMPTS, result["batches"][0], strict=True):
+    for ids, output in zip(PROMPTS, outputs, strict=True):
         answer = output["token_ids"]
         # What transformers gives to the engine's own tokens: one near tie does not spoil what follows.
         expected = reference.prompt_logprobs(model, [*ids, *answer])[len(ids) - 1 :]

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import lora_adapters
+import openai
 import prompts
 import pytest
 import reference
@@ -243,6 +244,8 @@ def test_one_that_was_damaged_after_it_was_pushed_out(server: Server, case: Case
         assert [other.status_code for other in others] == [200, 200]
 
     (folder / lora_adapters.TENSORS).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(openai.APIError, match="LoRA adapter 'fragile' cannot be used: Error while deserializing"):
+        list(server.client().completions.create(model="fragile", prompt=prompt, max_tokens=3, stream=True))
     told(400, "LoRA adapter 'fragile' cannot be used: Error while deserializing header")
     folder.rename(tmp_path / "elsewhere")
     time.sleep(1.1)  # for which it is not read again
@@ -254,7 +257,7 @@ def test_one_that_was_damaged_after_it_was_pushed_out(server: Server, case: Case
     assert mended.status_code == 200, mended.text
     assert mended.json()["choices"][0]["token_ids"] == same.json()["choices"][0]["token_ids"]
     assert same.json()["choices"][0]["token_ids"] != ask(MODEL).json()["choices"][0]["token_ids"]
-    assert server.text().count("was needed and could not be loaded") == 2
+    assert server.text().count("was needed and could not be loaded") == 3
 
 
 class Tiny:

@@ -14,6 +14,8 @@ from engine import Result, batch, greedy, job, run_engines
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 TOKENS = 64
+FEWER = 24
+"""Of those that are asked again another way: into a second block of the cache, and some tokens further."""
 CHUNK = 128
 """Most tokens in a step of the engine that must cut prompts."""
 
@@ -47,10 +49,10 @@ def case(smollm2: Path) -> Case:
 
 @pytest.fixture(scope="module")
 def results(case: Case, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    sampling = greedy(TOKENS)
+    sampling = greedy(FEWER)
     whole = job(
         smollm2,
-        batch(case.all, sampling),
+        batch(case.all, greedy(TOKENS)),
         batch(case.alone, sampling, one_by_one=True),
         max_model_len=1024,
         max_num_seqs=16,
@@ -101,12 +103,12 @@ def test_tokens_equal_transformers(
     assert len(done) == len(given)
     for ids, output in zip(given, done, strict=True):
         expected = case.expected_for(ids)
-        assert len(output["token_ids"]) == TOKENS
-        assert output["token_ids"] == expected.token_ids, difference(ids, output, expected)
+        assert len(output["token_ids"]) == (TOKENS if (engine, number) == (0, 0) else FEWER)
+        assert output["token_ids"] == expected.token_ids[: len(output["token_ids"])], difference(ids, output, expected)
 
 
 def difference(ids: list[int], output: dict[str, Any], expected: reference.Continuation) -> str:
-    pairs = zip(output["token_ids"], expected.token_ids, strict=True)
+    pairs = zip(output["token_ids"], expected.token_ids, strict=False)
     place = next(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs)
     return f"prompt of {len(ids)} tokens, first difference at output token {place}"
 

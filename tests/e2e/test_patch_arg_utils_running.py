@@ -21,7 +21,7 @@ def test_an_engine_runs_with_it(tiny_llama: Path, tmp_path: Path) -> None:
         job(hybrid, skip_tokenizer_init=True, enable_prefix_caching=True),
         job(tiny_llama, batch([[77, 78, 79]], greedy(4)), async_scheduling=True),
     ]
-    (refused, done), log = try_engines(tmp_path, asked, warm=False)
+    (refused, done), log = try_engines(tmp_path, asked)
     assert "JambaForCausalLM carries a state" in refused["error"]
     assert "remove --enable-prefix-caching" in refused["error"]
     assert "error" not in done, done["error"]

@@ -22,7 +22,7 @@ def test_an_engine_runs_with_it(tmp_path: Path) -> None:
     model = replace(gguf_models.MISTRAL, types=(gguf_models.Type.F16,)).write(path)
     work = batch([PROMPT], greedy(4, logprobs=0))
     asked = job(path, work, skip_tokenizer_init=True, max_num_batched_tokens=64, dtype="auto")
-    (result,), log = try_engines(tmp_path, [asked], {"BACKPLANE_CACHE": str(tmp_path / "cache")}, warm=False)
+    (result,), log = try_engines(tmp_path, [asked], {"BACKPLANE_CACHE": str(tmp_path / "cache")})
     assert "error" not in result, result["error"]
     insist_on_backplane(result)
     assert result["dtype"] == "torch.float16", "what the file holds"

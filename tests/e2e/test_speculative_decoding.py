@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,8 @@ import draft_heads
 import pytest
 import reference
 import torch
-from engine import Result, batch, greedy, job, run_engines
+from engine import batch, greedy, job, run_engines
+from processes import on_path
 from server import Server
 from transformers import AutoTokenizer
 from worker_questions import ASKING
@@ -44,6 +46,9 @@ DEVICES: dict[str, dict[str, str | None]] = {
         **INTERPRETED,
     },
 }
+SERVED = {"cpu": ("draft", "mtp", "suffix"), "sim": ("eagle3",)}
+"""Methods that are asked over HTTP; the others of a device in engines that follow each other. ngram is served with the
+default model."""
 METHODS = {"ngram": "ngram", "suffix": "suffix", "draft": "draft model", "eagle3": "EAGLE-3", "mtp": "MTP"}
 """And what docs/features.toml calls them."""
 WHERE_INSTALLED = pytest.mark.skipif(
@@ -87,26 +92,30 @@ def speculating(folder: Path) -> dict[str, dict[str, Any]]:
     return {method: {"num_speculative_tokens": DRAFTS, **given} for method, given in configured.items()}
 
 
+def target(folder: Path, method: str) -> Path:
+    return folder / ("mimo" if method == "mtp" else "target")
+
+
 def engines(folder: Path, device: str) -> dict[str, dict[str, Any]]:
     def one(model: Path, *steps: dict[str, Any], **more: Any) -> dict[str, Any]:
         return job(
             model, steps=steps, skip_tokenizer_init=True, disable_log_stats=False, max_num_seqs=32, seed=1, **more
         )
 
-    targets = {"mtp": folder / "mimo"}
     asked = {"batch": batch(PROMPTS, greedy(TOKENS))}
     alone = {"batch": batch(PROMPTS[2:4], greedy(TOKENS), one_by_one=True)}
     drawn = {"batch": batch([REPEATS] * DRAWS, DRAWN)}
     count, replays, compiled = {"metrics": COUNTED}, {"ask": "replays"}, {"ask": "compiled_ngrams"}
     found = {
         method: one(
-            targets.get(method, folder / "target"),
+            target(folder, method),
             *(compiled, asked, count, alone, replays),
             *((drawn, count) if method in DRAWN_FROM else ()),
             compiled,
             speculative_config=given,
         )
         for method, given in speculating(folder).items()
+        if method not in SERVED[device]
     }
     if device == "cpu":  # the others are held against its answers
         long = {"batch": batch(PROMPTS, greedy(TOKENS + LONGER))}
@@ -115,31 +124,103 @@ def engines(folder: Path, device: str) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
+class Run:
+    """What one who speculates has done: the prompts together, then some of them one by one, then draws."""
+
+    asked: list[list[int]]
+    metrics: dict[str, Any]
+    """After those together."""
+    alone: list[list[int]]
+    replays: dict[str, int]
+    drawn: list[list[int]]
+    metrics_after: dict[str, Any]
+    compiled: tuple[Any, ...] = ()
+    """Lookups of n-grams, at first and at last."""
+
+
+@dataclass(frozen=True)
 class Runs:
-    cpu: dict[str, Result]
-    sim: dict[str, Result]
+    found: dict[tuple[str, str], Run]
+    llama: list[list[int]]
+    mimo: list[list[int]]
 
     def plain(self, method: str) -> list[list[int]]:
         """Longer answers than are asked of those who speculate."""
-        return tokens(self.cpu["plain mtp" if method == "mtp" else "plain"]["steps"][0])
+        return self.mimo if method == "mtp" else self.llama
 
-    def of(self, device: str, method: str) -> list[Any]:
-        return list(getattr(self, device)[method]["steps"][1:-1])
-
-    def compiled(self, device: str, method: str) -> tuple[Any, Any]:
-        """At first and at last."""
-        first, *_, last = getattr(self, device)[method]["steps"]
-        return first, last
+    def of(self, device: str, method: str) -> Run:
+        return self.found[device, method]
 
 
 @pytest.fixture(scope="module")
 def runs(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    done = {}
+    found, plain = {}, {}
     for device, variables in DEVICES.items():
         jobs = engines(models.folder, device)
         results = run_engines(tmp_path_factory.mktemp(device), list(jobs.values()), variables, device=device)
-        done[device] = dict(zip(jobs, results, strict=True))
-    return Runs(**done)
+        for method, result in zip(jobs, results, strict=True):
+            if method in ("plain", "plain mtp"):
+                plain[method] = tokens(result["steps"][0])
+                continue
+            first, asked, metrics, alone, [replays], *drawn, last = result["steps"]
+            draws, after = drawn or ([], {})
+            found[device, method] = Run(
+                tokens(asked), metrics, tokens(alone), replays, tokens(draws), after, (first, last)
+            )
+        for method in set(SERVED[device]) & set(speculating(models.folder)):
+            found[device, method] = served(models.folder, tmp_path_factory.mktemp("served"), device, method)
+    return Runs(found, plain["plain"], plain["plain mtp"])
+
+
+def served(folder: Path, logs: Path, device: str, method: str) -> Run:
+    """Over HTTP; prompts and answers are tokens, for which there are no words."""
+    option = ("--speculative-config", json.dumps(speculating(folder)[method]))
+    limits = ("--max-model-len", "256", "--max-num-seqs", "32", "--max-num-batched-tokens", "256", "--seed", "1")
+    more = ("--dtype", "float32", "--skip-tokenizer-init", "--worker-extension-cls", "worker_questions.OverHttp")
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": on_path(Path(__file__).parent), **DEVICES[device]}
+    with Server(logs, str(target(folder, method)), *option, *limits, *more, variables=variables) as server:
+        assert f"Operators on device {device}:" in server.text()
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            asked = list(pool.map(lambda prompt: answer(server, prompt), PROMPTS))
+        metrics = told(server)
+        alone = [answer(server, prompt) for prompt in PROMPTS[2:4]]
+        replayed = server.http.post("/collective_rpc", json={"method": "asked_for_replays"}).json()["results"]
+        draws = drawn(server) if method in DRAWN_FROM else []
+        return Run(asked, metrics, alone, replayed[0], draws, told(server))
+
+
+def answer(server: Server, prompt: str | list[int]) -> list[int]:
+    return ask(server, prompt, max_tokens=TOKENS, temperature=0)[0]
+
+
+def drawn(server: Server) -> list[list[int]]:
+    return ask(server, REPEATS, n=DRAWS, **{name: DRAWN[name] for name in ("temperature", "top_k", "max_tokens")})
+
+
+def ask(server: Server, prompt: str | list[int], **more: Any) -> list[list[int]]:
+    """The tokens of every answer."""
+    [model] = server.http.get("/v1/models").json()["data"]
+    request = {"model": model["id"], "prompt": prompt, "ignore_eos": True, "return_token_ids": True, **more}
+    given = server.http.post("/v1/completions", json=request)
+    assert given.status_code == 200, given.text
+    return [choice["token_ids"] for choice in given.json()["choices"]]
+
+
+def told(server: Server) -> dict[str, Any]:
+    """By /metrics, under the names that `LLM.get_metrics` has."""
+    found: dict[str, Any] = {
+        f"{COUNTED}{what}": int(server.metric(f"{COUNTED}{what}_total"))
+        for what in ("drafts", "draft_tokens", "accepted_tokens")
+    }
+    by_place = f"{COUNTED}accepted_tokens_per_pos"
+    return found | {by_place: [int(server.metric(f"{by_place}_total", position=str(place))) for place in range(DRAFTS)]}
+
+
+def plain(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Transformers' answers."""
+    found = [reference.continue_together(model, [prompt], TOKENS)[0] for prompt in prompts]
+    assert min(one.smallest_margin for one in found) > 1e-3, "near a tie; change the prompts"
+    return [one.token_ids for one in found]
 
 
 def tokens(done: list[dict[str, Any]]) -> list[list[int]]:
@@ -165,11 +246,29 @@ ON_EACH = pytest.mark.parametrize("device", DEVICES)
 @EVERY
 @ON_EACH
 def test_tokens_equal_those_of_plain_decoding(runs: Runs, device: str, method: str, named: str) -> None:
-    asked, metrics, alone, *_ = runs.of(device, method)
-    plain = [answer[:TOKENS] for answer in runs.plain(method)]
-    assert tokens(asked) == plain
-    assert tokens(alone) == plain[2:4]
-    assert 0 < counted(metrics, "accepted_tokens") <= counted(metrics, "draft_tokens")
+    run, plain = runs.of(device, method), [answer[:TOKENS] for answer in runs.plain(method)]
+    assert run.asked == plain
+    assert run.alone == plain[2:4]
+    assert 0 < counted(run.metrics, "accepted_tokens") <= counted(run.metrics, "draft_tokens")
+
+
+@pytest.mark.feature("Speculative decoding: over HTTP", "{device}")
+@pytest.mark.parametrize(
+    ("device", "method"),
+    [
+        pytest.param(device, method, marks=[WHERE_INSTALLED] if method == "suffix" else [])
+        for device, methods in SERVED.items()
+        for method in methods
+    ],
+)
+def test_a_server_gives_the_tokens_of_plain_decoding(runs: Runs, device: str, method: str) -> None:
+    run = runs.of(device, method)
+    assert run.asked == [answer[:TOKENS] for answer in runs.plain(method)]
+    assert 0 < counted(run.metrics, "accepted_tokens") <= counted(run.metrics, "draft_tokens")
+
+
+def test_plain_answers_are_those_of_transformers(runs: Runs, models: Models) -> None:
+    assert [answer[:TOKENS] for answer in runs.plain("draft")] == plain(models.llama, PROMPTS)
 
 
 def test_answers_depend_on_the_prompt(runs: Runs) -> None:
@@ -181,7 +280,7 @@ def test_answers_depend_on_the_prompt(runs: Runs) -> None:
 
 @ON_EACH
 def test_a_draft_model_that_is_the_target_is_always_right(runs: Runs, device: str) -> None:
-    metrics = runs.of(device, "draft")[1]
+    metrics = runs.of(device, "draft").metrics
     assert counted(metrics, "accepted_tokens") == counted(metrics, "draft_tokens") > 0
 
 
@@ -203,7 +302,7 @@ def right_drafts(runs: Runs, models: Models) -> dict[str, list[int]]:
 @ON_EACH
 def test_heads_draft_what_they_should(runs: Runs, right_drafts: dict[str, list[int]], device: str, method: str) -> None:
     """Draft by draft, as computed by transformers' layers without a cache."""
-    steps, metrics = right_drafts[method], runs.of(device, method)[1]
+    steps, metrics = right_drafts[method], runs.of(device, method).metrics
     by_place = [sum(accepted > place for accepted in steps) for place in range(DRAFTS)]
     assert metrics[f"{COUNTED}accepted_tokens_per_pos"] == by_place
     assert counted(metrics, "drafts") == len(steps)
@@ -214,7 +313,7 @@ def test_heads_draft_what_they_should(runs: Runs, right_drafts: dict[str, list[i
 @EVERY
 @ON_EACH
 def test_steps_that_verify_were_replayed(runs: Runs, device: str, method: str, named: str) -> None:
-    [found] = runs.of(device, method)[3]
+    found = runs.of(device, method).replays
     assert found["captured"] > 0
     assert found["given_up"] == 0
     # One sequence at a time; n-grams and suffixes do not always draft as many tokens as a graph takes.
@@ -222,7 +321,7 @@ def test_steps_that_verify_were_replayed(runs: Runs, device: str, method: str, n
 
 
 def test_ngrams_are_compiled_before_the_first_request_and_once(runs: Runs) -> None:
-    assert runs.compiled("cpu", "ngram") == ([1], [1])
+    assert runs.of("cpu", "ngram").compiled == ([1], [1])
 
 
 @torch.inference_mode()
@@ -247,10 +346,13 @@ def shares(model: Any, prompt: list[int], warmth: float) -> dict[tuple[int, ...]
 def test_drawn_tokens_follow_the_distribution_of_the_model(
     runs: Runs, models: Models, device: str, method: str
 ) -> None:
-    _, before, _, _, drawn, after = runs.of(device, method)
-    drafted, accepted = (counted(after, what) - counted(before, what) for what in ("draft_tokens", "accepted_tokens"))
+    run = runs.of(device, method)
+    drafted, accepted = (
+        counted(run.metrics_after, what) - counted(run.metrics, what) for what in ("draft_tokens", "accepted_tokens")
+    )
     assert 0.02 * drafted < accepted < 0.98 * drafted, "both must happen often"
-    seen = Counter(tuple(answer) for answer in tokens(drawn))
+    seen = Counter(map(tuple, run.drawn))
+    assert seen.total() == DRAWS
     right, colder = (shares(models.llama, REPEATS, warmth) for warmth in (WARMTH, WARMTH / 3))
     assert set(seen) <= set(right)
     counts = [seen[answer] for answer in right]
@@ -263,26 +365,6 @@ EXAMPLE = shlex.split(_line)
 LIMITS = ("--max-model-len", "512", "--max-num-seqs", "4")
 
 
-def answer(server: Server, prompt: str | list[int]) -> list[int]:
-    client = server.client()
-    more = {"ignore_eos": True, "return_token_ids": True}
-    name = client.models.list().data[0].id
-    given = client.completions.create(model=name, prompt=prompt, max_tokens=TOKENS, temperature=0, extra_body=more)
-    return list(given.choices[0].token_ids)
-
-
-def told(server: Server) -> list[float]:
-    """Drafts, and those that were right."""
-    return [server.metric(f"{COUNTED}{what}_tokens_total") for what in ("draft", "accepted")]
-
-
-def plain(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """Transformers' answers."""
-    found = [reference.continue_together(model, [prompt], TOKENS)[0] for prompt in prompts]
-    assert min(one.smallest_margin for one in found) > 1e-3, "near a tie; change the prompts"
-    return [one.token_ids for one in found]
-
-
 @pytest.mark.feature("Speculative decoding: ngram", "cpu")
 @pytest.mark.feature("Speculative decoding: over HTTP", "cpu")
 def test_the_example_of_the_documentation(smollm2: Path, tmp_path: Path) -> None:
@@ -292,22 +374,6 @@ def test_the_example_of_the_documentation(smollm2: Path, tmp_path: Path) -> None
     variables = {"BACKPLANE_DEVICE": "cpu", **INTERPRETED}
     with Server(tmp_path, *EXAMPLE, *LIMITS, variables=variables) as server:
         assert [answer(server, text) for text in TEXTS] == expected
-        drafted, accepted = told(server)
+        metrics = told(server)
+    drafted, accepted = counted(metrics, "draft_tokens"), counted(metrics, "accepted_tokens")
     assert 0.5 * drafted < accepted, f"of {drafted} drafts {accepted} were accepted"
-
-
-@pytest.mark.feature("Speculative decoding: {named}", "{device}")
-@pytest.mark.feature("Speculative decoding: over HTTP", "{device}")
-@pytest.mark.parametrize(
-    ("device", "method", "named"), [("cpu", "draft", METHODS["draft"]), ("sim", "eagle3", METHODS["eagle3"])]
-)
-def test_another_method_with_a_tiny_model(models: Models, tmp_path: Path, device: str, method: str, named: str) -> None:
-    """Over HTTP; prompts and answers are tokens, for which there are no words. The other methods differ from these
-    behind the same option, and are run in one process above."""
-    option = ("--speculative-config", json.dumps(speculating(models.folder)[method]))
-    limits = (*LIMITS, "--max-num-batched-tokens", "64", "--dtype", "float32", "--skip-tokenizer-init")
-    with Server(tmp_path, str(models.folder / "target"), *option, *limits, variables=DEVICES[device]) as server:
-        assert f"Operators on device {device}:" in server.text()
-        assert [answer(server, prompt) for prompt in PROMPTS] == plain(models.llama, PROMPTS)
-        drafted, accepted = told(server)
-    assert 0 < accepted <= drafted

@@ -168,6 +168,13 @@ def replays(worker: Any) -> dict[str, int]:
     }
 
 
+class OverHttp:
+    """Mixed into a server's worker by `--worker-extension-cls`; `/collective_rpc` calls methods alone."""
+
+    def asked_for_replays(self) -> dict[str, int]:
+        return replays(self)
+
+
 def suspend_graphs(worker: Any) -> None:
     """Steps are eager from now on."""
     worker.model_runner.model.suspended = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ def through(
     asked: bytes | None = None,
     state: Any = None,
     kind: bytes = b"application/json; charset=utf-8",
+    answered: bytes = b"application/json",
 ) -> tuple[int, bytes, dict[bytes, bytes]]:
     """What a client gets of an answer that the server gives in parts, and who has `asked`, where somebody wants to know
     that, of a server with a certain `state`."""
@@ -33,7 +35,7 @@ def through(
         if asked is not None:
             assert (await receive())["body"] == asked
         length = str(sum(map(len, parts))).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+        headers = [(b"content-type", answered), (b"content-length", length)]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         for place, part in enumerate(parts):
             await send({"type": "http.response.body", "body": part, "more_body": place + 1 < len(parts)})
@@ -169,3 +171,65 @@ def test_an_engine_that_has_ended_is_not_asked() -> None:
     engine.errored = True
     assert through(COMPLETE, 500, [body], MINE, serving(engine))[:2] == (500, body)
     assert engine.loaded == 0
+
+
+EVENTS = b"text/event-stream; charset=utf-8"
+BEGUN, DONE = b'data: {"choices": []}\n\n', b"data: [DONE]\n\n"
+
+
+def event(said: str) -> bytes:
+    return b"data: " + error(said) + b"\n\n"
+
+
+def test_the_last_event_of_a_stream_says_what_is_wrong_with_its_adapter() -> None:
+    engine, parts = Engine(TOLD), [BEGUN, event("Internal server error"), DONE]
+    status, answer, _ = through(COMPLETE, 200, parts, MINE, serving(engine), answered=EVENTS)
+    begun, failed, done = answer.split(b"\n\n")[:3]
+    told = json.loads(failed.removeprefix(b"data: "))["error"]
+    assert (status, told["code"], told["message"], engine.loaded) == (200, 400, REFUSED, 1)
+    assert [begun, done] == [BEGUN.strip(), DONE.strip()]
+
+
+@pytest.mark.parametrize(
+    ("asked", "parts", "answered"),
+    [
+        (b'{"model": "the model"}', [event("Internal server error"), DONE], EVENTS),
+        (MINE, [event("the template is wrong"), DONE], EVENTS),
+        (MINE, [BEGUN, DONE], EVENTS),
+        (MINE, [event("Internal server error")], b"text/plain"),
+    ],
+)
+def test_other_events_stay(asked: bytes, parts: list[bytes], answered: bytes) -> None:
+    engine = Engine(TOLD)
+    assert through(COMPLETE, 200, parts, asked, serving(engine), answered=answered)[1] == b"".join(parts)
+    assert engine.loaded == 0
+
+
+def test_a_request_is_not_kept_beyond_the_beginning_of_its_answer() -> None:
+    """A stream may last for minutes, and a prompt may be megabytes."""
+    size, held = 8 << 20, []
+
+    async def server(_scope: Any, receive: Any, send: Any) -> None:
+        assert len((await receive())["body"]) == size
+        held.append(tracemalloc.get_traced_memory()[0])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", EVENTS)]})
+        held.append(tracemalloc.get_traced_memory()[0])
+        await receive()  # as servers wait for the end of the connection
+        held.append(tracemalloc.get_traced_memory()[0])
+
+    async def request() -> Any:
+        return {"type": "http.request", "body": b" " * size}
+
+    async def drop(_message: Any) -> None:
+        pass
+
+    headers = [(b"content-type", b"application/json")]
+    app = SimpleNamespace(state=serving(Engine(None)))
+    scope = {"type": "http", "path": COMPLETE, "headers": headers, "app": app}
+    tracemalloc.start()
+    try:
+        asyncio.run(AdapterErrors(server)(scope, request, drop))
+    finally:
+        tracemalloc.stop()
+    asked, begun, waited = held
+    assert asked > size > 2 * begun and size > 2 * waited, held

@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm.config import CacheConfig, CompilationConfig, CUDAGraphMode, ParallelConfig, VllmConfig
 from vllm.config.load import LoadConfig
+from vllm.config.lora import LoRAConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -71,6 +72,34 @@ def test_more_workers_than_cards(chosen: Any) -> None:
 
 def test_the_hosts_memory_is_one_card_for_any_number_of_workers() -> None:
     configuration.refuse_unsupported(workers(3), configured({}))
+
+
+@pytest.mark.feature("LoRA: experts", "cpu", "sim", refused=True)
+@pytest.mark.parametrize(
+    "named", [None, ["q_proj", "experts"], ["model.layers.0.experts"], ["experts.0.gate_proj"], ["routed_experts"]]
+)
+def test_adapters_of_experts(named: Any) -> None:
+    config = mixture(named)
+    told = r"experts of MixtralForCausalLM take no LoRA adapters here; .* --lora-target-modules q_proj .*--enable-lora"
+    with pytest.raises(BackplaneError, match=told):
+        configuration.refuse_adapted_experts(config)
+
+
+def test_adapters_beside_experts() -> None:
+    configuration.refuse_adapted_experts(mixture(["q_proj", "shared_experts"]))
+    dense = mixture(None)
+    dense.model_config.is_moe = False
+    configuration.refuse_adapted_experts(dense)
+    plain = mixture(None)
+    plain.lora_config = None
+    configuration.refuse_adapted_experts(plain)
+
+
+def mixture(named: list[str] | None) -> Any:
+    return SimpleNamespace(
+        lora_config=LoRAConfig(target_modules=named),
+        model_config=SimpleNamespace(is_moe=True, architectures=["MixtralForCausalLM"]),
+    )
 
 
 def test_the_second_runner_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,10 @@ def insist_on_loaded(layer: Any, needed: tuple[str, ...]) -> None:
     missing = [f"{stored}.{name}" for part, stored in enumerate(parts) for name in needed if (name, part) not in loaded]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointError(f"the checkpoint has no {', '.join(missing[:3])}{more}; choose a complete one")
+        remedy = "choose a complete one"
+        if all(name.endswith(".bias") for name in missing):
+            remedy += ", or, where this architecture has no such bias, one in which these layers are not quantized"
+        raise CheckpointError(f"the checkpoint has no {', '.join(missing[:3])}{more}; {remedy}")
 
 
 def _stored(prefix: str, parts: int, fused: Mapping[str, list[str]]) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """Weights of a model that the checkpoint does not have.
 
-vLLM compares what was loaded with what there is, of quantized checkpoints where it is asked to. Here it is always asked
-to, so that a missing norm, embedding or head is an error; layers that are packed while they are loaded insist on their
-parts themselves (`layers/collected.py`). vLLM's error does not say what to do about it; ours does.
+vLLM compares what was loaded with what there is, of quantized checkpoints where it is asked to. Here it is asked to, so
+that a missing norm, embedding or head is an error wherever a model says what it loads; layers that are packed while
+they are loaded insist on their parts themselves (`layers/collected.py`). vLLM's error does not say what to do about it;
+ours does.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def ask(config: VllmConfig) -> None:
     model, loading, drafting = config.model_config, config.load_config, config.speculative_config
     if model is None or model.quantization not in (*NAMES, *ONLINE) or loading.load_format not in FORMATS:
         return
+    if model.convert_type == "classify":
+        return  # vLLM does not count the bias of the head that it adds.
     drafts = drafting.draft_model_config if drafting is not None else None
     if drafts is not None and drafts is not drafting.target_model_config and drafts.quantization is not None:
         return  # It is loaded with the same options, and may take its embedding and its head from the model.

@@ -141,12 +141,14 @@ def misfits(manager: LoRAModelManager, adapter: LoRAModel, rank: int | None, par
             layer = manager.modules.get(f"model.{name}")
         if layer is not None:
             yield from _of_layer(name, weights, getattr(layer, "base_layer", None), rank)
-        elif all_here and ".experts" not in name:
+        elif "experts" in name.split("."):  # nowhere are there places for these (`configuration.py`)
+            yield f"{name!r}: experts take no adapter"
+        elif all_here:
             yield f"the model has no layer {name!r} that takes an adapter"
 
 
 def _of_layer(name: str, weights: LoRALayerWeights, base: Any, rank: int | None) -> Iterator[str]:
-    """Linear layers, of full size also where workers divide them; vLLM looks at experts and vocabularies itself."""
+    """Linear layers, of full size also where workers divide them; vLLM looks at vocabularies itself."""
     if not isinstance(base, LinearBase):
         return
     outputs = _outputs(base)

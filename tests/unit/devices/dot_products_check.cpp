@@ -83,16 +83,18 @@ bool check(const DotKernels& kernels, const Case& c, Way way) {
   auto multiply = c.bits == 8 ? kernels.multiply8 : kernels.multiply4;
   int32_t bias = c.bits == 8 ? kernels.bias8 : kernels.bias4;
   if (wide) {
-    const auto widen = c.bits == 8 ? kernels.widen8 : kernels.widen4;
+    const bool centred = c.bits == 4 && !c.offsets && kernels.widen4_centred != nullptr && draw(0, 1) == 1;
+    const auto widen = c.bits == 8 ? kernels.widen8 : centred ? kernels.widen4_centred : kernels.widen4;
     if (widen == nullptr) return true;
     uint8_t* to = aligned(memory, c.groups * kernels.wide_bytes(c.group));
     widen(codes.data(), c.groups, c.group, to);
     p.codes = to;
     multiply = kernels.multiply_wide;
-    bias = c.bits == 8 ? kernels.wide_bias8 : kernels.wide_bias4;
+    bias = c.bits == 8 ? kernels.wide_bias8 : centred ? 8 : kernels.wide_bias4;
   }
   const int zero = c.offsets ? 0 : 1 << (c.bits - 1);
   std::vector<uint16_t> half_scales, half_offsets;
+  std::vector<float> counted;
   if (halves) {
     multiply = c.bits == 8 ? kernels.multiply8_halves : kernels.multiply4_halves;
     if (multiply == nullptr || c.rows > kernels.halves_rows || c.group > kernels.halves_group) return true;
@@ -102,6 +104,10 @@ bool check(const DotKernels& kernels, const Case& c, Way way) {
     p.half_offsets = c.offsets ? half_offsets.data() : nullptr;
   } else {
     p.scales = scales.data();
+    if (kernels.counter != 0 && draw(0, 3) > 0) {  // as with scales in half precision, which these could be
+      for (const float scale : scales) counted.push_back(-kernels.counter * scale);
+      p.counted = counted.data();
+    }
     p.offsets = c.offsets ? offsets.data() : nullptr;
   }
   p.x = x.data();

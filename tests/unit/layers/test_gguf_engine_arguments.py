@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import gguf
@@ -44,8 +43,7 @@ load_general_plugins()
 
 
 def test_a_name_that_another_plugin_took_is_refused() -> None:
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = programs.run(programs.command(TAKEN), env=variables)
+    done = programs.run(programs.command(TAKEN))
     assert done.returncode != 0
     assert "--quantization gguf already belongs to" in done.stderr and "uninstall one of the two" in done.stderr
 
@@ -76,7 +74,7 @@ def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> No
         "other quantization": {"model": str(path), "quantization": "int8"},
         "damaged": {"model": str(tmp_path / "damaged.gguf")},
     }
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "BACKPLANE_CACHE": str(tmp_path / "cache")}
+    variables = {**os.environ, "BACKPLANE_CACHE": str(tmp_path / "cache")}
     done = programs.run(programs.command(PROGRAM, json.dumps(asked)), env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

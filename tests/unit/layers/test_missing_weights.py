@@ -76,6 +76,7 @@ def load(folder: Path, missing: Iterable[str], **said: bool) -> None:
             model=str(folder),
             revision=None,
             quantization="auto_gptq",
+            convert_type="none",
             dtype=torch.float32,
             is_moe=False,
             multimodal_config=None,
@@ -130,8 +131,13 @@ def test_the_option_is_given_to_the_loader_that_has_it() -> None:
     assert set(completeness.FORMATS) & set(known) <= default
 
 
-def asked(quantization: str | None, drafts: Callable[[Any], Any] | None = None, load_format: str = "auto") -> bool:
-    target = SimpleNamespace(quantization=quantization)
+def asked(
+    quantization: str | None,
+    drafts: Callable[[Any], Any] | None = None,
+    load_format: str = "auto",
+    convert: str = "none",
+) -> bool:
+    target = SimpleNamespace(quantization=quantization, convert_type=convert)
     drafting = drafts and SimpleNamespace(target_model_config=target, draft_model_config=drafts(target))
     config: Any = SimpleNamespace(
         model_config=target, load_config=LoadConfig(load_format=load_format), speculative_config=drafting
@@ -145,6 +151,7 @@ def test_which_checkpoints_are_compared() -> None:
     assert not asked("gguf"), "its loader compares by itself"
     assert not asked(None), "vLLM compares by itself"
     assert not asked("auto_awq", load_format="dummy")
+    assert not asked("auto_awq", convert="classify"), "vLLM does not count the bias of the head that it adds"
     # A head that drafts takes its embedding from the model. n-grams have the model's own configuration.
     assert not asked("auto_awq", lambda _target: SimpleNamespace(quantization="auto_awq"))
     assert asked("auto_awq", lambda _target: SimpleNamespace(quantization=None))

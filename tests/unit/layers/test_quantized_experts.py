@@ -294,3 +294,9 @@ def test_a_router_keeps_its_type(kind: type[ReplicatedLinear]) -> None:
     assert router.weight.dtype == torch.float32 and not router.weight.is_meta
     other = ReplicatedLinear(HIDDEN, EXPERTS, bias=False, quant_config=Int4Config(), prefix="model.layers.0.mlp.up")
     assert other.weight.is_meta, "waits for its weight to be quantized"
+
+
+def test_the_head_of_a_classifier_keeps_its_type() -> None:
+    """vLLM gives it a bias where its weight is, once one is read."""
+    head = ReplicatedLinear(HIDDEN, 3, bias=False, quant_config=Int4Config(), prefix="score")
+    assert head.weight.dtype == torch.float32 and not head.weight.is_meta

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,5 +25,5 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
 
 def python(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """As in another project, without our platform."""
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), "VLLM_PLUGINS": ""}
+    variables = {**os.environ, "PYTHONPATH": programs.on_path(folder), "VLLM_PLUGINS": ""}
     return programs.run(programs.command(program, *arguments), cwd=folder, env=variables)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from tests import programs
@@ -23,8 +22,7 @@ print(type(current_platform).__name__, lifecycle.theatre().version, sorted(lifec
 
 
 def _start(program: str = START, **variables: str) -> subprocess.CompletedProcess[str]:
-    given = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
-    return programs.run(programs.command(program), env=given)
+    return programs.run(programs.command(program), env={**os.environ, **variables})
 
 
 def test_a_stated_version_decides_and_vllm_accepts_the_variable() -> None:
@@ -90,7 +88,7 @@ def test_a_workers_patches_are_there_before_anything_of_it_runs(tmp_path: Path) 
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: first-patches\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[vllm_backplane.patches]\nfirst = first_patches\n")
-    done = _start(WORKER, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    done = _start(WORKER, PYTHONPATH=programs.on_path(tmp_path))
     assert done.stdout.splitlines()[-1:] == ["SystemExit the patch runs"], done.stderr[-2000:]
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import re
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from vllm_backplane.cli import main
 from vllm_backplane.layers.binding import BINDINGS
 from vllm_backplane.layers.hooks import HOOKS, IR_OPERATOR
 from vllm_backplane.supported import FULL, NEWEST, RELEASES
-from vllm_backplane.upstream import SourceTree, open_tree
+from vllm_backplane.upstream import SourceTree, SymbolIndex, open_tree
 
 PACKAGE = Path(vllm_backplane.__file__).parent
 ROOT = PACKAGE.parent
@@ -27,6 +29,12 @@ VERSIONS = [
     pytest.param(each.version, marks=() if each is NEWEST else pytest.mark.download, id=each.version)
     for each in RELEASES
 ]
+
+
+@pytest.fixture(scope="module")
+def index_with() -> Callable[[str], SymbolIndex]:
+    """Of our package and a version of vLLM. What one test has read of them the next need not."""
+    return cache(lambda version: index_of(PACKAGE, open_tree(version)))
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +67,8 @@ def test_what_changed_upstream_is_what_we_know_of(trees: list[SourceTree]) -> No
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_binding_and_hook_is_there(version: str) -> None:
-    index = index_of(PACKAGE, open_tree(version))
+def test_every_binding_and_hook_is_there(version: str, index_with: Callable[[str], SymbolIndex]) -> None:
+    index = index_with(version)
     assert list(faults_of_bindings(index, BINDINGS)) == []
     assert list(faults_of_hooks(index, HOOKS)) == []
 
@@ -74,8 +82,8 @@ def test_every_override_is_of_something(trees: list[SourceTree]) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_our_calls_are_accepted(version: str) -> None:
-    found = list(calls(PACKAGE, index_of(PACKAGE, open_tree(version))))
+def test_our_calls_are_accepted(version: str, index_with: Callable[[str], SymbolIndex]) -> None:
+    found = list(calls(PACKAGE, index_with(version)))
     assert len(found) > 30
     assert [each for each in found if each.fault and not each.where.startswith("compat.py:")] == []
 

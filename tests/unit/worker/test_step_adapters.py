@@ -12,9 +12,11 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
+from vllm_backplane.adapter_errors import AdapterRefused
 from vllm_backplane.scheduler import _NOTE
 from vllm_backplane.worker import adapters, step_adapters
 from vllm_backplane.worker.step_adapters import StepAdapters
+from vllm_backplane.worker.worker import BackplaneWorker
 
 GOOD, BAD, OTHER = 1, 2, 3
 
@@ -173,6 +175,35 @@ def test_one_that_was_mended_and_loaded_is_served_at_once(runner: Runner, kept: 
     kept.loaded(BAD)
     kept.prepare(step({"b": adapter(BAD, load_inplace=True)}))
     assert unserved(kept) == frozenset()
+
+
+@pytest.fixture
+def worker(runner: Runner, kept: StepAdapters) -> BackplaneWorker:
+    """What loads adapters; what starts a process is left out."""
+    made = BackplaneWorker.__new__(BackplaneWorker)
+    made.model_runner = runner  # type: ignore[assignment]
+    made.step_adapters, made.parallel_config, made.rank = kept, kept._parallel, 0
+    return made
+
+
+def test_loading_one_that_was_mended_ends_the_wait(runner: Runner, kept: StepAdapters, worker: BackplaneWorker) -> None:
+    """Also where it is pushed out before it is used."""
+    kept.prepare(step({"a": adapter(BAD)}))
+    assert unserved(kept) == {"a"}
+    runner.damaged.clear()
+    assert worker.add_lora(adapter(BAD)) is True
+    runner.remove_lora(BAD)
+    kept.prepare(step({"b": adapter(BAD)}))
+    assert (unserved(kept), runner.read) == (frozenset(), [BAD, BAD, BAD])
+
+
+def test_loading_one_in_vain_does_not(runner: Runner, kept: StepAdapters, worker: BackplaneWorker) -> None:
+    kept.prepare(step({"a": adapter(BAD)}))
+    assert unserved(kept) == {"a"}
+    with pytest.raises(AdapterRefused, match="the header is cut off"):
+        worker.add_lora(adapter(BAD))
+    kept.prepare(step({"b": adapter(BAD)}))
+    assert (unserved(kept), runner.read) == ({"b"}, [BAD, BAD])
 
 
 def test_the_advice_is_given_once(runner: Runner, kept: StepAdapters) -> None:

@@ -54,7 +54,7 @@ class OnlineConfig(base.BackplaneQuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if not isinstance(layer, (LinearBase, ParallelLMHead, RoutedExperts)):
             return None
-        if _routes(layer, prefix):
+        if _routes(layer, prefix) or _classifies(layer, prefix):
             return UnquantizedLinearMethod()
         config = get_current_vllm_config()
         head = isinstance(layer, ParallelLMHead)
@@ -73,6 +73,12 @@ def _routes(layer: torch.nn.Module, prefix: str) -> bool:
     quantized; vLLM 0.30 does not have a class of its own for it everywhere."""
     named = isinstance(layer, ReplicatedLinear) and prefix.rpartition(".")[2] in ("gate", "router")
     return named or isinstance(layer, GateLinear)
+
+
+def _classifies(layer: torch.nn.Module, prefix: str) -> bool:
+    """Whether it is the head that vLLM adds to a model in order to classify with it. It may get a bias when one is
+    read, on the device of its weight, which must be there by then."""
+    return isinstance(layer, ReplicatedLinear) and prefix.rpartition(".")[2] == "score"
 
 
 def _already_quantized(name: str, found: dict[str, Any]) -> str:
