@@ -61,7 +61,7 @@ def digest(root: Path) -> str:
     """Of every class of machine below `root`, for a page of the documentation."""
     parts: list[str] = []
     for folder in sorted(path for path in root.glob("*") if path.is_dir()):
-        runs = [run for run in results.load(folder) if run.files]
+        runs = results.load(folder, lambda workload: workload == BY_FORMAT.name)
         for subject in ALL:
             if text := comparison(subject.name, runs):
                 machine = runs[-1].machine

@@ -9,7 +9,7 @@ from benchmarks.compare import results, table, targets
 from benchmarks.compare.report import commands, known_facts, machine_line
 from benchmarks.compare.samples import grouped
 from benchmarks.compare.subjects import SUBJECTS
-from benchmarks.compare.workloads import FULL
+from benchmarks.compare.workloads import BY_FORMAT, FULL
 
 IN_TABLES = ("decode", "prefill", "startup")
 """The rest is plotted, and has its tables on the page of the results."""
@@ -29,7 +29,8 @@ def digest(root: Path) -> str:
     commands."""
     parts: list[str] = []
     for folder in sorted(path for path in root.glob("*") if path.is_dir()):
-        runs = [run for run in results.load(folder) if not run.files]  # formats have their table in docs/checkpoints.md
+        # Formats have their table in docs/checkpoints.md.
+        runs = results.load(folder, lambda workload: workload != BY_FORMAT.name)
         found = grouped(results.all_samples(runs))
         if not found:
             continue

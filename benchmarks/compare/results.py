@@ -7,7 +7,7 @@ so ratios are taken between samples of one file.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,10 @@ def save(folder: Path, model: str, workload: str, run: Run, *, append: bool) -> 
     return file
 
 
-def load(folder: Path) -> list[Run]:
-    """All runs below the folder."""
-    runs: list[Run] = []
-    for file in sorted(folder.glob("*.json")):
-        runs += [_run(run) for run in json.loads(file.read_text())["runs"]]
-    return runs
+def load(folder: Path, chosen: Callable[[str], bool] = lambda workload: True) -> list[Run]:
+    """All runs below the folder, of the chosen workloads."""
+    read = (json.loads(file.read_text()) for file in sorted(folder.glob("*.json")))
+    return [_run(run) for found in read if chosen(found["workload"]) for run in found["runs"]]
 
 
 def all_samples(runs: Iterable[Run]) -> list[Sample]:

@@ -110,3 +110,10 @@ def test_a_format_without_a_file_fails_alone(tmp_path: Path, monkeypatch: pytest
     assert set(run.failures) == {"ours/gguf-q4_k", "llama.cpp/q4_k"}
     assert run.failures["ours/gguf-q4_k"] == ("llama-quantize made no Q4_K file (exit 3); its last words: no such type")
     assert list(weights_by_type(job.gguf("Q8_0"))) == ["Q8_0"]
+
+
+def test_a_run_of_which_nothing_came_stays_on_its_page(tmp_path: Path) -> None:
+    failed = Run(MACHINE, {}, "make bench", "2026-01-01", "abc", failures={"ours/gguf-q4_k": "no such file"})
+    results.save(tmp_path / "x", "smollm2", BY_FORMAT.name, failed, append=False)
+    assert "ours/gguf-q4_k failed: no such file" in by_format.digest(tmp_path)
+    assert digest(tmp_path) == NOTHING
