@@ -39,7 +39,7 @@ turns. Writes JSON, a table and plots to benchmarks/results/CLASS-OF-MACHINE/.
   make bench ARGS=--quick                           the default model, fewer points, one round: a few minutes
   make bench ARGS="--only decode,prefill --models 0.5b"
   make bench ARGS="--variants ours/bf16,llama.cpp/f16 --only decode --rounds 5"
-  make bench ARGS="--only formats"                  ours and llama.cpp on one GGUF file per format: about 15 minutes
+  make bench ARGS="--only formats"                  ours and llama.cpp on one GGUF file per format: some 80 seconds each
   make bench ARGS="--only formats --formats Q4_K Q6_K --models smollm2,blocks"
   make bench ARGS=--report                          tables and plots again, from what was measured
 
