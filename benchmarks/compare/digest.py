@@ -9,6 +9,7 @@ from benchmarks.compare import results, table, targets
 from benchmarks.compare.report import commands, known_facts, machine_line
 from benchmarks.compare.samples import grouped
 from benchmarks.compare.subjects import SUBJECTS
+from benchmarks.compare.variants import OURS, VARIANTS
 from benchmarks.compare.workloads import BY_FORMAT, FULL
 
 IN_TABLES = ("decode", "prefill", "startup")
@@ -55,8 +56,19 @@ def digest(root: Path) -> str:
                 parts.append(ELSEWHERE.format(profiled=PROFILED))
         parts += ["By these commands (date, commit, and how much of the processors' time others took):", commands(runs)]
     if parts:
-        parts += _perplexity(root / "perplexity.json")
+        parts += _perplexity(root / "perplexity.json") + _of_files(root / "gguf-perplexity.json")
     return "\n\n".join(parts) or NOTHING
+
+
+def _of_files(file: Path) -> list[str]:
+    """The same for the GGUF files among the engines' variants."""
+    if not file.exists():
+        return []
+    known = {kind: found["ours"] for kind, found in json.loads(file.read_text())["formats"].items()}
+    names = [(one.name, one.gguf) for one in VARIANTS if one.engine == OURS and one.gguf in known and one.gguf != "F32"]
+    told = [f"{name} {100 * (known[kind] / known['F32'] - 1):+.2f} %" for name, kind in names]
+    where = "[docs/checkpoints.md](docs/checkpoints.md#accuracy)"
+    return [f"Of GGUF files that llama.cpp quantized, on another text, against F32: {', '.join(told)} ({where})."]
 
 
 def _perplexity(file: Path) -> list[str]:
