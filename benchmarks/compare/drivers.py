@@ -85,25 +85,27 @@ def environment(variant: Variant) -> dict[str, str]:
 def generate(job: Job, workload: Workload, variant: Variant) -> Figures:
     """Samples of every point of the workload."""
     if variant.engine != LLAMA_CPP:
-        found, _ = _vllm(job, workload, variant, job.repeats, watched=False)
+        found, _ = _vllm(job, workload, variant, job.repeats)
         return found
     figures: Figures = []
     for point in workload.points:
-        lines, _ = _llama(job, point, variant, job.repeats, watched=False)
+        lines, _ = _llama(job, point, variant, job.repeats)
         figures += [(point.name, value) for value in lines]
     return figures
 
 
-def peak_memory(job: Job, workload: Workload, variant: Variant) -> Figures:
+def peak_memory(job: Job, workload: Workload, variant: Variant, watch: memory.Watch = memory.watch) -> Figures:
     (point,) = workload.points
     if variant.engine == LLAMA_CPP:
-        _, peak = _llama(job, point, variant, 0, watched=True)
+        _, peak = _llama(job, point, variant, 0, watch)
     else:
-        _, peak = _vllm(job, workload, variant, 0, watched=True)
+        _, peak = _vllm(job, workload, variant, 0, watch)
     return [(point.name, peak / 2**20)]
 
 
-def _vllm(job: Job, workload: Workload, variant: Variant, repeats: int, *, watched: bool) -> tuple[Figures, int]:
+def _vllm(
+    job: Job, workload: Workload, variant: Variant, repeats: int, watch: memory.Watch | None = None
+) -> tuple[Figures, int]:
     plan = {
         "model": job.model(variant),
         "arguments": dict(variant.arguments),
@@ -119,13 +121,15 @@ def _vllm(job: Job, workload: Workload, variant: Variant, repeats: int, *, watch
         written.write_text(json.dumps(plan))
         script = Path(__file__).with_name("vllm_driver.py")
         command = [job.python(variant), str(script), str(written), str(answer)]
-        peak = _run(command, variant, job.timeout, Path(scratch), watched=watched)
+        peak = _run(command, variant, job.timeout, Path(scratch), watch)
         samples: list[dict[str, Any]] = json.loads(answer.read_text())
     wanted = [(sample["point"], sample["figures"].get(metrics[sample["point"]])) for sample in samples]
     return [(point, float(value)) for point, value in wanted if value is not None], peak
 
 
-def _llama(job: Job, point: Point, variant: Variant, repeats: int, *, watched: bool) -> tuple[list[float], int]:
+def _llama(
+    job: Job, point: Point, variant: Variant, repeats: int, watch: memory.Watch | None = None
+) -> tuple[list[float], int]:
     """The values of the point's metric, and the peak memory."""
     program = job.environments.llama_cpp("llama-batched-bench")
     each = point.prompt + point.answer
@@ -133,15 +137,15 @@ def _llama(job: Job, point: Point, variant: Variant, repeats: int, *, watched: b
         str(program), "-m", job.model(variant), "-t", str(cores()), "-c", str(point.sequences * each), "-b", "2048",
         "-ub", "512", "-npp", str(point.prompt), "-ntg", str(point.answer), "--output-format", "jsonl",
         # The first time is to warm up; the last is there because the program may end before its log has written it.
-        "-npl", ",".join([str(point.sequences)] * (1 if watched else repeats + 2)),
+        "-npl", ",".join([str(point.sequences)] * (1 if watch else repeats + 2)),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        peak = _run(command, variant, job.timeout, Path(scratch), watched=watched)
+        peak = _run(command, variant, job.timeout, Path(scratch), watch)
         said = Path(scratch, "log").read_text(errors="replace").splitlines()
     lines = [json.loads(line) for line in [line for line in said if line.startswith("{")][: repeats + 1]]
-    if not watched and len(lines) < repeats + 1:
+    if not watch and len(lines) < repeats + 1:
         raise EngineFailure(f"gave {len(lines)} results instead of {repeats + 1}", "\n".join(said))
-    return [llama_figures(line)[point.metric] for line in lines[1:]] if not watched else [], peak
+    return [llama_figures(line)[point.metric] for line in lines[1:]] if not watch else [], peak
 
 
 def llama_figures(line: dict[str, float]) -> dict[str, float]:
@@ -153,8 +157,8 @@ def llama_figures(line: dict[str, float]) -> dict[str, float]:
     }
 
 
-def _run(command: list[str], variant: Variant, timeout: float, scratch: Path, *, watched: bool) -> int:
-    """Runs to the end with output to `scratch`/log; the peak memory in bytes if watched, else 0."""
+def _run(command: list[str], variant: Variant, timeout: float, scratch: Path, watch: memory.Watch | None) -> int:
+    """Runs to the end with output to `scratch`/log; the peak memory in bytes if somebody watches, else 0."""
     log = scratch / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -162,8 +166,8 @@ def _run(command: list[str], variant: Variant, timeout: float, scratch: Path, *,
         )
     peak = 0
     try:
-        if watched:
-            peak = memory.watch(process, timeout)
+        if watch:
+            peak = watch(process, timeout)
         process.wait(timeout)
     except subprocess.TimeoutExpired:
         raise EngineFailure(f"did not end within {timeout:.0f} s") from None

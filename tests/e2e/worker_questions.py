@@ -174,6 +174,11 @@ class OverHttp:
     def asked_for_replays(self) -> dict[str, int]:
         return replays(self)
 
+    def asked_for_threads(self) -> dict[str, int]:
+        import torch
+
+        return {"threads": torch.get_num_threads()}
+
 
 def suspend_graphs(worker: Any) -> None:
     """Steps are eager from now on."""

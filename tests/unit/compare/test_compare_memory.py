@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
+import psutil
 import pytest
 
+from benchmarks import memory as program
 from benchmarks.compare import machine, memory
 
 HELD = 200 * 2**20
@@ -23,6 +27,55 @@ def test_the_peak_is_of_the_whole_tree() -> None:
     assert process.returncode == 0
     assert HELD < peak < 2 * HELD
     assert memory.tree_pss(process.pid) == 0
+
+
+MIB = 2**20
+HOLDING = """
+import mmap, sys
+anonymous, shared = mmap.mmap(-1, 50 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), mmap.mmap(-1, 20 << 20)
+opened = open(sys.argv[1], "rb")
+file = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+anonymous.write(bytes(50 << 20)), shared.write(bytes(20 << 20))
+total = sum(file[::4096])
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_parts_are_told_apart_and_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "weights"
+    weights.write_bytes(bytes(30 * MIB))
+    command = [sys.executable, "-c", HOLDING, str(weights)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        [held] = memory.tree_parts(child.pid)
+        whole = memory.tree_pss(child.pid)
+        monkeypatch.setattr(sys, "argv", ["memory", "--pid", str(child.pid), "--json"])
+        program.main()
+        monkeypatch.setattr(sys, "argv", ["memory", "--pid", str(child.pid)])
+        program.main()
+    least = {memory.OWN: 50, memory.SHARED: 20, memory.FILES: 30, memory.LIBRARIES: 0.1, memory.HEAP: 0.1}
+    for part, size in least.items():
+        assert size * MIB <= held.parts[part] < (size + 15) * MIB, part
+    assert held.all == pytest.approx(whole, rel=0.02)
+    assert 0 <= held.shared < held.all
+    told, _, shown = capsys.readouterr().out.partition("]\n")
+    [line] = json.loads(f"{told}]")
+    assert line["all"] == sum(line["parts"].values()) == pytest.approx(whole, rel=0.02)
+    assert f"({child.pid}) | all |" in shown and "| shared memory | 20 | 20 |" in shown
+    assert memory.parts(psutil.Process()) is not None
+    assert memory.tree_parts(child.pid) == [], "it has ended"
+
+
+def test_what_was_held_at_the_peak_is_kept() -> None:
+    process, at_peak = subprocess.Popen([sys.executable, "-c", PROGRAM]), memory.AtPeak()
+    peak = at_peak(process, 60)
+    assert sum(held.all for held in at_peak.held) == pytest.approx(peak, rel=0.05)
+    assert len(at_peak.held) == 2
+    assert at_peak.held[1].parts[memory.OWN] > HELD
 
 
 def test_a_process_that_does_not_end_is_an_error() -> None:

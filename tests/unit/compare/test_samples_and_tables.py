@@ -180,6 +180,8 @@ def test_a_failure_is_told_in_one_line(tmp_path: Path) -> None:
 def test_variants_are_chosen_by_engine_or_by_name() -> None:
     assert {variant.engine for variant in choose(["llama.cpp"])} == {"llama.cpp"}
     assert all(variant.default for variant in choose())
+    both = {(variant.engine, variant.gguf) for variant in choose() if variant.bits in (4, 8) and variant.gguf}
+    assert both == {(engine, kind) for engine in ("ours", "llama.cpp") for kind in ("Q8_0", "Q4_0")}, "the same files"
     assert [variant.name for variant in choose(names=["ours/int4"])] == ["ours/int4"]
     assert len({variant.name for variant in VARIANTS}) == len(VARIANTS)
     with pytest.raises(ValueError, match="unknown: ours/fp3"):
