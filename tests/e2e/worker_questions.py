@@ -174,6 +174,9 @@ class OverHttp:
     def asked_for_replays(self) -> dict[str, int]:
         return replays(self)
 
+    def asked_for_compiled_ngrams(self) -> int:
+        return compiled_ngrams(self)
+
 
 def suspend_graphs(worker: Any) -> None:
     """Steps are eager from now on."""
