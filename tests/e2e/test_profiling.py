@@ -19,7 +19,7 @@ from server import LIMITS, Server
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "profiling.md").read_text()
-LAYERS = 4
+LAYERS = {"cpu": 30, "sim": 4}
 TOKENS = 4
 VARIABLES = {
     "cpu": {},
@@ -30,7 +30,7 @@ VARIABLES = {
 class Served(NamedTuple):
     server: Server
     traces: Path
-    model: Path
+    layers: int
 
 
 class Range(NamedTuple):
@@ -54,10 +54,11 @@ def served(device: str, tiny_llama: Path, tmp_path_factory: pytest.TempPathFacto
     traces = folder / "traces"
     [documented] = re.findall(r"^vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
     cache = ("--kv-cache-memory-bytes", str(32 << 20))
-    arguments = (str(tiny_llama), *documented.replace("/path/to/traces", str(traces)).split(), *LIMITS, *cache)
+    model = () if device == "cpu" else (str(tiny_llama),)  # the default one, as the page has it
+    arguments = (*model, *documented.replace("/path/to/traces", str(traces)).split(), *LIMITS, *cache)
     with Server(folder, *arguments, variables=VARIABLES[device]) as running:
         assert f"Operators on device {device}:" in running.text()
-        yield Served(running, traces, tiny_llama)
+        yield Served(running, traces, LAYERS[device])
 
 
 def run_page(server: Server) -> str:
@@ -101,7 +102,7 @@ def test_a_trace_has_steps_layers_and_operators(served: Served) -> None:
         inside = [one for one in found if step.holds(one)]
         assert any(one.name.startswith("execute_context_") for one in inside), "vLLM's own range"
         layers = [one for one in inside if layer.fullmatch(one.name)]
-        assert len(layers) == len({one.name for one in layers}) == LAYERS
+        assert len(layers) == len({one.name for one in layers}) == served.layers
         for one in layers:
             names = {each.name for each in inside if one.holds(each)}
             number = one.name.split(" ")[0]
@@ -118,5 +119,7 @@ def test_a_folder_that_cannot_be_used_is_told_and_serving_goes_on(served: Served
     assert "traces cannot be written to" in refused.json()["error"]["message"]
     served.traces.unlink()
     # Of its own, since the server closes connections behind such an answer.
-    answered = served.server.client().completions.create(model=str(served.model), prompt="Once", max_tokens=2)
+    client = served.server.client()
+    [model] = client.models.list().data
+    answered = client.completions.create(model=model.id, prompt="Once", max_tokens=2)
     assert answered.usage is not None and answered.usage.completion_tokens == 2

@@ -64,7 +64,7 @@ def compare_decode_inputs(worker: Any) -> None:
         found |= {name: getattr(runner, name)[:count] for name in ("positions", "num_computed_tokens")}
         found["prev_positions"] = runner.prev_positions.cpu[:count]
         tables = runner.input_batch.block_table.block_tables
-        found |= {f"slots {place}": table.slot_mapping.gpu[:count] for place, table in enumerate(tables)}
+        found |= {f"slots {place}": table.slot_mapping.gpu for place, table in enumerate(tables)}
         found |= {f"blocks {place}": table.block_table.gpu[:count] for place, table in enumerate(tables)}
         found |= {"rows": result[0], "drafts": result[1] is None, "most": result[2]}
         return {name: numpy.array(value) for name, value in found.items()}
