@@ -1,4 +1,4 @@
-"""Tiny targets with an EAGLE-3 head and an MTP head of random weights, and how many of their drafts are right.
+"""Tiny targets with a smaller model, an EAGLE-3 head and an MTP head, and how many of their drafts are right.
 
 The heads are modules of transformers put together here, so what they draft does not come from vLLM's models of them.
 `expected` walks through a greedy answer as speculation does and says which drafts the target accepts; it computes every
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,15 @@ def save_llama_with_eagle3(folder: Path, *, layers: int = 4, seed: int = 0) -> t
     return model, head
 
 
+def save_shallow(target: Any, folder: Path, *, layers: int = 3) -> Any:
+    """A smaller model with the target's vocabulary: its first layers."""
+    model = copy.deepcopy(target)
+    model.config.num_hidden_layers = layers
+    model.model.layers = model.model.layers[:layers]
+    model.save_pretrained(folder)
+    return model
+
+
 def save_mimo(folder: Path, *, layers: int = 2, seed: int = 0) -> tuple[Any, MtpHead]:
     """A target whose checkpoint contains its head. As MiMo is Qwen2 but for the head, its configuration is Qwen2's."""
     from safetensors.torch import load_file, save_file
@@ -153,22 +162,36 @@ def expected(
     """How many drafts the target accepts in each step until there are `asked` tokens. `answer` is the greedy one, and
     longer: vLLM also counts drafts past the end."""
     tokens = [*prompt, *answer]
-    output = model(input_ids=torch.tensor([tokens]), output_hidden_states=True)
-    states = [state[0] for state in output.hidden_states]
-    if isinstance(head, Eagle3Head):
-        from_target, unembed = head.combine(states), head.lm_head
-    else:
-        # transformers' last one has gone through the final norm, MiMo hands on what comes before it.
-        from_target, unembed = _before_norm(model, tokens), model.lm_head
+    guess = _guesser(model, head, tokens)
     known, accepted = len(prompt) + 1, []  # the prompt's step gives a token
     while known < len(prompt) + asked:
-        guesses = _drafts(model, head, unembed, from_target, tokens[:known], drafts)
+        guesses = guess(tokens[:known], drafts)
         right = 0
         while right < drafts and guesses[right] == tokens[known + right]:
             right += 1
         accepted.append(right)
         known += right + 1
     return accepted
+
+
+def _guesser(model: Any, head: Any, tokens: Sequence[int]) -> Callable[[Sequence[int], int], list[int]]:
+    """As many drafts of what follows the first of `tokens` as are asked for. A whole model needs no target."""
+    if isinstance(head, Eagle3Head):
+        output = model(input_ids=torch.tensor([list(tokens)]), output_hidden_states=True)
+        from_target, unembed = head.combine([state[0] for state in output.hidden_states]), head.lm_head
+    elif isinstance(head, MtpHead):
+        # transformers' last one has gone through the final norm, MiMo hands on what comes before it.
+        from_target, unembed = _before_norm(model, tokens), model.lm_head
+    else:
+        return lambda known, count: _continued(head, known, count)
+    return lambda known, count: _drafts(model, head, unembed, from_target, known, count)
+
+
+def _continued(model: Any, tokens: Sequence[int], count: int) -> list[int]:
+    found: list[int] = []
+    for _ in range(count):
+        found.append(int(model(input_ids=torch.tensor([[*tokens, *found]])).logits[0, -1].argmax()))
+    return found
 
 
 def _before_norm(model: Any, tokens: Sequence[int]) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Experts of a mixture divided among two workers of a server, whole ones to each, give transformers' tokens.
 
-The workers share the cores too, also where a variable offers all of them to each.
+The workers share the cores too, also where a variable offers all of them to each. Async scheduling is switched off here;
+servers of other tests have it as their device does, or on.
 """
 
 from __future__ import annotations
@@ -40,18 +41,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int
     return folder, [answer.token_ids for answer in answers]
 
 
+@pytest.mark.feature("Serving: async scheduling off", "{device}")
 @pytest.mark.feature("Parallel: experts", "{device}")
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_tokens_are_those_of_transformers(device: str, model: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     folder, expected = model
     given = (str(folder), "--served-model-name", "tiny", "--skip-tokenizer-init", *LIMITS)
-    divided = ("--tensor-parallel-size", str(WORKERS), "--enable-expert-parallel")
+    divided = ("--tensor-parallel-size", str(WORKERS), "--enable-expert-parallel", "--no-async-scheduling")
     questions = ("--worker-extension-cls", "worker_questions.OverHttp")
     offered = {"OMP_NUM_THREADS": str(usable_cores())} if device == "cpu" else {}
     variables = {"BACKPLANE_DEVICE": device, **VARIABLES, **offered}
     with Server(tmp_path, *given, *divided, *questions, variables=variables) as server:
         assert server.text().count(f"Operators on device {device}:") == WORKERS
         assert "Local/global number of experts: 2/4" in server.text()
+        told = server.http.get("/server_info", params={"config_format": "json"}).json()
+        assert told["vllm_config"]["scheduler_config"]["async_scheduling"] is False
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             answers = list(pool.map(lambda prompt: server.complete(prompt, TOKENS), PROMPTS))
         asked = server.http.post("/collective_rpc", json={"method": "asked_for_threads"}).json()["results"]

@@ -72,15 +72,12 @@ def adapted(folder: Path, name: str, model: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def on_sim(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Result]]:
     folder = tmp_path_factory.mktemp("sim")
-    models = {
-        EVERY_TYPE: gguf_models.EVERY_TYPE.write(folder / "every.gguf"),
-        BLOCKS: gguf_models.MODELS[BLOCKS].write(folder / "blocks.gguf"),
-    }
-    work = batch(PROMPTS, greedy(TOKENS, logprobs=0))
-    jobs = [
-        job(folder / "every.gguf", work, **LIMITS),
-        job(folder / "blocks.gguf", **LIMITS, **adapted(folder, BLOCKS, models[BLOCKS])),
-    ]
+    models: dict[str, Any] = {EVERY_TYPE: gguf_models.EVERY_TYPE.write(folder / "every.gguf")}
+    jobs = [job(folder / "every.gguf", batch(PROMPTS, greedy(TOKENS, logprobs=0)), **LIMITS)]
+    for name in ADAPTED:
+        path = folder / f"{name}.gguf"
+        models[name] = gguf_models.MODELS[name].write(path)
+        jobs.append(job(path, **LIMITS, **adapted(folder, name, models[name])))
     variables = {"BACKPLANE_CACHE": str(folder / "cache"), "BACKPLANE_SIM_FALLBACK": "forbid"}
     results = run_engines(folder, jobs, {"BACKPLANE_DEVICE": "sim", **variables}, device="sim")
     return {name: (models[name], result) for name, result in zip(models, results, strict=True)}
@@ -121,16 +118,13 @@ def test_another_device_serves_it_through_the_references(on_sim: dict[str, tuple
     ("device", "name"),
     [
         pytest.param(device, name, marks=pytest.mark.feature(f"LoRA: {feature}", device))
-        for device, name, feature in (
-            ("cpu", BLOCKS, "weights from a GGUF file"),
-            ("cpu", EXPERTS, "attention of a mixture of experts"),
-            ("sim", BLOCKS, "weights from a GGUF file"),
-        )
+        for device in ("cpu", "sim")
+        for name, feature in ((BLOCKS, "weights from a GGUF file"), (EXPERTS, "attention of a mixture of experts"))
     ],
 )
 def test_an_adapter_beside_the_model(request: pytest.FixtureRequest, device: str, name: str) -> None:
     """In one batch: the merged model's answers, and the model's own."""
-    model, result = request.getfixturevalue("outcomes" if device == "cpu" else "on_sim")[name]
+    model, result = of_device(request, device)[name]
     assert "error" not in result, result["error"]
     loaded, _refused, outputs = result["steps"]
     assert loaded == ""
@@ -142,11 +136,17 @@ def test_an_adapter_beside_the_model(request: pytest.FixtureRequest, device: str
         compare(model, outputs[:2], rounded=rounded)
 
 
-@pytest.mark.feature("LoRA: experts", "cpu", refused=True)
-def test_an_adapter_of_an_expert_is_refused(outcomes: dict[str, tuple[Any, Result]]) -> None:
+@pytest.mark.feature("LoRA: experts", "{device}", refused=True)
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_an_adapter_of_an_expert_is_refused(request: pytest.FixtureRequest, device: str) -> None:
     """vLLM alone would serve it, without what it adds to the expert."""
-    _loaded, refused, _outputs = outcomes[EXPERTS][1]["steps"]
+    _loaded, refused, _outputs = of_device(request, device)[EXPERTS][1]["steps"]
     assert "LoRA adapter 'expert' cannot be used" in refused and "experts take no adapter" in refused
+
+
+def of_device(request: pytest.FixtureRequest, device: str) -> dict[str, tuple[Any, Result]]:
+    found: dict[str, tuple[Any, Result]] = request.getfixturevalue("outcomes" if device == "cpu" else "on_sim")
+    return found
 
 
 def compare(model: Any, outputs: list[dict[str, Any]], *, rounded: bool) -> None:

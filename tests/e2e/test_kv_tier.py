@@ -23,6 +23,7 @@ from worker_questions import ASKING
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 FEATURE = "KV cache: offload to a second tier"
+BOUND, DAMAGED = "KV cache: size bound of a second tier", "KV cache: damaged blocks of a second tier are computed again"
 TOKENS = 8
 LENGTH = 150
 """Of prompts: nine blocks, and a beginning."""
@@ -83,15 +84,26 @@ class Tiered:
         return file
 
 
+@pytest.fixture(scope="module", params=["cpu", "sim"])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def tiered(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiered]:
+def tiered(device: str, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiered]:
     folder = tmp_path_factory.mktemp("tier")
     [documented] = re.findall(r"^vllm-backplane serve --kv-transfer-config '(.*)'$", PAGE, re.MULTILINE)
     transfer = json.loads(documented.replace("/path/to/folder", str(folder)))
     transfer["kv_connector_extra_config"]["capacity"] = CAPACITY
     limits = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--dtype", "float32")
     given = (str(tiny_llama), "--served-model-name", "tiny", *limits, "--kv-transfer-config", json.dumps(transfer))
-    with Server(tmp_path_factory.mktemp("server"), *given, variables={"VLLM_SERVER_DEV_MODE": "1"}) as server:
+    variables = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
+        **(SIM if device == "sim" else {"BACKPLANE_DEVICE": "cpu"}),
+    }
+    with Server(tmp_path_factory.mktemp("server"), *given, variables=variables) as server:
+        assert f"Operators on device {device}:" in server.text()
         yield Tiered(server, folder)
 
 
@@ -105,7 +117,7 @@ def test_the_comparison_would_notice(case: Case) -> None:
     assert all(len(set(one.token_ids)) > 3 for one in case.expected)
 
 
-@pytest.mark.feature(FEATURE, "cpu")
+@pytest.mark.feature(FEATURE, "{device}")
 def test_what_vllm_forgot_is_loaded(tiered: Tiered, case: Case) -> None:
     before, tokens = tiered.counts(), tiered.server.metric("vllm:external_prefix_cache_hits_total")
     assert_expected(tiered.answer(case.prompts[0]), case.expected[0])
@@ -123,7 +135,7 @@ def test_another_salt_finds_nothing(tiered: Tiered, case: Case) -> None:
     assert "loaded" not in tiered.change(before)
 
 
-@pytest.mark.feature(FEATURE, "cpu")
+@pytest.mark.feature(DAMAGED, "{device}")
 def test_damaged_blocks_are_computed_again(tiered: Tiered, case: Case) -> None:
     """One byte of one block, then all of the file, then a file that is cut off."""
     tiered.forget_prefixes()
@@ -163,7 +175,7 @@ def cut_off(file: Path) -> None:
         opened.truncate(0)
 
 
-@pytest.mark.feature(FEATURE, "cpu")
+@pytest.mark.feature(BOUND, "{device}")
 def test_no_more_is_kept_than_the_bound(tiered: Tiered, case: Case) -> None:
     """Twice as many blocks as fit go through; what was used last is there and what was used first is not."""
     first, last = case.prompts[1], case.prompts[2]
@@ -197,6 +209,7 @@ def test_nobody_finds_the_file(tiered: Tiered) -> None:
     assert tiered.file.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.feature(DAMAGED, "sim")
 @pytest.mark.feature(FEATURE, "sim")
 def test_in_host_memory_on_two_cards(tiny_llama: Path, case: Case, tmp_path: Path) -> None:
     """Blocks that are damaged on the second card alone are computed again by both."""

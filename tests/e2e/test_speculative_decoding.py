@@ -1,7 +1,7 @@
 """Speculation gives the tokens of plain decoding, or tokens of the same distribution, and drafts what it should.
 
-With tiny models of random weights; draft_heads.py says which drafts their heads should make. The documentation's
-example is served with the default model.
+Every method over HTTP on each device, with tiny models of random weights; draft_heads.py says which drafts a smaller
+model and the heads should make. The documentation's example is served with the default model.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ import draft_heads
 import pytest
 import reference
 import torch
-from engine import batch, greedy, job, run_engines
+from engine import Result, batch, greedy, job, run_engines
 from processes import on_path
 from server import Server
 from transformers import AutoTokenizer
-from worker_questions import ASKING
 
 from tests.statistics_of_draws import UNLIKELY, p_value
 
@@ -37,18 +36,20 @@ PROMPTS = [[7, 30, 21, 9, 44], list(range(3, 43)), [40, 41], REPEATS, list(range
 INTERPRETED = {"NUMBA_DISABLE_JIT": "1"}
 """Compiling the lookup of n-grams takes seconds, which one engine shall spend."""
 DEVICES: dict[str, dict[str, str | None]] = {
-    "cpu": {"BACKPLANE_DEVICE": "cpu", **ASKING},
+    "cpu": {"BACKPLANE_DEVICE": "cpu"},
     "sim": {
         "BACKPLANE_DEVICE": "sim",
         "BACKPLANE_SIM_FALLBACK": "forbid",
         "BACKPLANE_SIM_MEMORY": "2GiB",
-        **ASKING,
         **INTERPRETED,
     },
 }
-SERVED = {"cpu": ("draft", "mtp", "suffix"), "sim": ("eagle3",)}
-"""Methods that are asked over HTTP; the others of a device in engines that follow each other. ngram is served with the
-default model."""
+FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+"""Not spawned: each process would import all of vLLM again."""
+AT_A_TIME = 2
+"""Servers: one starts while another ends, or waits for those who ask it."""
+CACHE = 64 << 20
+"""Bytes: those that run side by side do not ask for the same memory."""
 METHODS = {"ngram": "ngram", "suffix": "suffix", "draft": "draft model", "eagle3": "EAGLE-3", "mtp": "MTP"}
 """And what docs/features.toml calls them."""
 WHERE_INSTALLED = pytest.mark.skipif(
@@ -57,7 +58,7 @@ WHERE_INSTALLED = pytest.mark.skipif(
 )
 DRAFTS = 3
 DRAWS, KEPT, WARMTH = 1200, 3, 1.3
-DRAWN = {"temperature": WARMTH, "top_k": KEPT, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
+DRAWN: dict[str, Any] = {"temperature": WARMTH, "top_k": KEPT, "max_tokens": 3}
 DRAWN_FROM = {"ngram": "certain drafts", "eagle3": "drawn drafts"}
 COUNTED = "vllm:spec_decode_num_"
 TEXTS = ["A line that is written once more: the ferry leaves at nine.\n" * 4, "Water boils at 100 degrees because"]
@@ -69,13 +70,16 @@ class Models:
     eagle3: draft_heads.Eagle3Head
     mimo: Any
     mtp: draft_heads.MtpHead
+    shallow: Any
     folder: Path
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("models")
-    return Models(*draft_heads.save_llama_with_eagle3(folder), *draft_heads.save_mimo(folder / "mimo"), folder)
+    llama, eagle3 = draft_heads.save_llama_with_eagle3(folder)
+    mimo, mtp = draft_heads.save_mimo(folder / "mimo")
+    return Models(llama, eagle3, mimo, mtp, draft_heads.save_shallow(llama, folder / "shallow"), folder)
 
 
 def speculating(folder: Path) -> dict[str, dict[str, Any]]:
@@ -83,7 +87,7 @@ def speculating(folder: Path) -> dict[str, dict[str, Any]]:
     configured: dict[str, dict[str, Any]] = {
         "ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
         "suffix": {"method": "suffix"},
-        "draft": {"method": "draft_model", "model": str(folder / "target")},
+        "draft": {"method": "draft_model", "model": str(folder / "shallow")},
         "eagle3": {"method": "eagle3", "model": str(folder / "head"), "draft_sample_method": "probabilistic"},
         "mtp": {"method": "mtp"},
     }
@@ -96,31 +100,12 @@ def target(folder: Path, method: str) -> Path:
     return folder / ("mimo" if method == "mtp" else "target")
 
 
-def engines(folder: Path, device: str) -> dict[str, dict[str, Any]]:
-    def one(model: Path, *steps: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return job(
-            model, steps=steps, skip_tokenizer_init=True, disable_log_stats=False, max_num_seqs=32, seed=1, **more
-        )
-
-    asked = {"batch": batch(PROMPTS, greedy(TOKENS))}
-    alone = {"batch": batch(PROMPTS[2:4], greedy(TOKENS), one_by_one=True)}
-    drawn = {"batch": batch([REPEATS] * DRAWS, DRAWN)}
-    count, replays, compiled = {"metrics": COUNTED}, {"ask": "replays"}, {"ask": "compiled_ngrams"}
-    found = {
-        method: one(
-            target(folder, method),
-            *(compiled, asked, count, alone, replays),
-            *((drawn, count) if method in DRAWN_FROM else ()),
-            compiled,
-            speculative_config=given,
-        )
-        for method, given in speculating(folder).items()
-        if method not in SERVED[device]
-    }
-    if device == "cpu":  # the others are held against its answers
-        long = {"batch": batch(PROMPTS, greedy(TOKENS + LONGER))}
-        found |= {"plain": one(folder / "target", long), "plain mtp": one(folder / "mimo", long)}
-    return found
+def plain_engines(folder: Path, logs: Path) -> list[Result]:
+    """Of both targets, without speculation. Their answers are longer than what is asked of the others."""
+    long = batch(PROMPTS, greedy(TOKENS + LONGER))
+    limits: dict[str, Any] = {"max_num_seqs": 32, "kv_cache_memory_bytes": CACHE, "skip_tokenizer_init": True}
+    jobs = [job(folder / name, long, **limits) for name in ("target", "mimo")]
+    return run_engines(logs, jobs, DEVICES["cpu"])
 
 
 @dataclass(frozen=True)
@@ -134,7 +119,7 @@ class Run:
     replays: dict[str, int]
     drawn: list[list[int]]
     metrics_after: dict[str, Any]
-    compiled: tuple[Any, ...] = ()
+    compiled: tuple[int, int]
     """Lookups of n-grams, at first and at last."""
 
 
@@ -154,39 +139,42 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    found, plain = {}, {}
-    for device, variables in DEVICES.items():
-        jobs = engines(models.folder, device)
-        results = run_engines(tmp_path_factory.mktemp(device), list(jobs.values()), variables, device=device)
-        for method, result in zip(jobs, results, strict=True):
-            if method in ("plain", "plain mtp"):
-                plain[method] = tokens(result["steps"][0])
-                continue
-            first, asked, metrics, alone, [replays], *drawn, last = result["steps"]
-            draws, after = drawn or ([], {})
-            found[device, method] = Run(
-                tokens(asked), metrics, tokens(alone), replays, tokens(draws), after, (first, last)
-            )
-        for method in set(SERVED[device]) & set(speculating(models.folder)):
-            found[device, method] = served(models.folder, tmp_path_factory.mktemp("served"), device, method)
-    return Runs(found, plain["plain"], plain["plain mtp"])
+    wanted = [(device, method) for method in speculating(models.folder) for device in DEVICES]
+    folders = [tmp_path_factory.mktemp(f"{device}-{method}") for device, method in wanted]
+    logs = tmp_path_factory.mktemp("plain")
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        plain = pool.submit(plain_engines, models.folder, logs)
+        done = list(pool.map(lambda one, folder: served(models.folder, folder, *one), wanted, folders))
+        llama, mimo = (tokens(result["batches"][0]) for result in plain.result())
+    return Runs(dict(zip(wanted, done, strict=True)), llama, mimo)
 
 
 def served(folder: Path, logs: Path, device: str, method: str) -> Run:
     """Over HTTP; prompts and answers are tokens, for which there are no words."""
     option = ("--speculative-config", json.dumps(speculating(folder)[method]))
     limits = ("--max-model-len", "256", "--max-num-seqs", "32", "--max-num-batched-tokens", "256", "--seed", "1")
+    limits += ("--kv-cache-memory-bytes", str(CACHE))
     more = ("--dtype", "float32", "--skip-tokenizer-init", "--worker-extension-cls", "worker_questions.OverHttp")
-    variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": on_path(Path(__file__).parent), **DEVICES[device]}
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": on_path(Path(__file__).parent), **FORKED, **DEVICES[device]}
     with Server(logs, str(target(folder, method)), *option, *limits, *more, variables=variables) as server:
         assert f"Operators on device {device}:" in server.text()
+        first = int(of_worker(server, "asked_for_compiled_ngrams"))
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             asked = list(pool.map(lambda prompt: answer(server, prompt), PROMPTS))
         metrics = told(server)
         alone = [answer(server, prompt) for prompt in PROMPTS[2:4]]
-        replayed = server.http.post("/collective_rpc", json={"method": "asked_for_replays"}).json()["results"]
+        replayed = of_worker(server, "asked_for_replays")
         draws = drawn(server) if method in DRAWN_FROM else []
-        return Run(asked, metrics, alone, replayed[0], draws, told(server))
+        last = int(of_worker(server, "asked_for_compiled_ngrams"))
+        return Run(asked, metrics, alone, replayed, draws, told(server), (first, last))
+
+
+def of_worker(server: Server, question: str) -> Any:
+    """vLLM tells what is no dictionary as text."""
+    response = server.http.post("/collective_rpc", json={"method": question})
+    assert response.status_code == 200, response.text
+    [found] = response.json()["results"]
+    return found
 
 
 def answer(server: Server, prompt: str | list[int]) -> list[int]:
@@ -194,7 +182,7 @@ def answer(server: Server, prompt: str | list[int]) -> list[int]:
 
 
 def drawn(server: Server) -> list[list[int]]:
-    return ask(server, REPEATS, n=DRAWS, **{name: DRAWN[name] for name in ("temperature", "top_k", "max_tokens")})
+    return ask(server, REPEATS, n=DRAWS, **DRAWN)
 
 
 def ask(server: Server, prompt: str | list[int], **more: Any) -> list[list[int]]:
@@ -242,28 +230,13 @@ EVERY = pytest.mark.parametrize(
 ON_EACH = pytest.mark.parametrize("device", DEVICES)
 
 
-@pytest.mark.feature("Speculative decoding: {named}", "{device}")
+@pytest.mark.feature("Speculative decoding: {named}, over HTTP", "{device}")
 @EVERY
 @ON_EACH
-def test_tokens_equal_those_of_plain_decoding(runs: Runs, device: str, method: str, named: str) -> None:
+def test_a_server_gives_the_tokens_of_plain_decoding(runs: Runs, device: str, method: str, named: str) -> None:
     run, plain = runs.of(device, method), [answer[:TOKENS] for answer in runs.plain(method)]
     assert run.asked == plain
     assert run.alone == plain[2:4]
-    assert 0 < counted(run.metrics, "accepted_tokens") <= counted(run.metrics, "draft_tokens")
-
-
-@pytest.mark.feature("Speculative decoding: over HTTP", "{device}")
-@pytest.mark.parametrize(
-    ("device", "method"),
-    [
-        pytest.param(device, method, marks=[WHERE_INSTALLED] if method == "suffix" else [])
-        for device, methods in SERVED.items()
-        for method in methods
-    ],
-)
-def test_a_server_gives_the_tokens_of_plain_decoding(runs: Runs, device: str, method: str) -> None:
-    run = runs.of(device, method)
-    assert run.asked == [answer[:TOKENS] for answer in runs.plain(method)]
     assert 0 < counted(run.metrics, "accepted_tokens") <= counted(run.metrics, "draft_tokens")
 
 
@@ -278,34 +251,36 @@ def test_answers_depend_on_the_prompt(runs: Runs) -> None:
         assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
 
 
-@ON_EACH
-def test_a_draft_model_that_is_the_target_is_always_right(runs: Runs, device: str) -> None:
-    metrics = runs.of(device, "draft").metrics
-    assert counted(metrics, "accepted_tokens") == counted(metrics, "draft_tokens") > 0
-
-
 @pytest.fixture(scope="module")
 def right_drafts(runs: Runs, models: Models) -> dict[str, list[int]]:
-    """How many of a step's drafts are right, for every step, by head."""
-    heads = {"eagle3": (models.llama, models.eagle3), "mtp": (models.mimo, models.mtp)}
+    """How many of a step's drafts are right, for every step, by method."""
+    guessers = {
+        "draft": (models.llama, models.shallow),
+        "eagle3": (models.llama, models.eagle3),
+        "mtp": (models.mimo, models.mtp),
+    }
     return {
         method: [
             right
             for prompt, answer in zip(PROMPTS, runs.plain(method), strict=True)
             for right in draft_heads.expected(*modules, prompt, answer, asked=TOKENS, drafts=DRAFTS)
         ]
-        for method, modules in heads.items()
+        for method, modules in guessers.items()
     }
 
 
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["draft", "eagle3", "mtp"])
 @ON_EACH
-def test_heads_draft_what_they_should(runs: Runs, right_drafts: dict[str, list[int]], device: str, method: str) -> None:
-    """Draft by draft, as computed by transformers' layers without a cache."""
+def test_models_and_heads_draft_what_they_should(
+    runs: Runs, right_drafts: dict[str, list[int]], device: str, method: str
+) -> None:
+    """Draft by draft, as computed by transformers' layers without a cache: one that read what a cache holds of wrong
+    drafts would be another."""
     steps, metrics = right_drafts[method], runs.of(device, method).metrics
     by_place = [sum(accepted > place for accepted in steps) for place in range(DRAFTS)]
     assert metrics[f"{COUNTED}accepted_tokens_per_pos"] == by_place
     assert counted(metrics, "drafts") == len(steps)
+    assert 0 < counted(metrics, "accepted_tokens") < counted(metrics, "draft_tokens")
     assert by_place[0] > by_place[1] > 0, "too few right drafts to say anything"
 
 
@@ -321,7 +296,7 @@ def test_steps_that_verify_were_replayed(runs: Runs, device: str, method: str, n
 
 
 def test_ngrams_are_compiled_before_the_first_request_and_once(runs: Runs) -> None:
-    assert runs.of("cpu", "ngram").compiled == ([1], [1])
+    assert runs.of("cpu", "ngram").compiled == (1, 1)
 
 
 @torch.inference_mode()
@@ -365,13 +340,12 @@ EXAMPLE = shlex.split(_line)
 LIMITS = ("--max-model-len", "512", "--max-num-seqs", "4")
 
 
-@pytest.mark.feature("Speculative decoding: ngram", "cpu")
-@pytest.mark.feature("Speculative decoding: over HTTP", "cpu")
+@pytest.mark.feature("Speculative decoding: ngram, over HTTP", "cpu")
 def test_the_example_of_the_documentation(smollm2: Path, tmp_path: Path) -> None:
     """The default model, over HTTP: the tokens of plain decoding, and drafts that were right."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     expected = plain(reference.load(smollm2), [tokenizer.encode(text) for text in TEXTS])
-    variables = {"BACKPLANE_DEVICE": "cpu", **INTERPRETED}
+    variables = {"BACKPLANE_DEVICE": "cpu", **FORKED, **INTERPRETED}
     with Server(tmp_path, *EXAMPLE, *LIMITS, variables=variables) as server:
         assert [answer(server, text) for text in TEXTS] == expected
         metrics = told(server)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine import Result, job, try_engines
 from processes import SCRIPTS, Child, on_path
-from transformers import MambaConfig
+from transformers import GptOssConfig, LlamaConfig, MambaConfig, PretrainedConfig
 
 from tests.ports import free_port
 
@@ -88,6 +88,19 @@ CASES = {
 }
 
 STATES = "guesses beside a state that cannot be taken back"
+FP8, MXFP4 = "weights in fp8", "weights in mxfp4"
+CONFIGURED: dict[str, PretrainedConfig] = {
+    STATES: MambaConfig(architectures=["MambaForCausalLM"], num_hidden_layers=1, hidden_size=64),
+    FP8: LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        num_hidden_layers=1,
+        quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"},
+    ),
+    MXFP4: GptOssConfig(
+        architectures=["GptOssForCausalLM"], num_hidden_layers=1, quantization_config={"quant_method": "mxfp4"}
+    ),
+}
+"""Models that are refused before a weight is looked for."""
 
 ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     STATES: (
@@ -97,6 +110,8 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("MambaForCausalLM carries a state", "remove --speculative-config"),
     ),
+    FP8: ({"skip_tokenizer_init": True}, ("quantization fp8 (of the checkpoint", "choose a checkpoint of: GPTQ")),
+    MXFP4: ({"skip_tokenizer_init": True}, ("mxfp4 (of the checkpoint", "choose a checkpoint of: GPTQ")),
     "section that is not quite ours": (
         {"additional_config": {"backplan": {"memory_share": 0.1}}},
         ("'backplan'", "did you mean 'backplane'"),
@@ -180,11 +195,9 @@ def test_it_ends_and_says_why(case: Case, tiny_llama: Path, tmp_path: Path) -> N
 def refused(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     """What became of each engine; one process tries them all."""
     folder = tmp_path_factory.mktemp("refused")
-    MambaConfig(architectures=["MambaForCausalLM"], num_hidden_layers=1, hidden_size=64).save_pretrained(
-        folder / "mamba"
-    )
-    models = {STATES: folder / "mamba"}
-    jobs = [job(models.get(name, tiny_llama), **given) for name, (given, _) in ENGINES.items()]
+    for name, config in CONFIGURED.items():
+        config.save_pretrained(folder / name)
+    jobs = [job(folder / name if name in CONFIGURED else tiny_llama, **given) for name, (given, _) in ENGINES.items()]
     results, _ = try_engines(folder, jobs)
     return dict(zip(ENGINES, results, strict=True))
 

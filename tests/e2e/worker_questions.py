@@ -179,6 +179,9 @@ class OverHttp:
 
         return {"threads": torch.get_num_threads()}
 
+    def asked_for_compiled_ngrams(self) -> int:
+        return compiled_ngrams(self)
+
 
 def suspend_graphs(worker: Any) -> None:
     """Steps are eager from now on."""

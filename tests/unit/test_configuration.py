@@ -74,7 +74,6 @@ def test_the_hosts_memory_is_one_card_for_any_number_of_workers() -> None:
     configuration.refuse_unsupported(workers(3), configured({}))
 
 
-@pytest.mark.feature("LoRA: experts", "cpu", "sim", refused=True)
 @pytest.mark.parametrize(
     "named", [None, ["q_proj", "experts"], ["model.layers.0.experts"], ["experts.0.gate_proj"], ["routed_experts"]]
 )

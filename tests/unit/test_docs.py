@@ -41,7 +41,10 @@ def test_what_does_not_run_has_a_link_or_a_reason() -> None:
     ]
     assert head == ["what", "why it does not run", "opened by", "upstream"]
     known = {row[0] for row in rows}
-    for wanted in ("EPLB", "DeepSeek-V3.2", "--enable-dbo", "further mixers", "prefix caching", "speculation"):
+    for wanted in (
+        *("EPLB", "DeepSeek-V3.2", "--enable-dbo", "further mixers", "prefix caching", "speculation"),
+        *("LoRA adapters of experts", "fp8 checkpoints", "mxfp4 checkpoints"),
+    ):
         assert sum(wanted.lower() in what.lower() for what in known) == 1, wanted
     for what, reason, opened, upstream in rows:
         assert reason and re.match(r"(an? )?(hooks?|patch|nothing)\b", opened), what

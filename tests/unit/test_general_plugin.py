@@ -25,7 +25,7 @@ current_platform.device_type  # chooses the platform
 home = os.environ["HOME"]
 
 def written():
-    return sorted(os.path.join(folder, name) for folder, _, names in os.walk(home) for name in names)
+    return sorted(os.path.join(at, name) for at, folders, files in os.walk(home) for name in folders + files)
 
 def state():
     from vllm.engine.arg_utils import EngineArgs
