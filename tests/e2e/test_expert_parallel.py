@@ -1,6 +1,6 @@
 """Experts of a mixture divided among two workers of a server, whole ones to each, give transformers' tokens.
 
-The workers share the cores too, also where a variable offers all of them to each. Async scheduling is switched off here;
+The workers share the cores too, also where a variable offers all of them to each. Async scheduling is switched off;
 servers of other tests have it as their device does, or on.
 """
 
