@@ -6,6 +6,12 @@
 
 Kernel and reference take turns on the same arguments, so that what else happens on the machine hits both; the table
 shows medians. The kernel is called through PyTorch's dispatcher, as a model calls it.
+
+For attention also: how fast keys and values are read, each counted once, and how many multiplications are done, those
+that a mask leaves out not counted; and what share that is of what the machine does, measured beside it with as many
+threads (a loop that reads memory and nothing else, float32 multiplications with additions without memory). The same
+keys are read in every call, so short contexts come from the caches; where the processor has tiles of bfloat16, prompts
+may be above the peak of float32.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.quantized_linear import Limits
 from vllm_backplane import ops
 from vllm_backplane.devices.cpu import native
 from vllm_backplane.ops.operator import Operator
@@ -47,6 +54,10 @@ class Case:
     operator: Operator
     label: str
     args: tuple[Any, ...]
+    size: int = 0
+    """Bytes that have to be read, where a share of the machine is asked for."""
+    products: int = 0
+    """Multiplications that have to be done, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +66,25 @@ class Timing:
     label: str
     kernel_us: float
     reference_us: float
+    bytes_per_second: float = 0.0
+    products_per_second: float = 0.0
+    memory_limit: float = 0.0
+    product_limit: float = 0.0
+    """Of the machine, measured beside it; 0: not asked for."""
 
     @property
     def ratio(self) -> float:
         return self.reference_us / self.kernel_us
+
+    @property
+    def shares(self) -> str:
+        if not self.memory_limit:
+            return ""
+        read, done = self.bytes_per_second, self.products_per_second
+        return (
+            f"  {read / 1e9:.1f} GB/s, {read / self.memory_limit:.0%} of reading;"
+            f" {done / 1e9:.1f} GMAC/s, {done / self.product_limit:.0%} of the products"
+        )
 
 
 SHAPES = (
@@ -89,6 +115,13 @@ def attention(shape: Shape, requests: int, rows: int, context: int, dtype: torch
         1.0,
         torch.empty(requests * rows, shape.heads, shape.head, dtype=dtype),
     )
+
+
+def seen(shape: Shape, requests: int, rows: int, context: int, dtype: torch.dtype, causal: bool = True) -> list[int]:
+    """Bytes of keys and values, and multiplications, of attention."""
+    keys = rows * (context - rows) + rows * (rows + 1) // 2 if causal else rows * context
+    size = requests * context * shape.kv_heads * 2 * shape.head * dtype.itemsize
+    return [size, requests * keys * shape.heads * 2 * shape.head]
 
 
 def cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
@@ -129,9 +162,10 @@ def cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
         yield Case(ops.moe_route, f"{tokens} tokens, 2 of {experts}", (scores, 2, True, "softmax"))
         label = f"{tokens} tokens, 2 of {experts} x {inner}"
         yield Case(ops.moe_experts, label, (normal(tokens, shape.hidden), w13, w2, weights, ids, "silu"))
-    for requests, rows, context in ((1, 1, 128), (1, 1, 1024), (8, 1, 512), (1, 128, 128), (1, 512, 512), (1, 4, 1024)):
-        label = f"{requests} x {rows} rows over {context}"
-        yield Case(ops.paged_attention, label, attention(shape, requests, rows, context, dtype))
+    decoding = ((1, 1, 128), (1, 1, 1024), (1, 1, 8192), (8, 1, 512), (1, 4, 1024))
+    for requests, rows, context in (*decoding, (1, 128, 128), (1, 512, 512)):
+        label, given = f"{requests} x {rows} rows over {context}", (requests, rows, context, dtype)
+        yield Case(ops.paged_attention, label, attention(shape, *given), *seen(shape, *given))
     rows = 256
     q, k = normal(rows, shape.heads, shape.head), normal(rows, shape.kv_heads, shape.head)
     starts = torch.tensor([0, rows], dtype=torch.int32)
@@ -139,6 +173,7 @@ def cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
         ops.varlen_attention,
         f"1 x {rows} rows",
         (q, k, normal(*k.shape), starts, shape.head**-0.5, False, 0, 0.0, None, None, torch.empty_like(q)),
+        *seen(shape, 1, rows, rows, dtype, causal=False),
     )
     for requests in (1, 8):
         logits = torch.randn(requests, shape.vocabulary) * 3
@@ -165,7 +200,7 @@ def timed(call: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - began) / calls * 1e6
 
 
-def measure(case: Case, rounds: int, seconds: float) -> Timing:
+def measure(case: Case, rounds: int, seconds: float, limits: Limits) -> Timing:
     # The operators write in place; repeated, that changes values and not the work, but for the logits, which would be
     # masked from the second time on, and are put back each time on both sides.
     fresh = case.args
@@ -192,7 +227,12 @@ def measure(case: Case, rounds: int, seconds: float) -> Timing:
     for _ in range(rounds):
         for results, side, count in zip(times, sides, counts, strict=True):
             results.append(timed(side, count))
-    return Timing(case.operator.name, case.label, *(statistics.median(results) for results in times))
+    kernel_us, reference_us = (statistics.median(results) for results in times)
+    if not case.products:
+        return Timing(case.operator.name, case.label, kernel_us, reference_us)
+    rates = (case.size / kernel_us * 1e6, case.products / kernel_us * 1e6)
+    most = (limits.bytes_per_second(), limits.float_products_per_second())
+    return Timing(case.operator.name, case.label, kernel_us, reference_us, *rates, *most)
 
 
 def main() -> None:
@@ -210,6 +250,7 @@ def main() -> None:
     fault = native.fault()
     if fault is not None:
         raise SystemExit(": ".join(fault))
+    limits = Limits(options.threads, time.perf_counter)
     results: dict[str, list[Timing]] = {}
     for shape in SHAPES:
         if not options.json:
@@ -220,12 +261,12 @@ def main() -> None:
                 continue
             if not has_kernel(case.operator.name, "CPU"):
                 raise SystemExit(f"{case.operator.name} has no kernel in {native.LIBRARY_NAME}; rebuild it")
-            timing = measure(case, options.rounds, options.seconds)
+            timing = measure(case, options.rounds, options.seconds, limits)
             results.setdefault(shape.name, []).append(timing)
             if not options.json:
                 print(
                     f"{timing.operator:<22}{timing.label:<28}{timing.kernel_us:>10.1f}{timing.reference_us:>12.1f}"
-                    f"{timing.ratio:>8.1f}",
+                    f"{timing.ratio:>8.1f}{timing.shares}",
                     flush=True,
                 )
     if options.json:

@@ -147,6 +147,7 @@ class Limits:
         self.pool = ThreadPoolExecutor(threads) if threads > 1 else None
         self.library = ctypes.CDLL(str(native._PATH))
         self.library.backplane_cpu_spin_dot_products.restype = ctypes.c_int64
+        self.library.backplane_cpu_spin_float_products.restype = ctypes.c_int64
         self.buffer = torch.ones(COLD_BYTES, dtype=torch.uint8)
 
     def _together(self, call: Callable[[int], int]) -> float:
@@ -170,6 +171,9 @@ class Limits:
 
     def products_per_second(self) -> float:
         return self._together(lambda _: int(self.library.backplane_cpu_spin_dot_products(ctypes.c_int64(200_000))))
+
+    def float_products_per_second(self) -> float:
+        return self._together(lambda _: int(self.library.backplane_cpu_spin_float_products(ctypes.c_int64(200_000))))
 
 
 def main() -> None:

@@ -138,6 +138,24 @@ BACKPLANE_INLINE void mix(const float* weights, int64_t stride, const float* val
     product_block<W, M, 1, true, Along::steps>(weights, stride, values + d, step, mixed + d, width, count);
 }
 
+inline bool all_finite(const float* values, int64_t step, int64_t count, int64_t width) {
+  uint32_t odd = 0;
+  for (int64_t k = 0; k < count; ++k) {
+    const auto* bits = reinterpret_cast<const Bits*>(values + k * step);
+    for (int64_t d = 0; d < width; ++d) odd |= (bits[d] & kFloatSpecial) == kFloatSpecial ? 1u : 0u;
+  }
+  return odd == 0;
+}
+
+// mixed[d] += the values of those of `count` keys from `first` on that query m sees, by its weights.
+__attribute__((noinline, cold)) void mix_seen(const State& state, int64_t m, int32_t first, int64_t count,
+                                              const float* weights, int64_t weight_step, const float* values,
+                                              int64_t step, int64_t width, float* mixed) {
+  const Seen seen = seen_by(state, m, first, static_cast<int32_t>(count));
+  for (int64_t k = seen.from; k < seen.to; ++k)
+    for (int64_t d = 0; d < width; ++d) mixed[d] += weights[k * weight_step] * values[k * step + d];
+}
+
 template <int W>
 BACKPLANE_INLINE Ints<W> count_from(int32_t first) {
   static constexpr int32_t kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -276,18 +294,33 @@ struct FewTile {
 // A function of its own for each number of queries: within AttendItem the compiler runs out of registers.
 template <int M>
 struct AttendFew {
+  // The values of `rows` keys of the tile, `done` having come before.
+  template <int W>
+  static BACKPLANE_INLINE void mix_values(const FewTile& t, bool seen_by_all, const float* values, int64_t step,
+                                          int64_t done, int64_t rows) {
+    if (seen_by_all || all_finite(values, step, rows, t.value_width)) {
+      mix<W, M>(t.scores + done, kMostKeys, values, step, rows, t.value_width, t.mixed);
+      return;
+    }
+    const auto first = static_cast<int32_t>(t.begin - t.item.first_key + done);
+    for (int64_t m = 0; m < M; ++m)
+      mix_seen(t.state, m, first, rows, t.scores + m * kMostKeys + done, 1, values, step, t.value_width,
+               t.mixed + m * t.value_width);
+  }
+
   template <int W>
   static BACKPLANE_INLINE void run(const FewTile& t) {
     const Layer& layer = t.layer;
     const Item& item = t.item;
     const auto first = static_cast<int32_t>(t.begin - item.first_key), seen = static_cast<int32_t>(t.count);
+    const bool seen_by_all = is_seen_by_all(t.state, 0, M, first, seen);
     if (!in_place<W>(layer.key) || !in_place<W>(layer.value)) {
       load_tile(layer, item, t.begin, t.count, t.keys, t.width, t.values, t.value_width);
       expect_tile(layer, item, t.begin + t.count, t.next, true);
       dots<W, M>(t.queries, t.keys, t.width, t.count, t.width, t.scores, kMostKeys);
       weigh_by_key<W>(layer, t.state, M, first, seen, t.scores, kMostKeys, t.mixed, t.value_width);
       expect_tile(layer, item, t.begin + t.count, t.next, false);
-      mix<W, M>(t.scores, kMostKeys, t.values, t.value_width, t.count, t.value_width, t.mixed);
+      mix_values<W>(t, seen_by_all, t.values, t.value_width, 0, t.count);
       return;
     }
     const auto* all_keys = static_cast<const float*>(layer.key.data);
@@ -302,8 +335,7 @@ struct AttendFew {
     expect_tile(layer, item, t.begin + t.count, t.next, true);
     over_stretches(layer, item, t.begin, t.count,
                    [&](int64_t, int64_t value, int64_t done, int64_t rows) __attribute__((always_inline)) {
-                     mix<W, M>(t.scores + done, kMostKeys, all_values + value, item.context->value_step, rows,
-                               t.value_width, t.mixed);
+                     mix_values<W>(t, seen_by_all, all_values + value, item.context->value_step, done, rows);
                    });
   }
 };
@@ -390,8 +422,13 @@ struct AttendItem {
         for (int64_t d = 0; d < value_width; d += W)
           store<W>(mixed + m * value_width + d, load<W>(mixed + m * value_width + d) * state.factor[m]);
       }
-      product<W, true, Along::rows>(scores + low, lanes, high - low, values, value_width, value_width,
-                                    mixed + low * value_width, value_width, count);
+      if (is_seen_by_all(state, low, high_lanes, first, seen) || all_finite(values, value_width, count, value_width))
+        product<W, true, Along::rows>(scores + low, lanes, high - low, values, value_width, value_width,
+                                      mixed + low * value_width, value_width, count);
+      else
+        for (int64_t m = low; m < high; ++m)
+          mix_seen(state, m, first, count, scores + m, lanes, values, value_width, value_width,
+                   mixed + m * value_width);
     }
 
     for (int64_t m = 0; m < queries; ++m)

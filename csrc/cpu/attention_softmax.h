@@ -56,6 +56,21 @@ inline void begin_state(const Layer& layer, const Item& item, int64_t lanes, con
   }
 }
 
+// Whether queries [begin, end) all see all `count` keys from `first` on. Later rows see later keys, so the outer ones
+// speak for all.
+inline bool is_seen_by_all(const State& state, int64_t begin, int64_t end, int32_t first, int32_t count) {
+  return state.from[end - 1] <= first && state.to[begin] >= first + count;
+}
+
+// Those of `count` keys from `first` on that query m sees. A weight of zero keeps NaN and infinities among the values of
+// the others out of no sum, so where there are any, queries are taken one by one.
+struct Seen {
+  int32_t from, to;
+};
+inline Seen seen_by(const State& state, int64_t m, int32_t first, int32_t count) {
+  return {std::max<int32_t>(0, state.from[m] - first), std::min<int32_t>(count, state.to[m] - first)};
+}
+
 // The softmax of a tile for W queries as the lanes of vectors, from the peaks on: each score becomes a weight, the caller
 // adds it to `total`.
 template <int W>

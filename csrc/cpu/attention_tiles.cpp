@@ -134,6 +134,31 @@ BACKPLANE_TILES void weigh(const Layer& layer, const Buffers& b, int64_t begin, 
   }
 }
 
+// One of a pair of bfloat16: the first of an even place, the second of an odd one.
+float number_of(uint32_t pair, int64_t place) { return bits_as<float>(place % 2 ? pair & 0xffff0000u : pair << 16); }
+
+bool all_finite(const Buffers& b, int64_t keys) {
+  uint32_t odd = 0;
+  for (int64_t d = 0; d < b.value_width; ++d)
+    for (int64_t i = 0; i < keys / 2; ++i) {
+      const uint32_t pair = b.values[d * (kKeys / 2) + i];
+      odd |= (pair & 0x7f80u) == 0x7f80u || (pair & 0x7f800000u) == 0x7f800000u ? 1u : 0u;
+    }
+  return odd == 0;
+}
+
+// The second product for queries [begin, end), of each only what it sees.
+void mix_seen(const Buffers& b, int64_t begin, int64_t end, int32_t first, int32_t count) {
+  for (int64_t m = begin; m < end; ++m) {
+    const Seen seen = seen_by(b.state, m, first, count);
+    for (int64_t d = 0; d < b.value_width; ++d) {
+      float& sum = b.mixed[d * b.lanes + m];
+      for (int64_t k = seen.from; k < seen.to; ++k)
+        sum += number_of(b.weights[k / 2 * b.lanes + m], k) * number_of(b.values[d * (kKeys / 2) + k / 2], k);
+    }
+  }
+}
+
 Buffers divide(const Layer& layer, const Item& item, Scratch& scratch) {
   Buffers b{};
   b.lanes = padded(item.rows * layer.group, kSide);
@@ -184,6 +209,10 @@ BACKPLANE_TILES void attend_item(const Layer& layer, const Item& item, Scratch& 
         multiply_tiles<false>(b.keys + k * b.width, b.width * 2, b.queries + m, row, b.width / kTileDepth,
                               b.scores + k * b.lanes + m, row);
     weigh(layer, b, low, high, first, seen);
+    if (!is_seen_by_all(b.state, low, high, first, seen) && !all_finite(b, keys)) {
+      mix_seen(b, low, high, first, seen);
+      continue;
+    }
     for (int64_t d = 0; d < b.value_width; d += kSide)
       for (int64_t m = low; m < high; m += kSide)
         multiply_tiles<true>(reinterpret_cast<const uint16_t*>(b.values + d * (kKeys / 2)), kKeys * 2, b.weights + m,

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "dot_kernels.h"
+#include "each.h"
 #include "isa.h"
 #include "quantize_rows.h"
 
@@ -33,8 +34,44 @@ struct ReadAll {
   }
 };
 
+// Keeps the compiler from knowing what a vector holds: what it knew it would compute itself, or once for all.
+template <int W>
+BACKPLANE_INLINE void forget(Floats<W>& vector) {
+#if defined(__aarch64__)
+  __asm__("" : "+w"(vector));
+#elif defined(__x86_64__)
+  __asm__("" : "+x"(vector));
+#endif
+}
+
+// Multiplications with additions, in as many chains as keep the units busy and fit into 16 registers.
+struct SpinFloats {
+  static constexpr int kChains = 12, kLinks = 8;
+
+  template <int W>
+  static BACKPLANE_INLINE int64_t run(int64_t rounds) {
+    Floats<W> sums[kChains], left = all<W>(0.5f), right = left;
+    each<kChains>(BACKPLANE_EACH(c) { sums[c] = right; });
+    each<kChains>(BACKPLANE_EACH(c) { forget<W>(sums[c]); });
+    for (int64_t round = 0; round < rounds; ++round)
+      each<kLinks * kChains>(BACKPLANE_EACH(i) {
+        forget<W>(left);
+        sums[i % kChains] += left * right;
+      });
+    each<kChains>(BACKPLANE_EACH(c) { left += sums[c]; });
+    const volatile float used = left[0];
+    static_cast<void>(used);
+    return rounds * kLinks * kChains * W;
+  }
+};
+
 }  // namespace
 }  // namespace backplane::cpu
+
+// Multiplications of float32 numbers, each with an addition, that were done.
+extern "C" __attribute__((visibility("default"))) int64_t backplane_cpu_spin_float_products(int64_t rounds) {
+  return backplane::cpu::pick<backplane::cpu::SpinFloats>()(rounds);
+}
 
 // Multiplications of 8-bit numbers that were done.
 extern "C" __attribute__((visibility("default"))) int64_t backplane_cpu_spin_dot_products(int64_t rounds) {

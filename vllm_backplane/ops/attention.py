@@ -3,7 +3,8 @@
 Softmax and sums are taken in float32 whatever the storage. The paged reference reads the lengths on the
 host, once per call, to gather no more of the cache than is seen; a device that captures graphs therefore
 brings a kernel of its own. Slots past the end of a context, and blocks behind a sliding window, may hold
-anything, NaN included: what no query sees must not reach the result, not even multiplied by zero.
+anything, NaN included: what a query does not see must not reach its result, not even multiplied by zero,
+whether nobody sees it or other queries of the same prompt do.
 
 A row that sees no key at all (a padding request with no context) yields zeros.
 """
@@ -97,9 +98,26 @@ def _attend(query: torch.Tensor, context: _Context, query_positions: torch.Tenso
     if sinks is not None:
         total = total + torch.exp(sinks - peak)
     total = total.masked_fill(total == 0.0, 1.0)
-    mixed = torch.matmul(weights.view(batch, kv_heads, group * rows, keys), value)
-    mixed = mixed.view(batch, kv_heads, group, rows, value.shape[-1]) / total
+    mixed = _mixed(weights, value, visible) / total
     return mixed.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, value.shape[-1])
+
+
+def _mixed(weights: torch.Tensor, value: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """The values of every row's keys by their weights: [batch, kv_heads, group, rows, value head].
+
+    weights [batch, kv_heads, group, rows, keys], zero where a key is not visible [batch, rows, keys]. That does not
+    keep NaN and infinities out, so where there are any, each row is taken alone, with what it sees. A batch of single
+    rows has nothing else in its context.
+    """
+    batch, kv_heads, group, rows, keys = weights.shape
+    mixed = torch.matmul(weights.view(batch, kv_heads, group * rows, keys), value)
+    mixed = mixed.view(batch, kv_heads, group, rows, value.shape[-1])
+    if rows == 1 or bool(visible.all() | value.isfinite().all()):
+        return mixed
+    for row in range(rows):
+        seen = value.masked_fill(~visible[:, None, row, :, None], 0.0)
+        mixed[:, :, :, row] = torch.matmul(weights[:, :, :, row], seen)
+    return mixed
 
 
 def _attend_rows(

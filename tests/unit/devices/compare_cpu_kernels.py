@@ -19,6 +19,7 @@ import torch
 from choosing_kernel_cases import drawn_tokens, forbidden_tokens, penalized_tokens, wrong_choices
 from expert_kernel_cases import expert_shapes, wrong_experts
 from lora_kernel_cases import FLOATS, lora_shapes
+from odd_attention_cases import attention_of_odd_numbers, long_prompts
 from odd_kernel_cases import long_contexts, norms_of_odd_numbers, products_of_odd_numbers, rotations_of_odd_numbers
 from special_numbers import special
 
@@ -163,11 +164,11 @@ def activation_shapes() -> Iterator[str]:
             x = (torch.randn(3, 2 * width) * 4).to(dtype)
             for operator, rest in (*gated, *plain):
                 yield from compare(operator, (x, *rest), f"{width} {dtype} {rest}")
-        odd = torch.tensor([NAN, INF, 0.0, -0.0, 90.0, -90.0, 20.0, -20.0, 1e-30, 0.62, 0.63, -0.62]).to(dtype)
+        odd = torch.tensor([NAN, INF, -INF, 0.0, -0.0, 90.0, -90.0, 20.0, -20.0, 1e-30, 0.62, 0.63, -0.62]).to(dtype)
         for operator, rest in plain:
             yield from compare(operator, (odd, *rest), f"special numbers {dtype} {rest}")
         for operator, rest in gated:
-            x = torch.cat((odd, torch.ones_like(odd)))
+            x = torch.cat((odd.repeat_interleave(len(odd)), odd.repeat(len(odd))))
             yield from compare(operator, (x, *rest), f"special numbers {dtype} {rest}")
 
 
@@ -467,7 +468,8 @@ def refusals() -> Iterator[str]:
 PARTS = (
     over_samples, norm_shapes, activation_shapes, rotary_shapes, cache_shapes, context_lengths, ragged_batches,
     long_contexts, sampling_rows, forbidden_tokens, penalized_tokens, drawn_tokens, lora_shapes, expert_shapes,
-    norms_of_odd_numbers, rotations_of_odd_numbers, products_of_odd_numbers, thread_counts, refusals,
+    norms_of_odd_numbers, rotations_of_odd_numbers, products_of_odd_numbers, attention_of_odd_numbers, long_prompts,
+    thread_counts, refusals,
 )  # fmt: skip
 
 

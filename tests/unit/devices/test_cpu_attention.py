@@ -49,6 +49,10 @@ def case(dtype, rows, length, heads, kv_heads, head, value_head, causal=True, wi
         q[rows // 2, 1] = float("nan")
     if poison == "value":
         v[0, 0, 1] = float("inf")
+    if poison == "later":  # not seen by the first half of the rows
+        k[length - rows // 2, 0, 1] = float("nan")
+        v[length - rows // 2, 1, 1] = float("nan")
+        v[length - 1, 1, 2] = -float("inf")
     slopes = torch.rand(heads, generator=generator) if alibi else None
     extra = torch.randn(heads, generator=generator) if sinks else None
     blocks = -(-length // BLOCK)
@@ -96,6 +100,8 @@ VARIANTS: list[dict[str, Any]] = [
     {**PLAIN, "rows": 40, "length": 70, "sinks": True, "window": 9},
     {**PLAIN, "rows": 45, "length": 60, "poison": "query"},
     {**PLAIN, "rows": 45, "length": 60, "poison": "value"},
+    {**PLAIN, "rows": 45, "length": 45, "poison": "later"},
+    {**PLAIN, "rows": 90, "length": 260, "poison": "later", "window": 20},
     {"heads": 2, "kv_heads": 2, "head": 80, "value_head": 80, "rows": 65, "length": 70},
     {"heads": 4, "kv_heads": 1, "head": 33, "value_head": 17, "rows": 31, "length": 80},
     {"heads": 5, "kv_heads": 1, "head": 128, "value_head": 96, "rows": 20, "length": 66},

@@ -1,0 +1,124 @@
+"""Attention over keys and values that are no numbers, for compare_cpu_kernels.py.
+
+Whoever sees one has it in the result, and nobody else: not the rows of the same prompt that come before it or whose
+window it has left, and not the other requests. That is asked of the kernels and of the references.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from special_numbers import INF, NAN
+
+KEYS, VALUES = 1, 2
+"""Places of the arguments, of both operators."""
+FEW = ((1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1))
+MANY = ((2, 4), (9, 1), (9, 3), (40, 2))
+"""Rows and query heads per key head. So many queries are taken together; the first are up to four."""
+STORED = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@contextmanager
+def spoilt(held: torch.Tensor, number: torch.Tensor) -> Iterator[None]:
+    """One number of one position, in every head, being another."""
+    before = held.clone()
+    held.copy_(number.expand(held.shape).to(held.dtype))
+    yield
+    held.copy_(before)
+
+
+def sees(at: int, position: int, window: int, causal: bool) -> bool:
+    return (position <= at or not causal) and (window <= 0 or abs(at - position) < window)
+
+
+def wrong_rows(
+    operator: Any, args: tuple[Any, ...], held: list[torch.Tensor], seeing: list[bool], choose: Callable[[Any], Any]
+) -> Iterator[str]:
+    """What is wrong if a part of the keys or of the values is none; `seeing` tells of every row whether it sees it."""
+    from compare_cpu_kernels import compare, outcome
+
+    side, chosen = choose(((KEYS, NAN), (KEYS, INF), (KEYS, -INF), (VALUES, NAN), (VALUES, INF), (VALUES, -INF)))
+    number = torch.tensor(chosen).to(held[0].dtype).float()  # a type may have no infinities
+    written = [len(args) - 1]
+    label = f"{tuple(args[0].shape)}, {held[0].dtype}, {number.item()} among {'keys' if side == KEYS else 'values'}"
+    bound = TOLERANCE[args[0].dtype]
+    place = torch.tensor(seeing)
+    functions = {"kernel": operator.call, "reference": operator.reference}
+    before = {name: outcome(function, args, written)[0][: len(place)] for name, function in functions.items()}
+    with spoilt(held[side - KEYS], number):
+        for name, function in functions.items():
+            after = outcome(function, args, written)[0][: len(place)]
+            unseen = (after[~place].float(), before[name][~place].float())
+            if not torch.allclose(*unseen, rtol=bound, atol=bound):
+                yield f"{operator.name}: {label}: the {name} changes rows that do not see it"
+            marked = after[place][..., 0] if side == VALUES else after[place]
+            is_marked = bool(number.isnan() if side == KEYS else ~number.isfinite())
+            if is_marked and marked.isfinite().any():
+                yield f"{operator.name}: {label}: the {name} leaves it out of rows that see it"
+        yield from compare(operator, args, label, 1e-5)
+
+
+def attention_of_odd_numbers() -> Iterator[str]:
+    yield from paged_odd_numbers()
+    yield from ragged_odd_numbers()
+
+
+def paged_odd_numbers() -> Iterator[str]:
+    """Contexts of one tile, of several, behind a window, and long ones that few queries cut into pieces and merge."""
+    from compare_cpu_kernels import paged
+
+    from vllm_backplane import ops
+
+    generator = random.Random(6)
+    for stored in STORED:
+        dtype = stored if stored.itemsize > 1 else torch.bfloat16
+        for rows, group in (*FEW, *MANY):
+            for length, window in ((rows, 0), (rows + 90, 0), (rows + 90, 7), (1500, 0)):
+                lengths, other = [length, rows + 20], [False] * rows
+                args = paged(
+                    generator, lengths, [rows, rows], heads=2 * group, kv_heads=2, head=16, value_head=24,
+                    block_size=16, dtype=dtype, stored=stored, window=window,
+                )  # fmt: skip
+                first = length - rows
+                position = generator.choice((length - 1, first + rows // 2, max(0, first - 2)))
+                block = int(args[3][0, position // 16])
+                parts = [args[side][block, :, position % 16, 0] for side in (KEYS, VALUES)]
+                seeing = [sees(first + row, position, window, True) for row in range(rows)]
+                yield from wrong_rows(ops.paged_attention, args, parts, [*seeing, *other], generator.choice)
+
+
+def ragged_odd_numbers() -> Iterator[str]:
+    from vllm_backplane import ops
+
+    generator = random.Random(7)
+    for dtype in TOLERANCE:
+        for rows, group in (*FEW, *MANY, (130, 1)):
+            for causal, window in ((True, 0), (True, 7), (False, 7)):
+                query = torch.randn(2 * rows, 2 * group, 16).to(dtype)
+                key, value = torch.randn(2 * rows, 2, 16).to(dtype), torch.randn(2 * rows, 2, 24).to(dtype)
+                starts = torch.tensor([0, rows, 2 * rows], dtype=torch.int32)
+                out = torch.full((2 * rows, 2 * group, 24), 9.0).to(dtype)
+                args = (query, key, value, starts, 0.25, causal, window, 0.0, None, None, out)
+                position = generator.randrange(rows)
+                parts = [side[position, :, 0] for side in (key, value)]
+                seeing = [sees(row, position, window, causal) for row in range(rows)]
+                yield from wrong_rows(ops.varlen_attention, args, parts, [*seeing, *[False] * rows], generator.choice)
+
+
+def long_prompts() -> Iterator[str]:
+    """Without a cache: more scores than the reference takes at once."""
+    from compare_cpu_kernels import compare
+
+    from vllm_backplane import ops
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for causal in (True, False):
+            query, key, value = (torch.randn(3001, heads, 16).to(dtype) for heads in (2, 1, 1))
+            starts = torch.tensor([0, 1, 3001], dtype=torch.int32)
+            args = (query, key, value, starts, 0.25, causal, 0, 0.0, None, None, torch.empty_like(query))
+            yield from compare(ops.varlen_attention, args, f"3000 rows, {dtype}, causal {causal}", 1e-5)
