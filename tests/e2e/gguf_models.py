@@ -37,6 +37,8 @@ class Tiny:
     """Of the matrices, in turn."""
     seed: int = 0
     workers: int = 1
+    fused: bool = False
+    """Queries, keys and values are in one matrix, although transformers has three."""
 
     @property
     def rounded(self) -> bool:
@@ -58,18 +60,20 @@ class Tiny:
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(numbers[self.architecture], config.num_hidden_layers)
         matrices = 0
-        for name, tensor in _separate(model.state_dict(), self.architecture):
+        for name, parts in _stored(model.state_dict(), self):
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
-            values = self._converted(name, tensor, config)
+            values = self._converted(name, torch.cat(parts), config)
             kind = Type.F32
-            if tensor.dim() > 1 and not name.endswith(".gate.weight"):  # llama.cpp keeps routers in float32
+            if values.dim() > 1 and not name.endswith(".gate.weight"):  # llama.cpp keeps routers in float32
                 kind = self.types[matrices % len(self.types)]
                 matrices += 1
             raw = _blocks(values.numpy(), kind, seed=matrices)
             writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), raw, raw_dtype=kind)
             held = torch.from_numpy(gguf.dequantize(raw, kind).reshape(values.shape).copy())
-            tensor.copy_(self._converted(name, held, config, back=True))
+            back = self._converted(name, held, config, back=True)
+            for part, own in zip(parts, back.split([len(part) for part in parts]), strict=True):
+                part.copy_(own)
         if config.rope_parameters.get("rope_type") == "llama3":
             writer.add_tensor("rope_freqs.weight", _llama3_factors(config.rope_parameters, config.head_dim))
         for kind in ("long", "short"):
@@ -86,10 +90,19 @@ class Tiny:
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             half = tensor.shape[0] // heads // 2
             shape = (heads, half, 2) if back else (heads, 2, half)
-            return tensor.reshape(*shape, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+            return tensor.reshape(*shape, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
         if self.architecture.startswith("gemma") and name.endswith("norm.weight"):
             return tensor - 1 if back else tensor + 1
         return tensor
+
+
+def _stored(state: Mapping[str, torch.Tensor], tiny: Tiny) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """What a file has as one tensor: some of transformers' one below the other, which are views of the model's."""
+    for name, tensor in _separate(state, tiny.architecture):
+        if tiny.fused and ".self_attn.q_proj." in name:
+            yield name.replace("q_proj", "qkv_proj"), [state[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+        elif not tiny.fused or not any(f".self_attn.{part}_proj." in name for part in "kv"):
+            yield name, [tensor]
 
 
 def _separate(state: Mapping[str, torch.Tensor], architecture: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -163,13 +176,15 @@ def _llama3_factors(scaling: Mapping[str, Any], head_dim: int) -> np.ndarray:
 _WINDOWED = {"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 12}
 
 MODELS: dict[str, Tiny] = {
-    "Llama 3.1, tied": Tiny(
+    "Llama 3.1, tied, biased": Tiny(
         "LlamaConfig",
         "LlamaForCausalLM",
         "llama",
         {
             **COMMON,
             "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
             "rope_parameters": {
                 "rope_type": "llama3",
                 "rope_theta": 10000.0,
@@ -263,6 +278,15 @@ MODELS: dict[str, Tiny] = {
         {**COMMON, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
         {"rope.dimension_count": 16},
         types=(Type.Q4_0, Type.Q8_0),
+    ),
+    "Phi2, one matrix": Tiny(
+        "PhiConfig",
+        "PhiForCausalLM",
+        "phi2",
+        {**COMMON, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
+        {"rope.dimension_count": 16},
+        types=(Type.Q4_0, Type.Q8_0),
+        fused=True,
     ),
     "Mixtral": Tiny(
         "MixtralConfig",

@@ -2,7 +2,8 @@
 
 Each has a process of its own, forked when all that they import is there: it takes its time once. SMALL is a small
 model of the same kind, which is loaded before. Counts memory of the process's own (RssAnon), every millisecond or so.
-Pages of the checkpoint's files that are mapped are the system's cache: it takes them back when it needs them.
+Pages of the checkpoint's files that are mapped are the system's cache: it takes them back when it needs them. With
+`shared` for a quantization, both models are loaded by the format that shares weights.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,15 @@ def own() -> int:
     """Resident memory that no file stands behind."""
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - int(shared)) * PAGE
+
+
+def mappings() -> Iterator[tuple[tuple[int, int], str]]:
+    """Of files: from where to where, and the name."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, file, *name = line.split(maxsplit=5)
+        if file != "0":
+            start, end = (int(text, 16) for text in addresses.split("-"))
+            yield (start, end), "".join(name)
 
 
 class Watch(threading.Thread):
@@ -40,7 +51,6 @@ class Watch(threading.Thread):
 
 
 def load(small: str, model: str, quantization: str) -> dict[str, int]:
-    import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
@@ -51,7 +61,8 @@ def load(small: str, model: str, quantization: str) -> dict[str, int]:
     def configured(path: str) -> Any:
         return EngineArgs(
             model=path,
-            quantization=None if quantization == "none" else quantization,
+            quantization=None if quantization in ("none", "shared") else quantization,
+            load_format="backplane_shared" if quantization == "shared" else "auto",
             dtype="bfloat16",
             max_model_len=256,
             skip_tokenizer_init=True,
@@ -62,7 +73,9 @@ def load(small: str, model: str, quantization: str) -> dict[str, int]:
     with set_current_vllm_config(first), tempfile.TemporaryDirectory() as folder:
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
         parallel_state.initialize_model_parallel(backend="gloo")
-        get_model(vllm_config=first)  # what is imported and set up meanwhile takes memory of its own
+        kept = [get_model(vllm_config=first)]  # what is imported and set up meanwhile takes memory of its own
+    if quantization != "shared":
+        kept.clear()
     with set_current_vllm_config(config):
         gc.collect()
         before = own()
@@ -73,11 +86,11 @@ def load(small: str, model: str, quantization: str) -> dict[str, int]:
         after = own()
         watch.over = True
         watch.join()
+    files = [place for place, name in mappings() if name.endswith(".gguf")]
     weights = {
         each.data_ptr(): each.nbytes
         for each in (*loaded.parameters(), *loaded.buffers())
-        # Rows of bytes are blocks of a GGUF file, where it is mapped; packed codes have four dimensions.
-        if not (each.dtype == torch.uint8 and each.dim() == 2)
+        if not any(start <= each.data_ptr() < end for start, end in files)
     }
     return {"weights": sum(weights.values()), "peak": watch.peak - before, "after": after - before}
 

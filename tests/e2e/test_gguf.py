@@ -108,7 +108,7 @@ def test_two_workers_share_what_is_not_repacked(outcomes: dict[str, tuple[Any, R
 
 
 @pytest.mark.parametrize("name", [pytest.param(EVERY_TYPE, marks=shown("sim"))])
-def test_another_device_serves_it_through_the_references(on_sim: dict[str, tuple[Any, Result]], name: str) -> None:
+def test_another_device_serves_it(on_sim: dict[str, tuple[Any, Result]], name: str) -> None:
     model, result = on_sim[name]
     assert result["device"] == "bpnpu"
     compare(model, result["batches"][0], rounded=True)

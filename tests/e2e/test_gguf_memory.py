@@ -28,6 +28,7 @@ class Case(NamedTuple):
     tied: bool
     bits: float
     """Of a weight in memory."""
+    vocabulary: int = VOCABULARY
 
 
 CASES = {
@@ -37,12 +38,17 @@ CASES = {
     "llama, Q4_K": Case("llama", gguf.GGMLQuantizationType.Q4_K, 1024, False, 6.0),
     "Q6_K": Case("qwen2", gguf.GGMLQuantizationType.Q6_K, 1024, True, 10.0),
     "Q4_0, experts": Case("qwen3moe", gguf.GGMLQuantizationType.Q4_0, 896, False, 4.5),
+    # Multiplied in bfloat16, which these are loaded for, in the order that the device wants.
+    "F16": Case("qwen2", gguf.GGMLQuantizationType.F16, 896, False, 16.0, 16384),
+    "BF16": Case("qwen2", gguf.GGMLQuantizationType.BF16, 896, False, 16.0, 16384),
 }
+COPIED = ("F16",)
+"""Whose embedding is not looked up in the file, because it is of another type than the model."""
 
 
-def write(path: Path, case: Case, width: int = WIDTH, layers: int = LAYERS, vocabulary: int = VOCABULARY) -> int:
+def write(path: Path, case: Case, width: int = WIDTH, layers: int = LAYERS, vocabulary: int = 0) -> int:
     """Qwen2.5-0.5B's widths, or near them, in blocks of any content. The number of weights that are multiplied."""
-    hidden, kind, tied = case.hidden, case.kind, case.tied
+    hidden, kind, tied, vocabulary = case.hidden, case.kind, case.tied, vocabulary or case.vocabulary
     writer = gguf.GGUFWriter(path, case.architecture)
     writer.add_context_length(512)
     writer.add_embedding_length(hidden)
@@ -108,8 +114,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, dict
         small = folder / f"small-{number}.gguf"
         write(small, case, width=256, layers=1, vocabulary=512)
         given += [str(small), str(folder / f"{number}.gguf"), "none"]
+    shared = folder / "shared.gguf"
+    multiplied.append(write(shared, CASES["Q8_0"], width=1024, layers=2, vocabulary=8192))
+    given += [str(shared), str(shared), "shared"]
     script = Path(__file__).with_name("loading_memory.py")
-    variables = {**os.environ, "BACKPLANE_CACHE": str(folder / "cache")}
+    variables = {**os.environ, "BACKPLANE_CACHE": str(folder / "cache"), "TMPDIR": str(folder)}
     run = subprocess.run(
         [sys.executable, str(script), *given], capture_output=True, text=True, timeout=600, env=variables
     )
@@ -118,13 +127,23 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, dict
     measured = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"model"')]
     for file in folder.glob("*.gguf"):
         file.unlink()
-    return dict(zip(CASES, zip(multiplied, measured, strict=True), strict=True))
+    return dict(zip((*CASES, "shared"), zip(multiplied, measured, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_is_near_the_end(found: dict[str, tuple[int, dict[str, Any]]], name: str) -> None:
     multiplied, memory = found[name]
     print(f"{name}: {memory}, {memory['peak'] / memory['weights']:.3f}")
-    assert memory["weights"] == pytest.approx(multiplied * CASES[name].bits / 8, rel=0.02), "something was expanded"
+    case = CASES[name]
+    multiplied += case.vocabulary * case.hidden if name in COPIED else 0
+    assert memory["weights"] == pytest.approx(multiplied * case.bits / 8, rel=0.02), "something was expanded"
     assert memory["after"] > 0.95 * memory["weights"], "the weights are elsewhere, and the peak says nothing"
     assert memory["peak"] < LIMIT * memory["weights"], memory
+
+
+def test_weights_of_a_file_are_shared_where_that_is_asked_for(found: dict[str, tuple[int, dict[str, Any]]]) -> None:
+    """`--load-format backplane_shared`: a second model of the same file takes next to nothing of its own."""
+    multiplied, memory = found["shared"]
+    print(memory)
+    assert memory["weights"] == pytest.approx(multiplied * CASES["Q8_0"].bits / 8, rel=0.02)
+    assert memory["after"] < 0.25 * memory["weights"] < memory["peak"], memory

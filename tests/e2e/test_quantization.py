@@ -141,9 +141,7 @@ def test_a_small_model_is_nearer(results: dict[str, Result], tiny_llama: Path) -
 
 @pytest.mark.feature("Format: quantized while loaded: {name}", "sim")
 @pytest.mark.parametrize("name", FORMATS)
-def test_another_device_quantizes_through_the_references(
-    on_sim: dict[str, Result], tiny_llama: Path, name: str
-) -> None:
+def test_another_device_quantizes(on_sim: dict[str, Result], tiny_llama: Path, name: str) -> None:
     assert on_sim[name]["device"] == "bpnpu"
     decoded = quantized_reference.load(tiny_llama, ONLINE[name], HEAD)
     for ids, output in zip(IDS, on_sim[name]["batches"][0], strict=True):
@@ -159,9 +157,7 @@ def test_experts_are_near_their_decoded_weights(results: dict[str, Result], mixt
 
 @pytest.mark.feature("Format: quantized while loaded: {name}, experts", "sim")
 @pytest.mark.parametrize("name", FORMATS)
-def test_another_device_quantizes_experts_through_the_references(
-    on_sim: dict[str, Result], mixture: Path, name: str
-) -> None:
+def test_another_device_quantizes_experts(on_sim: dict[str, Result], mixture: Path, name: str) -> None:
     assert_mixture_near(on_sim[f"experts, {name}"], mixture, name)
 
 

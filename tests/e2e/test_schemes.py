@@ -224,8 +224,6 @@ def on_sim(folder: Path, models: dict[str, Any], tmp_path_factory: pytest.TempPa
 
 
 @pytest.mark.parametrize("name", named("sim"))
-def test_another_device_serves_them_through_the_references(
-    on_sim: dict[str, Result], models: dict[str, Any], name: str
-) -> None:
+def test_another_device_serves_them(on_sim: dict[str, Result], models: dict[str, Any], name: str) -> None:
     assert on_sim[name]["device"] == "bpnpu"
     assert distance(on_sim[name], models[name]) < ROUNDED

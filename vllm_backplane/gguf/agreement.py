@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_backplane.errors import CheckpointError
-from vllm_backplane.gguf.architectures import ALONE, IN_LAYER, QKV, Architecture
+from vllm_backplane.gguf.architectures import ALONE, GATED, IN_LAYER, QKV, Architecture
 from vllm_backplane.gguf.parts import Gguf
 
 _MOST_LAYERS = 1024
@@ -28,10 +28,11 @@ def insist_on_layers(model: Gguf, architecture: Architecture, count: int) -> Non
             model, f"it announces {count} layers (block_count), and has tensors of {len(numbers)}, not the same"
         )
     parts = {f"{part}.weight" for part in (*architecture.layer, *architecture.experts)}
-    # What one layer, or one of Q, K and V, adds to its products, all do.
+    # What one layer, or one product of those that vLLM has one word for, adds to its result, all do.
     biased = {match[2] for name in model.tensors if (match := IN_LAYER.fullmatch(name)) and match[3] == "bias"}
-    if not biased.isdisjoint(QKV):
-        biased |= QKV
+    for together in (QKV, GATED):
+        if not biased.isdisjoint(together):
+            biased |= together
     parts |= {f"{part}.bias" for part in (architecture.layer if architecture.biased else biased)}
     top = ("output_norm.bias", "output.weight", "output.bias") if architecture.biased else ()
     layers = (f"blk.{number}.{part}" for number in range(count) for part in sorted(parts))

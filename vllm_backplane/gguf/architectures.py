@@ -1,7 +1,7 @@
 """How the tensors of a GGUF file are called in the checkpoints vLLM loads, and what its converter did to them.
 
 Converters reorder the rows of Q and K of Llama models, because llama.cpp rotates neighbouring features and vLLM those
-half a head apart, and add 1 to the weights of Gemma's norms. Both are undone here.
+half a head apart, with their biases, and add 1 to the weights of Gemma's norms. Both are undone here.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _ATTENTION = {
 }
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 _GATED = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+GATED = frozenset(_GATED)
 _DENSE = {**_ATTENTION, **_GATED, "ffn_norm": "post_attention_layernorm"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _FOUR_NORMS = {
@@ -46,7 +47,7 @@ class Architecture:
     layer: Mapping[str, str]
     """Names within a layer."""
     permuted: bool = False
-    """Rows of Q and K are in llama.cpp's order."""
+    """Rows of Q and K, and what is added to their products, are in llama.cpp's order."""
     norms_plus_one: bool = False
     experts: Mapping[str, str] = field(default_factory=dict)
     """Names within a layer of what a file has for all experts together; {} is an expert's number."""
@@ -56,6 +57,8 @@ class Architecture:
     """Names outside of layers."""
     biased: bool = False
     """Every product and every norm has a bias, the head too, and norms subtract the mean."""
+    may_add: frozenset[str] = frozenset()
+    """Products within a layer that may have a bias. vLLM's models pass over a bias that they do not have."""
 
 
 _EXPERTS = {
@@ -107,14 +110,15 @@ PHI2_FUSED = replace(
 """As the first converters wrote it, from a checkpoint that had queries, keys and values in one matrix."""
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", _DENSE, permuted=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _DENSE),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**_DENSE, **_HEAD_NORMS}),
+    "llama": Architecture("llama", "LlamaForCausalLM", _DENSE, permuted=True, may_add=QKV | GATED | {"attn_output"}),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _DENSE, may_add=QKV),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**_DENSE, **_HEAD_NORMS}, may_add=QKV),
     "qwen2moe": Architecture(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
         {**_ROUTED, **_SHARED},
         experts=_EXPERTS,
+        may_add=QKV,
         defaults={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     "qwen3moe": Architecture(
@@ -122,6 +126,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Qwen3MoeForCausalLM",
         {**_ROUTED, **_HEAD_NORMS},
         experts=_EXPERTS,
+        may_add=QKV,
         defaults={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     "gemma": Architecture("gemma", "GemmaForCausalLM", _DENSE, norms_plus_one=True, defaults=_GEMMA),
@@ -161,7 +166,7 @@ class Named(NamedTuple):
     experts: int
     """How many experts the tensor is for, whose number goes into the name; 0: it is one weight."""
     heads: int
-    """Heads whose rows are in llama.cpp's order; 0: rows are in order."""
+    """Heads whose rows, or elements of a bias, are in llama.cpp's order; 0: they are in order."""
     plus_one: bool
     row: bool
     """A matrix of one row, also where the file has a vector."""
@@ -209,7 +214,8 @@ def named(model: Gguf) -> Iterator[Named]:
             top, kind = match[2], match[3]
             translated = architecture.layer.get(top) or architecture.experts.get(top)
             prefix = f"model.layers.{match[1]}."
-        if translated is None or kind not in ("weight", "bias"):
+        added = top in architecture.may_add or (architecture.biased and top != "token_embd")
+        if translated is None or kind not in ("weight", "bias") or (kind == "bias" and not added):
             raise CheckpointError(
                 f"{model.path} has a tensor {name!r}, which models of architecture {stated!r} do not have here; use "
                 "the model's original checkpoint"

@@ -10,8 +10,8 @@ from gguf import GGMLQuantizationType
 
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.agreement import insist_on_layers, insist_on_shapes
-from vllm_backplane.gguf.architectures import architecture_of
-from vllm_backplane.gguf.parts import Gguf
+from vllm_backplane.gguf.architectures import Architecture, architecture_of
+from vllm_backplane.gguf.parts import Gguf, Placed
 
 QUANTIZATION = "gguf"
 """The name of the quantization method and of the load format."""
@@ -98,7 +98,7 @@ def configuration(model: Gguf) -> dict[str, Any]:
         **_epsilon(reader, mean=architecture.biased),
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in model.tensors,
+        **_biases(model, architecture),
         "rope_parameters": _positions(model, reader, head_dim),
         "torch_dtype": _type_of_matrices(model),
         "use_cache": True,
@@ -129,6 +129,14 @@ def _head_dim(model: Gguf, heads: int) -> int:
     return queries.tensor.shape[0] // heads if queries is not None else 0
 
 
+def _biases(model: Gguf, architecture: Architecture) -> dict[str, bool]:
+    """By Llama's names; what else has them has those of queries, keys and values alone, and calls them attention's."""
+    attention, output, gated = (f"blk.0.{part}.bias" in model.tensors for part in ("attn_q", "attn_output", "ffn_gate"))
+    if architecture.model_type != "llama":
+        return {"attention_bias": attention}
+    return {"attention_bias": output, "qkv_bias": attention, "mlp_bias": gated}
+
+
 def _epsilon(reader: _Reader, mean: bool) -> dict[str, float]:
     """Of norms, with a `mean` or by squares. The number that was meant, not its float32 neighbour: 1e-05, not
     9.999999747378752e-06."""
@@ -155,8 +163,7 @@ def _positions(model: Gguf, reader: _Reader, head_dim: int) -> dict[str, Any]:
         raise reader.fault(f"{reader.architecture}.rope.scaling.factor is {factor}")
     factors = model.tensors.get("rope_freqs.weight")
     if factors is not None:
-        raw = bytes(factors.file.bytes_of(factors.tensor)[: 4 * head_dim])
-        made |= _llama3(reader, [one for (one,) in struct.iter_unpack("<f", raw)], theta, head_dim)
+        made |= _llama3(reader, _factors(reader, factors, "rope_freqs", head_dim // 2), theta, head_dim)
     elif scaling == "linear" and factor != 1.0:
         made |= {"rope_type": "linear", "factor": factor}
     elif scaling not in ("none", "linear") and (scaling, reader.architecture) != ("longrope", "phi3"):
@@ -167,13 +174,21 @@ def _positions(model: Gguf, reader: _Reader, head_dim: int) -> dict[str, Any]:
     return {"full_attention": made, "sliding_attention": local}
 
 
+def _factors(reader: _Reader, placed: Placed | None, name: str, count: int) -> list[float]:
+    """Of positions, which a file has as a tensor."""
+    if placed is None or placed.tensor.type != GGMLQuantizationType.F32 or placed.tensor.shape != (count,):
+        raise reader.fault(f"its {name}.weight is not {count} factors in F32")
+    found = [one for (one,) in struct.iter_unpack("<f", placed.file.bytes_of(placed.tensor))]
+    if not all(math.isfinite(one) and one > 0 for one in found):
+        raise reader.fault(f"its {name}.weight has factors that are not positive")
+    return found
+
+
 def _llama3(reader: _Reader, found: list[float], theta: float, head_dim: int) -> dict[str, Any]:
     """The parameters whose factors are in the file, which has the factors alone."""
     for factor in _LLAMA3_FACTORS:
         expected = _llama3_factors(factor, theta, head_dim)
-        if len(found) == len(expected) and all(
-            math.isclose(one, other, rel_tol=1e-4) for one, other in zip(found, expected, strict=True)
-        ):
+        if all(math.isclose(one, other, rel_tol=1e-4) for one, other in zip(found, expected, strict=True)):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     raise reader.fault("rope_freqs.weight holds factors that are not those of Llama 3.1 or 3.2")
 
@@ -218,12 +233,7 @@ def _phi3(model: Gguf, reader: _Reader, made: dict[str, Any]) -> dict[str, Any]:
     original = reader.positive("rope.scaling.original_context_length")
     positions = {**made["rope_parameters"], "rope_type": "longrope", "original_max_position_embeddings": original}
     for kind, placed in tables.items():
-        if placed is None or placed.tensor.type.name != "F32" or placed.tensor.shape != (rotated // 2,):
-            raise reader.fault(f"its rope_factors_{kind}.weight is not {rotated // 2} factors in F32")
-        factors = [one for (one,) in struct.iter_unpack("<f", placed.file.bytes_of(placed.tensor))]
-        if not all(math.isfinite(one) and one > 0 for one in factors):
-            raise reader.fault(f"its rope_factors_{kind}.weight has factors that are not positive")
-        positions[f"{kind}_factor"] = factors
+        positions[f"{kind}_factor"] = _factors(reader, placed, f"rope_factors_{kind}", rotated // 2)
     if attention := reader.real("rope.scaling.attn_factor"):
         positions |= {"short_mscale": attention, "long_mscale": attention}
     return {**more, "rope_parameters": positions, "original_max_position_embeddings": original}

@@ -23,7 +23,7 @@ from vllm_backplane.gguf.parts import Gguf, opened
 from vllm_backplane.models.cache import MANIFEST, damage, derived_folder
 from vllm_backplane.models.package import sha256
 
-RECIPE = 3
+RECIPE = 4
 """Raised when the same file gives another folder than before, or none."""
 
 

@@ -110,14 +110,14 @@ def opened(path: str | Path) -> Gguf:
         )
     files = [GgufFile(first.parent / name) for name in names]
     for number, file in enumerate(files):
-        stated = file.metadata.get("split.no"), file.metadata.get("split.count")
+        stated = _whole(file, "split.no"), _whole(file, "split.count")
         if stated != (number, count):
             raise CheckpointError(
                 f"{file.path} is named part {number + 1} of {count}, and its metadata (split.no, split.count) say "
                 f"{stated}; give the parts the names they were made with"
             )
     model = Gguf(files)
-    total = model.metadata.get("split.tensors.count")
+    total = _whole(files[0], "split.tensors.count")
     if total != len(model.tensors):
         raise CheckpointError(
             f"the parts of {first} have {len(model.tensors)} tensors, and {total} are announced; fetch them again"
@@ -133,9 +133,15 @@ def is_model(path: str | Path) -> bool:
     return is_gguf(given)
 
 
+def _whole(file: GgufFile, key: str) -> int | None:
+    """None where the file has nothing there, or something else, such as an array."""
+    found = file.metadata.get(key)
+    return found if type(found) is int else None
+
+
 def _refuse_lone_part(file: GgufFile) -> None:
-    count = file.metadata.get("split.count", 0)
-    if type(count) is int and count > 1:
+    count = _whole(file, "split.count") or 0
+    if count > 1:
         raise CheckpointError(
             f"{file.path} is one of {count} parts by its metadata, and its name does not say which; name the parts "
             "NAME-00001-of-00003.gguf and so on, as they were made"

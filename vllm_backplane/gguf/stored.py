@@ -66,9 +66,16 @@ def weights(one: Named) -> Iterator[tuple[str, torch.Tensor]]:
 def stored(one: Named) -> torch.Tensor:
     """A tensor of a file as its converter found it: rows in order, norms without the 1 that was added."""
     rows, tensor = mapped(one.placed), one.placed.tensor
+    if one.heads and len(tensor.shape) == 1:
+        # A bias is one row, and its elements are in the order of the weight's rows.
+        return _in_order(StoredTensor(rows, tensor.type, tensor.shape).values(), one.heads)
     if one.heads:
-        # From (half, pair) back to (pair, half) within each head.
-        rows = rows.view(one.heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+        rows = _in_order(rows, one.heads)
     shape = (1, *tensor.shape) if one.row and len(tensor.shape) == 1 else tensor.shape
     made = StoredTensor(rows, tensor.type, shape)
     return made.values().float() - 1 if one.plus_one else made
+
+
+def _in_order(values: torch.Tensor, heads: int) -> torch.Tensor:
+    """From (half, pair) back to (pair, half) within each head."""
+    return values.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(values.shape)

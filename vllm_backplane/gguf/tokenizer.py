@@ -65,6 +65,11 @@ ENDINGS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>",
 
 _SPACE = "\u2581"
 
+_LONGEST = 512
+"""Characters of a token; those of published vocabularies have up to about a hundred."""
+_ALTOGETHER = 1 << 24
+"""Characters of a vocabulary. The largest that are published have two million."""
+
 
 class _Vocabulary(NamedTuple):
     tokens: list[str]
@@ -119,6 +124,12 @@ def _vocabulary(model: Gguf) -> _Vocabulary:
     tokens, kinds = model.words("tokenizer.ggml.tokens"), model.numbers("tokenizer.ggml.token_type", whole=True)
     if not tokens:
         raise _fault(model, "it has no vocabulary (tokenizer.ggml.tokens)")
+    # Scored pieces are tried at each of their characters, which takes the square of their length.
+    longest = max(map(len, tokens))
+    if longest > _LONGEST:
+        raise _fault(model, f"a token of its vocabulary has {longest} characters, and {_LONGEST} are possible")
+    if (characters := sum(map(len, tokens))) > _ALTOGETHER:
+        raise _fault(model, f"its vocabulary has {characters} characters, and {_ALTOGETHER} are possible")
     numbers = [NORMAL] * len(tokens) if kinds is None else kinds
     if len(numbers) != len(tokens):
         raise _fault(model, f"it has {len(tokens)} tokens and {len(numbers)} kinds of tokens")

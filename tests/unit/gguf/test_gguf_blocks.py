@@ -12,10 +12,15 @@ import torch
 from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.blocks import LAYOUTS, SERVED, Type, dequantized, grouped, insist_on_served
-from vllm_backplane.gguf.forms import packed_rows
+from vllm_backplane.gguf.file import GgufFile
+from vllm_backplane.gguf.forms import mapped, packed_rows
+from vllm_backplane.gguf.parts import Placed
 from vllm_backplane.ops.quantized_linear import dequantized as from_packed
 
 ROWS, BLOCKS = 7, 6
+REAL = Path(__file__).with_name("smollm2-blocks.gguf")
+"""Rows of a model, quantized by llama-quantize; see cut_blocks.py."""
+CODE_LAYOUTS = (CodeLayout(4), CodeLayout(16), CodeLayout(16, signed=True))
 
 
 def random_blocks(kind: Type, rows: int = ROWS, blocks: int = BLOCKS, seed: int = 0) -> np.ndarray:
@@ -40,13 +45,28 @@ def test_dequantization_is_bit_equal_to_the_gguf_package(kind: Type) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("layout", [CodeLayout(4), CodeLayout(16), CodeLayout(16, signed=True)])
+@pytest.mark.parametrize("layout", CODE_LAYOUTS)
 def test_the_operators_form_holds_the_same_values(kind: Type, layout: CodeLayout) -> None:
     raw = random_blocks(kind, rows=21)
     made = packed_rows([torch.from_numpy(raw)], kind, layout, piece=1000)
     found = from_packed(made.codes, made.scales, made.offsets, LAYOUTS[kind].bits)
     assert same_bits(found[:21], gguf.quants.dequantize(raw, kind))
     assert not made.scales[-1, :, 21 % layout.width :].any()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind != Type.Q4_1], ids=lambda kind: kind.name)
+def test_what_llama_quantize_made_is_bit_equal(kind: Type) -> None:
+    """Dequantized, and in the operator's form; the gguf package reads the file on its own."""
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(REAL).tensors}[kind.name]
+    assert theirs.tensor_type == kind
+    expected = gguf.quants.dequantize(theirs.data, kind)
+    assert np.isfinite(expected).all() and 0.01 < expected.std() < 1, "weights of a model"
+    file = GgufFile(REAL)
+    rows = mapped(Placed(file, file.tensors[kind.name]))
+    assert same_bits(dequantized(rows, kind), expected)
+    for layout in CODE_LAYOUTS:
+        made = packed_rows([rows], kind, layout)
+        assert same_bits(from_packed(made.codes, made.scales, made.offsets, LAYOUTS[kind].bits)[: len(rows)], expected)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
@@ -67,7 +87,6 @@ def test_other_types_are_refused_with_those_that_are_served() -> None:
 @pytest.mark.models
 def test_a_real_file_is_dequantized_bit_equal() -> None:
     """Rows of every tensor of the default model's file, which the gguf package reads on its own."""
-    from vllm_backplane.gguf.forms import mapped
     from vllm_backplane.gguf.parts import opened
     from vllm_backplane.models import obtain
 
@@ -90,9 +109,7 @@ def test_a_real_file_is_dequantized_bit_equal() -> None:
 )
 def test_real_weights_in_a_file_of_each_type_are_dequantized_bit_equal(tmp_path: Path, kind: Type) -> None:
     """The default model's weights, quantized by the gguf package, which cannot quantize to the others."""
-    from vllm_backplane.gguf.file import GgufFile
-    from vllm_backplane.gguf.forms import mapped
-    from vllm_backplane.gguf.parts import Placed, opened
+    from vllm_backplane.gguf.parts import opened
     from vllm_backplane.models import obtain
 
     names = ("token_embd.weight", "blk.0.attn_q.weight", "blk.14.ffn_down.weight", "blk.29.attn_output.weight")

@@ -149,6 +149,9 @@ def test_a_file_in_half_precision_says_so(tmp_path: Path) -> None:
         ({"tensors": {"output_norm": None}}, "no output_norm.weight"),
         ({"tensors": {"blk.0.attn_q.bias": (32,), "blk.0.attn_v.bias": (16,)}}, "no blk.0.attn_k.bias"),
         ({"tensors": {"blk.7.attn_norm": (32,)}}, "announces 1 layers .* has tensors of 2"),
+        ({"tensors": {"rope_freqs": (5,)}}, "rope_freqs.weight is not 4 factors in F32"),
+        ({"tensors": {"rope_freqs": (1, 3)}, "matrices": np.float16}, "rope_freqs.weight is not 4 factors in F32"),
+        ({"tensors": {"rope_freqs": (4,)}, "rope__freq_base": 5e5}, "not those of Llama 3.1 or 3.2"),
     ],
 )
 def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -374,6 +377,17 @@ def test_metadata_of_a_wrong_kind_is_used_or_refused(tmp_path: Path, kind: str) 
             except CheckpointError:
                 refused += 1
     assert refused > 100
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_vocabulary_beyond_all_measure_is_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scored piece is tried at each of its characters: one of 16 MiB would take hours."""
+    sound = {**SOUND, "ggml.model": kind}
+    with pytest.raises(CheckpointError, match="has 513 characters, and 512 are possible"):
+        described(write(tmp_path / "m.gguf", tokenizer={**sound, "ggml.tokens": ["a", "b", "ab", "x" * 513]}))
+    monkeypatch.setattr("vllm_backplane.gguf.tokenizer._ALTOGETHER", 6)
+    with pytest.raises(CheckpointError, match="vocabulary has 7 characters, and 6 are possible"):
+        described(write(tmp_path / "m.gguf", tokenizer=sound))
 
 
 @pytest.fixture

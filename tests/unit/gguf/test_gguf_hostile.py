@@ -205,6 +205,20 @@ def test_missing_and_foreign_parts_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "alone.gguf")
 
 
+def test_numbers_of_parts_that_are_arrays_are_refused(tmp_path: Path) -> None:
+    """Found by the fuzzer: comparing an array with a number gives an array."""
+    second = _split(tmp_path)
+    for name in ("split.no", "split.count", "split.tensors.count"):
+        first = tmp_path / "m-00001-of-00003.gguf"
+        kept, pair = first.read_bytes(), array(U32, 2, u32(0) + u32(3))
+        whole = {"split.no": (2, bytes(2)), "split.count": (2, b"\x03\x00"), "split.tensors.count": (5, u32(3))}
+        keys = [key(other, *(whole[other] if other != name else (ARRAY, pair))) for other in whole]
+        first.write_bytes(_file(keys=keys, tensors=[tensor("a", [4], F32, 0)], data=bytes(16)))
+        with pytest.raises(CheckpointError, match="named part 1|None are announced"):
+            opened(second)
+        first.write_bytes(kept)
+
+
 def test_a_folder_of_several_models_is_refused_by_name(tmp_path: Path) -> None:
     for name in ("one.gguf", "two.gguf"):
         write(tmp_path, File().build(), name)

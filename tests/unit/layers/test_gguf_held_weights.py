@@ -5,6 +5,7 @@ The numbers are those of docs/checkpoints.md, written down here: a form that tak
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 from vllm_backplane.gguf.blocks import FLOATS, LAYOUTS
 from vllm_backplane.gguf.stored import StoredTensor
 from vllm_backplane.layers.gguf.config import GgufConfig
+from vllm_backplane.layers.gguf.table import GgufTableMethod
 
 HIDDEN, WIDTH, EXPERTS = 512, 256, 2
 
@@ -111,3 +113,33 @@ def test_experts_hold_codes(kind: Type) -> None:
             parameter.weight_loader(parameter, stored(kind, *shape), "weight", shard_id=shard, expert_id=expert)
     layer.quant_method.process_weights_after_loading(layer)
     assert_held(layer, kind, EXPERTS * 3 * WIDTH * HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "multiplied", "padding", "mapped"),
+    [
+        (Type.BF16, False, 0, True),
+        (Type.BF16, True, 0, False),
+        (Type.BF16, False, 64, False),
+        (Type.F16, False, 0, False),
+        (Type.F32, False, 0, False),
+        (Type.Q8_0, False, 0, True),
+        (Type.Q8_0, True, 0, True),
+    ],
+)
+def test_an_embedding_is_looked_up_in_the_file(kind: Type, multiplied: bool, padding: int, mapped: bool) -> None:
+    """What it is looked up in is the file's own memory, unless its values are others there: rounded to the model's
+    type, or with rows of zeros below. Where the head multiplies them, floating-point values are copied."""
+    layer: Any = torch.nn.Module()
+    layer.org_vocab_size, layer.embedding_dim = WIDTH, HIDDEN
+    layer.shard_indices = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=WIDTH)
+    method: Any = GgufTableMethod("model.embed_tokens", multiplied=multiplied)
+    method.create_weights(layer, HIDDEN, [WIDTH + padding], HIDDEN, WIDTH + padding, torch.bfloat16)
+    table = stored(kind, WIDTH, HIDDEN)
+    layer.weight.weight_loader(layer.weight, table)
+    method = getattr(layer, "quant_method", method)
+    held = layer.blocks if multiplied and kind == Type.Q8_0 else layer.weight
+    assert (held.data_ptr() == table.rows.data_ptr()) == mapped
+    tokens = torch.tensor([0, 7, WIDTH - 1])
+    found = method.embedding(layer, tokens)
+    torch.testing.assert_close(found, table.values()[tokens].bfloat16(), rtol=0, atol=0, equal_nan=True)

@@ -19,9 +19,24 @@ from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.stored import StoredTensor
 from vllm_backplane.layers.gguf.blocks import Rows, Run, all_floats, install, values
 from vllm_backplane.layers.linear import BackplaneLinearMethod
+from vllm_backplane.layers.quantization.linear import empty
 from vllm_backplane.runtime import runtime
 
 _QKV = {"q": 0, "k": 1, "v": 2}
+
+
+class _ArrangedAtOnce(BackplaneLinearMethod):
+    """Of values that are put into the device's order as soon as a layer has all of them, so that one layer at a time is
+    in memory twice; vLLM does it when all are loaded."""
+
+    def arrange(self, layer: torch.nn.Module) -> None:
+        loaded: torch.Tensor = layer.weight  # type: ignore[assignment]
+        super().process_weights_after_loading(layer)
+        if layer.weight is not loaded:
+            empty(loaded)  # PyTorch's allocator may keep what is freed
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Done."""
 
 
 class GgufLinearMethod(LinearMethodBase):
@@ -113,7 +128,8 @@ class GgufLinearMethod(LinearMethodBase):
         if all_floats(parts):
             # As a checkpoint in full precision would have it; the rest is that method's.
             layer.weight = torch.nn.Parameter(values(parts, self._dtype).to(self._device), requires_grad=False)
-            layer.quant_method = BackplaneLinearMethod()
+            layer.quant_method = _ArrangedAtOnce()
+            layer.quant_method.arrange(layer)
         else:
             self._runs = install(layer, parts, self._dtype, self._device, sum(self._sizes))
         # Freed memory between codes that stay would add up from layer to layer.

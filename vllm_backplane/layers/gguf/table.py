@@ -1,7 +1,8 @@
 """The embedding and the projection to logits with a table from a GGUF file.
 
 The embedding reads few rows at a time, so its blocks stay where the file is mapped: workers of one host share them. The
-product with all rows reads a packed copy, which a tied model makes of the same table.
+product with all rows reads a packed copy, which a tied model makes of the same table. A table in a floating-point type
+is looked up there as well where that is the model's type and the product does not read it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from vllm_backplane.gguf.stored import StoredTensor
 from vllm_backplane.layers.embedding import BackplaneEmbeddingMethod
 from vllm_backplane.layers.gguf.blocks import Run, install, values
 from vllm_backplane.layers.gguf.linear import GgufLinearMethod
+from vllm_backplane.layers.linear import refuse_loading
 
 
 class GgufTableMethod(QuantizeMethodBase):
@@ -63,9 +65,8 @@ class GgufTableMethod(QuantizeMethodBase):
         rows = loaded.rows[shard.org_vocab_start_index : shard.org_vocab_end_index]
         self._kind = loaded.kind
         if self._kind in FLOATS:
-            table = torch.zeros(self._rows, self._columns, dtype=self._dtype, device="cpu")
-            values([(self._kind, rows)], self._dtype, table)
-            layer.weight = torch.nn.Parameter(table.to(self._device), requires_grad=False)
+            layer.weight = torch.nn.Parameter(self._values(rows).to(self._device), requires_grad=False)
+            layer.weight.weight_loader = refuse_loading  # the mapping cannot be written to
             layer.quant_method = BackplaneEmbeddingMethod()
             return
         if self._multiplied:
@@ -73,6 +74,13 @@ class GgufTableMethod(QuantizeMethodBase):
         if self._looked_up:
             name = "blocks" if self._multiplied else "weight"
             setattr(layer, name, torch.nn.Parameter(rows.to(self._device), requires_grad=False))
+
+    def _values(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self._kind is not None
+        if FLOATS[self._kind] == self._dtype and len(rows) == self._rows and not self._multiplied:
+            return rows.view(self._dtype)
+        table = torch.zeros(self._rows, self._columns, dtype=self._dtype, device="cpu")
+        return values([(self._kind, rows)], self._dtype, table)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if self._kind is None:
