@@ -144,8 +144,16 @@ class _Forker:
         return json.loads(answer)
 
 
-@cache
+_starting = threading.Lock()
+
+
 def _forker() -> _Forker:
+    with _starting:  # or two threads that come first would have one each
+        return _only_forker()
+
+
+@cache
+def _only_forker() -> _Forker:
     return _Forker()
 
 
