@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,7 @@ def test_a_reranker(models: Models, answers: Callable[[str, str], Any], model: s
 @pytest.mark.parametrize("model", ["whisper"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_sound(models: Models, answers: Callable[[str, str], Any], model: str, device: str) -> None:
+    assert find_spec("soundfile"), "vLLM reads no sound without the package soundfile; run make setup"
     assert documented("/v1/audio/transcriptions")["max_completion_tokens"] == str(TOKENS)
     waves = [(perceiving.recorded(number) / 32768).astype("float32") for number in SOUNDS]
     wanted = perceiving_reference.different([perceiving_reference.of_sound(models, one) for one in waves])
