@@ -5,6 +5,9 @@ Processors and tokenizers are made here as well, of a few letters, so that nothi
 
 from __future__ import annotations
 
+import base64
+import io
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,12 @@ SIDE = 28
 """Pixels of a picture."""
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
 LETTERS = list("abcdefghijklmnopqrstuvwxyz .,?!")
+SPOKEN_FIRST = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+"""What vLLM has Whisper continue when a request says that the language is English."""
+WORDS = 512 - len(SPOKEN_FIRST) - 1
+"""Of Whisper: the token of each is its number; the special ones follow."""
+FIRST = list(range(WORDS, WORDS + len(SPOKEN_FIRST)))
+"""Their tokens."""
 
 
 def sound(seed: int) -> numpy.ndarray:
@@ -26,10 +35,32 @@ def sound(seed: int) -> numpy.ndarray:
     return (0.2 * tones + 0.05 * random.standard_normal(time.shape)).astype(numpy.float32)
 
 
+def recorded(seed: int) -> numpy.ndarray:
+    """The same in steps of 16 bits, as a file has it."""
+    return (sound(seed) * 32768).round().astype(numpy.int16)
+
+
+def as_file(steps: numpy.ndarray) -> bytes:
+    written = io.BytesIO()
+    with wave.open(written, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(steps.itemsize)
+        file.setframerate(RATE)
+        file.writeframes(steps.tobytes())
+    return written.getvalue()
+
+
 def picture(seed: int) -> Any:
     from PIL import Image
 
     return Image.fromarray(numpy.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=numpy.uint8))
+
+
+def as_address(picture: Any) -> str:
+    """For requests, with the picture in it."""
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
 
 
 def tokenizer(size: int) -> Any:
@@ -73,7 +104,6 @@ def reranker(folder: Path, *, seed: int) -> Any:
 
 
 def whisper(folder: Path, *, seed: int) -> Any:
-    from tokenizers import pre_tokenizers
     from transformers import (
         WhisperConfig,
         WhisperFeatureExtractor,
@@ -82,11 +112,11 @@ def whisper(folder: Path, *, seed: int) -> Any:
         WhisperTokenizer,
     )
 
-    words = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words += [f"word{place}" for place in range(512 - len(words) - 1)] + ["<|endoftext|>"]
+    words = [f"Ġ{place}" for place in range(WORDS)] + SPOKEN_FIRST + ["<|endoftext|>"]  # as BPE writes a space
     extractor = WhisperFeatureExtractor(feature_size=16, sampling_rate=RATE, chunk_length=SECONDS)
-    letters = WhisperTokenizer(vocab={word: place for place, word in enumerate(words)}, merges=[])
-    WhisperProcessor(extractor, letters).save_pretrained(folder)
+    tokens = WhisperTokenizer(vocab={word: place for place, word in enumerate(words)}, merges=[])
+    tokens.add_tokens(SPOKEN_FIRST, special_tokens=True)
+    WhisperProcessor(extractor, tokens).save_pretrained(folder)
     config = WhisperConfig(
         vocab_size=512,
         num_mel_bins=16,
@@ -102,7 +132,7 @@ def whisper(folder: Path, *, seed: int) -> Any:
         pad_token_id=511,
         bos_token_id=511,
         eos_token_id=511,
-        decoder_start_token_id=511,
+        decoder_start_token_id=FIRST[0],
         suppress_tokens=[],
         begin_suppress_tokens=[],
         attn_implementation="eager",

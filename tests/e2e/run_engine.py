@@ -65,7 +65,7 @@ def generate(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def perceived(ids: list[int], batch: dict[str, Any], place: int) -> Any:
-    """A prompt, with the picture or for the sound that the batch has for it, each told by its number."""
+    """A prompt, for the sound that the batch has for it, told by its number."""
     import perceiving
 
     if sounds := batch.get("sounds"):
@@ -74,8 +74,6 @@ def perceived(ids: list[int], batch: dict[str, Any], place: int) -> Any:
             "encoder_prompt": {"prompt": "", "multi_modal_data": heard},
             "decoder_prompt": {"prompt_token_ids": ids},
         }
-    if pictures := batch.get("pictures"):
-        return {"prompt_token_ids": ids, "multi_modal_data": {"image": perceiving.picture(pictures[place])}}
     return {"prompt_token_ids": ids}
 
 
@@ -165,8 +163,6 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             return engine.llm_engine.pin_lora(given)
         case "remove adapter":
             return engine.llm_engine.remove_lora(given)
-        case "score":  # pairs of one text and several
-            return [output.outputs.score for output in engine.score(*given, use_tqdm=False)]
         case "list adapters":
             return sorted(engine.llm_engine.list_loras())
     raise ValueError(f"no step {kind!r}")

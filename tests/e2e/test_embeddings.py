@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +15,20 @@ from server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "model-families.md").read_text()
 CLOSENESS = 0.9999
 """Least cosine between our vector and transformers'."""
+EXACT = 0.999999
+"""The same in fp32."""
+SERVED: dict[str, tuple[dict[str, str], tuple[str, ...], float]] = {
+    "cpu": ({}, (), CLOSENESS),
+    # A card that the host cannot touch and that computes every operator itself.
+    "sim": (
+        {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
+        ("--dtype", "float32"),
+        EXACT,
+    ),
+}
 
 TEXTS = (
     "Paris is the capital of France.",
@@ -49,15 +63,6 @@ def results(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Resu
     return run_engines(tmp_path_factory.mktemp("embeddings"), engines)
 
 
-@pytest.fixture(scope="module")
-def on_sim(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """One engine, on a card that the host cannot touch and that computes every operator itself."""
-    variables = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
-    engine = job(minilm, embed=TEXTS, runner="pooling")
-    [result] = run_engines(tmp_path_factory.mktemp("sim"), [engine], variables, device="sim")
-    return result
-
-
 def closeness(vectors: Sequence[Sequence[float]], expected: torch.Tensor) -> list[float]:
     ours = torch.tensor(vectors, dtype=torch.float64)
     assert ours.shape == expected.shape == (len(TEXTS), 384)
@@ -67,14 +72,7 @@ def closeness(vectors: Sequence[Sequence[float]], expected: torch.Tensor) -> lis
 def test_fp32_embeddings_equal_transformers(results: list[Result], expected: torch.Tensor) -> None:
     assert results[0]["dtype"] == "torch.float32"
     near = closeness(results[0]["embeddings"], expected)
-    assert min(near) >= 0.999999, near
-
-
-@pytest.mark.feature("Model family: encoder-only: embeddings (BERT)", "sim")
-def test_embeddings_of_another_device_equal_transformers(on_sim: Result, expected: torch.Tensor) -> None:
-    assert on_sim["dtype"] == "torch.float32"
-    near = closeness(on_sim["embeddings"], expected)
-    assert min(near) >= 0.999999, near
+    assert min(near) >= EXACT, near
 
 
 def test_default_embeddings_equal_transformers(results: list[Result], expected: torch.Tensor) -> None:
@@ -89,10 +87,25 @@ def test_texts_are_told_apart(expected: torch.Tensor) -> None:
     assert float(among[0, 1]) > 0.9 > float(among[0, 2])
 
 
-@pytest.mark.feature("Model family: encoder-only: embeddings (BERT)", "cpu")
-def test_the_server_embeds(minilm: Path, tmp_path: Path, expected: torch.Tensor) -> None:
-    with Server(tmp_path, "minilm", "--max-num-seqs", "8") as server, server.client() as client:
+@pytest.mark.feature("Model family: encoder-only: embeddings (BERT)", "{device}")
+@pytest.mark.feature("Model family: over HTTP: embeddings (/v1/embeddings)", "{device}")
+@pytest.mark.usefixtures("minilm")
+@pytest.mark.parametrize("device", SERVED)
+def test_the_server_embeds(tmp_path: Path, expected: torch.Tensor, device: str) -> None:
+    """As docs/model-families.md says."""
+    [command] = re.findall(r"^vllm-backplane serve (minilm)$", PAGE, re.MULTILINE)
+    [body] = re.findall(r"^curl -s http://127\.0\.0\.1:8000/v1/embeddings .*\n  -d '(.*)'$", PAGE, re.MULTILINE)
+    variables, options, least = SERVED[device]
+    with (
+        Server(tmp_path, command, "--max-num-seqs", "8", *options, variables=variables) as server,
+        server.client() as client,
+    ):
+        assert f"Operators on device {device}:" in server.text()
         answer = client.embeddings.create(model="all-MiniLM-L6-v2", input=list(TEXTS))
         near = closeness([item.embedding for item in answer.data], expected)
-        assert min(near) >= CLOSENESS, near
-        assert "Operators on device cpu" in server.text()
+        assert min(near) >= least, near
+        asked = json.loads(body)
+        assert asked["input"] == TEXTS[0]
+        told = server.http.post("/v1/embeddings", json=asked).json()["data"]
+        [alone] = torch.tensor([item["embedding"] for item in told], dtype=torch.float64)
+        assert float(torch.nn.functional.cosine_similarity(alone, expected[0], dim=0)) >= least

@@ -330,6 +330,8 @@ def test_another_attention_backend() -> None:
         ({"use_mla": True, "use_sparse": True}, "sparse"),
         ({"use_mla": True, "kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"use_sparse": True}, "sparse"),
+        ({"use_mm_prefix": True}, "partial multimodal token"),  # Gemma 3, PaliGemma: docs/model-families.md
+        ({"use_batch_invariant": True}, "batch invariance"),
         ({"dtype": torch.float64}, r"compute in torch\.fl"),
     ],
 )
