@@ -68,7 +68,8 @@ def _of_files(file: Path) -> list[str]:
     names = [(one.name, one.gguf) for one in VARIANTS if one.engine == OURS and one.gguf in known and one.gguf != "F32"]
     told = [f"{name} {100 * (known[kind] / known['F32'] - 1):+.2f} %" for name, kind in names]
     where = "[docs/checkpoints.md](docs/checkpoints.md#accuracy)"
-    return [f"Of GGUF files that llama.cpp quantized, counted over the second halves of its parts, against F32: {', '.join(told)} ({where})."]
+    counted = "counted over the second halves of its parts"
+    return [f"Of GGUF files that llama.cpp quantized, {counted}, against F32: {', '.join(told)} ({where})."]
 
 
 def _perplexity(file: Path) -> list[str]:
