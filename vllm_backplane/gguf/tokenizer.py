@@ -67,8 +67,10 @@ _SPACE = "\u2581"
 
 _LONGEST = 512
 """Characters of a token; those of published vocabularies have up to about a hundred."""
-_ALTOGETHER = 1 << 24
+_ALTOGETHER = 1 << 23
 """Characters of a vocabulary. The largest that are published have two million."""
+_LOOKED_FOR = 1 << 20
+"""Of those, characters of tokens that texts are searched for; the search takes some 80 bytes for each."""
 
 
 class _Vocabulary(NamedTuple):
@@ -133,6 +135,9 @@ def _vocabulary(model: Gguf) -> _Vocabulary:
     numbers = [NORMAL] * len(tokens) if kinds is None else kinds
     if len(numbers) != len(tokens):
         raise _fault(model, f"it has {len(tokens)} tokens and {len(numbers)} kinds of tokens")
+    special = sum(len(token) for token, kind in zip(tokens, numbers, strict=True) if kind in (CONTROL, USER_DEFINED))
+    if special > _LOOKED_FOR:
+        raise _fault(model, f"its control tokens have {special} characters, and {_LOOKED_FOR} are possible")
     ids = {token: number for number, token in enumerate(tokens)}
     if len(ids) != len(tokens):
         raise _fault(model, "a word is in its vocabulary twice")

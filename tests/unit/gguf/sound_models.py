@@ -149,14 +149,16 @@ def places(model: Model) -> list[str]:
 
 def single_changes() -> list[bytes]:
     """Each by itself: a check is met only where all before it are passed. Of what models share, to the first alone, and
-    of values other than words every second: there are many that say the same of a number."""
+    of values other than words every third: there are many that say the same of a number."""
     orders, seen = [], set()
     for number, model in enumerate(MODELS.values()):
         for what, place in enumerate(places(model)):
             if place not in seen:
                 named = isinstance(model.metadata.get(place), str) or place in OTHERS
                 into = (
-                    range(FATES) if place in model.shapes else range(0 if named else what % 2, len(VALUES), 2 - named)
+                    range(FATES)
+                    if place in model.shapes
+                    else range(0 if named else what % 3, len(VALUES), 1 if named else 3)
                 )
                 orders += [bytes((number, what, one)) for one in into]
             seen.add(place)

@@ -385,6 +385,9 @@ def test_a_vocabulary_beyond_all_measure_is_refused(tmp_path: Path, kind: str, m
     sound = {**SOUND, "ggml.model": kind}
     with pytest.raises(CheckpointError, match="has 513 characters, and 512 are possible"):
         described(write(tmp_path / "m.gguf", tokenizer={**sound, "ggml.tokens": ["a", "b", "ab", "x" * 513]}))
+    monkeypatch.setattr("vllm_backplane.gguf.tokenizer._LOOKED_FOR", 2)
+    with pytest.raises(CheckpointError, match="control tokens have 3 characters, and 2 are possible"):
+        described(write(tmp_path / "m.gguf", tokenizer=sound))
     monkeypatch.setattr("vllm_backplane.gguf.tokenizer._ALTOGETHER", 6)
     with pytest.raises(CheckpointError, match="vocabulary has 7 characters, and 6 are possible"):
         described(write(tmp_path / "m.gguf", tokenizer=sound))

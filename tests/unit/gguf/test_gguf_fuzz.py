@@ -24,7 +24,7 @@ from vllm_backplane.gguf.header import Limits
 from vllm_backplane.gguf.parts import opened
 
 RUNS = 6000
-DESCRIBED = 300
+DESCRIBED = 200
 SMALL = Limits(objects=24, nesting=2)
 """Within the reach of a fuzzer; the code is the same."""
 
