@@ -169,7 +169,8 @@ class Tile {
       repeat<Vectors>(BACKPLANE_DO(v) {
         constexpr int i = r * Vectors + v;
         const float32x4_t dot = vsubq_f32(vreinterpretq_f32_s32(dots_[i]), vdupq_n_f32(kCounter));
-        sums_[i] = vfmaq_f32(sums_[i], dot, vmulq_n_f32(scales[v], x_scale));
+        // In the order of the ordered product, so that a row's result does not depend on how many rows there are.
+        sums_[i] = vfmaq_n_f32(sums_[i], vmulq_f32(dot, scales[v]), x_scale);
       });
     });
   }

@@ -183,7 +183,7 @@ class Block {
         constexpr int at = pair * kFeaturePairs + f;
         const float32x4_t dot = Counted ? vsubq_f32(vreinterpretq_f32_s32(dots[at]), vdupq_n_f32(kCounter))
                                         : vcvtq_f32_s32(dots[at]);
-        float32x4_t sum = vfmaq_f32(vld1q_f32(sums_ + at * 4), dot, vmulq_f32(scale, x_scales[pair]));
+        float32x4_t sum = vfmaq_f32(vld1q_f32(sums_ + at * 4), vmulq_f32(dot, scale), x_scales[pair]);
         if constexpr (Offsets) sum = vfmaq_f32(sum, offset, totals[pair]);
         vst1q_f32(sums_ + at * 4, sum);
       });

@@ -42,6 +42,12 @@ int32_t correction_of(const Weight& weight, int32_t bias) {
 
 constexpr int64_t kBytesPerThread = 1 << 14;
 
+// Whole groups that are multiplied together where many rows are.
+Parts runs_of(const DotKernels& kernels, const Weight& weight) {
+  const int64_t most = chunk_bytes() * 2 / 3;  // x passes through the same cache
+  return Parts(weight.groups, std::max<int64_t>(1, most / kernels.wide_bytes(weight.group)));
+}
+
 template <class T>
 void multiply_few(const DotKernels& kernels, const QuantizedRows& x, int64_t m, const Weight& weight,
                   const Result<T>& result) {
@@ -53,6 +59,9 @@ void multiply_few(const DotKernels& kernels, const QuantizedRows& x, int64_t m, 
   const Multiply multiply = halves ? by_halves : weight.bits == 8 ? kernels.multiply8 : kernels.multiply4;
   const int32_t correction = correction_of(weight, weight.bits == 8 ? kernels.bias8 : kernels.bias4);
   const int64_t grain = std::max<int64_t>(1, kBytesPerThread / weight.bytes(weight.padded));
+  // Offsets may be added before the products of all groups that are given. In the same runs as with many rows they are
+  // added in the same order, and the result of a row does not depend on how many there are.
+  const Parts runs = weight.offsets.defined() ? runs_of(kernels, weight) : Parts(weight.groups, weight.groups);
   at::parallel_for(0, weight.blocks, grain, [&](int64_t first, int64_t last) {
     Numbers scales(kernels, weight.scales, weight.groups), offsets(kernels, weight.offsets, weight.groups);
     std::vector<Line> tile(kernels.most_rows * weight.width / 16 + 1);
@@ -61,20 +70,26 @@ void multiply_few(const DotKernels& kernels, const QuantizedRows& x, int64_t m, 
       const float* block_offsets = halves ? nullptr : offsets.at(block, 0, weight.groups);
       for (int64_t part = 0; part < parts.count; ++part) {
         const int64_t begin = parts.begin(part), rows = parts.size(part);
-        Product p = product_of(x, weight, begin, rows, 0);
-        p.codes = weight.at(block, 0);
-        p.scales = block_scales;
-        p.offsets = block_offsets;
-        if (halves) {
-          p.half_scales = scales.halves_at(block);
-          p.half_offsets = offsets.halves_at(block);
+        for (int64_t run = 0; run < runs.count; ++run) {
+          const int64_t group = runs.begin(run), numbers = group * weight.width;
+          Product p = product_of(x, weight, begin, rows, group);
+          p.x += group * weight.group;
+          p.codes = weight.at(block, group * weight.group);
+          if (halves) {
+            p.half_scales = scales.halves_at(block) + numbers;
+            p.half_offsets = weight.offsets.defined() ? offsets.halves_at(block) + numbers : nullptr;
+          } else {
+            p.scales = block_scales + numbers;
+            p.offsets = block_offsets != nullptr ? block_offsets + numbers : nullptr;
+          }
+          p.groups = runs.size(run);
+          p.group = weight.group;
+          p.correction = correction;
+          p.more = run > 0;
+          p.tile = tile.data()->floats;
+          multiply(p);
         }
-        p.groups = weight.groups;
-        p.group = weight.group;
-        p.correction = correction;
-        p.tile = tile.data()->floats;
-        multiply(p);
-        result.write(p.tile, block, begin, rows);
+        result.write(tile.data()->floats, block, begin, rows);
       }
     }
   });
@@ -91,7 +106,7 @@ std::vector<Chunk> chunks_of(const DotKernels& kernels, const Weight& weight) {
   std::vector<Chunk> chunks;
   const int64_t per_group = kernels.wide_bytes(weight.group);
   if (per_group <= most) {
-    const Parts parts(weight.groups, std::max<int64_t>(1, most / per_group));
+    const Parts parts = runs_of(kernels, weight);
     for (int64_t part = 0; part < parts.count; ++part)
       chunks.push_back({parts.begin(part) * weight.group, parts.begin(part), parts.size(part), weight.group, true});
     return chunks;

@@ -23,9 +23,9 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "shared-weights.md").read
 
 
 @pytest.fixture(scope="module")
-def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     [documented] = re.findall(r"^vllm-backplane serve \S+ (.*)$", PAGE, re.MULTILINE)
-    given = (str(tiny_llama), "--served-model-name", "tiny", *LIMITS, *documented.split(), "--api-server-count", "1")
+    given = (str(smollm2), "--served-model-name", "tiny", *LIMITS, *documented.split(), "--api-server-count", "1")
     variables = {"BACKPLANE_MEMORY_SHARE": "0.2", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
     # Servers of other tests, of this model and on this host, would be found where this one looks for others. The folder
     # has a short name because sockets are in it.
@@ -59,14 +59,14 @@ def mapped(process: psutil.Process) -> Mapped:
 
 
 @pytest.mark.feature("Weights: shared between the workers of a host", "cpu")
-def test_two_replicas_have_the_weights_once(server: Server, tiny_llama: Path) -> None:
-    expected = reference.continue_together(reference.load(tiny_llama), PROMPTS, TOKENS)
+def test_two_replicas_have_the_weights_once(server: Server, smollm2: Path) -> None:
+    expected = reference.continue_together(reference.load(smollm2), PROMPTS, TOKENS)
     assert min(one.smallest_margin for one in expected) > 1e-3, "near a tie; change the prompts"
     for replica in (0, 1):
         for prompt, one in zip(PROMPTS, expected, strict=True):
             assert server.complete(prompt, TOKENS, replica=replica)["token_ids"] == one.token_ids
 
-    weights = (tiny_llama / "model.safetensors").stat().st_size
+    weights = (smollm2 / "model.safetensors").stat().st_size
     workers = [found for process in server.descendants() if (found := mapped(process)).resident]
     assert len(workers) == 2
     # The first reads few rows of its embedding, which is nearly half of this model; the other compared all of it.

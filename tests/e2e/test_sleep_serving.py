@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sleep.md").read_text()
 PROMPT = list(range(1000, 1040))
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
 CACHE = 64 << 20
 
 
@@ -41,21 +41,16 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def served(device: str, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The default model's weights in full precision on cpu."""
+def served(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The default model's weights in full precision."""
     folder = tmp_path_factory.mktemp(device)
     (kept := folder / "kept").mkdir()
     [documented] = re.findall(r"^VLLM_SERVER_DEV_MODE=1 vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
-    variables = {"VLLM_SERVER_DEV_MODE": "1", "BACKPLANE_CPU_SLEEP_FOLDER": str(kept)}
-    model, *options = documented.split()
-    given, weights = [model], 500 << 20
-    if device == "sim":
-        variables = {"VLLM_SERVER_DEV_MODE": "1", **SIM}
-        given, weights = [str(tiny_llama), "--served-model-name", "tiny"], 50 << 20
-    arguments = (*given, *options, *LIMITS, "--kv-cache-memory-bytes", str(CACHE))
+    variables = {"VLLM_SERVER_DEV_MODE": "1", **(SIM if device == "sim" else {"BACKPLANE_CPU_SLEEP_FOLDER": str(kept)})}
+    arguments = (*documented.split(), *LIMITS, "--kv-cache-memory-bytes", str(CACHE))
     with Server(folder, *arguments, variables=variables) as running:
         assert f"Operators on device {device}:" in running.text()
-        yield Served(running, weights, kept)
+        yield Served(running, 500 << 20, kept)
 
 
 def answer(server: Server) -> list[int]:

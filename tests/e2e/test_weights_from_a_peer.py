@@ -1,6 +1,7 @@
 """A server without a checkpoint gets its weights from another one that runs: docs/weights-from-a-peer.md.
 
-The model has latents and experts, of whose weights other tensors are made when they have been loaded.
+On cpu it is the default model. On sim it has latents and experts, of whose weights other tensors are made once they are
+loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from server import COMMAND, LIMITS, Server
 from tests.breaking_relay import Fault, Relay
 from tests.ports import free_address, free_port
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.models]
 
 FEATURE = "Weights: from a running instance"
 TOKENS = 12
@@ -42,9 +43,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 class Model:
-    def __init__(self, folder: Path, without: Path) -> None:
+    def __init__(self, folder: Path, without: Path, made: Any) -> None:
         self.folder, self.without_weights = folder, without
-        made = ARCHITECTURES["MLA (DeepSeek)"].save(folder)
         self.size = (folder / "model.safetensors").stat().st_size
         for file in folder.iterdir():
             if file.suffix != ".safetensors":
@@ -55,8 +55,12 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("no-weights"))
+def model(device: str, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    without = tmp_path_factory.mktemp("no-weights")
+    if device == "cpu":
+        return Model(smollm2, without, reference.load(smollm2))
+    folder = tmp_path_factory.mktemp("model")
+    return Model(folder, without, ARCHITECTURES["MLA (DeepSeek)"].save(folder))
 
 
 def documented(option: str) -> dict[str, Any]:

@@ -54,6 +54,13 @@ def _slot_mapping(
     )
 
 
+def write_slots(table: Any, starts: torch.Tensor, positions: torch.Tensor, pad: int) -> None:
+    """What `table.compute_slot_mapping` does where nobody shares a context: vLLM's launcher binds a dozen arguments by
+    name, twice, and takes longer than the operator. `pad` fills the rest."""
+    blocks, slots = table.block_table.gpu, table.slot_mapping.gpu
+    ops.compute_slot_mapping(starts, positions, blocks, slots, table.block_size, pad, 1, 0, 1, None)
+
+
 def _eagle_step(
     *,
     positions_ptr: torch.Tensor,

@@ -15,7 +15,8 @@ import torch
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.block_table import SlotMappingMode
 
-from vllm_backplane import compat, ops
+from vllm_backplane import compat
+from vllm_backplane.layers import runner_kernels
 
 
 class DecodeInputs:
@@ -70,7 +71,9 @@ class DecodeInputs:
         known = [runner.requests[name].num_tokens for name in batch.req_ids]
         self._write("discard_request_mask", self._lengths[0][:count] < known)
         for table in batch.block_table.block_tables:
-            _write_slots(table, runner.query_start_loc.gpu[: count + 1], runner.positions[:count])
+            if table.slot_mapping_mode == SlotMappingMode.TOKEN_TO_KV_SLOT:
+                starts, positions = runner.query_start_loc.gpu[: count + 1], runner.positions[:count]
+                runner_kernels.write_slots(table, starts, positions, PAD_SLOT_ID)
         return self._last_rows[:count], None, 1
 
     def _write(self, name: str, values: Any, count: int | None = None) -> None:
@@ -78,13 +81,6 @@ class DecodeInputs:
         end = len(values) if isinstance(values, numpy.ndarray) else count
         for side in self._everything[name]:
             side[:end] = values
-
-
-def _write_slots(table: Any, starts: torch.Tensor, positions: torch.Tensor) -> None:
-    """By the operator itself: the way through vLLM's launcher of kernels binds a dozen arguments by name, twice."""
-    if table.slot_mapping_mode == SlotMappingMode.TOKEN_TO_KV_SLOT:
-        blocks, slots = table.block_table.gpu, table.slot_mapping.gpu
-        ops.compute_slot_mapping(starts, positions, blocks, slots, table.block_size, PAD_SLOT_ID, 1, 0, 1, None)
 
 
 def _both_sides(buffer: Any) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]:
