@@ -18,7 +18,7 @@ from vllm_backplane.model_loader.sealed import NAME
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 TOKENS = 12
-PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 5000 + 5 for place in range(40)], [9, 8, 7]]
+PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 5000 + 5 for place in range(40)], [7, 300, 21, 90, 44]]
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "shared-weights.md").read_text()
 
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 
 FEATURE = "Weights: from a running instance"
 TOKENS = 12
-PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)], [9, 8, 7]]
+PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)], [7, 300, 21, 90, 44]]
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "weights-from-a-peer.md").read_text()
 OTHER_LIMITS = ("--max-model-len", "192", "--max-num-seqs", "3", "--max-num-batched-tokens", "48", "--dtype", "float32")
 """Of the new server: options that do not touch weights need not be the same."""
