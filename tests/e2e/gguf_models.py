@@ -7,7 +7,7 @@ and Gemma's norms get their 1. The transformers model that is handed back has th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,14 @@ def _llama3_factors(scaling: Mapping[str, Any], head_dim: int) -> np.ndarray:
 
 _WINDOWED = {"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 12}
 
+PHI2 = Tiny(
+    "PhiConfig",
+    "PhiForCausalLM",
+    "phi2",
+    {**COMMON, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
+    {"rope.dimension_count": 16},
+    types=(Type.Q4_0, Type.Q8_0),
+)
 MODELS: dict[str, Tiny] = {
     "Llama 3.1, tied, biased": Tiny(
         "LlamaConfig",
@@ -271,23 +279,8 @@ MODELS: dict[str, Tiny] = {
         },
         types=(Type.Q4_0, Type.Q8_0),
     ),
-    "Phi2": Tiny(
-        "PhiConfig",
-        "PhiForCausalLM",
-        "phi2",
-        {**COMMON, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
-        {"rope.dimension_count": 16},
-        types=(Type.Q4_0, Type.Q8_0),
-    ),
-    "Phi2, one matrix": Tiny(
-        "PhiConfig",
-        "PhiForCausalLM",
-        "phi2",
-        {**COMMON, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
-        {"rope.dimension_count": 16},
-        types=(Type.Q4_0, Type.Q8_0),
-        fused=True,
-    ),
+    "Phi2": PHI2,
+    "Phi2, one matrix": replace(PHI2, fused=True),
     "Mixtral": Tiny(
         "MixtralConfig",
         "MixtralForCausalLM",

@@ -50,8 +50,8 @@ class BackplaneLinearMethod(UnquantizedLinearMethod):
 
 def refuse_loading(*_args: Any, **_kwargs: Any) -> None:
     raise BackplaneError(
-        "this weight was rearranged for the device after loading and cannot be loaded into; use the worker's "
-        "reload_weights, which prepares the layers for it, or start anew"
+        "this weight cannot be loaded into: after loading it was rearranged for the device, or it is the mapped file "
+        "itself; use the worker's reload_weights, which prepares the layers for it, or start anew"
     )
 
 

@@ -30,7 +30,7 @@ class _ArrangedAtOnce(BackplaneLinearMethod):
     in memory twice; vLLM does it when all are loaded."""
 
     def arrange(self, layer: torch.nn.Module) -> None:
-        loaded: torch.Tensor = layer.weight  # type: ignore[assignment]
+        loaded = layer.get_parameter("weight")
         super().process_weights_after_loading(layer)
         if layer.weight is not loaded:
             empty(loaded)  # PyTorch's allocator may keep what is freed
