@@ -71,7 +71,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--repeats", type=int, help="samples of a point in a turn (default: 3; quick, formats alone: 2)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=900, help="seconds for one engine process (default: %(default)g)"
+        "--timeout", type=float, default=900, help="seconds an engine may take for a point (default: %(default)g)"
     )
     parser.add_argument("--append", action="store_true", help="add to earlier samples instead of replacing them")
     parser.add_argument("--report", action="store_true", help="measure nothing; tables and plots from earlier results")
@@ -193,7 +193,7 @@ def measure(job: Job, workload: Workload, variants: Sequence[Variant], rounds: i
                 _say(
                     f"{job.subject.name}, {workload.name}, {turn}/{rounds}: {variant.name} failed: {fault}\n{fault.log}"
                 )
-                continue
+                figures = fault.figures  # what it measured before is worth keeping
             run.samples += [
                 Sample(job.subject.name, workload.name, point, variant.name, turn, value) for point, value in figures
             ]

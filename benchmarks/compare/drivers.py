@@ -33,11 +33,13 @@ LONGEST_BLOCK = 128
 
 
 class EngineFailure(RuntimeError):
-    """An engine that ended, or did not end in time: one line, and apart from it the end of its log."""
+    """An engine that ended, or did not end in time: one line, and apart from it the end of its log and what it had
+    measured before."""
 
     def __init__(self, reason: str, log: str = "") -> None:
         super().__init__(reason)
         self.log = log[-3000:]
+        self.figures: Figures = []
 
 
 def ended(returncode: int | None, log: Path) -> EngineFailure:
@@ -89,7 +91,11 @@ def generate(job: Job, workload: Workload, variant: Variant) -> Figures:
         return found
     figures: Figures = []
     for point in workload.points:
-        lines, _ = _llama(job, point, variant, job.repeats)
+        try:
+            lines, _ = _llama(job, point, variant, job.repeats)
+        except EngineFailure as fault:
+            fault.figures = figures
+            raise
         figures += [(point.name, value) for value in lines]
     return figures
 
@@ -121,10 +127,19 @@ def _vllm(
         written.write_text(json.dumps(plan))
         script = Path(__file__).with_name("vllm_driver.py")
         command = [job.python(variant), str(script), str(written), str(answer)]
-        peak = _run(command, variant, job.timeout, Path(scratch), watch)
-        samples: list[dict[str, Any]] = json.loads(answer.read_text())
+        try:
+            peak = _run(command, variant, job.timeout, Path(scratch), watch, answer)
+        except EngineFailure as fault:
+            fault.figures = _answered(answer, metrics)
+            raise
+        return _answered(answer, metrics), peak
+
+
+def _answered(answer: Path, metrics: dict[str, str]) -> Figures:
+    """What the driver has written so far."""
+    samples: list[dict[str, Any]] = json.loads(answer.read_text()) if answer.exists() else []
     wanted = [(sample["point"], sample["figures"].get(metrics[sample["point"]])) for sample in samples]
-    return [(point, float(value)) for point, value in wanted if value is not None], peak
+    return [(point, float(value)) for point, value in wanted if value is not None]
 
 
 def _llama(
@@ -157,7 +172,14 @@ def llama_figures(line: dict[str, float]) -> dict[str, float]:
     }
 
 
-def _run(command: list[str], variant: Variant, timeout: float, scratch: Path, watch: memory.Watch | None) -> int:
+def _run(
+    command: list[str],
+    variant: Variant,
+    timeout: float,
+    scratch: Path,
+    watch: memory.Watch | None,
+    answer: Path | None = None,
+) -> int:
     """Runs to the end with output to `scratch`/log; the peak memory in bytes if somebody watches, else 0."""
     log = scratch / "log"
     with log.open("wb") as output:
@@ -168,14 +190,32 @@ def _run(command: list[str], variant: Variant, timeout: float, scratch: Path, wa
     try:
         if watch:
             peak = watch(process, timeout)
-        process.wait(timeout)
+        wait(process, timeout, answer)
     except subprocess.TimeoutExpired:
-        raise EngineFailure(f"did not end within {timeout:.0f} s") from None
+        raise EngineFailure(f"got no further within {timeout:.0f} s") from None
     finally:
         end(process)
     if process.returncode:
         raise ended(process.returncode, log)
     return peak
+
+
+def wait(process: subprocess.Popen[bytes], seconds: float, answer: Path | None) -> None:
+    """Until it ends. A slow engine has its time again for every point that it has answered: all of them together may
+    take it hours."""
+    while True:
+        before = _written(answer)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            if _written(answer) == before:
+                raise
+        else:
+            return
+
+
+def _written(answer: Path | None) -> int:
+    return answer.stat().st_mtime_ns if answer is not None and answer.exists() else 0
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

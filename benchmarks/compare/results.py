@@ -24,7 +24,7 @@ class Run:
     commit: str
     samples: list[Sample] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
-    """By variant: why it has no samples here."""
+    """By variant: why it has no samples here, or not all."""
     bystanders: float = 0.0
     """The share of the processors' time that others took meanwhile."""
     facts: dict[str, int] = field(default_factory=dict)

@@ -70,7 +70,14 @@ def main() -> None:
             salt += 1
             if turn:  # the first is to warm up
                 answer.append({"point": point["name"], "figures": figures})
-    Path(sys.argv[2]).write_text(json.dumps(answer))
+        write(answer, Path(sys.argv[2]))
+
+
+def write(answer: list[dict[str, Any]], to: Path) -> None:
+    """All or nothing, after every point: whoever ends this process has what it measured until then."""
+    partial = to.with_suffix(".partial")
+    partial.write_text(json.dumps(answer))
+    partial.replace(to)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,70 @@
+"""An engine that takes long for all points together is waited for; what one measured before it failed is kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from benchmarks.compare import drivers
+from benchmarks.compare.cli import measure
+from benchmarks.compare.environments import Environments
+from benchmarks.compare.results import Run
+from benchmarks.compare.subjects import find as subject
+from benchmarks.compare.variants import find
+from benchmarks.compare.workloads import QUICK
+
+A_POINT_THEN_STUCK = """
+import json, pathlib, sys, time
+answer = [{"point": "1 sequence", "figures": {"decode": 5.0}}]
+pathlib.Path(sys.argv[2]).write_text(json.dumps(answer))
+time.sleep(600)
+"""
+
+
+class Slow:
+    """A process that is not ended after its time, as often as it is waited for; it may have answered meanwhile."""
+
+    def __init__(self, answer: Path, answers: int, ends_after: int) -> None:
+        self.answer, self.answers, self.ends_after, self.waits = answer, answers, ends_after, 0
+
+    def wait(self, seconds: float) -> None:
+        self.waits += 1
+        if self.waits == self.ends_after:
+            return
+        if self.waits <= self.answers:
+            self.answer.write_text("a point")
+            os.utime(self.answer, (self.waits, self.waits))
+        raise subprocess.TimeoutExpired("an engine", seconds)
+
+
+def test_every_answer_gives_an_engine_its_time_again(tmp_path: Path) -> None:
+    slow = Slow(tmp_path / "answer", answers=3, ends_after=4)
+    drivers.wait(cast(Any, slow), 1.0, slow.answer)
+    assert slow.waits == 4
+
+
+def test_an_engine_that_answers_no_more_is_not_waited_for(tmp_path: Path) -> None:
+    slow = Slow(tmp_path / "answer", answers=2, ends_after=9)
+    with pytest.raises(subprocess.TimeoutExpired):
+        drivers.wait(cast(Any, slow), 1.0, slow.answer)
+    assert slow.waits == 3
+
+
+def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = tmp_path / "stuck.py"
+    stuck.write_text(A_POINT_THEN_STUCK)
+    popen = subprocess.Popen
+
+    def instead(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return popen([command[0], str(stuck), *command[2:]], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", instead)
+    job = drivers.Job(subject("tiny"), Environments(tmp_path), 1, 5.0, lambda _: None)
+    run = Run({}, {}, "", "", "")
+    measure(job, QUICK[0], [find("ours/fp32")], 2, run)
+    assert [(sample.point, sample.round, sample.value) for sample in run.samples] == [("1 sequence", 1, 5.0)]
+    assert run.failures == {"ours/fp32": "got no further within 5 s"}
