@@ -49,9 +49,10 @@ def copies_of(n: int, k: int, dtype: torch.dtype) -> int:
     return max(2, COLD_BYTES // (n * k * dtype.itemsize))
 
 
-def product(way: str, x: torch.Tensor, weight: torch.Tensor) -> Call:
-    """Each call multiplies by another copy of the weight, as the layers of a model do: none is in the cache."""
-    n, count = weight.shape[0], copies_of(*weight.shape, weight.dtype)
+def product(way: str, x: torch.Tensor, weight: torch.Tensor, cached: bool) -> Call:
+    """Each call multiplies by another copy of the weight, as the layers of a model do: none is in the cache, unless it
+    is to be."""
+    n, count = weight.shape[0], 1 if cached else copies_of(*weight.shape, weight.dtype)
     weights = cycle([native.arranged(weight) if way == "blocks" else weight.clone() for _ in range(count)])
     if way == "blocks":
         return lambda: ops.blocked_linear.call(x, next(weights), n, None)
@@ -60,7 +61,7 @@ def product(way: str, x: torch.Tensor, weight: torch.Tensor) -> Call:
     return lambda: torch.nn.functional.linear(x, next(weights))
 
 
-def sides(rows: int, n: int, k: int, types: list[str], only_served: bool) -> dict[str, Call]:
+def sides(rows: int, n: int, k: int, types: list[str], only_served: bool, cached: bool) -> dict[str, Call]:
     result: dict[str, Call] = {}
     for name in types:
         x, weight = torch.randn(rows, k).to(TYPES[name]), (torch.randn(n, k) * k**-0.5).to(TYPES[name])
@@ -68,7 +69,7 @@ def sides(rows: int, n: int, k: int, types: list[str], only_served: bool) -> dic
             column = f"{name} {way}"
             # `linear` of float32 is PyTorch's product.
             if column == served(name) or not (only_served or column == "float32 rows"):
-                result[column] = product(way, x, weight)
+                result[column] = product(way, x, weight, cached)
     return result
 
 
@@ -87,7 +88,7 @@ def reading(threads: int) -> Call:
 
 def measured(args: argparse.Namespace, rows: int, n: int, k: int, read: Call) -> tuple[dict[str, float], float]:
     """Seconds by column, and bytes per second of the reading loop."""
-    calls, each = sides(rows, n, k, args.types, args.served), {}
+    calls, each = sides(rows, n, k, args.types, args.served, args.cached), {}
     if args.replayed:
         # Every copy once, so that all are cold; with many rows memory hardly counts.
         for name in calls:
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", choices=TYPES, default=["float32", "bfloat16"])
     parser.add_argument("--served", action="store_true", help="only what the device does with each type")
     parser.add_argument("--replayed", action="store_true", help="many calls in a graph, not from Python")
+    parser.add_argument("--cached", action="store_true", help="one weight for all calls: memory does not count")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.3, help="per column, about")
     parser.add_argument("--processor-time", action="store_true", help="of one thread")

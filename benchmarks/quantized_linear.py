@@ -5,15 +5,16 @@
     python benchmarks/quantized_linear.py --products avx512-vnni # with other instructions than the best
     python benchmarks/quantized_linear.py --json --rows 1 --group 128
     python benchmarks/quantized_linear.py --replayed         # many calls in one graph, as in a decode step
+    python benchmarks/quantized_linear.py --cached --replayed --rows 1 --shapes 576x576  # without waiting for memory
     python benchmarks/quantized_linear.py --processor-time   # one thread, where other work shares the machine
     python benchmarks/quantized_linear.py --rounding         # and what part of a product the rounding of its input is
 
 Two limits are measured first, with as many threads: how fast memory is read (a loop that reads a buffer larger than a
 core's caches and keeps nothing), and how many multiplications of 8-bit numbers the instructions in use do without
 memory. With one row a layer is held against the first (bytes of codes and scales), with many against the second. Every
-call has another copy of the weight, as the layers of a model do. Columns of a line are measured in turns; the table has
-medians. A call from Python takes some ten microseconds on its own, which are part of what is measured unless it is
-replayed.
+call has another copy of the weight, as the layers of a model do (unless it is to stay in the caches). Columns of a line
+are measured in turns; the table has medians. A call from Python takes some ten microseconds on its own, which are part
+of what is measured unless it is replayed.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ COLD_BYTES = 256 << 20
 MANY_ROWS = 64
 
 
-def copies(weight: torch.Tensor) -> Any:
-    """One after another, none of them in the cache when its turn comes."""
-    return cycle([weight.clone() for _ in range(min(max(2, COLD_BYTES // weight.nbytes), 2000))])
+def copies(weight: torch.Tensor, cached: bool = False) -> Any:
+    """One after another, none of them in the cache when its turn comes; or always the same one."""
+    return cycle([weight.clone() for _ in range(1 if cached else min(max(2, COLD_BYTES // weight.nbytes), 2000))])
 
 
-def ours(rows: int, n: int, k: int, bits: int, group: int, offsets: bool) -> tuple[Call, int]:
+def ours(rows: int, n: int, k: int, bits: int, group: int, offsets: bool, cached: bool) -> tuple[Call, int]:
     """The call, and the bytes it reads."""
     layout = native.quantized_layout()
     assert layout is not None
@@ -59,7 +60,7 @@ def ours(rows: int, n: int, k: int, bits: int, group: int, offsets: bool) -> tup
     codes = torch.randint(256, (blocks, padded * bits // 32, width, 4), dtype=torch.uint8).view(layout.code_type(bits))
     scales = torch.rand(blocks, groups, width).to(torch.float16)
     size = codes.nbytes + scales.nbytes * (2 if offsets else 1)
-    code_copies, scale_copies, offset_copies = copies(codes), copies(scales), copies(scales)
+    code_copies, scale_copies, offset_copies = (copies(part, cached) for part in (codes, scales, scales))
     weights = ((next(code_copies), next(scale_copies), next(offset_copies) if offsets else None) for _ in cycle([0]))
     x = torch.randn(rows, k)
     return lambda: ops.quantized_linear.call(x, *next(weights), bits, n, None), size
@@ -189,10 +190,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.3, help="per column, about")
     parser.add_argument("--replayed", action="store_true", help="many calls in a graph, not from Python")
+    parser.add_argument("--cached", action="store_true", help="one weight for all calls: memory does not count")
     parser.add_argument("--rounding", action="store_true", help="the rounding of the input by itself")
     parser.add_argument("--processor-time", action="store_true", help="of one thread, instead of time on the wall")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    if args.cached and args.peers:
+        parser.error("--cached is for our products alone; leave --peers out")
     clock = time.thread_time if args.processor_time else time.perf_counter
     if args.processor_time:
         args.threads = 1
@@ -211,7 +215,7 @@ def main() -> None:
                 bits, group, offsets = FORMATS[name]
                 group = group if args.group is None else args.group
                 offsets = offsets if args.offsets is None else args.offsets
-                made[name] = ours(rows, n, k, bits, group, offsets)
+                made[name] = ours(rows, n, k, bits, group, offsets, args.cached)
                 if args.rounding:
                     parts[name] = rounding(rows, k, group)
             calls = {name: call for name, (call, _) in made.items()}

@@ -164,17 +164,18 @@ def extremes(layout: CodeLayout) -> Iterator[str]:
 
 
 def not_finite(layout: CodeLayout) -> Iterator[str]:
-    for bits, group, rows, fault in itertools.product((8, 4), (32, 0), (2, 3, 8, 40, 110), (NAN, INF, -INF)):
-        weight = Weight(bits, 37, 200, group, False, layout, torch.float16)
+    kinds = itertools.product((8, 4), (False, True), (32, 0))
+    for (bits, offsets, group), rows, fault in itertools.product(kinds, (2, 3, 8, 40, 110), (NAN, INF, -INF)):
+        weight = Weight(bits, 37, 200, group, offsets, layout, torch.float16)
         x = torch.randn(rows, 200, generator=generator)
         clean = ops.quantized_linear(x, *weight.arguments())
         x[rows // 2, 199] = fault
         got = ops.quantized_linear(x, *weight.arguments())
         others = [row for row in range(rows) if row != rows // 2]
         if not got[rows // 2].isnan().all():
-            yield f"{bits} bits, {rows} rows: {fault} in the input is not seen in the result"
+            yield f"{bits} bits, offsets {offsets}, {rows} rows: {fault} in the input is not seen in the result"
         if not torch.equal(got[others], clean[others]):
-            yield f"{bits} bits, {rows} rows: {fault} in one row changes others"
+            yield f"{bits} bits, offsets {offsets}, {rows} rows: {fault} in one row changes others"
 
 
 def layouts(layout: CodeLayout) -> Iterator[str]:
