@@ -60,6 +60,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         **listed,
         help=f"of {models} (default: all but the last two; quick and formats alone: {subjects.SUBJECTS[0].name})",
     )
+    parser.add_argument(
+        "--points", **listed, default=[], help="of these workloads, such as '1 sequence,prompt of 1024'"
+    )
     parser.add_argument("--engines", **listed, default=[], help=f"of {', '.join(ENGINES)}; in their default variants")
     parser.add_argument("--variants", **listed, default=[], help=", ".join(variant.name for variant in VARIANTS))
     parser.add_argument(
@@ -134,7 +137,10 @@ def measure_all(args: argparse.Namespace, folder: Path, given: Sequence[str] | N
     chosen = [w for w in (QUICK if args.quick else FULL) if not args.only or w.name in args.only]
     if BY_FORMAT.name in args.only:
         chosen.append(BY_FORMAT)
-    variants = {workload.kind: args.of_formats if workload is BY_FORMAT else args.chosen for workload in chosen}
+    chosen = with_points(chosen, args.points)
+    variants = {
+        workload.kind: args.of_formats if workload.kind == workloads.FORMATS else args.chosen for workload in chosen
+    }
     engines = {variant.engine for found in variants.values() for variant in found}
     environments = Environments(args.environments.resolve())
     versions = {**machine.versions(), **environments.versions(engines)}
@@ -151,6 +157,17 @@ def measure_all(args: argparse.Namespace, folder: Path, given: Sequence[str] | N
                         results.save(folder, subject.name, part.name, of_part(run, part), append=args.append)
             failed += [f"{subject.name}, {workload.name}: {name}: {why}" for name, why in run.failures.items()]
     return failed
+
+
+def with_points(chosen: Sequence[Workload], names: Sequence[str]) -> list[Workload]:
+    """The workloads with these points alone, or with all if none is named."""
+    known = {point.name.strip(): point for workload in chosen for point in workload.points}
+    if unknown := [name for name in names if name not in known]:
+        raise BackplaneError(f"unknown point {', '.join(unknown)}; these workloads have {', '.join(known)}")
+    if not names:
+        return list(chosen)
+    kept = [replace(w, points=tuple(point for point in w.points if point.name.strip() in names)) for w in chosen]
+    return [workload for workload in kept if workload.points]
 
 
 def together(chosen: Sequence[Workload]) -> list[tuple[Workload, list[Workload]]]:

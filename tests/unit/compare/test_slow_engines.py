@@ -10,12 +10,13 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.compare import drivers
-from benchmarks.compare.cli import measure
+from benchmarks.compare.cli import measure, with_points
 from benchmarks.compare.environments import Environments
 from benchmarks.compare.results import Run
 from benchmarks.compare.subjects import find as subject
 from benchmarks.compare.variants import find
-from benchmarks.compare.workloads import QUICK
+from benchmarks.compare.workloads import FULL, QUICK
+from vllm_backplane.errors import BackplaneError
 
 A_POINT_THEN_STUCK = """
 import json, pathlib, sys, time
@@ -68,3 +69,11 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch:
     measure(job, QUICK[0], [find("ours/fp32")], 2, run)
     assert [(sample.point, sample.round, sample.value) for sample in run.samples] == [("1 sequence", 1, 5.0)]
     assert run.failures == {"ours/fp32": "got no further within 5 s"}
+
+
+def test_points_can_be_chosen_and_unknown_ones_are_named() -> None:
+    kept = with_points(FULL, ["1 sequence", "prompt of 1024"])
+    assert [[point.name for point in workload.points] for workload in kept] == [["1 sequence"], ["prompt of 1024"]]
+    assert with_points(FULL, []) == list(FULL)
+    with pytest.raises(BackplaneError, match="unknown point 3 sequences; these workloads have 1 sequence, 4 sequences"):
+        with_points(FULL, ["3 sequences"])
