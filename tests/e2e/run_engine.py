@@ -155,6 +155,8 @@ def take(engine: Any, step: dict[str, Any], moments: list[float]) -> Any:
             }
         case "call":  # a method of each worker
             return engine.collective_rpc(given)
+        case "save":  # what workers have loaded, in a folder
+            return refusal(lambda folder: engine.collective_rpc("save_sharded_state", args=(folder,)), given)
         case "forget prefixes":  # in vLLM's own cache
             return engine.reset_prefix_cache()
         case "load adapter":

@@ -6,6 +6,7 @@ servers of other tests have it as their device does, or on.
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +30,8 @@ VARIABLES = {
     "PYTHONPATH": on_path(Path(__file__).parent),
 }
 WORKERS = 2
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "parallel.md").read_text()
+[DIVIDED] = re.findall(r"^vllm-backplane serve \S+ (.*--enable-expert-parallel.*)$", PAGE, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int
 def test_tokens_are_those_of_transformers(device: str, model: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     folder, expected = model
     given = (str(folder), "--served-model-name", "tiny", "--skip-tokenizer-init", *LIMITS)
-    divided = ("--tensor-parallel-size", str(WORKERS), "--enable-expert-parallel", "--no-async-scheduling")
+    divided = (*DIVIDED.split(), "--no-async-scheduling")
     questions = ("--worker-extension-cls", "worker_questions.OverHttp")
     offered = {"OMP_NUM_THREADS": str(usable_cores())} if device == "cpu" else {}
     variables = {"BACKPLANE_DEVICE": device, **VARIABLES, **offered}

@@ -261,23 +261,30 @@ def test_one_that_was_damaged_after_it_was_pushed_out(server: Server, case: Case
 
 
 class Tiny:
-    """An adapter for a model that divides among two workers, and transformers' answer with it."""
+    """Adapters by rank for a model that divides among two workers, and transformers' answers; 0 is without any."""
 
     PROMPT = (77, 78, 79)
+    RANKS = (16, 32)
 
     def __init__(self, model_folder: Path, folder: Path) -> None:
         model = reference.load(model_folder)
-        self.adapter = lora_adapters.make(folder, model, 8, lora_adapters.ALL, 1.0, seed=3)
-        self.plain = reference.continue_without_cache(model, self.PROMPT, TOKENS)
-        self.adapter.merge(model)
-        self.expected = reference.continue_without_cache(model, self.PROMPT, TOKENS)
+        plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self.expected = {0: reference.continue_without_cache(model, self.PROMPT, TOKENS)}
+        self.folders = {}
+        for rank in self.RANKS:
+            adapter = lora_adapters.make(folder / str(rank), model, rank, lora_adapters.ALL, 1.0, seed=rank)
+            adapter.merge(model)
+            self.expected[rank] = reference.continue_without_cache(model, self.PROMPT, TOKENS)
+            self.folders[rank] = adapter.folder
+            model.load_state_dict(plain)
 
 
 @pytest.fixture(scope="module")
 def tiny(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    return Tiny(tiny_llama, tmp_path_factory.mktemp("tiny") / "adapter")
+    return Tiny(tiny_llama, tmp_path_factory.mktemp("tiny"))
 
 
+NOT_OF_IT = ("made for a smaller model", "made for a deeper model")
 DIVIDED: dict[str, tuple[dict[str, int], dict[str, str]]] = {
     "cpu": ({"tensor_parallel_size": 2}, {}),
     "sim": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"BACKPLANE_SIM_CARDS": "4"}),
@@ -288,14 +295,16 @@ DIVIDED: dict[str, tuple[dict[str, int], dict[str, str]]] = {
 @pytest.fixture(scope="module")
 def divided(device: str, tiny: Tiny, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     folder = tmp_path_factory.mktemp(device)
-    BROKEN["made for a smaller model"][0](folder / "smaller")
-    good = ["good", 2, str(tiny.adapter.folder)]
+    for name in NOT_OF_IT:
+        BROKEN[name][0](folder / name)
+    good = [[f"of rank {rank}", rank, str(place)] for rank, place in tiny.folders.items()]
+    work = {**batch([tiny.PROMPT] * 3, greedy(TOKENS, logprobs=0)), "adapters": [None, *good]}
     steps = [
-        {"load adapter": ["broken", 1, str(folder / "smaller")]},
-        {"load adapter": good},
+        *({"load adapter": ["broken", 1, str(folder / name)]} for name in NOT_OF_IT),
+        *({"load adapter": one} for one in good),
         {"list adapters": None},
-        {"batch": {**batch([tiny.PROMPT] * 2, greedy(TOKENS, logprobs=0)), "adapters": [good, None]}},
-        {"remove adapter": 2},
+        {"batch": work},
+        *({"remove adapter": rank} for rank in tiny.RANKS),
         {"list adapters": None},
     ]
     sizes, variables = DIVIDED[device]
@@ -306,24 +315,28 @@ def divided(device: str, tiny: Tiny, tiny_llama: Path, tmp_path_factory: pytest.
 
 
 @pytest.mark.feature("LoRA: several workers", "{device}")
+@pytest.mark.feature("LoRA: rank 16 equals the merged model", "{device}")
+@pytest.mark.feature("LoRA: rank 32 equals the merged model", "{device}")
 def test_workers_refuse_and_load_together(divided: list[Any], device: str, tiny: Tiny) -> None:
     """vLLM would take the second worker's refusal for its answer to the next call."""
-    refused, loaded, there, outputs, removed, left = divided
-    assert BROKEN["made for a smaller model"][1] in refused
-    assert (loaded, there) == ("", [2])
-    assert (removed, left) == (True, [])
+    *refused, one, other, there, outputs, first, second, left = divided
+    for name, said in zip(NOT_OF_IT, refused, strict=True):
+        assert BROKEN[name][1] in said
+    assert (one, other, sorted(there)) == ("", "", list(tiny.RANKS))
+    assert (first, second, left) == (True, True, [])
     assert_divided(outputs, tiny)
 
 
 @pytest.mark.feature("Parallel: pipeline", "sim")
 @pytest.mark.parametrize("device", ["sim"], indirect=True)
 def test_stages_give_the_answers_of_one_process(divided: list[Any], device: str, tiny: Tiny) -> None:
-    """With an adapter and without."""
-    assert_divided(divided[3], tiny)
+    """With adapters and without."""
+    assert_divided(divided[-4], tiny)
 
 
 def assert_divided(outputs: list[dict[str, Any]], tiny: Tiny) -> None:
-    assert tiny.plain.token_ids != tiny.expected.token_ids
-    assert min(tiny.plain.smallest_margin, tiny.expected.smallest_margin) > 5e-3, "near a tie; change the prompt"
-    for output, expected in zip(outputs, (tiny.expected, tiny.plain), strict=True):
+    answers = list(tiny.expected.values())
+    assert len({tuple(one.token_ids) for one in answers}) == len(answers)
+    assert min(one.smallest_margin for one in answers) > 5e-3, "near a tie; change the prompt"
+    for output, expected in zip(outputs, answers, strict=True):
         assert_expected((output["token_ids"], output["logprobs"]), expected)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import example_packages
 import parallel_decoder_reference as plain
 import pytest
-from processes import on_path
+from processes import environment, on_path
 from reference import Continuation
 from server import Server
+
+from tests import programs
 
 pytestmark = pytest.mark.server
 
@@ -56,3 +59,33 @@ def test_it_is_served(device: str, installed: Path, model: tuple[Path, list[Cont
         assert answer.status_code == 200, answer.text
     tokens = [choice["token_ids"] for choice in answer.json()["choices"]]
     assert tokens == [wanted.token_ids for wanted in expected]
+
+
+LOAD_TWICE = """
+import json
+import vllm.plugins
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from vllm import ModelRegistry
+
+def state():
+    registries = {"architectures": ModelRegistry.models, "configurations": CONFIG_MAPPING._extra_content}
+    return {kind: {name: id(found) for name, found in registry.items()} for kind, registry in registries.items()}
+
+states = [state()]
+for _ in range(2):
+    vllm.plugins.plugins_loaded = False
+    vllm.plugins.load_general_plugins()
+    states.append(state())
+print(json.dumps(states))
+"""
+
+
+def test_the_second_time_registers_nothing(installed: Path) -> None:
+    """In one process, where the first time adds the model and its configuration, and nothing else."""
+    variables = environment(PYTHONPATH=on_path(installed), VLLM_PLUGINS="parallel_decoder", VLLM_LOGGING_LEVEL="ERROR")
+    run = programs.run(programs.command(LOAD_TWICE), env=variables)
+    assert run.returncode == 0, run.stderr
+    before, first, second = json.loads(run.stdout.splitlines()[-1])
+    added = {kind: first[kind].keys() - before[kind].keys() for kind in first}
+    assert added == {"architectures": {"ParallelDecoderForCausalLM"}, "configurations": {"parallel_decoder"}}
+    assert second == first

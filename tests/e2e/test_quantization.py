@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,8 @@ import reference
 import torch
 from architecture import COMMON
 from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
-from processes import tail
+from processes import on_path, tail
+from server import Server
 from tiny_models import randomize
 
 from vllm_backplane.layers.quantization.formats import HEAD, ONLINE
@@ -41,6 +45,11 @@ MIXTURE = {
 """Each token goes to all experts: where two are nearly equally likely, rounding would choose the other one."""
 MIXTURE_IDS = ([3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)])
 CHECKPOINT = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+LIMITS = {"max_model_len": 512, "max_num_batched_tokens": 512}
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
+PAGE = Path(__file__).resolve().parents[2] / "docs/quantization.md"
+[EXAMPLE] = re.findall(r"^vllm-backplane serve (.*--quantization (\w+).*)$", PAGE.read_text(), re.MULTILINE)
+"""Arguments, and the format."""
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +98,7 @@ def results(
         batch([tokenizer.encode(text) for text in QUESTIONS], greedy(2)),
         batch([text], greedy(1, prompt_logprobs=0)),
     )
-    limits = {"max_model_len": 512, "max_num_batched_tokens": 512}
-    jobs = {name: job(smollm2, *asked, quantization=name, **limits) for name in FORMATS}
+    jobs = {name: job(smollm2, *asked, quantization=name, **LIMITS) for name in FORMATS}
     jobs["one worker"] = job(tiny_llama, small, quantization="int4")
     jobs["two workers"] = job(tiny_llama, small, quantization="int4", tensor_parallel_size=2)
     jobs |= mixture_jobs(mixture)
@@ -109,8 +117,7 @@ def results(
 def on_sim(tiny_llama: Path, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     work = batch(IDS, greedy(TOKENS, logprobs=0, prompt_logprobs=0))
     jobs = {name: job(tiny_llama, work, quantization=name) for name in FORMATS} | mixture_jobs(mixture)
-    variables = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
-    results = run_engines(tmp_path_factory.mktemp("sim"), list(jobs.values()), variables, device="sim")
+    results = run_engines(tmp_path_factory.mktemp("sim"), list(jobs.values()), SIM, device="sim")
     return dict(zip(jobs, results, strict=True))
 
 
@@ -120,14 +127,43 @@ def test_it_knows_what_it_knew(results: dict[str, Result], tokenizer: Any, name:
     assert all(answer in text for text, answer in zip(done, ANSWERS, strict=True)), done
 
 
+@cache
+def of_decoded_weights(folder: Path, name: str, text: tuple[int, ...]) -> list[float]:
+    return reference.prompt_logprobs(quantized_reference.load(folder, ONLINE[name], HEAD), text)
+
+
 @pytest.mark.feature("Format: quantized while loaded: {name}", "cpu")
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_default_model_is_near_its_decoded_weights(
     results: dict[str, Result], smollm2: Path, text: list[int], name: str
 ) -> None:
-    model = quantized_reference.load(smollm2, ONLINE[name], HEAD)
     ours = results[name]["batches"][1][0]["prompt_logprobs"]
-    assert_near(ours, reference.prompt_logprobs(model, text), "thirty layers")
+    assert_near(ours, of_decoded_weights(smollm2, name, tuple(text)), "thirty layers")
+
+
+@pytest.mark.feature("Format: quantized while loaded: int4, over HTTP", "{device}")
+@pytest.mark.parametrize(("device", "variables"), [("cpu", {}), ("sim", SIM)], ids=["cpu", "sim"])
+def test_the_command_of_the_page(
+    device: str, variables: dict[str, str], smollm2: Path, text: list[int], tmp_path: Path
+) -> None:
+    arguments, name = EXAMPLE
+    assert name == "int4", "which is what the mark says"
+    limits = [word for option, value in LIMITS.items() for word in (f"--{option.replace('_', '-')}", str(value))]
+    given = (*shlex.split(arguments), *limits, "--max-num-seqs", "4", "--dtype", "float32")
+    questions = ("--worker-extension-cls", "worker_questions.OverHttp")
+    asking = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": on_path(Path(__file__).parent)}
+    asking["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # not spawned: each process would import all of vLLM again
+    with Server(tmp_path, *given, *questions, variables=asking | variables) as server:
+        assert f"Operators on device {device}:" in server.text()
+        request = {"prompt": text, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0}
+        answer = server.http.post("/v1/completions", json=request)
+        assert answer.status_code == 200, answer.text
+        [weights] = server.http.post("/collective_rpc", json={"method": "asked_for_types"}).json()["results"]
+    # What rounding changes in all is less than what tolerances of thirty layers allow.
+    assert weights["codes"] > weights["others"], weights
+    [choice] = answer.json()["choices"]
+    told = [one and one[str(token)]["logprob"] for one, token in zip(choice["prompt_logprobs"], text, strict=True)]
+    assert_near(told, of_decoded_weights(smollm2, name, tuple(text)), "thirty layers")
 
 
 def test_a_small_model_is_nearer(results: dict[str, Result], tiny_llama: Path) -> None:

@@ -4,11 +4,14 @@ they stand for."""
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import perceiving
 import pytest
 import reference
 import scheme_checkpoints as made
@@ -16,6 +19,7 @@ import torch
 from architecture import COMMON
 from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
 from processes import tail
+from server import LIMITS, VLLM, Server
 from tiny_models import randomize
 
 pytestmark = pytest.mark.server
@@ -24,6 +28,8 @@ PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place i
 TOKENS = 8
 ROUNDED = 0.03
 """Of log-probabilities where the inputs of products are rounded to 8 bits, in the mean."""
+FORK = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+"""Not spawned: each process would import all of vLLM again."""
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
 
 
@@ -100,6 +106,8 @@ MIXTURE = {
 }
 """Each token goes to all experts: where two are nearly equally likely, rounding would choose the other one."""
 BY_ACTIVATION = "GPTQ, 4 bits, by activation"
+PAGE = Path(__file__).resolve().parents[2] / "docs/checkpoints.md"
+[EXAMPLE] = re.findall(r"^vllm serve (.*gptq.*)$", PAGE.read_text(), re.MULTILINE)
 
 
 def named(*devices: str) -> list[Any]:
@@ -227,3 +235,20 @@ def on_sim(folder: Path, models: dict[str, Any], tmp_path_factory: pytest.TempPa
 def test_another_device_serves_them(on_sim: dict[str, Result], models: dict[str, Any], name: str) -> None:
     assert on_sim[name]["device"] == "bpnpu"
     assert distance(on_sim[name], models[name]) < ROUNDED
+
+
+@pytest.mark.feature("Format: GPTQ, 4 bits, over HTTP", "{device}")
+@pytest.mark.parametrize(("device", "variables"), [("cpu", {}), ("sim", SIM)], ids=["cpu", "sim"])
+def test_the_command_of_the_page(
+    device: str, variables: dict[str, str], folder: Path, models: dict[str, Any], tmp_path: Path
+) -> None:
+    [documented, *options] = shlex.split(EXAMPLE)
+    name = "GPTQ, 4 bits"
+    (tmp_path / documented).symlink_to(folder / name)
+    perceiving.tokenizer(COMMON["vocab_size"]).save_pretrained(folder / name)  # log-probabilities are told with words
+    given = (str(tmp_path / documented), *options, *LIMITS)
+    with Server(tmp_path, *given, command=VLLM, variables=FORK | variables) as server:
+        assert f"Operators on device {device}:" in server.text()
+        answers = [server.complete(ids, TOKENS, model=given[0], logprobs=0) for ids in PROMPTS]
+    outputs = [{"token_ids": one["token_ids"], "logprobs": one["logprobs"]["token_logprobs"]} for one in answers]
+    assert distance({"batches": [outputs]}, models[name]) < ROUNDED

@@ -38,13 +38,19 @@ FORK = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 """Not spawned: each process would import all of vLLM again."""
 SOUNDS, PICTURES = [1, 2, 3], [1, 2, 2]
 ELSE_ASKED = "how many cats do you see, and where?"
-DECODERS = {
-    "Mamba": "sim",
-    "a hybrid of Mamba and attention": "cpu",
-    "gated delta net (Qwen-Next)": "sim",
-    "GPT-OSS: sinks": "cpu",
-}
-"""Each on one device: test_architectures.py has all of them on both, in one process."""
+DECODERS = [
+    ("Mamba", "sim"),
+    ("Mamba2", "cpu"),
+    ("a hybrid of Mamba and attention", "cpu"),
+    ("gated delta net (Qwen-Next)", "sim"),
+    ("MLA (DeepSeek)", "cpu"),
+    ("MLA (DeepSeek)", "sim"),
+    ("Qwen-MoE", "sim"),
+    ("Gemma2: every second layer sees a window", "sim"),
+    ("GPT-OSS: sinks", "cpu"),
+]
+"""Each on a device, or on both: test_architectures.py has all of them on both, in one process. Mixtral is served by
+test_expert_parallel.py."""
 
 
 def documented(route: str) -> Any:
@@ -200,7 +206,7 @@ def test_pictures(models: Models, answers: Callable[[str, str], Any], model: str
         assert logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
 
 
-@pytest.mark.feature("Model family: over HTTP: decoders with states or sinks, each on one device", "{device}")
-@pytest.mark.parametrize(("model", "device"), DECODERS.items())
+@pytest.mark.feature("Model family: over HTTP: decoders of every further kind, most on one device", "{device}")
+@pytest.mark.parametrize(("model", "device"), DECODERS)
 def test_a_decoder(answers: Callable[[str, str], Any], model: str, device: str) -> None:
     assert answers(model, device) == [expected.token_ids for expected in of_decoder(model)]

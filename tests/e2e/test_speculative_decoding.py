@@ -1,7 +1,7 @@
 """Speculation gives the tokens of plain decoding, or tokens of the same distribution, and drafts what it should.
 
 Every method over HTTP on each device, with tiny models of random weights; draft_heads.py says which drafts a smaller
-model and the heads should make. The documentation's example is served with the default model.
+model and the heads should make. The default model is served by the documentation's example, too.
 """
 
 from __future__ import annotations
@@ -336,18 +336,53 @@ def test_drawn_tokens_follow_the_distribution_of_the_model(
 
 
 [_line] = re.findall(r"^vllm-backplane serve (.*--speculative-config .*)$", PAGE.read_text(), flags=re.MULTILINE)
-EXAMPLE = shlex.split(_line)
+*SERVED, CONFIGURED = shlex.split(_line)
 LIMITS = ("--max-model-len", "512", "--max-num-seqs", "4")
+FIRST_LAYERS = 28
+"""Of the default model's thirty: with fewer, next to no guess is right."""
+OF_DEFAULT_MODEL = {
+    "ngram": (CONFIGURED, 0.5),
+    "suffix": (json.dumps({"method": "suffix", "num_speculative_tokens": 4}), 0.5),
+    "draft": (json.dumps({"method": "draft_model", "model": "shallow", "num_speculative_tokens": 2}), 0.4),
+}
+"""The page's configuration and others, and which share of the guesses is right at least."""
 
 
-@pytest.mark.feature("Speculative decoding: ngram, over HTTP", "cpu")
-def test_the_example_of_the_documentation(smollm2: Path, tmp_path: Path) -> None:
-    """The default model, over HTTP: the tokens of plain decoding, and drafts that were right."""
-    tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    expected = plain(reference.load(smollm2), [tokenizer.encode(text) for text in TEXTS])
-    variables = {"BACKPLANE_DEVICE": "cpu", **FORKED, **INTERPRETED}
-    with Server(tmp_path, *EXAMPLE, *LIMITS, variables=variables) as server:
-        assert [answer(server, text) for text in TEXTS] == expected
-        metrics = told(server)
-    drafted, accepted = counted(metrics, "draft_tokens"), counted(metrics, "accepted_tokens")
-    assert 0.5 * drafted < accepted, f"of {drafted} drafts {accepted} were accepted"
+@dataclass(frozen=True)
+class DefaultModel:
+    answers: list[list[int]]
+    shallow: Path
+
+
+@pytest.fixture(scope="module")
+def default_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> DefaultModel:
+    tokenizer, model = AutoTokenizer.from_pretrained(smollm2), reference.load(smollm2)
+    shallow = tmp_path_factory.mktemp("default") / "shallow"
+    draft_heads.save_shallow(model, shallow, layers=FIRST_LAYERS)
+    return DefaultModel(plain(model, [tokenizer.encode(text) for text in TEXTS]), shallow)
+
+
+@pytest.mark.feature("Speculative decoding: {named}, over HTTP", "{device}")
+@pytest.mark.parametrize(
+    ("device", "method", "named"),
+    [
+        pytest.param(
+            *(device, method, METHODS[method]),
+            marks=[WHERE_INSTALLED] if method == "suffix" else [],
+            id=f"{device}-{method}",
+        )
+        for device in DEVICES
+        for method in OF_DEFAULT_MODEL
+        if (device, method) != ("sim", "draft")  # where steps of the draft model take longest
+    ],
+)
+def test_the_default_model(default_model: DefaultModel, tmp_path: Path, device: str, method: str, named: str) -> None:
+    """Over HTTP, by the documentation's command: the tokens of plain decoding, and drafts that were right."""
+    configured, share = OF_DEFAULT_MODEL[method]
+    option = configured.replace('"shallow"', json.dumps(str(default_model.shallow)))
+    variables = {**FORKED, **INTERPRETED, **DEVICES[device]}
+    with Server(tmp_path, *SERVED, option, *LIMITS, variables=variables) as server:
+        assert f"Operators on device {device}:" in server.text()
+        assert [answer(server, text) for text in TEXTS] == default_model.answers
+        drafted, accepted = (int(server.metric(f"{COUNTED}{what}_tokens_total")) for what in ("draft", "accepted"))
+    assert share * drafted < accepted, f"of {drafted} drafts {accepted} were accepted"

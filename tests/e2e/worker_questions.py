@@ -182,6 +182,13 @@ class OverHttp:
     def asked_for_compiled_ngrams(self) -> int:
         return compiled_ngrams(self)
 
+    def asked_for_types(self) -> dict[str, int]:
+        """How many elements of the model's weights are codes, and how many are not."""
+        found = {"codes": 0, "others": 0}
+        for parameter in self.get_model().parameters():  # type: ignore[attr-defined]
+            found["others" if parameter.is_floating_point() else "codes"] += parameter.numel()
+        return found
+
 
 def suspend_graphs(worker: Any) -> None:
     """Steps are eager from now on."""

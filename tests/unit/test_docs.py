@@ -44,6 +44,7 @@ def test_what_does_not_run_has_a_link_or_a_reason() -> None:
     for wanted in (
         *("EPLB", "DeepSeek-V3.2", "--enable-dbo", "further mixers", "prefix caching", "speculation"),
         *("LoRA adapters of experts", "fp8 checkpoints", "mxfp4 checkpoints"),
+        *("both directions", "hash routing", "R-SWA"),
     ):
         assert sum(wanted.lower() in what.lower() for what in known) == 1, wanted
     for what, reason, opened, upstream in rows:

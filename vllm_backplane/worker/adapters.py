@@ -22,6 +22,7 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import get_adapter_absolute_path
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from vllm_backplane.adapter_errors import AdapterRefused
 from vllm_backplane.worker.agreement import agree, tells
@@ -133,8 +134,7 @@ def _rank(request: LoRARequest) -> int | None:
 
 def misfits(manager: LoRAModelManager, adapter: LoRAModel, rank: int | None, parallel: ParallelConfig) -> Iterator[str]:
     """What of a loaded adapter the model has no place for."""
-    # A pipeline's stage has its own layers alone, and a user may have chosen some.
-    all_here = parallel.pipeline_parallel_size == 1 and not manager.lora_config.target_modules
+    chosen = bool(manager.lora_config.target_modules)
     for name, weights in adapter.loras.items():
         layer = manager.modules.get(name)
         if layer is None and getattr(manager, "is_pooling_model", False):  # whose checkpoints may leave that out
@@ -143,8 +143,33 @@ def misfits(manager: LoRAModelManager, adapter: LoRAModel, rank: int | None, par
             yield from _of_layer(name, weights, getattr(layer, "base_layer", None), rank)
         elif "experts" in name.split("."):  # nowhere are there places for these (`configuration.py`)
             yield f"{name!r}: experts take no adapter"
-        elif all_here:
+        elif not _may_be_without_place(manager, name, chosen, parallel):
             yield f"the model has no layer {name!r} that takes an adapter"
+
+
+def _may_be_without_place(manager: LoRAModelManager, name: str, chosen: bool, parallel: ParallelConfig) -> bool:
+    """Whether it belongs to a module of the model all the same: one of which the user has `chosen` other layers, or one
+    of another stage of the pipeline, which judges it."""
+    if not chosen and parallel.pipeline_parallel_size == 1:
+        return False
+    names = [name, f"model.{name}"] if getattr(manager, "is_pooling_model", False) else [name]
+    found = {_whose(manager.model, one) for one in names}
+    return "another stage's" in found or (chosen and "ours" in found)
+
+
+def _whose(model: torch.nn.Module, name: str) -> str:
+    """Of the module around a layer, or of the layer itself; layers may be parts of one that the model has (Q, K and V),
+    so they are not looked for."""
+    *around, last = name.split(".")
+    module = model
+    for part in around:
+        inner = module._modules.get(part)
+        if inner is None:
+            return "nobody's"
+        if isinstance(inner, PPMissingLayer):
+            return "another stage's"
+        module = inner
+    return "another stage's" if isinstance(module._modules.get(last), PPMissingLayer) else "ours"
 
 
 def _of_layer(name: str, weights: LoRALayerWeights, base: Any, rank: int | None) -> Iterator[str]:

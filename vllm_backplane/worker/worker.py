@@ -35,7 +35,7 @@ from vllm_backplane.model_loader import completeness
 from vllm_backplane.ops import resolution
 from vllm_backplane.patch import Process, lifecycle
 from vllm_backplane.runtime import configured, runtime
-from vllm_backplane.worker import adapters, memory, profiling, sleep
+from vllm_backplane.worker import adapters, memory, profiling, saving, sleep
 from vllm_backplane.worker.agreement import refuse, together
 from vllm_backplane.worker.checkpoint import weight_bytes
 from vllm_backplane.worker.host_stand_ins import answer_for
@@ -313,6 +313,14 @@ class BackplaneWorker(Worker):
         super().finish_weight_update()
         self._forget_graphs()
         self._forget_kept_blocks()
+
+    def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
+        if saving.can_be_saved(self, "save_sharded_state"):
+            super().save_sharded_state(*args, **kwargs)
+
+    def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
+        if saving.can_be_saved(self, "save_tensorized_model"):
+            super().save_tensorized_model(*args, **kwargs)
 
     def _forget_graphs(self) -> None:
         """Weights may lie elsewhere now. Graphs that were captured while serving can be captured again."""

@@ -1,0 +1,50 @@
+"""`save_sharded_state` writes what `--load-format sharded_state` reads, or is refused: where weights were put in
+another form after loading."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine import batch, greedy, job, run_engines
+
+from vllm_backplane.devices.cpu import CpuDevice
+
+pytestmark = pytest.mark.server
+
+DEVICES: dict[str, dict[str, str]] = {
+    "cpu": {"BACKPLANE_DEVICE": "cpu"},
+    "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
+}
+PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1040))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_saved_can_be_loaded(device: str, tiny_llama: Path, tmp_path: Path) -> None:
+    arranged = device == "cpu" and CpuDevice().arrange_linear(torch.zeros(64, 64)) is not None
+    saved, quantized = tmp_path / "saved", tmp_path / "quantized"
+    for folder in (saved, quantized):
+        folder.mkdir()
+    shutil.copy(tiny_llama / "config.json", saved)
+    work, limits = batch(PROMPTS, greedy(8)), {"skip_tokenizer_init": True, "enable_prefix_caching": False}
+
+    def saving(folder: Path, **more: Any) -> dict[str, Any]:
+        return job(tiny_llama, work, steps=[{"save": str(folder)}, {"batch": work}], **limits, **more)
+
+    jobs = [saving(saved), saving(quantized, quantization="int8")]
+    if not arranged:
+        jobs.append(job(saved, work, load_format="sharded_state", **limits))
+    plain, codes, *loaded = run_engines(tmp_path, jobs, DEVICES[device], device=device)
+    for result in (plain, codes):
+        assert result["steps"][1] == result["batches"][0], "it goes on as it was"
+    assert "are quantized (int8), in a layout of the device's own. Load the checkpoint itself" in codes["steps"][0]
+    assert not list(quantized.iterdir())
+    if arranged:
+        assert "qkv_proj.weight, were put in another order for this device after loading" in plain["steps"][0]
+        assert not list(saved.glob("*.safetensors"))
+    else:
+        assert plain["steps"][0] == ""
+        assert [one["batches"][0] for one in loaded] == [plain["batches"][0]]
