@@ -23,11 +23,14 @@ _SINCE_GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|"
     r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+
+def _cased(digits: str, ending: str = "") -> str:
+    """Words end where capitals begin."""
+    before, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    words = f"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class Splitting(NamedTuple):
@@ -56,7 +59,8 @@ SPLITTINGS: Mapping[str, Splitting] = {
     "dbrx": Splitting(_SINCE_GPT4.format(digits="{1,3}")),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    "tekken": Splitting(_CASED, whole_words=True, bos=True),
+    "tekken": Splitting(_cased(r"\p{N}"), whole_words=True, bos=True),
+    "gpt-4o": Splitting(_cased(r"\p{N}{1,3}", _ENDING)),
 }
 """By tokenizer.ggml.pre."""
 

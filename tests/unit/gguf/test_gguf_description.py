@@ -245,6 +245,13 @@ def test_paths_that_are_no_models_are_left_to_vllm(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert is_model(tmp_path) and is_model(tmp_path / "m.gguf")
     (tmp_path / "config.json").write_text("{}")
+    assert is_model(tmp_path), "as other programs want it beside a GGUF file"
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model-00001-of-00002.bin", "model.pt", "model.pth"])
+def test_a_folder_with_other_weights_is_left_to_vllm(tmp_path: Path, weights: str) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    (tmp_path / weights).touch()
     assert not is_model(tmp_path)
 
 
