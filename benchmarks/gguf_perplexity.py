@@ -95,16 +95,15 @@ def measure(kind: str, environments: Environments, folder: Path) -> dict[str, An
         "llama.cpp": peer["perplexity"],
         "types": types,
         "bytes": file.stat().st_size,
-        "machine": describe()["class"],
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": _commit(),
     }
 
 
-def _commit() -> str:
+def origin() -> dict[str, Any]:
+    """Of what is measured now."""
     command = ["git", "describe", "--always", "--dirty"]
     told = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
-    return told.stdout.strip() or "unknown commit"
+    commit = told.stdout.strip() or "unknown commit"
+    return {"machine": describe()["class"], "date": datetime.now(UTC).date().isoformat(), "commit": commit}
 
 
 def main() -> None:
@@ -121,9 +120,10 @@ def main() -> None:
     if unknown := set(args.formats) - set(FORMATS):
         parser.error(f"{', '.join(sorted(unknown))} not known; formats: {' '.join(FORMATS)}")
     known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"formats": {}}
+    now = origin()  # before the results change
     for kind in args.formats or FORMATS:
         with tempfile.TemporaryDirectory() as folder:
-            known["formats"][kind] = measure(kind, Environments(args.environments), Path(folder))
+            known["formats"][kind] = measure(kind, Environments(args.environments), Path(folder)) | now
         say(f"{kind}: {known['formats'][kind]}")
         known |= {"llama.cpp": LLAMA_CPP, "part": PART}
         known["formats"] = {one: known["formats"][one] for one in FORMATS if one in known["formats"]}

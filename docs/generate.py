@@ -90,9 +90,9 @@ def default_model_perplexity() -> str:
     rows = json.loads((ROOT / "benchmarks" / "results" / "perplexity.json").read_text())["rows"]
     file, exact = (rows[name]["perplexity"] for name in ("gguf", "float32"))
     return (
-        "Perplexity of the default model's file (Q4_1, the embedding Q8_0) on the text of [quantization.md](quantization.md):\n"
-        f"{file:.3f}, against {exact:.3f} for its weights expanded to float32: {100 * (file / exact - 1):+.2f} %\n"
-        "(`python benchmarks/perplexity.py float32 gguf`, on a Neoverse-N1)."
+        "Perplexity of the default model's file (Q4_1, the embedding Q8_0) on the text of\n"
+        f"[quantization.md](quantization.md): {file:.3f}, against {exact:.3f} for its weights expanded to float32:\n"
+        f"{100 * (file / exact - 1):+.2f} % (`python benchmarks/perplexity.py float32 gguf`, on a Neoverse-N1)."
     )
 
 
@@ -179,9 +179,9 @@ def formats() -> str:
     import runpy
 
     matrix = runpy.run_path(str(ROOT / "tests/feature_matrix.py"))
-    rows, _, _ = matrix["page"](matrix["read"](matrix["RECORD"]))
+    rows, _, _ = matrix["page"](matrix["read"](matrix["RECORD"]), (*matrix["DEVICES"], matrix["REFERENCES"]))
     kept = [(row[0].removeprefix("Format: "), *row[1:]) for row in rows if row[0].startswith("Format: ")]
-    return table(("format", *matrix["DEVICES"]), kept)
+    return table(("format", *matrix["DEVICES"], "any device, by references"), kept)
 
 
 def releases() -> str:

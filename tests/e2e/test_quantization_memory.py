@@ -4,6 +4,7 @@ end."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,6 +91,8 @@ ONLINE = {"int8": (True, False), "int4": (False, False), "int4, experts": (False
 """Whether the head is tied to the embedding, and whether it is a mixture."""
 MIXTURES = ("AWQ", "W8A8")
 """Schemes whose experts are loaded as well: codes in words, and codes one by one."""
+SHARED = {"GPTQ, by activation, shared": ("GPTQ, by activation", False), "AWQ experts, shared": ("AWQ", True)}
+"""The scheme, and whether it is a mixture."""
 EXPERTS = {"num_experts": 24, "moe_intermediate_size": 512, "num_experts_per_tok": 2}
 """A layer's outweigh its attention many times."""
 
@@ -177,9 +180,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
             save_scheme(folder / large, name, {**WIDTHS, "num_hidden_layers": 3}, mixture=True),
             "none",
         )
+    for name, (scheme, mixture) in SHARED.items():
+        twice = save_scheme(folder / name, scheme, {**WIDTHS, "num_hidden_layers": 2}, mixture=mixture)
+        folders[name] = (twice, twice, "shared")
     given = [str(word) for pair in folders.values() for word in pair]
     script = Path(__file__).with_name("loading_memory.py")
-    run = subprocess.run([sys.executable, str(script), *given], capture_output=True, text=True, timeout=900)
+    variables = {**os.environ, "TMPDIR": str(folder)}
+    command = [sys.executable, str(script), *given]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900, env=variables)
     assert run.returncode == 0, run.stderr[-3000:]
     measured = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"model"')]
     result = dict(zip(folders, measured, strict=True))
@@ -200,3 +208,14 @@ def test_the_peak_is_near_the_end(found: dict[str, dict[str, Any]], name: str) -
         assert memory["weights"] == pytest.approx(memory["full"], rel=0.1), "something was expanded"
     assert memory["after"] > 0.95 * memory["weights"], "the weights are elsewhere, and the peak says nothing"
     assert memory["peak"] < LIMIT * memory["weights"], memory
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_weights_of_a_checkpoint_are_shared_where_that_is_asked_for(
+    found: dict[str, dict[str, Any]], name: str
+) -> None:
+    """`--load-format backplane_shared`: a second model of the same checkpoint takes next to nothing of its own."""
+    memory = found[name]
+    print(f"{name}: {memory}")
+    assert memory["weights"] == pytest.approx(memory["full"], rel=0.1), "something was expanded"
+    assert memory["after"] < 0.25 * memory["weights"] < memory["peak"], memory

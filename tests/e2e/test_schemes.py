@@ -4,7 +4,7 @@ they stand for."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,11 +102,11 @@ MIXTURE = {
 BY_ACTIVATION = "GPTQ, 4 bits, by activation"
 
 
-def named(*devices: str) -> list[Any]:
+def named(*devices: str, names: Iterable[str] = SCHEMES) -> list[Any]:
     """The schemes as parameters of a test that shows them on these devices."""
     return [
         pytest.param(name, marks=[pytest.mark.feature(f"Format: {row}", *devices) for row in ROWS.get(name, (name,))])
-        for name in SCHEMES
+        for name in names
     ]
 
 
