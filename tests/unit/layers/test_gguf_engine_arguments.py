@@ -72,9 +72,10 @@ def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> No
         "named": {"model": str(path), "served_model_name": "mine"},
         "other format": {"model": str(path), "load_format": "safetensors"},
         "other quantization": {"model": str(path), "quantization": "int8"},
+        "of the hub": {"model": "org/model-GGUF:Q4_0"},
         "damaged": {"model": str(tmp_path / "damaged.gguf")},
     }
-    variables = {**os.environ, "BACKPLANE_CACHE": str(tmp_path / "cache")}
+    variables = {**os.environ, "BACKPLANE_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
     done = programs.run(programs.command(PROGRAM, json.dumps(asked)), env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -82,4 +83,5 @@ def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> No
     assert found["named"] == ["gguf", "gguf", "mine", "LlamaForCausalLM"]
     assert "the weights are in a GGUF file" in str(found["other format"])
     assert "quantized already (gguf)" in str(found["other quantization"])
+    assert "hf download org/model-GGUF FILE.gguf" in str(found["of the hub"])
     assert "CheckpointError" in found["damaged"] and "ends at byte" in found["damaged"]
