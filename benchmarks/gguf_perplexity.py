@@ -2,6 +2,7 @@
 
     python -m benchmarks.gguf_perplexity                     # every format; about half an hour on two cores
     python -m benchmarks.gguf_perplexity Q4_0 "Q2_K, down"   # these; the others keep what was measured before
+    python -m benchmarks.gguf_perplexity BF16 --ours-alone   # llama.cpp keeps what was measured before
     python -m benchmarks.gguf_perplexity --json
 
 `llama-quantize` makes the files, as people have them: a name such as Q4_K_M means types by tensor, and where a row is
@@ -41,6 +42,7 @@ MIXED = {"Q2_K, down": ("Q2_K", "ffn_down=q2_k")}
 of `ffn_down`, with 1536 inputs, can be in Q2_K, and the format of that name has them in Q3_K."""
 FORMATS = ("F32", "F16", "BF16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "IQ4_NL", "Q3_K_M",
            "Q2_K", *MIXED)  # fmt: skip
+ORIGIN = ("machine", "date", "commit")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
@@ -71,7 +73,8 @@ def llama_cpp(program: Path, file: Path) -> dict[str, float]:
     return {"perplexity": float(estimate[1]), "tokens": int(counted[1]) * (PART // 2 - 1)}
 
 
-def measure(kind: str, environments: Environments, folder: Path) -> dict[str, Any]:
+def measure(kind: str, environments: Environments, folder: Path, before: dict[str, Any] | None) -> dict[str, Any]:
+    """`before`: a row whose figure of llama.cpp stays."""
     source = find("smollm2").gguf("F32", say)
     file = folder / f"{kind}.gguf"
     if kind == "F32":
@@ -80,21 +83,22 @@ def measure(kind: str, environments: Environments, folder: Path) -> dict[str, An
         asked, *types = MIXED.get(kind, (kind,))
         options = [word for one in types for word in ("--tensor-type", one)]
         gguf_files.quantized(environments.llama_cpp("llama-quantize"), source, file, asked, options)
-    peer = llama_cpp(environments.llama_cpp("llama-perplexity"), file)
+    peer = None if before else llama_cpp(environments.llama_cpp("llama-perplexity"), file)
     dtype = GGUF_FORMATS[kind][1] if kind in GGUF_FORMATS else "float32"
     answer = folder / "answer.json"  # standard output belongs to vLLM
     command = [sys.executable, str(Path(__file__).resolve()), "--file", str(file), dtype, str(answer)]
     subprocess.run(command, env={**os.environ, **ENVIRONMENT}, cwd=HERE.parent, stdout=sys.stderr, check=True)
     own = json.loads(answer.read_text())
-    if own["tokens"] != peer["tokens"]:
+    if peer and own["tokens"] != peer["tokens"]:
         raise RuntimeError(f"{kind}: llama-perplexity counted {peer['tokens']} tokens, ours {own['tokens']}")
     types = sorted(gguf_files.weights_by_type(file))
     return {
         "ours": own["perplexity"],
         "dtype": dtype,
-        "llama.cpp": peer["perplexity"],
+        "llama.cpp": peer["perplexity"] if peer else before["llama.cpp"],
         "types": types,
         "bytes": file.stat().st_size,
+        **({"llama.cpp measured": {name: before[name] for name in ORIGIN}} if before else {}),
     }
 
 
@@ -103,13 +107,15 @@ def origin() -> dict[str, Any]:
     command = ["git", "describe", "--always", "--dirty"]
     told = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
     commit = told.stdout.strip() or "unknown commit"
-    return {"machine": describe()["class"], "date": datetime.now(UTC).date().isoformat(), "commit": commit}
+    found = (describe()["class"], datetime.now(UTC).date().isoformat(), commit)
+    return dict(zip(ORIGIN, found, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("formats", nargs="*", metavar="FORMAT", help=f"default: {' '.join(FORMATS)}")
     parser.add_argument("--environments", type=Path, default=HERE.parent, help="folder of the peers' environments")
+    parser.add_argument("--ours-alone", action="store_true", help="leave llama.cpp's figures as they are")
     parser.add_argument("--json", action="store_true", help="print what is known as JSON instead of a table")
     parser.add_argument("--file", nargs=3, metavar=("GGUF", "DTYPE", "ANSWER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -122,8 +128,9 @@ def main() -> None:
     known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"formats": {}}
     now = origin()  # before the results change
     for kind in args.formats or FORMATS:
+        before = known["formats"][kind] if args.ours_alone else None
         with tempfile.TemporaryDirectory() as folder:
-            known["formats"][kind] = measure(kind, Environments(args.environments), Path(folder)) | now
+            known["formats"][kind] = measure(kind, Environments(args.environments), Path(folder), before) | now
         say(f"{kind}: {known['formats'][kind]}")
         known |= {"llama.cpp": LLAMA_CPP, "part": PART}
         known["formats"] = {one: known["formats"][one] for one in FORMATS if one in known["formats"]}

@@ -86,6 +86,10 @@ def gguf_types() -> str:
     return table(("type", "bits per weight in the file", "in memory", "as", "rounding of weights"), rows)
 
 
+def _measured(found: dict[str, Any]) -> str:
+    return f"{found['date']}, {found['commit']}, {found['machine'] or 'machine not noted'}"
+
+
 def default_model_perplexity() -> str:
     rows = json.loads((ROOT / "benchmarks" / "results" / "perplexity.json").read_text())["rows"]
     file, exact = (rows[name]["perplexity"] for name in ("gguf", "float32"))
@@ -109,8 +113,10 @@ def gguf_perplexity() -> str:
     header = ("file", "types of its matrices", "`--dtype`", "ours", "against F32", "llama.cpp", "ours / llama.cpp")
     runs: dict[str, list[str]] = {}
     for name, found in known["formats"].items():
-        where = found["machine"] or "machine not noted"
-        runs.setdefault(f"{found['date']}, {found['commit']}, {where}", []).append(name)
+        run = _measured(found)
+        if peer := found.get("llama.cpp measured"):
+            run += f"; llama.cpp: {_measured(peer)}"
+        runs.setdefault(run, []).append(name)
     told = "; ".join(f"{', '.join(names)} ({run})" for run, names in runs.items())
     return f"{table(header, (row(*one) for one in known['formats'].items()))}\n\nMeasured: {told}."
 

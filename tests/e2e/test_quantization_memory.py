@@ -119,8 +119,11 @@ def save(folder: Path, tied: bool, mixture: bool, widths: dict[str, int] = WIDTH
     return folder
 
 
-def save_scheme(folder: Path, name: str, widths: dict[str, int] = WIDTHS, *, mixture: bool = False) -> Path:
-    """With a vocabulary that weighs little, which is not quantized."""
+def save_scheme(
+    folder: Path, name: str, widths: dict[str, int] = WIDTHS, *, mixture: bool = False, distinct: bool = False
+) -> Path:
+    """With a vocabulary that weighs little, which is not quantized. `distinct`: no two tensors are alike, which a model
+    that shares its weights would have once."""
     import transformers
     from safetensors.torch import save_file
 
@@ -156,6 +159,11 @@ def save_scheme(folder: Path, name: str, widths: dict[str, int] = WIDTHS, *, mix
             tensors[f"model.layers.{layer}.{part}.weight"] = zeros(*shape, dtype=torch.bfloat16)
         for part, (inputs, outputs) in sizes.items():
             tensors |= {f"model.layers.{layer}.{part}.{last}": one for last, one in make(inputs, outputs).items()}
+    for name, tensor in tensors.items() if distinct else ():
+        if tensor.is_floating_point():
+            tensor.uniform_(0.01, 0.02)
+        elif not name.endswith("g_idx"):
+            tensor.random_()
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     described |= {"architectures": [f"{kind}ForCausalLM"], "quantization_config": config}
@@ -181,7 +189,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
             "none",
         )
     for name, (scheme, mixture) in SHARED.items():
-        twice = save_scheme(folder / name, scheme, {**WIDTHS, "num_hidden_layers": 2}, mixture=mixture)
+        twice = save_scheme(folder / name, scheme, {**WIDTHS, "num_hidden_layers": 2}, mixture=mixture, distinct=True)
         folders[name] = (twice, twice, "shared")
     given = [str(word) for pair in folders.values() for word in pair]
     script = Path(__file__).with_name("loading_memory.py")
@@ -217,5 +225,5 @@ def test_weights_of_a_checkpoint_are_shared_where_that_is_asked_for(
     """`--load-format backplane_shared`: a second model of the same checkpoint takes next to nothing of its own."""
     memory = found[name]
     print(f"{name}: {memory}")
-    assert memory["weights"] == pytest.approx(memory["full"], rel=0.1), "something was expanded"
+    assert memory["weights"] > 0.9 * memory["full"], "some tensors of the model itself are alike"
     assert memory["after"] < 0.25 * memory["weights"] < memory["peak"], memory
