@@ -86,6 +86,20 @@ def gguf_types() -> str:
     return table(("type", "bits per weight in the file", "in memory", "as", "rounding of weights"), rows)
 
 
+def _measured(found: dict[str, Any]) -> str:
+    return f"{found['date']}, {found['commit']}, {found['machine'] or 'machine not noted'}"
+
+
+def default_model_perplexity() -> str:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "perplexity.json").read_text())["rows"]
+    file, exact = (rows[name]["perplexity"] for name in ("gguf", "float32"))
+    return (
+        "Perplexity of the default model's file (Q4_1, the embedding Q8_0) on the text of\n"
+        f"[quantization.md](quantization.md): {file:.3f}, against {exact:.3f} for its weights expanded to float32:\n"
+        f"{100 * (file / exact - 1):+.2f} % (`python benchmarks/perplexity.py float32 gguf`, on a Neoverse-N1)."
+    )
+
+
 def gguf_perplexity() -> str:
     known = json.loads((ROOT / "benchmarks" / "results" / "gguf-perplexity.json").read_text())
     exact = known["formats"]["F32"]["ours"]  # without it nothing can be compared: measure it first
@@ -93,10 +107,18 @@ def gguf_perplexity() -> str:
     def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
         own, peer = found["ours"], found["llama.cpp"]
         change = f"{100 * (own / exact - 1):+.2f} %"
-        return name, ", ".join(found["types"]), f"{own:.3f}", change, f"{peer:.3f}", f"{own / peer:.4f}"
+        types = ", ".join(found["types"])
+        return name, types, found["dtype"], f"{own:.3f}", change, f"{peer:.3f}", f"{own / peer:.4f}"
 
-    header = ("file", "types of its matrices", "ours", "against F32", "llama.cpp", "ours / llama.cpp")
-    return table(header, (row(*one) for one in known["formats"].items()))
+    header = ("file", "types of its matrices", "`--dtype`", "ours", "against F32", "llama.cpp", "ours / llama.cpp")
+    runs: dict[str, list[str]] = {}
+    for name, found in known["formats"].items():
+        run = _measured(found)
+        if peer := found.get("llama.cpp measured"):
+            run += f"; llama.cpp: {_measured(peer)}"
+        runs.setdefault(run, []).append(name)
+    told = "; ".join(f"{', '.join(names)} ({run})" for run, names in runs.items())
+    return f"{table(header, (row(*one) for one in known['formats'].items()))}\n\nMeasured: {told}."
 
 
 def gguf_speed() -> str:
@@ -163,9 +185,9 @@ def formats() -> str:
     import runpy
 
     matrix = runpy.run_path(str(ROOT / "tests/feature_matrix.py"))
-    rows, _, _ = matrix["page"](matrix["read"](matrix["RECORD"]))
+    rows, _, _ = matrix["page"](matrix["read"](matrix["RECORD"]), (*matrix["DEVICES"], matrix["REFERENCES"]))
     kept = [(row[0].removeprefix("Format: "), *row[1:]) for row in rows if row[0].startswith("Format: ")]
-    return table(("format", *matrix["DEVICES"]), kept)
+    return table(("format", *matrix["DEVICES"], "any device, by references"), kept)
 
 
 def releases() -> str:
@@ -198,6 +220,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "formats": formats,
     "releases": releases,
     "gguf types": gguf_types,
+    "default model perplexity": default_model_perplexity,
     "gguf perplexity": gguf_perplexity,
     "gguf speed": gguf_speed,
     "gguf architectures": gguf_architectures,

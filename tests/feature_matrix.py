@@ -24,6 +24,8 @@ import pytest
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 LISTED, RECORD = DOCS / "features.toml", DOCS / "features.json"
 DEVICES = ("cpu", "sim")
+REFERENCES = "references"
+"""Stands for any device that has no kernel. It is a column of the table of formats, and of no other."""
 PROPERTY = "feature"
 
 
@@ -73,8 +75,9 @@ def marked(item: pytest.Item) -> Iterator[Mark]:
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     for mark in item.iter_markers("feature"):
         name, *devices = (text.format(**parameters) for text in mark.args)
-        if not devices or set(devices) - set(DEVICES):
-            raise pytest.UsageError(f"{item.nodeid}: a feature is shown on one or more of {', '.join(DEVICES)}")
+        if not devices or set(devices) - {*DEVICES, REFERENCES}:
+            known = ", ".join((*DEVICES, REFERENCES))
+            raise pytest.UsageError(f"{item.nodeid}: a feature is shown on one or more of {known}")
         for device in devices:
             yield Mark(name, device, bool(mark.kwargs.get("refused")))
 
@@ -158,13 +161,15 @@ def exists(entry: Shown) -> bool:
     return source.is_file() and f"def {function}(" in source.read_text() and entry.feature in listed()
 
 
-def page(entries: Iterable[Shown]) -> tuple[list[tuple[str, ...]], list[str], list[str]]:
+def page(
+    entries: Iterable[Shown], devices: Iterable[str] = DEVICES
+) -> tuple[list[tuple[str, ...]], list[str], list[str]]:
     """The rows of the table, the features that no test shows anywhere, and the releases of vLLM it was seen on."""
     entries = sorted(entries)
     releases = sorted({entry.vllm for entry in entries})
     rows, nowhere = [], []
     for feature in listed():
-        cells = [[entry for entry in entries if (entry.feature, entry.device) == (feature, on)] for on in DEVICES]
+        cells = [[entry for entry in entries if (entry.feature, entry.device) == (feature, on)] for on in devices]
         rows.append((feature, *(cell(found, len(releases) > 1) for found in cells)))
         if not any(cells):
             nowhere.append(feature)

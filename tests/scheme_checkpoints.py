@@ -117,8 +117,8 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 
 
-def compressed(bits: int, group: int, *, symmetric: bool = True) -> dict[str, object]:
-    weights: dict[str, object] = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False}
+def compressed(bits: int, group: int, *, symmetric: bool = True, **more: object) -> dict[str, object]:
+    weights: dict[str, object] = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False, **more}
     weights |= {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
     return _described("pack-quantized", weights, None)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import example_packages
+import feature_matrix
 import gguf_models
 import pytest
 import reference
@@ -24,8 +25,8 @@ TOKENS = 24
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000]]
 LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
 LLAMA, EVERY_TYPE = "Llama", "GGUF, every type"
-SCHEMES = ("GPTQ, 4 bits, by activation", "W8A8, experts")
-"""Of layers that gather their input, and of experts."""
+SCHEMES = ("GPTQ, 4 bits, by activation", "W8A8, experts", "AWQ, 8 bits", "W4A16, experts", "W8A16, experts")
+"""Of layers that gather their input, of experts, and of each way in which codes and zero points are stored."""
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +68,13 @@ def test_it_gives_the_tokens_of_transformers(outcomes: dict[str, tuple[Any, Resu
     assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
 
 
-def test_it_serves_a_gguf_file_with_every_type(outcomes: dict[str, tuple[Any, Result]]) -> None:
-    model, result = outcomes[EVERY_TYPE]
+@pytest.mark.parametrize("name", [pytest.param(EVERY_TYPE, marks=test_gguf.shown(feature_matrix.REFERENCES))])
+def test_it_serves_a_gguf_file_with_every_type(outcomes: dict[str, tuple[Any, Result]], name: str) -> None:
+    model, result = outcomes[name]
     test_gguf.compare(model, result["batches"][0], rounded=True)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", test_schemes.named(feature_matrix.REFERENCES, names=SCHEMES))
 def test_it_serves_a_quantized_checkpoint(outcomes: dict[str, tuple[Any, Result]], name: str) -> None:
     model, result = outcomes[name]
     assert test_schemes.distance(result, model) < test_schemes.ROUNDED

@@ -4,6 +4,7 @@ end."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,6 +91,8 @@ ONLINE = {"int8": (True, False), "int4": (False, False), "int4, experts": (False
 """Whether the head is tied to the embedding, and whether it is a mixture."""
 MIXTURES = ("AWQ", "W8A8")
 """Schemes whose experts are loaded as well: codes in words, and codes one by one."""
+SHARED = {"GPTQ, by activation, shared": ("GPTQ, by activation", False), "AWQ experts, shared": ("AWQ", True)}
+"""The scheme, and whether it is a mixture."""
 EXPERTS = {"num_experts": 24, "moe_intermediate_size": 512, "num_experts_per_tok": 2}
 """A layer's outweigh its attention many times."""
 
@@ -116,8 +119,11 @@ def save(folder: Path, tied: bool, mixture: bool, widths: dict[str, int] = WIDTH
     return folder
 
 
-def save_scheme(folder: Path, name: str, widths: dict[str, int] = WIDTHS, *, mixture: bool = False) -> Path:
-    """With a vocabulary that weighs little, which is not quantized."""
+def save_scheme(
+    folder: Path, name: str, widths: dict[str, int] = WIDTHS, *, mixture: bool = False, distinct: bool = False
+) -> Path:
+    """With a vocabulary that weighs little, which is not quantized. `distinct`: no two tensors are alike, which a model
+    that shares its weights would have once."""
     import transformers
     from safetensors.torch import save_file
 
@@ -153,6 +159,11 @@ def save_scheme(folder: Path, name: str, widths: dict[str, int] = WIDTHS, *, mix
             tensors[f"model.layers.{layer}.{part}.weight"] = zeros(*shape, dtype=torch.bfloat16)
         for part, (inputs, outputs) in sizes.items():
             tensors |= {f"model.layers.{layer}.{part}.{last}": one for last, one in make(inputs, outputs).items()}
+    for name, tensor in tensors.items() if distinct else ():
+        if tensor.is_floating_point():
+            tensor.uniform_(0.01, 0.02)
+        elif not name.endswith("g_idx"):
+            tensor.random_()
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     described |= {"architectures": [f"{kind}ForCausalLM"], "quantization_config": config}
@@ -177,9 +188,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
             save_scheme(folder / large, name, {**WIDTHS, "num_hidden_layers": 3}, mixture=True),
             "none",
         )
+    for name, (scheme, mixture) in SHARED.items():
+        twice = save_scheme(folder / name, scheme, {**WIDTHS, "num_hidden_layers": 2}, mixture=mixture, distinct=True)
+        folders[name] = (twice, twice, "shared")
     given = [str(word) for pair in folders.values() for word in pair]
     script = Path(__file__).with_name("loading_memory.py")
-    run = subprocess.run([sys.executable, str(script), *given], capture_output=True, text=True, timeout=900)
+    variables = {**os.environ, "TMPDIR": str(folder)}
+    command = [sys.executable, str(script), *given]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900, env=variables)
     assert run.returncode == 0, run.stderr[-3000:]
     measured = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"model"')]
     result = dict(zip(folders, measured, strict=True))
@@ -200,3 +216,14 @@ def test_the_peak_is_near_the_end(found: dict[str, dict[str, Any]], name: str) -
         assert memory["weights"] == pytest.approx(memory["full"], rel=0.1), "something was expanded"
     assert memory["after"] > 0.95 * memory["weights"], "the weights are elsewhere, and the peak says nothing"
     assert memory["peak"] < LIMIT * memory["weights"], memory
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_weights_of_a_checkpoint_are_shared_where_that_is_asked_for(
+    found: dict[str, dict[str, Any]], name: str
+) -> None:
+    """`--load-format backplane_shared`: a second model of the same checkpoint takes next to nothing of its own."""
+    memory = found[name]
+    print(f"{name}: {memory}")
+    assert memory["weights"] > 0.9 * memory["full"], "some tensors of the model itself are alike"
+    assert memory["after"] < 0.25 * memory["weights"] < memory["peak"], memory

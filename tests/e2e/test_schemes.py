@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/checkpoints.md"
 [EXAMPLE] = re.findall(r"^vllm serve (.*gptq.*)$", PAGE.read_text(), re.MULTILINE)
 
 
-def named(*devices: str) -> list[Any]:
+def named(*devices: str, names: Iterable[str] = SCHEMES) -> list[Any]:
     """The schemes as parameters of a test that shows them on these devices."""
     return [
         pytest.param(name, marks=[pytest.mark.feature(f"Format: {row}", *devices) for row in ROWS.get(name, (name,))])
-        for name in SCHEMES
+        for name in names
     ]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from vllm_backplane.errors import CheckpointError, nearest
+from vllm_backplane.errors import CheckpointError, nearest, shown
 from vllm_backplane.gguf.parts import Gguf, Placed
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -179,7 +179,7 @@ def architecture_of(model: Gguf) -> Architecture:
     found = ARCHITECTURES.get(stated)
     if found is None:
         raise CheckpointError(
-            f"{model.path} is a model of architecture {stated!r}, which is not served from GGUF"
+            f"{model.path} is a model of architecture {shown(stated)}, which is not served from GGUF"
             f"{nearest(stated, ARCHITECTURES)} Served: {', '.join(ARCHITECTURES)}. "
             "Use the model's original checkpoint instead."
         )

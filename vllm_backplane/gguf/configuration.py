@@ -8,7 +8,7 @@ from typing import Any
 
 from gguf import GGMLQuantizationType
 
-from vllm_backplane.errors import CheckpointError
+from vllm_backplane.errors import CheckpointError, shown
 from vllm_backplane.gguf.agreement import insist_on_layers, insist_on_shapes
 from vllm_backplane.gguf.architectures import Architecture, architecture_of
 from vllm_backplane.gguf.parts import Gguf, Placed
@@ -167,7 +167,7 @@ def _positions(model: Gguf, reader: _Reader, head_dim: int) -> dict[str, Any]:
     elif scaling == "linear" and factor != 1.0:
         made |= {"rope_type": "linear", "factor": factor}
     elif scaling not in ("none", "linear") and (scaling, reader.architecture) != ("longrope", "phi3"):
-        raise reader.fault(f"positions are scaled by {scaling!r}, which is not served (none, linear and Llama 3's are)")
+        raise reader.fault(f"positions are scaled by {shown(scaling)}, not served (none, linear and Llama 3's are)")
     if reader.architecture != "gemma3":
         return made
     local = {"rope_type": "default", "rope_theta": reader.base("rope.freq_base_swa")}

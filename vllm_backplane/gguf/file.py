@@ -18,7 +18,7 @@ from typing import Any
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from vllm_backplane.errors import CheckpointError
+from vllm_backplane.errors import CheckpointError, shown
 from vllm_backplane.gguf.header import LIMITS, Cursor, Limits
 
 MAGIC = b"GGUF"
@@ -59,8 +59,8 @@ class GgufFile:
         for _ in range(keys):
             key = cursor.text("a metadata key", limits.key_bytes)
             if not key or key in self.metadata:
-                raise cursor.fault(f"the metadata key {key!r} is " + ("there twice" if key else "empty"))
-            self.metadata[key] = cursor.value(f"the metadata {_short(key)}")
+                raise cursor.fault(f"the metadata key {shown(key)} is " + ("there twice" if key else "empty"))
+            self.metadata[key] = cursor.value(f"the metadata {shown(key)}")
         self.alignment = _alignment(self.metadata, cursor, limits)
         found = [_tensor(cursor, limits) for _ in range(tensors)]
         self.header_size = cursor.position
@@ -155,9 +155,7 @@ def _beginning(cursor: Cursor, limits: Limits) -> tuple[int, int, int]:
 def _alignment(metadata: dict[str, Any], cursor: Cursor, limits: Limits) -> int:
     found = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(found) is not int or found % 8 or found.bit_count() != 1 or found > limits.alignment:
-        raise cursor.fault(
-            f"general.alignment is {_short(repr(found))}, not a power of two from 8 to {limits.alignment}"
-        )
+        raise cursor.fault(f"general.alignment is {shown(found)}, not a power of two from 8 to {limits.alignment}")
     return found
 
 
@@ -180,7 +178,3 @@ def _tensor(cursor: Cursor, limits: Limits) -> Tensor:
         raise cursor.fault(f"the tensor {name!r} has rows of {shape[-1]}, no multiple of {kind.name}'s {per_block}")
     size = prod(shape) // per_block * block_bytes
     return Tensor(name, kind, shape, cursor.u64(f"the tensor {name!r}"), size)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.file import GgufFile, Tensor, is_gguf
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 class Placed(NamedTuple):
@@ -126,11 +128,16 @@ def opened(path: str | Path) -> Gguf:
 
 
 def is_model(path: str | Path) -> bool:
-    """Whether `path` names a GGUF file, or a folder that has GGUF files and nothing else that vLLM would load."""
+    """Whether `path` names a GGUF file, or a folder that has GGUF files and no other weights. It may have config.json
+    and a tokenizer, as other programs want them beside the file; those of the file count."""
     given = Path(path)
     if given.is_dir():
-        return not (given / "config.json").exists() and any(_models(given))
+        return bool(_models(given)) and not has_other_weights(file.name for file in given.iterdir())
     return is_gguf(given)
+
+
+def has_other_weights(names: Iterable[str]) -> bool:
+    return any(name.endswith(_OTHER_WEIGHTS) for name in names)
 
 
 def _whole(file: GgufFile, key: str) -> int | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_backplane.errors import CheckpointError
+from vllm_backplane.errors import CheckpointError, shown
 
 if TYPE_CHECKING:
     from vllm_backplane.gguf.parts import Gguf
@@ -23,11 +23,14 @@ _SINCE_GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|"
     r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+
+def _cased(digits: str, ending: str = "") -> str:
+    """Words end where capitals begin."""
+    before, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    words = f"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class Splitting(NamedTuple):
@@ -56,7 +59,8 @@ SPLITTINGS: Mapping[str, Splitting] = {
     "dbrx": Splitting(_SINCE_GPT4.format(digits="{1,3}")),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    "tekken": Splitting(_CASED, whole_words=True, bos=True),
+    "tekken": Splitting(_cased(r"\p{N}"), whole_words=True, bos=True),
+    "gpt-4o": Splitting(_cased(r"\p{N}{1,3}", _ENDING)),
 }
 """By tokenizer.ggml.pre."""
 
@@ -86,7 +90,7 @@ def write(model: Gguf, folder: Path, model_max_length: int) -> None:
         return
     makers = {"gpt2": _byte_level, "llama": _sentence_pieces}
     if kind not in makers:
-        raise _fault(model, f"its tokenizer is of kind {kind!r}, and {' and '.join(makers)} are served")
+        raise _fault(model, f"its tokenizer is of kind {shown(kind)}, and {' and '.join(makers)} are served")
     vocabulary = _vocabulary(model)
     tokenizer = makers[kind](model, vocabulary)
     _add_special(tokenizer, vocabulary)
@@ -170,7 +174,7 @@ def _splitting(model: Gguf) -> Splitting:
         raise _fault(model, "it does not say how its tokenizer splits text (tokenizer.ggml.pre)")
     if name not in SPLITTINGS:
         raise CheckpointError(
-            f"{model.path} cannot be served: its tokenizer splits text as {name!r}, and known are "
+            f"{model.path} cannot be served: its tokenizer splits text as {shown(name)}, and known are "
             f"{', '.join(SPLITTINGS)}; use the model's original checkpoint"
         )
     return SPLITTINGS[name]
@@ -187,7 +191,7 @@ def _byte_level(model: Gguf, vocabulary: _Vocabulary) -> Any:
     known = vocabulary.ids
     for left, right in merges:
         if left not in known or right not in known or left + right not in known:
-            raise _fault(model, f"it merges {left!r} and {right!r}, which are not all in its vocabulary")
+            raise _fault(model, f"it merges {shown(left)} and {shown(right)}, which are not all in its vocabulary")
     tokenizer = Tokenizer(models.BPE(vocab=known, merges=merges, ignore_merges=splitting.whole_words))
     if splitting.compose:
         tokenizer.normalizer = normalizers.NFC()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_bytes
 import numpy as np
 import pytest
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
+from vllm_backplane.gguf import tokenizer as vocabularies
 from vllm_backplane.gguf.architectures import ARCHITECTURES, named
 from vllm_backplane.gguf.configuration import configuration
 from vllm_backplane.gguf.folder import described, source
@@ -242,6 +245,13 @@ def test_paths_that_are_no_models_are_left_to_vllm(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert is_model(tmp_path) and is_model(tmp_path / "m.gguf")
     (tmp_path / "config.json").write_text("{}")
+    assert is_model(tmp_path), "as other programs want it beside a GGUF file"
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model-00001-of-00002.bin", "model.pt", "model.pth"])
+def test_a_folder_with_other_weights_is_left_to_vllm(tmp_path: Path, weights: str) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    (tmp_path / weights).touch()
     assert not is_model(tmp_path)
 
 
@@ -391,6 +401,35 @@ def test_a_vocabulary_beyond_all_measure_is_refused(tmp_path: Path, kind: str, m
     monkeypatch.setattr("vllm_backplane.gguf.tokenizer._ALTOGETHER", 6)
     with pytest.raises(CheckpointError, match="vocabulary has 7 characters, and 6 are possible"):
         described(write(tmp_path / "m.gguf", tokenizer=sound))
+
+
+LONG = "long" * (1 << 20)
+LONG_TEXTS: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({}, "architecture 'long.*Served: llama"),
+    "scaling of positions": ({"rope__scaling__type": LONG}, "scaled by 'long"),
+    "kind of vocabulary": ({"tokenizer": {**SOUND, "ggml.model": LONG}}, "of kind 'long"),
+    "splitting": ({"tokenizer": {**SOUND, "ggml.pre": LONG}}, "splits text as 'long"),
+    "merges": ({"tokenizer": {**SOUND, "ggml.merges": [f"a {LONG}"]}}, "merges 'a' and 'long"),
+}
+
+
+@pytest.mark.parametrize("case", LONG_TEXTS)
+def test_a_long_text_makes_a_short_message_and_takes_little_memory(tmp_path: Path, case: str) -> None:
+    """Neither is it compared with the words that it might have meant, which takes 35 times its size."""
+    changes, said = LONG_TEXTS[case]
+    path = write(tmp_path / "m.gguf", **changes)
+    if case == "architecture":
+        stated = gguf_bytes.key("general.architecture", gguf_bytes.STRING, gguf_bytes.text(LONG))
+        path.write_bytes(gguf_bytes.File(keys=[stated]).build())
+    model = opened(path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=said) as fault:
+            vocabularies.write(model, tmp_path, configuration(model)["max_position_embeddings"])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(str(fault.value)) < 500 + len(str(path)) and peak < 2 * len(LONG)
 
 
 @pytest.fixture

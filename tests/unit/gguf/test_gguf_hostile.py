@@ -65,6 +65,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "key of megabytes": (_file(keys=[key("k" * 70000, U8, b"\x00")]), "more than 65535"),
     "empty key": (_file(keys=[key("", U8, b"\x00")]), "empty"),
     "key twice": (_file(keys=[key("a", U8, b"\x00"), key("a", U8, b"\x01")]), "twice"),
+    "long key twice": (_file(keys=[key("k" * 65535, U8, b"\x00")] * 2), "'kkk.*twice"),
     "key that is not UTF-8": (_file(keys=[key(b"\xff\xfe", U8, b"\x00")]), "UTF-8"),
     "text length": (_file(keys=[key("a", STRING, u64(HUGE))]), "announces"),
     "text past the end": (_file(keys=[key("a", STRING, u64(5000))]), "are left"),
@@ -84,6 +85,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "alignment of gigabytes": (_file(keys=[key("general.alignment", U32, u32(1 << 31))]), "alignment"),
     "alignment in words": (_file(keys=[key("general.alignment", STRING, text("32"))]), "alignment"),
     "alignment in a list": (_file(keys=[key("general.alignment", ARRAY, array(U32, 1, u32(32)))]), "alignment"),
+    "alignment in long words": (
+        _file(keys=[key("general.alignment", ARRAY, array(STRING, 99, text("w" * 65536) * 99))]),
+        "alignment is .*www",
+    ),
     "no dimensions": (_file(tensors=[tensor("t", [], F32, 0)]), "dimensions"),
     "many dimensions": (_file(tensors=[tensor("t", [1], F32, 0, count=1 << 31)]), "dimensions"),
     "empty tensor": (_file(tensors=[tensor("t", [0, 4], F32, 0)]), "empty"),

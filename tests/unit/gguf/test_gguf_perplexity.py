@@ -20,3 +20,10 @@ def test_every_type_that_is_served_is_in_a_file_that_was_measured() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_ours_is_llama_cpps_within_a_hundredth(name: str) -> None:
     assert FORMATS[name]["ours"] == pytest.approx(FORMATS[name]["llama.cpp"], rel=0.01)
+
+
+def test_files_in_half_precision_were_served_in_it() -> None:
+    """As `vllm serve` does by itself; what is stored in blocks was measured in float32."""
+    halves = {"F16": "float16", "BF16": "bfloat16"}
+    for name, found in FORMATS.items():
+        assert found["dtype"] == halves.get(name, "float32"), name

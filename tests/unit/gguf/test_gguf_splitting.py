@@ -50,6 +50,11 @@ TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _gpt2() -> Any:
@@ -95,6 +100,7 @@ NAMES = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": Meant(_split(TEKKEN), "WE 'LL Ġcamel Case Ġ 1 2 3 4 !Ċ/ x", whole_words=True),
+    "gpt-4o": Meant(_split(O200K), "WE'LL Ġcamel Case Ġ 123 4 !Ċ/ x"),
 }
 
 
@@ -169,14 +175,14 @@ def test_the_texts_tell_the_splittings_apart() -> None:
     """Or equal tokens would say nothing."""
     kinds = {
         name: tuple(tuple(expected(NAMES[name]).encode(text).ids) for text in TEXTS)
-        for name in ("gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken")
+        for name in ("gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o")
     }
     assert len(set(kinds.values())) == len(kinds)
 
 
-@pytest.mark.parametrize("name", ["gpt-4o", "qwen35", "default"])
+@pytest.mark.parametrize("name", ["glm4", "qwen35", "default"])
 def test_a_name_that_is_not_known_is_told(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"splits text as '{name}'.*known are gpt-2, .*tekken; use the model's"):
+    with pytest.raises(CheckpointError, match=rf"splits text as '{name}'.*known are gpt-2, .*gpt-4o; use the model's"):
         written(tmp_path, name)
 
 

@@ -260,6 +260,7 @@ def test_unequal_groups_are_told() -> None:
         load(layer, stored)
 
 
+SPARSE = {"format": "sparse-24-bitmask", "targets": ["Linear"], "sparsity_structure": "2:4"}
 REFUSED: dict[str, Mapping[str, Any]] = {
     "GPTQ with 3 bits": {**made.GPTQ, "bits": 3},
     "GPTQ in the format 'marlin'": {**made.GPTQ, "checkpoint_format": "marlin"},
@@ -270,6 +271,8 @@ REFUSED: dict[str, Mapping[str, Any]] = {
     "int inputs of 8 bits by tensor, static": made.compressed_int8(dynamic=False, strategy="tensor"),
     "symmetric: False": made.compressed_int8(symmetric=False),
     "float inputs of 8 bits by token": made.compressed_int8(type="float"),
+    "(actorder=": made.compressed(4, 64, actorder="group"),
+    "Sparsity support": {**made.compressed(4, 64), "sparsity_config": SPARSE},
 }
 
 

@@ -13,6 +13,8 @@ from tests import programs
 
 PROGRAM = """
 import json, sys
+import huggingface_hub
+huggingface_hub.constants.HF_HUB_OFFLINE = False  # vLLM would look for names in the cache, and for nothing else
 from vllm.engine.arg_utils import EngineArgs
 
 found = {}
@@ -72,6 +74,7 @@ def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> No
         "named": {"model": str(path), "served_model_name": "mine"},
         "other format": {"model": str(path), "load_format": "safetensors"},
         "other quantization": {"model": str(path), "quantization": "int8"},
+        "of the hub": {"model": "org/model-GGUF:Q4_0"},
         "damaged": {"model": str(tmp_path / "damaged.gguf")},
     }
     variables = {**os.environ, "BACKPLANE_CACHE": str(tmp_path / "cache")}
@@ -82,4 +85,5 @@ def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> No
     assert found["named"] == ["gguf", "gguf", "mine", "LlamaForCausalLM"]
     assert "the weights are in a GGUF file" in str(found["other format"])
     assert "quantized already (gguf)" in str(found["other quantization"])
+    assert "hf download org/model-GGUF FILE.gguf" in str(found["of the hub"])
     assert "CheckpointError" in found["damaged"] and "ends at byte" in found["damaged"]

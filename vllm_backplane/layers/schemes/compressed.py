@@ -45,7 +45,10 @@ _INT8 = Layout(
 class BackplaneCompressedTensorsConfig(CompressedTensorsConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> BackplaneCompressedTensorsConfig:
-        made = super().from_config(config)
+        try:
+            made = super().from_config(config)
+        except (ValueError, DeprecationWarning) as told:  # orders by activation, sparsity, and what is damaged
+            raise refused(f"this compressed-tensors checkpoint ({told})") from told
         for target, scheme in made.target_scheme_map.items():
             if fault := _fault(scheme, scheme.get("format") or made.quant_format):
                 raise refused(f"compressed-tensors for {target!r}: {fault}")

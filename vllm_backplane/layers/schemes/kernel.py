@@ -1,4 +1,7 @@
-"""The product of vLLM's mixed-precision layers: weights of 4 or 8 bits with a scale per group, inputs in full.
+"""The product of vLLM's mixed-precision layers: weights of 4 or 8 bits with a scale per group.
+
+Such a checkpoint has inputs in full precision. Here `quantized_linear` rounds them as it does all of its inputs: to 8
+bits with a scale per row and group, or to bfloat16 where a device does that instead.
 
 vLLM's methods for GPTQ, AWQ and compressed-tensors create and load the weights; this kernel, registered for out-of-tree
 platforms, takes them over when they are loaded.

@@ -1,0 +1,55 @@
+"""Names of the hub: those of GGUF repositories are refused with what to do, all others pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_backplane.errors import CheckpointError
+from vllm_backplane.gguf.hub import refuse_repository
+
+FORMS = [f"m-{form}.gguf" for form in ("Q2_K", "Q4_0", "Q4_K_M", "Q6_K", "Q8_0")]
+REPOSITORIES = {
+    "org/m-GGUF": ["README.md", "config.json", *FORMS],
+    "org/gguf-and-more": ["config.json", "model.safetensors", "m.gguf"],
+    "org/gguf-tools": ["README.md"],
+}
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names that the hub was asked about."""
+    names: list[str] = []
+
+    def listed(_self: Any, name: str, **_options: Any) -> list[str]:
+        names.append(name)
+        return REPOSITORIES[name]
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", listed)
+    return names
+
+
+def test_a_repository_of_gguf_files_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"m-Q2_K.*and 1 more.*hf download org/m-GGUF m-Q2_K\.gguf"):
+        refuse_repository("org/m-GGUF")
+
+
+def test_a_form_after_the_name_is_refused_without_asking(asked: list[str]) -> None:
+    with pytest.raises(CheckpointError, match=r"'org/m-GGUF:Q4_K_M' .*hf download org/m-GGUF FILE\.gguf"):
+        refuse_repository("org/m-GGUF:Q4_K_M")
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", ["org/gguf-and-more", "org/gguf-tools", "org/gguf-that-cannot-be-listed"])
+def test_what_has_other_weights_or_is_not_known_is_left_to_vllm(asked: list[str], name: str) -> None:
+    refuse_repository(name)
+    assert asked == [name]
+
+
+def test_nothing_is_asked_about_other_names_and_paths(asked: list[str], tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    for name in ("org/model", "smollm2", str(tmp_path / "m.gguf")):
+        refuse_repository(name)
+    assert asked == []
