@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -256,7 +257,7 @@ def _command(given: Sequence[str] | None) -> str:
         if not skip and not part.startswith(("--environments", "--output")):
             kept.append(part)
         skip = part in ("--environments", "--output")
-    return f'make bench ARGS="{" ".join(kept)}"' if kept else "make bench"
+    return f'make bench ARGS="{shlex.join(kept)}"' if kept else "make bench"
 
 
 def _today() -> str:
