@@ -23,6 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,13 @@ def measure(kind: str, environments: Environments, folder: Path, before: dict[st
         "llama.cpp": peer["perplexity"] if peer else before["llama.cpp"],
         "types": types,
         "bytes": file.stat().st_size,
-        **({"llama.cpp measured": {name: before[name] for name in ORIGIN}} if before else {}),
+        **({"llama.cpp measured": peer_origin(before)} if before else {}),
     }
+
+
+def peer_origin(before: Mapping[str, Any]) -> dict[str, Any]:
+    """Where llama.cpp's figure of an earlier run is from: that run, or one before it."""
+    return before.get("llama.cpp measured") or {name: before[name] for name in ORIGIN}
 
 
 def origin() -> dict[str, Any]:
@@ -126,6 +132,8 @@ def main() -> None:
     if unknown := set(args.formats) - set(FORMATS):
         parser.error(f"{', '.join(sorted(unknown))} not known; formats: {' '.join(FORMATS)}")
     known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"formats": {}}
+    if args.ours_alone and (new := [kind for kind in args.formats or FORMATS if kind not in known["formats"]]):
+        parser.error(f"llama.cpp's figure of {', '.join(new)} is not known; leave --ours-alone out")
     now = origin()  # before the results change
     for kind in args.formats or FORMATS:
         before = known["formats"][kind] if args.ours_alone else None

@@ -130,14 +130,16 @@ def _vllm(
         try:
             peak = _run(command, variant, job.timeout, Path(scratch), watch, answer)
         except EngineFailure as fault:
-            fault.figures = _answered(answer, metrics)
+            fault.figures = _answered(answer, metrics) if answer.exists() else []
             raise
+        if not answer.exists():
+            raise ended(0, Path(scratch, "log"))
         return _answered(answer, metrics), peak
 
 
 def _answered(answer: Path, metrics: dict[str, str]) -> Figures:
     """What the driver has written so far."""
-    samples: list[dict[str, Any]] = json.loads(answer.read_text()) if answer.exists() else []
+    samples: list[dict[str, Any]] = json.loads(answer.read_text())
     wanted = [(sample["point"], sample["figures"].get(metrics[sample["point"]])) for sample in samples]
     return [(point, float(value)) for point, value in wanted if value is not None]
 

@@ -68,14 +68,19 @@ def main() -> None:
     salt = 0
     answer: list[dict[str, Any]] = []
     for point in plan["points"]:
-        # The first is to warm up, for which a few tokens do: slow engines take minutes for all.
-        few = {**point, "answer": min(point["answer"], WARM_UP)}
-        for turn in range(plan["repeats"] + 1):
-            figures = generate(llm.llm_engine, point if turn else few, salt, vocabulary)
+        for turn, one in enumerate(turns(point, plan["repeats"])):
+            figures = generate(llm.llm_engine, one, salt, vocabulary)
             salt += 1
             if turn:
                 answer.append({"point": point["name"], "figures": figures})
         write(answer, Path(sys.argv[2]))
+
+
+def turns(point: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
+    """What is generated: first to warm up, for which a few tokens do, since slow engines take minutes for all. Where
+    nothing follows, somebody watches the engine, and it is the whole point."""
+    few = {**point, "answer": min(point["answer"], WARM_UP)}
+    return [few if repeats else point, *[point] * repeats]
 
 
 def write(answer: list[dict[str, Any]], to: Path) -> None:

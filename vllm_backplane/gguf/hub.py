@@ -5,11 +5,13 @@ vLLM would say that a configuration, or weights, are missing.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from vllm_backplane.errors import CheckpointError, shown
-from vllm_backplane.gguf.parts import has_other_weights
+from vllm_backplane.gguf.parts import has_other_weights, is_first, parts_of
 
+logger = logging.getLogger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
 _NAMED = 4
 
 
@@ -20,21 +22,31 @@ def refuse_repository(model: str, revision: str | None = None, token: str | bool
         return
     name, colon, _form = model.partition(":")
     files = [] if colon else _files(name, revision, token)
-    served = [file for file in files if file.endswith(".gguf")]
+    served = [file for file in files if file.endswith(".gguf") and is_first(Path(file).name)]
     if not colon and (not served or has_other_weights(files)):
         return
     more = f" and {len(served) - _NAMED} more" if len(served) > _NAMED else ""
     listed = f" ({', '.join(map(shown, served[:_NAMED]))}{more})" if served else ""
     raise CheckpointError(
         f"{shown(model)} names GGUF files of the hub{listed}, and GGUF is served from a path; fetch one of them "
-        f"(hf download {name} {served[0] if served else 'FILE.gguf'}) and give the path that this prints"
+        f"(hf download {name} {_wanted(served)}) and give the path that this prints"
     )
 
 
+def _wanted(served: list[str]) -> str:
+    """Of one that is a single file, if there is one; of parts, all."""
+    whole = [file for file in served if parts_of(file) is None]
+    if whole or not served:
+        return whole[0] if whole else "FILE.gguf"
+    return f"--include '{parts_of(served[0])}'"
+
+
 def _files(name: str, revision: str | None, token: str | bool | None) -> list[str]:
+    from httpx import HTTPError
     from huggingface_hub import HfApi
 
     try:
         return HfApi().list_repo_files(name, revision=revision, token=token)
-    except Exception:  # no network, no such name, a hub of another kind: vLLM says it
+    except (OSError, ValueError, HTTPError) as fault:  # no network, no such name, a hub of another kind: vLLM says it
+        logger.debug("the hub could not be asked what %s has: %s", name, fault)
         return []

@@ -155,14 +155,20 @@ def _refuse_lone_part(file: GgufFile) -> None:
         )
 
 
+def is_first(name: str) -> bool:
+    """Whether a file of this name is a model, or the first part of one; projectors of images belong to a model."""
+    match = _PART.fullmatch(name)
+    return not name.startswith("mmproj") and (match is None or int(match["number"]) == 1)
+
+
+def parts_of(name: str) -> str | None:
+    """A pattern of the names of all parts, if this is the name of one."""
+    match = _PART.fullmatch(name)
+    return f"{match['stem']}-*-of-{match['count']}.gguf" if match else None
+
+
 def _models(folder: Path) -> list[Path]:
-    """Files, and first parts of split ones; without projectors of images, which belong to a model."""
-    found = []
-    for file in sorted(folder.glob("*.gguf")):
-        match = _PART.fullmatch(file.name)
-        if file.is_file() and not file.name.startswith("mmproj") and (match is None or int(match["number"]) == 1):
-            found.append(file)
-    return found
+    return [file for file in sorted(folder.glob("*.gguf")) if file.is_file() and is_first(file.name)]
 
 
 def _only_model(folder: Path) -> Path:

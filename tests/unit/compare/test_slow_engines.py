@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,15 +16,17 @@ from benchmarks.compare.environments import Environments
 from benchmarks.compare.results import Run
 from benchmarks.compare.subjects import find as subject
 from benchmarks.compare.variants import find
+from benchmarks.compare.vllm_driver import turns
 from benchmarks.compare.workloads import FULL, QUICK
 from vllm_backplane.errors import BackplaneError
 
-A_POINT_THEN_STUCK = """
+A_POINT = """
 import json, pathlib, sys, time
 answer = [{"point": "1 sequence", "figures": {"decode": 5.0}}]
 pathlib.Path(sys.argv[2]).write_text(json.dumps(answer))
-time.sleep(600)
 """
+THEN_STUCK = "time.sleep(600)"
+NOTHING = "print('nothing to say')"
 
 
 class Slow:
@@ -55,20 +58,41 @@ def test_an_engine_that_answers_no_more_is_not_waited_for(tmp_path: Path) -> Non
     assert slow.waits == 3
 
 
-def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stuck = tmp_path / "stuck.py"
-    stuck.write_text(A_POINT_THEN_STUCK)
+@pytest.fixture
+def instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Run]:
+    """What is measured when the engine is another program."""
     popen = subprocess.Popen
+    program = tmp_path / "program.py"
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **options: popen([command[0], str(program), *command[2:]], **options)
+    )
 
-    def instead(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return popen([command[0], str(stuck), *command[2:]], **options)
+    def measured(text: str) -> Run:
+        program.write_text(text)
+        run = Run({}, {}, "", "", "")
+        job = drivers.Job(subject("tiny"), Environments(tmp_path), 1, 5.0, lambda _: None)
+        measure(job, QUICK[0], [find("ours/fp32")], 2, run)
+        return run
 
-    monkeypatch.setattr(subprocess, "Popen", instead)
-    job = drivers.Job(subject("tiny"), Environments(tmp_path), 1, 5.0, lambda _: None)
-    run = Run({}, {}, "", "", "")
-    measure(job, QUICK[0], [find("ours/fp32")], 2, run)
+    return measured
+
+
+def test_what_was_measured_before_a_failure_is_kept(instead: Callable[[str], Run]) -> None:
+    run = instead(A_POINT + THEN_STUCK)
     assert [(sample.point, sample.round, sample.value) for sample in run.samples] == [("1 sequence", 1, 5.0)]
     assert run.failures == {"ours/fp32": "got no further within 5 s"}
+
+
+def test_an_engine_that_ends_without_an_answer_has_failed(instead: Callable[[str], Run]) -> None:
+    run = instead(NOTHING)
+    assert run.samples == []
+    assert run.failures == {"ours/fp32": "ended with 0: nothing to say"}
+
+
+def test_a_few_tokens_warm_up_unless_nothing_follows() -> None:
+    point = {"name": "peak", "answer": 32}
+    assert [turn["answer"] for turn in turns(point, 2)] == [4, 32, 32]
+    assert turns(point, 0) == [point]
 
 
 def test_points_can_be_chosen_and_unknown_ones_are_named() -> None:

@@ -15,6 +15,7 @@ REPOSITORIES = {
     "org/m-GGUF": ["README.md", "config.json", *FORMS],
     "org/gguf-and-more": ["config.json", "model.safetensors", "m.gguf"],
     "org/gguf-tools": ["README.md"],
+    "org/gguf-in-parts": ["mmproj-f16.gguf", "q/m-00001-of-00002.gguf", "q/m-00002-of-00002.gguf"],
 }
 
 
@@ -25,6 +26,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def listed(_self: Any, name: str, **_options: Any) -> list[str]:
         names.append(name)
+        if name not in REPOSITORIES:
+            raise OSError("no such repository")
         return REPOSITORIES[name]
 
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", listed)
@@ -34,6 +37,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_repository_of_gguf_files_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"m-Q2_K.*and 1 more.*hf download org/m-GGUF m-Q2_K\.gguf"):
         refuse_repository("org/m-GGUF")
+
+
+def test_parts_are_fetched_together_and_projectors_are_no_models() -> None:
+    with pytest.raises(CheckpointError, match=r"hub \('q/m-00001-of-00002\.gguf'\).*--include 'q/m-\*-of-00002\.gguf'"):
+        refuse_repository("org/gguf-in-parts")
 
 
 def test_a_form_after_the_name_is_refused_without_asking(asked: list[str]) -> None:
