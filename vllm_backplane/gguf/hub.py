@@ -6,6 +6,7 @@ vLLM would say that a configuration, or weights, are missing.
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 from vllm_backplane.errors import CheckpointError, shown
@@ -13,23 +14,26 @@ from vllm_backplane.gguf.parts import has_other_weights, is_first, parts_of
 
 logger = logging.getLogger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
 _NAMED = 4
+_REPOSITORY = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?P<form>:[\w.-]+)?")
+"""As the hub writes them; paths, and addresses of stores that vLLM reads (s3://...), are none."""
 
 
 def refuse_repository(model: str, revision: str | None = None, token: str | bool | None = None) -> None:
     """Where the hub says that `model` has GGUF files and no other weights. It is asked only of names with "gguf" in
     them, and where it cannot be asked, vLLM goes on."""
-    if "gguf" not in model.lower() or Path(model).exists():
+    match = _REPOSITORY.fullmatch(model)
+    if match is None or "gguf" not in model.lower() or Path(model).exists():
         return
-    name, colon, _form = model.partition(":")
-    files = [] if colon else _files(name, revision, token)
+    name, form = match["name"], match["form"]
+    files = [] if form else _files(name, revision, token)
     served = [file for file in files if file.endswith(".gguf") and is_first(Path(file).name)]
-    if not colon and (not served or has_other_weights(files)):
+    if not form and (not served or has_other_weights(files)):
         return
     more = f" and {len(served) - _NAMED} more" if len(served) > _NAMED else ""
     listed = f" ({', '.join(map(shown, served[:_NAMED]))}{more})" if served else ""
     raise CheckpointError(
         f"{shown(model)} names GGUF files of the hub{listed}, and GGUF is served from a path; fetch one of them "
-        f"(hf download {name} {_wanted(served)}) and give the path that this prints"
+        f"(hf download {name} {_wanted(served)}) and give its path, or that of the first part"
     )
 
 

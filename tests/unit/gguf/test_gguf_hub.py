@@ -58,6 +58,7 @@ def test_what_has_other_weights_or_is_not_known_is_left_to_vllm(asked: list[str]
 
 def test_nothing_is_asked_about_other_names_and_paths(asked: list[str], tmp_path: Path) -> None:
     (tmp_path / "m.gguf").touch()
-    for name in ("org/model", "smollm2", str(tmp_path / "m.gguf")):
+    elsewhere = ("s3://bucket/m-gguf", "gs://bucket/m-gguf/", "/models/missing.gguf", "models/in/gguf:more")
+    for name in ("org/model", "smollm2", str(tmp_path / "m.gguf"), *elsewhere):
         refuse_repository(name)
     assert asked == []
