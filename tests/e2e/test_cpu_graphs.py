@@ -88,7 +88,7 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     few = [[token % 500 + 5 for token in prompt] for prompt in PROMPTS]  # of a small vocabulary
     traces = {"profiler": "torch", "torch_profiler_dir": str(folder), "torch_profiler_with_stack": False}
     engines = {
-        "eager": job(tiny_llama, steps=WORK, enforce_eager=True),
+        "eager": job(tiny_llama, steps=[*WORK, *TOLD], enforce_eager=True),
         "replayed": job(tiny_llama, steps=WORK),
         "padded": job(tiny_llama, steps=[*WORK, *TOLD], compilation_config=PADDED),
         "tight": job(tiny_llama, steps=[CROWD, {"ask": "replays"}, *TRACED], profiler_config=traces, **TIGHT),
@@ -153,9 +153,10 @@ def test_inputs_of_decode_steps_are_what_vllm_makes_of_them(runs: dict[str, Run]
     assert found["steps"] > 40
 
 
-def test_what_decode_steps_are_told_is_what_vllm_makes_of_them(runs: dict[str, Run]) -> None:
-    """Of fewer sequences than before and more, with padding where sequences were."""
-    [found] = runs["padded"].steps[-1]
+@pytest.mark.parametrize("way", ["padded", "eager"])
+def test_what_decode_steps_are_told_is_what_vllm_makes_of_them(runs: dict[str, Run], way: str) -> None:
+    """Of fewer sequences than before and more; with padding where sequences were."""
+    [found] = runs[way].steps[-1]
     assert found["differing"] == []
     assert found["told"] > 3 * 60
     assert found["kept"] > found["told"] - 3 * 9  # once for each number of sequences

@@ -21,7 +21,7 @@ from vllm_backplane.attention.states import StateMetadataBuilder
 
 OF_VIEWS = (BackplaneMetadataBuilder, LatentMetadataBuilder, StateMetadataBuilder)
 """Builders of metadata that holds views of the runner's buffers, and numbers that follow from how many sequences there
-are."""
+are. What a layer notes in it is there at the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,6 @@ def _made_of_views(runner: Any) -> bool:
     return (
         not runner.is_mm_prefix_lm
         and not runner.vllm_config.observability_config.cudagraph_metrics  # of every step
-        and not runner.cache_config.kv_sharing_fast_prefill
         and not any(isinstance(spec, others) for spec in specs)
         and all(type(group.get_metadata_builder()) in OF_VIEWS and group.kernel_block_size is None for group in groups)
     )

@@ -20,7 +20,6 @@ from vllm_backplane.layers.mamba import refuse_foreign
 from vllm_backplane.layers.sampler import replace_sampler
 from vllm_backplane.ops import resolution
 from vllm_backplane.worker.decode_inputs import DecodeInputs
-from vllm_backplane.worker.decode_metadata import DecodeMetadata
 from vllm_backplane.worker.step_graphs import StepGraphs, unrecordable
 
 
@@ -28,7 +27,7 @@ class BackplaneModelRunnerV1(GPUModelRunner):
     max_num_tokens: int
     model: Any
     decode_inputs: DecodeInputs | None = None
-    decode_metadata: DecodeMetadata
+    decode_metadata: Any
     is_prepared_decode = False
     """Of the step that is being prepared: `decode_inputs` wrote its inputs."""
 
@@ -70,7 +69,10 @@ class BackplaneModelRunnerV1(GPUModelRunner):
             replayed = configuration.settle_graphs(config, device, missing)
             self.model = StepGraphs(model, config, device, self.device.index or 0) if replayed else model
         self.decode_inputs = DecodeInputs.of(self)
-        self.decode_metadata = DecodeMetadata(self)
+        if self.decode_inputs is not None:
+            from vllm_backplane.worker.decode_metadata import DecodeMetadata  # of vLLM, it knows more than others need
+
+            self.decode_metadata = DecodeMetadata(self)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         prepared = self.decode_inputs.prepare(num_scheduled_tokens) if self.decode_inputs is not None else None

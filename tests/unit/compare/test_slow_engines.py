@@ -25,7 +25,11 @@ import json, pathlib, sys, time
 answer = [{"point": "1 sequence", "figures": {"decode": 5.0}}]
 pathlib.Path(sys.argv[2]).write_text(json.dumps(answer))
 """
-THEN_STUCK = "time.sleep(600)"
+THEN_STUCK = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # in the background of a shell it is ignored, and waited for in vain
+time.sleep(600)
+"""
 NOTHING = "print('nothing to say')"
 
 

@@ -75,7 +75,9 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(
 ) -> None:
     note = tmp_path / "pid"
     scripted["chat"] = (
-        "import pathlib, subprocess, time\n"
+        "import pathlib, signal, subprocess, time\n"
+        # In the background of a shell it is ignored, and waited for in vain.
+        "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
         f"pathlib.Path({str(note)!r}).write_text(str(child.pid))\n"
         "time.sleep(600)\n"
