@@ -46,6 +46,7 @@ FIRST = {"batch": batch(PROMPTS[:1], greedy(8))}
 COUNT = ({"ask": "replays"}, {"ask": "hooks"})
 TRACED = [FIRST, *COUNT, {"trace": True}, FIRST, *COUNT, {"trace": False}, FIRST, *COUNT]
 """Steps before, during and after a trace is taken."""
+TOLD = [{"ask": "compare_decode_metadata"}, WORK[2], CROWD, {"ask": "decode_metadata_compared"}]
 COMPARED = [{"ask": "compare_decode_inputs"}, CROWD, {"ask": "decode_inputs_compared"}]
 WITHOUT: dict[str, dict[str, Any]] = {
     "numeric guard": {"additional_config": {"backplane": {"numeric_guard": "layers"}}},
@@ -89,7 +90,7 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     engines = {
         "eager": job(tiny_llama, steps=WORK, enforce_eager=True),
         "replayed": job(tiny_llama, steps=WORK),
-        "padded": job(tiny_llama, steps=WORK, compilation_config=PADDED),
+        "padded": job(tiny_llama, steps=[*WORK, *TOLD], compilation_config=PADDED),
         "tight": job(tiny_llama, steps=[CROWD, {"ask": "replays"}, *TRACED], profiler_config=traces, **TIGHT),
         "tight and eager": job(tiny_llama, steps=COMPARED, enforce_eager=True, **TIGHT),
         "stale": job(tiny_llama, steps=[FIRST, {"ask": "plant_stale_input"}, FIRST, {"ask": "replays"}]),
@@ -152,6 +153,14 @@ def test_inputs_of_decode_steps_are_what_vllm_makes_of_them(runs: dict[str, Run]
     assert found["steps"] > 40
 
 
+def test_what_decode_steps_are_told_is_what_vllm_makes_of_them(runs: dict[str, Run]) -> None:
+    """Of fewer sequences than before and more, with padding where sequences were."""
+    [found] = runs["padded"].steps[-1]
+    assert found["differing"] == []
+    assert found["told"] > 3 * 60
+    assert found["kept"] > found["told"] - 3 * 9  # once for each number of sequences
+
+
 def test_a_trace_leaves_nothing_behind(runs: dict[str, Run]) -> None:
     """Steps are eager while it is taken, and replayed again after it, without a hook: it costs them nothing."""
     before, [replayed], [hooks], _, during, [eager], [traced], _, after, [again], [left] = runs["tight"].steps[2:]
@@ -162,7 +171,7 @@ def test_a_trace_leaves_nothing_behind(runs: dict[str, Run]) -> None:
 
 
 def test_steps_were_replayed(runs: dict[str, Run]) -> None:
-    [eager], [exact], [padded] = (runs[way].steps[-1] for way in ("eager", "replayed", "padded"))
+    [eager], [exact], [padded] = (runs[way].steps[len(WORK) - 1] for way in ("eager", "replayed", "padded"))
     assert eager == {"captured": 0, "replays": 0, "given_up": 0}
     # Of each batch: all tokens but the first. The first step of a size is captured; some share one with a prompt:
     # requests reach the engine one by one.

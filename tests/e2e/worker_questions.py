@@ -66,7 +66,8 @@ def compare_decode_inputs(worker: Any) -> None:
         tables = runner.input_batch.block_table.block_tables
         found |= {f"slots {place}": table.slot_mapping.gpu for place, table in enumerate(tables)}
         found |= {f"blocks {place}": table.block_table.gpu[:count] for place, table in enumerate(tables)}
-        found |= {"rows": result[0], "drafts": result[1] is None, "most": result[2]}
+        rows = numpy.arange(count)[result[0]] if isinstance(result[0], slice) else result[0]
+        found |= {"rows": rows, "drafts": result[1] is None, "most": result[2]}
         return {name: numpy.array(value) for name, value in found.items()}
 
     def prepared(scheduler_output: Any, tokens: Any) -> Any:
@@ -81,6 +82,46 @@ def compare_decode_inputs(worker: Any) -> None:
         return result
 
     runner._prepare_inputs = prepared
+
+
+def compare_decode_metadata(worker: Any) -> None:
+    """From now on what decode steps are told is made twice, by worker/decode_metadata.py and by vLLM, and compared."""
+    import dataclasses
+
+    import torch
+
+    runner = worker.model_runner
+    runner.told, runner.kept, runner.told_otherwise = 0, 0, set()
+
+    def described(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.data_ptr(), tuple(value.shape), value.stride(), value.tolist()
+        if isinstance(value, dict):
+            return {name: described(one) for name, one in value.items()}
+        if dataclasses.is_dataclass(value):
+            return {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return [described(one) for one in value] if isinstance(value, (tuple, list)) else value
+
+    def compared(name: str, own: Any) -> Any:
+        def compare(make: Any, sizes: dict[str, Any]) -> Any:
+            made: list[Any] = []
+            ours = own(lambda: made.append(make()) or made[-1], sizes)
+            runner.told += 1
+            runner.kept += not made
+            before = described(ours)
+            if before != described(make()):
+                runner.told_otherwise.add(name)
+            return ours
+
+        return compare
+
+    for name in ("mode", "slots", "attention"):
+        setattr(runner.decode_metadata, name, compared(name, getattr(runner.decode_metadata, name)))
+
+
+def decode_metadata_compared(worker: Any) -> dict[str, Any]:
+    runner = worker.model_runner
+    return {"told": runner.told, "kept": runner.kept, "differing": sorted(runner.told_otherwise)}
 
 
 def decode_inputs_compared(worker: Any) -> dict[str, Any]:

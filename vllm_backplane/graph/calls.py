@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +19,7 @@ from vllm_backplane.graph.interface import Graph
 Inputs = Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a tensor is and how it is read; what it holds may change."""
 
     address: int
@@ -31,7 +30,7 @@ class _Place:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Place:
-        return cls(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,5 +93,5 @@ def _difference(then: Mapping[str, _Place], now: Mapping[str, _Place]) -> str:
             return f"the input {name} was not captured"
         if then[name] != now[name]:
             moved = then[name].address != now[name].address
-            return f"the input {name} " + ("is another tensor" if moved else f"has become {now[name].shape}")
+            return f"the input {name} " + ("is another tensor" if moved else f"has become {tuple(now[name].shape)}")
     raise AssertionError("nothing differs")

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy
-import torch
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.block_table import SlotMappingMode
 
@@ -32,7 +31,6 @@ class DecodeInputs:
         self._lengths = (runner.seq_lens.numpy(), runner.optimistic_seq_lens_cpu.numpy())
         self._computed = runner.num_computed_tokens.numpy()
         self._counting = numpy.arange(runner.max_num_reqs + 1)
-        self._last_rows = torch.arange(runner.max_num_reqs, dtype=torch.int32)
 
     @classmethod
     def of(cls, runner: Any) -> DecodeInputs | None:
@@ -46,15 +44,18 @@ class DecodeInputs:
         )  # fmt: skip
         return None if any(more) else cls(runner)
 
-    def prepare(self, tokens: numpy.ndarray[Any, Any]) -> tuple[torch.Tensor, None, int] | None:
-        """What `_prepare_inputs` returns, or nothing where a sequence has more than one token. `tokens` of each."""
+    def prepare(self, tokens: numpy.ndarray[Any, Any]) -> tuple[slice, None, int] | None:
+        """What `_prepare_inputs` returns, or nothing where a sequence has more than one token. `tokens` of each. The
+        rows that have logits are all, so that they are a view rather than a copy."""
         runner, batch = self._runner, self._runner.input_batch
         count = batch.num_reqs
         if tokens.sum() != count or tokens.max() != 1 or batch.req_prompt_embeds:
             return None
         if batch.prev_sampled_token_ids is not None or runner._pp_recv_work is not None:
             return None
-        batch.block_table.commit_block_table(count)
+        tables = batch.block_table.block_tables
+        for table in tables:
+            table.block_table.gpu.numpy()[:count] = table.block_table.np[:count]
         computed, rows = batch.num_computed_tokens_cpu[:count], self._counting[:count]
         self._write("input_ids", batch.token_ids_cpu[rows, computed])
         self._write("query_pos", 0, count)
@@ -70,11 +71,11 @@ class DecodeInputs:
         runner.prev_positions.np[:count] = -1
         known = [runner.requests[name].num_tokens for name in batch.req_ids]
         self._write("discard_request_mask", self._lengths[0][:count] < known)
-        for table in batch.block_table.block_tables:
+        for table in tables:
             if table.slot_mapping_mode == SlotMappingMode.TOKEN_TO_KV_SLOT:
                 starts, positions = runner.query_start_loc.gpu[: count + 1], runner.positions[:count]
                 runner_kernels.write_slots(table, starts, positions, PAD_SLOT_ID)
-        return self._last_rows[:count], None, 1
+        return slice(count), None, 1
 
     def _write(self, name: str, values: Any, count: int | None = None) -> None:
         """To as many as there are values, or to `count`, or to all."""

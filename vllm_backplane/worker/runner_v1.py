@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy
@@ -19,6 +20,7 @@ from vllm_backplane.layers.mamba import refuse_foreign
 from vllm_backplane.layers.sampler import replace_sampler
 from vllm_backplane.ops import resolution
 from vllm_backplane.worker.decode_inputs import DecodeInputs
+from vllm_backplane.worker.decode_metadata import DecodeMetadata
 from vllm_backplane.worker.step_graphs import StepGraphs, unrecordable
 
 
@@ -26,6 +28,9 @@ class BackplaneModelRunnerV1(GPUModelRunner):
     max_num_tokens: int
     model: Any
     decode_inputs: DecodeInputs | None = None
+    decode_metadata: DecodeMetadata
+    is_prepared_decode = False
+    """Of the step that is being prepared: `decode_inputs` wrote its inputs."""
 
     def __init__(self, vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> None:
         self.accelerator = device
@@ -65,10 +70,26 @@ class BackplaneModelRunnerV1(GPUModelRunner):
             replayed = configuration.settle_graphs(config, device, missing)
             self.model = StepGraphs(model, config, device, self.device.index or 0) if replayed else model
         self.decode_inputs = DecodeInputs.of(self)
+        self.decode_metadata = DecodeMetadata(self)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         prepared = self.decode_inputs.prepare(num_scheduled_tokens) if self.decode_inputs is not None else None
+        self.is_prepared_decode = prepared is not None
         return super()._prepare_inputs(scheduler_output, num_scheduled_tokens) if prepared is None else prepared
+
+    def _determine_batch_execution_and_padding(self, *args: Any, **sizes: Any) -> Any:
+        make = partial(super()._determine_batch_execution_and_padding, *args, **sizes)
+        return self.decode_metadata.mode(make, sizes) if self.is_prepared_decode else make()
+
+    def _get_slot_mappings(self, *args: Any, **sizes: Any) -> Any:
+        make = partial(super()._get_slot_mappings, *args, **sizes)
+        return self.decode_metadata.slots(make, sizes) if self.is_prepared_decode else make()
+
+    def _build_attention_metadata(self, *args: Any, **sizes: Any) -> Any:
+        make = partial(super()._build_attention_metadata, *args, **sizes)
+        # The last that is asked before the step; what runs next may be none.
+        is_prepared, self.is_prepared_decode = self.is_prepared_decode, False
+        return self.decode_metadata.attention(make, sizes) if is_prepared else make()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         state = self.execute_model_state
@@ -86,6 +107,10 @@ class BackplaneModelRunnerV1(GPUModelRunner):
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         with self._unfinished_prompts_draw_nothing():
             return super()._bookkeeping_sync(*args, **kwargs)
+
+    def _to_list(self, sampled_token_ids: torch.Tensor) -> list[list[int]]:
+        """Upstream waits for a copy to the host, where this may be already."""
+        return sampled_token_ids.tolist() if sampled_token_ids.is_cpu else super()._to_list(sampled_token_ids)
 
     @contextmanager
     def _unfinished_prompts_draw_nothing(self) -> Iterator[None]:

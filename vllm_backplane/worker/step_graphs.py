@@ -9,7 +9,8 @@ metadata, which vLLM keeps in buffers that stay.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class StepGraphs(CUDAGraphWrapper):
         context = get_forward_context()
         if context.cudagraph_runtime_mode != self.runtime_mode or self.suspended:
             return self.runnable(*args, **kwargs)
-        inputs = dict(_inputs(args, kwargs, context))
+        inputs = _inputs(args, kwargs, context)
         key = context.batch_descriptor
         if self.while_serving:
             return self._served(key, lambda: self.runnable(*args, **kwargs), inputs)
@@ -107,21 +108,22 @@ def unrecordable(model: torch.nn.Module, operators: Iterable[Resolution]) -> lis
     return sorted(found)
 
 
-def _inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in (*((str(place), value) for place, value in enumerate(args)), *kwargs.items()):
-        if isinstance(value, torch.Tensor):
-            yield name, value
-    seen: set[int] = set()
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext) -> dict[str, torch.Tensor]:
+    given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+    found = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     for title, by_layer in (("attention", context.attn_metadata), ("slots", getattr(context, "slot_mapping", None))):
-        for layer, value in by_layer.items() if isinstance(by_layer, dict) else ():
-            if id(value) in seen:  # layers of a group share theirs
-                continue
-            seen.add(id(value))
+        if not isinstance(by_layer, dict):
+            continue
+        # Layers of a group share theirs, which is called by the first of them.
+        for layer, value in {id(value): (layer, value) for layer, value in reversed(by_layer.items())}.values():
             if isinstance(value, torch.Tensor):
-                yield f"{title} of {layer}", value
-            elif dataclasses.is_dataclass(value):
-                for field in dataclasses.fields(value):
-                    if isinstance(held := getattr(value, field.name), torch.Tensor):
-                        yield f"{field.name} of {layer}", held
+                found[f"{title} of {layer}"] = value
+            for name in _fields(value.__class__):
+                if isinstance(held := getattr(value, name), torch.Tensor):
+                    found[f"{name} of {layer}"] = held
+    return found
+
+
+@cache
+def _fields(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
