@@ -40,7 +40,8 @@ class DecodeInputs:
         more = (
             runner.speculative_config, runner.lora_config, runner.uses_mrope, runner.enable_prompt_embeds,
             runner.use_async_scheduling, runner.num_accepted_tokens_event, runner.is_pooling_model,
-            runner.dcp_world_size > 1, runner.parallel_config.use_ubatching, runner.cache_config.kv_sharing_fast_prefill,
+            runner.dcp_world_size > 1, runner.parallel_config.use_ubatching,
+            runner.cache_config.kv_sharing_fast_prefill,
         )  # fmt: skip
         return None if any(more) else cls(runner)
 
