@@ -74,6 +74,7 @@ def test_it_is_like_one_that_was_started(program: Path) -> None:
     plain, none, _, _ = told(program, warm=False, **own)
     forked, others, chances, process = told(program, **own)
     assert not isinstance(process, subprocess.Popen)
+    assert [name for name in plain[0] if forked[0][name] != plain[0][name]] == []  # says which, of a long report
     assert forked == plain
     assert forked[0]["variables"].items() >= own.items()
     assert (none, others) == ([False] * 3, [True, False, False])
