@@ -83,8 +83,10 @@ def divided(looks: list[tuple[float, dict[Thread, float]]], seconds: float) -> d
     def served(look: dict[Thread, float]) -> float:
         return sum(used for (role, *_), used in look.items() if role != "client")
 
-    last = max(place for place in range(1, len(looks)) if served(looks[place][1]) > served(looks[place - 1][1]))
-    end, after = looks[last]
+    busy = [place for place in range(1, len(looks)) if served(looks[place][1]) > served(looks[place - 1][1])]
+    if not busy:
+        raise drivers.EngineFailure(f"in {len(looks)} looks the server was never seen to work; see what it says above")
+    end, after = looks[busy[-1]]
     before = next(look for moment, look in looks if moment >= end - seconds)
     used = {thread: total - before.get(thread, 0.0) for thread, total in after.items()}
     parts: dict[str, float] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.compare.drivers import EngineFailure
 from benchmarks.serving import ENGINE, Profile, Thread, divided, table
 
 FIRST, KERNELS, OUTPUT = (ENGINE, 10, True), (ENGINE, 11, False), (ENGINE, 12, False)
@@ -31,6 +32,11 @@ def test_the_time_of_the_load_counts() -> None:
         "server": pytest.approx(1.0),
         "engine, rest": pytest.approx(0.5),
     }
+
+
+def test_a_server_that_does_nothing_is_no_profile() -> None:
+    with pytest.raises(EngineFailure, match="in 2 looks the server was never seen to work"):
+        divided([looks()[0]] * 2, 10.0)
 
 
 def test_what_nobody_took_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
