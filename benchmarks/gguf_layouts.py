@@ -4,11 +4,11 @@
     python benchmarks/gguf_layouts.py --types Q6_K Q4_K --rows 1 --shapes 1536x8960 --json
 
 `gguf_layouts.cpp`, which is built with g++ first, multiplies blocks as they lie, with the dot-product instructions of
-ARMv8.2 (SDOT); `quantized_linear` multiplies what `gguf/forms.py` makes of them, with the same instructions. Both round
-the input in the same groups, so results must agree to the rounding of float32, or the program fails. One thread and its
-processor time; every call has another copy of the weight, as the layers of a model do, so none is in the caches; calls
-of both are made without Python and measured in turns; the table has medians. Types with blocks of 256 are left out
-where the input is no multiple of that.
+ARMv8.2 (SDOT); `quantized_linear` multiplies what `gguf/packing.py` makes of them, with the same instructions. Both
+round the input in the same groups, so results must agree to the rounding of float32, or the program fails. One thread
+and its processor time; every call has another copy of the weight, as the layers of a model do, so none is in the
+caches; calls of both are made without Python and measured in turns; the table has medians. Types with blocks of 256
+are left out where the input is no multiple of that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.calls_in_turns import Call, medians, replayed
 from vllm_backplane import ops
 from vllm_backplane.devices.cpu import native
 from vllm_backplane.gguf.blocks import LAYOUTS, Type
-from vllm_backplane.gguf.forms import packed_rows
+from vllm_backplane.gguf.packing import packed_rows
 
 TYPES = {Type.Q8_0: (0,), Type.Q6_K: (208,), Type.Q4_K: (0, 2), Type.IQ4_NL: (0,), Type.Q4_0: (0,)}
 """And where a block has numbers in half precision."""

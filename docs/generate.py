@@ -34,8 +34,8 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def options() -> str:
     from vllm_backplane.device import discover
-    from vllm_backplane.options import OTHER_VARIABLES
     from vllm_backplane.runtime import OPTIONS
+    from vllm_backplane.settings.options import OTHER_VARIABLES
 
     def row(scope: str, option) -> tuple[str, ...]:  # type: ignore[no-untyped-def]
         key = f"{scope}.{option.key}" if scope else option.key
@@ -51,7 +51,7 @@ def options() -> str:
 
 
 def bindings() -> str:
-    from vllm_backplane.layers.binding import BINDINGS
+    from vllm_backplane.binding.registry import BINDINGS
 
     return table(
         ("vLLM's layer", "replacement", "operators", "why"),
@@ -70,7 +70,7 @@ def bindings() -> str:
 def gguf_types() -> str:
     from vllm_backplane.gguf.blocks import FLOATS, LAYOUTS
     from vllm_backplane.gguf.file import Tensor
-    from vllm_backplane.gguf.forms import bytes_in_memory, torch
+    from vllm_backplane.gguf.packing import bytes_in_memory, torch
 
     def bits(kind) -> float:  # type: ignore[no-untyped-def]
         return bytes_in_memory(Tensor("", kind, (1, 256), 0, 0), torch.float32) * 8 / 256
@@ -149,7 +149,7 @@ def minimal_device() -> str:
 
 
 def audit_rules() -> str:
-    from vllm_backplane.audit import RULES
+    from vllm_patchbay.audit import RULES
 
     return "\n\n".join(
         f"### `{rule.id}` {rule.name}\n\n{rule.summary} {rule.explanation}\n\n"
@@ -161,7 +161,7 @@ def audit_rules() -> str:
 def audit_corpus() -> str:
     import runpy
 
-    cases = runpy.run_path(str(ROOT / "tests/unit/audit/audit_cases.py"))["read_cases"]()
+    cases = runpy.run_path(str(ROOT / "tests/unit/patchbay/audit/audit_cases.py"))["read_cases"]()
     labels = sum(case.expected.total() for case in cases)
     harmless = sum(not case.expected for case in cases)
     return (
@@ -191,13 +191,13 @@ def formats() -> str:
 
 
 def releases() -> str:
-    from vllm_backplane.supported import RELEASES
+    from vllm_backplane.settings.releases import RELEASES
 
     return table(("vLLM", "torch", "what is run on it"), ((r.version, r.torch, r.covered) for r in RELEASES))
 
 
 def partly_there() -> str:
-    from vllm_backplane.compat import PARTLY_THERE
+    from vllm_backplane.settings.compat import PARTLY_THERE
 
     return table(("of vLLM", "without it"), ((f"`{path}`", why) for path, why in PARTLY_THERE.items()))
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from vllm_backplane.loopback.addresses import Address
+from vllm_backplane.peering.addresses import Address
 
 
 def nothing() -> None:

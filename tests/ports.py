@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 
-from vllm_backplane.loopback.addresses import Address
+from vllm_backplane.peering.addresses import Address
 
 FIRST, LAST = 20000, 32000
 """Below those that the system gives to connections: it may be minutes until a server that is started listens, and

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import reprlib
-from collections.abc import Iterable
+
+from vllm_patchbay.errors import nearest as nearest
 
 
 class BackplaneError(RuntimeError):
@@ -43,26 +43,12 @@ class CheckpointError(BackplaneError):
     """A checkpoint is damaged, incomplete, or of a kind that cannot be served."""
 
 
-class PatchError(BackplaneError):
-    """A patch is declared badly, or does not fit the vLLM it meets."""
-
-
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 80
 _SHOWN.maxlevel = 1
-_LONGEST_WORD = 100
-"""Of those that are compared: the comparison takes memory and time by a word's length."""
 
 
 def shown(value: object) -> str:
     """What a file or a user gave, for a message: as `repr` has it, with the middle left out where it is long. What is
     left out is not looked at, so a value of any size costs little."""
     return _SHOWN.repr(value)
-
-
-def nearest(word: str, candidates: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: ``; did you mean 'device'?``, or a full stop."""
-    if len(word) > _LONGEST_WORD:
-        return "."
-    match = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else "."

@@ -14,13 +14,14 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_backplane import middleware, scheduling
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.patch import Process, lifecycle
+from vllm_backplane.http import middleware
+from vllm_backplane.patches import lifecycle
+from vllm_backplane.process.cuda_shims import answer_for
+from vllm_backplane.process.forked_sockets import release_in_engines
+from vllm_backplane.process.orphan_watchdog import follow_in_engines
 from vllm_backplane.runtime import configured, runtime
-from vllm_backplane.worker.ancestors import follow_in_engines
-from vllm_backplane.worker.host_stand_ins import answer_for
-from vllm_backplane.worker.inherited_ports import release_in_engines
+from vllm_patchbay.patch import Process
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -119,7 +120,7 @@ class BackplanePlatform(Platform):
         return _device.capabilities.sleep
 
     def get_global_graph_pool(self) -> None:
-        """vLLM asks for CUDA's memory pool of graphs. Here each graph has its own (`vllm_backplane.graph`)."""
+        """vLLM asks for CUDA's memory pool of graphs. Here each graph has its own (`vllm_backplane.device.graph`)."""
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
@@ -141,8 +142,8 @@ class BackplanePlatform(Platform):
     def verify_quantization(cls, quant: str) -> None:
         """An empty list of supported methods means all of them upstream; here those are that have kernels."""
         from vllm_backplane.gguf.configuration import QUANTIZATION
-        from vllm_backplane.layers.quantization import formats
-        from vllm_backplane.layers.schemes import refusal, registration
+        from vllm_backplane.quantization.checkpoint import refusal, registration
+        from vllm_backplane.quantization.online import formats
 
         if quant not in formats.ONLINE and quant != QUANTIZATION and quant not in registration.NAMES:
             raise refusal.refused(f"quantization {quant} (of the checkpoint, or of --quantization)")
@@ -155,13 +156,13 @@ class BackplanePlatform(Platform):
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        from vllm_backplane.layers import ir
+        from vllm_backplane.binding import ir
 
         ir.register()
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> IrOpPriorityConfig:
-        from vllm_backplane.layers import ir
+        from vllm_backplane.binding import ir
 
         return ir.priority()
 
@@ -169,10 +170,10 @@ class BackplanePlatform(Platform):
     def register_triton_kernel_overrides(cls) -> None:
         from vllm.triton_utils import HAS_TRITON
 
-        from vllm_backplane.layers import runner_kernels
+        from vllm_backplane.runner import triton_kernels
 
         if not (HAS_TRITON and _device.capabilities.triton):
-            runner_kernels.register()
+            triton_kernels.register()
 
     @classmethod
     def get_attn_backend_cls(
@@ -187,13 +188,13 @@ class BackplanePlatform(Platform):
 
     @classmethod
     def get_mla_prefill_backend_cls(cls, mla_selector_config: MLAPrefillSelectorConfig) -> type[MLAPrefillBackend]:
-        from vllm_backplane.attention.latent import NoPrefill
+        from vllm_backplane.attention.mla import NoPrefill
 
         return NoPrefill
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        return "vllm_backplane.layers.lora.BackplanePunicaWrapper"
+        return "vllm_backplane.lora.punica.BackplanePunicaWrapper"
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
@@ -220,35 +221,17 @@ class BackplanePlatform(Platform):
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
         """Before vLLM fills in its defaults: no compilation; graphs where the user or the device wants them."""
-        from vllm_backplane import configuration
+        from vllm_backplane.config import graphs
 
-        configuration.set_compilation_defaults(vllm_config, configured(vllm_config.additional_config))
+        graphs.set_compilation_defaults(vllm_config, configured(vllm_config.additional_config))
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Fit vLLM's configuration to the device, in stages; each refuses what it cannot fulfil."""
-        from vllm_backplane import configuration
-        from vllm_backplane.model_loader import completeness
+        """Fits vLLM's configuration to the device."""
+        from vllm_backplane.config import stages
 
         chosen = configured(vllm_config.additional_config)
-        # 1. Options are settled and valid from here on.
-        # 2. What the device cannot do is refused by name.
-        configuration.refuse_unsupported(vllm_config, chosen)
-        # 3. Our worker, unless the user named one.
-        configuration.set_worker(vllm_config)
-        # 4. Compilation and graphs.
-        configuration.set_compilation(vllm_config, chosen)
-        # 5. Scheduling.
-        scheduling.settle(vllm_config, chosen.device)
-        scheduling.choose_scheduler(vllm_config)
-        # 6. Memory.
-        configuration.set_states(vllm_config)
-        configuration.set_memory(vllm_config, chosen)
-        # 7. Where the weights are in a GGUF file; whether a quantized checkpoint has all of them.
-        configuration.set_loading(vllm_config)
-        completeness.ask(vllm_config)
-        # 8. A second tier of the KV cache.
-        configuration.set_kv_tier(vllm_config)
+        stages.apply(vllm_config, chosen)
         logger.info_once("Backplane runs on device %s: %s", chosen.device.name, chosen.selection.reason)
         if patched := lifecycle.report():
             logger.info_once("%s", patched)

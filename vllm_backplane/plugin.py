@@ -17,9 +17,10 @@ def activate() -> None:
     if not _platform_is_ours():
         return
     _declare_variables()
-    from vllm_backplane.layers.binding import bind
-    from vllm_backplane.patch import Process, lifecycle
+    from vllm_backplane.binding.registry import bind
+    from vllm_backplane.patches import lifecycle
     from vllm_backplane.runtime import runtime
+    from vllm_patchbay.patch import Process
 
     lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
     bind()
@@ -29,7 +30,7 @@ def _declare_variables() -> None:
     """vLLM warns of a VLLM_* variable that is not in its table, or refuses it where it was told to."""
     from vllm import envs
 
-    from vllm_backplane.upstream.versions import VERSION_VARIABLE
+    from vllm_patchbay.upstream.versions import VERSION_VARIABLE
 
     envs.environment_variables[VERSION_VARIABLE] = lambda: os.environ.get(VERSION_VARIABLE)
 

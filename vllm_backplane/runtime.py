@@ -15,8 +15,8 @@ from typing import Any
 
 from vllm_backplane.device import Device, DeviceEntry, Selection, discover, select
 from vllm_backplane.errors import OptionError
-from vllm_backplane.loopback.addresses import loopback_text
-from vllm_backplane.options import (
+from vllm_backplane.peering.addresses import loopback_text
+from vllm_backplane.settings.options import (
     SECTION,
     Option,
     Scopes,

@@ -14,8 +14,8 @@ import reference
 import torch
 
 from vllm_backplane.device import CodeLayout
-from vllm_backplane.layers.quantization.formats import Format
 from vllm_backplane.ops.quantized_linear import Packed, packed
+from vllm_backplane.quantization.online.formats import Format
 
 
 def decoded(made: Packed, bits: int, rows: int, size: int) -> torch.Tensor:

@@ -17,8 +17,8 @@ from engine import batch, greedy, job, try_engines
 from processes import Child, on_path, tail
 from server import Server
 
-from vllm_backplane.patch import take_fingerprint
-from vllm_backplane.upstream import SymbolIndex, installed_tree
+from vllm_patchbay.patch import take_fingerprint
+from vllm_patchbay.upstream import SymbolIndex, installed_tree
 
 TARGETS = {
     "platform": "vllm.engine.arg_utils:EngineArgs.create_engine_config",
@@ -32,7 +32,7 @@ UNUSED = "vllm.model_executor.models.gemma3:Gemma3ForCausalLM.compute_logits"
 
 PATCH = """
 import json, multiprocessing, os
-from vllm_backplane.patch import Patch, Process
+from vllm_patchbay.patch import Patch, Process
 
 @Patch(
     target="{target}",

@@ -19,7 +19,7 @@ from processes import on_path, tail
 from server import Server
 from tiny_models import randomize
 
-from vllm_backplane.layers.quantization.formats import HEAD, ONLINE
+from vllm_backplane.quantization.online.formats import HEAD, ONLINE
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 

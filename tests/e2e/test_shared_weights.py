@@ -13,7 +13,7 @@ import pytest
 import reference
 from server import LIMITS, Server
 
-from vllm_backplane.model_loader.sealed import NAME
+from vllm_backplane.weights.sealed_memory import NAME
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 

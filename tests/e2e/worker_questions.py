@@ -46,7 +46,7 @@ def parameters(worker: Any) -> dict[str, str]:
 
 
 def compare_decode_inputs(worker: Any) -> None:
-    """From now on inputs of decode steps are prepared twice, by worker/decode_inputs.py and by vLLM, and compared."""
+    """From now on inputs of decode steps are prepared twice, by runner/decode_inputs.py and by vLLM, and compared."""
     import numpy
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -85,7 +85,7 @@ def compare_decode_inputs(worker: Any) -> None:
 
 
 def compare_decode_metadata(worker: Any) -> None:
-    """From now on what decode steps are told is made twice, by worker/decode_metadata.py and by vLLM, and compared."""
+    """From now on what decode steps are told is made twice, by runner/decode_metadata.py and by vLLM, and compared."""
     import dataclasses
 
     import torch
@@ -319,11 +319,11 @@ def resident(_worker: Any) -> int:
 
 def damage_kept_blocks(worker: Any) -> int:
     """Changes every block in the memory of the second rank's KV tier; the first rank's stay as they are."""
-    from vllm_backplane.kv_tier.current import tier_of_worker
+    from vllm_backplane.kv_offload.registration import connector_of_worker
 
     if worker.rank != 1:
         return 0
-    tier = tier_of_worker()
+    tier = connector_of_worker()
     assert tier is not None
     rows = tier.carrier.store._slots._rows
     rows[...] ^= 0xFF

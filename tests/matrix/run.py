@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 from steps import STEPS, Outcome, run
 
-from vllm_backplane.supported import RELEASES
+from vllm_backplane.settings.releases import RELEASES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

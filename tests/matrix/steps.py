@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from vllm_backplane.supported import Release  # noqa: E402
+from vllm_backplane.settings.releases import Release  # noqa: E402
 
 BUILD = "environment"
 SMOKE = ("chat", "batch", "embeddings")

@@ -64,16 +64,16 @@ IMPORTED_WITHOUT_VLLM = (
     "vllm_backplane",
     "vllm_backplane.device",
     "vllm_backplane.ops",
-    "vllm_backplane.options",
+    "vllm_backplane.settings.options",
     "vllm_backplane.runtime",
     "vllm_backplane.devices.cpu",
     "vllm_backplane.devices.sim",
-    "vllm_backplane.upstream",
-    "vllm_backplane.audit",
-    "vllm_backplane.patch",
+    "vllm_patchbay.upstream",
+    "vllm_patchbay.audit",
+    "vllm_patchbay.patch",
     "vllm_backplane.cli",
-    "vllm_backplane.diagnosis",
-    "vllm_backplane.layers.hooks",
+    "vllm_backplane.doctor",
+    "vllm_backplane.binding.hooks",
 )
 
 
@@ -126,7 +126,7 @@ def test_operators_and_the_contract_do_not_know_who_uses_them(path):
 
 @pytest.mark.parametrize("path", files("loopback"), ids=relative)
 def test_talking_does_not_know_what_is_said(path):
-    allowed = ("vllm_backplane.loopback.", "vllm_backplane.errors.")
+    allowed = ("vllm_backplane.peering.", "vllm_backplane.errors.")
     assert [one for one in imports(path) if one.startswith("vllm_backplane") and not one.startswith(allowed)] == []
 
 
@@ -150,7 +150,7 @@ def compared_strings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 OTHER_MEANINGS = {
-    "diagnosis/plugins.py": 'target.lower() == "cpu"',
+    "doctor/plugins.py": 'target.lower() == "cpu"',
     "ops/raw_memory.py": 'addresses.device.type != "cpu"',
 }
 """Comparisons with 'cpu' that are not about our device: a value that vLLM treats specially, and torch's word for host

@@ -12,8 +12,8 @@ import pytest
 
 from tests import programs
 from vllm_backplane.gguf.configuration import QUANTIZATION
-from vllm_backplane.kv_tier.settings import NAME as TIER
-from vllm_backplane.model_loader.formats import ALL_SHARED, PEER
+from vllm_backplane.kv_offload.settings import NAME as TIER
+from vllm_backplane.weights.load_formats import ALL_SHARED, PEER
 
 LOAD_TWICE = """
 import json, os, sys, torch

@@ -74,7 +74,7 @@ from vllm_backplane.attention.implementation import BackplaneAttentionImpl
 from vllm_backplane.attention.metadata import BackplaneMetadataBuilder
 from vllm_backplane.distributed.communicator import BackplaneCommunicator
 from vllm_backplane.platform import BackplanePlatform
-from vllm_backplane.worker.runner_v1 import BackplaneModelRunnerV1
+from vllm_backplane.runner.v1 import BackplaneModelRunnerV1
 from vllm_backplane.worker.worker import BackplaneWorker
 
 OWN = {  # additions of ours; everything else must override something upstream

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 BACKEND = "vllm_backplane.attention.backend.BackplaneAttentionBackend"
-OVER_LATENT = "vllm_backplane.attention.latent.BackplaneLatentBackend"
+OVER_LATENT = "vllm_backplane.attention.mla.BackplaneLatentBackend"
 OF_STATES = {
-    "MAMBA1": "vllm_backplane.attention.states.MambaStateBackend",
-    "MAMBA2": "vllm_backplane.attention.states.Mamba2StateBackend",
-    "GDN_ATTN": "vllm_backplane.attention.states.DeltaStateBackend",
+    "MAMBA1": "vllm_backplane.attention.state_metadata.MambaStateBackend",
+    "MAMBA2": "vllm_backplane.attention.state_metadata.Mamba2StateBackend",
+    "GDN_ATTN": "vllm_backplane.attention.state_metadata.DeltaStateBackend",
 }
 """Layers that carry a state have a backend for its metadata, by vLLM's name of their kind."""
 

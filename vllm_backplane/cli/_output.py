@@ -1,40 +1,9 @@
-"""What commands print: results on stdout, progress on stderr, so that results can be piped."""
+"""Printing for commands: results go to stdout and progress to stderr, so that results can be piped."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from vllm_patchbay.cli.output import add_json_flag, print_json, print_table, progress_of
 
-from vllm_backplane.errors import BackplaneError
+__all__ = ["add_json_flag", "print_json", "print_table", "progress"]
 
-
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
-def progress(message: str) -> None:
-    print(f"vllm-backplane: {message}", file=sys.stderr, flush=True)
-
-
-def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
-
-
-def write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as fault:
-        raise BackplaneError(f"cannot write {path}: {fault.strerror}; choose another place") from fault
-
-
-def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Columns as wide as their widest cell; the last is not padded."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+progress = progress_of("vllm-backplane")

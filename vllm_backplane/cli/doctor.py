@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from vllm_backplane.cli import _output
-from vllm_backplane.diagnosis import Finding, Report, examine
-from vllm_backplane.diagnosis.settings import OptionInfo
+from vllm_backplane.doctor import Finding, Report, examine
+from vllm_backplane.doctor.options import OptionInfo
 
 NAME = "doctor"
 HELP = "say whether serving would work here, and what is wrong if not"

@@ -99,7 +99,7 @@ def _choose(name: str | None) -> tuple[Device, str, tuple[str, ...]]:
 
 def table(device: Device, forced: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Every operator, by family, with what it runs on and what calls it."""
-    from vllm_backplane.layers.hooks import callers
+    from vllm_backplane.binding.hooks import callers
     from vllm_backplane.ops import resolution
     from vllm_backplane.ops.operator import get
 

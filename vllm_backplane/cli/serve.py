@@ -90,7 +90,7 @@ def become(launch: Launch) -> NoReturn:
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from vllm_backplane import compat
+    from vllm_backplane.settings import compat
 
     gc.freeze()
     gc.enable()
@@ -158,7 +158,7 @@ def leave(status: int | str | None) -> NoReturn:
 
 def refuse_lockout(environment: Mapping[str, str]) -> None:
     """vLLM can be told to ignore this plugin, and then runs another platform or none without a word."""
-    from vllm_backplane.diagnosis import plugins
+    from vllm_backplane.doctor import plugins
 
     for finding in plugins.check_environment(plugins.find(), environment):
         if finding.severity == "error":

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_backplane.graph import Graph
-from vllm_backplane.options import Option
+from vllm_backplane.device.graph import Graph
+from vllm_backplane.settings.options import Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Device(ABC):
     """Qualified name of a communicator class, if the default over torch.distributed is not right."""
     model_runner: ClassVar[str | None] = None
     """Qualified name of a model-runner class, if the device must replace Backplane's. It is called with vLLM's
-    configuration, the torch device and this object, and has what `worker/runner_v1.py` adds to vLLM's runner."""
+    configuration, the torch device and this object, and has what `runner/v1.py` adds to vLLM's runner."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         """`settings` holds the resolved values of `options`."""

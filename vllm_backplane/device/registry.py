@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_backplane.device.contract import Device, Probe
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.options import Option
+from vllm_backplane.settings.options import Option
 
 ENTRY_POINT_GROUP = "vllm_backplane.devices"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from vllm_backplane.errors import CheckpointError, nearest, shown
-from vllm_backplane.gguf.parts import Gguf, Placed
+from vllm_backplane.gguf.model_files import Gguf, Placed
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {

@@ -9,9 +9,9 @@ from typing import Any
 from gguf import GGMLQuantizationType
 
 from vllm_backplane.errors import CheckpointError, shown
-from vllm_backplane.gguf.agreement import insist_on_layers, insist_on_shapes
 from vllm_backplane.gguf.architectures import Architecture, architecture_of
-from vllm_backplane.gguf.parts import Gguf, Placed
+from vllm_backplane.gguf.consistency import insist_on_layers, insist_on_shapes
+from vllm_backplane.gguf.model_files import Gguf, Placed
 
 QUANTIZATION = "gguf"
 """The name of the quantization method and of the load format."""

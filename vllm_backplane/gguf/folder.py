@@ -19,7 +19,7 @@ from vllm_backplane.gguf import tokenizer
 from vllm_backplane.gguf.architectures import named
 from vllm_backplane.gguf.blocks import insist_on_served
 from vllm_backplane.gguf.configuration import QUANTIZATION, configuration
-from vllm_backplane.gguf.parts import Gguf, opened
+from vllm_backplane.gguf.model_files import Gguf, opened
 from vllm_backplane.models.cache import MANIFEST, damage, derived_folder
 from vllm_backplane.models.package import sha256
 

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from vllm_backplane.errors import CheckpointError, shown
-from vllm_backplane.gguf.parts import has_other_weights, is_first, parts_of
+from vllm_backplane.gguf.model_files import has_other_weights, is_first, parts_of
 
 logger = logging.getLogger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
 _NAMED = 4

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_backplane.errors import CheckpointError, shown
 
 if TYPE_CHECKING:
-    from vllm_backplane.gguf.parts import Gguf
+    from vllm_backplane.gguf.model_files import Gguf
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 

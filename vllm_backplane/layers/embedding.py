@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -12,8 +13,19 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from vllm_backplane import ops
-from vllm_backplane.layers.collected import collect_bias
-from vllm_backplane.layers.quantization.head import QuantizedHeadMethod
+from vllm_backplane.layers.deferred_weights import collect_bias
+
+
+class IncrementalHeadMethod(ABC):
+    """The method of an output head that takes its weight in pieces while the checkpoint is read."""
+
+    @abstractmethod
+    def loads(self, layer: ParallelLMHead, param: torch.Tensor) -> bool:
+        """Returns whether `load` takes what comes for a parameter; vLLM's own loader takes everything else."""
+
+    @abstractmethod
+    def load(self, layer: ParallelLMHead, loaded: torch.Tensor) -> None:
+        """Takes one tensor of the checkpoint."""
 
 
 class BackplaneEmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -36,7 +48,7 @@ class _OnOperators(VocabParallelEmbedding):
         super().__init__(*args, **kwargs)
         if type(self.quant_method) is UnquantizedEmbeddingMethod:
             self.quant_method = BackplaneEmbeddingMethod()
-        if not isinstance(self.quant_method, QuantizedHeadMethod):  # which does not collect
+        if not isinstance(self.quant_method, IncrementalHeadMethod):  # which does not collect
             collect_bias(self)
 
 
@@ -48,7 +60,7 @@ class BackplaneParallelLMHead(_OnOperators, ParallelLMHead):
     def weight_loader(self, param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
         if param is self.bias:
             param.backplane_loaded = True
-        if isinstance(self.quant_method, QuantizedHeadMethod) and self.quant_method.loads(self, param):
+        if isinstance(self.quant_method, IncrementalHeadMethod) and self.quant_method.loads(self, param):
             self.quant_method.load(self, loaded_weight)
         else:
             super().weight_loader(param, loaded_weight)

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.linear import (
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.layers.collected import collect_bias
+from vllm_backplane.layers.deferred_weights import collect_bias
 from vllm_backplane.runtime import runtime
 
 

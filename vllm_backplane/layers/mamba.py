@@ -1,7 +1,7 @@
 """Mamba and Mamba2, on the operators `causal_convolution` and `selective_scan`.
 
 vLLM's mixers call Triton kernels, one pair for prompts and one for decoding. The replacements keep vLLM's parameters,
-sharding and states and compute rows of any length by the same operators (`attention/states.py`).
+sharding and states and compute rows of any length by the same operators (`attention/state_metadata.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from vllm_backplane import ops
-from vllm_backplane.attention.states import StateMetadata
+from vllm_backplane.attention.state_metadata import StateMetadata
 from vllm_backplane.errors import BackplaneError
 
 

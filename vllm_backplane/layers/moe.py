@@ -17,8 +17,9 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, RoutingM
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from vllm_backplane import compat, ops
+from vllm_backplane import ops
 from vllm_backplane.errors import BindingError
+from vllm_backplane.settings import compat
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts

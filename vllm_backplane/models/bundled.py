@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_backplane.errors import BackplaneError, nearest
-from vllm_backplane.models import gguf
+from vllm_backplane.models import dequantized
 
 Progress = Callable[[str], None]
 MIB = 1024 * 1024
@@ -92,8 +92,8 @@ SMOLLM2_FP32 = BundledModel(
     version=SMOLLM2.version,
     content=SMOLLM2.content,
     digests=SMOLLM2.digests,
-    prepare=gguf.to_folder,
-    libraries=gguf.LIBRARIES,
+    prepare=dequantized.to_folder,
+    libraries=dequantized.LIBRARIES,
     recipe=1,
     disk_needed=800 * MIB,
 )

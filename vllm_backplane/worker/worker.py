@@ -28,26 +28,30 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_backplane import compat, configuration
+from vllm_backplane.config import graphs
+from vllm_backplane.distributed.all_or_none import refuse, together
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.kv_tier.current import tier_of_worker
-from vllm_backplane.model_loader import completeness
+from vllm_backplane.kv_offload.registration import connector_of_worker
+from vllm_backplane.lora import adapters
+from vllm_backplane.lora.prefetch import StepAdapters
 from vllm_backplane.ops import resolution
-from vllm_backplane.patch import Process, lifecycle
+from vllm_backplane.patches import lifecycle
+from vllm_backplane.process.cuda_shims import answer_for
+from vllm_backplane.process.rank_failure import insist_on_being_heard, is_heard, order_after_copy
+from vllm_backplane.runner.decode_graphs import StepGraphs
+from vllm_backplane.runner.factory import make_model_runner
+from vllm_backplane.runner.step import rows_of_step, tokens_by_request
 from vllm_backplane.runtime import configured, runtime
-from vllm_backplane.worker import adapters, memory, profiling, saving, sleep
-from vllm_backplane.worker.agreement import refuse, together
-from vllm_backplane.worker.checkpoint import weight_bytes
-from vllm_backplane.worker.host_stand_ins import answer_for
-from vllm_backplane.worker.kv_storage import KvCacheStorage
-from vllm_backplane.worker.model_runner import make_model_runner
+from vllm_backplane.settings import compat
+from vllm_backplane.settings.carried_state import workers_on_host
+from vllm_backplane.weights import missing_weights, saving
+from vllm_backplane.weights.checkpoint_size import weight_bytes
+from vllm_backplane.weights.peer_server import OfferedWeights
+from vllm_backplane.worker import memory, profiling, sleep
+from vllm_backplane.worker.kv_cache import KvCacheStorage
 from vllm_backplane.worker.numeric_guard import NumericGuard
-from vllm_backplane.worker.offered_weights import OfferedWeights
 from vllm_backplane.worker.operators import freeze_operators
-from vllm_backplane.worker.step import rows_of_step, tokens_by_request
-from vllm_backplane.worker.step_adapters import StepAdapters
-from vllm_backplane.worker.step_graphs import StepGraphs
-from vllm_backplane.worker.unheard import insist_on_being_heard, is_heard, order_after_copy
+from vllm_patchbay.patch import Process
 
 logger = init_logger("vllm." + __name__)
 
@@ -135,7 +139,7 @@ class BackplaneWorker(Worker):
         )
 
     def _workers_on_host(self) -> int:
-        return configuration.workers_on_host(self.vllm_config)
+        return workers_on_host(self.vllm_config)
 
     def _check_copies(self) -> None:
         """Before weights are copied."""
@@ -159,7 +163,7 @@ class BackplaneWorker(Worker):
             self.budget.refuse_weights(expected // shards)
         if (address := self.runtime.setting("weights_listen")) is not None:
             self.offered_weights = OfferedWeights(self, address)
-        with completeness.remedy_named():
+        with missing_weights.remedy_named():
             super().load_model(load_dummy_weights=load_dummy_weights)
         # vLLM has just set one host thread for serving, which is right where the host only launches.
         self.accelerator.prepare_worker(self._workers_on_host())
@@ -168,7 +172,7 @@ class BackplaneWorker(Worker):
             self._preserved_parameters()  # a name that is none is refused now rather than at the first sleep
         if self.offered_weights is not None:
             self.offered_weights.note()
-        if configuration.looks_at_modules(self.runtime):
+        if graphs.guard_checks_modules(self.runtime):
             self.watch("modules" if "modules" in self.runtime.setting("numeric_guard") else "layers")
 
     # --- the numeric guard --------------------------------------------------------------------------------------------
@@ -332,7 +336,7 @@ class BackplaneWorker(Worker):
         """Of other weights: what others may ask this worker for."""
         if self.offered_weights is not None:
             self.offered_weights.changed()
-        tier = tier_of_worker()
+        tier = connector_of_worker()
         if tier is not None:
             tier.weights_changed()
 
@@ -361,7 +365,7 @@ class BackplaneWorker(Worker):
         super().initialize_from_config(kv_cache_config)
         if kv_cache_config.kv_cache_tensors:  # an encoder has none
             self._kv_storage.insist_on_use()
-        tier = tier_of_worker()
+        tier = connector_of_worker()
         if tier is not None:
             tier.bind_model(self.model_runner.get_model())
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from vllm.config import ParallelConfig, VllmConfig
 
-from vllm_backplane import configuration
+from vllm_backplane.config import refusals
 from vllm_backplane.device.cores import physical_cores
 from vllm_backplane.devices.cpu import CpuDevice, threads
 from vllm_backplane.devices.cpu.threads import Machine, Share, binding, faults, share
@@ -182,10 +182,10 @@ def test_a_configuration_is_refused_before_workers_start(tmp_path: Path, monkeyp
     machine = made(tmp_path, PLAIN[8])
     monkeypatch.setattr(threads, "machine", lambda: machine)
     eight = replace(chosen, device=CpuDevice({**chosen.device.settings, "threads": 3}))
-    configuration.refuse_unsupported(config, eight)
+    refusals.refuse_unsupported(config, eight)
     config.parallel_config.data_parallel_size_local = 2
     with pytest.raises(OptionError, match=r"cpu.threads is 3 for each of 4 workers.*state at most 2"):
-        configuration.refuse_unsupported(config, eight)
+        refusals.refuse_unsupported(config, eight)
 
 
 @pytest.mark.parametrize(("threads_", "variable"), [(9, None), (None, "64"), (64, "2")])

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from vllm_backplane import ops
+from vllm_backplane.device.graph import CapturedCalls
 from vllm_backplane.devices.cpu import native
 from vllm_backplane.devices.cpu.graphs import CpuGraph, memories
 from vllm_backplane.errors import GraphError
-from vllm_backplane.graph import CapturedCalls
 
 WIDTH = 32
 Call = Callable[[torch.Tensor], Any]

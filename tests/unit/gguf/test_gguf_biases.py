@@ -15,8 +15,8 @@ from test_gguf_description import write
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.architectures import named
 from vllm_backplane.gguf.configuration import configuration
-from vllm_backplane.gguf.parts import opened
-from vllm_backplane.gguf.stored import weights
+from vllm_backplane.gguf.lazy_tensor import weights
+from vllm_backplane.gguf.model_files import opened
 
 HEADS, HEAD, WIDTH = 4, 16, 32
 

@@ -13,8 +13,8 @@ from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.blocks import LAYOUTS, SERVED, Type, dequantized, grouped, insist_on_served
 from vllm_backplane.gguf.file import GgufFile
-from vllm_backplane.gguf.forms import mapped, packed_rows
-from vllm_backplane.gguf.parts import Placed
+from vllm_backplane.gguf.model_files import Placed
+from vllm_backplane.gguf.packing import mapped, packed_rows
 from vllm_backplane.ops.quantized_linear import dequantized as from_packed
 
 ROWS, BLOCKS = 7, 6
@@ -87,7 +87,7 @@ def test_other_types_are_refused_with_those_that_are_served() -> None:
 @pytest.mark.models
 def test_a_real_file_is_dequantized_bit_equal() -> None:
     """Rows of every tensor of the default model's file, which the gguf package reads on its own."""
-    from vllm_backplane.gguf.parts import opened
+    from vllm_backplane.gguf.model_files import opened
     from vllm_backplane.models import obtain
 
     model = opened(obtain("smollm2"))
@@ -109,7 +109,7 @@ def test_a_real_file_is_dequantized_bit_equal() -> None:
 )
 def test_real_weights_in_a_file_of_each_type_are_dequantized_bit_equal(tmp_path: Path, kind: Type) -> None:
     """The default model's weights, quantized by the gguf package, which cannot quantize to the others."""
-    from vllm_backplane.gguf.parts import opened
+    from vllm_backplane.gguf.model_files import opened
     from vllm_backplane.models import obtain
 
     names = ("token_embd.weight", "blk.0.attn_q.weight", "blk.14.ffn_down.weight", "blk.29.attn_output.weight")

@@ -19,7 +19,7 @@ from vllm_backplane.gguf import tokenizer as vocabularies
 from vllm_backplane.gguf.architectures import ARCHITECTURES, named
 from vllm_backplane.gguf.configuration import configuration
 from vllm_backplane.gguf.folder import described, source
-from vllm_backplane.gguf.parts import is_model, opened
+from vllm_backplane.gguf.model_files import is_model, opened
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",

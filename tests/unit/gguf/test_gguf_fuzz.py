@@ -18,10 +18,12 @@ from sound_models import MODELS, made, single_changes
 from test_gguf_hostile import HOSTILE
 
 from vllm_backplane.errors import CheckpointError
-from vllm_backplane.gguf import agreement, architectures, configuration, file, folder, header, stored, tokenizer
+from vllm_backplane.gguf import architectures, configuration, file, folder, header, tokenizer
+from vllm_backplane.gguf import consistency as agreement
+from vllm_backplane.gguf import lazy_tensor as stored
 from vllm_backplane.gguf.file import GgufFile
 from vllm_backplane.gguf.header import Limits
-from vllm_backplane.gguf.parts import opened
+from vllm_backplane.gguf.model_files import opened
 
 RUNS = 6000
 DESCRIBED = 200

@@ -15,7 +15,7 @@ from gguf_bytes import ARRAY, BOOL, F32, Q4_0, STRING, U8, U32, U64, File, array
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.file import GgufFile
 from vllm_backplane.gguf.header import Limits
-from vllm_backplane.gguf.parts import opened
+from vllm_backplane.gguf.model_files import opened
 
 HUGE = 1 << 60
 
@@ -234,6 +234,6 @@ def test_a_folder_of_several_models_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_reader_needs_neither_torch_nor_vllm() -> None:
-    program = "import sys, vllm_backplane.gguf.parts\nprint({'torch', 'vllm'} & sys.modules.keys() or 'neither')"
+    program = "import sys, vllm_backplane.gguf.model_files\nprint({'torch', 'vllm'} & sys.modules.keys() or 'neither')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "neither"

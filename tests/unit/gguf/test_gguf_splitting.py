@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf import tokenizer as made
-from vllm_backplane.gguf.parts import opened
+from vllm_backplane.gguf.model_files import opened
 
 TEXTS = (
     "It's 12345 o'clock; WE'LL see, they've 3.14159 and I'd 7.",

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_backplane.upstream import Resolution, Signature, SymbolIndex
-from vllm_backplane.upstream.modules import Binds, Calling, dotted
+from vllm_patchbay.upstream import Resolution, Signature, SymbolIndex
+from vllm_patchbay.upstream.modules import Binds, Calling, dotted
 
 
 @dataclass(frozen=True, slots=True)

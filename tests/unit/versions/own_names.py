@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from vllm_backplane.audit.checks.context import Context
-from vllm_backplane.audit.checks.overrides import _bases, _reaches_vllm, inherited
-from vllm_backplane.audit.collect import collect
-from vllm_backplane.audit.facts import ClassFact
-from vllm_backplane.audit.plugin import Plugin
-from vllm_backplane.audit.run import read_one
-from vllm_backplane.audit.target import Judge, Target
-from vllm_backplane.layers.binding import Binding
-from vllm_backplane.layers.hooks import IR_OPERATOR, RUNNER_KERNEL, Hook
-from vllm_backplane.upstream import Resolution, SourceTree, SymbolIndex, mismatches
-from vllm_backplane.upstream.callers import calls_of
-from vllm_backplane.upstream.signatures import Kind
-from vllm_backplane.upstream.source import FolderTree
+from vllm_backplane.binding.hooks import IR_OPERATOR, RUNNER_KERNEL, Hook
+from vllm_backplane.binding.registry import Binding
+from vllm_patchbay.audit.checks.context import Context
+from vllm_patchbay.audit.checks.overrides import _bases, _reaches_vllm, inherited
+from vllm_patchbay.audit.facts import ClassFact
+from vllm_patchbay.audit.plugin import Plugin
+from vllm_patchbay.audit.plugin_files import collect
+from vllm_patchbay.audit.run import read_one
+from vllm_patchbay.audit.vllm_target import Judge, Target
+from vllm_patchbay.upstream import Resolution, SourceTree, SymbolIndex, mismatches
+from vllm_patchbay.upstream.call_sites import calls_of
+from vllm_patchbay.upstream.signatures import Kind
+from vllm_patchbay.upstream.source import FolderTree
 
 REPLACEABLE = {"CustomOp", "PluggableLayer"}
 """Classes whose instantiation looks replacements up."""
@@ -30,7 +30,7 @@ def index_of(package: Path, tree: SourceTree) -> SymbolIndex:
     return SymbolIndex(tree, FolderTree(package, "0", package.name))
 
 
-# --- what layers/binding.py and layers/hooks.py list
+# --- what binding/registry.py and binding/hooks.py list
 
 
 def faults_of_bindings(index: SymbolIndex, bindings: Iterable[Binding]) -> Iterator[str]:

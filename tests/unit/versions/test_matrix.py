@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "matrix"))
 import run as matrix
 import steps
 
-from vllm_backplane.supported import RELEASES, Release
+from vllm_backplane.settings.releases import RELEASES, Release
 
 
 @pytest.fixture

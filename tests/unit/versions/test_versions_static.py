@@ -15,13 +15,13 @@ from own_calls import calls
 from own_names import Presence, faults_of_bindings, faults_of_hooks, index_of
 
 import vllm_backplane
-from vllm_backplane import compat
-from vllm_backplane.audit import Severity, audit
+from vllm_backplane.binding.hooks import HOOKS, IR_OPERATOR
+from vllm_backplane.binding.registry import BINDINGS
 from vllm_backplane.cli import main
-from vllm_backplane.layers.binding import BINDINGS
-from vllm_backplane.layers.hooks import HOOKS, IR_OPERATOR
-from vllm_backplane.supported import FULL, NEWEST, RELEASES
-from vllm_backplane.upstream import SourceTree, SymbolIndex, open_tree
+from vllm_backplane.settings import compat
+from vllm_backplane.settings.releases import FULL, NEWEST, RELEASES
+from vllm_patchbay.audit import Severity, audit
+from vllm_patchbay.upstream import SourceTree, SymbolIndex, open_tree
 
 PACKAGE = Path(vllm_backplane.__file__).parent
 ROOT = PACKAGE.parent
@@ -44,7 +44,7 @@ def trees() -> list[SourceTree]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_our_patches_fit(version: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["patches", "check", "--package", "vllm_backplane.patch", "--vllm", version, "--json"])
+    status = main(["patches", "check", "--package", "vllm_patchbay.patch", "--vllm", version, "--json"])
     told = json.loads(capsys.readouterr().out)
     assert (status, told["vllm"]) == (0, version)
     assert {patch["outcome"] for patch in told["patches"]} <= {"fits", "not needed"}
@@ -105,7 +105,7 @@ def test_a_wrong_binding_is_found() -> None:
 
 
 def test_a_wrong_hook_is_found(tmp_path: Path) -> None:
-    copy = _copy(tmp_path, {"layers/runner_kernels.py": (r"cu_num_tokens_ptr: torch", "cu_num_token_ptr: torch")})
+    copy = _copy(tmp_path, {"runner/triton_kernels.py": (r"cu_num_tokens_ptr: torch", "cu_num_token_ptr: torch")})
     gone = [dataclasses.replace(hook, upstream=hook.upstream + "s") for hook in HOOKS]
     index = index_of(copy, open_tree("installed"))
     assert len(list(faults_of_hooks(index, gone))) == len(HOOKS)
@@ -122,14 +122,14 @@ def test_a_wrong_name_in_a_class_is_found(tmp_path: Path) -> None:
         tmp_path,
         {
             "platform.py": ("def get_punica_wrapper", "def get_punica_wraper"),
-            "worker/runner_v1.py": ("def _zero_block_ids", "def _zero_blocks_by_id"),
+            "runner/v1.py": ("def _zero_block_ids", "def _zero_blocks_by_id"),
             "attention/implementation.py": ("def do_kv_cache_update", "def do_kv_cache_updates"),
             "worker/worker.py": (r"self\.local_rank,", "self.rank_on_host,"),
             "distributed/communicator.py": (
                 "from vllm.distributed.device_communicators.base_device_communicator import",
                 "from vllm.distributed.device_communicators.base_communicator import",
             ),
-            "layers/sampler.py": (r"def greedy_sample\(logits", "def greedy_sample(logits, temperature"),
+            "runner/sampler.py": (r"def greedy_sample\(logits", "def greedy_sample(logits, temperature"),
         },
     )
     tree = open_tree("installed")
@@ -138,13 +138,13 @@ def test_a_wrong_name_in_a_class_is_found(tmp_path: Path) -> None:
     assert sorted(told) == [
         f"attention/implementation.py:BackplaneAttentionImpl.do_kv_cache_updates: {nobody}",
         f"platform.py:BackplanePlatform.get_punica_wraper: {nobody}",
-        "worker/runner_v1.py:BackplaneModelRunnerV1._zero_blocks_by_id: " + nobody,
+        "runner/v1.py:BackplaneModelRunnerV1._zero_blocks_by_id: " + nobody,
         "worker/worker.py:BackplaneWorker.rank_on_host is read, and nothing sets it",
     ]
     found = {(f.rule_id, f.file, f.severity) for f in audit(copy, [tree]).findings}
     assert found == {
         ("BP101", "distributed/communicator.py", Severity.ERROR),
-        ("BP401", "layers/sampler.py", Severity.ERROR),
+        ("BP401", "runner/sampler.py", Severity.ERROR),
     }
 
 
@@ -152,7 +152,7 @@ def test_a_wrong_call_is_found(tmp_path: Path) -> None:
     copy = _copy(
         tmp_path,
         {
-            "worker/runner_v1.py": (r"self\._dummy_run\(1, skip_eplb", "self._dummy_run(1, skip_epl"),
+            "runner/v1.py": (r"self\._dummy_run\(1, skip_eplb", "self._dummy_run(1, skip_epl"),
             "worker/worker.py": (r"set_random_seed\(self", "set_random_seed(1, 2, self"),
             "layers/moe.py": (r"\.create_weights\(layer, \*args, \*\*kwargs\)", ".create_weights()"),
         },
@@ -160,7 +160,7 @@ def test_a_wrong_call_is_found(tmp_path: Path) -> None:
     found = [each for each in calls(copy, index_of(copy, open_tree("installed"))) if each.fault]
     assert sorted((each.where.partition(":")[0], each.fault.partition(" in ")[0][:24]) for each in found) == [
         ("layers/moe.py", "no value for layer"),
-        ("worker/runner_v1.py", "no argument skip_epl"),
+        ("runner/v1.py", "no argument skip_epl"),
         ("worker/worker.py", "3 arguments by position "),
     ]
 

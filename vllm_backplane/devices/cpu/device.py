@@ -15,11 +15,11 @@ import numpy
 import torch
 
 from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties, fork_safety, host
-from vllm_backplane.devices.cpu import native, promised, threads
+from vllm_backplane.device.graph import Graph
+from vllm_backplane.devices.cpu import memory_ledger, native, threads
 from vllm_backplane.devices.cpu.graphs import CpuGraph
-from vllm_backplane.devices.cpu.sleeping import SleepPool, folder_on_disk, unfit
-from vllm_backplane.graph import Graph
-from vllm_backplane.options import Option, integer, text
+from vllm_backplane.devices.cpu.sleep import SleepPool, folder_on_disk, unfit
+from vllm_backplane.settings.options import Option, integer, text
 
 
 class CpuDevice(Device):
@@ -104,7 +104,7 @@ class CpuDevice(Device):
 
     def memory(self, index: int = 0) -> MemoryInfo:
         now = host.host_memory()
-        return MemoryInfo(total=now.total, free=max(now.free - promised.unwritten(), 0))
+        return MemoryInfo(total=now.total, free=max(now.free - memory_ledger.unwritten(), 0))
 
     def own_memory(self, index: int = 0) -> int:
         return host.own_resident_memory()
@@ -127,9 +127,9 @@ class CpuDevice(Device):
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
         # numpy asks the system for zero pages, which become memory when they are first written; torch.zeros would
         # write the whole cache at start, seconds per gigabyte-scale cache that most of the time stays half empty.
-        promised.promise(count, host.host_memory().free)
+        memory_ledger.promise(count, host.host_memory().free)
         pages = numpy.zeros(count, dtype=numpy.int8)
-        weakref.finalize(pages, promised.withdraw, count).atexit = False
+        weakref.finalize(pages, memory_ledger.withdraw, count).atexit = False
         tensor = torch.from_numpy(pages)
         if self._allocating is not None:
             self._allocating.note(tensor)

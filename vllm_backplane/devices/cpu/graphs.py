@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+from vllm_backplane.device.graph import Graph
 from vllm_backplane.devices.cpu import native
 from vllm_backplane.errors import GraphError
-from vllm_backplane.graph import Graph
 
 _FIGURES = ("operators", "views", "bytes", "copies")
 

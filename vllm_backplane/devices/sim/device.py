@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties, fork_safety, host
+from vllm_backplane.device.graph import Graph
 from vllm_backplane.devices.sim import library
 from vllm_backplane.devices.sim.graphs import SimGraph
 from vllm_backplane.devices.sim.library import driver, runtime
-from vllm_backplane.devices.sim.pools import Pool
 from vllm_backplane.devices.sim.settings import (
     CARDS,
     DRIVER_OPTIONS,
@@ -27,9 +27,9 @@ from vllm_backplane.devices.sim.settings import (
     stated_cards,
     visible_cards,
 )
+from vllm_backplane.devices.sim.sleep import Pool
 from vllm_backplane.errors import BackplaneError, OptionError
-from vllm_backplane.graph import Graph
-from vllm_backplane.options import Option
+from vllm_backplane.settings.options import Option
 
 TORCH_NAME = "bpnpu"
 COLLECTIVES = "bpccl"

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_uint64
 
+from vllm_backplane.device.graph import Graph
 from vllm_backplane.devices.sim.library import driver, library, runtime
 from vllm_backplane.errors import GraphError
-from vllm_backplane.graph import Graph
 
 
 class SimGraph(Graph):

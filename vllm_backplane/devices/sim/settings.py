@@ -10,7 +10,7 @@ from typing import Any
 from vllm_backplane.device import host
 from vllm_backplane.devices.sim.library import Config, Model, default_config
 from vllm_backplane.errors import OptionError
-from vllm_backplane.options import Option, byte_count, integer, one_of, text
+from vllm_backplane.settings.options import Option, byte_count, integer, one_of, text
 
 MAX_CARDS = 16
 MIN_MEMORY, MAX_MEMORY = 2 << 20, 8 << 40

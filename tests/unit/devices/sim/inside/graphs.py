@@ -10,9 +10,9 @@ import torch
 from conftest import sim
 
 from vllm_backplane import ops
+from vllm_backplane.device.graph import CapturedCalls
 from vllm_backplane.devices.sim.library import driver
 from vllm_backplane.errors import BackplaneError, GraphError
-from vllm_backplane.graph import CapturedCalls
 
 CARD = torch.device("bpnpu", 0)
 

@@ -12,8 +12,8 @@ import torch
 from conftest import sim
 
 from vllm_backplane import ops
+from vllm_backplane.device.graph import CapturedCalls
 from vllm_backplane.devices.sim.library import Model, driver
-from vllm_backplane.graph import CapturedCalls
 
 CARD = torch.device("bpnpu", 0)
 GB = 1e9

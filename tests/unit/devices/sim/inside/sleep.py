@@ -7,7 +7,7 @@ import torch
 from conftest import sim
 
 from vllm_backplane.devices.sim.library import driver
-from vllm_backplane.devices.sim.pools import Pool
+from vllm_backplane.devices.sim.sleep import Pool
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.worker.sleep import KV_CACHE, WEIGHTS, Sleeper
 

@@ -1,0 +1,10 @@
+"""``python -m vllm_patchbay`` is the command ``vllm-patchbay``."""
+
+from __future__ import annotations
+
+import sys
+
+from vllm_patchbay.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

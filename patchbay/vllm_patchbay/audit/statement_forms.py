@@ -1,0 +1,72 @@
+"""Questions about statements that their form alone answers."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+
+from vllm_patchbay.upstream.modules import dotted, walk
+
+
+def leaves(statements: list[ast.stmt]) -> bool:
+    """Whether control never goes past the end of the block."""
+    if not statements:
+        return False
+    last = statements[-1]
+    if isinstance(last, (ast.Return, ast.Raise, ast.Continue, ast.Break)):
+        return True
+    if isinstance(last, ast.If):
+        return bool(last.orelse) and leaves(last.body) and leaves(last.orelse)
+    if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
+        return dotted(last.value.func) in ("sys.exit", "exit", "pytest.skip", "os._exit")
+    return False
+
+
+def only_imports(statements: list[ast.stmt]) -> bool:
+    """Whether nothing but the import of a part of vLLM or of Python's own can fail in these statements."""
+    for statement in statements:
+        if isinstance(statement, ast.Import):
+            roots = [alias.name.partition(".")[0] for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom):
+            roots = [(statement.module or ".").partition(".")[0]] if statement.level == 0 else ["."]
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Pass, ast.Expr)):
+            if any(isinstance(node, (ast.Call, ast.Subscript)) for node in walk(statement)):
+                return False
+            continue
+        else:
+            return False
+        if any(root != "vllm" and root not in sys.stdlib_module_names for root in roots):
+            return False
+    return True
+
+
+def statements_in(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        yield from (node for node in walk(statement) if isinstance(node, ast.stmt))
+
+
+def is_static(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(dotted(decorator) == "staticmethod" for decorator in node.decorator_list)
+
+
+def arguments_of(arguments: ast.arguments) -> list[ast.arg]:
+    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return [*found, *(a for a in (arguments.vararg, arguments.kwarg) if a is not None)]
+
+
+def defaults_of(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    for argument, default in zip(reversed(positional), reversed(arguments.defaults), strict=False):
+        yield argument.arg, default
+    for argument, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if given is not None:
+            yield argument.arg, given
+
+
+def annotations_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.expr]:
+    for argument in arguments_of(node.args):
+        if argument.annotation is not None:
+            yield argument.annotation
+    if node.returns is not None:
+        yield node.returns

@@ -1,0 +1,51 @@
+"""The command `vllm-patchbay`. Commands import what costs time inside their functions, so that help is immediate."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from vllm_patchbay import __version__
+from vllm_patchbay.cli import audit, patches
+from vllm_patchbay.errors import PatchbayError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=audit.PROGRAM,
+        description="Audit a vLLM plugin against vLLM releases, and declare, check and explain its patches.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"{audit.PROGRAM} {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    auditing = commands.add_parser(
+        "audit",
+        help=audit.HELP,
+        description=(audit.__doc__ or "").strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    audit.configure(auditing)
+    auditing.set_defaults(run=audit.run, parser=auditing)
+    patches.add_commands(commands, patches.Scope())
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
+    except PatchbayError as fault:
+        print(f"{audit.PROGRAM}: error: {fault}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader has closed its end. Python would complain once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,25 @@
+"""Errors that a user can act on. Each message states what is wrong and names the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_LONGEST_WORD = 100
+"""Longer words are not compared: the comparison takes time and memory by a word's length."""
+
+
+class PatchbayError(RuntimeError):
+    """An input cannot be used; the message names the remedy."""
+
+
+class PatchError(PatchbayError):
+    """A patch is declared badly, or does not fit the vLLM it is meant for."""
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str:
+    """Returns the end of a sentence about an unknown word: ``; did you mean 'device'?``, or a full stop."""
+    if len(word) > _LONGEST_WORD:
+        return "."
+    match = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else "."

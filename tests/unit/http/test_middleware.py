@@ -1,0 +1,156 @@
+"""What Backplane adds to a server's middlewares, and what a server that sleeps answers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_backplane.http.middleware import NAMES, add_to
+from vllm_backplane.http.sleep_gate import SleepGate
+
+
+def test_they_join_the_middlewares_of_a_server() -> None:
+    parser = argparse.ArgumentParser(prog="vllm serve")
+    parser.add_argument("--middleware", action="append", default=[])
+    add_to(parser)
+    add_to(parser)
+    assert parser.parse_args([]).middleware == [*NAMES]
+    assert parser.parse_args(["--middleware", "a.b"]).middleware == [*NAMES, "a.b"]
+
+
+def test_other_commands_get_none() -> None:
+    parser = argparse.ArgumentParser(prog="vllm bench")
+    add_to(parser)
+    assert not hasattr(parser.parse_args([]), "middleware")
+    parser = argparse.ArgumentParser(prog="vllm snapshot create")
+    parser.add_argument("--middleware", action="append", default=[])
+    add_to(parser)
+    assert parser.parse_args([]).middleware == []
+
+
+class Engine:
+    """What the middleware asks of vLLM's client, and a server around it."""
+
+    def __init__(self, enabled: bool = True, servers: int = 1) -> None:
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(enable_sleep_mode=enabled),
+            parallel_config=SimpleNamespace(_api_process_count=servers),
+        )
+        self.errored = False
+        self.paused = False
+        self.failing = False
+        self.questions = 0
+
+    async def is_sleeping(self) -> bool:
+        self.questions += 1
+        return self.paused
+
+    async def wake_up(self, _tags: Any) -> bool:
+        self.paused = False
+        return True
+
+    async def server(self, scope: Any, _receive: Any, send: Any) -> None:
+        if scope["path"].endswith("/sleep"):
+            await asyncio.sleep(0.05)
+            self.paused = True
+            if self.failing:
+                raise RuntimeError("no memory")
+        elif scope["path"].endswith("/wake_up"):
+            self.paused = b"tags" in scope["query_string"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+
+class Client:
+    def __init__(self, engine: Engine) -> None:
+        self.app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+        self.door = SleepGate(engine.server)
+
+    async def post(self, path: str, query: str = "", method: str = "POST") -> tuple[int, str]:
+        sent: list[Any] = []
+
+        async def collect(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "app": self.app}
+        await self.door(scope, None, collect)  # type: ignore[arg-type]
+        return sent[0]["status"], sent[1]["body"].decode()
+
+
+def test_asleep_requests_are_told_so_until_all_is_awake() -> None:
+    async def run() -> None:
+        client = Client(engine := Engine())
+        assert await client.post("/v1/completions") == (200, "done")
+        assert (await client.post("/sleep", "level=1"))[0] == 200
+        for path in ("/v1/chat/completions", "/prefix/v1/embeddings", "/v1/load_lora_adapter"):
+            status, body = await client.post(path)
+            assert status == 503
+            assert "/wake_up" in json.loads(body)["error"]["message"]
+        for path in ("/tokenize", "/collective_rpc", "/v1/chat/completions/render"):
+            assert await client.post(path) == (200, "done")
+        assert await client.post("/v1/models", method="GET") == (200, "done")
+        await client.post("/wake_up", "tags=weights")
+        assert (await client.post("/v1/completions"))[0] == 503
+        await client.post("/wake_up")
+        asked = engine.questions
+        assert await client.post("/v1/completions") == (200, "done")
+        assert engine.questions == asked, "requests cost no question"
+
+    asyncio.run(run())
+
+
+def test_a_request_while_it_falls_asleep_waits_for_the_outcome() -> None:
+    async def run() -> None:
+        client = Client(Engine())
+        falling = asyncio.create_task(client.post("/sleep"))
+        await asyncio.sleep(0.01)
+        assert (await client.post("/v1/completions"))[0] == 503
+        assert (await falling)[0] == 200
+
+    asyncio.run(run())
+
+
+def test_a_sleep_that_fails_leaves_a_server_that_answers() -> None:
+    async def run() -> None:
+        client = Client(engine := Engine())
+        engine.failing = True
+        status, body = await client.post("/sleep")
+        assert status == 500
+        assert json.loads(body)["error"]["message"] == "The model was not put to sleep: no memory"
+        assert not engine.paused
+        assert await client.post("/v1/completions") == (200, "done")
+
+    asyncio.run(run())
+
+
+def test_a_pause_is_no_sleep() -> None:
+    async def run() -> None:
+        client = Client(Engine())
+        await client.post("/sleep", "level=0")
+        assert await client.post("/v1/completions") == (200, "done")  # vLLM lets it wait
+
+    asyncio.run(run())
+
+
+def test_sleep_mode_that_is_off_is_the_requests_fault() -> None:
+    async def run() -> None:
+        client = Client(engine := Engine(enabled=False))
+        status, body = await client.post("/sleep")
+        assert status == 400
+        assert "--enable-sleep-mode" in json.loads(body)["error"]["message"]
+        assert not engine.paused
+
+    asyncio.run(run())
+
+
+def test_one_of_several_servers_asks_the_engine() -> None:
+    async def run() -> None:
+        client = Client(engine := Engine(servers=2))
+        assert await client.post("/v1/completions") == (200, "done")
+        engine.paused = True  # by another
+        assert (await client.post("/v1/completions"))[0] == 503
+
+    asyncio.run(run())

@@ -1,0 +1,75 @@
+"""The second KV tier as vLLM knows it: registered once, and refused where blocks are not what their tokens say."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from vllm_backplane.config.stages import set_kv_offload
+from vllm_backplane.errors import BackplaneError, OptionError
+from vllm_backplane.kv_offload import connector
+from vllm_backplane.kv_offload.registration import register
+from vllm_backplane.kv_offload.settings import NAME
+
+SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+FULL, WINDOW = FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=64)
+
+
+def test_it_is_registered_however_often_that_is_asked() -> None:
+    register()
+    register()
+    assert KVConnectorFactory.get_connector_class_by_name(NAME) is connector.BackplaneTier
+
+
+def groups(*specs: Any) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for spec in specs])
+
+
+def test_layers_that_attend_to_everything_are_served() -> None:
+    assert connector._insist_on_full_attention(groups(FULL)) == 16
+
+
+@pytest.mark.parametrize("specs", [(WINDOW,), (FULL, WINDOW), (FULL, FULL), ()])
+def test_other_layers_are_refused(specs: tuple[Any, ...]) -> None:
+    with pytest.raises(BackplaneError, match="remove --kv-transfer-config"):
+        connector._insist_on_full_attention(groups(*specs))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"pipeline_parallel_size": 2}, {"decode_context_parallel_size": 2}, {"prefill_context_parallel_size": 2}]
+)
+def test_parts_of_a_block_are_refused(sizes: dict[str, int]) -> None:
+    one = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    connector._insist_on_one_stage(SimpleNamespace(**one))
+    with pytest.raises(BackplaneError, match="remove the option"):
+        connector._insist_on_one_stage(SimpleNamespace(**one | sizes))
+
+
+def test_prompts_that_are_computed_as_a_whole_are_refused() -> None:
+    connector._insist_on_prefix_caching(SimpleNamespace(enable_prefix_caching=True))
+    with pytest.raises(BackplaneError, match="prefix caching is off"):
+        connector._insist_on_prefix_caching(SimpleNamespace(enable_prefix_caching=False))
+
+
+def transferring(name: str, **extra: Any) -> Any:
+    given = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
+    return SimpleNamespace(kv_transfer_config=given)
+
+
+def test_what_cannot_be_loaded_is_computed() -> None:
+    ours, theirs = transferring(NAME, capacity="1GiB"), transferring("ExampleConnector")
+    for config in (ours, theirs, SimpleNamespace(kv_transfer_config=None)):
+        set_kv_offload(config)
+    assert ours.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert theirs.kv_transfer_config.kv_load_failure_policy == "fail", "it is not ours to change"
+
+
+def test_bad_settings_are_told_before_an_engine_starts() -> None:
+    with pytest.raises(OptionError, match="lacks 'capacity'"):
+        set_kv_offload(transferring(NAME))

@@ -1,0 +1,218 @@
+"""Names, slots and checksums of the second KV tier, without an engine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from vllm_backplane.errors import BackplaneError, OptionError
+from vllm_backplane.kv_offload.block_index import BlockIndex
+from vllm_backplane.kv_offload.block_keys import KeyChain
+from vllm_backplane.kv_offload.cache_rows import Pages
+from vllm_backplane.kv_offload.settings import parse
+from vllm_backplane.kv_offload.slots import FileSlots, MemorySlots, Slots
+from vllm_backplane.kv_offload.store import BlockStore, Outcome, Unusable
+
+SIZE = 64
+
+
+def row(number: int) -> numpy.ndarray:
+    return numpy.random.default_rng(number).integers(0, 256, SIZE, numpy.uint8)
+
+
+def key(number: int) -> bytes:
+    return KeyChain(1, None).up_to([number], 1)[0]
+
+
+# --- names
+
+
+def test_a_key_stands_for_everything_before_it() -> None:
+    tokens = list(range(12))
+    keys = KeyChain(4, None).up_to(tokens, 3)
+    assert len(set(keys)) == 3
+    assert KeyChain(4, None).up_to([99, *tokens[1:]], 3)[2] != keys[2], "the first token differs"
+    assert KeyChain(4, None).up_to(tokens[4:8], 1)[0] != keys[1], "nothing comes before"
+    assert KeyChain(4, "mine").up_to(tokens, 3)[0] != keys[0]
+    assert KeyChain(4, "").up_to(tokens, 1)[0] != keys[0]
+    assert KeyChain(2, None).up_to(tokens, 2)[1] != keys[0]
+
+
+def test_keys_grow_with_the_sequence() -> None:
+    chain, tokens = KeyChain(4, None), list(range(5))
+    first = chain.up_to(tokens, 1)
+    tokens += range(5, 9)
+    assert chain.up_to(tokens, 2) == KeyChain(4, None).up_to(tokens, 2)
+    assert chain.up_to(tokens, 1) == first
+    with pytest.raises(ValueError, match="not full"):
+        chain.up_to(tokens, 3)
+
+
+# --- which block lies where
+
+
+def test_what_was_used_longest_ago_makes_room() -> None:
+    index = BlockIndex(2)
+    slots = [index.place(key(number)) for number in range(2)]
+    index.touch(key(0))
+    assert index.place(key(2)) == slots[1]
+    assert [index.find(key(number)) for number in range(3)] == [slots[0], None, slots[1]]
+    assert (len(index), index.evicted) == (2, 1)
+
+
+def test_a_slot_that_is_read_is_not_given_away() -> None:
+    index = BlockIndex(1)
+    slot = index.place(key(0))
+    assert slot is not None
+    index.pin(slot)
+    index.pin(slot)
+    assert index.place(key(1)) is None
+    index.drop(key(0))  # found damaged: gone, and its slot still being read
+    index.unpin(slot)
+    assert index.place(key(1)) is None
+    index.unpin(slot)
+    assert index.place(key(1)) == slot
+
+
+def test_clearing_gives_all_slots_back_but_those_being_read() -> None:
+    index = BlockIndex(2)
+    first, _ = index.place(key(0)), index.place(key(1))
+    assert first is not None
+    index.pin(first)
+    index.clear()
+    assert len(index) == 0
+    assert index.place(key(2)) == 1 - first
+    assert index.place(key(3)) == 1 - first, "the other is pinned"
+
+
+# --- bytes
+
+
+@pytest.fixture(params=["memory", "file"])
+def slots(request: pytest.FixtureRequest, tmp_path: Path) -> Slots:
+    return MemorySlots(3, SIZE, 0) if request.param == "memory" else FileSlots(tmp_path, 3, SIZE)
+
+
+def test_what_is_written_is_read(slots: Slots) -> None:
+    store = BlockStore(slots)
+    for number in range(3):
+        store.write(key(number), number, row(number))
+    for number in range(3):
+        assert (store.read(key(number)) == row(number)).all()
+    store.close()
+
+
+@pytest.mark.parametrize("place", [0, SIZE // 2, SIZE - 1])
+@pytest.mark.parametrize("bit", [0, 7])
+def test_one_changed_bit_is_noticed(slots: Slots, place: int, bit: int) -> None:
+    store = BlockStore(slots)
+    store.write(key(0), 1, row(0))
+    changed = row(0)
+    changed[place] ^= 1 << bit
+    slots.write(1, changed)
+    with pytest.raises(Unusable, match="does not hold what was written") as refused:
+        store.read(key(0))
+    assert refused.value.outcome is Outcome.DAMAGED
+    with pytest.raises(Unusable) as refused:  # it is not looked at again
+        store.read(key(0))
+    assert refused.value.outcome is Outcome.MISSING
+    store.close()
+
+
+def test_another_block_in_the_slot_is_noticed(slots: Slots) -> None:
+    store = BlockStore(slots)
+    store.write(key(0), 0, row(0))
+    store.write(key(1), 0, row(1))
+    with pytest.raises(Unusable):
+        store.read(key(0))
+    assert (store.read(key(1)) == row(1)).all()
+    store.write(key(1), 2, row(1))  # moved
+    slots.write(0, row(0))
+    assert (store.read(key(1)) == row(1)).all()
+    store.close()
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = FileSlots(tmp_path, 2, SIZE)
+    store = BlockStore(slots)
+    store.write(key(0), 0, row(0))
+
+    def refuse(*_: object) -> int:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(OSError, match="no space"):
+        store.write(key(1), 0, row(1))
+    for number in range(2):
+        with pytest.raises(Unusable):
+            store.read(key(number))
+    store.close()
+
+
+# --- files
+
+
+def test_a_file_has_no_name(tmp_path: Path) -> None:
+    """So nothing has to be removed, and nothing is left when the process is killed."""
+    slots = FileSlots(tmp_path, 1, SIZE)
+    slots.write(0, row(0))
+    assert list(tmp_path.iterdir()) == []
+    assert str(tmp_path) in slots.describe()
+    slots.close()
+
+
+def test_more_than_there_is_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BackplaneError, match="lower 'capacity'"):
+        FileSlots(tmp_path, 1 << 30, 1 << 30)
+    with pytest.raises(BackplaneError, match="'folder'"):
+        MemorySlots(1, SIZE, 1 << 60)
+    with pytest.raises(BackplaneError, match="'folder'"):
+        MemorySlots(1, SIZE, 0, workers=1 << 50)
+
+
+# --- the KV cache
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
+def test_a_block_comes_back_in_either_layout(order: tuple[int, ...]) -> None:
+    """Also where layers share a cache."""
+    shape = (4, 2, 3, 5)
+    made = [torch.randn([shape[dim] for dim in order]) for _ in range(2)]
+    caches = [cache.permute([order.index(dim) for dim in range(4)]) for cache in made]
+    pages = Pages([*caches, caches[0]], blocks=4)
+    assert pages.row_bytes == 2 * 2 * 3 * 5 * 4
+    kept, expected = pages.read(2), [cache[2].clone() for cache in caches]
+    others = [cache[1].clone() for cache in caches]
+    for cache in caches:
+        cache[3] = 0
+    pages.write(3, kept)
+    for cache, wanted, other in zip(caches, expected, others, strict=True):
+        assert torch.equal(cache[3], wanted)
+        assert torch.equal(cache[1], other)
+
+
+def test_a_cache_that_is_not_in_blocks_is_refused() -> None:
+    with pytest.raises(BackplaneError, match="does not lie block by block"):
+        Pages([torch.zeros(2, 4, 3).transpose(0, 1)], blocks=4)
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "lacks 'capacity'"),
+        ({"capacity": "much"}, "a number of bytes"),
+        ({"capacity": "1GiB", "foldr": "/tmp"}, "did you mean 'folder'"),
+        ({"capacity": "1GiB", "folder": "tmp"}, "absolute path"),
+        ({"capacity": "1GiB", "folder": "/nowhere/at/all"}, "is no folder"),
+    ],
+)
+def test_what_settings_cannot_say_is_an_error(given: dict[str, object], told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        parse(given)

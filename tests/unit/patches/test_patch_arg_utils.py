@@ -1,0 +1,51 @@
+"""The patch _set_default_chunked_prefill_and_prefix_caching_args, by itself.
+
+tests/unit/settings/test_explicit_arguments.py shows what it is for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_backplane.patches.platform.patch_arg_utils import (
+    _set_default_chunked_prefill_and_prefix_caching_args as patch,
+)
+from vllm_backplane.settings.explicit_arguments import take_recorded
+from vllm_patchbay.patch import Outcome, verify
+from vllm_patchbay.upstream import SymbolIndex, installed_tree
+
+
+def test_it_fits_the_installed_vllm() -> None:
+    tree = installed_tree()
+    verdict = verify(patch, SymbolIndex(tree), tree.version)
+    assert verdict.outcome is Outcome.FITS, verdict.detail
+
+
+def test_it_records_before_the_original_fills_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: Any = SimpleNamespace(async_scheduling=True, enable_prefix_caching=None)
+
+    def fill_in(arguments: Any, model: str) -> None:
+        assert model == "the model's configuration"
+        arguments.enable_prefix_caching = True
+
+    monkeypatch.setattr(patch, "original", fill_in)
+    patch.replacement(given, "the model's configuration")
+    assert given.enable_prefix_caching is True
+    assert take_recorded() == {"async_scheduling": True}
+
+
+def test_vllm_alone_does_not_tell() -> None:
+    """What the patch is for: when this fails, vLLM has changed and the patch may go."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = patch.original or EngineArgs._set_default_chunked_prefill_and_prefix_caching_args
+    model: Any = SimpleNamespace(
+        is_chunked_prefill_supported=True, is_prefix_caching_supported=True, runner_type="generate"
+    )
+    asked = SimpleNamespace(enable_prefix_caching=True, enable_chunked_prefill=None)
+    unasked = SimpleNamespace(enable_prefix_caching=None, enable_chunked_prefill=None)
+    for arguments in (asked, unasked):
+        original(arguments, model)
+    assert asked == unasked

@@ -1,0 +1,149 @@
+"""The patch serve_http, by itself: a real uvicorn server whose engine is healthy, dead, or has gone quiet."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from vllm.entrypoints.launchers import launcher
+
+from vllm_backplane.patches.platform import patch_launcher
+from vllm_backplane.patches.platform.patch_launcher import serve_http
+from vllm_patchbay.patch import Outcome, verify
+from vllm_patchbay.upstream import SymbolIndex, installed_tree
+
+DEADLINE = 60
+"""Seconds; against a hang."""
+
+
+class Engine:
+    """What the launcher asks of an engine client."""
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(shutdown_timeout=0)
+        self.errored = False
+
+    @property
+    def is_running(self) -> bool:
+        return not self.errored
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.errored = True  # as vLLM's client is once its engine has been stopped
+
+
+@pytest.fixture
+def unpatched() -> Any:
+    """vLLM's function; another test of this process may have applied the patch already."""
+    return serve_http.original or launcher.serve_http
+
+
+@pytest.fixture
+def patched(unpatched: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(serve_http, "original", unpatched)
+    return serve_http.replacement
+
+
+def serve(function: Any, engine: Engine, event: Any) -> None:
+    """Run `function` as vLLM does until it ends; `event` happens when a stream that never ends has begun."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        del app.state  # as vLLM's application does
+
+    async def main() -> None:
+        app = FastAPI(lifespan=lifespan)
+        app.state.engine_client = engine
+
+        @app.get("/stream")
+        async def stream() -> StreamingResponse:
+            async def pieces() -> AsyncIterator[bytes]:
+                yield b"one"
+                await asyncio.Event().wait()
+
+            return StreamingResponse(pieces())
+
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            port = listening.getsockname()[1]
+            client = asyncio.create_task(read(port))
+            ending = await function(app, listening, host="127.0.0.1", port=port, log_level="error")
+            await ending
+            client.cancel()
+
+    async def read(port: int) -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE) as http:
+            while True:
+                try:
+                    async with http.stream("GET", f"http://127.0.0.1:{port}/stream") as response:
+                        async for _piece in response.aiter_raw():
+                            event()
+                except httpx.TransportError:
+                    await asyncio.sleep(0.05)
+
+    async def limited() -> None:
+        await asyncio.wait_for(main(), DEADLINE)
+
+    asyncio.run(limited())
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_it_fits_the_installed_vllm() -> None:
+    tree = installed_tree()
+    assert verify(serve_http, SymbolIndex(tree), tree.version).outcome is Outcome.FITS
+
+
+def test_a_dead_engine_is_an_error(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And noticed without vLLM's own watchdog, which comes seconds later."""
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(launcher, "watchdog_loop", never)
+    engine = Engine()
+    with pytest.raises(SystemExit, match="engine died"):
+        serve(patched, engine, lambda: setattr(engine, "errored", True))
+
+
+def test_an_interrupt_is_none_and_waits_for_no_stream(patched: Any) -> None:
+    serve(patched, Engine(), interrupt)
+
+
+def test_an_engine_that_hears_the_interrupt_first_is_no_error(patched: Any) -> None:
+    """A terminal's interrupt reaches every process, in any order."""
+    engine = Engine()
+    stop = engine.shutdown
+
+    def slow(timeout: float | None = None) -> None:
+        # Long enough for vLLM's watchdog to end the server on its own.
+        time.sleep(8)
+        stop(timeout)
+
+    engine.shutdown = slow  # type: ignore[method-assign]
+
+    def both() -> None:
+        engine.errored = True
+        interrupt()
+
+    serve(patched, engine, both)
+
+
+def test_vllm_alone_waits(unpatched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the patch is for: when this fails, vLLM has changed and the patch may go."""
+    monkeypatch.setattr(f"{__name__}.DEADLINE", 2 * patch_launcher.GRACE_SECONDS)
+    with pytest.raises(TimeoutError):
+        serve(unpatched, Engine(), interrupt)

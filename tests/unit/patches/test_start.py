@@ -1,0 +1,105 @@
+"""The version that decisions are made for, in a process that starts as vLLM's processes do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from tests import programs
+from vllm_patchbay.patch import take_fingerprint
+from vllm_patchbay.upstream import SymbolIndex, installed_tree
+
+START = """
+from vllm.plugins import load_general_plugins
+from vllm.platforms import current_platform
+
+load_general_plugins()
+current_platform.validate_environ(True)
+from vllm_backplane.patches import lifecycle
+print(type(current_platform).__name__, lifecycle.session().version, sorted(lifecycle.session().verdicts))
+"""
+
+
+def _start(program: str = START, **variables: str) -> subprocess.CompletedProcess[str]:
+    return programs.run(programs.command(program), env={**os.environ, **variables})
+
+
+def test_a_stated_version_decides_and_vllm_accepts_the_variable() -> None:
+    done = _start(VLLM_VERSION="0.32.1.dev3+gabcdef0")
+    ours = [
+        "_set_default_chunked_prefill_and_prefix_caching_args",
+        "maybe_override_with_speculators",
+        "serve_http",
+    ]
+    assert done.stdout.strip() == f"BackplanePlatform 0.32.1.dev3+gabcdef0 {ours}", done.stderr[-2000:]
+
+
+def test_a_version_that_nobody_examined_stops_the_start_and_says_what_to_do() -> None:
+    done = _start(VLLM_VERSION="0.33.0")
+    assert done.returncode != 0
+    assert "patch serve_http: it is for vLLM >=0.30,<0.33, and nobody has examined whether 0.33.0" in done.stderr
+    assert "Install a vLLM that is >=0.30,<0.33" in done.stderr
+    done = _start(VLLM_VERSION="0.33.0", BACKPLANE_PATCH_DRIFT="warn")
+    assert done.stdout.split()[:2] == ["BackplanePlatform", "0.33.0"], done.stderr[-2000:]
+
+
+WORKER = """
+from types import SimpleNamespace
+
+from vllm.config import ProfilerConfig
+from vllm.platforms import current_platform
+
+assert current_platform.is_backplane
+from vllm_backplane.worker.worker import BackplaneWorker
+
+try:
+    BackplaneWorker(SimpleNamespace(profiler_config=ProfilerConfig()))
+except BaseException as fault:
+    print(type(fault).__name__, fault)
+"""
+
+FIRST = """
+from vllm_patchbay.patch import Patch, Process
+
+@Patch(
+    target="vllm.v1.worker.gpu_worker:Worker.__init__",
+    process=Process.WORKER,
+    versions=">=0.30",
+    why="a test",
+    how="says that it runs",
+    upstream="none: a test",
+    remove_when="never",
+    fingerprints={{"0.32.0": "{fingerprint}"}},
+)
+def first(self, *args, **kwargs):
+    raise SystemExit("the patch runs")
+"""
+
+
+def test_a_workers_patches_are_there_before_anything_of_it_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "first_patches" / "worker"
+    folder.mkdir(parents=True)
+    source = SymbolIndex(installed_tree()).normalised_source_of("vllm.v1.worker.gpu_worker", "Worker.__init__")
+    (folder / "patch_gpu_worker.py").write_text(FIRST.format(fingerprint=take_fingerprint(source)))
+    for package in (folder, folder.parent):
+        (package / "__init__.py").touch()
+    metadata = tmp_path / "first_patches-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: first-patches\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[vllm_backplane.patches]\nfirst = first_patches\n")
+    done = _start(WORKER, PYTHONPATH=programs.on_path(tmp_path))
+    assert done.stdout.splitlines()[-1:] == ["SystemExit the patch runs"], done.stderr[-2000:]
+
+
+def test_a_version_that_makes_no_sense_stops_the_start() -> None:
+    done = _start(VLLM_VERSION="newest")
+    assert done.returncode != 0
+    assert "the variable VLLM_VERSION says 'newest', which is not a version" in done.stderr
+
+
+def test_a_variable_that_nobody_knows_is_still_refused() -> None:
+    """The check that the above passes is a real one."""
+    done = _start(VLLM_VERSIONS="0.32.0")
+    assert done.returncode != 0
+    assert "Unknown vLLM environment variable detected: VLLM_VERSIONS" in done.stderr

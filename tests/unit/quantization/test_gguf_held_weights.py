@@ -1,0 +1,145 @@
+"""What a layer holds of a GGUF file's weights: codes of 4 or 8 bits with their scales, for each type that is served.
+
+The numbers are those of docs/checkpoints.md, written down here: a form that takes more is to be a decision.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
+from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+from vllm_backplane.gguf.blocks import FLOATS, LAYOUTS
+from vllm_backplane.gguf.lazy_tensor import StoredTensor
+from vllm_backplane.quantization.gguf.config import GgufConfig
+from vllm_backplane.quantization.gguf.embedding import GgufTableMethod
+
+HIDDEN, WIDTH, EXPERTS = 512, 256, 2
+
+
+class Held(NamedTuple):
+    codes: int
+    """Bits of a code; 0: values of the model's type."""
+    beside: float
+    """Bits per weight of scales and offsets."""
+
+
+HELD = {
+    Type.Q4_0: Held(4, 16 / 32),
+    Type.Q4_1: Held(4, 32 / 32),
+    Type.Q5_0: Held(8, 16 / 32),
+    Type.Q5_1: Held(8, 32 / 32),
+    Type.Q8_0: Held(8, 16 / 32),
+    Type.Q2_K: Held(4, 64 / 16),
+    Type.Q3_K: Held(4, 32 / 16),
+    Type.Q4_K: Held(4, 64 / 32),
+    Type.Q5_K: Held(8, 64 / 32),
+    Type.Q6_K: Held(8, 32 / 16),
+    Type.IQ4_NL: Held(8, 16 / 32),
+    Type.F32: Held(0, 0),
+    Type.F16: Held(0, 0),
+    Type.BF16: Held(0, 0),
+}
+
+
+@pytest.fixture(autouse=True)
+def _alone(one_worker: None) -> None:
+    """Layers ask for their rank."""
+
+
+def stored(kind: Type, rows: int, columns: int) -> StoredTensor:
+    """Of any content: what is held does not depend on it."""
+    per_block, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks = torch.randint(0, 128, (rows, columns // per_block * block_bytes), dtype=torch.uint8)
+    return StoredTensor(blocks, kind, (rows, columns))
+
+
+def assert_held(layer: torch.nn.Module, kind: Type, weights: int) -> None:
+    parameters = [each for each in layer.parameters() if each.numel()]
+    assert not any(each.is_meta for each in parameters), "something was not loaded"
+    expected = HELD[kind]
+    if expected.codes == 0:
+        assert {each.dtype for each in parameters} == {torch.bfloat16}
+        assert sum(each.numel() for each in parameters) == weights
+        return
+    codes = [each for each in parameters if each.dtype in (torch.uint8, torch.int8)]
+    assert sum(each.nbytes for each in codes) == weights * expected.codes / 8
+    others = [each for each in parameters if each.dtype not in (torch.uint8, torch.int8)]
+    assert {each.dtype for each in others} <= {torch.float16, torch.float32}
+    assert sum(each.nbytes for each in others) == weights * expected.beside / 8
+
+
+def test_every_type_that_is_served_is_looked_at() -> None:
+    assert set(HELD) == {*LAYOUTS, *FLOATS}
+
+
+@pytest.mark.parametrize("kind", HELD, ids=lambda kind: kind.name)
+def test_a_layer_holds_codes(kind: Type) -> None:
+    """Of parts that vLLM multiplies at once."""
+    layer: Any = MergedColumnParallelLinear(
+        HIDDEN, [WIDTH, WIDTH], bias=False, params_dtype=torch.bfloat16, quant_config=GgufConfig(), prefix="up"
+    )
+    parameter = layer.weight
+    assert parameter.is_meta, "memory for values was taken before anything is known of them"
+    for part in range(2):
+        parameter.weight_loader(parameter, stored(kind, WIDTH, HIDDEN), part)
+    assert_held(layer, kind, 2 * WIDTH * HIDDEN)
+
+
+@pytest.mark.parametrize("kind", HELD, ids=lambda kind: kind.name)
+def test_experts_hold_codes(kind: Type) -> None:
+    layer: Any = FusedMoEFactory(
+        num_experts=EXPERTS,
+        top_k=1,
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        params_dtype=torch.bfloat16,
+        quant_config=GgufConfig(),
+        prefix="model.layers.0.mlp.experts",
+    ).routed_experts
+    up, down = layer.w13_weight, layer.w2_weight
+    assert up.is_meta and down.is_meta, "memory for values was taken before anything is known of them"
+    for expert in range(EXPERTS):
+        for shard, parameter, shape in (
+            *(("w1", up, (WIDTH, HIDDEN)), ("w3", up, (WIDTH, HIDDEN))),
+            ("w2", down, (HIDDEN, WIDTH)),
+        ):
+            parameter.weight_loader(parameter, stored(kind, *shape), "weight", shard_id=shard, expert_id=expert)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert_held(layer, kind, EXPERTS * 3 * WIDTH * HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "multiplied", "padding", "mapped"),
+    [
+        (Type.BF16, False, 0, True),
+        (Type.BF16, True, 0, False),
+        (Type.BF16, False, 64, False),
+        (Type.F16, False, 0, False),
+        (Type.F32, False, 0, False),
+        (Type.Q8_0, False, 0, True),
+        (Type.Q8_0, True, 0, True),
+    ],
+)
+def test_an_embedding_is_looked_up_in_the_file(kind: Type, multiplied: bool, padding: int, mapped: bool) -> None:
+    """What it is looked up in is the file's own memory, unless its values are others there: rounded to the model's
+    type, or with rows of zeros below. Where the head multiplies them, floating-point values are copied."""
+    layer: Any = torch.nn.Module()
+    layer.org_vocab_size, layer.embedding_dim = WIDTH, HIDDEN
+    layer.shard_indices = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=WIDTH)
+    method: Any = GgufTableMethod("model.embed_tokens", multiplied=multiplied)
+    method.create_weights(layer, HIDDEN, [WIDTH + padding], HIDDEN, WIDTH + padding, torch.bfloat16)
+    table = stored(kind, WIDTH, HIDDEN)
+    layer.weight.weight_loader(layer.weight, table)
+    method = getattr(layer, "quant_method", method)
+    held = layer.blocks if multiplied and kind == Type.Q8_0 else layer.weight
+    assert (held.data_ptr() == table.rows.data_ptr()) == mapped
+    tokens = torch.tensor([0, 7, WIDTH - 1])
+    found = method.embedding(layer, tokens)
+    torch.testing.assert_close(found, table.values()[tokens].bfloat16(), rtol=0, atol=0, equal_nan=True)

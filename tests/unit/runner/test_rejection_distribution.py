@@ -1,0 +1,142 @@
+"""Whatever is drafted, what the rejection sampler lets through is distributed as the target says.
+
+vLLM's rejection sampler as the runner has it: our operators for its kernels, our sampler for the bonus token. Three
+wrong samplers are held against the same bound, which each of them must fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_runner_kernels import metadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from tests.statistics_of_draws import UNLIKELY, p_value
+from vllm_backplane import ops
+from vllm_backplane.runner import triton_kernels as runner_kernels
+from vllm_backplane.runner.sampler import BackplaneSampler
+
+CPU = torch.device("cpu")
+REQUESTS, DRAFTS, VOCABULARY = 6_000, 2, 8
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(autouse=True)
+def _kernels_replaced() -> None:
+    runner_kernels.register()
+
+
+def logits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the target at three places, and of the drafter at two, where it is wrong by a good deal but not hopeless."""
+    random = torch.Generator().manual_seed(5)
+    target = torch.randn(DRAFTS + 1, VOCABULARY, generator=random)
+    return target, target[:DRAFTS] + torch.randn(DRAFTS, VOCABULARY, generator=random)
+
+
+def processed(target: torch.Tensor, top_k: int | None) -> torch.Tensor:
+    """Probabilities, worked out here."""
+    scaled = target / TEMPERATURE
+    if top_k is not None:
+        kept = scaled >= scaled.topk(top_k, dim=-1).values[:, -1:]
+        scaled = scaled.masked_fill(~kept, float("-inf"))
+    return scaled.softmax(-1)
+
+
+def draw(certain: bool, top_k: int | None) -> torch.Tensor:
+    """Tokens of all requests [REQUESTS, DRAFTS + 1], -1 after a rejection."""
+    torch.manual_seed(17)
+    target, drafter = logits()
+    if certain:  # as of an n-gram: no probabilities, and always the same guess
+        guesses, probabilities = drafter.argmax(-1).repeat(REQUESTS, 1), None
+    else:
+        shares = drafter.softmax(-1)
+        guesses = torch.stack([torch.multinomial(one, REQUESTS, replacement=True) for one in shares], dim=1)
+        probabilities = shares.repeat(REQUESTS, 1)
+    described = SpecDecodeMetadata.make_dummy(guesses.tolist(), CPU)
+    rows = torch.arange(REQUESTS * (DRAFTS + 1)).view(REQUESTS, DRAFTS + 1)
+    described.target_logits_indices = rows[:, :DRAFTS].reshape(-1).int()
+    described.bonus_logits_indices = rows[:, DRAFTS].int()
+    changes: dict[str, Any] = {} if top_k is None else {"top_k": torch.full((REQUESTS,), top_k, dtype=torch.int32)}
+    asked = metadata([TEMPERATURE] * REQUESTS, **changes)
+    sampler = RejectionSampler(BackplaneSampler())
+    return sampler(described, probabilities, target.repeat(REQUESTS, 1), asked).sampled_token_ids
+
+
+def fits(drawn: torch.Tensor, top_k: int | None) -> list[float]:
+    """The p-value at each place, of the requests that got there: logits here do not depend on what came before."""
+    target = processed(logits()[0], top_k).double()
+    found = []
+    for place in range(DRAFTS + 1):
+        there = drawn[drawn[:, place] >= 0]
+        counts = torch.bincount(there[:, place].long(), minlength=VOCABULARY)
+        found.append(p_value(counts.tolist(), target[place].tolist()))
+    return found
+
+
+WAYS = pytest.mark.parametrize(
+    ("certain", "top_k"),
+    [(False, None), (True, None), (False, 4), (True, 4)],
+    ids=["drawn", "certain", "drawn, top 4", "certain, top 4"],
+)
+
+
+@WAYS
+def test_tokens_follow_the_target(certain: bool, top_k: int | None) -> None:
+    drawn = draw(certain, top_k)
+    reached = [(drawn[:, place] >= 0).sum().item() for place in range(DRAFTS + 1)]
+    assert reached[0] == REQUESTS
+    assert REQUESTS > reached[1] > reached[2] > 100, "some drafts must be accepted, and some not"
+    assert min(fits(drawn, top_k)) > UNLIKELY
+
+
+def everything_accepted(right: Callable[..., None]) -> Callable[..., None]:
+    def wrong(output: Any, ends: Any, drafts: Any, draft_probs: Any, target_probs: Any, *rest: Any) -> None:
+        right(output, ends, drafts, None, torch.ones_like(target_probs), *rest)
+
+    return wrong
+
+
+def recovered_from_the_target(right: Callable[..., None]) -> Callable[..., None]:
+    """Not from what the draft left of it."""
+
+    def wrong(output: Any, ends: Any, drafts: Any, draft_probs: Any, target_probs: Any, noise: Any) -> None:
+        right(output, ends, torch.full_like(drafts, -1), None, target_probs, noise)
+
+    return wrong
+
+
+def accepted_by_the_target_alone(right: Callable[..., None]) -> Callable[..., None]:
+    """Without dividing by what the draft was drawn with."""
+
+    def wrong(output: Any, ends: Any, drafts: Any, draft_probs: Any, target_probs: Any, *rest: Any) -> None:
+        right(output, ends, drafts, None, target_probs, *rest)
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("operator", "mistake", "certain"),
+    [
+        ("rejection_random_sample", everything_accepted, False),
+        ("rejection_random_sample", everything_accepted, True),
+        ("sample_recovered_tokens", recovered_from_the_target, False),
+        ("sample_recovered_tokens", recovered_from_the_target, True),
+        ("rejection_random_sample", accepted_by_the_target_alone, False),
+    ],
+)
+def test_a_wrong_sampler_is_found(
+    monkeypatch: pytest.MonkeyPatch, operator: str, mistake: Callable[..., Callable[..., None]], certain: bool
+) -> None:
+    monkeypatch.setattr(ops, operator, mistake(getattr(ops, operator)))
+    assert min(fits(draw(certain, None), None)) < UNLIKELY
+
+
+def test_the_drafters_own_distribution_does_not_fit() -> None:
+    """Or the bound would not tell the two apart."""
+    _, drafter = logits()
+    counts = torch.bincount(draw(False, None)[:, 0].long(), minlength=VOCABULARY)
+    assert p_value(counts.tolist(), drafter[0].softmax(-1).tolist()) < UNLIKELY

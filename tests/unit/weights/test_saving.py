@@ -1,0 +1,60 @@
+"""Weights are saved as they lie in memory only where a loader would find them as they were loaded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.layers.linear import refuse_loading
+from vllm_backplane.weights import saving
+from vllm_backplane.worker.worker import BackplaneWorker
+
+METHODS = ("save_sharded_state", "save_tensorized_model")
+
+
+def worker(*, arranged: bool = False, quantization: str | None = None, rank: int = 0) -> Any:
+    model = torch.nn.Linear(2, 2)
+    if arranged:
+        model.weight.weight_loader = refuse_loading  # type: ignore[assignment]
+    made: Any = object.__new__(BackplaneWorker)
+    made.model_runner = SimpleNamespace(get_model=lambda: model)
+    made.model_config = SimpleNamespace(quantization=quantization)
+    made.parallel_config, made.rank = SimpleNamespace(world_size=2), rank
+    return made
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What vLLM's own methods have written, by workers that agree."""
+    found: list[str] = []
+    monkeypatch.setattr(saving, "agree", lambda failure: failure)
+    for method in METHODS:
+        monkeypatch.setattr(Worker, method, lambda _self, path: found.append(path))
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_as_they_were_loaded_are_written(written: list[str], method: str) -> None:
+    getattr(worker(), method)("here")
+    assert written == ["here"]
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ({"arranged": True}, "1 weights, such as weight, were put in another order"),
+        ({"quantization": "gptq"}, r"quantized \(gptq\)"),
+    ],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_others_are_refused_with_the_remedy(written: list[str], method: str, form: Any, told: str) -> None:
+    """By the last worker, which speaks for all."""
+    with pytest.raises(BackplaneError, match=rf"{method} .*{told}.*Load the checkpoint itself"):
+        getattr(worker(rank=1, **form), method)("here")
+    getattr(worker(rank=0, **form), method)("here")
+    assert written == []

@@ -1,0 +1,235 @@
+"""Weights that go from one model to another over loopback, and everything that can go wrong on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig, FusedMoEQuantDesc
+
+from tests.breaking_relay import Fault, Relay
+from tests.ports import free_address
+from vllm_backplane.errors import BackplaneError, OptionError
+from vllm_backplane.peering.addresses import Address
+from vllm_backplane.weights import peer_client as weights_peer
+from vllm_backplane.weights import peer_loader as loader
+from vllm_backplane.weights import peer_server as weights_listener
+from vllm_backplane.weights.load_formats import PeerSettings, parse
+from vllm_backplane.weights.model_state import state_of
+from vllm_backplane.weights.peer_client import WeightsPeer
+from vllm_backplane.weights.peer_protocol import Kind
+from vllm_backplane.weights.peer_server import WeightsListener, listed
+
+SECONDS = 5.0
+DESCRIPTION: dict[str, Any] = {"model": {"layers": 2}, "--dtype": "torch.float32"}
+
+
+def made(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).requires_grad_(False)
+    model.register_buffer("scale", torch.rand(3, dtype=torch.bfloat16))
+    model.turned = torch.rand(8, 5).t()
+    model.rows = 64
+    model.kind = Kind.GET
+    model.limit = float("nan")
+    return model
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def listener() -> Iterator[tuple[WeightsListener, Address]]:
+    address = free_address()
+    made_listener = WeightsListener(address, *listed(made(1), DESCRIPTION), lambda: None, lambda _: None)
+    yield made_listener, address
+    made_listener.close()
+
+
+@pytest.fixture
+def relay(listener: tuple[WeightsListener, Address], monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    monkeypatch.setattr(weights_peer, "PAUSE_SECONDS", 0.01)
+    made_relay = Relay(listener[1])
+    yield made_relay
+    made_relay.close()
+
+
+def fetch(address: Address, told: list[str], attempts: int = 3) -> torch.nn.Module:
+    peer, model = WeightsPeer(address, SECONDS, attempts, told.append), made(2)
+    listing = peer.listing()
+    peer.fill(listing, loader.fitting(listing, model, str(address)))
+    return model
+
+
+def assert_same(model: torch.nn.Module) -> None:
+    expected, got = state_of(made(1))[0], state_of(model)[0]
+    assert list(expected) == list(got) and len(got) == 10
+    assert all(torch.equal(expected[path], got[path]) for path in expected)
+
+
+def test_all_that_a_model_holds(relay: Relay, told: list[str]) -> None:
+    assert_same(fetch(relay.address, told))
+    assert not told and relay.connections == 2
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(after=20_000), Fault(after=0), Fault(after=40_000, flip=True), Fault(after=20_000, hang=2 * SECONDS)],
+    ids=["cut", "cut at once", "damaged", "hangs"],
+)
+def test_what_breaks_off_is_asked_for_again(relay: Relay, told: list[str], fault: Fault) -> None:
+    relay.faults = {1: fault}
+    assert_same(fetch(relay.address, told))
+    assert relay.connections == 3
+    [line] = told
+    # A weight has 16384 bytes, a bias 256.
+    reached = {0: 0, 20_000: 3, 40_000: 5}[fault.after]
+    assert f"from tensor {reached} on" in line and str(relay.address) in line
+
+
+def test_a_peer_that_keeps_breaking_off_is_given_up(relay: Relay, told: list[str]) -> None:
+    relay.faults = {number: Fault(after=100) for number in range(1, 20)}
+    with pytest.raises(BackplaneError, match=rf"could not be had from {relay.address}: the connection ended .*3 att"):
+        fetch(relay.address, told)
+    assert relay.connections == 4
+
+
+def test_a_peer_that_gets_on_is_not_given_up(relay: Relay, told: list[str]) -> None:
+    """Each attempt brings some tensors."""
+    relay.faults = {number: Fault(after=17_000) for number in range(1, 6)}
+    assert_same(fetch(relay.address, told, attempts=2))
+    assert relay.connections > 4
+
+
+def test_nobody_is_there(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_peer, "PAUSE_SECONDS", 0.01)
+    address = free_address()
+    with pytest.raises(BackplaneError, match=rf"{address}: .*refused .* see to it that it runs, or load from the"):
+        fetch(address, told)
+    assert len(told) == 2
+
+
+def test_other_weights_meanwhile(listener: tuple[WeightsListener, Address], relay: Relay, told: list[str]) -> None:
+    relay.faults = {1: Fault(after=20_000, then=listener[0].weights_changed)}
+    with pytest.raises(BackplaneError, match=r"has been given other weights .* start it again"):
+        fetch(relay.address, told)
+
+
+def test_too_many_at_once_wait(listener: tuple[WeightsListener, Address], relay: Relay, told: list[str]) -> None:
+    taken = [listener[0]._places.acquire() for _ in range(8)]
+    assert all(taken)
+    with pytest.raises(BackplaneError, match="it has too many to answer"):
+        fetch(relay.address, told)
+    listener[0]._places.release()
+    assert_same(fetch(relay.address, told))
+    for _ in taken[1:]:
+        listener[0]._places.release()
+
+
+def test_something_else_listens(told: list[str]) -> None:
+    address = free_address()
+    with socket.create_server((address.host, address.port)) as other:
+
+        def answer() -> None:
+            for _ in range(2):
+                connection, _peer = other.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(BackplaneError, match="72 is no status"):
+            WeightsPeer(address, SECONDS, 2, told.append).listing()
+
+
+def test_a_question_that_is_none(listener: tuple[WeightsListener, Address], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Longer than one that listens waits for the rest of a question, which is not what is to end it.
+    monkeypatch.setattr(weights_listener, "QUESTION_SECONDS", 300.0)
+    with socket.create_connection((listener[1].host, listener[1].port)) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n" + bytes(100))
+        connection.settimeout(60)
+        with contextlib.suppress(ConnectionResetError):  # there was more than it read
+            assert connection.recv(10) == b""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("rows", 65, "rows is '64' there and '65' here"),
+        ("more", torch.ones(2), r"more is None there and \('torch.float32', \(2,\)\) here"),
+        ("turned", torch.rand(5, 9), r"turned is .*\(5, 8\)\) there and .*\(5, 9\)\) here"),
+        ("scale", torch.ones(3), r"scale is .*bfloat16.* there and .*float32.* here"),
+    ],
+    ids=["number", "tensor", "shape", "type"],
+)
+def test_what_was_made_of_the_weights_differs(name: str, value: Any, told: str) -> None:
+    listing, _ = listed(made(1), DESCRIPTION)
+    model = made(2)
+    assert loader.fitting(listing, model, "here")
+    setattr(model, name, value)
+    with pytest.raises(BackplaneError, match=f"is not what this one would: {told}; load from the checkpoint"):
+        loader.fitting(listing, model, "here")
+
+
+def test_what_a_head_reads_is_not_compared() -> None:
+    """vLLM sets it when loading is over: in the server that offers, and not yet in the one that compares."""
+    offered, model = made(1), made(2)
+    offered.aux_hidden_state_layers, model.aux_hidden_state_layers = (2, 5, 8), ()
+    assert loader.fitting(listed(offered, DESCRIPTION)[0], model, "here")
+
+
+def configured(tokens: int, scale: torch.Tensor) -> torch.nn.Module:
+    """With configurations of vLLM's experts, of which one holds a tensor."""
+    experts, quantized = FusedMoEConfig.__new__(FusedMoEConfig), FusedMoEQuantConfig.__new__(FusedMoEQuantConfig)
+    experts.max_num_tokens, experts.is_lora_enabled = tokens, tokens > 64
+    quantized._w1, quantized._a1 = FusedMoEQuantDesc(scale=scale), FusedMoEQuantDesc()
+    model = made(1)
+    model.moe_config, model.moe_quant_config, model.max_num_batched_tokens = experts, quantized, tokens
+    return model
+
+
+def test_options_that_do_not_touch_weights_are_not_compared() -> None:
+    offered, model = configured(64, torch.ones(3)), configured(128, torch.zeros(3))
+    listing, _ = listed(offered, DESCRIPTION)
+    tensors = dict(zip((one.path for one in listing.tensors), loader.fitting(listing, model, "here"), strict=True))
+    assert tensors["moe_quant_config._w1.scale"] is model.moe_quant_config._w1.scale
+    assert not any("moe" in path or "tokens" in path for path in listing.numbers)
+
+
+def test_one_number_that_stands_for_many() -> None:
+    offered, model = made(1), made(2)
+    offered.spread = torch.ones(3, 4)
+    model.spread = torch.ones(1, 4).expand(3, 4)
+    with pytest.raises(BackplaneError, match=r"spread cannot be received: .* \(an expanded tensor\); load from the"):
+        loader.fitting(listed(offered, DESCRIPTION)[0], model, "here")
+
+
+def test_another_model_or_another_way() -> None:
+    loader.insist_on_same(DESCRIPTION, dict(DESCRIPTION), "here")
+    with pytest.raises(BackplaneError, match="at here serves another model: layers is 2 there and 3 here; name one"):
+        loader.insist_on_same(DESCRIPTION, DESCRIPTION | {"model": {"layers": 3}}, "here")
+    with pytest.raises(BackplaneError, match=r"in another way: --dtype is .*float32' there and .*bfloat16' here"):
+        loader.insist_on_same(DESCRIPTION, DESCRIPTION | {"--dtype": "torch.bfloat16"}, "here")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "lacks 'peer'"),
+        ({"peer": "10.0.0.1:9"}, "expected an address of this host"),
+        ({"peer": "127.0.0.1:9", "atempts": 2}, "did you mean 'attempts'"),
+        ({"peer": "127.0.0.1:9", "attempts": 0}, "a whole number of at least 1"),
+        ({"peer": "127.0.0.1:9", "timeout": 0}, "'timeout' .* expected seconds"),
+    ],
+)
+def test_settings(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        parse(given)
+    assert parse({"peer": "127.0.0.1:9", "timeout": 2}) == PeerSettings(Address("127.0.0.1", 9), 2.0, 4)

@@ -1,7 +1,0 @@
-"""An audit's report: for people, for programs, and for code-scanning services."""
-
-from vllm_backplane.audit.reports.sarif import as_sarif
-from vllm_backplane.audit.reports.structured import as_json
-from vllm_backplane.audit.reports.text import as_text
-
-__all__ = ["as_json", "as_sarif", "as_text"]

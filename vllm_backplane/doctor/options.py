@@ -1,0 +1,123 @@
+"""Options and variables, all of them, with every fault and not only the first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_backplane.doctor.findings import Finding, error
+from vllm_backplane.errors import OptionError
+from vllm_backplane.settings.options import OTHER_VARIABLES, PREFIX, SECTION, Scopes, Setting, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class OptionInfo:
+    """One option, or one variable that is not an option (then `path` is empty)."""
+
+    path: str
+    variable: str
+    value: Any
+    source: str
+    help: str
+
+
+def parse_additional_config(text: str | None) -> tuple[dict[str, Any], list[Finding]]:
+    """The value of vLLM's --additional-config."""
+    if text is None:
+        return {}, []
+    remedy = """give an object, such as --additional-config '{"backplane": {"memory_share": 0.5}}'"""
+    try:
+        config = json.loads(text)
+    except ValueError as fault:
+        return {}, [error(f"--additional-config is not JSON: {fault}", remedy)]
+    if not isinstance(config, dict):
+        return {}, [error(f"--additional-config is not a JSON object: {text}", remedy)]
+    from vllm_backplane.runtime import misplaced  # brings torch
+
+    wrong = misplaced(config)
+    return config, [] if wrong is None else [error(wrong, remedy)]
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Options as far as they are sound: what is faulty counts as not given and is a finding."""
+
+    settings: Mapping[str, Mapping[str, Setting]]
+    given: Mapping[str, Any]
+    variables: Mapping[str, str]
+    findings: tuple[Finding, ...]
+
+
+def settle(scopes: Scopes, given: Any, environment: Mapping[str, str]) -> Settled:
+    findings: list[Finding] = []
+    variables: dict[str, str] = {}
+    for variable, value in environment.items():
+        if variable.startswith(PREFIX):
+            fault = _fault(scopes, {}, {variable: value})
+            if fault is None:
+                variables[variable] = value
+            else:
+                findings.append(error(fault, f"correct or unset {variable}"))
+    sound: dict[str, Any] = {}
+    for path, part in _parts(scopes, given):
+        fault = _fault(scopes, part, {})
+        if fault is None:
+            _merge(sound, part)
+        else:
+            findings.append(error(fault, f"correct or remove {path} in --additional-config"))
+    fault = _fault(scopes, sound, variables)
+    if fault is not None:  # each is sound, and yet two contradict each other
+        findings.append(error(fault, "keep one of the two"))
+        sound = {}
+    return Settled(resolve(scopes, sound, variables), sound, variables, tuple(findings))
+
+
+def _fault(scopes: Scopes, given: Any, environment: Mapping[str, str]) -> str | None:
+    try:
+        resolve(scopes, given, environment)
+    except OptionError as fault:
+        return str(fault)
+    return None
+
+
+def _parts(scopes: Scopes, given: Any) -> Iterator[tuple[str, Any]]:
+    """(path, section with that one option) for each option given."""
+    if not isinstance(given, Mapping):
+        yield SECTION, given
+        return
+    for key, value in given.items():
+        if key in scopes and isinstance(value, Mapping):
+            for inner, inner_value in value.items():
+                yield f"{SECTION}.{key}.{inner}", {key: {inner: inner_value}}
+        else:
+            yield f"{SECTION}.{key}", {key: value}
+
+
+def _merge(into: dict[str, Any], part: Mapping[str, Any]) -> None:
+    for key, value in part.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            into[key].update(value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def describe(settings: Mapping[str, Mapping[str, Setting]], environment: Mapping[str, str]) -> list[OptionInfo]:
+    """Everything a user can set, with what is set."""
+    options = [
+        OptionInfo(
+            setting.path,
+            setting.option.variable(scope),
+            list(setting.value) if isinstance(setting.value, tuple) else setting.value,
+            setting.source,
+            setting.option.help,
+        )
+        for scope, by_key in settings.items()
+        for setting in by_key.values()
+    ]
+    others = [
+        OptionInfo("", name, environment.get(name), name if name in environment else "default", meaning)
+        for name, meaning in OTHER_VARIABLES.items()
+    ]
+    return options + others

@@ -1,0 +1,31 @@
+"""Records explicit engine arguments before vLLM fills in defaults: a platform sees both alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_backplane.settings.explicit_arguments import record
+from vllm_patchbay.patch import Patch, Process
+
+_SOURCE = (
+    "f8bed10cea3b0f62 ca23 043f d636 02fd 160f 89ea b501 3105 0165 6a8f 1d1e e2ca a1a1 fb47 4f5a 44ce"
+    " 812b 4fcc e896 8254"
+)
+
+
+@Patch(
+    target="vllm.engine.arg_utils:EngineArgs._set_default_chunked_prefill_and_prefix_caching_args",
+    process=Process.PLATFORM,
+    versions=">=0.30,<0.33",
+    why="vLLM switches prefix caching and async scheduling on for everyone who says nothing, and shows a platform the "
+    "configuration only afterwards. One that cannot do them could neither refuse what was asked for nor leave out what "
+    "was not. Its hooks see the parser of a command line, and nothing of the arguments that Python gives.",
+    how="Records which of the two were given explicitly, before any default is filled in; everything else is the "
+    "original's.",
+    upstream="https://github.com/vllm-project/vllm/issues/48283",
+    remove_when="vLLM asks the platform for its defaults, or tells it which arguments were given.",
+    fingerprints={"0.30.0": _SOURCE, "0.31.0": _SOURCE, "0.32.0": _SOURCE},
+)
+def _set_default_chunked_prefill_and_prefix_caching_args(self: Any, model_config: Any) -> None:
+    record(self)
+    _set_default_chunked_prefill_and_prefix_caching_args.original(self, model_config)

@@ -1,0 +1,50 @@
+"""The quantization method `gguf`: vLLM asks it for the method of each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.gguf.configuration import QUANTIZATION
+from vllm_backplane.quantization import base
+from vllm_backplane.quantization.gguf.embedding import GgufHeadMethod, GgufTableMethod
+from vllm_backplane.quantization.gguf.experts import GgufMoEMethod
+from vllm_backplane.quantization.gguf.linear import GgufLinearMethod
+
+
+class GgufConfig(base.BackplaneQuantizationConfig):
+    @classmethod
+    def get_name(cls) -> Any:  # vLLM's type lists its own names
+        return QUANTIZATION
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> GgufConfig:
+        if not {"file", "header"} <= config.keys():
+            raise BackplaneError(
+                "this folder calls its weights GGUF and does not say in which file they are; start with the path of "
+                "the GGUF file"
+            )
+        return cls()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, RoutedExperts):
+            return GgufMoEMethod(layer.moe_config, prefix)
+        if isinstance(layer, LinearBase):
+            return GgufLinearMethod(prefix)
+        if isinstance(layer, ParallelLMHead):
+            return GgufHeadMethod(prefix)
+        if isinstance(layer, VocabParallelEmbedding):
+            tied = bool(getattr(get_current_vllm_config().model_config.hf_config, "tie_word_embeddings", False))
+            return GgufTableMethod(prefix, multiplied=tied)
+        return None
+
+
+def register() -> None:
+    base.register(QUANTIZATION, GgufConfig)

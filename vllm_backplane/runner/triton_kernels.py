@@ -1,0 +1,360 @@
+"""The Triton kernels of vLLM's V1 model runner, replaced by operators.
+
+vLLM launches these kernels whatever the platform, and offers one hook to replace them: its kernel dispatcher.
+The dispatcher drops the launch grid, so an adapter takes sizes from tensors and scalars. Adapters bind the
+arguments by name: between vLLM releases the kernels gain, lose and reorder arguments. An adapter's parameter
+without a default is one that every supported vLLM must have; one with a default may be absent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from vllm_backplane import ops
+from vllm_backplane.errors import BindingError, nearest
+from vllm_backplane.ops.raw_memory import copy_host_memory
+from vllm_backplane.settings import compat
+
+Launch = Callable[..., None]
+
+_OTHER_VLLM = "Install a vLLM that this vllm-backplane supports ('vllm-backplane doctor' names them)."
+
+
+def _slot_mapping(
+    *,
+    num_tokens: int,
+    max_num_tokens: int,
+    query_start_loc_ptr: torch.Tensor,
+    positions_ptr: torch.Tensor,
+    block_table_ptr: torch.Tensor,
+    slot_mapping_ptr: torch.Tensor,
+    KV_CACHE_BLOCK_SIZE: int,
+    TOTAL_CP_WORLD_SIZE: int,
+    TOTAL_CP_RANK: int,
+    CP_KV_CACHE_INTERLEAVE_SIZE: int,
+    PAD_ID: int,
+    block_size: int | None = None,  # until vLLM 0.31: the size of the table's blocks
+) -> None:
+    ops.compute_slot_mapping(
+        query_start_loc_ptr,
+        positions_ptr[:num_tokens],
+        block_table_ptr,
+        slot_mapping_ptr[:max_num_tokens],
+        KV_CACHE_BLOCK_SIZE,
+        PAD_ID,
+        TOTAL_CP_WORLD_SIZE,
+        TOTAL_CP_RANK,
+        CP_KV_CACHE_INTERLEAVE_SIZE,
+        block_size,
+    )
+
+
+def write_slots(table: Any, starts: torch.Tensor, positions: torch.Tensor, pad: int) -> None:
+    """What `table.compute_slot_mapping` does where nobody shares a context: vLLM's launcher binds a dozen arguments by
+    name, twice, and takes longer than the operator. `pad` fills the rest."""
+    blocks, slots = table.block_table.gpu, table.slot_mapping.gpu
+    ops.compute_slot_mapping(starts, positions, blocks, slots, table.block_size, pad, 1, 0, 1, None)
+
+
+def _eagle_step(
+    *,
+    positions_ptr: torch.Tensor,
+    block_table_ptr: torch.Tensor,
+    seq_lens_ptr: torch.Tensor,
+    out_clamped_positions_ptr: torch.Tensor,
+    out_slot_mapping_ptr: torch.Tensor,
+    block_size: int,
+    max_model_len: int,
+    PAD_ID: int,
+    batch_size: int,
+) -> None:
+    ops.eagle_step_slot_mapping_metadata(
+        positions_ptr[:batch_size],
+        block_table_ptr,
+        seq_lens_ptr,
+        out_clamped_positions_ptr,
+        out_slot_mapping_ptr,
+        block_size,
+        max_model_len,
+        PAD_ID,
+    )
+
+
+def _eagle_prepare_inputs(
+    *,
+    cu_num_draft_tokens_ptr: torch.Tensor,
+    valid_sampled_tokens_count_ptr: torch.Tensor,
+    query_start_loc_gpu_ptr: torch.Tensor,
+    token_indices_to_sample_ptr: torch.Tensor,
+    num_rejected_tokens_gpu_ptr: torch.Tensor,
+    num_reqs: int,
+) -> None:
+    ops.eagle_prepare_inputs_padded(
+        cu_num_draft_tokens_ptr[:num_reqs],
+        valid_sampled_tokens_count_ptr[:num_reqs],
+        query_start_loc_gpu_ptr,
+        token_indices_to_sample_ptr[:num_reqs],
+        num_rejected_tokens_gpu_ptr[:num_reqs],
+    )
+
+
+def _eagle_prepare_next_token(
+    *,
+    sampled_token_ids_ptr: torch.Tensor,
+    discard_request_mask_ptr: torch.Tensor,
+    backup_next_token_ids_ptr: torch.Tensor,
+    next_token_ids_ptr: torch.Tensor,
+    valid_sampled_tokens_count_ptr: torch.Tensor,
+    vocab_size: int,
+    num_sampled_tokens_per_req: int,
+    num_reqs: int,
+) -> None:
+    ops.eagle_prepare_next_token_padded(
+        sampled_token_ids_ptr[:num_reqs, :num_sampled_tokens_per_req],
+        discard_request_mask_ptr,
+        backup_next_token_ids_ptr,
+        next_token_ids_ptr[:num_reqs],
+        valid_sampled_tokens_count_ptr[:num_reqs],
+        vocab_size,
+    )
+
+
+def _copy_and_expand_eagle_inputs(
+    *,
+    target_token_ids_ptr: torch.Tensor,
+    target_positions_ptr: torch.Tensor,
+    next_token_ids_ptr: torch.Tensor,
+    out_input_ids_ptr: torch.Tensor,
+    out_positions_ptr: torch.Tensor,
+    out_is_rejected_token_mask_ptr: torch.Tensor,
+    out_is_masked_token_mask_ptr: torch.Tensor,
+    out_new_token_indices_ptr: torch.Tensor,
+    out_hidden_state_mapping_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor,
+    query_end_loc_ptr: torch.Tensor,
+    padding_token_id: int,
+    parallel_drafting_token_id: int,
+    total_input_tokens: int,
+    num_padding_slots_per_request: int,
+    shift_input_ids: bool,
+) -> None:
+    ops.copy_and_expand_eagle_inputs(
+        target_token_ids_ptr[:total_input_tokens],
+        target_positions_ptr[:total_input_tokens],
+        next_token_ids_ptr,
+        out_input_ids_ptr,
+        out_positions_ptr,
+        out_is_rejected_token_mask_ptr,
+        out_is_masked_token_mask_ptr,
+        out_new_token_indices_ptr,
+        out_hidden_state_mapping_ptr,
+        query_start_loc_ptr,
+        query_end_loc_ptr,
+        padding_token_id,
+        parallel_drafting_token_id,
+        num_padding_slots_per_request,
+        shift_input_ids,
+    )
+
+
+def _copy_and_expand_dflash_inputs(
+    *,
+    next_token_ids_ptr: torch.Tensor,
+    target_positions_ptr: torch.Tensor,
+    out_input_ids_ptr: torch.Tensor,
+    out_context_positions_ptr: torch.Tensor,
+    out_query_positions_ptr: torch.Tensor,
+    out_context_slot_mapping_ptr: torch.Tensor,
+    out_query_slot_mapping_ptr: torch.Tensor,
+    out_token_indices_ptr: torch.Tensor,
+    block_table_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor,
+    num_rejected_tokens_ptr: torch.Tensor | int,
+    parallel_drafting_token_id: int,
+    block_size: int,
+    num_query_per_req: int,
+    num_speculative_tokens: int,
+    total_input_tokens: int,
+    HAS_NUM_REJECTED: bool = False,
+) -> None:
+    if num_query_per_req != num_speculative_tokens + 1:
+        raise BindingError(
+            f"kernel copy_and_expand_dflash_inputs_kernel got {num_query_per_req} queries per request for "
+            f"{num_speculative_tokens} drafts; one more than drafts is expected. {_OTHER_VLLM}"
+        )
+    ops.copy_and_expand_dflash_inputs(
+        next_token_ids_ptr,
+        target_positions_ptr[:total_input_tokens],
+        out_input_ids_ptr,
+        out_context_positions_ptr,
+        out_query_positions_ptr,
+        out_context_slot_mapping_ptr,
+        out_query_slot_mapping_ptr,
+        out_token_indices_ptr,
+        block_table_ptr,
+        query_start_loc_ptr,
+        num_rejected_tokens_ptr if HAS_NUM_REJECTED else None,
+        parallel_drafting_token_id,
+        block_size,
+        num_query_per_req,
+    )
+
+
+def _rejection_greedy_sample(
+    *,
+    output_token_ids_ptr: torch.Tensor,
+    cu_num_draft_tokens_ptr: torch.Tensor,
+    draft_token_ids_ptr: torch.Tensor,
+    target_argmax_ptr: torch.Tensor,
+    bonus_token_ids_ptr: torch.Tensor,
+    is_greedy_ptr: torch.Tensor | None,
+    uniform_probs_ptr: torch.Tensor | None,
+    synthetic_conditional_rates_ptr: torch.Tensor | None,
+    SYNTHETIC_MODE: bool,
+) -> None:
+    ops.rejection_greedy_sample(
+        output_token_ids_ptr,
+        cu_num_draft_tokens_ptr,
+        draft_token_ids_ptr,
+        target_argmax_ptr,
+        bonus_token_ids_ptr,
+        is_greedy_ptr,
+        uniform_probs_ptr,
+        synthetic_conditional_rates_ptr if SYNTHETIC_MODE else None,
+    )
+
+
+def _rejection_random_sample(
+    *,
+    output_token_ids_ptr: torch.Tensor,
+    cu_num_draft_tokens_ptr: torch.Tensor,
+    draft_token_ids_ptr: torch.Tensor,
+    draft_probs_ptr: torch.Tensor | None,
+    target_probs_ptr: torch.Tensor,
+    bonus_token_ids_ptr: torch.Tensor,
+    recovered_token_ids_ptr: torch.Tensor,
+    uniform_probs_ptr: torch.Tensor,
+    is_greedy_ptr: torch.Tensor,
+    synthetic_conditional_rates_ptr: torch.Tensor | None,
+    NO_DRAFT_PROBS: bool,
+    SYNTHETIC_MODE: bool,
+) -> None:
+    ops.rejection_random_sample(
+        output_token_ids_ptr,
+        cu_num_draft_tokens_ptr,
+        draft_token_ids_ptr,
+        None if NO_DRAFT_PROBS else draft_probs_ptr,
+        target_probs_ptr,
+        bonus_token_ids_ptr,
+        recovered_token_ids_ptr,
+        uniform_probs_ptr,
+        is_greedy_ptr,
+        synthetic_conditional_rates_ptr if SYNTHETIC_MODE else None,
+    )
+
+
+def _expand(
+    *,
+    output_ptr: torch.Tensor,
+    input_ptr: torch.Tensor,
+    cu_num_tokens_ptr: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+) -> None:
+    ops.expand_to_tokens(output_ptr, input_ptr, cu_num_tokens_ptr, replace_from, replace_to)
+
+
+def _sample_recovered_tokens(
+    *,
+    output_token_ids_ptr: torch.Tensor,
+    cu_num_draft_tokens_ptr: torch.Tensor,
+    draft_token_ids_ptr: torch.Tensor,
+    draft_probs_ptr: torch.Tensor | None,
+    target_probs_ptr: torch.Tensor,
+    inv_q_ptr: torch.Tensor,
+    NO_DRAFT_PROBS: bool,
+) -> None:
+    ops.sample_recovered_tokens(
+        output_token_ids_ptr,
+        cu_num_draft_tokens_ptr,
+        draft_token_ids_ptr,
+        None if NO_DRAFT_PROBS else draft_probs_ptr,
+        target_probs_ptr,
+        inv_q_ptr,
+    )
+
+
+def _batch_memcpy(*, src_ptrs: torch.Tensor, dst_ptrs: torch.Tensor, sizes: torch.Tensor) -> None:
+    copy_host_memory(src_ptrs, dst_ptrs, sizes)
+
+
+ADAPTERS: Mapping[str, Launch] = {
+    "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _slot_mapping,
+    "vllm.v1.spec_decode.utils.eagle_step_slot_mapping_metadata_kernel": _eagle_step,
+    "vllm.v1.spec_decode.utils.eagle_prepare_inputs_padded_kernel": _eagle_prepare_inputs,
+    "vllm.v1.spec_decode.utils.eagle_prepare_next_token_padded_kernel": _eagle_prepare_next_token,
+    "vllm.v1.spec_decode.utils.copy_and_expand_eagle_inputs_kernel": _copy_and_expand_eagle_inputs,
+    "vllm.v1.spec_decode.utils.copy_and_expand_dflash_inputs_kernel": _copy_and_expand_dflash_inputs,
+    "vllm.v1.sample.rejection_sampler.rejection_greedy_sample_kernel": _rejection_greedy_sample,
+    "vllm.v1.sample.rejection_sampler.rejection_random_sample_kernel": _rejection_random_sample,
+    "vllm.v1.sample.rejection_sampler.expand_kernel": _expand,
+    "vllm.v1.sample.rejection_sampler.sample_recovered_tokens_kernel": _sample_recovered_tokens,
+    "vllm.v1.worker.mamba_utils.batch_memcpy_kernel": _batch_memcpy,
+}
+
+
+@cache
+def register() -> None:
+    """Put the operators in place of the runner's kernels. Calling it again does nothing."""
+    compat.register_kernels({name: launcher(name, adapter) for name, adapter in ADAPTERS.items()})
+
+
+def launcher(name: str, adapter: Launch) -> Launch:
+    """What vLLM calls in place of the kernel `name`: sorts the launch arguments by name for the adapter."""
+    arguments = argument_names(name)
+    parameters = inspect.signature(adapter).parameters
+    for parameter in parameters.values():
+        if parameter.default is parameter.empty and parameter.name not in arguments:
+            raise BindingError(
+                f"kernel {name} has no argument {parameter.name!r}{nearest(parameter.name, arguments)} "
+                f"It has: {', '.join(arguments)}. {_OTHER_VLLM}"
+            )
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        given = dict(zip(arguments, args, strict=False)) | kwargs
+        adapter(**{key: given[key] for key in parameters if key in given})
+
+    # The dispatcher passes keywords only to an implementation with the kernel's own parameter names.
+    launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(argument, inspect.Parameter.POSITIONAL_OR_KEYWORD) for argument in arguments]
+    )
+    launch.arg_names = arguments  # type: ignore[attr-defined]
+    launch.__name__ = name.rpartition(".")[2]
+    return launch
+
+
+def argument_names(name: str) -> tuple[str, ...]:
+    """The argument names of the upstream kernel, with or without Triton installed."""
+    module_name, *attributes = _split(name)
+    try:
+        found: Any = importlib.import_module(module_name)
+        for attribute in attributes:
+            found = getattr(found, attribute)
+    except (ImportError, AttributeError) as fault:
+        raise BindingError(f"kernel {name} is gone from vLLM ({fault}). {_OTHER_VLLM}") from None
+    names = getattr(found, "arg_names", None)
+    return tuple(inspect.signature(found).parameters) if names is None else tuple(names)
+
+
+def _split(name: str) -> list[str]:
+    """Module, class where there is one, attribute. Classes are told from modules by their capital letter."""
+    *path, attribute = name.split(".")
+    if path[-1][:1].isupper():
+        return [".".join(path[:-1]), path[-1], attribute]
+    return [".".join(path), attribute]

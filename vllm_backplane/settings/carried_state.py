@@ -1,0 +1,44 @@
+"""Carries Backplane's private state with a vLLM configuration into every process that receives the configuration.
+
+vLLM pickles its configuration for engines and workers, copies it for data-parallel replicas and replaces parts of it
+for draft models. The state is an attribute of the scheduler's configuration: pickling and copying keep attributes, and
+vLLM never replaces that part. The user's ``additional_config`` stays as the user wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm_backplane.settings.explicit_arguments import take_recorded
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_ATTRIBUTE = "_backplane_state"
+
+
+@dataclass(slots=True)
+class CarriedState:
+    explicit_arguments: Mapping[str, Any]
+    """Engine arguments that the user gave, of those in `explicit_arguments.WATCHED`."""
+    workers_on_host: int | None = None
+    """Workers of all data-parallel replicas on this host; vLLM makes a dense model's replicas forget each other."""
+    graphs_by_default: bool = False
+    """Decode steps are captured because the device wants it, and not because the user asked for it."""
+
+
+def state_of(config: VllmConfig) -> CarriedState:
+    """Returns the state of a configuration, and attaches a new one at the first call."""
+    carrier = config.scheduler_config
+    state: CarriedState | None = vars(carrier).get(_ATTRIBUTE)
+    if state is None:
+        state = CarriedState(take_recorded())
+        setattr(carrier, _ATTRIBUTE, state)
+    return state
+
+
+def workers_on_host(config: VllmConfig) -> int:
+    """Returns how many workers share this host, all data-parallel replicas counted."""
+    return state_of(config).workers_on_host or config.parallel_config.local_world_size

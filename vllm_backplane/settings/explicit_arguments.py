@@ -1,0 +1,33 @@
+"""Records which engine arguments were given explicitly, before vLLM fills in its defaults.
+
+vLLM fills in defaults before it shows a platform its configuration, so an explicit argument and a default look alike
+there. In the engine's arguments, None still means that nobody gave one. `patches/platform/patch_arg_utils.py` calls
+`record` at that moment, for a command line and for Python alike, and the configuration that is built next takes the
+record with it (`carried_state.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+WATCHED = ("async_scheduling", "enable_prefix_caching")
+_ATTRIBUTE = "_backplane_explicit_arguments"
+_recorded: ContextVar[Mapping[str, Any] | None] = ContextVar("backplane_explicit_arguments", default=None)
+
+
+def record(arguments: Any) -> None:
+    """Records the explicit ones among an engine's arguments. The record stays with the arguments: when a second
+    configuration is built from them, vLLM has filled in its defaults."""
+    if _ATTRIBUTE not in vars(arguments):
+        values = {name: getattr(arguments, name) for name in WATCHED}
+        setattr(arguments, _ATTRIBUTE, {name: value for name, value in values.items() if value is not None})
+    _recorded.set(getattr(arguments, _ATTRIBUTE))
+
+
+def take_recorded() -> Mapping[str, Any]:
+    """Returns the last record and clears it; empty where a configuration was built without an engine's arguments."""
+    recorded = _recorded.get()
+    _recorded.set(None)
+    return recorded or {}
