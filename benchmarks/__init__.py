@@ -1,1 +1,1 @@
-"""Measurements. `make bench` is `benchmarks.compare`; the other files are commands of their own."""
+"""Contains the benchmarks: `make bench` runs `benchmarks.compare`, and every other file is a separate program."""

@@ -1,11 +1,11 @@
-"""The auditor: time and memory for a large plugin against two vLLMs.
+"""Measures time and memory of the auditor for a large plugin against two vLLMs.
 
     python benchmarks/audit.py                                     # 100,000 lines against the installed vLLM and 0.31.0
     python benchmarks/audit.py --lines 20000 --vllm installed
 
 The plugin is generated: modules of about 400 lines with the imports, guards, patches, registrations and overrides that
-plugins have, and ordinary code around them. Memory is the sum over all processes, sampled. Exits with 1 if it took
-longer than `MOST_SECONDS`.
+plugins have, and ordinary code around them. Memory is the sum over all processes, sampled. The program exits with 1 if
+the audit took longer than `MAX_SECONDS`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import psutil
 
-MOST_SECONDS = 30
-"""What is promised for 100,000 lines against two vLLMs on two cores."""
+MAX_SECONDS = 30
+"""Time limit for 100,000 lines against two vLLMs on two cores."""
 
 MODULES = (
     ("vllm.v1.core.sched.scheduler", "Scheduler"),
@@ -97,7 +97,7 @@ FUNCTION = '''
 
 
 def write_plugin(folder: Path, lines: int) -> int:
-    """Writes about `lines` lines of Python below `folder`; returns how many."""
+    """Writes about `lines` lines of Python below `folder`, and returns their number."""
     package = folder / "plug"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("def register():\n    return 'plug.part_0.Plug'\n")
@@ -120,8 +120,8 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         lines = write_plugin(Path(folder), args.lines)
-        # The installed command, because worker processes start from the main module again.
-        command = [str(Path(sys.executable).with_name("vllm-backplane")), "audit", folder, "--json"]
+        # The installed command and not this program: spawned worker processes import the main module again.
+        command = [str(Path(sys.executable).with_name("vllm-patchbay")), "audit", folder, "--json"]
         command += ["--fail-on", "never", "--workers", args.workers, "--vllm", *args.vllm]
         result = Path(folder, "result.json")
         with result.open("w") as output:
@@ -132,13 +132,13 @@ def main() -> int:
         counts = json.loads(result.read_text())["counts"]
     print(f"{lines} lines, {len(args.vllm)} vLLMs, {args.workers} workers: {seconds:.1f} s, {peak / 2**20:.0f} MiB")
     print(f"findings: {counts}")
-    if seconds > MOST_SECONDS:
-        print(f"more than {MOST_SECONDS} s", file=sys.stderr)
-    return process.returncode or int(seconds > MOST_SECONDS)
+    if seconds > MAX_SECONDS:
+        print(f"more than {MAX_SECONDS} s", file=sys.stderr)
+    return process.returncode or int(seconds > MAX_SECONDS)
 
 
 def _watch(root: psutil.Process, process: subprocess.Popen[bytes]) -> int:
-    """The most memory that the process and its children held at once."""
+    """Returns the largest amount of memory that the process and its children held at once."""
     peak = 0
     while process.poll() is None:
         held = 0

@@ -1,7 +1,7 @@
-"""Lets `python benchmarks/X.py` import what X imports under `python -m benchmarks.X`.
+"""Makes imports of the package `benchmarks` work in a program that is started as `python benchmarks/X.py`.
 
-A program that is started by its path has its own folder first on the path, and finds this file under the name of the
-package that it is part of. So this file stands for the package.
+Such a program has its own folder first on the import path, where `import benchmarks` finds this file. This file
+therefore stands for the package.
 """
 
 from __future__ import annotations

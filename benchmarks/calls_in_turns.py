@@ -1,4 +1,4 @@
-"""Functions that are measured beside each other: in turns, so that what else happens on the machine hits all."""
+"""Times functions in turns, so that other load on the machine affects all of them equally."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Call = Callable[[], Any]
 
 
 def medians(calls: dict[str, Call], rounds: int, seconds: float, clock: Callable[[], float]) -> dict[str, float]:
-    """Seconds per call."""
+    """Returns the median seconds per call of each function. `seconds` is the total time for one function."""
     counts = {}
     for name, call in calls.items():
         call()
@@ -32,7 +32,7 @@ def medians(calls: dict[str, Call], rounds: int, seconds: float, clock: Callable
 
 
 def replayed(call: Call, count: int) -> Call:
-    """So many calls one after another without Python, as in a decode step of the cpu device."""
+    """Returns a function that replays `count` calls from a captured graph, without Python between them."""
     graph = CpuGraph()
     with torch.inference_mode(), graph.capture():
         for _ in range(count):

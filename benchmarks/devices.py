@@ -1,13 +1,13 @@
-"""The simulated NPU beside the cpu device, with the same kernels: what a device in between costs.
+"""Measures the overhead of the simulated NPU: its throughput relative to the cpu device, with the same kernels.
 
     python benchmarks/devices.py                    # the default model in float32, sim over cpu
-    python benchmarks/devices.py --least 0.7        # fail where it is below that
-    python benchmarks/devices.py --steps default    # as each device does it where nothing is asked for
+    python benchmarks/devices.py --least 0.7        # fail if a ratio is below 0.7
+    python benchmarks/devices.py --steps default    # with the default graph mode of each device
 
-Both devices run decode steps in the same way unless they are left to their own defaults. Two engines answer each
-request in turns; the table shows medians, and the median of the turns' ratios.
+Both devices run decode steps in the same graph mode, except with `--steps default`. Two engines serve each request in
+turns. The table shows medians and the median of the ratios by turn.
 
-And how fast a chip would be that is described by its rates, with the same work on the simulated card:
+The program also estimates the throughput of a chip from its rates, with the same work on the simulated card:
 
     python benchmarks/devices.py --model memory=800e9,link=32e9,flops=100e12,overhead=3000
 """
@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.turns import ANSWER, QUIET, add_options, compared, report
+from benchmarks.turns import OUTPUT, QUIET, add_options, compare, report
 
 PROMPT = 512
 SEQUENCES = (1, 16)
@@ -32,7 +32,7 @@ STEPS = {"replayed": "FULL_DECODE_ONLY", "eager": "NONE", "default": None}
 
 
 def modelled(model: str, dtype: str) -> dict[str, float]:
-    """Tokens per second of the modelled chip's busy time, by workload, in this process; the host's is not in it."""
+    """Returns tokens per second of the modelled chip's busy time, without host time, by workload."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -42,27 +42,27 @@ def modelled(model: str, dtype: str) -> dict[str, float]:
         [seconds] = llm.collective_rpc("modelled_seconds")
         return float(seconds)
 
-    def seconds(sequences: int, prompt: int, answer: int) -> float:
+    def seconds(sequences: int, prompt: int, output: int) -> float:
         tokens = [[100 + (place * 7 + sequence) % 900 for place in range(prompt)] for sequence in range(sequences)]
         prompts = [TokensPrompt(prompt_token_ids=ids) for ids in tokens]
         before = busy()
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True), use_tqdm=False)
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True), use_tqdm=False)
         return busy() - before
 
     found = {f"prompt of {PROMPT}": PROMPT / seconds(1, PROMPT, 1)}
     for sequences in SEQUENCES:
-        begun = seconds(sequences, 8, 1)
-        found[f"decoding {sequences}"] = sequences * (ANSWER - 1) / (seconds(sequences, 8, ANSWER) - begun)
+        prefill = seconds(sequences, 8, 1)
+        found[f"decoding {sequences}"] = sequences * (OUTPUT - 1) / (seconds(sequences, 8, OUTPUT) - prefill)
     return found
 
 
-def modelled_in_a_process(model: str, dtype: str, rates: str) -> dict[str, float]:
+def modelled_in_subprocess(model: str, dtype: str, rates: str) -> dict[str, float]:
     environment = {**os.environ, **QUIET, "BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_MODEL": rates}
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer"  # standard output belongs to vLLM
-        command = [sys.executable, str(Path(__file__).resolve()), "--engine", model, dtype, str(answer)]
+        result = Path(folder) / "result.json"  # vLLM writes to standard output
+        command = [sys.executable, str(Path(__file__).resolve()), "--engine", model, dtype, str(result)]
         subprocess.run(command, env=environment, stdout=sys.stderr, check=True)
-        measured: dict[str, float] = json.loads(answer.read_text())
+        measured: dict[str, float] = json.loads(result.read_text())
     return measured
 
 
@@ -72,21 +72,21 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--steps", choices=STEPS, default="replayed", help="decode steps (default: %(default)s)")
     parser.add_argument("--least", type=float, metavar="RATIO", help="fail if OTHER over BASE is below this anywhere")
-    parser.add_argument("--model", metavar="RATES", help="BACKPLANE_SIM_MODEL: a chip; prints its tokens per second")
+    parser.add_argument("--model", metavar="RATES", help="estimate a chip's throughput; value of BACKPLANE_SIM_MODEL")
     add_options(parser)
-    parser.add_argument("--engine", nargs=3, metavar=("MODEL", "DTYPE", "ANSWER"), help=argparse.SUPPRESS)
+    parser.add_argument("--engine", nargs=3, metavar=("MODEL", "DTYPE", "RESULT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
-        model, dtype, answer = args.engine
-        Path(answer).write_text(json.dumps(modelled(model, dtype)))
+        model, dtype, result = args.engine
+        Path(result).write_text(json.dumps(modelled(model, dtype)))
         return 0
     if len(set(args.devices)) == 1:
-        parser.error("--devices: two that differ")
+        parser.error("--devices needs two different devices")
     from vllm_backplane.models import FULL_PRECISION, obtain
 
     model = str(obtain(FULL_PRECISION.name))
     if args.model:
-        found = modelled_in_a_process(model, args.dtype, args.model)
+        found = modelled_in_subprocess(model, args.dtype, args.model)
         if args.json:
             print(json.dumps({"model": args.model, "modelled": found}, indent=2))
             return 0
@@ -101,7 +101,7 @@ def main() -> int:
     if mode:
         arguments["compilation_config"] = {"cudagraph_mode": mode}
     sides = {device: (arguments, {"BACKPLANE_DEVICE": device}) for device in args.devices}
-    results = compared(model, sides, WORKLOADS, args.rounds)
+    results = compare(model, sides, WORKLOADS, args.rounds)
     return report(f"{FULL_PRECISION.name} in {args.dtype}, decode steps {args.steps}", results, args.least, args.json)
 
 

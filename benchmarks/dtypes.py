@@ -1,10 +1,10 @@
-"""bfloat16 beside float32 through the whole engine: tokens per second when decoding and when reading a prompt.
+"""Compares bfloat16 with float32 in the whole engine: tokens per second of decode and prefill.
 
-    python benchmarks/dtypes.py                     # the default model, as this machine is
-    python benchmarks/dtypes.py --without-bf16      # as a machine without BF16 instructions would do it (x86 only)
-    python benchmarks/dtypes.py --avx2              # as one with AVX2 would: kernels, oneDNN, MKL and PyTorch limited
+    python benchmarks/dtypes.py                     # the default model, with all instructions of this machine
+    python benchmarks/dtypes.py --without-bf16      # without BF16 instructions (x86 only)
+    python benchmarks/dtypes.py --avx2              # with AVX2 at most: limits kernels, oneDNN, MKL and PyTorch
 
-Two engines answer each request in turns; the table shows medians, and the median and quartiles of the turns' ratios.
+Two engines serve each request in turns. The table shows medians, and the median and quartiles of the ratios by turn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import os
 import sys
 
-from benchmarks.turns import KERNELS, add_options, compared, report
+from benchmarks.turns import KERNELS, add_options, compare, report
 
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 WORKLOADS = [(1, 128), (1, 512), (1, 1024), (1, 1), (16, 1)]
@@ -22,7 +22,9 @@ WORKLOADS = [(1, 128), (1, 512), (1, 1024), (1, 1), (16, 1)]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-bf16", action="store_true", help=f"sets {LIMIT}=AVX512_CORE")
-    parser.add_argument("--avx2", action="store_true", help="instructions up to AVX2; the engine runs in one process")
+    parser.add_argument(
+        "--avx2", action="store_true", help="use instructions up to AVX2; the engine runs in one process"
+    )
     parser.add_argument("--least", type=float, metavar="RATIO", help="fail if bfloat16 is below this in any workload")
     add_options(parser)
     args = parser.parse_args()
@@ -38,7 +40,7 @@ def main() -> int:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
     limit = variables.get(LIMIT, os.environ.get(LIMIT))
-    results = compared(
+    results = compare(
         str(obtain(FULL_PRECISION.name)),
         {dtype: ({"dtype": dtype}, variables) for dtype in ("float32", "bfloat16")},
         WORKLOADS,

@@ -1,13 +1,13 @@
-"""What the memory of an engine is, process by process, at the moment when it is most.
+"""Breaks down the memory of an engine by process and kind, at the time of its peak.
 
     python -m benchmarks.memory                                   # ours in int8 with the default model
     python -m benchmarks.memory --variant ours/gguf-q8_0 --json
-    python -m benchmarks.memory --pid 1234                        # a process, and all that it has started, now
+    python -m benchmarks.memory --pid 1234                        # a running process and its descendants, now
 
-An engine is started and does what `make bench ARGS="--only memory"` has it do; a variant is one of those. Figures are
-proportional set sizes: what processes share counts once, divided among them, so that all of them add up. Libraries are
-programs and shared objects with the data they bring; the heap is where malloc takes small pieces from; other memory of
-its own is what is mapped without a file: tensors, large allocations, stacks; other files are weights, for example.
+An engine is started and runs the workload of `make bench ARGS="--only memory"`, which also defines the variants.
+Figures are proportional set sizes: shared memory is divided among its users, so that the figures of all processes add
+up. Libraries are programs and shared objects with their data. The heap has malloc's small allocations. Other memory of
+its own is mapped without a file: tensors, large allocations and stacks. Other files are, for example, weights.
 """
 
 from __future__ import annotations
@@ -24,44 +24,45 @@ from benchmarks.compare.environments import Environments
 MIB = 2**20
 
 
-def measured(variant: str, model: str, timeout: float) -> list[memory.Held]:
-    """At the peak of the benchmark's run."""
+def measured(variant: str, model: str, timeout: float) -> list[memory.ProcessMemory]:
+    """Runs the benchmark's workload and returns the memory of all processes at the peak."""
     [workload] = [workload for workload in workloads.FULL if workload.kind == workloads.MEMORY]
     root = Path(__file__).resolve().parents[1]
     job = drivers.Job(subjects.find(model), Environments(root), 1, timeout, lambda text: print(text, file=sys.stderr))
-    at_peak = memory.AtPeak()
-    drivers.peak_memory(job, workload, variants.find(variant), at_peak)
-    return at_peak.held
+    recorder = memory.PeakRecorder()
+    drivers.peak_memory(job, workload, variants.find(variant), recorder)
+    return recorder.processes
 
 
-def table(held: list[memory.Held]) -> str:
-    """A column per process."""
-    columns = [(f"{one.name} ({one.pid})", dict(one.parts), one.shared) for one in held]
-    every = {part: sum(one.parts[part] for one in held) for part in memory.PARTS}
-    columns.append(("all", every, sum(one.shared for one in held)))
+def table(processes: list[memory.ProcessMemory]) -> str:
+    """Returns a table with a column per process."""
+    columns = [(f"{one.name} ({one.pid})", dict(one.parts), one.shared) for one in processes]
+    every = {part: sum(one.parts[part] for one in processes) for part in memory.PARTS}
+    columns.append(("all", every, sum(one.shared for one in processes)))
     lines = ["| MiB | " + " | ".join(name for name, *_ in columns) + " |", "| --- |" + " ---: |" * len(columns)]
     rows = {part: [parts[part] for _, parts, _ in columns] for part in memory.PARTS}
     rows["all"] = [sum(parts.values()) for _, parts, _ in columns]
-    rows["of it shared with others"] = [shared for *_, shared in columns]
+    rows["of which shared with others"] = [shared for *_, shared in columns]
     lines += [f"| {name} | " + " | ".join(f"{value / MIB:,.0f}" for value in row) + " |" for name, row in rows.items()]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", default="ours/int8", help="of `make bench` (default: %(default)s)")
+    parser.add_argument("--variant", default="ours/int8", help="a variant of `make bench` (default: %(default)s)")
     parser.add_argument("--model", default="smollm2", help=", ".join(subject.name for subject in subjects.ALL))
-    parser.add_argument("--pid", type=int, help="a process that runs, instead of an engine that is started")
+    parser.add_argument("--pid", type=int, help="examine a running process instead of starting an engine")
     parser.add_argument("--timeout", type=float, default=900, help="seconds (default: %(default)g)")
-    parser.add_argument("--json", action="store_true", help="bytes")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     args = parser.parse_args()
     try:
-        held = memory.tree_parts(args.pid) if args.pid else measured(args.variant, args.model, args.timeout)
+        processes = memory.tree_parts(args.pid) if args.pid else measured(args.variant, args.model, args.timeout)
     except (ValueError, drivers.EngineFailure, PermissionError) as fault:
         raise SystemExit(f"error: {fault}") from None
-    if not held:
-        raise SystemExit(f"error: there is no process {args.pid}; name one that runs")
-    print(json.dumps([asdict(one) | {"all": one.all} for one in held], indent=1) if args.json else table(held))
+    if not processes:
+        raise SystemExit(f"error: there is no process {args.pid}; give the number of a running process")
+    rows = [asdict(one) | {"all": one.all} for one in processes]
+    print(json.dumps(rows, indent=1) if args.json else table(processes))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""The C++ kernels of the cpu device against the references they replace, operator by operator.
+"""Compares the C++ kernels of the cpu device with the references they replace, operator by operator.
 
     python benchmarks/operators.py                  # one thread, bfloat16, shapes of SmolLM2 and of an 8B model
     python benchmarks/operators.py --json           # the same as JSON
     python benchmarks/operators.py --only paged_attention --dtype float32 --threads 4
 
-Kernel and reference take turns on the same arguments, so that what else happens on the machine hits both; the table
-shows medians. The kernel is called through PyTorch's dispatcher, as a model calls it.
+Kernel and reference run in turns on the same arguments, so that other load on the machine affects both. The table shows
+medians. The kernel is called through PyTorch's dispatcher, as a model calls it.
 
-For attention also: how fast keys and values are read, each counted once, and how many multiplications are done, those
-that a mask leaves out not counted; and what share that is of what the machine does, measured beside it with as many
-threads (a loop that reads memory and nothing else, float32 multiplications with additions without memory). The same
-keys are read in every call, so short contexts come from the caches; where the processor has tiles of bfloat16, prompts
-may be above the peak of float32.
+For attention the table also shows the rate at which keys and values are read, each counted once, and the rate of
+multiply-accumulates, without masked ones, both as shares of the machine's limits. The limits are measured at the same
+time with as many threads: a loop that only reads memory, and float32 multiply-adds without memory accesses. All calls
+read the same keys, so short contexts come from the caches. On a processor with bfloat16 tiles, prefill may exceed the
+float32 limit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHANGE_LOGITS = (ops.top_k_top_p_mask, ops.min_p_mask, ops.apply_penalties, ops.
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One layer of a model."""
+    """The sizes of a model's layers."""
 
     name: str
     hidden: int
@@ -51,26 +51,31 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    """An operator with its arguments."""
+
     operator: Operator
     label: str
     args: tuple[Any, ...]
     size: int = 0
-    """Bytes that have to be read, where a share of the machine is asked for."""
-    products: int = 0
-    """Multiplications that have to be done, likewise."""
+    """Bytes that must be read; 0: shares of the machine's limits are not reported."""
+    macs: int = 0
+    """Multiply-accumulates that must be done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
+    """The measured times of a case."""
+
     operator: str
     label: str
     kernel_us: float
     reference_us: float
     bytes_per_second: float = 0.0
-    products_per_second: float = 0.0
+    macs_per_second: float = 0.0
     memory_limit: float = 0.0
-    product_limit: float = 0.0
-    """Of the machine, measured beside it; 0: not asked for."""
+    """Bytes per second that the machine can read; 0: not measured."""
+    mac_limit: float = 0.0
+    """Multiply-accumulates per second that the machine can do; 0: not measured."""
 
     @property
     def ratio(self) -> float:
@@ -80,10 +85,10 @@ class Timing:
     def shares(self) -> str:
         if not self.memory_limit:
             return ""
-        read, done = self.bytes_per_second, self.products_per_second
+        read, done = self.bytes_per_second, self.macs_per_second
         return (
-            f"  {read / 1e9:.1f} GB/s, {read / self.memory_limit:.0%} of reading;"
-            f" {done / 1e9:.1f} GMAC/s, {done / self.product_limit:.0%} of the products"
+            f"  {read / 1e9:.1f} GB/s, {read / self.memory_limit:.0%} of the memory limit;"
+            f" {done / 1e9:.1f} GMAC/s, {done / self.mac_limit:.0%} of the arithmetic limit"
         )
 
 
@@ -94,7 +99,7 @@ SHAPES = (
 
 
 def attention(shape: Shape, requests: int, rows: int, context: int, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Arguments of paged_attention: each request has `rows` new tokens at the end of `context`."""
+    """Returns arguments of paged_attention in which each request has `rows` new tokens at the end of `context`."""
     columns = -(-context // BLOCK_SIZE)
     cache = torch.randn(requests * columns, shape.kv_heads, BLOCK_SIZE, 2 * shape.head).to(dtype)
     table = torch.randperm(requests * columns).to(torch.int32).view(requests, columns)
@@ -117,8 +122,8 @@ def attention(shape: Shape, requests: int, rows: int, context: int, dtype: torch
     )
 
 
-def seen(shape: Shape, requests: int, rows: int, context: int, dtype: torch.dtype, causal: bool = True) -> list[int]:
-    """Bytes of keys and values, and multiplications, of attention."""
+def work_of(shape: Shape, requests: int, rows: int, context: int, dtype: torch.dtype, causal: bool = True) -> list[int]:
+    """Returns the bytes of keys and values, and the multiply-accumulates, of attention."""
     keys = rows * (context - rows) + rows * (rows + 1) // 2 if causal else rows * context
     size = requests * context * shape.kv_heads * 2 * shape.head * dtype.itemsize
     return [size, requests * keys * shape.heads * 2 * shape.head]
@@ -164,8 +169,8 @@ def cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
         yield Case(ops.moe_experts, label, (normal(tokens, shape.hidden), w13, w2, weights, ids, "silu"))
     decoding = ((1, 1, 128), (1, 1, 1024), (1, 1, 8192), (8, 1, 512), (1, 4, 1024))
     for requests, rows, context in (*decoding, (1, 128, 128), (1, 512, 512)):
-        label, given = f"{requests} x {rows} rows over {context}", (requests, rows, context, dtype)
-        yield Case(ops.paged_attention, label, attention(shape, *given), *seen(shape, *given))
+        label, sizes = f"{requests} x {rows} rows over {context}", (requests, rows, context, dtype)
+        yield Case(ops.paged_attention, label, attention(shape, *sizes), *work_of(shape, *sizes))
     rows = 256
     q, k = normal(rows, shape.heads, shape.head), normal(rows, shape.kv_heads, shape.head)
     starts = torch.tensor([0, rows], dtype=torch.int32)
@@ -173,7 +178,7 @@ def cases(shape: Shape, dtype: torch.dtype) -> Iterator[Case]:
         ops.varlen_attention,
         f"1 x {rows} rows",
         (q, k, normal(*k.shape), starts, shape.head**-0.5, False, 0, 0.0, None, None, torch.empty_like(q)),
-        *seen(shape, 1, rows, rows, dtype, causal=False),
+        *work_of(shape, 1, rows, rows, dtype, causal=False),
     )
     for requests in (1, 8):
         logits = torch.randn(requests, shape.vocabulary) * 3
@@ -201,8 +206,8 @@ def timed(call: Callable[[], Any], calls: int) -> float:
 
 
 def measure(case: Case, rounds: int, seconds: float, limits: Limits) -> Timing:
-    # The operators write in place; repeated, that changes values and not the work, but for the logits, which would be
-    # masked from the second time on, and are put back each time on both sides.
+    # Operators write in place, which changes values in repeated calls and not the amount of work. Logits are an
+    # exception: they would stay masked after the first call, so both sides restore them before each call.
     fresh = case.args
     restore = None
     if case.operator in CHANGE_LOGITS:
@@ -228,11 +233,11 @@ def measure(case: Case, rounds: int, seconds: float, limits: Limits) -> Timing:
         for results, side, count in zip(times, sides, counts, strict=True):
             results.append(timed(side, count))
     kernel_us, reference_us = (statistics.median(results) for results in times)
-    if not case.products:
+    if not case.macs:
         return Timing(case.operator.name, case.label, kernel_us, reference_us)
-    rates = (case.size / kernel_us * 1e6, case.products / kernel_us * 1e6)
-    most = (limits.bytes_per_second(), limits.float_products_per_second())
-    return Timing(case.operator.name, case.label, kernel_us, reference_us, *rates, *most)
+    rates = (case.size / kernel_us * 1e6, case.macs / kernel_us * 1e6)
+    measured = (limits.bytes_per_second(), limits.float_macs_per_second())
+    return Timing(case.operator.name, case.label, kernel_us, reference_us, *rates, *measured)
 
 
 def main() -> None:
@@ -240,7 +245,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--rounds", type=int, default=9, help="turns of kernel and reference per case")
-    parser.add_argument("--seconds", type=float, default=0.3, help="per side and case, about")
+    parser.add_argument("--seconds", type=float, default=0.3, help="approximate time per kernel or reference and case")
     parser.add_argument("--only", action="append", default=[], help="an operator; may be given several times")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

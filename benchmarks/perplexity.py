@@ -1,12 +1,11 @@
-"""Perplexity of the default model on a fixed text, by type and format of the weights: what quantization costs.
+"""Measures the perplexity of the default model on a fixed text, by dtype and quantization of the weights.
 
     python benchmarks/perplexity.py                            # every row
-    python benchmarks/perplexity.py float32 int8 int4:64       # these; a number after the colon is the group size
+    python benchmarks/perplexity.py float32 int8 int4:64       # these rows; a number after the colon is the group size
 
-The text is perplexity.txt beside this file, written for the purpose. It goes through the engine in parts of --context
-tokens, each part by itself; the first token of a part is given, all others are predicted. Each engine runs in a process
-of its own, and all of them in float32 but the one that is called bfloat16. The row called gguf is the file that the
-weights of all others come from, served as it is.
+The text is perplexity.txt in the same folder, written for this purpose. It is split into independent parts of --context
+tokens; the first token of a part is given, and all others are predicted. Each engine runs in a subprocess, in float32
+except for the row bfloat16. The row gguf serves the GGUF file, from which the weights of all other rows are made.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ROWS = ("float32", "bfloat16", "gguf", "int8", "int8:64", "int8:128", "int8:0", 
 
 
 def engine(model: str, row: str, context: int) -> dict[str, float]:
-    """Perplexity and bytes of the model's tensors, in this process."""
+    """Returns the perplexity and the bytes of the model's tensors. Runs the engine in this process."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -46,8 +45,8 @@ def engine(model: str, row: str, context: int) -> dict[str, float]:
     )
     tokens: list[int] = llm.get_tokenizer().encode(TEXT.read_text())
     parts = [tokens[first : first + context] for first in range(0, len(tokens) - 1, context)]
-    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    outputs = llm.generate([TokensPrompt(prompt_token_ids=part) for part in parts], asked, use_tqdm=False)
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=part) for part in parts], sampling, use_tqdm=False)
     found = [
         step[token].logprob
         for output in outputs
@@ -71,11 +70,11 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", metavar="ROW", default=ROWS, help=f"default: {' '.join(ROWS)}")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--engine", nargs=2, metavar=("MODEL", "ANSWER"), help=argparse.SUPPRESS)
+    parser.add_argument("--engine", nargs=2, metavar=("MODEL", "RESULT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
-        model, answer = args.engine
-        Path(answer).write_text(json.dumps(engine(model, args.rows[0], args.context)))
+        model, result = args.engine
+        Path(result).write_text(json.dumps(engine(model, args.rows[0], args.context)))
         return
     from vllm_backplane.models import FULL_PRECISION, obtain
 
@@ -85,21 +84,21 @@ def main() -> None:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the worker is then in the engine's process, and can be asked
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `weights` needs the worker in the engine's process
     }
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"  # standard output belongs to vLLM
+        result = Path(folder) / "result.json"  # vLLM writes to standard output
         for row in args.rows:
             command = [sys.executable, str(Path(__file__).resolve()), row, "--context", str(args.context)]
             subprocess.run(
-                [*command, "--engine", folder_of[row], str(answer)], env=environment, stdout=sys.stderr, check=True
+                [*command, "--engine", folder_of[row], str(result)], env=environment, stdout=sys.stderr, check=True
             )
-            results[row] = json.loads(answer.read_text())
+            results[row] = json.loads(result.read_text())
             print(f"{row}: {results[row]['perplexity']:.4f}", file=sys.stderr)
     if args.json:
-        known = {"model": FULL_PRECISION.name, "context": args.context, "machine": describe()}
-        print(json.dumps({**known, "rows": results}, indent=2))
+        about = {"model": FULL_PRECISION.name, "context": args.context, "machine": describe()}
+        print(json.dumps({**about, "rows": results}, indent=2))
         return
     first = next(iter(results.values()))
     print(f"\n{FULL_PRECISION.name}, {first['predicted']:.0f} tokens predicted in parts of {args.context}\n")

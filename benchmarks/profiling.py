@@ -1,14 +1,14 @@
-"""What profiling costs a decode step while no trace is taken: the worker as it is, over one that knows nothing of it.
+"""Measures what the profiling support costs a decode step while no trace is taken.
 
-    python benchmarks/profiling.py                                     # by the clock
-    OMP_NUM_THREADS=1 python benchmarks/profiling.py --processor-time  # on a machine that is not quiet
+    python benchmarks/profiling.py                                     # wall-clock time
+    OMP_NUM_THREADS=1 python benchmarks/profiling.py --processor-time  # on a machine under other load
     python benchmarks/profiling.py --device sim
 
-One engine, to which `--profiler-config` is given, lives in this process. Ways take turns, request by request: its
-worker's methods as they are (*off*), the same without what profiling adds to them (*absent*), and *off* once more
-(*control*). Two rows say what the others are worth. Between *off* and *control* there is nothing but chance, and a
-difference from *absent* that is no larger says nothing; while a trace is taken there is a difference, which must be
-seen. After the trace the ways are measured again, where everything that it put on the modules must have gone.
+One engine with `--profiler-config` runs in this process. Three modes take turns, request by request: the worker's own
+methods (*off*), the same methods without the profiling support (*absent*), and *off* once more (*control*). Two rows
+show how reliable the others are. *Off* and *control* differ only by chance, so a difference from *absent* counts only
+if it is larger. And while a trace is taken, the measurement must show a difference. After the trace the modes are
+measured again, to show that the trace has removed its hooks from the modules.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PROMPT, ANSWER, SKIPPED = 8, 41, 4
-"""Tokens of a request, and steps at its beginning that are not counted."""
-WAYS = ("absent", "off", "control")
+PROMPT, OUTPUT, SKIPPED = 8, 41, 4
+"""Prompt and output tokens of a request, and the number of first steps that are not counted."""
+MODES = ("absent", "off", "control")
 KV_CACHE = 256 << 20
-"""Bytes: on a device with memory of its own, all that is free would be taken."""
+"""Size of the KV cache in bytes; by default it takes all free memory of a device."""
 
 
 def without(worker: Any) -> dict[str, Callable[[Any], Any]]:
-    """The two methods of the worker that profiling is in, without it."""
+    """Returns the two worker methods that have profiling support, without it."""
     import torch
 
     from vllm_backplane.worker.worker import BackplaneWorker
 
     def execute_model(scheduler_output: Any) -> Any:
-        with worker._heard("execute_model"):
-            return worker._told(worker._execute_model(scheduler_output))
+        with worker._terminating_on_failure("execute_model"):
+            return worker._finish_output(worker._execute_model(scheduler_output))
 
     @torch.inference_mode()
     def sample_tokens(grammar_output: Any) -> Any:
-        with worker._heard("sample_tokens"):
+        with worker._terminating_on_failure("sample_tokens"):
             if worker.guard is not None:
-                worker.guard.insist()
-            return worker._told(super(BackplaneWorker, worker).sample_tokens(grammar_output))
+                worker.guard.raise_if_failed()
+            return worker._finish_output(super(BackplaneWorker, worker).sample_tokens(grammar_output))
 
     return {"execute_model": execute_model, "sample_tokens": sample_tokens}
 
 
 class Engine:
-    """The default model, and the time of each of its steps."""
+    """Runs the default model and measures the time of each step."""
 
     def __init__(self, dtype: str, folder: str, now: Callable[[], float]) -> None:
         from vllm import LLM
@@ -76,16 +76,16 @@ class Engine:
         self.worker = self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         self.bare = without(self.worker)
 
-    def steps(self, sequences: int, way: str) -> list[float]:
-        """Seconds of each decode step of one request per sequence."""
+    def steps(self, sequences: int, mode: str) -> list[float]:
+        """Runs `sequences` requests at once and returns the seconds of each decode step."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        if way == "absent":
+        if mode == "absent":
             vars(self.worker).update(self.bare)
         try:
             engine, found = self.llm.llm_engine, []
-            parameters = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+            parameters = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False)
             for sequence in range(sequences):
                 ids = [100 + (place * 7 + sequence) % 900 for place in range(PROMPT)]
                 engine.add_request(str(sequence), TokensPrompt(prompt_token_ids=ids), parameters)
@@ -99,13 +99,13 @@ class Engine:
                 vars(self.worker).pop(name, None)
 
     def turns(self, sequences: int, rounds: int) -> dict[str, list[float]]:
-        """The median step of each round, by way; which way is first changes from round to round."""
-        found: dict[str, list[float]] = {way: [] for way in WAYS}
+        """Returns the median step of each round, by mode. The order of the modes changes from round to round."""
+        found: dict[str, list[float]] = {mode: [] for mode in MODES}
         for turn in range(rounds):
-            first = turn % len(WAYS)
-            order = WAYS[first:] + WAYS[:first]
-            for way in order if turn % 2 else reversed(order):
-                found[way].append(statistics.median(self.steps(sequences, way)))
+            first = turn % len(MODES)
+            order = MODES[first:] + MODES[:first]
+            for mode in order if turn % 2 else reversed(order):
+                found[mode].append(statistics.median(self.steps(sequences, mode)))
         return found
 
     def traced(self, sequences: int) -> float:
@@ -117,7 +117,7 @@ class Engine:
 
 
 def row(sequences: int, when: str, found: dict[str, list[float]], base: str = "absent") -> str:
-    before, off = (1000 * statistics.median(found[way]) for way in (base, "off"))
+    before, off = (1000 * statistics.median(found[mode]) for mode in (base, "off"))
     differences = [1e6 * (after - first) for first, after in zip(found[base], found["off"], strict=True)]
     low, middle, high = statistics.quantiles(differences, n=4)
     return (
@@ -131,12 +131,12 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--sequences", nargs="+", type=int, default=[1, 16])
-    parser.add_argument("--rounds", type=int, default=12, help="of every way (default: %(default)s, at least 2)")
-    parser.add_argument("--processor-time", action="store_true", help="of one thread, for a machine that is not quiet")
+    parser.add_argument("--rounds", type=int, default=12, help="of every mode (default: %(default)s, at least 2)")
+    parser.add_argument("--processor-time", action="store_true", help="measure the processor time of one thread")
     args = parser.parse_args()
     os.environ.update(
         BACKPLANE_DEVICE=args.device,
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the worker is then here, and its methods can be exchanged
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the worker is then in this process, which replaces its methods
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
         VLLM_LOGGING_LEVEL="WARNING",
@@ -149,11 +149,11 @@ def main() -> int:
             before = engine.turns(sequences, args.rounds)
             taken = engine.traced(sequences)
             after = engine.turns(sequences, args.rounds)
-            for when, found in {"before a trace": before, "after one": after}.items():
+            for when, found in {"before a trace": before, "after a trace": after}.items():
                 lines += [row(sequences, when, found, base) for base in ("absent", "control")]
-            lines.append(f"| {sequences} | while one is taken | | | {1000 * taken:.3f} | | |")
+            lines.append(f"| {sequences} | during a trace | | | {1000 * taken:.3f} | | |")
             print(f"{sequences} sequence(s) done", file=sys.stderr)
-    print("\n| sequences | when | held against | its ms per step | off | ratio | difference in us (quartiles) |")
+    print("\n| sequences | when | compared with | its ms per step | off | ratio | difference in us (quartiles) |")
     print("| ---: | --- | --- | ---: | ---: | ---: | ---: |")
     print("\n".join(lines))
     return 0

@@ -1,11 +1,11 @@
-"""Whose processor time a server under load takes: the engine's threads, the HTTP server, the client.
+"""Measures the processor time of a server under load by part: the engine's threads, the HTTP server and the client.
 
     python -m benchmarks.serving                                  # ours in int8 with the default model, 16 at a time
     python -m benchmarks.serving --variant llama.cpp/q8_0 --json
 
-A server is started and `vllm bench serve` asks it for what the first point of `make bench ARGS="--only serve"` asks
-for; a variant is one of those. From the first request to the last answer, the processor time of every thread is added
-up. A thread of the kernels that waits for the next one counts as busy: it does not sleep.
+A server is started, and `vllm bench serve` sends it the load of the first point of `make bench ARGS="--only serve"`,
+which also defines the variants. The processor time of every thread is added up from the first request to the last
+response. Kernel threads that wait for the next kernel count as busy, because they spin.
 """
 
 from __future__ import annotations
@@ -25,34 +25,36 @@ from benchmarks.compare import drivers, servers, subjects, variants, workloads
 from benchmarks.compare.environments import Environments
 from benchmarks.compare.machine import cores
 
-EVERY = 0.25
-"""Seconds between two looks, which take processor time themselves."""
+INTERVAL = 0.25
+"""Seconds between two samples, which take processor time themselves."""
 BUSY = 0.2
-"""Of the time: a thread with less is none of those that compute."""
+"""Share of the time from which on a thread counts as a kernel thread."""
 ENGINE = "EngineCore"
 
 Thread = tuple[str, int, bool]
-"""The process it belongs to, its number, and whether it is the process's first."""
+"""The role of its process, its number, and whether it is the main thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
+    """The throughput of a server and its processor time by part."""
+
     tokens_per_second: float
     seconds: float
-    """From the first request to the last answer."""
+    """Time from the first request to the last response."""
     processor_seconds: dict[str, float]
 
 
-class Watch:
-    """Looks at the threads of this process's descendants until it is ended."""
+class Sampler:
+    """Samples the processor time of all threads of this process's descendants, while it is open."""
 
     def __init__(self, server: int) -> None:
         self.server = server
-        self.looks: list[tuple[float, dict[Thread, float]]] = []
+        self.samples: list[tuple[float, dict[Thread, float]]] = []
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look_on, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Sampler:
         self._thread.start()
         return self
 
@@ -60,11 +62,11 @@ class Watch:
         self._over.set()
         self._thread.join()
 
-    def _look_on(self) -> None:
-        while not self._over.wait(EVERY):
-            self.looks.append((time.monotonic(), self._look()))
+    def _run(self) -> None:
+        while not self._over.wait(INTERVAL):
+            self.samples.append((time.monotonic(), self._sample()))
 
-    def _look(self) -> dict[Thread, float]:
+    def _sample(self) -> dict[Thread, float]:
         found: dict[Thread, float] = {}
         of_server = {self.server, *(child.pid for child in psutil.Process(self.server).children(recursive=True))}
         for process in psutil.Process(os.getpid()).children(recursive=True):
@@ -77,24 +79,28 @@ class Watch:
         return found
 
 
-def divided(looks: list[tuple[float, dict[Thread, float]]], seconds: float) -> dict[str, float]:
-    """Processor seconds by part, over the last `seconds` in which the server or its engine did something."""
+def by_part(samples: list[tuple[float, dict[Thread, float]]], seconds: float) -> dict[str, float]:
+    """Returns the processor seconds by part, over the last `seconds` before the server became idle."""
 
-    def served(look: dict[Thread, float]) -> float:
-        return sum(used for (role, *_), used in look.items() if role != "client")
+    def server_time(sample: dict[Thread, float]) -> float:
+        return sum(used for (role, *_), used in sample.items() if role != "client")
 
-    busy = [place for place in range(1, len(looks)) if served(looks[place][1]) > served(looks[place - 1][1])]
+    busy = [
+        place for place in range(1, len(samples)) if server_time(samples[place][1]) > server_time(samples[place - 1][1])
+    ]
     if not busy:
-        raise drivers.EngineFailure(f"in {len(looks)} looks the server was never seen to work; see what it says above")
-    end, after = looks[busy[-1]]
-    before = next(look for moment, look in looks if moment >= end - seconds)
+        raise drivers.EngineFailure(
+            f"in {len(samples)} samples the server never took processor time; see its output above"
+        )
+    end, after = samples[busy[-1]]
+    before = next(sample for moment, sample in samples if moment >= end - seconds)
     used = {thread: total - before.get(thread, 0.0) for thread, total in after.items()}
     parts: dict[str, float] = {}
     for (role, _, is_first), spent in sorted(used.items(), key=lambda one: -one[1]):
         part = role
         if role == ENGINE:
-            computes = "other threads of kernels" if spent > BUSY * seconds else "rest"
-            part = f"engine, {'first thread' if is_first else computes}"
+            kind = "other kernel threads" if spent > BUSY * seconds else "rest"
+            part = f"engine, {'main thread' if is_first else kind}"
         parts[part] = parts.get(part, 0.0) + spent
     return parts
 
@@ -107,15 +113,15 @@ def measured(variant: str, model: str, timeout: float) -> Profile:
     command, port = servers.server_command(job, workload, chosen)
     with servers.running(command, chosen, port, timeout) as server:
         servers.first_token(port, timeout)
-        with Watch(server) as watch:
-            result = servers.ask(job, port, point)
-    return Profile(result[point.metric], result["duration"], divided(watch.looks, result["duration"]))
+        with Sampler(server) as sampler:
+            result = servers.run_client(job, port, point)
+    return Profile(result[point.metric], result["duration"], by_part(sampler.samples, result["duration"]))
 
 
 def table(profile: Profile) -> str:
     whole = cores() * profile.seconds
     rows = [*profile.processor_seconds.items()]
-    rows.append(("idle, or others", whole - sum(profile.processor_seconds.values())))
+    rows.append(("idle, or other programs", whole - sum(profile.processor_seconds.values())))
     lines = [f"{profile.tokens_per_second:.0f} tokens/s, {profile.seconds:.1f} s on {cores()} cores", ""]
     lines += ["| part | processor seconds | share |", "| --- | ---: | ---: |"]
     lines += [f"| {part} | {spent:.1f} | {100 * spent / whole:.0f} % |" for part, spent in rows]
@@ -124,7 +130,7 @@ def table(profile: Profile) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", default="ours/int8", help="of `make bench` (default: %(default)s)")
+    parser.add_argument("--variant", default="ours/int8", help="a variant of `make bench` (default: %(default)s)")
     parser.add_argument("--model", default="smollm2", help=", ".join(subject.name for subject in subjects.ALL))
     parser.add_argument("--timeout", type=float, default=900, help="seconds (default: %(default)g)")
     parser.add_argument("--json", action="store_true")

@@ -1,11 +1,11 @@
-"""Where the time from `vllm-backplane serve` to the first token goes, by what the server's log says when.
+"""Measures the phases from `vllm-backplane serve` to the first token, by the times of lines in the server's log.
 
     python -m benchmarks.startup                    # the default model
     python -m benchmarks.startup --rounds 5 -- smollm2-fp32 --quantization int8
-    python -m benchmarks.startup --against smollm2-fp32   # the default model beside its weights in full precision
+    python -m benchmarks.startup --against smollm2-fp32   # the default model compared with its float32 weights
 
-Each round is a new server on the loopback interface; files are in the page cache after the first, which is not counted.
-Of two, which are arguments of `serve` as one word each, rounds follow each other in turn.
+Each round starts a new server on the loopback interface. The first round is not counted; after it, files are in the
+page cache. With --against, whose value is one word with all arguments, the two servers are started in turns.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from benchmarks.compare.servers import SERVED_NAME, first_token, free_port
 
 PHASES = {
     "imports: Python, PyTorch, vLLM's server": "non-default args:",
-    "configuration, and the engine's process (forked: it imports nothing again)": "Initializing a V1 LLM engine",
+    "configuration, fork of the engine process (no imports)": "Initializing a V1 LLM engine",
     "device, distributed set-up": "Starting to load model",
     "weights": "Model loading took",
-    "largest step, KV cache, warm-up": r"init engine \(profile",
+    "profile run, KV cache, warm-up": r"init engine \(profile",
     "tokenizer, routes, HTTP": "Application startup complete",
 }
-"""What a phase is, and the line of the log that ends it."""
+"""Phases, with the line of the log that ends each."""
 FIRST_TOKEN = "first token"
 COMMAND = Path(sys.executable).parent / "vllm-backplane"
-LONGEST = 300
+TIMEOUT = 300
 
 
 def seconds_by_phase(arguments: list[str]) -> dict[str, float]:
@@ -47,30 +47,30 @@ def seconds_by_phase(arguments: list[str]) -> dict[str, float]:
         with log.open("w") as written:
             server = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT)
             try:
-                return _watched(log, server, began, port)
+                return _follow_log(log, server, began, port)
             finally:
                 server.terminate()
                 server.wait()
 
 
-def _watched(log: Path, server: subprocess.Popen[bytes], began: float, port: int) -> dict[str, float]:
+def _follow_log(log: Path, server: subprocess.Popen[bytes], began: float, port: int) -> dict[str, float]:
     waiting, found, last = dict(PHASES), {}, began
     while waiting:
-        if server.poll() is not None or time.monotonic() - began > LONGEST:
-            raise SystemExit(f"the server did not come up:\n{log.read_text()[-2000:]}")
+        if server.poll() is not None or time.monotonic() - began > TIMEOUT:
+            raise SystemExit(f"the server did not start:\n{log.read_text()[-2000:]}")
         title, line = next(iter(waiting.items()))
         if re.search(line, log.read_text()):
             found[title], last = time.monotonic() - last, time.monotonic()
             del waiting[title]
         else:
             time.sleep(0.01)
-    first_token(port, LONGEST)
+    first_token(port, TIMEOUT)
     found[FIRST_TOKEN] = time.monotonic() - last
     return found
 
 
 def measured(servers: list[list[str]], rounds: int) -> list[dict[str, Any]]:
-    """Of each server's arguments, the medians; rounds in turn, so that what else the machine does meets all."""
+    """Returns the median times of each server. Servers take turns, so that other load affects all of them."""
     taken: list[list[dict[str, float]]] = [[] for _ in servers]
     for number in range(rounds + 1):
         for arguments, own in zip(servers, taken, strict=True):
@@ -91,8 +91,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--against", metavar="ARGUMENTS", type=shlex.split, help="others for 'serve', in one word")
-    parser.add_argument("arguments", nargs="*", help="for 'vllm-backplane serve', after --")
+    parser.add_argument(
+        "--against", metavar="ARGUMENTS", type=shlex.split, help="arguments of a second server, as one word"
+    )
+    parser.add_argument("arguments", nargs="*", help="arguments of 'vllm-backplane serve', after --")
     args = parser.parse_args()
     servers = [args.arguments] if args.against is None else [args.arguments, args.against]
     found = measured(servers, args.rounds)

@@ -1,16 +1,16 @@
-"""Where a decode step's time goes: inside kernels, and in what runs between them.
+"""Breaks down the time of a decode step into kernels, and the code that runs between them.
 
     python benchmarks/step.py                       # the default model, 1 and 16 sequences, replayed and eager
     python benchmarks/step.py --dtype bfloat16 --profile 25
     python benchmarks/step.py --quantization int4
     python benchmarks/step.py --quantization int8 --operators
-    python benchmarks/step.py --quantization int8 --prompt 1024   # where the time of reading a prompt goes
+    python benchmarks/step.py --quantization int8 --prompt 1024   # breaks down prefill
 
-One engine lives in the process that times it part by part, each part without those inside of it; replayed and eager
-steps take turns. A second engine, in a process of its own as vLLM runs it by default, is timed as a whole: what it
-takes longer is the way between the processes. `--profile N` shows instead, by function, where Python's time goes, and
-`--operators` by operator, with the shape of its result, where the kernels' time goes. `--prompt N` does that for a
-prompt of N tokens that is read in one step, by PyTorch's profiler.
+One engine runs in the measuring process and is timed part by part, each part without the parts inside it; replayed and
+eager steps take turns. A second engine, in a separate process as vLLM runs it by default, is timed as a whole: its
+additional time is the communication between the processes. `--profile N` shows the time of Python by function instead,
+and `--operators` the time of kernels by operator and result shape. `--prompt N` does so for the prefill of N tokens in
+one step, with PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PROMPT, ANSWER, SKIPPED = 8, 41, 4
+PROMPT, OUTPUT, SKIPPED = 8, 41, 4
 PARTS = {
     "kernels": "kernels of the forward pass (one replay)",
-    "forward": "forward pass around them: Python, checks of the inputs",
+    "forward": "rest of the forward pass: Python, checks of the inputs",
     "logits": "logits",
     "sampling": "sampling and its bookkeeping",
     "inputs": "inputs and attention metadata",
@@ -43,7 +43,7 @@ PARTS = {
 
 
 class Clock:
-    """Time by part, without that of the parts inside; one list per step."""
+    """Measures the time of parts in each step, without the time of the parts inside them."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
@@ -69,36 +69,37 @@ class Clock:
         return run
 
 
-def start(model: str, dtype: str, quantization: str | None, sequences: list[int], longest: int = 512) -> Any:
+def start(model: str, dtype: str, quantization: str | None, sequences: list[int], max_model_len: int = 512) -> Any:
     from vllm import LLM
 
     return LLM(
         model,
         dtype=dtype,
         quantization=quantization,
-        max_model_len=longest,
-        max_num_batched_tokens=max(longest, 2048),
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max(max_model_len, 2048),
         max_num_seqs=max(sequences),
         enable_prefix_caching=False,
         disable_log_stats=True,
     )
 
 
-def serve(llm: Any, count: int, answer: int = ANSWER, length: int = PROMPT) -> float:
+def generate(llm: Any, count: int, output: int = OUTPUT, length: int = PROMPT) -> float:
+    """Generates `output` tokens for each of `count` prompts of `length` tokens, and returns the seconds."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
     tokens = [[100 + (place * 7 + sequence) % 900 for place in range(length)] for sequence in range(count)]
     prompts = [TokensPrompt(prompt_token_ids=ids) for ids in tokens]
     began = time.perf_counter()
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True), use_tqdm=False)
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True), use_tqdm=False)
     return time.perf_counter() - began
 
 
-def within(
+def by_part(
     model: str, dtype: str, quantization: str | None, sequences: list[int], rounds: int, now: Callable[[], float]
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Milliseconds by number of sequences, way and part; needs the engine in this process."""
+    """Returns milliseconds by number of sequences, mode and part. Needs the engine in this process."""
     from vllm_backplane.devices.cpu.graphs import CpuGraph
 
     llm, clock = start(model, dtype, quantization, sequences), Clock(now)
@@ -115,40 +116,40 @@ def within(
     CpuGraph.replay = clock.timed("kernels", CpuGraph.replay)  # type: ignore[method-assign]
     found: dict[str, dict[str, dict[str, float]]] = {}
     for count in sequences:
-        serve(llm, count)
+        generate(llm, count)
         steps: dict[str, list[dict[str, float]]] = {"replayed": [], "eager": []}
         for _ in range(rounds):
-            for way, taken in steps.items():
-                runner.model.suspended = way == "eager"
+            for mode, taken in steps.items():
+                runner.model.suspended = mode == "eager"
                 clock.steps.clear()
-                serve(llm, count)
+                generate(llm, count)
                 taken += clock.steps[SKIPPED:-1]
         found[str(count)] = {
-            way: {part: 1000 * statistics.median(step.get(part, 0.0) for step in taken) for part in PARTS}
+            mode: {part: 1000 * statistics.median(step.get(part, 0.0) for step in taken) for part in PARTS}
             | {"step": 1000 * statistics.median(sum(step.values()) for step in taken)}
-            for way, taken in steps.items()
+            for mode, taken in steps.items()
         }
     return found
 
 
 def whole(model: str, dtype: str, quantization: str | None, sequences: list[int], rounds: int) -> dict[str, float]:
-    """Milliseconds per replayed step by number of sequences, as a caller of generate sees it."""
+    """Returns milliseconds per replayed step by number of sequences, as a caller of LLM.generate measures it."""
     llm = start(model, dtype, quantization, sequences)
     found = {}
     for count in sequences:
-        serve(llm, count)
-        differences = [serve(llm, count) - serve(llm, count, 1) for _ in range(rounds)]
-        found[str(count)] = 1000 * statistics.median(differences) / (ANSWER - 1)
+        generate(llm, count)
+        differences = [generate(llm, count) - generate(llm, count, 1) for _ in range(rounds)]
+        found[str(count)] = 1000 * statistics.median(differences) / (OUTPUT - 1)
     return found
 
 
 def profile(model: str, dtype: str, quantization: str | None, sequences: list[int], lines: int) -> None:
     llm = start(model, dtype, quantization, sequences)
     for count in sequences:
-        serve(llm, count)
+        generate(llm, count)
         profiler = cProfile.Profile()
-        profiler.runcall(serve, llm, count)
-        print(f"\n{count} sequences, {ANSWER} steps", flush=True)
+        profiler.runcall(generate, llm, count)
+        print(f"\n{count} sequences, {OUTPUT} steps", flush=True)
         pstats.Stats(profiler).sort_stats("tottime").print_stats(lines)
 
 
@@ -158,10 +159,10 @@ def operators(model: str, dtype: str, quantization: str | None, sequences: list[
     llm, replays = start(model, dtype, quantization, sequences), []
     CpuGraph.replay = lambda graph: replays.append(graph.timed_replay())  # type: ignore[assignment, method-assign]
     for count in sequences:
-        serve(llm, count)
+        generate(llm, count)
         replays.clear()
         for _ in range(rounds):
-            serve(llm, count)
+            generate(llm, count)
         spent: dict[str, list[float]] = defaultdict(list)
         calls: dict[str, int] = defaultdict(int)
         for replay in replays:
@@ -182,22 +183,23 @@ def prompt(model: str, dtype: str, quantization: str | None, length: int, rounds
     import torch
 
     llm = start(model, dtype, quantization, [1], length + 1)
-    serve(llm, 1, 1, length)
-    unseen = statistics.median(serve(llm, 1, 1, length) for _ in range(rounds))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+    generate(llm, 1, 1, length)
+    unprofiled = statistics.median(generate(llm, 1, 1, length) for _ in range(rounds))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         for _ in range(rounds):
-            serve(llm, 1, 1, length)
-    found = {event.key: (event.count / rounds, event.self_cpu_time_total / rounds) for event in seen.key_averages()}
-    print(f"\n{length} tokens in {1000 * unseen:.0f} ms, {length / unseen:.0f} tokens/s; operators of 1 % and more:\n")
+            generate(llm, 1, 1, length)
+    found = {event.key: (event.count / rounds, event.self_cpu_time_total / rounds) for event in profiler.key_averages()}
+    rate = f"{length} tokens in {1000 * unprofiled:.0f} ms, {length / unprofiled:.0f} tokens/s"
+    print(f"\n{rate}; operators with a share of 1 % or more:\n")
     print("| operator | calls | ms | share |\n| --- | ---: | ---: | ---: |")
     for name, (calls, spent) in sorted(found.items(), key=lambda one: -one[1][1]):
-        if spent > 1e4 * unseen:
-            print(f"| `{name}` | {calls:.0f} | {spent / 1000:.1f} | {spent / unseen / 1e4:.0f} % |", flush=True)
+        if spent > 1e4 * unprofiled:
+            print(f"| `{name}` | {calls:.0f} | {spent / 1000:.1f} | {spent / unprofiled / 1e4:.0f} % |", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="its folder, such as one that make bench has made; default: smollm2 in float32")
+    parser.add_argument("--model", help="folder of a model, such as one of make bench (default: smollm2 in float32)")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--quantization", help="int8 or int4; default: none")
     parser.add_argument("--sequences", nargs="+", type=int, default=[1, 16])
@@ -205,20 +207,20 @@ def main() -> int:
     parser.add_argument(
         "--processor-time",
         action="store_true",
-        help="of one thread, for a machine that is busy with other things; the processes' way is left out",
+        help="measure the processor time of one thread, on a machine under other load; one process only",
     )
     parser.add_argument("--profile", type=int, metavar="LINES")
-    parser.add_argument("--operators", action="store_true", help="where the time of replayed kernels goes")
-    parser.add_argument("--prompt", type=int, metavar="TOKENS", help="where the time of reading a prompt goes")
-    parser.add_argument("--part", nargs=2, metavar=("PART", "ANSWER"), help=argparse.SUPPRESS)
+    parser.add_argument("--operators", action="store_true", help="break down the time of replayed kernels")
+    parser.add_argument("--prompt", type=int, metavar="TOKENS", help="break down the time of prefill")
+    parser.add_argument("--part", nargs=2, metavar=("PART", "RESULT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     from vllm_backplane.models import FULL_PRECISION, obtain
 
     model = args.model or str(obtain(FULL_PRECISION.name))
     if args.part:
-        given = (model, args.dtype, args.quantization, args.sequences, args.rounds)
+        arguments = (model, args.dtype, args.quantization, args.sequences, args.rounds)
         now = time.thread_time if args.processor_time else time.perf_counter
-        found = within(*given, now) if args.part[0] == "within" else whole(*given)
+        found = by_part(*arguments, now) if args.part[0] == "by part" else whole(*arguments)
         Path(args.part[1]).write_text(json.dumps(found))
         return 0
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -237,14 +239,14 @@ def main() -> int:
         return 0
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"  # standard output belongs to vLLM
-        parts: dict[str, dict[str, str]] = {"within": inside}
+        result = Path(folder) / "result.json"  # vLLM writes to standard output
+        parts: dict[str, dict[str, str]] = {"by part": inside}
         if args.processor_time:
             inside["OMP_NUM_THREADS"] = "1"
         else:
             parts["whole"] = {}
         for part, more in parts.items():
-            command = [sys.executable, str(Path(__file__).resolve()), "--part", part, str(answer)]
+            command = [sys.executable, str(Path(__file__).resolve()), "--part", part, str(result)]
             command += ["--dtype", args.dtype, "--rounds", str(args.rounds)]
             command += ["--sequences", *map(str, args.sequences), *(["--processor-time"] * args.processor_time)]
             if args.model:
@@ -252,18 +254,18 @@ def main() -> int:
             if args.quantization:
                 command += ["--quantization", args.quantization]
             subprocess.run(command, env={**os.environ, **quiet, **more}, stdout=sys.stderr, check=True)
-            results[part] = json.loads(answer.read_text())
+            results[part] = json.loads(result.read_text())
     weights = f", {args.quantization} weights" if args.quantization else ""
     print(f"\n{args.model or FULL_PRECISION.name}, {args.dtype}{weights}, milliseconds per decode step (medians)\n")
-    for count, ways in results["within"].items():
+    for count, modes in results["by part"].items():
         print(f"| {count} sequence(s) | replayed | eager |\n| --- | ---: | ---: |")
         for part, title in PARTS.items():
-            eager = "in the next row" if part == "kernels" else f"{ways['eager'][part]:.3f}"
-            print(f"| {title} | {ways['replayed'][part]:.3f} | {eager} |")
-        print(f"| whole step, one process | {ways['replayed']['step']:.3f} | {ways['eager']['step']:.3f} |")
+            eager = "in the next row" if part == "kernels" else f"{modes['eager'][part]:.3f}"
+            print(f"| {title} | {modes['replayed'][part]:.3f} | {eager} |")
+        print(f"| whole step, one process | {modes['replayed']['step']:.3f} | {modes['eager']['step']:.3f} |")
         if "whole" in results:
-            between = results["whole"][count] - ways["replayed"]["step"]
-            print(f"| between the processes | {between:.3f} | |")
+            between = results["whole"][count] - modes["replayed"]["step"]
+            print(f"| communication between the processes | {between:.3f} | |")
             print(f"| whole step, as vLLM runs by default | {results['whole'][count]:.3f} | |")
         print()
     return 0

@@ -1,7 +1,7 @@
-"""Two engines that answer the same requests in turns, both alive all the while, each in a process of its own.
+"""Compares engines that serve the same requests in turns, each in its own process, all running at the same time.
 
-What else happens on a machine changes from one minute to the next, and by more than what is to be shown. A request of
-one engine therefore follows that of the other within a second, and the ratio of the two is taken turn by turn.
+Other load on a machine changes from minute to minute, by more than the difference to be measured. The request to one
+engine therefore follows that to the other within a second, and their ratio is computed turn by turn.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-ANSWER = 48
+OUTPUT = 48
+"""Output tokens of a decode workload."""
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-PAUSE = 0.3  # seconds after which threads of the other engine no longer wait awake
+PAUSE = 0.3  # seconds after which threads of the other engine no longer spin
 KV_CACHE = 512 << 20
-PATIENCE = 30  # seconds for an engine's end
-KERNELS = "BENCHMARK_CPU_KERNELS"  # those of the process: 0 for the base of the processor, 1 for AVX2
-LIMIT = 600  # seconds; an engine whose process was killed never answers
+EXIT_TIMEOUT = 30  # seconds for an engine to end
+KERNELS = "BENCHMARK_CPU_KERNELS"  # instructions of the CPU kernels: 0 for the architecture's baseline, 1 for AVX2
+TIMEOUT = 600  # seconds for a response of an engine, whose process may have been killed
 
 Workload = tuple[int, int] | str
-"""Sequences and tokens of each prompt; of one token it is the answer's speed that counts. A name: of another script."""
+"""(sequences, tokens of each prompt), where a prompt of one token measures decode; or a name for another script."""
 
 
 def name_of(workload: Workload) -> str:
@@ -40,21 +41,21 @@ def name_of(workload: Workload) -> str:
     return f"decoding {sequences}" if prompt == 1 else f"prompt of {prompt}"
 
 
-def answering() -> TextIO:
-    """Where to print rates: standard output belongs to vLLM from here on."""
-    answers = os.fdopen(os.dup(1), "w")
+def take_standard_output() -> TextIO:
+    """Returns a stream to standard output for results, and redirects everything that vLLM prints to standard error."""
+    results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    return answers
+    return results
 
 
 def serve(model: str, arguments: dict[str, Any]) -> None:
-    """Answers workloads, a line of JSON each, with tokens per second."""
-    answers = answering()
+    """Reads workloads, a line of JSON each, and writes the tokens per second of each."""
+    results = take_standard_output()
     if isa := os.environ.get(KERNELS):
         from vllm_backplane.devices.cpu import native
 
         if ctypes.CDLL(str(native._PATH)).backplane_cpu_force_isa(int(isa)) != int(isa):
-            raise SystemExit("this processor has no such instructions")
+            raise SystemExit(f"this processor does not support the instructions of {KERNELS}={isa}")
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -67,44 +68,47 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
         **arguments,
     )
 
-    def seconds(sequences: int, prompt: int, answer: int) -> float:
+    def seconds(sequences: int, prompt: int, output: int) -> float:
         tokens = [[100 + (place * 7 + sequence) % 900 for place in range(prompt)] for sequence in range(sequences)]
         prompts = [TokensPrompt(prompt_token_ids=ids) for ids in tokens]
         began = time.perf_counter()
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True), use_tqdm=False)
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True), use_tqdm=False)
         return time.perf_counter() - began
 
-    print("ready", file=answers, flush=True)
+    print("ready", file=results, flush=True)
     for line in sys.stdin:
         sequences, prompt = json.loads(line)
         if prompt == 1:
-            begun = seconds(sequences, 8, 1)
-            rate = sequences * (ANSWER - 1) / (seconds(sequences, 8, ANSWER) - begun)
+            prefill = seconds(sequences, 8, 1)
+            rate = sequences * (OUTPUT - 1) / (seconds(sequences, 8, OUTPUT) - prefill)
         else:
             rate = sequences * prompt / seconds(sequences, prompt, 1)
-        print(rate, file=answers, flush=True)
+        print(rate, file=results, flush=True)
 
 
 class Engine:
+    """A process that runs `serve`."""
+
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self._line()
 
     def _line(self) -> str:
         assert self.process.stdout
-        if not select.select([self.process.stdout], [], [], LIMIT)[0]:
-            raise SystemExit(f"an engine has not answered for {LIMIT} s; its own words are above")
+        if not select.select([self.process.stdout], [], [], TIMEOUT)[0]:
+            raise SystemExit(f"an engine has not responded for {TIMEOUT} s; its output is above")
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"an engine ended with {self.process.wait()}; its own words are above")
+            raise SystemExit(f"an engine ended with status {self.process.wait()}; its output is above")
         return line
 
     def rate(self, workload: Workload) -> float:
+        """Runs a workload and returns its tokens per second."""
         assert self.process.stdin
         try:
             print(json.dumps(workload), file=self.process.stdin, flush=True)
         except BrokenPipeError:
-            self.process.wait()  # the line that is not there says so
+            self.process.wait()  # reading the missing line raises the error
         return float(self._line())
 
 
@@ -122,35 +126,37 @@ def engine(
     finally:
         assert process.stdin
         with suppress(BrokenPipeError):
-            process.stdin.close()  # its end is the engine's, unless it is busy or waits for a process that is gone
+            process.stdin.close()  # ends the engine, unless it is busy or waits for a process that has ended
         with suppress(subprocess.TimeoutExpired):
-            process.wait(PATIENCE)
+            process.wait(EXIT_TIMEOUT)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def compared(
+def compare(
     model: str,
     sides: dict[str, tuple[dict[str, Any], dict[str, str]]],
     workloads: Sequence[Workload],
     rounds: int,
     script: str = __file__,
 ) -> dict[str, dict[str, list[float]]]:
-    """Tokens per second by side, workload and turn. A side is arguments of an engine and variables of its process,
-    which runs `script`."""
+    """Returns tokens per second by side, workload and turn.
+
+    A side has the arguments of an engine, and the environment variables of its process, which runs `script`.
+    """
     results: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
     with ExitStack() as stack:
         engines = {side: stack.enter_context(engine(model, *how, script)) for side, how in sides.items()}
         for workload in workloads:
             for one in engines.values():
-                one.rate(workload)  # once for what is done once
+                one.rate(workload)  # warm-up
             for turn in range(rounds):
                 for side, one in list(engines.items())[:: 1 if turn % 2 else -1]:
                     time.sleep(PAUSE)
                     results[side].setdefault(name_of(workload), []).append(one.rate(workload))
-            told = ", ".join(f"{side} {rates[name_of(workload)]:.1f}" for side, rates in medians(results).items())
-            print(f"{name_of(workload)}, {rounds} turns: {told} tokens/s", file=sys.stderr)
+            summary = ", ".join(f"{side} {rates[name_of(workload)]:.1f}" for side, rates in medians(results).items())
+            print(f"{name_of(workload)}, {rounds} turns: {summary} tokens/s", file=sys.stderr)
     return results
 
 
@@ -158,8 +164,8 @@ def medians(results: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, f
     return {side: {name: statistics.median(rates) for name, rates in by.items()} for side, by in results.items()}
 
 
-def by_turn(results: dict[str, dict[str, list[float]]], base: str, other: str) -> dict[str, list[float]]:
-    """One side's rate over the other's."""
+def ratios_by_turn(results: dict[str, dict[str, list[float]]], base: str, other: str) -> dict[str, list[float]]:
+    """Returns the rate of `other` divided by that of `base`, by workload and turn."""
     return {
         name: [after / before for before, after in zip(rates, results[other][name], strict=True)]
         for name, rates in results[base].items()
@@ -174,7 +180,7 @@ def quartiles(values: list[float]) -> tuple[float, float]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     def turns(text: str) -> int:
         if not text.isdecimal() or int(text) < 1:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of turns, which is 1 or more")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of turns (1 or more)")
         return int(text)
 
     parser.add_argument("--rounds", type=turns, default=11, help="turns of each workload (default: %(default)s)")
@@ -184,19 +190,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def report(
     title: str, results: dict[str, dict[str, list[float]]], least: float | None, as_json: bool, **more: Any
 ) -> int:
-    """Prints both sides and their ratio; the exit status says whether the second is at least so fast everywhere."""
+    """Prints both sides and their ratio. Returns 1 if a ratio is below `least`, otherwise 0."""
     base, other = results
-    usual, turns = medians(results), by_turn(results, base, other)
+    rates_of, turns = medians(results), ratios_by_turn(results, base, other)
     ratio = {name: statistics.median(values) for name, values in turns.items()}
     spread = {name: quartiles(values) for name, values in turns.items()}
     slow = [name for name, value in ratio.items() if value < (least or 0)]
     if as_json:
-        print(json.dumps({**more, "all": results, "median": usual, "ratio": ratio, "quartiles": spread}, indent=2))
+        print(json.dumps({**more, "all": results, "median": rates_of, "ratio": ratio, "quartiles": spread}, indent=2))
     else:
         print(f"\n{title}, tokens per second, medians\n\n{'workload':<18}{base:>10}{other:>10}{'ratio':>8}  quartiles")
         for name, value in ratio.items():
             low, high = spread[name]
-            rates = f"{usual[base][name]:>10.1f}{usual[other][name]:>10.1f}"
+            rates = f"{rates_of[base][name]:>10.1f}{rates_of[other][name]:>10.1f}"
             print(f"{name:<18}{rates}{value:>8.2f}  {low:.2f} to {high:.2f}")
     for name in slow:
         print(f"{name}: below {least}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Passes connections on to a server, number by number, and does something to the answers of some of them."""
+"""Relays connections to a server, and injects faults into the responses of chosen connections."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Fault:
+    """A fault in a response. A response that is too short for it passes unchanged."""
+
     after: int
-    """Bytes of the answer that pass before; a shorter answer passes as it is."""
+    """Bytes of the response that pass before the fault."""
     flip: bool = False
-    """Change a bit of what follows, and pass the rest on; otherwise the connection ends."""
+    """Whether one bit is changed and the rest passes; otherwise the connection is closed."""
     hang: float = 0.0
-    """Seconds without a word before that, unless the relay is told to `cut`."""
+    """Seconds without data before the fault, unless `Relay.cut` is set."""
     then: Callable[[], None] = field(default=nothing)
-    """Called at that moment."""
+    """Called before the pause."""
 
 
 class Relay:
+    """Listens on a loopback port, and connects each client to the server."""
+
     def __init__(self, to: Address, fault: Fault | None = None) -> None:
         self.faults: Mapping[int, Fault] = {}
-        """By the number of the connection, from 0."""
+        """Faults by number of the connection, from 0."""
         self.fault = fault
-        """Of every other connection."""
+        """Fault of every other connection."""
         self.connections = 0
         self.cut = threading.Event()
-        """Ends all hanging before its time."""
+        """Ends all pauses early when it is set."""
         self._to = to
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = Address(*self._socket.getsockname())
@@ -48,25 +52,25 @@ class Relay:
                 return
             fault = self.faults.get(self.connections, self.fault)
             self.connections += 1
-            threading.Thread(target=self._pass_on, args=(connection, fault), daemon=True).start()
+            threading.Thread(target=self._relay, args=(connection, fault), daemon=True).start()
 
-    def _pass_on(self, near: socket.socket, fault: Fault | None) -> None:
+    def _relay(self, client: socket.socket, fault: Fault | None) -> None:
         try:
-            with near, socket.create_connection((self._to.host, self._to.port)) as far:
-                far.sendall(near.recv(1 << 16))  # a question is one small piece
+            with client, socket.create_connection((self._to.host, self._to.port)) as server:
+                server.sendall(client.recv(1 << 16))  # a request is one small piece
                 passed = 0
-                while data := far.recv(1 << 20):
+                while data := server.recv(1 << 20):
                     if fault is not None and passed + len(data) > fault.after:
                         place = fault.after - passed
-                        near.sendall(data[:place])
+                        client.sendall(data[:place])
                         fault.then()
                         self.cut.wait(fault.hang)
                         if not fault.flip:
                             return
                         data, fault = bytes([data[place] ^ 4]) + data[place + 1 :], None
-                    near.sendall(data)
+                    client.sendall(data)
                     passed += len(data)
-        except OSError:  # one of the two has gone, which is what the other is to notice
+        except OSError:  # one side has closed; closing the other connection too makes the other side see it
             return
 
     def close(self) -> None:

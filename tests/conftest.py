@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from feature_matrix import pytest_addoption, pytest_configure  # noqa: F401  # hooks
+from process_guard import pytest_runtest_protocol, pytest_runtest_teardown  # noqa: F401  # hooks
 
 HERE = Path(__file__).parent
 LONGEST = (

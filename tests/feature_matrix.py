@@ -1,4 +1,4 @@
-"""What docs/features.md is made of: tests say which feature they show on which device; those that pass are recorded.
+"""Records which feature a passing test demonstrates on which device, for docs/reference/features.md.
 
     @pytest.mark.feature("KV cache: fp8", "cpu")
     @pytest.mark.feature("Weights: shared between the workers of a host", "sim", refused=True)
@@ -183,7 +183,7 @@ def cell(found: list[Shown], name_release: bool) -> str:
         return "refused: " + cell([one._replace(refused=False) for one in found], name_release)
     found = [one for one in found if not one.refused]
     file, _, name = found[0].test.partition("::")
-    text = f"[{Path(file).name}](../{file}): {name.partition('[')[0].removeprefix('test_').replace('_', ' ')}"
+    text = f"[{Path(file).name}]({file}): {name.partition('[')[0].removeprefix('test_').replace('_', ' ')}"
     more = f", and {len(found) - 1} more" if len(found) > 1 else ""
     releases = ", ".join(sorted({entry.vllm for entry in found}))
     return text + more + (f" ({releases})" if name_release else "")

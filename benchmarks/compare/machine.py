@@ -1,4 +1,4 @@
-"""The machine in words, and the class it belongs to. Nothing that tells one machine of a class from another."""
+"""Describes the machine and its class, without anything that identifies a single machine of the class."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# The first that the processor has names the class.
+# The first instruction set that the processor has names the class.
 INSTRUCTIONS = (
     ("amx_int8", "amx"), ("avx512_vnni", "avx512-vnni"), ("avx512f", "avx512"), ("avx2", "avx2"),
     ("i8mm", "i8mm"), ("asimddp", "dotprod"), ("asimd", "neon"),
@@ -33,7 +33,7 @@ def describe() -> dict[str, object]:
 
 
 def _arm_name(cpuinfo: str) -> str:
-    """Linux tells ARM's processors by a number alone."""
+    """Returns the name of an ARM processor, of which Linux reports only a number."""
     part = _field(cpuinfo, "CPU part")
     return ARM_PARTS.get(part, part)
 
@@ -45,8 +45,8 @@ def machine_class(cpuinfo: str) -> str:
 
 
 @dataclass(slots=True)
-class Bystanders:
-    """How busy everything else was meanwhile: a machine that others use measures others too."""
+class OtherLoad:
+    """Measures the processor time of other programs during a measurement, because it distorts the results."""
 
     began: float = 0.0
     busy: float = 0.0
@@ -56,7 +56,10 @@ class Bystanders:
         self.began, self.busy, self.own = time.monotonic(), _busy_seconds(), _own_seconds()
 
     def share(self) -> float:
-        """Of the processors' time since the start, what neither this process nor its ended children took."""
+        """Returns the share of processor time since the start that other programs took.
+
+        The time of children counts as this program's once they have ended.
+        """
         others = (_busy_seconds() - self.busy) - (_own_seconds() - self.own)
         return max(0.0, others) / max(1e-9, (time.monotonic() - self.began) * cores())
 

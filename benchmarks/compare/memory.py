@@ -1,7 +1,7 @@
-"""Peak memory of a process and all that it starts, and what it consists of.
+"""Measures the peak memory of a process and its descendants, and its parts.
 
-Proportional set sizes: pages that processes share (a forked engine, mapped weights) count once. Reading them costs time
-in the kernel, so memory is measured in runs of its own.
+Sizes are proportional set sizes: pages that processes share (a forked engine, mapped weights) count once. Reading them
+takes kernel time, so memory is measured in separate runs.
 """
 
 from __future__ import annotations
@@ -15,61 +15,62 @@ from pathlib import Path
 
 import psutil
 
-EVERY = 0.1
+INTERVAL = 0.1
 LIBRARIES, HEAP, OWN, SHARED, FILES = "libraries", "heap", "other memory of its own", "shared memory", "other files"
 PARTS = (LIBRARIES, HEAP, OWN, SHARED, FILES)
-"""Programs and libraries with the data they bring; what malloc takes from one end; what is mapped without a file, large
-allocations and those of other threads among it; memory files; and mapped files, of weights for example."""
-LOOK_AGAIN = 1.01
-"""A peak that is higher by less is not taken apart anew: that takes longer than the next one may last."""
+"""Parts of a process's memory: programs and libraries with their data; the heap of malloc; anonymous mappings, such as
+large allocations and those of other threads; memory files; and mapped files, for example of weights."""
+SIGNIFICANT = 1.01
+"""Growth of the peak from which on it is broken down again. That takes longer than a short peak may last."""
 
-Watch = Callable[[subprocess.Popen[bytes], float], int]
+Watcher = Callable[[subprocess.Popen[bytes], float], int]
+"""Waits for a process, up to a number of seconds, and returns its peak memory in bytes."""
 _HEADER = re.compile(r"[0-9a-f]+-[0-9a-f]+ (\S+) \S+ \S+ \S+\s*(.*)")
 _MEMORY_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What one process holds, in bytes. Parts add up, and so do processes."""
+class ProcessMemory:
+    """The memory of one process in bytes. Parts add up, and so do processes."""
 
     pid: int
     name: str
     parts: Mapping[str, int]
     shared: int
-    """Of all parts together: its share of what others hold too."""
+    """The part of the total that is its share of memory used by other processes too."""
 
     @property
     def all(self) -> int:
         return sum(self.parts.values())
 
 
-class AtPeak:
-    """A watch that keeps what the processes held when it was most."""
+class PeakRecorder:
+    """A watcher that records the memory of all processes at the peak."""
 
     def __init__(self) -> None:
-        self.held: list[Held] = []
+        self.processes: list[ProcessMemory] = []
 
     def __call__(self, process: subprocess.Popen[bytes], seconds: float) -> int:
-        return watch(process, seconds, self._look)
+        return watch(process, seconds, self._record)
 
-    def _look(self, pid: int, held: int) -> None:
-        if held > LOOK_AGAIN * sum(one.all for one in self.held):
-            self.held = tree_parts(pid)
+    def _record(self, pid: int, size: int) -> None:
+        if size > SIGNIFICANT * sum(one.all for one in self.processes):
+            self.processes = tree_parts(pid)
 
 
 def tree_pss(pid: int) -> int:
-    """Bytes; what ended in between counts as nothing."""
+    """Returns the bytes of a process and its descendants; processes that end meanwhile count as 0."""
     return sum(_pss(member.pid) for member in _tree(pid))
 
 
-def tree_parts(pid: int) -> list[Held]:
-    """Of every process, the first one first; without those that ended in between."""
+def tree_parts(pid: int) -> list[ProcessMemory]:
+    """Returns the memory of a process and its descendants, the process first, without those that end meanwhile."""
     found = [parts(member) for member in _tree(pid)]
-    return [held for held in found if held is not None]
+    return [one for one in found if one is not None]
 
 
-def parts(process: psutil.Process) -> Held | None:
-    """None: it has ended."""
+def parts(process: psutil.Process) -> ProcessMemory | None:
+    """Returns the memory of a process by part, or None if it has ended."""
     try:
         name, lines = process.name(), Path(f"/proc/{process.pid}/smaps").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
@@ -89,22 +90,21 @@ def parts(process: psutil.Process) -> Held | None:
     for path, sizes in mappings:
         found[_part(path, programs)] += sizes["Pss"]
         private += sizes["Private_Clean"] + sizes["Private_Dirty"]
-    return Held(process.pid, name, found, max(0, sum(found.values()) - private))
+    return ProcessMemory(process.pid, name, found, max(0, sum(found.values()) - private))
 
 
 def watch(process: subprocess.Popen[bytes], seconds: float, at_peak: Callable[[int, int], None] | None = None) -> int:
-    """The most that was held at once, in bytes, until the process ends. `at_peak` is called whenever it is more than
-    before."""
+    """Waits until the process ends and returns its peak memory in bytes. `at_peak` is called at every new peak."""
     peak, deadline = 0, time.monotonic() + seconds
     while process.poll() is None:
         if time.monotonic() > deadline:
             raise subprocess.TimeoutExpired(process.args, seconds)
-        held = tree_pss(process.pid)
-        if held > peak:
-            peak = held
+        size = tree_pss(process.pid)
+        if size > peak:
+            peak = size
             if at_peak is not None:
-                at_peak(process.pid, held)
-        time.sleep(EVERY)
+                at_peak(process.pid, size)
+        time.sleep(INTERVAL)
     return peak
 
 

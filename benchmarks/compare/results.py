@@ -1,7 +1,7 @@
-"""Measurements on disk: one JSON file per model and workload, below the class of the machine.
+"""Stores measurements in one JSON file per model and workload, in a folder per class of machine.
 
-A file holds runs. A run has all its samples, the machine, the versions and the command; engines took turns within it,
-so ratios are taken between samples of one file.
+A file has runs. A run has all its samples, the machine, the versions and the command. Engines take turns within a run,
+so only samples of one file are compared.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from benchmarks.compare.samples import Sample
 
 @dataclass(slots=True)
 class Run:
+    """The results of one run of a workload; the field names are keys of the JSON file."""
+
     machine: dict[str, object]
     versions: dict[str, str]
     command: str
@@ -24,13 +26,13 @@ class Run:
     commit: str
     samples: list[Sample] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
-    """By variant: why it has no samples here, or not all."""
+    """Reasons, by variant, why samples are missing."""
     bystanders: float = 0.0
-    """The share of the processors' time that others took meanwhile."""
+    """The share of processor time that other programs took."""
     facts: dict[str, int] = field(default_factory=dict)
-    """Of the model: what a bound on memory is made of."""
+    """Sizes of the model from which the memory target is computed."""
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By GGUF format, where formats are compared: `bytes`, and `types`, the weights of matrices by their type."""
+    """Size (`bytes`) and number of weights by type (`types`) of GGUF files, by format, where formats are compared."""
 
 
 def file_name(model: str, workload: str) -> str:
@@ -38,7 +40,7 @@ def file_name(model: str, workload: str) -> str:
 
 
 def save(folder: Path, model: str, workload: str, run: Run, *, append: bool) -> Path:
-    """Writes the run alone, or after the runs that are there."""
+    """Writes the run, after the runs of the file with `append`, otherwise in place of them."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / file_name(model, workload)
     earlier = json.loads(file.read_text())["runs"] if append and file.exists() else []
@@ -50,7 +52,7 @@ def save(folder: Path, model: str, workload: str, run: Run, *, append: bool) -> 
 
 
 def load(folder: Path, chosen: Callable[[str], bool] = lambda workload: True) -> list[Run]:
-    """All runs below the folder, of the chosen workloads."""
+    """Returns all runs of the chosen workloads in the folder."""
     read = (json.loads(file.read_text()) for file in sorted(folder.glob("*.json")))
     return [_run(run) for found in read if chosen(found["workload"]) for run in found["runs"]]
 

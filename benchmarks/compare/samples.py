@@ -1,4 +1,4 @@
-"""Samples and what is said about them: median, spread, ratio."""
+"""Defines samples and their summaries: median, range and spread."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Sample:
+    """One measured value."""
+
     model: str
     workload: str
     point: str
@@ -19,6 +21,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
+    """The median and range of some samples."""
+
     median: float
     least: float
     most: float
@@ -40,7 +44,7 @@ Key = tuple[str, str, str, str]
 
 
 def grouped(samples: Iterable[Sample]) -> dict[Key, Summary]:
-    """By (model, workload, point, variant)."""
+    """Returns the summaries of samples by (model, workload, point, variant)."""
     values: dict[Key, list[float]] = {}
     for sample in samples:
         values.setdefault((sample.model, sample.workload, sample.point, sample.variant), []).append(sample.value)

@@ -1,4 +1,4 @@
-"""The same over HTTP: a server of each engine, timed from its start, or under load from vLLM's own client."""
+"""Measures servers over HTTP: their start-up, and their throughput under the load of vLLM's own client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.drivers import EngineFailure, Figures, Job, end, ended, environment
+from benchmarks.compare.drivers import EngineFailure, Figures, Job, environment, failure_of, stop
 from benchmarks.compare.machine import cores
 from benchmarks.compare.variants import LLAMA_CPP, OURS, Variant
 from benchmarks.compare.workloads import Point, Workload
@@ -25,7 +25,7 @@ SERVED_NAME = "default"
 
 
 def startup(job: Job, workload: Workload, variant: Variant) -> Figures:
-    """Seconds from the start of the server's process to its first token."""
+    """Returns the seconds from the start of the server's process to its first token."""
     (point,) = workload.points
     command, port = server_command(job, workload, variant)
     began = time.perf_counter()
@@ -35,7 +35,7 @@ def startup(job: Job, workload: Workload, variant: Variant) -> Figures:
 
 
 def load(job: Job, workload: Workload, variant: Variant) -> Figures:
-    """Figures of `vllm bench serve`. Points that differ in their metric alone are one run of it."""
+    """Returns figures of `vllm bench serve`. Points that differ only in their metric share a run."""
     command, port = server_command(job, workload, variant)
     figures: Figures = []
     with running(command, variant, port, job.timeout):
@@ -44,40 +44,41 @@ def load(job: Job, workload: Workload, variant: Variant) -> Figures:
         for point in workload.points:
             key = point.requests, point.rate
             if key not in results:
-                results[key] = ask(job, port, point)
+                results[key] = run_client(job, port, point)
             figures.append((point.name, float(results[key][point.metric])))
     return figures
 
 
 SPARE_TOKENS = 512
-"""vLLM keeps a block for itself, and a sequence may leave most of its last one empty."""
+"""Additional tokens of the KV cache: vLLM reserves a block, and the last block of a sequence may be nearly empty."""
 
 
 def server_command(job: Job, workload: Workload, variant: Variant) -> tuple[list[str], int]:
+    """Returns the command line of a server, and its port."""
     port = free_port()
     where = ["--host", "127.0.0.1", "--port", str(port)]
-    # Random prompts are text that a server splits into tokens anew, sometimes into more.
-    longest = max(1024, 2 * workload.longest)
+    # Random prompts are sent as text, which a server may tokenize into more tokens.
+    max_length = max(1024, 2 * workload.max_length)
     model = job.model(variant)
     if variant.engine == LLAMA_CPP:
         program = str(job.environments.llama_cpp("llama-server"))
-        slots = workload.most_sequences
-        sizes = ["-c", str(longest * slots), "-np", str(slots), "-t", str(cores())]
+        slots = workload.max_sequences
+        sizes = ["-c", str(max_length * slots), "-np", str(slots), "-t", str(cores())]
         return [program, "-m", model, "--alias", SERVED_NAME, *where, *sizes], port
-    tokens = longest * workload.most_sequences + SPARE_TOKENS
-    sizes = ["--max-model-len", str(longest), "--max-num-seqs", str(max(16, workload.most_sequences))]
+    tokens = max_length * workload.max_sequences + SPARE_TOKENS
+    sizes = ["--max-model-len", str(max_length), "--max-num-seqs", str(max(16, workload.max_sequences))]
     sizes += ["--kv-cache-memory-bytes", str(tokens * job.subject.kv_bytes_per_token(job.progress))]
     common = ["--served-model-name", SERVED_NAME, *where, *sizes, *variant.flags()]
     if variant.engine == OURS:
         return [str(Path(sys.executable).with_name("vllm-backplane")), "serve", model, *common], port
-    # Not 'vllm serve', which asks for a distribution called vllm and ends without.
+    # 'vllm serve' does not work here: it requires a distribution named vllm.
     python = job.python(variant)
     return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *common], port
 
 
 @contextmanager
 def running(command: list[str], variant: Variant, port: int, timeout: float) -> Iterator[int]:
-    """From start to healthy, and to its end afterwards; the number of its process."""
+    """Starts a server, waits until it is healthy, yields its process id, and stops it at the end."""
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch) / "log"
         with log.open("wb") as output:
@@ -88,13 +89,13 @@ def running(command: list[str], variant: Variant, port: int, timeout: float) -> 
             deadline = time.monotonic() + timeout
             while not _healthy(port):
                 if process.poll() is not None:
-                    raise ended(process.returncode, log)
+                    raise failure_of(process.returncode, log)
                 if time.monotonic() > deadline:
                     raise EngineFailure(f"was not healthy within {timeout:.0f} s")
                 time.sleep(0.02)
             yield process.pid
         finally:
-            end(process)
+            stop(process)
 
 
 def _healthy(port: int) -> bool:
@@ -106,6 +107,7 @@ def _healthy(port: int) -> bool:
 
 
 def first_token(port: int, timeout: float) -> None:
+    """Sends a request and returns when the first token arrives."""
     body = {
         "model": SERVED_NAME,
         "prompt": "The capital of France is",
@@ -116,26 +118,26 @@ def first_token(port: int, timeout: float) -> None:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
-        for line in answer:
+    with urllib.request.urlopen(request, timeout=timeout) as response:
+        for line in response:
             if re.search(rb'"text": ?"[^"]', line):
                 return
-    raise EngineFailure("the answer ended without a token")
+    raise EngineFailure("the response ended without a token")
 
 
-def ask(job: Job, port: int, point: Point) -> dict[str, Any]:
-    """`vllm bench serve`, from our environment for every server."""
+def run_client(job: Job, port: int, point: Point) -> dict[str, Any]:
+    """Runs `vllm bench serve` and returns its results. Every server is measured with the client of our environment."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [
             sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai",
             "--base-url", f"http://127.0.0.1:{port}", "--endpoint", "/v1/completions", "--model", SERVED_NAME,
             "--tokenizer", str(job.subject.folder(job.progress)), "--dataset-name", "random",
-            # Other prompts for every run of the client: servers remember those they have read.
+            # Every run of the client uses other prompts, because servers cache prefixes.
             "--seed", str(round(10 * point.rate)),
-            "--random-input-len", str(point.prompt), "--random-output-len", str(point.answer), "--ignore-eos",
+            "--random-input-len", str(point.prompt), "--random-output-len", str(point.output), "--ignore-eos",
             "--num-prompts", str(point.requests), "--max-concurrency", str(point.sequences), "--temperature", "0",
             "--request-rate", str(point.rate or "inf"), "--disable-tqdm",
-            # llama-server closes connections that rest for five seconds, and the client would lose what it sends then.
+            # llama-server closes idle connections after five seconds, and the client would lose requests sent then.
             "--header", "Connection=close",
             "--save-result", "--save-detailed", "--result-dir", scratch, "--result-filename", "result.json",
         ]  # fmt: skip
@@ -147,11 +149,11 @@ def ask(job: Job, port: int, point: Point) -> dict[str, Any]:
             )
         result = Path(scratch) / "result.json"
         if done.returncode or not result.exists():
-            raise EngineFailure(f"the client ended with {done.returncode}", log.read_text(errors="replace"))
+            raise EngineFailure(f"the client ended with status {done.returncode}", log.read_text(errors="replace"))
         found: dict[str, Any] = json.loads(result.read_text())
     if found["completed"] != point.requests:
         errors = "\n".join(error for error in found["errors"] if error)
-        raise EngineFailure(f"{found['completed']} of {point.requests} requests were answered", errors)
+        raise EngineFailure(f"{found['completed']} of {point.requests} requests were completed", errors)
     return found
 
 

@@ -1,7 +1,7 @@
-"""The models that are measured: the default one, and shapes of larger ones with random weights.
+"""Defines the benchmarked models: the default model, and shapes of larger models with random weights.
 
-Speed does not depend on what the weights are, so a shape needs no download. Everything is made once, in the cache
-folder, and appears there by a rename.
+Speed does not depend on the values of weights, so a shape needs no download. Files are made once in the cache folder,
+where they appear by a rename.
 """
 
 from __future__ import annotations
@@ -19,41 +19,43 @@ from vllm_backplane.models.package import fetch
 
 Progress = Callable[[str], None]
 RECIPE = 2
-"""Raised when something else is made than before, so that old files are not reused."""
+"""Version of the files. It is incremented when their content changes, so that old files are not reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
+    """A benchmarked model."""
+
     name: str
     title: str
     shape: Mapping[str, int] = field(default_factory=dict)
-    """Of a model with random weights; the default model has none."""
+    """The sizes of a model with random weights; empty for the default model."""
 
     @property
     def has_text(self) -> bool:
         return not self.shape
 
     def folder(self, progress: Progress) -> Path:
-        """As the engines that are vLLM take it."""
+        """Returns the Hugging Face folder that vLLM loads."""
         if not self.shape:
             return obtain(FULL_PRECISION.name, progress)
-        return _made(self._home() / "folder", lambda target: _write_shape(target, self.shape), self.name, progress)
+        return _cached(self._home() / "folder", lambda target: _write_shape(target, self.shape), self.name, progress)
 
     def gguf(self, kind: str, progress: Progress, quantizer: Callable[[], Path] | None = None) -> Path:
-        """As llama.cpp takes it. `quantizer` finds llama-quantize, which types need that the gguf package cannot
-        make."""
+        """Returns the GGUF file with matrices of type `kind`. `quantizer` returns the path of llama-quantize, which is
+        needed for types that the gguf package cannot write."""
 
         def make(target: Path) -> None:
             if kind not in gguf_files.WRITTEN:
                 if quantizer is None:
-                    raise ValueError(f"the gguf package cannot make {kind}; llama-quantize can, and was not given")
+                    raise ValueError(f"the gguf package cannot write {kind}; llama-quantize is needed for it")
                 gguf_files.quantized(quantizer(), self.gguf("F32", progress), target, kind, gguf_files.PURE)
                 return
             if self.shape:
                 gguf_files.from_folder(self.folder(progress), target, kind)
                 return
             wide = self._home() / "F32.gguf"
-            if wide.exists():  # has the same values, and need not be fetched
+            if wide.exists():  # it has the same values and needs no download
                 gguf_files.requantized(wide, target, kind)
                 return
             with tempfile.TemporaryDirectory() as scratch:
@@ -62,10 +64,10 @@ class Subject:
                 )
                 gguf_files.requantized(source, target, kind)
 
-        return _made(self._home() / f"{kind}.gguf", make, f"{self.name} as {kind}", progress)
+        return _cached(self._home() / f"{kind}.gguf", make, f"{self.name} as {kind}", progress)
 
     def kv_bytes_per_token(self, progress: Progress) -> int:
-        """In float32, the widest that is measured."""
+        """Returns the bytes of the KV cache per token in float32, the widest dtype that is measured."""
         config = json.loads((self.folder(progress) / "config.json").read_text())
         head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         return int(config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head * 4)
@@ -108,8 +110,8 @@ BLOCKS = Subject(
     "0.14B shape whose rows are whole blocks of 256 (random weights)",
     _shape(768, 16, 12, 4, 2048, 49152),
 )
-"""As large as the default model, whose rows of 576 cannot be in a K format."""
-TINY = Subject("tiny", "a shape for trying the command out", _shape(128, 2, 4, 2, 256, 512))
+"""A model of the default model's size for K formats, which the default model's rows of 576 do not fit."""
+TINY = Subject("tiny", "a shape for trying out the command", _shape(128, 2, 4, 2, 256, 512))
 ALL = (*SUBJECTS, BLOCKS, TINY)
 
 
@@ -117,7 +119,7 @@ def find(name: str) -> Subject:
     for subject in ALL:
         if subject.name == name:
             return subject
-    raise ValueError(f"unknown model {name!r}; there are {', '.join(s.name for s in ALL)}")
+    raise ValueError(f"unknown model {name!r}; models: {', '.join(s.name for s in ALL)}")
 
 
 def _write_shape(folder: Path, shape: Mapping[str, int]) -> None:
@@ -163,12 +165,12 @@ def _write_shape(folder: Path, shape: Mapping[str, int]) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def _made(path: Path, make: Callable[[Path], None], what: str, progress: Progress) -> Path:
+def _cached(path: Path, make: Callable[[Path], None], what: str, progress: Progress) -> Path:
     if path.exists():
         return path
     progress(f"making {what}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder as the result: a rename is atomic only within a file system.
+    # The scratch folder is beside the result, because a rename is atomic only within a file system.
     scratch = Path(tempfile.mkdtemp(".partial", dir=path.parent))
     try:
         make(scratch / path.name)

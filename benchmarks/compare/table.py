@@ -1,4 +1,4 @@
-"""Tables in Markdown: medians with their range, one column per variant."""
+"""Makes Markdown tables of medians with their range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.compare.workloads import Workload
 
 
 def number(value: float) -> str:
-    """Three digits that matter."""
+    """Formats a value with about three significant digits."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -31,14 +31,16 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Variants in the order of their table."""
+    """Returns the variants in the order of `VARIANTS`."""
     places = {variant.name: place for place, variant in enumerate(VARIANTS)}
     return sorted(set(names), key=lambda name: places.get(name, len(places)))
 
 
 def comparison(model: str, workload: Workload, found: Mapping[Key, Summary]) -> str:
-    """A model's table of a workload, or an empty string where nothing was measured. Variants are rows: they outnumber
-    the points."""
+    """Returns the table of a workload for a model, or an empty string if nothing was measured.
+
+    Variants are rows, because there are more variants than points.
+    """
     here = {key: value for key, value in found.items() if key[0] == model and key[1] == workload.name}
     if not here:
         return ""
@@ -51,7 +53,7 @@ def comparison(model: str, workload: Workload, found: Mapping[Key, Summary]) -> 
 
 
 def verdicts(found: Sequence[Verdict], page: str) -> str:
-    """`page`: where docs/targets.md is from the file that the table goes to."""
+    """Returns the table of targets. `page` is the link to docs/internals/targets.md from the page of the table."""
     holds = {True: "yes", False: "**no**: [why]({})", None: "not measured"}
     rows = [[v.what, v.needed, v.measured, holds[v.holds].format(f"{page}#{v.reason}")] for v in found]
-    return markdown(["asked for", "needed", "measured", "holds"], rows)
+    return markdown(["target", "needed", "measured", "met"], rows)

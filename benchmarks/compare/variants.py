@@ -1,7 +1,7 @@
-"""What is compared: every engine in every weight format. A new format of ours is one line here.
+"""Lists the compared variants: every engine in every weight format. A new format of ours is one line here.
 
-Formats of different engines are comparable where their bits are equal. llama.cpp keeps activations in float32 and
-quantizes them to 8 bits before a product with 8- or 4-bit weights, as ours does.
+Formats of different engines are comparable if their bits are equal. llama.cpp, like Backplane, keeps activations in
+float32 and quantizes them to 8 bits before a matrix product with 8- or 4-bit weights.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ ENGINES = (OURS, VLLM_CPU, LLAMA_CPP)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
+    """An engine with a weight format."""
+
     engine: str
     format: str
     bits: int
-    """Of a weight, scales not counted."""
+    """Bits of a weight, without scales."""
     arguments: Mapping[str, str | bool] = field(default_factory=dict)
-    """For the engines that are vLLM: arguments of `vllm.LLM`."""
+    """Arguments of `vllm.LLM`, for engines that are vLLM."""
     environment: Mapping[str, str] = field(default_factory=dict)
     gguf: str = ""
-    """The type of the matrices in the GGUF file that is loaded, for engines that load one."""
+    """The type of the matrices in the GGUF file, for variants that load one."""
     default: bool = True
-    """Measured unless the command names variants."""
+    """Whether it is measured if the command names no variants."""
 
     @property
     def name(self) -> str:
         return f"{self.engine}/{self.format}"
 
     def flags(self) -> list[str]:
-        """The arguments as `vllm serve` spells them."""
+        """Returns the arguments as command-line options of `vllm serve`."""
         spelt: list[str] = []
         for key, value in self.arguments.items():
             flag = "--" + key.replace("_", "-")
@@ -56,24 +58,24 @@ GGUF_FORMATS = {
     "Q3_K": (3, "float32"),
     "Q2_K": (2, "float32"),
 }
-"""Every type of matrices that is served from a GGUF file: bits, and what ours computes in."""
+"""Every served GGUF type, with its bits and the dtype that Backplane computes in."""
 
 VARIANTS = (
     Variant(OURS, "fp32", 32, {"dtype": "float32"}),
     Variant(OURS, "bf16", 16, {"dtype": "bfloat16"}),
     Variant(OURS, "int8", 8, {"dtype": "float32", "quantization": "int8"}),
     Variant(OURS, "int4", 4, {"dtype": "float32", "quantization": "int4"}),
-    # The files that llama.cpp loads.
+    # These load the same files as llama.cpp.
     *(
         Variant(OURS, f"gguf-{kind.lower()}", bits, {"dtype": dtype}, gguf=kind, default=kind in ("Q8_0", "Q4_0"))
         for kind, (bits, dtype) in GGUF_FORMATS.items()
     ),
-    # As vllm-cpu is by default: it compiles at start.
+    # By default vllm-cpu compiles the model at start.
     Variant(VLLM_CPU, "fp32", 32, {"dtype": "float32"}),
     Variant(VLLM_CPU, "bf16", 16, {"dtype": "bfloat16"}),
     Variant(VLLM_CPU, "fp32-eager", 32, {"dtype": "float32", "enforce_eager": True}, default=False),
     Variant(VLLM_CPU, "bf16-eager", 16, {"dtype": "bfloat16", "enforce_eager": True}, default=False),
-    # By default it computes on all cores but one, which is kept for its scheduler.
+    # By default vllm-cpu reserves one core for its scheduler and computes on the others.
     Variant(
         VLLM_CPU,
         "fp32-eager-all-cores",
@@ -90,29 +92,29 @@ VARIANTS = (
 
 
 def choose(engines: Sequence[str] = (), names: Sequence[str] = ()) -> list[Variant]:
-    """The variants of these names, else the default ones of these engines (all engines if none is named)."""
+    """Returns the named variants, or the default variants of the named engines (of all engines if none is named)."""
     unknown = [name for name in names if name not in {variant.name for variant in VARIANTS}]
     unknown += [engine for engine in engines if engine not in ENGINES]
     if unknown:
-        raise ValueError(f"unknown: {', '.join(unknown)}; there are {', '.join(v.name for v in VARIANTS)}")
+        raise ValueError(f"unknown: {', '.join(unknown)}; variants: {', '.join(v.name for v in VARIANTS)}")
     if names:
         return [variant for variant in VARIANTS if variant.name in names]
     return [variant for variant in VARIANTS if variant.default and (not engines or variant.engine in engines)]
 
 
 def choose_formats(formats: Sequence[str] = (), engines: Sequence[str] = ()) -> list[Variant]:
-    """Ours and llama.cpp on the files of these formats (of all if none is named), or those of these engines."""
-    asked = [name.upper() for name in formats]
-    if unknown := [name for name in asked if name not in GGUF_FORMATS]:
-        raise ValueError(f"unknown GGUF format: {', '.join(unknown)}; there are {', '.join(GGUF_FORMATS)}")
+    """Returns the variants that load GGUF files, of the named formats and engines (of all if none is named)."""
+    wanted = [name.upper() for name in formats]
+    if unknown := [name for name in wanted if name not in GGUF_FORMATS]:
+        raise ValueError(f"unknown GGUF format: {', '.join(unknown)}; formats: {', '.join(GGUF_FORMATS)}")
     if cannot := [engine for engine in engines if engine not in (OURS, LLAMA_CPP)]:
-        raise ValueError(f"no GGUF files are loaded by {', '.join(cannot)}; {OURS} and {LLAMA_CPP} load them")
+        raise ValueError(f"{', '.join(cannot)} cannot load GGUF files; {OURS} and {LLAMA_CPP} can")
     loading = [variant for variant in VARIANTS if variant.gguf and (not engines or variant.engine in engines)]
-    return [variant for variant in loading if not asked or variant.gguf in asked]
+    return [variant for variant in loading if not wanted or variant.gguf in wanted]
 
 
 def in_turns(variants: Sequence[Variant]) -> list[Variant]:
-    """Those that are held against each other one after another: a machine that gets slower does so for all of them."""
+    """Sorts variants so that those to be compared are adjacent: a machine that becomes slower slows them all."""
     return sorted(variants, key=lambda variant: (-variant.bits, variant.gguf, ENGINES.index(variant.engine)))
 
 

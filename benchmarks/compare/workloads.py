@@ -1,4 +1,4 @@
-"""What is measured: workloads, their points, and what the number of each means."""
+"""Defines the workloads, their points, and the metric of each point."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ GENERATE, FORMATS, SERVE, STARTUP, MEMORY = "generate", "formats", "serve", "sta
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured situation."""
+    """One configuration that is measured."""
 
     name: str
     metric: str
-    """Which figure of a measurement counts: see `drivers` for what each gives."""
+    """The name of the figure that is reported; `drivers` explains them."""
     unit: str
     sequences: int = 1
     prompt: int = 0
-    answer: int = 1
+    """Prompt tokens of each sequence."""
+    output: int = 1
+    """Output tokens of each sequence."""
     requests: int = 0
-    """Over HTTP only."""
+    """Number of requests, over HTTP only."""
     rate: float = 0.0
     """Requests per second over HTTP; 0: all at once."""
 
@@ -30,29 +32,31 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
+    """A group of points that one engine process measures."""
+
     name: str
     title: str
     kind: str
     points: tuple[Point, ...]
     lower_is_better: bool = False
     needs_text: bool = False
-    """Only on models with a tokenizer."""
+    """Whether it needs a model with a tokenizer."""
 
     @property
-    def longest(self) -> int:
-        return max(point.prompt + point.answer for point in self.points)
+    def max_length(self) -> int:
+        return max(point.prompt + point.output for point in self.points)
 
     @property
-    def most_tokens(self) -> int:
-        return max(point.sequences * (point.prompt + point.answer) for point in self.points)
+    def max_tokens(self) -> int:
+        return max(point.sequences * (point.prompt + point.output) for point in self.points)
 
     @property
-    def most_sequences(self) -> int:
+    def max_sequences(self) -> int:
         return max(point.sequences for point in self.points)
 
 
-DECODE_PROMPT, DECODE_ANSWER = 32, 32
-CONTEXT_ANSWER = 16
+DECODE_PROMPT, DECODE_OUTPUT = 32, 32
+CONTEXT_OUTPUT = 16
 SLOTS = 16
 
 
@@ -60,31 +64,31 @@ def workloads(sequences: tuple[int, ...], prompts: tuple[int, ...], contexts: tu
     return (
         Workload(
             "decode",
-            f"Decoding, tokens/s over all sequences (prompts of {DECODE_PROMPT}, {DECODE_ANSWER} tokens each)",
+            f"Decode, tokens/s over all sequences (prompts of {DECODE_PROMPT}, {DECODE_ANSWER} tokens each)",
             GENERATE,
             tuple(
-                Point(f"{n} sequence{'s' * (n > 1)}", "decode", "tokens/s", n, DECODE_PROMPT, DECODE_ANSWER)
+                Point(f"{n} sequence{'s' * (n > 1)}", "decode", "tokens/s", n, DECODE_PROMPT, DECODE_OUTPUT)
                 for n in sequences
             ),
         ),
         Workload(
             "prefill",
-            "Reading one prompt, tokens/s",
+            "Prefill of one prompt, tokens/s",
             GENERATE,
             tuple(Point(f"prompt of {n}", "prefill", "tokens/s", 1, n, 1) for n in prompts),
         ),
         Workload(
             "context",
-            "Growth with context: ms per decoded token, one sequence",
+            "Decode by context length, ms per token of one sequence",
             GENERATE,
             tuple(
-                Point(f"context {n}", "step", "ms", 1, n - CONTEXT_ANSWER, CONTEXT_ANSWER) for n in contexts
+                Point(f"context {n}", "step", "ms", 1, n - CONTEXT_OUTPUT, CONTEXT_OUTPUT) for n in contexts
             ),
             lower_is_better=True,
         ),
         Workload(
             "serve",
-            f"Over HTTP (`vllm bench serve`; at most {SLOTS} requests at once, prompts of 128, 64 tokens each)",
+            f"Over HTTP (`vllm bench serve`; at most {SLOTS} requests at once, prompts of 128 tokens, 64 output tokens)",
             SERVE,
             (
                 Point(f"{SLOTS} at a time", "output_throughput", "tokens/s", SLOTS, 128, 64, requests=2 * SLOTS),
@@ -96,7 +100,7 @@ def workloads(sequences: tuple[int, ...], prompts: tuple[int, ...], contexts: tu
         ),
         Workload(
             "startup",
-            "From starting the server to its first token, s, files in the page cache",
+            "From the start of the server to its first token, s, files in the page cache",
             STARTUP,
             (Point("start-up", "first_token", "s", 1, 16, 4),),
             lower_is_better=True,
@@ -116,7 +120,7 @@ FULL = workloads((1, 4, 16, 64), (128, 1024), (128, 512, 2048, 8192))
 QUICK = workloads((1, 16), (128,), (128, 1024))
 BY_FORMAT = Workload(
     "formats",
-    f"GGUF formats: decoding (prompts of {DECODE_PROMPT}, {DECODE_ANSWER} tokens each) and reading a prompt, tokens/s",
+    f"GGUF formats: decode (prompts of {DECODE_PROMPT}, {DECODE_ANSWER} tokens each) and prefill, tokens/s",
     FORMATS,
     (
         Point("1 sequence", "decode", "tokens/s", 1, DECODE_PROMPT, DECODE_ANSWER),
@@ -124,5 +128,5 @@ BY_FORMAT = Workload(
         Point("prompt of 1024", "prefill", "tokens/s", 1, 1024, 1),
     ),
 )
-"""Of engines that load GGUF, each on the same file. Measured where it is asked for."""
+"""The comparison of engines that load GGUF, on the same files. It is measured only if --only names it."""
 NAMES = (*(workload.name for workload in FULL), BY_FORMAT.name)

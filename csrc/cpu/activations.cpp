@@ -1,4 +1,4 @@
-// Activation functions, plain and gated, from one loop each: widen, apply in float32, round once.
+// Implements the activation functions, plain and gated, with one loop each: widen, apply in float32, round once.
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -14,7 +14,7 @@
 namespace backplane::cpu {
 namespace {
 
-// What an operator passes on to its formula; names are the formulas' own business.
+// The parameters of a formula; each formula defines what a, b and c mean.
 struct Numbers {
   float a = 0, b = 0, c = 0;
 };
@@ -29,7 +29,7 @@ BACKPLANE_INLINE Floats<W> gelu_tanh(Floats<W> x) {
   return 0.5f * x * (1.0f + hyperbolic_tangent<W>(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
-// Comparisons are written so that a NaN is kept.
+// Comparisons are written so that NaN stays NaN.
 template <int W>
 BACKPLANE_INLINE Floats<W> cut_above(Floats<W> x, float limit) {
   return x > limit ? all<W>(limit) : x;
@@ -60,7 +60,7 @@ BACKPLANE_GATED(GeluErfAndMul, gelu_erf<W>(g) * u)
 BACKPLANE_GATED(GeluTanhAndMul, gelu_tanh<W>(g) * u)
 BACKPLANE_GATED(FatreluAndMul, (g > n.a ? g : Floats<W>{}) * u)
 
-// limit a, alpha b, beta c
+// a is the limit, b alpha, c beta.
 struct Swiglu {
   template <int W>
   static BACKPLANE_INLINE Floats<W> apply(Floats<W> g, Floats<W> u, Numbers n) {
@@ -70,7 +70,7 @@ struct Swiglu {
   }
 };
 
-// limit a, or infinity
+// a is the limit, or infinity.
 struct SwigluStep {
   template <int W>
   static BACKPLANE_INLINE Floats<W> apply(Floats<W> g, Floats<W> u, Numbers n) {
@@ -78,7 +78,7 @@ struct SwigluStep {
   }
 };
 
-// limit a, or infinity; alpha b
+// a is the limit, or infinity; b is alpha.
 struct Situ {
   template <int W>
   static BACKPLANE_INLINE Floats<W> apply(Floats<W> g, Floats<W> u, Numbers n) {
@@ -100,7 +100,7 @@ struct GatedRow {
   static BACKPLANE_INLINE void run(const T* x, int64_t n, Numbers numbers, T* out) {
     const T* up = x + n;
     int64_t i = 0;
-    // A formula is a chain of operations that wait for each other; four of them fill the processor.
+    // A formula is a chain of dependent operations; four independent chains keep the units busy.
     for (; i + 4 * W <= n; i += 4 * W) {
       Floats<W> result[4];
       each<4>(BACKPLANE_EACH(v) {
@@ -117,7 +117,7 @@ struct GatedRow {
   }
 };
 
-// Gate and up alternate.
+// For an input in which gate and up elements alternate.
 template <class T, class Formula>
 struct AlternatingRow {
   template <int W>
@@ -147,7 +147,7 @@ struct PlainRow {
 template <template <class, class> class Row, class Formula>
 at::Tensor over_rows(const char* name, const at::Tensor& x, int64_t shrink, Numbers numbers = {}) {
   TORCH_CHECK(x.dim() >= 1 && x.size(-1) % shrink == 0, name, ": the last dimension of ", x.sizes(),
-              " must be even: gate and up");
+              " must be even, to hold the gate and up halves");
   auto shape = x.sizes().vec();
   shape.back() /= shrink;
   at::Tensor out = at::empty(shape, x.options());
@@ -168,8 +168,8 @@ at::Tensor over_rows(const char* name, const at::Tensor& x, int64_t shrink, Numb
 }
 
 bool by_tanh(const char* name, std::string_view approximate) {
-  TORCH_CHECK(approximate == "none" || approximate == "tanh", name, ": gelu approximation '", approximate,
-              "' is not known; use 'none' or 'tanh'");
+  TORCH_CHECK(approximate == "none" || approximate == "tanh", name, ": unknown gelu approximation '", approximate,
+              "'; use 'none' or 'tanh'");
   return approximate == "tanh";
 }
 
@@ -224,7 +224,7 @@ at::Tensor activate_experts(std::string_view name, const at::Tensor& x, double a
   if (name == "gelu_no_mul") return gelu(x, "none");
   if (name == "gelu_tanh_no_mul") return gelu(x, "tanh");
   if (name == "relu2_no_mul") return relu2(x);
-  TORCH_CHECK(false, op, ": unknown activation '", name, "'");
+  TORCH_CHECK(false, op, ": unknown activation '", name, "'; the documentation of moe_experts lists the names");
 }
 
 }  // namespace backplane::cpu

@@ -1,4 +1,4 @@
-// Activation functions that operators of other files use between their products.
+// Declares the activation functions that other operators apply between their matrix products.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,7 @@
 
 namespace backplane::cpu {
 
-// What `moe_experts` puts between its two products; by the names of that operator, whose reference says what each is.
+// Applies the activation between the two GEMMs of `moe_experts`. The reference of that operator defines the names.
 at::Tensor activate_experts(std::string_view name, const at::Tensor& x, double alpha, std::optional<double> limit,
                             double beta);
 

@@ -1,5 +1,6 @@
-// The mask of a grammar: a bit for each token. Grammars forbid nearly everything or nearly nothing, so 32 tokens that are
-// alike are decided at once.
+// Applies a grammar's bit mask, one bit per token, to the logits.
+//
+// Grammars forbid nearly all tokens or nearly none, so 32 tokens with equal bits are handled at once.
 
 #include <torch/library.h>
 
@@ -16,8 +17,8 @@ void allowed_tokens_mask(const at::Tensor& logits, const at::Tensor& allowed) {
   const char* name = "allowed_tokens_mask";
   TORCH_CHECK(logits.dim() == 2 && allowed.dim() == 2 && allowed.scalar_type() == at::kInt &&
                   allowed.size(0) == logits.size(0),
-              name, ": a mask of ", allowed.scalar_type(), " ", allowed.sizes(), " for logits of ", logits.sizes(),
-              "; int32 [batch, words] is needed");
+              name, ": the mask is ", allowed.scalar_type(), " ", allowed.sizes(), " for logits of shape ",
+              logits.sizes(), "; it must be int32 [batch, words]");
   const int64_t rows = logits.size(0), vocabulary = logits.size(1), stride = logits.stride(1);
   const int64_t words = std::min(allowed.size(1), (vocabulary + kBits - 1) / kBits);
   const int32_t* masks = elements<int32_t>(allowed);

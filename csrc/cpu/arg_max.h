@@ -1,4 +1,4 @@
-// The first of the largest numbers of each row. Rows are cut into pieces, so that threads share a single one too.
+// Finds the first of the largest numbers of each row. Rows are cut into pieces, so that threads can share a single row.
 #pragma once
 
 #include <cmath>
@@ -11,20 +11,20 @@
 namespace backplane::cpu {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr int64_t kPiece = 1 << 15;    // elements of a row that one thread looks through at a time
-constexpr int64_t kStretch = 1 << 11;  // elements whose maximum is taken before it is compared with the best
+constexpr int64_t kPiece = 1 << 15;    // elements of a row that one thread searches at a time
+constexpr int64_t kStretch = 1 << 11;  // elements whose maximum is computed before it is compared with the best
 
 struct Best {
   float value = -kInfinity;
   int64_t index = 0;
 
-  // What was found in a later part of the row.
-  void meet(const Best& next) {
+  // Merges the result of a later part of the row.
+  void merge(const Best& next) {
     if (!std::isnan(value) && (next.value > value || std::isnan(next.value))) *this = next;
   }
 };
 
-// A NaN counts as larger than everything, as in torch.argmax.
+// A NaN counts as larger than every number, as in torch.argmax.
 template <class T>
 struct ArgMax {
   template <int W>
@@ -61,7 +61,7 @@ struct ArgMax {
   }
 };
 
-// `search(row, start, count)` gives the best of a piece, its index counted from the start of that piece.
+// `search(row, start, count)` returns the best of a piece, with its index relative to the start of the piece.
 template <class Search>
 void first_of_largest(int64_t rows, int64_t n, int64_t* chosen, const Search& search) {
   const int64_t pieces = (n + kPiece - 1) / kPiece;
@@ -75,7 +75,7 @@ void first_of_largest(int64_t rows, int64_t n, int64_t* chosen, const Search& se
   });
   for (int64_t r = 0; r < rows; ++r) {
     Best best = found[r * pieces];
-    for (int64_t p = 1; p < pieces; ++p) best.meet(found[r * pieces + p]);
+    for (int64_t p = 1; p < pieces; ++p) best.merge(found[r * pieces + p]);
     chosen[r] = best.index;
   }
 }

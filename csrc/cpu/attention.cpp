@@ -1,4 +1,4 @@
-// Attention over a paged cache and over ragged rows: checks arguments and cuts the work into items (attention.h).
+// Implements attention over a paged KV cache and over ragged rows: checks the arguments and cuts the work into items.
 
 #include <torch/library.h>
 
@@ -10,11 +10,11 @@
 namespace backplane::cpu::attention {
 namespace {
 
-constexpr int64_t kQueriesPerItem = 128;  // rows times heads of a group; K and V are widened once for as many
-constexpr int64_t kQueriesToSplit = 64;   // up to here the context is cut too: there is no other work to share out
+constexpr int64_t kQueriesPerItem = 128;  // rows times heads of a group; K and V are widened once for all of them
+constexpr int64_t kQueriesToSplit = 64;   // up to this many, the context is split too: there is no other work to share
 constexpr int64_t kKeysPerPiece = 512;
-constexpr int64_t kWidestWindow = int64_t(1) << 40;  // wider than any context, and positions can be added to it
-constexpr int64_t kProductsPerThread = 1 << 17;  // multiplications before another thread is woken
+constexpr int64_t kWidestWindow = int64_t(1) << 40;  // wider than any context; adding a position cannot overflow
+constexpr int64_t kProductsPerThread = 1 << 17;  // multiplications that justify one more thread
 
 struct Split {
   int64_t item, pieces;
@@ -24,7 +24,7 @@ class Plan {
  public:
   Plan(const Layer& layer, int64_t requests) : layer_(layer) { contexts_.reserve(requests); }
 
-  // A request with `rows` query rows from `row` on, the last of its `length` positions.
+  // Adds a request with `rows` query rows from `row` on: the last of its `length` positions.
   void add(const Context& given, int64_t row, int64_t rows, int64_t length, int64_t key_heads) {
     contexts_.push_back(given);
     const int64_t first_position = length - rows;
@@ -84,7 +84,7 @@ class Plan {
     }
   }
 
-  // Items differ in length, so threads take the next one when they are done with one.
+  // Items differ in length, so each thread takes the next item when it has finished one.
   template <class F>
   static void over(int64_t count, int64_t cost, F&& call) {
     const int64_t threads = std::min({count, cost / kProductsPerThread, static_cast<int64_t>(at::get_num_threads())});
@@ -103,7 +103,7 @@ class Plan {
   }
 
   const Layer& layer_;
-  std::vector<Context> contexts_;  // items point into it, so it is as large from the start as it will be
+  std::vector<Context> contexts_;  // reserved at its final size, because items point into it
   std::vector<Item> items_;
   std::vector<Split> splits_;
   std::vector<std::pair<int64_t, int64_t>> partial_places_;
@@ -116,10 +116,10 @@ Heads heads_of(const at::Tensor& tensor, int64_t head_dim) {
           tensor.size(-1), static_cast<int64_t>(tensor.element_size())};
 }
 
-// A per-head vector as float32, which must outlive the call.
+// Returns a per-head vector as float32; the tensor must outlive the call.
 at::Tensor per_head(const char* name, const char* what, const std::optional<at::Tensor>& given, int64_t heads) {
   if (!given) return {};
-  TORCH_CHECK(given->numel() == heads, name, ": ", what, " of ", given->sizes(), " for ", heads, " heads");
+  TORCH_CHECK(given->numel() == heads, name, ": ", what, " has shape ", given->sizes(), " for ", heads, " heads");
   return given->to(at::kFloat).reshape({heads}).contiguous();
 }
 
@@ -137,19 +137,20 @@ struct Arguments {
 Layer layer_of(const Arguments& a, const at::Tensor& slopes, const at::Tensor& sinks) {
   const int64_t key_heads = a.key.size(a.key_head_dim);
   for (const at::Tensor* tensor : {&a.query, &a.out})
-    TORCH_CHECK(is_float_type(tensor->scalar_type()), a.name, ": type ", tensor->scalar_type(),
+    TORCH_CHECK(is_float_type(tensor->scalar_type()), a.name, ": dtype ", tensor->scalar_type(),
                 " is not supported; use float32, bfloat16 or float16");
   for (const at::Tensor* tensor : {&a.key, &a.value})
-    TORCH_CHECK(is_storage_type(tensor->scalar_type()), a.name, ": keys and values of type ", tensor->scalar_type(),
-                " are not supported; use float32, bfloat16, float16, float8_e4m3fn or float8_e5m2");
+    TORCH_CHECK(is_storage_type(tensor->scalar_type()), a.name, ": KV cache dtype ", tensor->scalar_type(),
+                " is not supported; use float32, bfloat16, float16, float8_e4m3fn or float8_e5m2");
   TORCH_CHECK(a.query.dim() == 3 && a.out.dim() == 3 && a.query.size(2) == a.key.size(-1) &&
                   a.out.size(2) == a.value.size(-1) && a.out.size(1) == a.query.size(1) &&
                   a.out.size(0) >= a.query.size(0) && a.value.size(a.key_head_dim) == key_heads,
-              a.name, ": query ", a.query.sizes(), ", keys ", a.key.sizes(), ", values ", a.value.sizes(), " and out ",
-              a.out.sizes(), " do not fit each other");
+              a.name, ": shapes of query ", a.query.sizes(), ", keys ", a.key.sizes(), ", values ", a.value.sizes(),
+              " and out ", a.out.sizes(), " do not match");
   TORCH_CHECK(key_heads > 0 && a.query.size(1) > 0 && a.query.size(1) % key_heads == 0, a.name, ": ", a.query.size(1),
-              " query heads cannot share ", key_heads, " key heads evenly; repeat or split the key heads first");
-  TORCH_CHECK(a.query.size(2) > 0, a.name, ": heads of query ", a.query.sizes(), " are empty");
+              " query heads cannot be divided evenly among ", key_heads, " key heads; ",
+              "repeat or split the key heads first");
+  TORCH_CHECK(a.query.size(2) > 0, a.name, ": the head size of query ", a.query.sizes(), " is 0");
   Layer layer{};
   layer.scale = static_cast<float>(a.scale);
   layer.soft_cap = static_cast<float>(a.soft_cap);
@@ -172,8 +173,8 @@ Layer layer_of(const Arguments& a, const at::Tensor& slopes, const at::Tensor& s
 }
 
 void check_bounds(const char* name, int64_t request, int64_t begin, int64_t end, int64_t rows) {
-  TORCH_CHECK(begin >= 0 && begin <= end && end <= rows, name, ": request ", request, " owns rows ", begin, " to ", end,
-              " of ", rows);
+  TORCH_CHECK(begin >= 0 && begin <= end && end <= rows, name, ": query_start_loc gives request ", request, " rows ",
+              begin, " to ", end, ", but there are ", rows);
 }
 
 void paged_attention(const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache,
@@ -184,18 +185,18 @@ void paged_attention(const at::Tensor& query, const at::Tensor& key_cache, const
   const char* name = "paged_attention";
   TORCH_CHECK(key_cache.dim() == 4 && value_cache.dim() == 4 && key_cache.size(0) == value_cache.size(0) &&
                   key_cache.size(2) == value_cache.size(2) && key_cache.size(2) > 0,
-              name, ": caches of ", key_cache.sizes(), " and ", value_cache.sizes());
+              name, ": key cache ", key_cache.sizes(), " and value cache ", value_cache.sizes(), " do not match");
   const int64_t requests = query_start_loc.size(0) - 1, heads = query.dim() > 1 ? query.size(1) : 0;
   TORCH_CHECK(query_start_loc.dim() == 1 && seq_lens.dim() == 1 && requests >= 0 && seq_lens.size(0) >= requests &&
                   block_table.dim() == 2 && block_table.size(0) >= requests,
-              name, ": ", requests, " requests, lengths of ", seq_lens.sizes(), " and a table of ",
-              block_table.sizes());
+              name, ": seq_lens of shape ", seq_lens.sizes(), " and block_table of shape ", block_table.sizes(),
+              " do not match the ", requests, " requests of query_start_loc");
   const at::Tensor slopes = per_head(name, "alibi_slopes", alibi_slopes, heads);
   const at::Tensor extra = per_head(name, "sinks", sinks, heads);
   const Layer layer = layer_of({name, query, key_cache, value_cache, out, 1, scale * k_scale, causal, sliding_window,
                                 soft_cap, v_scale},
                                slopes, extra);
-  // Blocks are checked as they were given: a number of 64 bits may be in range once it is cut to 32.
+  // Blocks are checked before the conversion to 32 bits: a 64-bit number may be in range only because it was truncated.
   const Integers starts(query_start_loc, name), lengths(seq_lens, name), given(block_table, name);
   const at::Tensor narrow = block_table.to(at::kInt);
   const at::Tensor table = narrow.stride(1) == 1 || narrow.size(1) <= 1 ? narrow : narrow.contiguous();
@@ -212,13 +213,13 @@ void paged_attention(const at::Tensor& query, const at::Tensor& key_cache, const
     check_bounds(name, i, begin, end, query.size(0));
     if (begin == end) continue;
     pages.blocks = table.const_data_ptr<int32_t>() + i * table.stride(0);
-    TORCH_CHECK(length <= columns * block_size, name, ": request ", i, " has ", length, " keys and a table of ",
-                columns, " blocks of ", block_size);
-    // Only what will be read: entries past the context, and before the window, may be anything.
+    TORCH_CHECK(length <= columns * block_size, name, ": request ", i, " has ", length, " keys, but its row of ",
+                "block_table has room for ", columns, " blocks of ", block_size);
+    // Checks only the entries that are read: those past the context and before the window may hold any value.
     const int64_t first = first_seen(layer, length - (end - begin)), last = seen_end(layer, length - 1, length);
     for (int64_t c = first / block_size; c * block_size < last; ++c)
       TORCH_CHECK(given.at(i, c) >= 0 && given.at(i, c) < blocks, name, ": request ", i, " has block ", given.at(i, c),
-                  " in column ", c, "; the cache has ", blocks);
+                  " in column ", c, " of block_table; the cache has ", blocks, " blocks");
     plan.add(pages, begin, end - begin, length, key_cache.size(1));
   }
   plan.run();
@@ -231,7 +232,8 @@ void varlen_attention(const at::Tensor& query, const at::Tensor& key, const at::
   const char* name = "varlen_attention";
   TORCH_CHECK(key.dim() == 3 && value.dim() == 3 && key.size(0) == value.size(0) && query.dim() == 3 &&
                   key.size(0) >= query.size(0),
-              name, ": query ", query.sizes(), ", keys ", key.sizes(), " and values ", value.sizes());
+              name, ": shapes of query ", query.sizes(), ", keys ", key.sizes(), " and values ", value.sizes(),
+              " do not match");
   const at::Tensor slopes = per_head(name, "alibi_slopes", alibi_slopes, query.size(1));
   const at::Tensor extra = per_head(name, "sinks", sinks, query.size(1));
   const Layer layer =

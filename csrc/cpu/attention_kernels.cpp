@@ -1,10 +1,10 @@
-// The arithmetic of attention, in float32, over tiles of keys with a running softmax.
+// Implements the attention kernels in float32: tiles of keys with a running (online) softmax.
 //
-// A tile of keys and values is widened once into a buffer in the first cache and then used by every query row of the
-// item; few queries read float32 where it lies. Queries of an item are numbered m = row * group + head of the group. Many
-// queries are the lanes of vectors: scores are key-major, softmax runs down the lanes and nothing is summed across one.
-// Up to kFewQueries of them would leave most lanes idle; then keys are the lanes of the softmax and products are summed
-// across vectors.
+// A tile of keys and values is widened once into a buffer in the L1 cache and then used by every query row of the item;
+// few queries read a float32 cache in place. Queries of an item are numbered m = row * group + head of the group. Many
+// queries are the lanes of vectors: scores are key-major, the softmax runs down the lanes, and no vector is reduced. Up
+// to kFewQueries queries would leave most lanes idle; then keys are the lanes of the softmax, and dot products end with
+// a reduction.
 
 #include "attention_products.h"
 #include "attention_softmax.h"
@@ -17,7 +17,7 @@ constexpr int64_t kFewQueries = 4;
 constexpr int64_t kTileBytes = 16 << 10;
 constexpr int64_t kMostKeys = 64;
 
-// Numbers about to be read as floats.
+// The bits of numbers that are read as floats next.
 using Bits __attribute__((may_alias)) = uint32_t;
 
 template <class T>
@@ -26,7 +26,7 @@ struct Load {
   static BACKPLANE_INLINE void row(const T* from, int64_t width, float* to) {
     int64_t i = 0;
     if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      // The compiler's vectoriser unpacks a whole vector at once; a conversion of vector types does not.
+      // GCC's vectoriser unpacks a whole vector at once; a conversion of vector types does not.
       const auto* narrow = reinterpret_cast<const uint16_t*>(from);
       auto* wide = reinterpret_cast<Bits*>(to);
       for (; i + 2 * W <= width; i += 2 * W) {
@@ -91,7 +91,7 @@ struct Store {
 #define BACKPLANE_SHUFFLE(A, B, ...) __builtin_shuffle(A, B, Ints<4>{__VA_ARGS__})
 #endif
 
-// The sums of four vectors as the lanes of one.
+// Returns the sums of four vectors as the lanes of one.
 template <int W>
 BACKPLANE_INLINE Floats<4> four_sums(const Floats<W>* v) {
   const Floats<4> a = folded<W>(v[0]), b = folded<W>(v[1]), c = folded<W>(v[2]), d = folded<W>(v[3]);
@@ -100,7 +100,7 @@ BACKPLANE_INLINE Floats<4> four_sums(const Floats<W>* v) {
   return BACKPLANE_SHUFFLE(x, y, 0, 1, 4, 5) + BACKPLANE_SHUFFLE(x, y, 2, 3, 6, 7);
 }
 
-// scores[m][k] = query m . key k, for M queries and `count` keys that lie `step` apart.
+// Computes scores[m][k] = query m . key k, for M queries and `count` keys that lie `step` apart.
 template <int W, int M>
 BACKPLANE_INLINE void dots(const float* queries, const float* keys, int64_t step, int64_t count, int64_t width,
                            float* scores, int64_t stride) {
@@ -127,7 +127,7 @@ BACKPLANE_INLINE void dots(const float* queries, const float* keys, int64_t step
     }
 }
 
-// mixed[m] += sum over keys of weights[m][k] * values[k], values lying `step` apart
+// Accumulates mixed[m] += sum over keys of weights[m][k] * values[k], with values `step` apart.
 template <int W, int M>
 BACKPLANE_INLINE void mix(const float* weights, int64_t stride, const float* values, int64_t step, int64_t count,
                           int64_t width, float* mixed) {
@@ -147,7 +147,7 @@ inline bool all_finite(const float* values, int64_t step, int64_t count, int64_t
   return odd == 0;
 }
 
-// mixed[d] += the values of those of `count` keys from `first` on that query m sees, by its weights.
+// Accumulates mixed[d] over those of `count` keys from `first` on that query m attends to.
 __attribute__((noinline, cold)) void mix_seen(const State& state, int64_t m, int32_t first, int64_t count,
                                               const float* weights, int64_t weight_step, const float* values,
                                               int64_t step, int64_t width, float* mixed) {
@@ -164,7 +164,7 @@ BACKPLANE_INLINE Ints<W> count_from(int32_t first) {
   return v + first;
 }
 
-// Softmax of a tile with keys as lanes: weights[m][k] from scores[m][k].
+// Computes the softmax of a tile with keys as lanes: weights[m][k] from scores[m][k].
 template <int W>
 BACKPLANE_INLINE void weigh_by_key(const Layer& layer, const State& state, int64_t queries, int32_t first,
                                    int32_t count, float* scores, int64_t stride, float* mixed, int64_t width) {
@@ -207,7 +207,7 @@ BACKPLANE_INLINE void weigh_by_query(const Layer& layer, const State& state, int
   for (int64_t m = begin; m < end; m += W) {
     Weighing<W> weighing = begin_weighing<W>(layer, state, m, first, count, scores + m, stride);
     int32_t k = 0;
-    for (; k + 2 <= count; k += 2) {  // a weight is a chain of operations that wait for each other
+    for (; k + 2 <= count; k += 2) {  // a weight is a chain of dependent operations; two chains overlap
       const Floats<W> w[2] = {weighing.weight(load<W>(scores + k * stride + m)),
                               weighing.weight(load<W>(scores + (k + 1) * stride + m))};
       store<W>(scores + k * stride + m, w[0]);
@@ -223,8 +223,9 @@ BACKPLANE_INLINE void weigh_by_query(const Layer& layer, const State& state, int
   }
 }
 
-// Calls visit(key, value, done, rows) for each stretch of keys [begin, begin + count) that lies in one piece: where key
-// and value of the item's head begin, how many came before, and how many there are.
+// Calls visit(key, value, done, rows) for each contiguous run of keys [begin, begin + count): the offsets of key and
+// value of the item's head, the number of keys in earlier runs, and the number in this one. A run ends with its KV
+// block.
 template <class F>
 BACKPLANE_INLINE void over_stretches(const Layer& layer, const Item& item, int64_t begin, int64_t count,
                                      const F& visit) {
@@ -245,7 +246,7 @@ BACKPLANE_INLINE void over_stretches(const Layer& layer, const Item& item, int64
   }
 }
 
-// Keys and values of a tile, widened.
+// Converts keys and values of a tile to float32.
 inline void load_tile(const Layer& layer, const Item& item, int64_t begin, int64_t count, float* keys,
                       int64_t key_width, float* values, int64_t value_width) {
   const Context& context = *item.context;
@@ -257,44 +258,44 @@ inline void load_tile(const Layer& layer, const Item& item, int64_t begin, int64
   });
 }
 
-inline void expect(const Heads& heads, int64_t offset, int64_t step, int64_t rows) {
+inline void prefetch(const Heads& heads, int64_t offset, int64_t step, int64_t rows) {
   if (heads.spread != 1) return;
   const char* from = static_cast<const char*>(heads.data) + offset * heads.bytes;
   for (int64_t r = 0; r < rows; ++r, from += step * heads.bytes)
     for (int64_t byte = 0; byte < heads.width * heads.bytes; byte += 64) __builtin_prefetch(from + byte);
 }
 
-// Asks for the keys, or the values, of a tile. The processor fetches ahead within a page of memory, and the blocks of a
-// cache lie anywhere.
-inline void expect_tile(const Layer& layer, const Item& item, int64_t begin, int64_t count, bool keys) {
+// Prefetches the keys, or the values, of a tile. The hardware prefetcher stops at the end of a page, and KV blocks can
+// lie anywhere.
+inline void prefetch_tile(const Layer& layer, const Item& item, int64_t begin, int64_t count, bool keys) {
   over_stretches(layer, item, begin, count, [&](int64_t key, int64_t value, int64_t, int64_t rows) {
-    if (keys) expect(layer.key, key, item.context->key_step, rows);
-    else expect(layer.value, value, item.context->value_step, rows);
+    if (keys) prefetch(layer.key, key, item.context->key_step, rows);
+    else prefetch(layer.value, value, item.context->value_step, rows);
   });
 }
 
-// Whether rows are vectors of floats where they lie, so that few queries need no copy of them.
+// Returns whether rows are float32 vectors as they lie in the cache, so that few queries need no copy of them.
 template <int W>
 BACKPLANE_INLINE bool in_place(const Heads& heads) {
   return heads.bytes == sizeof(float) && heads.spread == 1 && heads.width % W == 0;
 }
 
-// One tile of few queries.
+// The arguments of AttendFew: one tile, for few queries.
 struct FewTile {
   const Layer& layer;
   const Item& item;
   const State& state;
   const float* queries;
-  int64_t begin, count, next;  // of the tile, and how many keys the next one has
-  float *keys, *values;        // room for the tile
+  int64_t begin, count, next;  // of the tile, and the number of keys in the next one
+  float *keys, *values;        // buffers for the tile
   int64_t width, value_width;
   float *scores, *mixed;
 };
 
-// A function of its own for each number of queries: within AttendItem the compiler runs out of registers.
+// One function per number of queries: inlined into AttendItem, the compiler would run out of registers.
 template <int M>
 struct AttendFew {
-  // The values of `rows` keys of the tile, `done` having come before.
+  // Accumulates the values of `rows` keys of the tile, after the first `done` keys.
   template <int W>
   static BACKPLANE_INLINE void mix_values(const FewTile& t, bool seen_by_all, const float* values, int64_t step,
                                           int64_t done, int64_t rows) {
@@ -316,23 +317,23 @@ struct AttendFew {
     const bool seen_by_all = is_seen_by_all(t.state, 0, M, first, seen);
     if (!in_place<W>(layer.key) || !in_place<W>(layer.value)) {
       load_tile(layer, item, t.begin, t.count, t.keys, t.width, t.values, t.value_width);
-      expect_tile(layer, item, t.begin + t.count, t.next, true);
+      prefetch_tile(layer, item, t.begin + t.count, t.next, true);
       dots<W, M>(t.queries, t.keys, t.width, t.count, t.width, t.scores, kMostKeys);
       weigh_by_key<W>(layer, t.state, M, first, seen, t.scores, kMostKeys, t.mixed, t.value_width);
-      expect_tile(layer, item, t.begin + t.count, t.next, false);
+      prefetch_tile(layer, item, t.begin + t.count, t.next, false);
       mix_values<W>(t, seen_by_all, t.values, t.value_width, 0, t.count);
       return;
     }
     const auto* all_keys = static_cast<const float*>(layer.key.data);
     const auto* all_values = static_cast<const float*>(layer.value.data);
-    expect_tile(layer, item, t.begin, t.count, false);
+    prefetch_tile(layer, item, t.begin, t.count, false);
     over_stretches(layer, item, t.begin, t.count,
                    [&](int64_t key, int64_t, int64_t done, int64_t rows) __attribute__((always_inline)) {
                      dots<W, M>(t.queries, all_keys + key, item.context->key_step, rows, t.width, t.scores + done,
                                 kMostKeys);
                    });
     weigh_by_key<W>(layer, t.state, M, first, seen, t.scores, kMostKeys, t.mixed, t.value_width);
-    expect_tile(layer, item, t.begin + t.count, t.next, true);
+    prefetch_tile(layer, item, t.begin + t.count, t.next, true);
     over_stretches(layer, item, t.begin, t.count,
                    [&](int64_t, int64_t value, int64_t done, int64_t rows) __attribute__((always_inline)) {
                      mix_values<W>(t, seen_by_all, all_values + value, item.context->value_step, done, rows);
@@ -362,7 +363,7 @@ struct AttendItem {
     const int64_t need = lanes * (width + value_width + kMostKeys) + tile * (width + value_width) + queries * width +
                          7 * padded(lanes, 16) + 16;
     if (static_cast<int64_t>(scratch.size()) < need) scratch.resize(need);
-    // Vectors that cross a cache line cost two loads.
+    // A vector that crosses a cache line costs two loads.
     float* next = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
     const auto take = [&next](int64_t floats) __attribute__((always_inline)) {
       float* taken = next;
@@ -391,7 +392,7 @@ struct AttendItem {
       layer.query.load(layer.query.data, offset, 0, 1, layer.query.width, layer.query.spread, by_query + m * width,
                        width);
     }
-    expect_tile(layer, item, item.first_key, std::min(tile, item.end_key - item.first_key), true);
+    prefetch_tile(layer, item, item.first_key, std::min(tile, item.end_key - item.first_key), true);
     for (int64_t i = 0; i < lanes * value_width; ++i) mixed[i] = 0.0f;
     if (!is_few)
       for (int64_t d = 0; d < width; ++d)
@@ -407,14 +408,14 @@ struct AttendItem {
       }
       const auto first = static_cast<int32_t>(begin - item.first_key), seen = static_cast<int32_t>(count);
       load_tile(layer, item, begin, count, keys, width, values, value_width);
-      // Queries that see anything of this tile are neighbours.
+      // Queries that attend to any key of this tile are adjacent.
       int64_t low = 0, high = queries;
       while (low < queries && state.to[low] <= first) ++low;
       while (high > low && state.from[high - 1] >= first + seen) --high;
       if (low == high) continue;
       low = low / kLanes * kLanes;
       const int64_t high_lanes = padded(high, kLanes);
-      product<W, false, Along::steps>(keys, width, count, by_dimension + low, lanes, high_lanes - low, scores + low,
+      gemm<W, false, Along::steps>(keys, width, count, by_dimension + low, lanes, high_lanes - low, scores + low,
                                       lanes, width);
       weigh_by_query<W>(layer, state, low, high_lanes, first, seen, scores, lanes);
       for (int64_t m = low; m < high; ++m) {
@@ -423,7 +424,7 @@ struct AttendItem {
           store<W>(mixed + m * value_width + d, load<W>(mixed + m * value_width + d) * state.factor[m]);
       }
       if (is_seen_by_all(state, low, high_lanes, first, seen) || all_finite(values, value_width, count, value_width))
-        product<W, true, Along::rows>(scores + low, lanes, high - low, values, value_width, value_width,
+        gemm<W, true, Along::rows>(scores + low, lanes, high - low, values, value_width, value_width,
                                       mixed + low * value_width, value_width, count);
       else
         for (int64_t m = low; m < high; ++m)

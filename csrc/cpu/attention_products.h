@@ -1,6 +1,6 @@
-// Products of small float32 matrices that stay in the first cache, as attention of many queries takes them.
+// Multiplies small float32 matrices that stay in the L1 cache: the GEMM of attention with many queries.
 //
-// c[i][j] (+)= sum over t of a(i, t) * b[t][j]
+//   c[i][j] (+)= sum over t of a(i, t) * b[t][j]
 #pragma once
 
 #include "each.h"
@@ -8,11 +8,11 @@
 
 namespace backplane::cpu::attention {
 
-// In which direction a's elements are neighbours: those of a row, a(i, t) being a[i * stride + t], or those of a step,
-// a[t * stride + i].
+// The direction in which elements of a are adjacent: along t, a(i, t) = a[i * stride + t]; or along i, a[t * stride +
+// i].
 enum class Along { steps, rows };
 
-// M rows and N vectors of columns, one element of a at a time.
+// Accumulates M rows by N vectors of columns, one element of a per row and step.
 template <int W, int M, int N, Along A>
 BACKPLANE_INLINE void add_steps(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t steps,
                                 Floats<W> (&sums)[M][N]) {
@@ -26,7 +26,7 @@ BACKPLANE_INLINE void add_steps(const float* a, int64_t a_stride, const float* b
   }
 }
 
-// The same with the factors in the lanes of registers, four elements of a at a time.
+// The same for ARM, which multiplies by one lane of a register: reads four elements of a at a time.
 template <int M, int N, Along A>
 BACKPLANE_INLINE void add_steps_by_lanes(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
                                          int64_t steps, Floats<4> (&sums)[M][N]) {
@@ -73,7 +73,7 @@ BACKPLANE_INLINE void product_block(const float* a, int64_t a_stride, const floa
     for (int j = 0; j < N; ++j) store<W>(c + i * c_stride + j * W, sums[i][j]);
 }
 
-// Any number of columns that is a multiple of W; rows are rounded up to a multiple of 8 and must be there.
+// Accepts any number of columns that is a multiple of W. Rows are rounded up to a multiple of 8, and c must have them.
 template <int W, bool kAdd, Along A>
 BACKPLANE_INLINE void product(const float* a, int64_t a_stride, int64_t rows, const float* b, int64_t b_stride,
                               int64_t columns, float* c, int64_t c_stride, int64_t steps) {

@@ -1,4 +1,4 @@
-// What every way of attention does alike: which keys a query sees, how scores become weights, how a result is finished.
+// Implements what all attention kernels share: the mask, the softmax of a tile of scores, and the final division.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 constexpr int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// The larger of two, `b` where `a` is NaN.
+// Returns the larger of two numbers, or `b` if `a` is NaN.
 template <int W>
 BACKPLANE_INLINE Floats<W> larger_number(Floats<W> a, Floats<W> b) {
 #if defined(__aarch64__)
@@ -25,7 +25,7 @@ BACKPLANE_INLINE Floats<W> larger_number(Floats<W> a, Floats<W> b) {
   return larger<W>(a, b);
 }
 
-// Raw products into scores as the softmax sees them.
+// Turns a dot product into the score that the softmax takes: scale and soft cap.
 template <int W>
 BACKPLANE_INLINE Floats<W> scored(const Layer& layer, Floats<W> s) {
   s = s * layer.scale;
@@ -34,16 +34,16 @@ BACKPLANE_INLINE Floats<W> scored(const Layer& layer, Floats<W> s) {
 }
 
 struct State {
-  float *peak, *total, *factor;  // per query: running maximum, running sum, and what this tile scales the past by
-  int32_t *from, *to;            // keys seen, relative to the item's first
-  float *slope, *position;       // of ALiBi
+  float *peak, *total, *factor;  // per query: running maximum, running sum, and the factor that rescales earlier sums
+  int32_t *from, *to;            // range of visible keys, relative to the item's first
+  float *slope, *position;       // for ALiBi
 };
 
-// Before the first tile.
+// Initialises the state before the first tile.
 inline void begin_state(const Layer& layer, const Item& item, int64_t lanes, const State& state) {
   const int64_t group = layer.group, queries = item.rows * group;
   for (int64_t m = 0; m < lanes; ++m) {
-    // Lanes past the end copy the last query's range, which keeps the ranges in order.
+    // Padding lanes copy the last query's range, which keeps the ranges in order.
     const int64_t row = std::min(m, queries - 1) / group, head = item.key_head * group + m % group;
     const int64_t position = item.position + row;
     state.peak[m] = kNone;
@@ -56,14 +56,14 @@ inline void begin_state(const Layer& layer, const Item& item, int64_t lanes, con
   }
 }
 
-// Whether queries [begin, end) all see all `count` keys from `first` on. Later rows see later keys, so the outer ones
-// speak for all.
+// Returns whether queries [begin, end) all attend to all `count` keys from `first` on. Later rows attend to later keys,
+// so checking the outermost rows is enough.
 inline bool is_seen_by_all(const State& state, int64_t begin, int64_t end, int32_t first, int32_t count) {
   return state.from[end - 1] <= first && state.to[begin] >= first + count;
 }
 
-// Those of `count` keys from `first` on that query m sees. A weight of zero keeps NaN and infinities among the values of
-// the others out of no sum, so where there are any, queries are taken one by one.
+// The keys of a tile that query m attends to. A weight of zero does not remove the NaN and infinities of masked values
+// (0 * NaN is NaN), so a tile that holds any is accumulated query by query.
 struct Seen {
   int32_t from, to;
 };
@@ -71,13 +71,13 @@ inline Seen seen_by(const State& state, int64_t m, int32_t first, int32_t count)
   return {std::max<int32_t>(0, state.from[m] - first), std::min<int32_t>(count, state.to[m] - first)};
 }
 
-// The softmax of a tile for W queries as the lanes of vectors, from the peaks on: each score becomes a weight, the caller
-// adds it to `total`.
+// The softmax of a tile for W queries, one per lane, once the maxima are known: weight() turns a score into a weight,
+// which the caller adds to `total`.
 template <int W>
 struct Weighing {
   Floats<W> peak, factor, total;
-  float slope;     // with which scores go into a power of two
-  Floats<W> base;  // the peaks, the same way
+  float slope;     // factor that turns scores into exponents of two
+  Floats<W> base;  // the maxima, multiplied by the same factor
 
   BACKPLANE_INLINE Floats<W> weight(Floats<W> score) const { return power_of_two<W>(score * slope - base); }
 
@@ -88,14 +88,13 @@ struct Weighing {
   }
 };
 
-// Finds the peaks of queries [m, m + W) over the tile's scores[k * stride]. Where nothing but a scale lies between a
-// product and its score, the products stay as they are and the scale goes into the weights; else scores take their
-// place.
+// Finds the maxima of queries [m, m + W) over the tile's scores[k * stride]. If a score is only a scaled dot product,
+// the dot products stay as they are and the scale is applied in weight(); otherwise scores replace them.
 template <int W>
 BACKPLANE_INLINE Weighing<W> begin_weighing(const Layer& layer, const State& state, int64_t m, int32_t first,
                                             int32_t count, float* scores, int64_t stride) {
   constexpr float kLog2OfE = 1.44269504f;
-  // Later rows see later keys, so the outer lanes speak for all.
+  // Later rows attend to later keys, so checking the outermost lanes is enough.
   const bool whole = state.from[m + W - 1] <= first && state.to[m] >= first + count;
   const bool plain = layer.soft_cap <= 0 && layer.slopes == nullptr && layer.scale > 0;
   Floats<W> top = all<W>(kNone);
@@ -129,8 +128,9 @@ BACKPLANE_INLINE Weighing<W> begin_weighing(const Layer& layer, const State& sta
   return weighing;
 }
 
-// The result of one query: the mixed values over the sum, the sink being one more term of the sum. A query that saw
-// nothing has no sum; one whose scores are all NaN has no peak either, but its sum is NaN.
+// Computes the result of one query: the weighted sum of values divided by the sum of weights, to which an attention
+// sink adds a term. A query without visible keys has the sum 0 and the result 0; one whose scores are all NaN has no
+// maximum, but its sum is NaN.
 template <int W>
 BACKPLANE_INLINE void finish(const Layer& layer, int64_t head, float peak, float total, float* mixed, int64_t width) {
   const bool none = total == 0.0f;
@@ -150,7 +150,7 @@ BACKPLANE_INLINE void finish(const Layer& layer, int64_t head, float peak, float
   }
 }
 
-// Query m of an item: its result goes to `out`, or as a piece to where pieces are merged.
+// Writes the result of query m of an item to `out`, or, for a piece of the context, to the partial results.
 template <int W>
 BACKPLANE_INLINE void deliver(const Layer& layer, const Item& item, int64_t m, float peak, float total, float* mixed,
                               int64_t width) {

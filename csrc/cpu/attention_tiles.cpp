@@ -1,11 +1,12 @@
-// Attention of many bfloat16 queries with AMX (tiles.h): products in tiles, softmax in float32 between them.
+// Computes attention of many bfloat16 queries with AMX (amx_tiles.h): matrix products in tiles, softmax in float32
+// between them.
 //
-// Queries are the columns of both products, so that softmax runs down the lanes of vectors as it does without tiles
-// (attention_kernels.cpp):
+// Queries are the columns of both matrix products, so that the softmax runs down the lanes of vectors, as it does
+// without AMX (attention_kernels.cpp):
 //   scores[key][query] = keys[key][dimension] * queries[pair of dimensions][query]
 //   mixed[dimension][query] += values[dimension][key] * weights[pair of keys][query]
-// Queries are brought into pairs and values turned once for all that they are multiplied by. The weights of the softmax,
-// between 0 and 1, are rounded to bfloat16 for the second product; their sum is of the unrounded ones.
+// Queries are interleaved into pairs and values are transposed once, for all products that use them. The weights of the
+// softmax, between 0 and 1, are rounded to bfloat16 for the second product; their sum is taken before rounding.
 
 #include "attention_softmax.h"
 #include "tiles.h"
@@ -20,7 +21,7 @@ namespace {
 
 constexpr int W = 16;
 constexpr int64_t kSide = kTileSide;
-constexpr int64_t kKeys = 64;  // at once
+constexpr int64_t kKeys = 64;  // per tile
 
 BACKPLANE_INLINE Words<W> numbers_of(const uint16_t* from, int64_t count) {
   Shorts<W> numbers{};
@@ -61,7 +62,7 @@ BACKPLANE_TILES void pair_queries(const Layer& layer, const Item& item, const Bu
     }
 }
 
-// Keys [begin, begin + count) as rows, and values turned; up to a multiple of kSide they are zero.
+// Loads keys [begin, begin + count) as rows, and the values transposed; pads both with zeros to a multiple of kSide.
 BACKPLANE_TILES void load_keys(const Layer& layer, const Item& item, int64_t begin, int64_t count, const Buffers& b) {
   const Context& context = *item.context;
   const auto* keys = static_cast<const uint16_t*>(layer.key.data) + item.key_head * layer.key.head_stride;
@@ -103,13 +104,13 @@ BACKPLANE_TILES void load_keys(const Layer& layer, const Item& item, int64_t beg
     }
 }
 
-// Two vectors of numbers that are not negative as words of two bfloat16, rounded to the nearest.
+// Rounds two vectors of non-negative numbers to bfloat16 and interleaves them as pairs in 32-bit words.
 BACKPLANE_INLINE Words<W> paired(Floats<W> low, Floats<W> high) {
   const Words<W> a = bits_as<Words<W>>(low) + 0x8000, b = bits_as<Words<W>>(high) + 0x8000;
   return (a >> 16) | (b & 0xffff0000u);
 }
 
-// Softmax of a tile for queries [begin, end): weights from scores, and what was mixed before is scaled.
+// Computes the softmax of a tile for queries [begin, end): turns scores into weights, and rescales the earlier sums.
 BACKPLANE_TILES void weigh(const Layer& layer, const Buffers& b, int64_t begin, int64_t end, int32_t first,
                            int32_t count) {
   for (int64_t m = begin; m < end; m += W) {
@@ -134,7 +135,7 @@ BACKPLANE_TILES void weigh(const Layer& layer, const Buffers& b, int64_t begin, 
   }
 }
 
-// One of a pair of bfloat16: the first of an even place, the second of an odd one.
+// Returns one number of a bfloat16 pair: the first for an even index, the second for an odd one.
 float number_of(uint32_t pair, int64_t place) { return bits_as<float>(place % 2 ? pair & 0xffff0000u : pair << 16); }
 
 bool all_finite(const Buffers& b, int64_t keys) {
@@ -147,7 +148,7 @@ bool all_finite(const Buffers& b, int64_t keys) {
   return odd == 0;
 }
 
-// The second product for queries [begin, end), of each only what it sees.
+// Computes the second product for queries [begin, end) without tiles, over visible keys only.
 void mix_seen(const Buffers& b, int64_t begin, int64_t end, int32_t first, int32_t count) {
   for (int64_t m = begin; m < end; ++m) {
     const Seen seen = seen_by(b.state, m, first, count);
@@ -167,7 +168,7 @@ Buffers divide(const Layer& layer, const Item& item, Scratch& scratch) {
   const int64_t need = b.lanes * (b.width / 2 + b.value_width + kKeys + kKeys / 2 + 7) +
                        kKeys / 2 * (b.width + b.value_width) + W * b.value_width + 16;
   if (static_cast<int64_t>(scratch.size()) < need) scratch.resize(need);
-  // All sizes are multiples of a line, so all begin at one.
+  // All sizes are multiples of a cache line, so every buffer begins at one.
   float* next = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
   const auto take = [&next](auto*& place, int64_t words) {
     place = reinterpret_cast<std::remove_reference_t<decltype(place)>>(next);
@@ -196,7 +197,7 @@ BACKPLANE_TILES void attend_item(const Layer& layer, const Item& item, Scratch& 
   for (int64_t begin = item.first_key; begin < item.end_key; begin += kKeys) {
     const int64_t count = std::min(kKeys, item.end_key - begin), keys = padded(count, kSide);
     const auto first = static_cast<int32_t>(begin - item.first_key), seen = static_cast<int32_t>(count);
-    // Queries that see anything of this tile are neighbours.
+    // Queries that attend to any key of this tile are adjacent.
     int64_t low = 0, high = queries;
     while (low < queries && b.state.to[low] <= first) ++low;
     while (high > low && b.state.from[high - 1] >= first + seen) --high;

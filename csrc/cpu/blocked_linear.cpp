@@ -1,8 +1,8 @@
-// Linear layers whose weight was rearranged once, after loading, into the order in which the product reads it.
+// Multiplies by weights that were rearranged once, after loading, into the order in which the GEMM reads them.
 //
-// See blocked_linear.h for the arrangement. Up to a few parts of x, a part being the rows of one product, the weight is
-// read from memory as it is. For more, a chunk of a panel, one or two blocks, is widened into memory that stays in the
-// first cache while every part is multiplied by it, and as many parts take part as stay in the second.
+// blocked_linear.h describes the layout. The rows of x are cut into parts, the rows that one inner product takes. With
+// few parts, the weight is read from memory as it is. With more, a chunk of a panel, which is one or two blocks, is
+// widened into a buffer in the L1 cache and multiplied by every part, with as many parts as stay in the L2 cache.
 
 #include "blocked_linear.h"
 
@@ -24,14 +24,15 @@ namespace {
 template <class T>
 using Product = void (*)(const float*, int64_t, const T*, int64_t, int64_t, float*, bool);
 template <class T, int Most>
-using Products = std::array<Product<T>, Most>;  // by number of rows, less one
+using Products = std::array<Product<T>, Most>;  // by number of rows, minus one
 
 template <class T, int Blocks, bool Rearranged, size_t... I>
 Products<T, sizeof...(I)> products_for(std::index_sequence<I...>) {
   return {pick<BlockProduct<int(I) + 1, T, Blocks, Rearranged>>()...};
 }
 
-// Of a few rows by weights as they lie in memory, and of the parts of many rows by widened blocks.
+// Returns the inner products for a few rows by weights as they lie in memory; panel_products() returns those for the
+// parts of many rows by widened blocks.
 template <class T>
 Products<T, kMostRows> products() {
   return products_for<T, 1, false>(std::make_index_sequence<kMostRows>{});
@@ -42,12 +43,12 @@ Products<float, kPanelRows> panel_products() {
 }
 
 constexpr int64_t kMostWidth = 32;
-constexpr int64_t kLine = 64;  // bytes that memory gives at once
+constexpr int64_t kLine = 64;  // bytes of a cache line
 
 struct Geometry {
   int64_t lanes;      // of a vector
-  int64_t width;      // of a block
-  int64_t most_rows;  // of a product that reads weights from memory
+  int64_t width;      // columns of a block
+  int64_t most_rows;  // rows of an inner product that reads weights from memory
   int64_t panel;      // blocks that many rows are multiplied by at once
 };
 
@@ -75,14 +76,14 @@ struct WidenBlock {
   }
 };
 
-// Vector `Part` of the words of three vectors in turn: a0 b0 c0 a1 b1 c1 …
+// Returns vector `Part` of three interleaved vectors: a0 b0 c0 a1 b1 c1 …
 template <int W, int Part, int... J>
 BACKPLANE_INLINE Words<W> in_turn(const Floats<W> (&from)[3], std::integer_sequence<int, J...>) {
   const auto two = choose<W, ((Part * W + J) % 3 == 1 ? W + (Part * W + J) / 3 : (Part * W + J) / 3)...>(from[0], from[1]);
   return bits_as<Words<W>>(choose<W, ((Part * W + J) % 3 == 2 ? W + (Part * W + J) / 3 : J)...>(two, from[2]));
 }
 
-// The numbers in half `Part` of a vector of pairs, in their order.
+// Returns the numbers in half `Part` of a vector of pairs, in order.
 template <int W, class T, int Part, int... J>
 BACKPLANE_INLINE Floats<W> unpaired(Words<W> pairs, std::integer_sequence<int, J...>) {
   const Floats<W> from = bits_as<Floats<W>>(pairs);
@@ -93,13 +94,13 @@ BACKPLANE_INLINE Floats<W> unpaired(Words<W> pairs, std::integer_sequence<int, J
     return widen_ieee<W>((twice >> Words<W>{(J % 2 ? 16u : 0u)...}) & 0xffffu);
 }
 
-// A part of x as [k][row]: its numbers lie in the order of their use, and not all in one set of the cache.
+// Rearranges a part of x to [k][row]: numbers then lie in the order of use and do not compete for one set of the cache.
 template <class T>
 struct Rearrange {
   template <int W>
   static BACKPLANE_INLINE void run(const T* from, int64_t rows, int64_t k, float* to) {
     int64_t i = 0;
-    // Where six rows are less than half of a square of vectors, they are moved as pairs instead.
+    // Six rows are less than half of a square of 16-bit vectors; they are moved as pairs instead.
     if constexpr (sizeof(T) == 2 && W > 2 * kPanelRows)
       if (rows == kPanelRows)
         for (; i + W <= k; i += W) six_as_pairs<W>(from + i, k, to + i * kPanelRows);
@@ -131,7 +132,7 @@ struct Rearrange {
   template <int W>
   static BACKPLANE_INLINE int64_t by_squares(const T* from, int64_t rows, int64_t k, int64_t i, float* to) {
     constexpr int Groups = (kPanelRows + W - 1) / W;
-    // A vector may reach over the end of its step, into what the next step writes, but not over the end of the part.
+    // A vector may extend past its step, into what the next step writes, but not past the end of the part.
     for (; (i + W - 1) * rows + Groups * W <= k * rows; i += W) {
       Floats<W> columns[Groups][W];
       for (int group = 0; group < Groups; ++group) {
@@ -149,7 +150,7 @@ struct Rearrange {
   }
 };
 
-// Few rows: every weight is used once or twice, so it goes from memory into the registers.
+// Multiplies few rows: every weight is used once or twice, so it goes from memory straight into registers.
 template <class Weight, class Result>
 void multiply_few(const at::Tensor& x, const Parts& parts, const at::Tensor& blocks, const float* bias, at::Tensor& out) {
   const int64_t k = x.size(1), n = out.size(1), width = geometry().width;
@@ -174,9 +175,9 @@ void multiply_few(const at::Tensor& x, const Parts& parts, const at::Tensor& blo
   });
 }
 
-// How threads share a product of many rows. Those who share columns rearrange the same rows of x, those who share rows
-// widen the same weights, and the first costs more: rows are shared out as long as everybody gets enough of them for
-// the second to cost little.
+// Divides a GEMM of many rows among threads. Threads that share columns rearrange the same rows of x; threads that
+// share rows widen the same weights. Rearranging costs more, so rows are divided as long as every thread gets enough
+// rows to make widening cheap.
 struct Shares {
   int64_t rows, columns;
 
@@ -187,7 +188,7 @@ struct Shares {
   }
 };
 
-// Many rows of x, as parts of a few, times some blocks of the weight.
+// Multiplies many rows of x, in parts of a few, by some blocks of the weight.
 template <class Weight, class Result>
 struct ManyRows {
   const Result* x;
@@ -197,7 +198,7 @@ struct ManyRows {
   int64_t k, n;
   const Parts& parts;
   Geometry geometry = cpu::geometry();
-  // Two thirds: a part of x passes through the same cache.
+  // Two thirds, because a part of x passes through the same cache.
   Parts chunks{k, std::max<int64_t>(1, chunk_bytes() * 2 / 3 / (geometry.panel * geometry.width * 4))};
   std::array<Products<float, kPanelRows>, kMostPanelBlocks> products{panel_products<1>(), panel_products<2>()};
   void (*rearrange)(const Result*, int64_t, int64_t, float*) = pick<Rearrange<Result>>();
@@ -206,7 +207,7 @@ struct ManyRows {
 
   int64_t tile_size() const { return kPanelRows * geometry.panel * geometry.width; }
 
-  // `inputs` has room for the parts from top to bottom, which stay in the second cache.
+  // `inputs` has room for the parts from top to bottom, which stay in the L2 cache.
   void multiply(int64_t top, int64_t bottom, int64_t first, int64_t last, float* inputs) const {
     const int64_t width = geometry.width, before = parts.begin(top);
     for (int64_t part = top; part < bottom; ++part) {
@@ -229,8 +230,8 @@ struct ManyRows {
         } else {
           for (int64_t b = 0; b < panel; ++b) widen(block + b * k * width, wide.data()->floats + b * stride, steps);
         }
-        // What memory is asked for during the products is there after them: the weights that follow, and the places
-        // of results, which lie in as many pages as there are rows.
+        // Prefetches during the multiplications what is needed after them: the weights that follow, and the
+        // destinations of results, which lie in as many pages as there are rows.
         const int64_t share = (steps * width * int64_t(sizeof(Weight)) / (bottom - top) / kLine + 1) * kLine;
         const bool last_chunk = chunk + 1 == chunks.count;
         for (int64_t part = top; part < bottom; ++part) {
@@ -281,7 +282,7 @@ void multiply_many(const at::Tensor& x, const at::Tensor& blocks, const float* b
   });
 }
 
-// x and the result are of one type.
+// x and the result have the same type.
 template <class Weight, class Result>
 void multiply(const at::Tensor& x, const at::Tensor& blocks, const float* bias, at::Tensor& out) {
   const Parts parts(x.size(0), geometry().most_rows);
@@ -289,7 +290,7 @@ void multiply(const at::Tensor& x, const at::Tensor& blocks, const float* bias, 
   else multiply_few<Weight, Result>(x, parts, blocks, bias, out);
 }
 
-// Whether the blocks lie in memory as the products read them.
+// Returns whether the memory layout of the blocks is the one that the inner products read.
 bool fits(const at::Tensor& blocks, int64_t out_features) {
   const auto [lanes, width, most_rows, panel] = geometry();
   const int64_t k = blocks.size(-1);
@@ -311,21 +312,21 @@ bool has_fast_matmul(at::ScalarType type);  // features.cpp
 at::Tensor blocked_linear(const at::Tensor& x, const at::Tensor& blocks, int64_t out_features,
                           const std::optional<at::Tensor>& bias) {
   const int64_t k = blocks.dim() > 0 ? blocks.size(-1) : 0;
-  TORCH_CHECK(blocks.dim() >= 2 && out_features >= 0 && out_features * k <= blocks.numel(), "blocked_linear: ",
-              blocks.sizes(), " is not the blocks of ", out_features, " rows");
-  TORCH_CHECK(x.dim() >= 1 && x.size(-1) == k, "blocked_linear: input of ", x.sizes(), " does not fit a weight of ",
-              out_features, " x ", k);
-  TORCH_CHECK(is_float_type(x.scalar_type()) && is_float_type(blocks.scalar_type()),
-              "blocked_linear: ", x.scalar_type(), " times ", blocks.scalar_type(), " is not supported");
-  if (k == 0) {  // no block lies anywhere, and there is nothing to add up
+  TORCH_CHECK(blocks.dim() >= 2 && out_features >= 0 && out_features * k <= blocks.numel(),
+              "blocked_linear: blocks of shape ", blocks.sizes(), " do not hold a weight of ", out_features, " rows");
+  TORCH_CHECK(x.dim() >= 1 && x.size(-1) == k, "blocked_linear: input of shape ", x.sizes(),
+              " does not fit a weight of ", out_features, " x ", k);
+  TORCH_CHECK(is_float_type(x.scalar_type()) && is_float_type(blocks.scalar_type()), "blocked_linear: input ",
+              x.scalar_type(), " and weight ", blocks.scalar_type(), "; use float32, bfloat16 or float16");
+  if (k == 0) {  // the blocks are empty, and so are the sums
     auto shape = x.sizes().vec();
     shape.back() = out_features;
     const at::Tensor nothing = at::zeros(shape, x.options());
     return bias.has_value() && bias->defined() ? nothing.add(bias->to(x.scalar_type())) : nothing;
   }
   if (!fits(blocks, out_features)) {
-    TORCH_WARN_ONCE("blocked_linear: the weight is arranged for other registers than this machine's, and is copied at "
-                    "every call; arrange it with Device.arrange_linear");
+    TORCH_WARN_ONCE("blocked_linear: the layout of the weight is not this machine's, so it is copied at "
+                    "every call; convert it once with Device.arrange_linear");
     return at::linear(x, blocks.reshape({-1, k}).narrow(0, 0, out_features).to(x.scalar_type()), bias);
   }
   const at::Tensor rows = x.reshape({-1, k}).contiguous();
@@ -351,7 +352,7 @@ TORCH_LIBRARY_IMPL(backplane, CPU, library) {
   library.impl("blocked_linear", &backplane::cpu::blocked_linear);
 }
 
-// Rows of a block, and of one vector in it, that the products of this machine are written for.
+// Returns the number of weight rows in a block; backplane_cpu_block_lanes returns the number in one vector of a block.
 extern "C" __attribute__((visibility("default"))) int backplane_cpu_block_width() {
   return static_cast<int>(backplane::cpu::geometry().width);
 }
@@ -359,11 +360,12 @@ extern "C" __attribute__((visibility("default"))) int backplane_cpu_block_lanes(
   return static_cast<int>(backplane::cpu::geometry().lanes);
 }
 
-// Whether weights of a type (0 float32, 1 bfloat16, 2 float16) are multiplied faster in blocks than by PyTorch.
+// Returns whether blocked_linear is faster than PyTorch for weights of a type (0 float32, 1 bfloat16, 2 float16).
 extern "C" __attribute__((visibility("default"))) int backplane_cpu_wants_blocks(int type) {
   using backplane::cpu::has_fast_matmul;
 #if defined(__aarch64__)
-  // PyTorch's float32 product on ARM is as fast with one row and with hundreds, and slower in between (docs/kernels.md).
+  // PyTorch's float32 GEMM on ARM is as fast with one row and with hundreds, and slower in between
+  // (docs/internals/kernels.md).
   if (type == 0) return 1;
 #endif
   return (type == 1 && !has_fast_matmul(at::kBFloat16)) || (type == 2 && !has_fast_matmul(at::kHalf));

@@ -1,10 +1,10 @@
-// The inner product of the blocked linear layer: a few rows of the input times one block of the weight.
+// Implements the inner product of blocked_linear: a few rows of the input times one block of the weight.
 //
-// A block is some rows of the weight, transposed in memory: [k][rows]. A step along k then reads adjacent weights,
-// multiplies them by one broadcast number per row of the input, and needs no sum across a vector at the end. 16-bit
-// weights are widened on their way into the registers: half the bytes of float32 are read, and the arithmetic is
-// float32 on processors that have no other. They lie in pairs, column j beside column j + W, so that one 32-bit lane
-// holds a weight of each of two vectors and a shift or a mask takes it out.
+// A block is some rows of the weight, transposed in memory: [k][rows]. A step along k then reads adjacent weights and
+// multiplies them by one broadcast number per row of the input, and no vector needs a reduction at the end. 16-bit
+// weights are widened on load: half the bytes of float32 are read, and the arithmetic is float32 on processors without
+// 16-bit arithmetic. They lie in pairs, column j beside column j + W, so that one 32-bit lane holds a weight of each of
+// two vectors, and a shift or a mask extracts it.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@
 
 namespace backplane::cpu {
 
-// Vectors side by side in a block, and rows at once: as many sums as the registers hold beside what is being read.
+// Vectors side by side in a block, and rows at once: as many accumulators as the registers hold beside the operands.
 template <int W>
 constexpr int block_vectors() {
 #if defined(__aarch64__)
@@ -29,8 +29,8 @@ constexpr int most_rows() {
 }
 constexpr int kMostRows = 14;
 
-// The same where weights were widened before and many rows use them: two blocks side by side take fewer reads of x and
-// of the weight for as many multiplications, which shows where a core is shared.
+// The same for many rows with weights that are already widened: two blocks side by side need fewer loads of x and of
+// the weight per multiplication, which matters where hyperthreads share a core.
 template <int W>
 constexpr int panel_blocks() {
   return W == 16 ? 2 : 1;
@@ -38,14 +38,14 @@ constexpr int panel_blocks() {
 constexpr int kMostPanelBlocks = 2;
 constexpr int kPanelRows = 6;
 
-// Further ahead than this a Neoverse-N1 stops reading ahead by itself, and reads at half its speed.
+// With a longer distance, the hardware prefetcher of a Neoverse-N1 stops, and reads run at half speed.
 #if defined(__aarch64__)
 constexpr int64_t kBytesAhead = 1 << 10;
 #else
 constexpr int64_t kBytesAhead = 8 << 10;
 #endif
 
-// The columns of one step along k, as V vectors.
+// Reads the columns of one step along k, as V vectors.
 template <int W, int V, class T>
 BACKPLANE_INLINE void read_columns(const T* from, Floats<W>* to) {
   if constexpr (std::is_same_v<T, float>) {
@@ -65,8 +65,8 @@ BACKPLANE_INLINE void read_columns(const T* from, Floats<W>* to) {
   }
 }
 
-// ARM widens four neighbours in half precision by one instruction, and would need two more to take pairs apart. So the
-// product takes them as they lie, one of the first vector beside one of the second, and puts its sums in order instead.
+// ARM widens four adjacent float16 with one instruction, and would need two more to separate pairs. So the product
+// takes them in memory order, one of the first vector beside one of the second, and reorders its sums instead.
 #if defined(__aarch64__)
 template <int W, class T>
 constexpr bool kMixed = W == 4 && std::is_same_v<T, c10::Half>;
@@ -85,14 +85,14 @@ BACKPLANE_INLINE void put_in_order(Floats<4>* two) {
 template <int W, class T>
 constexpr bool kMixed = false;
 template <class T, class Vector>
-void read_mixed(const T* from, Vector* to);  // only named
+void read_mixed(const T* from, Vector* to);  // declared only, never called
 template <class Vector>
 void put_in_order(Vector* two);
 #endif
 
-// tile[row][column] = sum over k of x[row][k] * block[k][column], or that much `more` than it was; tile's rows are
-// adjacent, and hold the columns of all `Blocks` blocks, which lie `block_stride` apart. x is [row][k] with rows
-// `x_stride` apart, or, rearranged for many uses, [k][row] without gaps.
+// Computes tile[row][column] = sum over k of x[row][k] * block[k][column], or adds that to the tile if `more`. The
+// tile's rows are adjacent and hold the columns of all `Blocks` blocks, which lie `block_stride` apart. x is [row][k]
+// with rows `x_stride` apart, or, rearranged, [k][row] without gaps.
 template <int Rows, class T, int Blocks, bool Rearranged>
 struct BlockProduct {
   template <int W>
@@ -101,12 +101,13 @@ struct BlockProduct {
     constexpr int V = Blocks * block_vectors<W>();
     constexpr int most = Rearranged ? (Blocks <= panel_blocks<W>() ? kPanelRows : 0) : most_rows<W>();
     if constexpr (Rows <= most) {
-      // A multiplication waits for the one before it on the same sum; with few sums, consecutive steps get their own.
+      // A multiply-add waits for the previous one on the same accumulator; with few accumulators, consecutive steps get
+      // their own.
       constexpr int Steps = Rows * V >= 8 ? 1 : Rows * V >= 4 ? 2 : 4;
       Floats<W> sums[Steps * Rows * V];
       each<Steps * Rows * V>(BACKPLANE_EACH(i) { sums[i] = Floats<W>{}; });
       int64_t i = 0;
-      // Where a multiplication can take its factor from any lane of a register, four numbers of a row are one read.
+      // Where a multiply-add can take its factor from any lane of a register, one load reads four numbers of a row.
       if constexpr (kHasFactors && !Rearranged)
         for (; i + 4 <= k; i += 4) {
           Factors numbers[Rows];
@@ -136,12 +137,12 @@ struct BlockProduct {
   }
 
  private:
-  // The weights of one step along k.
+  // Reads the weights of one step along k.
   template <int W>
   static BACKPLANE_INLINE void read_step(const T* block, int64_t block_stride, int64_t i, Floats<W>* to) {
     constexpr int Vectors = block_vectors<W>(), V = Blocks * Vectors;
-    // A block is one stream, and what processors foresee of it ends with the page. One row of float32, which only ARM
-    // has in blocks, is read more slowly when it is asked for (Neoverse-N1).
+    // A block is one stream of reads, and the hardware prefetcher stops at the end of a page. One row of float32, which
+    // only ARM has in blocks, is slower with software prefetch (Neoverse-N1).
     if constexpr (!Rearranged && !(Rows == 1 && std::is_same_v<T, float>))
       __builtin_prefetch(block + i * (V * W) + kBytesAhead / sizeof(T));
     each<Blocks>(BACKPLANE_EACH(b) {
@@ -171,7 +172,7 @@ struct BlockProduct {
     }
     each<Rows>(BACKPLANE_EACH(r) {
       const float value = Rearranged ? x[i * Rows + r] : x[r * x_stride + i];
-      // A number times a vector is a broadcast from memory and nothing else; GCC builds all<W>(value) in more steps.
+      // A scalar times a vector compiles to a broadcast from memory; GCC needs more instructions for all<W>(value).
       each<V>(BACKPLANE_EACH(v) { sums[First + r * V + v] += value * weights[v]; });
     });
   }

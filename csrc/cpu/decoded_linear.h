@@ -1,9 +1,9 @@
-// Quantized linear layers of very many rows: the weight is decoded to bfloat16, and so is the input rounded.
+// Multiplies very many rows by a quantized weight: dequantizes the weight to bfloat16 and rounds the input to bfloat16.
 //
-// As many blocks of the weight are decoded together as stay in the second cache, and multiplied by one part of x after
-// another, which stays in the first meanwhile. So every weight is decoded once, x is read once for all these blocks,
-// and a row of the result is written in longer pieces. Sums are float32. Rounding to bfloat16 keeps 8 bits of every
-// number, where rounding a group to 8 bits keeps as many of its largest: the result is closer to that of the
+// As many blocks of the weight as fit into the L2 cache are decoded together and multiplied by one part of x after
+// another, which stays in the L1 cache meanwhile. So every weight is decoded once, x is read once for all these blocks,
+// and a row of the result is written in longer pieces. Sums are float32. bfloat16 keeps 8 significant bits of every
+// number; 8-bit codes keep as many of the largest number of a group only. So the result is closer to that of the
 // full-precision input.
 #pragma once
 
@@ -16,7 +16,8 @@
 
 namespace backplane::cpu {
 
-// One row in bfloat16, filled up with zeros. One that is not finite begins with a NaN, which makes all results NaN.
+// Rounds one row to bfloat16 and pads it with zeros. A row that is not finite begins with a NaN, so all its results are
+// NaN.
 template <class T>
 struct RoundRow {
   template <int W>
@@ -46,14 +47,15 @@ struct RoundRow {
   }
 };
 
-constexpr int64_t kTilePositions = 32, kTileRows = 32, kTileFeatures = 32;  // of x, of a product
+constexpr int64_t kTilePositions = 32, kTileRows = 32, kTileFeatures = 32;  // of x, and of one product
 
 template <class T>
 void multiply_decoded(const DotKernels& kernels, const at::Tensor& x, const Weight& weight, const Result<T>& result) {
   const DecodedKernels& decoded = *kernels.decoded;
   const int64_t m = x.size(0), k = x.size(1);
   const int64_t tiled = (weight.padded + kTilePositions - 1) / kTilePositions * kTilePositions;
-  // An odd number of cache lines: rows that begin at the same place of every page would share one set of the cache.
+  // An odd number of cache lines: rows that begin at the same offset of every page would compete for one set of the
+  // cache.
   const int64_t stride = (tiled + 31) / 32 * 32 | 32;
   const Parts parts(m, kTileRows, 16);
   const at::Tensor memory = at::empty({(m + 15) / 16 * 16 * stride}, x.options().dtype(at::kBFloat16));
@@ -69,7 +71,7 @@ void multiply_decoded(const DotKernels& kernels, const at::Tensor& x, const Weig
   const int64_t together = std::max<int64_t>(1, input_bytes() * 2 / 5 / block_bytes);  // blocks
   at::parallel_for(0, weight.blocks, 1, [&](int64_t first, int64_t last) {
     Numbers scales(kernels, weight.scales, weight.groups), offsets(kernels, weight.offsets, weight.groups);
-    // Kept by the thread: taken anew at every call, it would be cleared, and come from the system page by page.
+    // The buffer is thread-local: a new allocation per call would be zeroed and faulted in page by page.
     static thread_local std::vector<Line> kept;
     kept.resize(std::max<size_t>(kept.size(), std::min(together, last - first) * block_bytes / sizeof(Line)));
     uint8_t* memory_of_blocks = reinterpret_cast<uint8_t*>(kept.data());

@@ -1,8 +1,9 @@
-// Products of many rows with AMX; those of few rows are AVX-512 VNNI's.
+// Implements the dot kernels for many rows with AMX int8; few rows use those of AVX-512 VNNI.
 //
 // A tile is 16 rows of 64 bytes. One instruction multiplies 16 rows of x, 64 positions each, by 64 positions of 16
-// output features and adds to a tile of 16 x 16 sums. Four tiles of sums, from two of x and two of the weight, keep the
-// unit busy while tiles are loaded. Codes are taken less 128 or 8, so that there is nothing to correct without offsets.
+// output features and accumulates into a tile of 16 x 16 sums. Four tiles of sums, from two of x and two of the weight,
+// keep the unit busy while tiles are loaded. Codes are used minus 128 or 8 (signed), so that no correction is needed
+// without offsets.
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -22,7 +23,7 @@ namespace {
 
 constexpr int64_t kWidth = 32;
 
-// Positions per instruction for a group, at most 64: as many as share the group out evenly.
+// The number of positions per instruction for a group, at most 64: as many as divide the group evenly.
 struct Depth {
   int64_t steps, positions, tile_rows, tile_bytes;
 
@@ -44,7 +45,7 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {};
 };
 
-// Tiles 0 to 3 are sums, 4 and 5 x, 6 and 7 weights.
+// Configures the tiles: 0 to 3 are sums, 4 and 5 x, 6 and 7 weights.
 BACKPLANE_TARGET void enter(int64_t group) {
   const Depth depth(group);
   TileShapes shapes;
@@ -52,20 +53,21 @@ BACKPLANE_TARGET void enter(int64_t group) {
     shapes.row_bytes[tile] = static_cast<uint16_t>(tile == 4 || tile == 5 ? depth.positions : 64);
     shapes.rows[tile] = static_cast<uint8_t>(tile < 6 ? 16 : depth.tile_rows);
   }
-  // GCC's header tells the compiler of the first eight bytes only; it would leave the others unwritten.
+  // GCC's intrinsic declares only the first eight bytes as read; without this the compiler may leave the others
+  // unwritten.
   __asm__ volatile("" : : "r"(&shapes) : "memory");
   _tile_loadconfig(&shapes);
 }
 
 BACKPLANE_TARGET void leave() { _tile_release(); }
 
-// Tiles one after another: some positions of the first 16 features, of the other 16, the next positions; a group that
-// is not shared out evenly is filled up with zeros.
+// Widens codes into consecutive tiles: some positions of the first 16 features, of the other 16, then the next
+// positions. A group that does not divide evenly is padded with zeros.
 template <bool Nibbles>
 BACKPLANE_TARGET void widen_tiles(const uint8_t* codes, int64_t groups, int64_t group, uint8_t* to) {
   const __m512i low = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8), top = _mm512_set1_epi8(char(0x80));
   const Depth depth(group);
-  int64_t row = 0;  // of the tile
+  int64_t row = 0;  // row of the tile
   const auto put = [&](__m512i left, __m512i right) __attribute__((always_inline)) BACKPLANE_TARGET {
     _mm512_store_si512(to + row * 64, left);
     _mm512_store_si512(to + depth.tile_bytes + row * 64, right);
@@ -94,7 +96,7 @@ BACKPLANE_TARGET void widen_tiles(const uint8_t* codes, int64_t groups, int64_t 
   }
 }
 
-// Sums of eight rows and one group, scaled and added to the tile.
+// Scales the sums of eight rows and one group, and adds them to the result tile.
 template <bool Offsets>
 BACKPLANE_DOT void finish_eight(const Product& p, int64_t g, const int32_t* dots, int64_t row) {
   if (row >= p.rows) return;
@@ -102,17 +104,17 @@ BACKPLANE_DOT void finish_eight(const Product& p, int64_t g, const int32_t* dots
   const __m512 left = _mm512_loadu_ps(scales), right = _mm512_loadu_ps(scales + 16);
   __m512 left_offset = _mm512_setzero_ps(), right_offset = left_offset;
   if constexpr (Offsets) {
-    const __m512 bias = _mm512_set1_ps(float(p.correction));  // offsets are for codes with nothing taken off
+    const __m512 bias = _mm512_set1_ps(float(p.correction));  // offsets refer to unsigned codes
     left_offset = _mm512_fmadd_ps(bias, left, _mm512_loadu_ps(p.offsets + g * kWidth));
     right_offset = _mm512_fmadd_ps(bias, right, _mm512_loadu_ps(p.offsets + g * kWidth + 16));
   }
-  // Copies, because what is stored might be p for all the compiler knows.
+  // Local copies, because the compiler must assume that the stores may alias p.
   const int64_t next = p.x_groups;
   const float* x_scales = p.x_scales + row * next + g;
   const int32_t* x_sums = p.x_sums + row * next + g;
   const int32_t* from = dots + row / 16 * 512 + row % 16 * 16;
   float* to = p.tile + row * kWidth;
-  const __mmask16 more = p.more || g > 0 ? 0xffff : 0;  // nothing is read of a tile that begins
+  const __mmask16 more = p.more || g > 0 ? 0xffff : 0;  // a new result tile is not read
   const auto finish_row = [&](int64_t r) __attribute__((always_inline)) BACKPLANE_TARGET {
     const __m512 x_scale = _mm512_set1_ps(x_scales[r * next]);
     __m512 first = _mm512_maskz_loadu_ps(more, to + r * kWidth);
@@ -132,9 +134,8 @@ BACKPLANE_DOT void finish_eight(const Product& p, int64_t g, const int32_t* dots
   else for (int64_t r = 0; r < count; ++r) finish_row(r);
 }
 
-// The instructions on tiles wait for each other, more than those on vectors do, so the work of three groups is woven
-// together by hand: of one the multiplications begin, of the one before it the sums are stored, of the one before that
-// they are finished.
+// Tile instructions have long latencies, so the work of three groups is interleaved by hand: the multiplications of one
+// group begin while the sums of the previous group are stored and those of the group before that are scaled.
 template <bool Both, bool Offsets>
 BACKPLANE_TARGET void multiply_tiles(const Product& p) {
   alignas(64) int32_t dots[2][4 * 256];
@@ -221,7 +222,8 @@ BACKPLANE_TARGET int64_t spin(int64_t rounds) {
   return rounds * 4 * 16 * 16 * 64;
 }
 
-// The processor has it, the system saves it, and the system lets this process use it: Linux wants to be asked.
+// Returns whether AMX can be used: the processor has it, the system saves its state, and this process has permission.
+// Linux grants the permission only on request.
 bool available() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
   unsigned a = 0, b = 0, c = 0, d = 0;

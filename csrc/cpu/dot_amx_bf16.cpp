@@ -1,11 +1,11 @@
-// Products of very many rows with AMX in bfloat16: the weight is decoded, some blocks at a time, into tiles of
-// bfloat16.
+// Implements the kernels for very many rows with AMX bfloat16: the weight is decoded, some blocks at a time, into
+// bfloat16 tiles.
 //
-// Products of integers must leave the tiles after every group to be scaled, and with groups of 32 that takes several
-// times as long as the multiplications. Decoded weights carry their scales with them, so sums stay in the tiles over
-// the whole row; bfloat16 has half the multiplications per second, and the input keeps more bits than 8.
+// Integer sums must leave the tiles after every group to be scaled; with groups of 32 that takes several times as long
+// as the multiplications. Decoded weights include their scales, so sums stay in the tiles over the whole row. bfloat16
+// has half the multiplications per second, and the input keeps more than 8 bits.
 //
-// A tile of the weight is 16 pairs of positions by 16 features; of x, 16 rows by 32 positions.
+// A tile of the weight is 16 pairs of positions by 16 features; a tile of x is 16 rows by 32 positions.
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -33,14 +33,15 @@ BACKPLANE_TARGET void enter() {
     shapes.row_bytes[tile] = 64;
     shapes.rows[tile] = 16;
   }
-  // GCC's header tells the compiler of the first eight bytes only; it would leave the others unwritten.
+  // GCC's intrinsic declares only the first eight bytes as read; without this the compiler may leave the others
+  // unwritten.
   __asm__ volatile("" : : "r"(&shapes) : "memory");
   _tile_loadconfig(&shapes);
 }
 
 BACKPLANE_TARGET void leave() { _tile_release(); }
 
-// Scales of 16 features, and what is added to scale * code.
+// The scales of 16 features, and what is added to scale * code.
 struct Line16 {
   __m512 scale, offset;
 };
@@ -51,10 +52,10 @@ BACKPLANE_DOT Line16 line_of(const Decoding& d, int64_t at, float zero) {
   return {scale, _mm512_mul_ps(scale, _mm512_set1_ps(-zero))};
 }
 
-// Bytes 2 * Pair and 2 * Pair + 1 of each lane, decoded, side by side.
+// Decodes bytes 2 * Pair and 2 * Pair + 1 of each lane and interleaves the results.
 template <int Pair>
 BACKPLANE_DOT __m512i decoded_pair(__m512i codes, const Line16& line) {
-  // Not the intrinsics for shifts and conversions, which GCC 12 warns about wherever they are used.
+  // Written without the intrinsics for shifts and conversions, because GCC 12 warns wherever they are used.
   const auto first = (__v16si)((__v16su)codes >> Pair * 16 & 255);
   const auto second = (__v16si)((__v16su)codes >> (Pair * 16 + 8) & 255);
   const __m512 low = _mm512_fmadd_ps(__builtin_convertvector(first, __v16sf), line.scale, line.offset);
@@ -68,7 +69,7 @@ template <bool Nibbles>
 BACKPLANE_TARGET void decode(const Decoding& d, uint8_t* to) {
   const __m512i low = _mm512_set1_epi8(15);
   const uint8_t* codes = d.codes;
-  int64_t row = 0;  // of the tile
+  int64_t row = 0;  // row of the tile
   const auto put = [&](__m512i left, __m512i right) __attribute__((always_inline)) BACKPLANE_TARGET {
     _mm512_store_si512(to + row * 64, left);
     _mm512_store_si512(to + kTile + row * 64, right);

@@ -1,11 +1,11 @@
-// What dot_amx_bf16.cpp gives to the set of products that uses it.
+// Declares the AMX bfloat16 kernels for the AMX set of dot kernels.
 #pragma once
 
 #include "dot_kernels.h"
 
 namespace backplane::cpu {
 
-// None where the processor has AMX without bfloat16.
+// Returns null if the processor has AMX without bfloat16.
 const DecodedKernels* amx_decoded();
 
 }  // namespace backplane::cpu

@@ -1,4 +1,4 @@
-// Products with AVX2, which has no dot product of its own.
+// Implements the dot kernels with AVX2, which has no dot-product instruction.
 
 #if defined(__x86_64__)
 #define BACKPLANE_TARGET __attribute__((target("avx2,fma,f16c")))
@@ -8,8 +8,8 @@
 namespace backplane::cpu {
 namespace {
 
-// maddubs adds pairs of products of unsigned and signed bytes in 16 bits, and saturates. With codes of 4 bits it
-// cannot. Codes of 8 bits are taken less 128 and their sign is moved to x: 128 * 127 * 2 fits.
+// maddubs adds pairs of products of unsigned and signed bytes in 16 bits, with saturation. 4-bit codes cannot saturate.
+// 8-bit codes are used minus 128 with their sign moved to x, so that the sum 128 * 127 * 2 fits.
 struct Signed8 {
   __m256i value, magnitude;
 };

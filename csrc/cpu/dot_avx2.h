@@ -1,4 +1,5 @@
-// What both kinds of products with 256-bit vectors share; included after BACKPLANE_TARGET is defined.
+// Defines what the dot kernels with 256-bit vectors share (AVX2 and AVX-VNNI). Define BACKPLANE_TARGET before including
+// it.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,5 @@
-// Products with AVX-512 VNNI: one instruction multiplies four unsigned by four signed bytes in each of 16 lanes.
+// Implements the dot kernels with AVX-512 VNNI: one instruction multiplies four unsigned by four signed bytes in each
+// of 16 lanes and accumulates.
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -51,7 +52,7 @@ struct Avx512Vnni {
     return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
   static BACKPLANE_DOT void store(float* to, Float v) { _mm512_storeu_ps(to, v); }
-  // Not _mm512_cvtepi32_ps, which GCC 12 warns about wherever it is used.
+  // Written without _mm512_cvtepi32_ps, because GCC 12 warns wherever it is used.
   static BACKPLANE_DOT Float to_float(Int v) { return __builtin_convertvector((__v16si)v, __v16sf); }
   static BACKPLANE_DOT Float multiply(Float a, Float b) { return _mm512_mul_ps(a, b); }
   static BACKPLANE_DOT Float multiply_add(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }

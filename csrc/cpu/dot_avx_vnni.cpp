@@ -1,4 +1,5 @@
-// Products with AVX-VNNI: the dot product of AVX-512 VNNI on 256-bit vectors, on processors that may have no AVX-512.
+// Implements the dot kernels with AVX-VNNI: the instruction of AVX-512 VNNI on 256-bit vectors, for processors without
+// AVX-512.
 
 #if defined(__x86_64__)
 #include <cpuid.h>

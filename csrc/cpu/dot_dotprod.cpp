@@ -1,9 +1,9 @@
-// Products with the dot-product instructions of ARMv8.2, which most servers' processors have.
+// Implements the dot kernels with the dot-product instructions of ARMv8.2 (SDOT), which most ARM servers have.
 //
-// Products of their own rather than the shared one: what follows a group (its sums as floats, times two scales, added)
-// takes as many instructions as a third of the group itself, and with 32 registers there is room for it only where a
-// tile is six rows by two vectors, or two by four. Many rows go four at a time through dot_ordered.h, where scales are in
-// half precision.
+// This file has its own kernel instead of the shared one of dot_products.h. The end of a group (convert the sums to
+// float, multiply by two scales, accumulate) takes a third as many instructions as the group itself, and 32 registers
+// have room for it only with a tile of six rows by two vectors, or two by four. Many rows with half-precision scales go
+// through dot_ordered.h, four at a time.
 
 #if defined(__aarch64__)
 #if defined(__linux__)
@@ -27,13 +27,13 @@ constexpr int kMostRows = 6;
 struct Dots : Neon {
   using Eight = int8x8_t;
 
-  // Eight positions of x are one register, and the instruction picks four of them: no copies to all lanes.
+  // Eight positions of x are one register, and the instruction selects four of them: no broadcast is needed.
   static BACKPLANE_DOT Eight eight(const int8_t* x) { return vld1_s8(x); }
   static BACKPLANE_DOT Int dot_first(Int sum, int8x16_t code, Eight x) { return vdotq_lane_s32(sum, code, x, 0); }
   static BACKPLANE_DOT Int dot_second(Int sum, int8x16_t code, Eight x) { return vdotq_lane_s32(sum, code, x, 1); }
 };
 
-// Scales and offsets of a product, as they lie in memory.
+// Reads scales and offsets in their memory type, and multiplies by them.
 template <class Number>
 struct Factored;
 template <>
@@ -49,7 +49,7 @@ struct Factored<uint16_t> {
   static BACKPLANE_DOT float32x4_t load(const uint16_t* from) { return Neon::load_halves(from); }
 };
 
-// Rows by Vectors of a block, from the vector `first` on.
+// Computes Rows by Vectors of a block, from the vector `first` on.
 template <Codes C, int Rows, int Vectors, class Number>
 class Tile {
   using F = Factored<Number>;
@@ -139,10 +139,11 @@ class Tile {
     });
   }
 
-  // Eight positions, which are two elements of four in the registers of x, from element Q on.
+  // Accumulates eight positions, which are two elements of four in the registers of x, from element Q on.
   template <int Q>
   BACKPLANE_DOT void eight(const uint8_t* codes, const int8x16_t (&rows)[Rows]) {
-    // The hardware follows one stream well with one row and less so with more; asking for every line does with all.
+    // The hardware prefetcher follows one stream well with one row and less well with more; prefetching every line
+    // works for all.
     if constexpr (C != Codes::wide)
       repeat<kStep / 64>(BACKPLANE_DO(line) { __builtin_prefetch(codes + Neon::ahead + line * 64); });
     int8x16_t first[Vectors], second[Vectors];
@@ -169,13 +170,14 @@ class Tile {
       repeat<Vectors>(BACKPLANE_DO(v) {
         constexpr int i = r * Vectors + v;
         const float32x4_t dot = vsubq_f32(vreinterpretq_f32_s32(dots_[i]), vdupq_n_f32(kCounter));
-        // In the order of the ordered product, so that a row's result does not depend on how many rows there are.
+        // The order of operations is that of dot_ordered.h, so that a row's result does not depend on the number of
+        // rows.
         sums_[i] = vfmaq_n_f32(sums_[i], vmulq_f32(dot, scales[v]), x_scale);
       });
     });
   }
 
-  // Adds the sum of x over each group times the offset of the group and feature.
+  // Adds the sum of x over each group, times the offset of the group and feature.
   BACKPLANE_DOT void add_offsets() {
     int64_t g = 0;
     for (; g + 4 <= p_.groups; g += 4) {
@@ -208,7 +210,7 @@ class Tile {
   int32x4_t dots_[Rows * Vectors];
 };
 
-// A function for each number of rows: all of them in one take the compiler minutes.
+// One function per number of rows: with all of them in one, the compiler takes minutes.
 template <Codes C, class Number, int Rows>
 __attribute__((noinline)) BACKPLANE_TARGET void multiply_block(const Product& p) {
   constexpr int at_once = Rows <= 2 ? 4 : 2;
@@ -219,7 +221,8 @@ __attribute__((noinline)) BACKPLANE_TARGET void add_offsets(const Product& p) {
   for (int first = 0; first < kVectors; first += 2) Tile<Codes::wide, ordered::kRows, 2, float>(p, first).run_offsets();
 }
 
-// Groups that are too long to be counted, as with one scale per row, are left to what the sets share, four rows at most.
+// Groups too long for the magic-number conversion, as with one scale per row, use the shared kernel, with at most four
+// rows.
 template <Codes C>
 void multiply_tiles(const Product& whole) {
   const bool counted = whole.group <= kCounted;
@@ -236,7 +239,7 @@ void multiply_tiles(const Product& whole) {
       four(p);
     } else {
       p.more = whole.more;
-      // Parts are of eight, and six with two would take longer than four twice.
+      // Parts have eight rows; six and two would take longer than four and four.
       p.rows = counted ? (left >= 6 && left != 8 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1) : left > 4 ? (left + 1) / 2 : left;
       (!counted      ? multiply<Dots, C>
        : p.rows == 6 ? multiply_block<C, float, 6>
@@ -252,14 +255,14 @@ void multiply_tiles(const Product& whole) {
   }
 }
 
-// One or two rows with numbers in half precision: widened in the product they cost less than being read twice.
+// One or two rows with half-precision numbers: converting in the kernel costs less than a separate pass over them.
 constexpr int kHalvesRows = 2;
 template <Codes C>
 void multiply_halves(const Product& p) {
   (p.rows == 2 ? multiply_block<C, uint16_t, 2> : multiply_block<C, uint16_t, 1>)(p);
 }
 
-// Nibbles as bytes, less 8.
+// Widens nibbles to bytes, minus 8.
 BACKPLANE_TARGET void widen_centred(const uint8_t* codes, int64_t groups, int64_t group, uint8_t* to) {
   for (int64_t i = 0; i < groups * group; i += 8) {
     repeat<kVectors>(BACKPLANE_DO(v) {
@@ -276,7 +279,7 @@ bool available() {
 #if defined(__linux__)
   return (getauxval(AT_HWCAP) & (1UL << 20)) != 0;  // HWCAP_ASIMDDP
 #else
-  return true;  // every other system with these processors has them
+  return true;  // every other system on these processors supports them
 #endif
 }
 

@@ -1,15 +1,16 @@
-// Products of many rows with the matrix instruction of ARMv8.6 for 8-bit integers; those of few rows are dotprod's.
+// Implements the dot kernels for many rows with the 8-bit matrix instruction of ARMv8.6 (SMMLA); few rows use those of
+// dotprod.
 //
-// SMMLA multiplies two rows of x by two output features, eight positions each, and adds to four sums: twice the work of
-// SDOT. Six rows by sixteen features are 24 registers of sums, with three of x and two of codes 29 of 32, and 24
-// multiplications for 11 operands. Four rows by sixteen features would be 16 for 10, eight by eight 16 for 8.
+// SMMLA multiplies two rows of x by two output features, eight positions each, and accumulates into four sums: twice
+// the work of SDOT. Six rows by sixteen features need 24 registers for sums, three for x and two for codes, 29 of 32,
+// and do 24 multiplications for 11 operands. Four rows by sixteen features would do 16 for 10, eight by eight 16 for 8.
 //
-// Codes lie in memory as for dotprod; one ZIP per vector brings them into the order of the instruction on their way
-// into the cache. Two rows of x are put together where they are used. Loads of sixteen positions and ZIPs would be
-// three loads of 14 fewer per step, for as many vector instructions; but they would take all registers, and a group may
-// end with eight positions.
+// Codes lie in memory as for dotprod; one ZIP per vector brings them into the order of the instruction when they are
+// widened. Two rows of x are combined where they are used. Loads of sixteen positions with ZIPs would save three of 14
+// loads per step for as many vector instructions; but they would take all registers, and a group may end with eight
+// positions.
 //
-// Written without a processor that has the instruction: checked under an emulator, never measured.
+// Written without access to a processor that has the instruction: tested under an emulator, never measured.
 
 #if defined(__aarch64__)
 #if defined(__linux__)
@@ -28,7 +29,7 @@ namespace {
 
 constexpr int kWidth = Neon::vectors * Neon::lanes, kFeaturePairs = kWidth / 2, kMostRows = 6;
 
-// Eight positions of features 0 and 1, of 2 and 3, and so on.
+// Widens codes in the order of the instruction: eight positions of features 0 and 1, of 2 and 3, and so on.
 template <Codes C>
 BACKPLANE_TARGET void widen_pairs(const uint8_t* codes, int64_t groups, int64_t group, uint8_t* to) {
   constexpr int half = kWidth * 4;  // bytes of four positions
@@ -52,14 +53,16 @@ BACKPLANE_TARGET void widen_pairs(const uint8_t* codes, int64_t groups, int64_t 
   }
 }
 
-// Two rows of two features each, as the instruction has them, to two rows of a tile, four features each; or back.
+// Converts between the order of the instruction, two rows of two features each, and two rows of a tile, four features
+// each.
 BACKPLANE_DOT void exchange(float32x4_t& a, float32x4_t& b) {
   const float64x2_t left = vreinterpretq_f64_f32(a), right = vreinterpretq_f64_f32(b);
   a = vreinterpretq_f32_f64(vzip1q_f64(left, right));
   b = vreinterpretq_f32_f64(vzip2q_f64(left, right));
 }
 
-// What two features have, for both rows; what two rows have, for both features.
+// of_features() repeats the numbers of two features for both rows; of_rows() repeats those of two rows for both
+// features.
 BACKPLANE_DOT float32x4_t of_features(const float* two) {
   const float32x2_t both = vld1_f32(two);
   return vcombine_f32(both, both);
@@ -71,21 +74,21 @@ BACKPLANE_DOT int32x4_t of_rows(const int32_t* a, const int32_t* b) {
   return vcombine_s32(vld1_dup_s32(a), vld1_dup_s32(b));
 }
 
-// Codes that are not read before a and b are there.
+// Returns `codes`, and keeps the compiler from reading them before a and b are computed.
 BACKPLANE_DOT const uint8_t* after(int32x4_t a, int32x4_t b, const uint8_t* codes) {
   __asm__("" : "+r"(codes) : "w"(a), "w"(b));
   return codes;
 }
 
-// The lowest bits of this float are an integer, counted from it: sums of integers that begin with its bits are floats
-// after a subtraction, of which LLVM's model of Neoverse N2 does four in the time of one conversion. That holds while
-// the sums stay within 2^22.
+// Magic number for integer-to-float conversion: its lowest mantissa bits count integers, so sums that start with its
+// bits become floats by a subtraction. LLVM's model of Neoverse N2 does four subtractions in the time of one
+// conversion. The sums must stay within 2^22.
 constexpr float kCounter = 0x1.8p23f;
 constexpr int64_t kCounted = 128;  // positions
 static_assert(kCounted * 127 * 255 < 1 << 22);
 
-// Pairs of rows, the last perhaps a single one, times one block. Sums of floats stay in memory, in the order of the
-// instruction: the registers are for those of integers.
+// Computes pairs of rows, the last perhaps a single row, times one block. Float sums stay in memory, in the order of
+// the instruction, because the registers hold the integer sums.
 template <int Pairs, bool Counted>
 class Block {
  public:
@@ -123,7 +126,7 @@ class Block {
         x += 8;
       }
       p_.offsets != nullptr ? add_group<true>(g, dots) : add_group<false>(g, dots);
-      __asm__("" : "+m"(sums_));  // otherwise the compiler has them in registers, and spills around every loop
+      __asm__("" : "+m"(sums_));  // else the compiler keeps them in registers and spills around every loop
     }
     each_four(BACKPLANE_DO(i) {
       constexpr int pair = i / kQuads, column = i % kQuads * 4;
@@ -142,10 +145,10 @@ class Block {
     repeat<Pairs * kQuads>(f);
   }
 
-  // Of an odd number of rows the last is taken twice.
+  // With an odd number of rows, the last row is used twice.
   BACKPLANE_DOT int64_t second(int pair) const { return pair + 1 == Pairs ? p_.rows - 1 : 2 * pair + 1; }
 
-  // Eight positions.
+  // Accumulates eight positions.
   BACKPLANE_DOT void eight(const uint8_t*& codes, const int8_t* x, int32x4_t* dots) const {
     int8x16_t rows[Pairs];
     repeat<Pairs>(BACKPLANE_DO(pair) {
@@ -158,7 +161,7 @@ class Block {
         int32x4_t* to = dots + pair * kFeaturePairs + f * 2;
         to[0] = vmmlaq_s32(to[0], rows[pair], left);
         to[1] = vmmlaq_s32(to[1], rows[pair], right);
-        // GCC would load all features of the step first, and spill sums to have the registers.
+        // GCC would load all features of the step first, and spill sums to free the registers.
         codes = after(to[0], to[1], codes);
       });
     });
@@ -190,7 +193,7 @@ class Block {
     });
   }
 
-  const Product p_;  // a copy: what is stored might be the caller's for all the compiler knows
+  const Product p_;  // a copy: the compiler must assume that stores may alias the caller's
   float sums_[kSums * 4];
 };
 
@@ -213,7 +216,7 @@ BACKPLANE_TARGET int64_t spin_pairs(int64_t rounds) {
   repeat<count>(BACKPLANE_DO(i) { dots[i] = vdupq_n_s32(i); });
   for (int64_t round = 0; round < rounds; ++round) {
     repeat<count>(BACKPLANE_DO(i) { dots[i] = vmmlaq_s32(dots[i], ones, zeros); });
-    // Zeros leave the sums as they are, which the compiler must not find out.
+    // Zeros leave the sums unchanged; keep() hides that from the compiler.
     repeat<count>(BACKPLANE_DO(i) { Neon::keep(dots[i]); });
   }
   repeat<count - 1>(BACKPLANE_DO(i) { dots[0] = vaddq_s32(dots[0], dots[i + 1]); });
@@ -226,7 +229,7 @@ bool available() {
 #if defined(__linux__)
   return kDotprodDots.available() && (getauxval(AT_HWCAP2) & (1UL << 13)) != 0;  // HWCAP2_I8MM
 #else
-  return false;  // not every processor with dot products has it
+  return false;  // not every processor with dot-product instructions has it
 #endif
 }
 
@@ -235,8 +238,8 @@ DotKernels kernels() {
   result.name = "i8mm";
   result.available = &available;
   result.many_rows = kMostRows;
-  result.row_multiple = 2;  // for even parts; the rows past the end are not read
-  result.many_from = 5;  // by count of instructions, widening included
+  result.row_multiple = 2;  // parts have an even number of rows; rows past the end are not read
+  result.many_from = 5;  // from the count of instructions, widening included
   result.widen8 = &widen_pairs<Codes::bytes>;
   result.widen4 = &widen_pairs<Codes::nibbles>;
   result.widen4_centred = nullptr;

@@ -1,4 +1,4 @@
-// Which products the machine can run, which of them are used, and the hooks by which tests choose.
+// Selects the set of dot kernels that the machine runs, and lets tests force another one.
 
 #include "dot_kernels.h"
 
@@ -14,10 +14,10 @@ namespace {
 
 struct Choice {
   const DotKernels* kernels;
-  Isa least;  // below which tests do not want to see it
+  Isa least;  // a forced isa() below this level excludes the set
 };
 
-// The best first.
+// The sets that the machine supports, the best first.
 const std::vector<Choice>& choices() {
   static const std::vector<Choice> found = [] {
     const std::vector<Choice> known = {
@@ -51,27 +51,27 @@ const DotKernels& dot_kernels() {
 
 }  // namespace backplane::cpu
 
-// Output features of a block that the products of this machine are written for.
+// Returns the number of output features in a block for this machine's dot kernels.
 extern "C" __attribute__((visibility("default"))) int backplane_cpu_quantized_width() {
   return static_cast<int>(backplane::cpu::dot_kernels().width);
 }
 
-// Whether they take codes of 8 bits less 128, as int8.
+// Returns whether they take 8-bit codes minus 128, as int8.
 extern "C" __attribute__((visibility("default"))) int backplane_cpu_quantized_signed() {
   return backplane::cpu::dot_kernels().signed8 ? 1 : 0;
 }
 
-// Rows of the input from which weights are decoded to bfloat16, and the input is rounded to it; 0: never.
+// Returns the number of input rows from which weights are decoded to bfloat16 and the input is rounded to it; 0: never.
 extern "C" __attribute__((visibility("default"))) int backplane_cpu_decoded_from(int bits) {
   return static_cast<int>(backplane::cpu::dot_kernels().decoded_from(bits));
 }
 
-// The products in use, by name.
+// Returns the name of the set of dot kernels in use.
 extern "C" __attribute__((visibility("default"))) const char* backplane_cpu_dot_products() {
   return backplane::cpu::dot_kernels().name;
 }
 
-// Those that the machine can run, the best first, separated by commas.
+// Returns the names of the sets that the machine supports, the best first, separated by commas.
 extern "C" __attribute__((visibility("default"))) const char* backplane_cpu_known_dot_products() {
   static const std::string names = [] {
     std::string result;
@@ -84,8 +84,8 @@ extern "C" __attribute__((visibility("default"))) const char* backplane_cpu_know
   return names.c_str();
 }
 
-// Uses the products of that name from now on, or, for an empty name, the best again. Returns -1, with nothing changed,
-// where the machine cannot run them or there are none.
+// Forces the set of that name from now on; an empty name selects the best again. Returns -1 and changes nothing if the
+// set does not exist or the machine does not support it.
 extern "C" __attribute__((visibility("default"))) int backplane_cpu_force_dot_products(const char* name) {
   using namespace backplane::cpu;
   if (*name == '\0') {

@@ -1,4 +1,4 @@
-// Products with NEON as every 64-bit ARM processor has it.
+// Implements the dot kernels with the base NEON of every 64-bit ARM processor.
 
 #if defined(__aarch64__)
 #define BACKPLANE_TARGET
@@ -18,7 +18,7 @@ struct Dots : Neon {
     return vreinterpretq_s8_s32(vdupq_n_s32(bits));
   }
   static BACKPLANE_DOT Eight eight(const int8_t* x) { return {four(x), four(x + 4)}; }
-  // Products of two bytes fit 16 bits, sums of two of them need not.
+  // The product of two bytes fits 16 bits; the sum of two such products may not.
   static BACKPLANE_DOT Int dot(Int sum, int8x16_t code, int8x16_t x) {
     const int32x4_t left = vpaddlq_s16(vmull_s8(vget_low_s8(code), vget_low_s8(x)));
     const int32x4_t right = vpaddlq_s16(vmull_high_s8(code, x));

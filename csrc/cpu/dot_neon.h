@@ -1,4 +1,4 @@
-// What the products with NEON share; included after BACKPLANE_TARGET is defined.
+// Defines what the dot kernels with NEON share. Define BACKPLANE_TARGET before including it.
 #pragma once
 
 #include <arm_neon.h>
@@ -14,9 +14,9 @@ struct Neon {
   template <Codes>
   using Code = int8x16_t;
   static constexpr int lanes = 4, vectors = 4, most_rows = 4, sums = 16;
-  static constexpr bool signed8 = true;  // as both factors of the instructions are
+  static constexpr bool signed8 = true;  // both factors of the instructions are signed
   static constexpr int32_t bias8 = 128;
-  static constexpr int64_t ahead = 1024;  // further ahead it keeps the hardware from reading ahead by itself
+  static constexpr int64_t ahead = 1024;  // a longer distance disturbs the hardware prefetcher
 
   static BACKPLANE_DOT uint8x16_t read(const uint8_t* from) { return vld1q_u8(from); }
   static BACKPLANE_DOT void write(uint8_t* to, int8x16_t v) { vst1q_u8(to, vreinterpretq_u8_s8(v)); }

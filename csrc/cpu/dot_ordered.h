@@ -1,9 +1,9 @@
-// Four rows by a block of sixteen features, with the instructions in the order in which they are written here.
+// Multiplies four rows by a block of sixteen features with a fixed instruction order (software pipelining).
 //
-// A compiler puts what follows a group of positions (sums as floats, times two scales, added) behind the products that
-// it waits for, and both of the processor's vector units wait with it. Here two rows are multiplied while the sums of the
-// two before them are scaled. Each instruction is a volatile statement, which compilers keep in order; registers
-// and addresses are theirs to choose. Included after BACKPLANE_TARGET is defined.
+// A compiler places the end of a group (convert the sums to float, multiply by two scales, accumulate) right behind the
+// dot products that it depends on, and both vector units of the processor stall. Here two rows are multiplied while the
+// sums of the previous two are scaled. Each instruction is a volatile asm statement, which compilers keep in order;
+// they still allocate registers and addresses. Define BACKPLANE_TARGET before including this file.
 #pragma once
 
 #include "dot_neon.h"
@@ -11,8 +11,8 @@
 namespace backplane::cpu {
 namespace {
 
-// The lowest bits of this float are an integer, counted from it: a sum of integers that begins with its bits is a float
-// without a conversion, which takes longer than a subtraction. That holds while the sum stays within 2^22.
+// Magic number for integer-to-float conversion: its lowest mantissa bits count integers, so a sum that starts with its
+// bits is a float after a subtraction, which is faster than a conversion. The sum must stay within 2^22.
 constexpr float kCounter = 0x1.8p23f;
 constexpr int64_t kCounted = 128;  // positions
 static_assert(kCounted * 127 * 255 < 1 << 22);
@@ -21,7 +21,7 @@ namespace ordered {
 
 constexpr int kRows = 4;
 
-// Sanitizers do not see what assembly reads.
+// Sanitizers do not see the reads of asm statements.
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer)
 #define BACKPLANE_SEEN 1
@@ -31,7 +31,7 @@ constexpr int kRows = 4;
 #define BACKPLANE_SEEN 1
 #endif
 
-// In memory, for reading it takes none of the units that multiply.
+// Loaded from memory, because a load does not occupy the units that multiply.
 alignas(16) constexpr float kCounters[4] = {kCounter, kCounter, kCounter, kCounter};
 alignas(16) constexpr float kNothing[8] = {};
 
@@ -58,7 +58,7 @@ BACKPLANE_DOT void begin(Dots& dots) {
   repeat<4>(BACKPLANE_DO(i) { __asm__ volatile("ldr %q0, %1" : "=w"(dots[i]) : "m"(kCounters)); });
 }
 
-// Four positions, those with number K of the four times four that a register of x has, of two rows.
+// Multiplies four positions of two rows: element K of the four elements of four positions in a register of x.
 template <int K>
 BACKPLANE_DOT void multiply(Dots& dots, const int8x16_t (&weight)[8], const int8x16_t (&rows)[2]) {
   repeat<4>(BACKPLANE_DO(i) {
@@ -75,7 +75,7 @@ BACKPLANE_DOT void read_and_multiply(Dots& dots, const uint8_t* codes, int8x16_t
   multiply<K>(dots, weight, rows);
 }
 
-// The end of a group for one row, in two pieces: (dots - counter) * scale, and times the row's scale, added.
+// The end of a group for one row, in two steps: (dots - counter) * scale, then times the row's scale, accumulated.
 struct Scaling {
   float32x4_t left, right;  // scales of the group
   float32x4_t a, b, row;
@@ -93,14 +93,14 @@ struct Scaling {
   }
 };
 
-// The vectors `first` and `first + 1` of the block.
+// Computes the vectors `first` and `first + 1` of the block.
 template <int Group>
 BACKPLANE_DOT void multiply_half(const Product& p, int first) {
   const uint8_t* codes = p.codes + first * 16;
   const int8_t *x0 = p.x, *x1 = x0 + p.x_stride, *x2 = x1 + p.x_stride, *x3 = x2 + p.x_stride;
   const int64_t x_groups = p.x_groups;
   const float *scales = p.scales + first * 4, *counted = p.counted + first * 4, *x_scales = p.x_scales;
-  // Before the first group, the lower rows have nothing to be scaled.
+  // Before the first group, the lower rows have no sums to scale.
   const float *counted_before = kNothing, *x_scales_before = x_scales;
   const uint8_t* ahead = first == 0 ? p.ahead : nullptr;
   float* tile = p.tile + first * 4;
@@ -172,8 +172,8 @@ __attribute__((noinline)) BACKPLANE_TARGET void multiply_block(const Product& p)
   for (int first = 0; first < 4; first += 2) multiply_half<Group>(p, first);
 }
 
-// The product of four rows by codes of a byte, but for offsets; or none, where it cannot be made so. The counter is taken
-// off by one multiplication, which is exact where the scale times the counter is.
+// Returns the kernel for four rows by 8-bit codes, without offsets; or null if the arguments do not allow it. The
+// counter is subtracted by one multiply-add, which is exact if the scale times the counter is.
 inline Multiply product(const Product& p) {
   if (p.counted == nullptr || p.correction != 0) return nullptr;
   return p.group == 32    ? multiply_block<32>

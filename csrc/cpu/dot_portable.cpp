@@ -1,4 +1,4 @@
-// Products in plain C++, for processors without any of the instructions that the others ask for.
+// Implements the dot kernels in plain C++, for processors without any of the instructions that the other sets need.
 
 #define BACKPLANE_TARGET
 #include "dot_products.h"

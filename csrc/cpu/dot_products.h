@@ -1,9 +1,10 @@
-// Products of codes, written once over what an instruction set offers; included by one file per instruction set.
+// Implements the dot kernels once, as templates over the operations of an instruction set; one file per set includes
+// it.
 //
-// Such a file defines BACKPLANE_TARGET first, the attribute that its functions are compiled with, and a struct with the
-// vectors and the operations used below. Functions and lambdas carry the attribute one by one: a lambda does not
-// inherit it, and -march would put instructions into what this file shares with others. All is in unnamed namespaces,
-// because the linker would otherwise take one file's variant for all.
+// Such a file first defines BACKPLANE_TARGET, the target attribute of its functions, and a struct with the vectors and
+// operations used below. Every function and lambda carries the attribute: a lambda does not inherit it, and -march
+// would put instructions into code that this file shares with others. Everything is in unnamed namespaces, because the
+// linker would otherwise use one file's instantiation for all.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@
 namespace backplane::cpu {
 namespace {
 
-// Calls f(0), f(1), … with constants, so that arrays of sums become registers.
+// Calls f(0), f(1), … with compile-time constants, so that arrays of sums become registers.
 template <int... I, class F>
 BACKPLANE_DOT void repeat(std::integer_sequence<int, I...>, const F& f) {
   (f(std::integral_constant<int, I>{}), ...);
@@ -28,7 +29,7 @@ BACKPLANE_DOT void repeat(const F& f) {
   repeat(std::make_integer_sequence<int, N>{}, f);
 }
 
-// How codes lie in memory: a byte each, two in a byte, or a byte each as the instructions take them.
+// The memory layout of codes: one byte each, two per byte, or one byte each as the instructions take them.
 enum class Codes { bytes, nibbles, wide };
 
 template <class A, Codes C, int V>
@@ -50,7 +51,8 @@ BACKPLANE_DOT void read_codes(const uint8_t* from, typename A::template Code<C> 
 template <class A, Codes C, int Rows>
 BACKPLANE_DOT void multiply_rows(const Product& p) {
   constexpr int V = A::vectors, L = A::lanes, width = V * L;
-  // An instruction waits for the one before it on the same sum; with few sums, each half of a step gets its own.
+  // An instruction waits for the previous one on the same accumulator; with few accumulators, each half of a step gets
+  // its own.
   constexpr int Sets = Rows * V <= A::sums / 2 ? 2 : 1;
   typename A::Float sums[Rows * V];
   repeat<Rows * V>(BACKPLANE_DO(i) { sums[i] = p.more ? A::load(p.tile + i * L) : A::all(0.0f); });
@@ -67,7 +69,8 @@ BACKPLANE_DOT void multiply_rows(const Product& p) {
     for (int64_t i = 0; i < p.group; i += 8) {
       typename A::template Code<C> first[V], second[V];
       read_codes<A, C, V>(codes, first, second);
-      // The hardware follows one stream well with one row and less so with more; asking for every line does with all.
+      // The hardware prefetcher follows one stream well with one row and less well with more; prefetching every line
+      // works for all.
       if constexpr (C != Codes::wide)
         repeat<(step + 63) / 64>(BACKPLANE_DO(line) { __builtin_prefetch(codes + A::ahead + line * 64); });
       repeat<Rows>(BACKPLANE_DO(r) {
@@ -111,7 +114,7 @@ BACKPLANE_TARGET void multiply(const Product& p) {
   });
 }
 
-// Nibbles as bytes, in the same order; bytes as the instructions take them.
+// Widens nibbles to bytes in the same order, or converts bytes to what the instructions take.
 template <class A, Codes C>
 BACKPLANE_TARGET void widen(const uint8_t* codes, int64_t groups, int64_t group, uint8_t* to) {
   constexpr int V = A::vectors, bytes = A::lanes * 4;
@@ -142,7 +145,7 @@ BACKPLANE_TARGET int64_t spin(int64_t rounds) {
   for (int64_t round = 0; round < rounds; ++round) {
     repeat<A::sums>(BACKPLANE_DO(i) { dots[i] = A::dot_first(dots[i], code, eight); });
     repeat<A::sums>(BACKPLANE_DO(i) { dots[i] = A::dot_second(dots[i], code, eight); });
-    // Codes of zeros leave the sums as they are, which the compiler must not find out.
+    // Zero codes leave the sums unchanged; keep() hides that from the compiler.
     repeat<A::sums>(BACKPLANE_DO(i) { A::keep(dots[i]); });
   }
   float kept[A::lanes];
@@ -153,7 +156,7 @@ BACKPLANE_TARGET int64_t spin(int64_t rounds) {
   return rounds * A::sums * 2 * A::lanes * 4;
 }
 
-// Numbers in half precision as floats, whole vectors of them.
+// Converts half-precision numbers to floats, in whole vectors.
 template <class A>
 BACKPLANE_TARGET void from_halves(const uint16_t* halves, int64_t count, float* to) {
   for (int64_t i = 0; i < count; i += A::lanes) A::store(to + i, A::load_halves(halves + i));

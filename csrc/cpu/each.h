@@ -1,4 +1,4 @@
-// Loops whose counter is a constant, so that arrays of vectors become registers.
+// Unrolls loops at compile time, so that arrays of vectors become registers.
 #pragma once
 
 #include <utility>
@@ -7,7 +7,8 @@
 
 namespace backplane::cpu {
 
-// Calls f(0), f(1), … with constants. A loop would be unrolled too late for the sums to become registers.
+// Calls f(0), f(1), … with compile-time constants. The compiler would unroll a loop too late to keep the accumulators
+// in registers.
 template <int... I, class F>
 BACKPLANE_INLINE void each(std::integer_sequence<int, I...>, const F& f) {
   (f(std::integral_constant<int, I>{}), ...);

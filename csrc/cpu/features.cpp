@@ -1,4 +1,5 @@
-// What the processor's matrix instructions take, as PyTorch itself would use them.
+// Detects which types the processor's matrix instructions support, limited to the instructions that PyTorch itself
+// uses.
 
 #include <c10/core/ScalarType.h>
 
@@ -16,8 +17,8 @@
 namespace backplane::cpu {
 namespace {
 
-// oneDNN can be told to leave instructions out; then PyTorch does not have them either. Its names are ordered: FP16 comes
-// with BF16, AMX and AVX10 with both.
+// Returns whether oneDNN may use the instructions. Environment variables can restrict oneDNN, and PyTorch then does
+// without the instructions too. oneDNN's names are ordered: FP16 implies BF16; AMX and AVX10 imply both.
 [[maybe_unused]] bool allowed_by_onednn(std::initializer_list<const char*> names) {
   const char* stated = std::getenv("ONEDNN_MAX_CPU_ISA");
   if (stated == nullptr) stated = std::getenv("DNNL_MAX_CPU_ISA");
@@ -39,8 +40,8 @@ bool has_bfloat16() {
 #endif
 }
 
-// Tiles of bfloat16: the processor has them, the system saves them, and lets this process use them: Linux wants to be
-// asked.
+// Returns whether AMX tiles of bfloat16 can be used: the processor has them, the system saves their state, and this
+// process has permission. Linux grants the permission only on request.
 bool has_tiles() {
 #if defined(__x86_64__) && defined(__linux__) && defined(SYS_arch_prctl)
   unsigned a = 7, b, c = 0, d;
@@ -59,12 +60,12 @@ bool has_tiles() {
 
 bool has_float16() {
 #if defined(__x86_64__)
-  // AVX512-FP16: leaf 7, edx bit 23; not every compiler's cpu_supports knows the name.
+  // AVX512-FP16 is leaf 7, edx bit 23. Some compilers' __builtin_cpu_supports does not accept its name.
   unsigned a = 7, b, c = 0, d;
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
   return (d & (1U << 23)) != 0 && allowed_by_onednn({"FP16", "AMX", "AVX10"});
 #else
-  return false;  // PyTorch's float16 product on aarch64 measures at a fraction of the bandwidth
+  return false;  // PyTorch's float16 GEMM on aarch64 reaches a fraction of the memory bandwidth (measured)
 #endif
 }
 

@@ -1,4 +1,4 @@
-// One-byte floats: rounded to with saturation, and widened by a table of their 256 numbers.
+// Converts to 8-bit floats with saturation, and from them with a table of their 256 numbers.
 #pragma once
 
 #include <c10/util/Float8_e4m3fn.h>
@@ -13,7 +13,7 @@ namespace backplane::cpu {
 template <int W>
 using Bytes __attribute__((vector_size(W))) = uint8_t;
 
-// Exponent bias, mantissa bits and largest finite number of a format.
+// The exponent bias, mantissa bits and largest finite number of a format.
 template <class T>
 struct Fp8;
 template <>
@@ -27,8 +27,8 @@ struct Fp8<c10::Float8_e5m2> {
   static constexpr float largest = 57344.0f;
 };
 
-// To the nearest, ties to even, saturated; NaN stays NaN. As in to_half, a float addition rounds what is below the
-// format's normal range.
+// Rounds to the nearest, ties to even, with saturation; NaN stays NaN. As in to_half, a float addition does the
+// rounding below the format's normal range.
 template <int W, class T>
 BACKPLANE_INLINE Bytes<W> to_fp8(Floats<W> v) {
   constexpr int kShift = 23 - Fp8<T>::mantissa;

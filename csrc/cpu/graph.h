@@ -1,4 +1,5 @@
-// A captured call: the operators that its kernels computed, each with its arguments ready on a stack.
+// Defines a captured graph: the operators whose kernels ran during the capture, each with its arguments ready on a
+// stack.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,24 +15,24 @@
 
 namespace backplane::cpu {
 
-// What is asked of an operator once per graph.
+// The properties of an operator that are looked up once per graph.
 struct GraphOperator {
   explicit GraphOperator(const c10::OperatorHandle& handle);
 
   c10::OperatorHandle op;
   std::string name;
-  std::optional<c10::SafeKernelFunction> kernel;  // for the host's tensors; none where there is none
-  bool in_python = false;    // its operators are recorded in its place
-  bool allocates = false;    // and does no more
+  std::optional<c10::SafeKernelFunction> kernel;  // for CPU tensors; absent if there is none
+  bool in_python = false;    // its kernel is Python: the operators that it calls are recorded instead
+  bool allocates = false;    // and does nothing else
   std::string refused;       // why it cannot be part of a graph
-  std::vector<bool> written; // by argument
+  std::vector<bool> written; // per argument
   bool writes = false;
 };
 
-// A result that is new, and where it lay at the capture.
+// A new tensor among the results, and its address at the capture.
 struct GraphResult {
-  size_t result;  // of the operator
-  size_t item;    // of a list
+  size_t result;  // index of the operator's result
+  size_t item;    // index in a list
   bool listed;
   at::Tensor place;
 };
@@ -53,12 +54,12 @@ struct Graph {
 
   GraphPool* pool;
   std::vector<GraphStep> steps;
-  int64_t views = 0;   // operators that the replay does without
-  int64_t copies = 0;  // results that a replay found elsewhere and brought to their place
-  std::vector<double> seconds;  // by step, of the last replay that was timed
+  int64_t views = 0;   // operators that a replay skips
+  int64_t copies = 0;  // results that a kernel put elsewhere at a replay, and that were copied to their address
+  std::vector<double> seconds;  // per step, of the last timed replay
 };
 
-// On this thread; each says what is wrong by an exception.
+// Captures on this thread; raises c10::Error on failure.
 void begin_graph();
 std::unique_ptr<Graph> end_graph();
 void abandon_graph();

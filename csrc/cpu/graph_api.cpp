@@ -1,4 +1,4 @@
-// Graphs by C functions, for Python to call. What goes wrong is a text, fetched by backplane_cpu_graph_error.
+// Exports graphs as C functions for Python. A failed call leaves its error text for backplane_cpu_graph_error.
 
 #include <string>
 
@@ -45,8 +45,8 @@ BACKPLANE_EXPORT int backplane_cpu_graph_replay_timed(Graph* graph) {
   return guarded([&] { graph->replay(true); });
 }
 
-// An operator of the replay that was timed last, with the shape of its first result, and how long it took; null past the
-// last one. The text is the caller's until the next call.
+// Returns an operator of the last timed replay, with the shape of its first result, and its duration; null past the
+// last one. The text is valid until the next call.
 BACKPLANE_EXPORT const char* backplane_cpu_graph_step(const Graph* graph, int64_t index, double* seconds) {
   thread_local std::string label;
   if (index < 0 || index >= static_cast<int64_t>(graph->seconds.size())) return nullptr;
@@ -65,7 +65,8 @@ BACKPLANE_EXPORT const char* backplane_cpu_graph_step(const Graph* graph, int64_
 
 BACKPLANE_EXPORT void backplane_cpu_graph_destroy(Graph* graph) { delete graph; }
 
-// 0: operators of a replay. 1: operators that it does without. 2: bytes. 3: results brought to their place so far.
+// Returns a statistic. 0: operators of a replay. 1: operators that it skips. 2: bytes. 3: results copied to their
+// address so far.
 BACKPLANE_EXPORT int64_t backplane_cpu_graph_figure(const Graph* graph, int which) {
   switch (which) {
     case 0: return static_cast<int64_t>(graph->steps.size());
@@ -76,5 +77,5 @@ BACKPLANE_EXPORT int64_t backplane_cpu_graph_figure(const Graph* graph, int whic
   }
 }
 
-// Graphs of the process whose memory is still held, by themselves or by tensors that they gave.
+// Returns the number of graphs of the process whose memory is still held, by the graph or by tensors that it returned.
 BACKPLANE_EXPORT int64_t backplane_cpu_graph_memories() { return backplane::cpu::GraphPool::alive(); }

@@ -1,3 +1,5 @@
+// Implements the memory pool of a captured graph, and the allocator that serves it.
+
 #include "graph_memory.h"
 
 #include <c10/core/CPUAllocator.h>
@@ -15,8 +17,8 @@ std::atomic<int64_t> pools{0};
 
 constexpr size_t kLine = 64;
 
-// PyTorch and oneDNN also ask for memory without its owner, and give it back by its address alone. So the address is all
-// that there is: a line ahead of the data names the block, and a list says which addresses have one.
+// PyTorch and oneDNN also allocate memory without an owner and free it by its address alone. So everything is found by
+// address: a cache line in front of the data holds the block, and a set holds the addresses that have one.
 GraphBlock*& owner_of(void* data) { return *reinterpret_cast<GraphBlock**>(static_cast<char*>(data) - kLine); }
 
 std::mutex addresses_lock;
@@ -54,7 +56,7 @@ c10::DataPtr GraphPool::take(size_t bytes) {
   std::lock_guard<std::mutex> hold(lock_);
   const size_t wanted = (bytes + kLine - 1) / kLine * kLine;
   GraphBlock* block = nullptr;
-  // The smallest that is large enough, unless most of it would lie idle.
+  // The smallest block that is large enough, unless more than half of it would be unused.
   const auto found = free_.lower_bound(wanted);
   if (found != free_.end() && found->first <= 2 * wanted) {
     block = found->second;
@@ -124,7 +126,7 @@ class GraphAllocator final : public c10::Allocator {
         if (list[i].bytes != bytes) continue;
         replaying->place_ = i + 1;
         GraphBlock* block = list[i].block;
-        if (block == nullptr || block->replaying) break;  // it would share the place with a tensor that is in use
+        if (block == nullptr || block->replaying) break;  // the address is in use by another tensor
         block->replaying = true;
         return {block->data, block->data, &end_of_use, c10::Device(c10::kCPU)};
       }
@@ -145,8 +147,8 @@ ReplayAllocations::~ReplayAllocations() { replaying = nullptr; }
 void install_graph_allocator() {
   static const bool installed = [] {
     behind = c10::GetCPUAllocator();
-    // Never gone: tensors know their allocator. At the priority of another of this package's, so that whichever comes
-    // later stands in front of the earlier.
+    // Never destroyed, because tensors refer to their allocator. Its priority is that of this package's other
+    // allocator, so the one that is installed later is called first.
     c10::SetCPUAllocator(new GraphAllocator(), /*priority=*/1);
     return true;
   }();

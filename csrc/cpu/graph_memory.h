@@ -1,8 +1,9 @@
-// Memory of a captured graph: what its operators allocate lies where it lay at the capture, at every replay.
+// Manages the memory of a captured graph: what its operators allocate has the same address at every replay as at the
+// capture.
 //
-// While a thread records, its allocations come from the graph's pool, and each operator's are listed. While it replays,
-// each operator is given the same places again, in the same order. So every tensor of the graph has one address for
-// good: views need no replaying, and arguments can be made ready once.
+// While a thread captures, its allocations come from the graph's pool, and those of each operator are recorded. While
+// it replays, each operator gets the same addresses again, in the same order. So every tensor of the graph has one
+// fixed address: views need no replay, and arguments can be prepared once.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -19,26 +20,26 @@ class GraphPool;
 
 struct GraphBlock {
   GraphPool* pool;
-  c10::DataPtr memory;  // with a line ahead of the data that says whose it is
+  c10::DataPtr memory;  // with a cache line in front of the data that points to this block
   void* data;
   size_t capacity;
-  uint64_t taken = 0;     // how often it was taken: names one use of the block
-  bool live = false;      // a tensor made during the capture has it
+  uint64_t taken = 0;     // number of allocations so far: identifies one use of the block
+  bool live = false;      // used by a tensor made during the capture
   bool written = false;   // by an operator that is part of the graph
-  bool replaying = false; // a tensor made during a replay has it
+  bool replaying = false; // used by a tensor made during a replay
 };
 
-// Lives as long as its graph or any tensor in it.
+// A reference-counted pool; lives as long as its graph or any tensor in it.
 class GraphPool {
  public:
   static GraphPool* make();
   void hold();
-  void leave();  // one hold less; a new pool has its graph's
+  void leave();  // drops one reference; a new pool has that of its graph
 
   c10::DataPtr take(size_t bytes);
   size_t bytes() const { return bytes_; }
 
-  // The block behind a pointer of this pool, or nothing for memory from elsewhere.
+  // Returns the block of a pointer of this pool, or null for other memory.
   GraphBlock* block_of(const c10::DataPtr& pointer) const;
   static void give_back(void* data);
 
@@ -55,14 +56,14 @@ class GraphPool {
   int64_t holds_ = 1;
 };
 
-// One allocation of an operator at the capture; without a block where its place cannot be given again.
+// One allocation of an operator at the capture; its block is null if the address cannot be reused.
 struct GraphAllocation {
   size_t bytes;
   GraphBlock* block;
   uint64_t taken;
 };
 
-// What this thread's allocations become until the object is gone.
+// Redirects this thread's allocations to the pool during its lifetime.
 class RecordAllocations {
  public:
   explicit RecordAllocations(GraphPool* pool);
@@ -90,11 +91,11 @@ class ReplayAllocations {
   size_t place_ = 0;
 };
 
-// Stands in front of PyTorch's allocator of the host from the first capture on; other threads' allocations, and all
-// outside of captures and replays, go straight through.
+// Installs an allocator in front of PyTorch's CPU allocator at the first capture. Allocations of other threads, and all
+// outside of captures and replays, are passed on.
 void install_graph_allocator();
 
-// PyTorch's own, which is behind it.
+// Returns PyTorch's own allocator, which is behind it.
 c10::Allocator* host_allocator();
 
 }  // namespace backplane::cpu

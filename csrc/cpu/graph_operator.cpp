@@ -1,4 +1,4 @@
-// Whether an operator can be part of a graph, and how.
+// Determines whether an operator can be part of a graph, and how it is recorded.
 
 #include <ATen/core/enum_tag.h>
 
@@ -20,8 +20,8 @@ std::string refusal(const c10::OperatorHandle& op, const std::string& name) {
   if (op.hasTag(at::Tag::nondeterministic_seeded)) return "draws random numbers";
   if (name == "aten::resolve_conj" || name == "aten::resolve_neg") return "lets Python read a tensor's values";
   for (const c10::Argument& result : op.schema().returns())
-    if (!holds_tensors(result.type())) return "gives the host a value (" + result.type()->str() + ")";
-  // With integers `index` gathers; the recorder looks for a mask.
+    if (!holds_tensors(result.type())) return "returns a value to the host (" + result.type()->str() + ")";
+  // With integer indices `index` is a gather; the recorder checks for a mask.
   if (op.hasTag(at::Tag::dynamic_output_shape) && name != "aten::index.Tensor")
     return "has results whose shape depends on values";
   if (op.hasTag(at::Tag::data_dependent_output)) return "depends on values";
@@ -39,12 +39,12 @@ GraphOperator::GraphOperator(const c10::OperatorHandle& handle) : op(handle), na
   }
   if (op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
     kernel = op.getComputedKernelForDispatchKey(c10::DispatchKey::CPU);
-    // PyTorch notes where a kernel was registered: a Python file and line for those that are Python functions.
+    // PyTorch stores where a kernel was registered: for Python functions, a Python file and line.
     in_python = kernel->debug().find(".py:") != std::string::npos;
   }
   allocates = name.rfind("aten::empty", 0) == 0 || name.rfind("aten::new_empty", 0) == 0;
   refused = refusal(op, name);
-  if (refused.empty() && !kernel.has_value()) refused = "has no kernel for tensors of the host";
+  if (refused.empty() && !kernel.has_value()) refused = "has no kernel for CPU tensors";
 }
 
 }  // namespace backplane::cpu

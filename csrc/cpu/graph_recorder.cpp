@@ -1,9 +1,9 @@
-// Recording: the thread's operators are computed as ever, and noted.
+// Captures a graph: the thread's operators run as usual and are recorded.
 //
-// PyTorch's dispatcher has a key for libraries outside of it that defer the making of models. No tensor has it; a thread
-// that records has it switched on, and so every operator comes by here first. Operators whose kernel is a Python function
-// are let through: those that it calls are noted instead. What cannot be part of a graph is remembered and told at the
-// end, so that the call's own results are right whatever becomes of the graph.
+// PyTorch's dispatcher has a key for external libraries that defer the construction of models. No tensor has this key;
+// a thread that captures enables it, so every operator passes here first. Operators whose kernel is a Python function
+// pass through, and the operators that they call are recorded instead. An operator that cannot be part of a graph is
+// remembered and reported at the end of the capture, so that the results of the call are right in any case.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
@@ -22,7 +22,7 @@ namespace {
 
 constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
 
-// Keys of plain tensors of the host. Autograd and views pass on what they get while no gradients are wanted.
+// The dispatch keys of plain CPU tensors. Autograd and view keys pass calls on while no gradients are required.
 const c10::DispatchKeySet& plain_keys() {
   static const c10::DispatchKeySet keys =
       c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::BackendSelect, c10::DispatchKey::ADInplaceOrView}) |
@@ -37,7 +37,7 @@ class Recording {
   }
   ~Recording() { c10::impl::tls_set_dispatch_key_included(kKey, false); }
 
-  void see(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+  void intercept(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
   std::unique_ptr<Graph> finish() {
     c10::impl::tls_set_dispatch_key_included(kKey, false);
@@ -50,9 +50,9 @@ class Recording {
 
  private:
   std::shared_ptr<const GraphOperator> known(const c10::OperatorHandle& handle);
-  void note(std::shared_ptr<const GraphOperator> op, const torch::jit::Stack& arguments, const torch::jit::Stack& results,
-            std::vector<GraphAllocation> allocations);
-  void look(const GraphOperator& op, const at::Tensor& tensor, bool written);
+  void add_step(std::shared_ptr<const GraphOperator> op, const torch::jit::Stack& arguments,
+                const torch::jit::Stack& results, std::vector<GraphAllocation> allocations);
+  void check_argument(const GraphOperator& op, const at::Tensor& tensor, bool written);
   bool is_number(const at::Tensor& tensor, GraphBlock* block) const {
     const auto found = numbers_.find(block);
     return tensor.unsafeGetTensorImpl()->is_wrapped_number() || (found != numbers_.end() && found->second == block->taken);
@@ -68,7 +68,7 @@ class Recording {
   RecordAllocations allocations_;
   std::unordered_map<c10::OperatorName, std::shared_ptr<const GraphOperator>> operators_;
   std::unordered_map<GraphBlock*, c10::Storage> places_;
-  std::unordered_map<GraphBlock*, uint64_t> numbers_;  // of Python's, with the use of the block
+  std::unordered_map<GraphBlock*, uint64_t> numbers_;  // made from Python numbers, with the use of the block
   std::string broken_;
 };
 
@@ -92,7 +92,7 @@ std::shared_ptr<const GraphOperator> Recording::known(const c10::OperatorHandle&
   return found;
 }
 
-void Recording::see(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+void Recording::intercept(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   keys = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   const auto op = known(handle);
   if (op->in_python) {
@@ -113,34 +113,36 @@ void Recording::see(const c10::OperatorHandle& handle, c10::DispatchKeySet keys,
   }
   if (!broken_.empty()) return;
   if ((keys - plain_keys()).highestFunctionalityKey() != c10::DispatchKey::Undefined)
-    refuse(*op, "has tensors that are not plain ones of the host");
+    refuse(*op, "has tensors that are not plain CPU tensors");
   if (!op->refused.empty()) refuse(*op, op->refused);
   const size_t returned = handle.schema().returns().size();
   const torch::jit::Stack results(stack->end() - static_cast<int64_t>(returned), stack->end());
-  if (broken_.empty()) note(op, arguments, results, std::move(allocations));
+  if (broken_.empty()) add_step(op, arguments, results, std::move(allocations));
 }
 
-// Of an argument: that what it holds comes from the graph or from before it.
-void Recording::look(const GraphOperator& op, const at::Tensor& tensor, bool written) {
+// Checks that the contents of an argument come from the graph or from before the capture.
+void Recording::check_argument(const GraphOperator& op, const at::Tensor& tensor, bool written) {
   if (!tensor.has_storage()) return refuse(op, "has a tensor without memory");
   if (!tensor.device().is_cpu()) return refuse(op, "has a tensor of another device");
   GraphBlock* block = graph_->pool->block_of(tensor.storage().data_ptr());
   if (block == nullptr) return;
   const bool number = is_number(tensor, block);
-  if (written && number) refuse(op, "writes into a number of Python's, which would not be what it was at a replay");
+  if (written && number)
+    refuse(op, "writes into a tensor made from a Python number, so a replay would start from another value");
   else if (written) block->written = true;
   else if (!number && !block->written && tensor.numel() != 0)
     refuse(op, "reads a tensor that nothing in the graph has written");
 }
 
-void Recording::note(std::shared_ptr<const GraphOperator> op, const torch::jit::Stack& arguments,
+void Recording::add_step(std::shared_ptr<const GraphOperator> op, const torch::jit::Stack& arguments,
                      const torch::jit::Stack& results, std::vector<GraphAllocation> allocations) {
-  if (op->name == "aten::detach_") return;  // of gradients, of which there are none
+  if (op->name == "aten::detach_") return;  // gradients only, and there are none
   if (op->name == "aten::lift_fresh") {
-    // What Python made of values. A number is part of the call, as numbers among the arguments are.
+    // A tensor that Python made from values. A single number is a constant of the call, like numbers among the
+    // arguments.
     const at::Tensor& made = arguments[0].toTensor();
     GraphBlock* block = graph_->pool->block_of(made.storage().data_ptr());
-    if (made.dim() != 0) refuse(*op, "makes a tensor of Python values");
+    if (made.dim() != 0) refuse(*op, "makes a tensor from Python values");
     else if (block != nullptr) numbers_[block] = block->taken;
     return;
   }
@@ -165,7 +167,7 @@ void Recording::note(std::shared_ptr<const GraphOperator> op, const torch::jit::
       if (tensor.numel() == 0) return;
       if (given.count(tensor.storage().unsafeGetStorageImpl()) != 0) return;  // a view of an argument, or itself
       GraphBlock* block = graph_->pool->block_of(tensor.storage().data_ptr());
-      if (block == nullptr) return refuse(*op, "has a result in memory of its own");
+      if (block == nullptr) return refuse(*op, "returns a result in memory of another allocator");
       block->written = !op->allocates;
       kept.insert(block);
       if (!op->allocates) step.results.push_back({i, place, listed, ready(tensor)});
@@ -176,12 +178,12 @@ void Recording::note(std::shared_ptr<const GraphOperator> op, const torch::jit::
     ++graph_->views;
     return;
   }
-  for (const bool written : {false, true})  // what it reads, before what it writes counts as written
+  for (const bool written : {false, true})  // reads first, because the operator's own writes do not count for them
     for (size_t i = 0; i < arguments.size(); ++i)
       if (op->written[i] == written)
-        for_tensors(arguments[i], [&](const at::Tensor& tensor) { look(*op, tensor, written); });
+        for_tensors(arguments[i], [&](const at::Tensor& tensor) { check_argument(*op, tensor, written); });
   for (GraphAllocation& one : allocations) {
-    // What an operator keeps for itself may still be in use when it is called again.
+    // Memory that an operator keeps may still be in use when it is called again.
     const bool in_use = one.block->live && one.block->taken == one.taken;
     if (in_use && kept.count(one.block) == 0) one.block = nullptr;
   }
@@ -206,12 +208,12 @@ c10::IValue Recording::ready(const GraphOperator& op, const c10::IValue& value) 
   }
   bool hidden = value.isTuple() || value.isGenericDict();
   for_tensors(value, [&](const at::Tensor&) { hidden = true; });
-  if (hidden) refuse(op, "has tensors inside of an argument of a kind that is not known");
+  if (hidden) refuse(op, "has tensors inside an argument of an unsupported type");
   return value;
 }
 
-// A tensor from before the graph is kept as it is. One of the graph's own does not hold its memory, which is to be free
-// for others when the call would have freed it.
+// A tensor from before the capture is kept as it is. One of the graph does not hold its memory, so that others can use
+// the memory once the original call would have freed it.
 at::Tensor Recording::ready(const at::Tensor& tensor) {
   GraphBlock* block = tensor.has_storage() ? graph_->pool->block_of(tensor.storage().data_ptr()) : nullptr;
   if (block == nullptr) return tensor;
@@ -237,28 +239,29 @@ at::Tensor Recording::ready(const at::Tensor& tensor) {
 }
 
 void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  TORCH_INTERNAL_ASSERT(current != nullptr, "an operator comes to the recorder of a thread that records nothing");
-  current->see(op, keys, stack);
+  TORCH_INTERNAL_ASSERT(current != nullptr, "an operator reached the recorder on a thread that captures no graph");
+  current->intercept(op, keys, stack);
 }
 
 }  // namespace
 
 void begin_graph() {
-  TORCH_CHECK(current == nullptr, "this thread is capturing another graph");
-  TORCH_CHECK(!c10::GradMode::is_enabled(), "gradients are not part of a graph; capture under torch.inference_mode()");
-  TORCH_CHECK(!at::autocast::is_autocast_enabled(at::kCPU), "autocast is on, and a graph has one type per tensor");
+  TORCH_CHECK(current == nullptr, "this thread is already capturing another graph; end that capture first");
+  TORCH_CHECK(!c10::GradMode::is_enabled(), "a graph cannot record gradients; capture under torch.inference_mode()");
+  TORCH_CHECK(!at::autocast::is_autocast_enabled(at::kCPU),
+              "autocast is enabled, but a graph has one type per tensor; capture without autocast");
   TORCH_CHECK(!c10::impl::tls_is_dispatch_key_included(kKey), "another library uses the dispatch key of the recorder");
   install_graph_allocator();
   current = std::make_unique<Recording>();
 }
 
 std::unique_ptr<Graph> end_graph() {
-  TORCH_CHECK(current != nullptr, "this thread captures no graph");
+  TORCH_CHECK(current != nullptr, "this thread is not capturing a graph");
   const at::Tensor before = current->random_at_begin();
   std::unique_ptr<Recording> recording = std::move(current);
   std::unique_ptr<Graph> graph = recording->finish();
-  recording.reset();  // from here on tensors come from the host's own memory again
-  TORCH_CHECK(Recording::random_state().equal(before), "random numbers were drawn");
+  recording.reset();  // from here on, tensors use the host's allocator again
+  TORCH_CHECK(Recording::random_state().equal(before), "the call drew random numbers, which a replay would repeat");
   return graph;
 }
 

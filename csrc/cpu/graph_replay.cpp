@@ -1,4 +1,4 @@
-// Replaying: kernel after kernel, with arguments that are ready, and neither Python nor the dispatcher between them.
+// Replays a graph: calls kernel after kernel with prepared arguments, without Python or the dispatcher.
 
 #include <c10/core/InferenceMode.h>
 
@@ -9,12 +9,12 @@
 namespace backplane::cpu {
 namespace {
 
-// A kernel that was given its old places has put its results there. One that allocated in another way than at the
-// capture has not, and its results are brought there.
-void insist_on_place(const GraphStep& step, const GraphResult& expected, const at::Tensor& found, int64_t* copies) {
+// Ensures that a result is at its address. A kernel that got its old addresses has put its results there. One that
+// allocated differently than at the capture has not, and its results are copied.
+void require_place(const GraphStep& step, const GraphResult& expected, const at::Tensor& found, int64_t* copies) {
   const at::Tensor& place = expected.place;
   TORCH_CHECK(found.sizes() == place.sizes() && found.scalar_type() == place.scalar_type(), step.op->name,
-              " gave ", found.sizes(), " at a replay and ", place.sizes(),
+              " returned shape ", found.sizes(), " at a replay and ", place.sizes(),
               " at the capture: its results depend on values, so it cannot be part of a graph");
   if (found.const_data_ptr() == place.const_data_ptr() && found.strides() == place.strides()) return;
   place.copy_(found.clone());
@@ -41,18 +41,20 @@ void Graph::replay(bool timed) {
     for (const GraphResult& expected : step.results) {
       const c10::IValue& value = stack[expected.result];
       if (!expected.listed) {
-        insist_on_place(step, expected, value.toTensor(), &copies);
+        require_place(step, expected, value.toTensor(), &copies);
         continue;
       }
       const c10::ArrayRef<c10::IValue> list = value.toListRef();
-      TORCH_CHECK(expected.item < list.size(), step.op->name, " gave fewer results at a replay than at the capture");
-      insist_on_place(step, expected, list[expected.item].toTensor(), &copies);
+      TORCH_CHECK(expected.item < list.size(), step.op->name,
+                  " returned fewer results at a replay than at the capture");
+      require_place(step, expected, list[expected.item].toTensor(), &copies);
     }
     stack.clear();
     for (const GraphAllocation& one : step.allocations) {
       if (one.block == nullptr || !one.block->replaying) continue;
-      pool->hold();  // for good: the kernel has a tensor there
-      TORCH_CHECK(false, step.op->name, " has kept memory that it allocated at a replay, which others will write to");
+      pool->hold();  // never dropped: the kernel still holds a tensor there
+      TORCH_CHECK(false, step.op->name,
+                  " kept memory that it allocated at a replay and that later operators overwrite");
     }
     if (timed) {
       const Clock::time_point now = Clock::now();

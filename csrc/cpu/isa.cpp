@@ -1,4 +1,4 @@
-// The machine's instruction set, and the hook by which tests run the variants for lesser ones.
+// Detects the machine's instruction set, and lets tests force a lower one.
 
 #include "isa.h"
 
@@ -32,8 +32,9 @@ Isa isa() { return chosen().load(std::memory_order_relaxed); }
 
 }  // namespace backplane::cpu
 
-// For tests, before the first operator: 0 is the base of the architecture, 1 AVX2, 2 AVX-512. Returns the level now in
-// use, or -1, with nothing changed, for a level that does not exist or that the machine does not have.
+// Forces an instruction set, for tests, before the first operator runs: 0 is the base of the architecture, 1 AVX2, 2
+// AVX-512. Returns the level that is now in use. Returns -1 and changes nothing if the level does not exist or the
+// machine lacks it.
 extern "C" __attribute__((visibility("default"))) int backplane_cpu_force_isa(int level) {
   using namespace backplane::cpu;
   if (level < 0 || level > static_cast<int>(best())) return -1;

@@ -1,8 +1,9 @@
-// Which instruction set a kernel is compiled for, chosen at run time from one build.
+// Chooses at run time, from one build, the variant of a kernel for the machine's instruction set.
 //
-// A kernel is a struct with a static member template `run<W>`, always inlined, W being the number of floats in a
-// vector. `pick<Kernel>()` gives a pointer to the variant for this machine. A lambda does not inherit the target of the
-// function it is written in, so what runs inside at::parallel_for must go through such a pointer.
+// A kernel is a struct with a static member template `run<W>`, always inlined, where W is the number of floats in a
+// vector. `pick<Kernel>()` returns a pointer to the variant for this machine. A lambda does not inherit the target
+// attribute of the function that contains it, so code that runs inside at::parallel_for must be called through such a
+// pointer.
 #pragma once
 
 #include "simd.h"
@@ -11,7 +12,7 @@ namespace backplane::cpu {
 
 enum class Isa : int { base = 0, avx2 = 1, avx512 = 2 };
 
-// The best the machine has, unless a test has lowered it.
+// Returns the best instruction set of the machine, or a lower one if a test has forced it (backplane_cpu_force_isa).
 Isa isa();
 
 template <class Kernel, class Result, class... Args>

@@ -1,6 +1,7 @@
-// For benchmarks. What the machine can do at most: products without memory, and memory without products; each call is one
-// thread's share, and the caller has as many threads as it wants to know about. And a part of a product by itself: the
-// rounding of its input.
+// Measures the machine's limits for benchmarks: arithmetic without memory traffic, and memory reads without arithmetic.
+//
+// Each call does the work of one thread; the caller runs as many threads as it wants to measure. One more function
+// measures a part of the quantized GEMM alone: the rounding of its input.
 
 #include <ATen/Functions.h>
 
@@ -20,7 +21,7 @@ struct ReadAll {
     constexpr int64_t vector = W * 4, step = 4 * vector;
     Words<W> sums[4] = {};
     for (int64_t i = 0; i + step <= bytes; i += step) {
-#if !defined(__aarch64__)  // Neoverse-N1 reads faster when it is not asked to read ahead
+#if !defined(__aarch64__)  // Neoverse-N1 reads faster without software prefetch
       __builtin_prefetch(from + i + 4096);
 #endif
       for (int v = 0; v < 4; ++v) {
@@ -34,7 +35,7 @@ struct ReadAll {
   }
 };
 
-// Keeps the compiler from knowing what a vector holds: what it knew it would compute itself, or once for all.
+// Hides the value of a vector from the compiler, which would otherwise compute the loop at compile time or only once.
 template <int W>
 BACKPLANE_INLINE void forget(Floats<W>& vector) {
 #if defined(__aarch64__)
@@ -44,7 +45,7 @@ BACKPLANE_INLINE void forget(Floats<W>& vector) {
 #endif
 }
 
-// Multiplications with additions, in as many chains as keep the units busy and fit into 16 registers.
+// Multiply-adds in as many independent chains as keep the units busy and fit into 16 registers.
 struct SpinFloats {
   static constexpr int kChains = 12, kLinks = 8;
 
@@ -68,23 +69,24 @@ struct SpinFloats {
 }  // namespace
 }  // namespace backplane::cpu
 
-// Multiplications of float32 numbers, each with an addition, that were done.
+// Runs float32 multiply-adds; returns the number of multiplications.
 extern "C" __attribute__((visibility("default"))) int64_t backplane_cpu_spin_float_products(int64_t rounds) {
   return backplane::cpu::pick<backplane::cpu::SpinFloats>()(rounds);
 }
 
-// Multiplications of 8-bit numbers that were done.
+// Runs 8-bit dot-product instructions; returns the number of multiplications.
 extern "C" __attribute__((visibility("default"))) int64_t backplane_cpu_spin_dot_products(int64_t rounds) {
   return backplane::cpu::dot_kernels().spin(rounds);
 }
 
-// Reads so many bytes; the result depends on them.
+// Reads `bytes` bytes. The result depends on all of them, so the compiler cannot omit the reads.
 extern "C" __attribute__((visibility("default"))) uint32_t backplane_cpu_read_memory(const uint8_t* from,
                                                                                    int64_t bytes) {
   return backplane::cpu::pick<backplane::cpu::ReadAll>()(from, bytes);
 }
 
-// Rounds x, [rows][k], as products with so many groups do, so many times, with PyTorch's threads.
+// Rounds x, [rows][k], `times` times with PyTorch's threads, as the quantized GEMM does for weights with `groups`
+// groups.
 extern "C" __attribute__((visibility("default"))) void backplane_cpu_round_input(float* x, int64_t rows, int64_t k,
                                                                                int64_t groups, int64_t times) {
   const at::Tensor input = at::from_blob(x, {rows, k}, at::kFloat);

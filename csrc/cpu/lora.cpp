@@ -1,5 +1,7 @@
-// Low-rank adapters, many in one batch. Tokens of one adapter are taken four at a time, wherever in the batch they are,
-// so that its weights are read once for four; tokens without an adapter cost nothing.
+// Applies LoRA adapters, several per batch.
+//
+// Tokens of one adapter are processed four at a time, wherever in the batch they are, so that its weights are read once
+// for four tokens. Tokens without an adapter cost nothing.
 
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -14,12 +16,12 @@ namespace backplane::cpu {
 namespace {
 
 constexpr int kTogether = 4;  // tokens, and rows of weights: 16 sums stay in registers
-constexpr int64_t kColumns = 256;  // of a result that one thread writes at a time
+constexpr int64_t kColumns = 256;  // columns of a result that one thread writes at a time
 
 template <class X>
 using TokenRows = std::array<const X*, kTogether>;
 
-// out[token][row] = the sum over `width` of x[token] * weights[row], for up to four of each.
+// Computes out[token][row] = sum over `width` of x[token] * weights[row], for up to four tokens and four rows.
 template <class X, class A>
 struct Dots {
   template <int W, int Tokens, int Count>
@@ -66,7 +68,7 @@ struct Dots {
   }
 };
 
-// y = change, or y + change rounded once.
+// Computes y = change, or y + change, rounded once.
 template <class T>
 struct Change {
   template <int W>
@@ -91,7 +93,7 @@ struct Group {
 
 std::vector<Group> groups_of(const Integers& indices, int64_t tokens, int64_t slots) {
   std::vector<Group> groups;
-  std::vector<int64_t> open(slots, -1);  // the group of each slot that has room
+  std::vector<int64_t> open(slots, -1);  // per slot, its group that still has room
   for (int64_t token = 0; token < tokens; ++token) {
     const int64_t slot = indices[token];
     if (slot < 0 || slot >= slots) continue;
@@ -117,14 +119,15 @@ at::Tensor with_adjacent_rows(const at::Tensor& tensor) {
 }
 
 void check(const char* name, const at::Tensor& x, const at::Tensor& weights, const at::Tensor& indices) {
-  TORCH_CHECK(x.dim() == 2 && weights.dim() == 3 && indices.dim() == 1, name, ": x of ", x.sizes(), ", adapters of ",
-              weights.sizes(), ", indices of ", indices.sizes(), "; 2, 3 and 1 dimensions are expected");
-  TORCH_CHECK(x.size(1) == weights.size(2), name, ": x of ", x.sizes(), " for adapters of ", weights.sizes());
-  TORCH_CHECK(indices.size(0) == x.size(0), name, ": ", indices.size(0), " indices for ", x.size(0), " tokens");
+  TORCH_CHECK(x.dim() == 2 && weights.dim() == 3 && indices.dim() == 1, name, ": x has shape ", x.sizes(),
+              ", adapters ", weights.sizes(), ", indices ", indices.sizes(), "; they must have 2, 3 and 1 dimensions");
+  TORCH_CHECK(x.size(1) == weights.size(2), name, ": x of shape ", x.sizes(), " does not fit adapters of shape ",
+              weights.sizes());
+  TORCH_CHECK(indices.size(0) == x.size(0), name, ": got ", indices.size(0), " indices for ", x.size(0), " tokens");
 }
 
-// Calls with the rows of x, how far they are apart, the adapters and the products of both types; an x of another type
-// than the adapters' is widened.
+// Calls `call` with the rows of x, their stride, the adapters, and the dot-product kernel for both types. x is widened
+// if its type differs from that of the adapters.
 template <class F>
 void with_types(const char* name, const at::Tensor& x, const at::Tensor& weights, F&& call) {
   with_float_type(weights.scalar_type(), name, [&](auto a_tag) {
@@ -202,10 +205,12 @@ void lora_expand(const at::Tensor& y, const at::Tensor& x, const at::Tensor& lor
                  int64_t offset, std::optional<int64_t> size, bool add) {
   const char* name = "lora_expand";
   check(name, x, lora_b, indices);
-  TORCH_CHECK(y.dim() == 2 && y.size(0) == x.size(0), name, ": y of ", y.sizes(), " for x of ", x.sizes());
+  TORCH_CHECK(y.dim() == 2 && y.size(0) == x.size(0), name, ": y of shape ", y.sizes(), " does not fit x of shape ",
+              x.sizes());
   const int64_t width = size.value_or(std::min(lora_b.size(1), y.size(1) - offset));
   TORCH_CHECK(offset >= 0 && width >= 0 && offset + width <= y.size(1) && width <= lora_b.size(1), name, ": ", width,
-              " columns from ", offset, " on, of y ", y.sizes(), " and adapters ", lora_b.sizes());
+              " columns from offset ", offset, " exceed y of shape ", y.sizes(), " or adapters of shape ",
+              lora_b.sizes());
   if (!add) y.narrow(1, offset, width).zero_();  // for tokens without an adapter
   const std::vector<Group> groups = groups_of(Integers(indices, name), x.size(0), lora_b.size(0));
   if (groups.empty() || width == 0) return;

@@ -1,5 +1,7 @@
-// Mixture of experts. Tokens are brought together by expert, so that the weights of one are read once for all of them,
-// and each expert is then two products as any other linear layer has.
+// Computes mixture-of-experts layers.
+//
+// Tokens are grouped by expert, so that the weights of an expert are read once for all its tokens. Each expert is then
+// two GEMMs, like any other linear layer.
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -24,22 +26,23 @@ struct Pair {
 };
 
 struct ByExpert {
-  std::vector<Pair> pairs;       // those of the first expert, of the second, …
-  std::vector<int64_t> begins;   // one more than there are experts
+  std::vector<Pair> pairs;       // grouped by expert, in order
+  std::vector<int64_t> begins;   // the first pair of each expert, and the end
 };
 
-// Where an id leads; -1 for nowhere.
+// Maps an expert id to the index of its local weights; -1 for an expert of another rank.
 class Places {
  public:
   Places(const std::optional<at::Tensor>& map, int64_t experts) : experts_(experts) {
     if (!map.has_value() || !map->defined()) return;
     map_ = map->to(at::kLong).contiguous();
-    TORCH_CHECK(map_.dim() == 1, "moe_experts: an expert map of ", map_.sizes());
+    TORCH_CHECK(map_.dim() == 1, "moe_experts: the expert map must be a vector, got shape ", map_.sizes());
   }
 
   int64_t of(int64_t id) const {
     if (id >= 0 && map_.defined()) {
-      TORCH_CHECK(id < map_.size(0), "moe_experts: expert ", id, " is not in a map of ", map_.size(0));
+      TORCH_CHECK(id < map_.size(0), "moe_experts: expert ", id, " is outside the expert map, which has ", map_.size(0),
+                  " entries");
       id = map_.const_data_ptr<int64_t>()[id];
     }
     return id >= 0 && id < experts_ ? id : -1;
@@ -88,7 +91,7 @@ at::Tensor rows_of_tokens(const at::Tensor& x, const Pair* pairs, int64_t count,
   return rows;
 }
 
-// A token may have an expert twice, so threads share the columns and not the rows.
+// A token may have an expert twice, so threads divide the columns and not the rows.
 template <class T>
 void add(const at::Tensor& outputs, const Pair* pairs, bool scaled, float* total) {
   const int64_t count = outputs.size(0), width = outputs.size(1);
@@ -113,11 +116,13 @@ at::Tensor moe_experts(const at::Tensor& x, const at::Tensor& w13, const at::Ten
                        const std::optional<at::Tensor>& w2_bias, const std::optional<at::Tensor>& expert_map,
                        bool apply_router_weight_on_input, double alpha, std::optional<double> limit, double beta) {
   TORCH_CHECK(x.dim() == 2 && w13.dim() == 3 && w2.dim() == 3 && w13.size(0) == w2.size(0) && w13.size(2) == x.size(1),
-              "moe_experts: input of ", x.sizes(), " does not fit experts of ", w13.sizes(), " and ", w2.sizes());
+              "moe_experts: input of shape ", x.sizes(), " does not fit experts of shapes ", w13.sizes(), " and ",
+              w2.sizes());
   TORCH_CHECK(topk_ids.dim() == 2 && topk_ids.sizes() == topk_weights.sizes() && topk_ids.size(0) == x.size(0),
-              "moe_experts: ids of ", topk_ids.sizes(), " and weights of ", topk_weights.sizes(), " for input of ", x.sizes());
+              "moe_experts: topk_ids of shape ", topk_ids.sizes(), " and topk_weights of shape ", topk_weights.sizes(),
+              " do not fit input of shape ", x.sizes());
   const int64_t experts = w13.size(0), tokens = x.size(0), width = w2.size(1);
-  at::Tensor out = at::empty({tokens, width}, x.options());  // first: a replay finds it where it was
+  at::Tensor out = at::empty({tokens, width}, x.options());  // first, so that a graph replay finds its address
   const bool narrow = x.scalar_type() != at::kFloat;
   at::Tensor total = narrow ? at::empty({tokens, width}, x.options().dtype(at::kFloat)) : out;
   total.zero_();

@@ -1,4 +1,5 @@
-// Which experts a token goes to. In float32 throughout: a changed order is another model.
+// Selects the experts of each token. All arithmetic is float32, because another order of experts would be another
+// model.
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -35,11 +36,11 @@ void score(Scoring scoring, const float* logits, int64_t n, float* scores) {
   for (int64_t i = 0; i < n; ++i) {
     const float x = logits[i];
     if (scoring == Scoring::sigmoid) scores[i] = 1.0f / (1.0f + std::exp(-x));
-    else scores[i] = std::sqrt(x > 20.0f ? x : std::log1p(std::exp(x)));  // as PyTorch's softplus, linear from 20 on
+    else scores[i] = std::sqrt(x > 20.0f ? x : std::log1p(std::exp(x)));  // like PyTorch's softplus: linear above 20
   }
 }
 
-// Best first; of equal ones the first; NaN before all, as PyTorch sorts.
+// Orders by descending value; of equal values the first; NaN first, as PyTorch sorts.
 struct Better {
   const float* values;
   bool operator()(int32_t a, int32_t b) const {
@@ -59,7 +60,7 @@ std::vector<int32_t> best_of(const float* values, int64_t n, int64_t count) {
 
 struct Groups {
   int64_t count, kept;
-  bool by_two;  // a group is as good as its best two
+  bool by_two;  // a group's score is the sum of its two best, else its best
 };
 
 void bar_groups(const Groups& groups, float* choice, int64_t n) {
@@ -81,8 +82,8 @@ std::tuple<at::Tensor, at::Tensor> moe_route(const at::Tensor& router_logits, in
                                              std::string_view scoring_name, const std::optional<at::Tensor>& correction_bias,
                                              int64_t num_expert_group, int64_t topk_group, double routed_scaling_factor) {
   const Scoring scoring = scoring_of(scoring_name);
-  TORCH_CHECK(router_logits.dim() == 2 && top_k >= 0 && top_k <= router_logits.size(1), "moe_route: ", top_k,
-              " experts of logits ", router_logits.sizes());
+  TORCH_CHECK(router_logits.dim() == 2 && top_k >= 0 && top_k <= router_logits.size(1), "moe_route: top_k is ", top_k,
+              " for router_logits of shape ", router_logits.sizes());
   const int64_t tokens = router_logits.size(0), n = router_logits.size(1);
   at::Tensor weights = at::empty({tokens, top_k}, router_logits.options().dtype(at::kFloat));
   at::Tensor ids = at::empty({tokens, top_k}, router_logits.options().dtype(at::kInt));
@@ -90,7 +91,8 @@ std::tuple<at::Tensor, at::Tensor> moe_route(const at::Tensor& router_logits, in
   at::Tensor bias;
   if (correction_bias.has_value() && correction_bias->defined()) {
     bias = correction_bias->to(at::kFloat).contiguous();
-    TORCH_CHECK(bias.dim() == 1 && bias.size(0) == n, "moe_route: a bias of ", bias.sizes(), " for ", n, " experts");
+    TORCH_CHECK(bias.dim() == 1 && bias.size(0) == n, "moe_route: bias has shape ", bias.sizes(), " for ", n,
+                " experts");
   }
   TORCH_CHECK(num_expert_group == 0 || (num_expert_group > 0 && n % num_expert_group == 0), "moe_route: ", n,
               " experts do not divide into ", num_expert_group, " groups");

@@ -1,4 +1,4 @@
-// Root-mean-square normalisation: one pass for the sum of squares, one for the result, both out of the first cache.
+// Implements RMS normalisation: one pass for the sum of squares and one for the result, both from the L1 cache.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -14,10 +14,10 @@
 namespace backplane::cpu {
 namespace {
 
-// How the weight is applied: rounded to its own type as the operator says, or 1 + weight in float32 (Gemma).
+// The way the weight is applied: rounded to its own type as the operator defines it, or 1 + weight in float32 (Gemma).
 enum class Style { plain, gemma };
 
-// total[i] = x[i] + residual[i], kept in float32 for the norm.
+// Computes total[i] = x[i] + residual[i], kept in float32 for the norm.
 template <class T>
 struct AddRow {
   template <int W>
@@ -36,7 +36,7 @@ struct AddRow {
   }
 };
 
-// out = x / rms(x[:measured]) * weight. X is the type of the row, T that of the result.
+// Computes out = x / rms(x[:measured]) * weight. X is the type of the row, T that of the result.
 template <class X, class T, class Weight, Style S>
 struct NormRow {
   template <int W>
@@ -78,7 +78,7 @@ struct NormRow {
   }
 };
 
-// Combinations that no model is known to use: types that differ, weights that are no plain row.
+// Handles combinations that no known model uses: types that differ, weights that are not a contiguous row.
 at::Tensor by_formula(const at::Tensor& wide, const std::optional<at::Tensor>& weight, double eps, int64_t measured,
                       at::ScalarType type, Style style) {
   const at::Tensor mean = wide.narrow(-1, 0, measured).square().mean(-1, true);
@@ -95,14 +95,14 @@ struct Result {
 template <class T, class Weight, Style S>
 Result normalise(const at::Tensor& x, const at::Tensor* residual, const at::Tensor* weight, double eps,
                  int64_t measured) {
-  // The strides that PyTorch's own arithmetic would give.
+  // The result has the strides that PyTorch's own arithmetic would give it.
   const auto alike = [&x] { return x.is_contiguous() ? at::empty(x.sizes(), x.options()) : at::empty_like(x); };
   Result result{alike(), residual ? alike() : at::Tensor()};
   const int64_t n = x.size(-1);
   if (x.numel() == 0) return result;
   const at::Tensor from = walkable(x), added = residual ? walkable(*residual) : at::Tensor();
   const at::Tensor scale = weight ? weight->contiguous() : at::Tensor();
-  // Results whose rows cannot be walked are computed elsewhere and copied.
+  // Results that Rows cannot address are computed elsewhere and copied.
   const at::Tensor out = rows_of(result.out) ? result.out : at::empty(x.sizes(), x.options());
   const at::Tensor total = !residual || rows_of(result.total) ? result.total : at::empty(x.sizes(), x.options());
   const Rows rows = *rows_of(from), out_rows = *rows_of(out);
@@ -137,13 +137,13 @@ Result normalise(const at::Tensor& x, const at::Tensor* residual, const at::Tens
 template <Style S>
 Result dispatch(const char* name, const at::Tensor& x, const at::Tensor* residual,
                 const std::optional<at::Tensor>& weight, double eps, std::optional<int64_t> variance_size) {
-  TORCH_CHECK(x.dim() >= 1, name, ": a row is needed, got a scalar");
+  TORCH_CHECK(x.dim() >= 1, name, ": x must have at least one dimension, got a scalar");
   const int64_t n = x.size(-1), measured = std::min(n, variance_size.value_or(n));
   TORCH_CHECK(measured > 0 || n == 0, name, ": variance_size is ", measured, "; it must be positive");
-  TORCH_CHECK(!residual || residual->sizes() == x.sizes(), name, ": a residual of ", residual->sizes(),
-              " for an input of ", x.sizes());
-  TORCH_CHECK(!weight || (weight->dim() == 1 && weight->size(0) == n), name, ": a weight of ", weight->sizes(),
-              " for rows of ", n);
+  TORCH_CHECK(!residual || residual->sizes() == x.sizes(), name, ": residual has shape ", residual->sizes(),
+              " and x has shape ", x.sizes(), "; they must be equal");
+  TORCH_CHECK(!weight || (weight->dim() == 1 && weight->size(0) == n), name, ": weight has shape ", weight->sizes(),
+              "; it must be [", n, "]");
   const at::ScalarType type = x.scalar_type();
   const at::ScalarType weight_type = weight ? weight->scalar_type() : type;
   const bool direct = is_float_type(type) && (weight_type == type || weight_type == at::kFloat) &&

@@ -1,4 +1,5 @@
-// Penalties for tokens that were there before. Only those are looked at: a few thousand of a vocabulary at most.
+// Applies repetition, frequency and presence penalties. Only tokens that occurred are visited: at most a few thousand
+// of the vocabulary.
 
 #include <torch/library.h>
 
@@ -9,7 +10,8 @@
 namespace backplane::cpu {
 namespace {
 
-// How often tokens were written; as large as the vocabulary, and emptied by going through what was counted.
+// Counts how often each token was generated. The table is as large as the vocabulary, and take() resets only what was
+// counted.
 class Occurrences {
  public:
   explicit Occurrences(int64_t vocabulary) : written_(vocabulary, kUnseen) {}
@@ -27,7 +29,7 @@ class Occurrences {
     }
   }
 
-  // Calls with each token once, and how often it was written.
+  // Calls `call` with each token once, and how often it was generated.
   template <class F>
   void take(F&& call) {
     for (const int64_t id : seen_) {
@@ -46,8 +48,8 @@ class Occurrences {
 struct Penalties {
   float presence, frequency, repetition;
 
-  // Products are kept from being fused with the differences after them: a logit is to be what the operator's formula
-  // makes of it, to the last bit.
+  // The compiler must not fuse the products with the subtractions that follow: a logit must match the operator's
+  // reference to the last bit.
   float of(float logit, int32_t written) const {
     const volatile float scaled = logit * (logit > 0.0f ? 1.0f / repetition : repetition);
     const volatile float often = frequency * static_cast<float>(written);
@@ -63,10 +65,11 @@ void apply_penalties(const at::Tensor& logits, const at::Tensor& prompt_ids, con
               "vocabulary], got ", logits.scalar_type(), " ", logits.sizes());
   const int64_t rows = logits.size(0), vocabulary = logits.size(1);
   for (const at::Tensor* ids : {&prompt_ids, &output_ids})
-    TORCH_CHECK(ids->dim() == 2 && ids->size(0) == rows, name, ": ids of ", ids->sizes(), " for ", rows, " rows");
+    TORCH_CHECK(ids->dim() == 2 && ids->size(0) == rows, name, ": token ids have shape ", ids->sizes(), " for ", rows,
+                " rows");
   for (const at::Tensor* penalty : {&presence, &frequency, &repetition})
-    TORCH_CHECK(penalty->dim() == 1 && penalty->size(0) == rows, name, ": a penalty of ", penalty->sizes(), " for ",
-                rows, " rows");
+    TORCH_CHECK(penalty->dim() == 1 && penalty->size(0) == rows, name, ": a penalty has shape ", penalty->sizes(),
+                " for ", rows, " rows");
   const Integers prompt(prompt_ids, name), output(output_ids, name);
   if (rows == 0 || vocabulary == 0) return;
   const at::Tensor present = presence.to(at::kFloat).contiguous(), frequent = frequency.to(at::kFloat).contiguous(),

@@ -1,4 +1,5 @@
-// scale = largest magnitude / 127, code = x * (127 / largest magnitude) rounded to the nearest even, as the reference.
+// Rounds rows to 8-bit codes: scale = largest magnitude / 127, code = x * (127 / largest magnitude) to the nearest
+// even, as the reference does.
 
 #include "quantize_rows.h"
 
@@ -17,7 +18,7 @@ using Bytes __attribute__((vector_size(W))) = int8_t;
 
 constexpr uint32_t kInfinite = 0x7f800000;
 constexpr float kSmallest = 0x1p-100f;  // 127 / amax must stay finite
-// Added to a small number, it leaves the nearest integer in the lowest bits.
+// Magic number: added to a small number, it leaves the nearest integer in the lowest bits.
 constexpr float kToInteger = 0x1.8p23f;
 
 template <int W>
@@ -30,7 +31,8 @@ BACKPLANE_INLINE Words<W> magnitude(Floats<W> v) {
   return bits_as<Words<W>>(v) & 0x7fffffffu;
 }
 
-// Halves against each other until one element is left: a loop over the elements would take longer than a short group.
+// Compares halves of the vector until one element is left; a loop over the elements would take longer than a short
+// group.
 template <int W>
 BACKPLANE_INLINE uint32_t largest_word(Words<W> v) {
 #if defined(__aarch64__)
@@ -53,13 +55,13 @@ BACKPLANE_INLINE int32_t total_of(Ints<W> v) {
   else return total_of<W / 2>(halves[0] + halves[1]);
 }
 
-// Floats whose lowest bits are the codes. |v| * inverse is 127 and a rounding error at most, so nothing is to be cut off;
-// what is not finite gives any code, and its row a scale of NaN.
+// Returns floats whose lowest bits are the codes. |v| * inverse is at most 127 plus a rounding error, so no clamping is
+// needed. Values that are not finite give any code, and their row gets the scale NaN.
 template <int W>
 BACKPLANE_INLINE Floats<W> shifted(Floats<W> v, float inverse) {
   v *= inverse;
-  // Keeps the compiler from joining the product with the addition: one rounding fewer, and other codes than the
-  // reference's.
+  // Keeps the compiler from fusing the product with the addition: one rounding less would give other codes than the
+  // reference.
 #if defined(__x86_64__)
   __asm__("" : "+x"(v));
 #elif defined(__aarch64__)
@@ -76,7 +78,7 @@ BACKPLANE_INLINE Ints<W> rounded(Floats<W> v, float inverse) {
 }
 
 #if defined(__aarch64__)
-// Sixteen codes at once, which GCC would narrow four by four.
+// Narrows sixteen codes at once; GCC would narrow four at a time.
 template <class T>
 BACKPLANE_INLINE void quantize_sixteen(const T* x, float inverse, int8_t* codes, Ints<4>* total) {
   uint16x8_t words[4];
@@ -89,7 +91,7 @@ BACKPLANE_INLINE void quantize_sixteen(const T* x, float inverse, int8_t* codes,
 }
 #endif
 
-// One row. Magnitudes are compared as integers: then infinities and NaNs are the largest, and none is lost.
+// Quantizes one row. Magnitudes are compared as integers, so that infinities and NaNs are the largest and none is lost.
 template <class T>
 struct QuantizeRow {
   template <int W>
@@ -155,7 +157,8 @@ void quantize(const at::Tensor& x, int64_t padded, int64_t groups, const Quantiz
 QuantizedRows quantize_rows(const at::Tensor& x, int64_t padded, int64_t groups, int64_t row_multiple) {
   const int64_t rows = x.size(0);
   QuantizedRows result;
-  // An odd number of cache lines: rows that begin at the same place of every page would share one set of the cache.
+  // An odd number of cache lines: rows that begin at the same offset of every page would compete for one set of the
+  // cache.
   result.stride = filled(padded + 64, 64) | 64;
   const int64_t code_bytes = filled(rows, row_multiple) * result.stride, numbers = rows * groups;
   result.memory = at::empty({code_bytes + numbers * 8}, x.options().dtype(at::kByte));

@@ -1,9 +1,10 @@
-// Linear layers with weights of 8 or 4 bits: the order of the work, and what is checked before it.
+// Implements linear layers with 8-bit or 4-bit weights: checks the arguments and orders the work of the dot kernels.
 //
-// With few rows every code is used a few times, so it goes from memory into the registers. With more, the codes of a
-// block are widened, a chunk at a time, into memory that stays in the first cache while every part of x is multiplied
-// by them, and as many parts take part as stay in the second. With very many, and where the machine can, the weight is
-// decoded instead (decoded_linear.h). A thread has blocks of its own, so the result does not depend on their number.
+// With few rows every code is used a few times, so it goes from memory straight into registers. With more rows, the
+// codes of a block are widened, a chunk at a time, into a buffer in the L1 cache and multiplied by every part of x,
+// with as many parts as stay in the L2 cache. With very many rows, and if the machine supports it, the weight is
+// decoded to bfloat16 instead (decoded_linear.h). Each thread has its own blocks, so the result does not depend on the
+// number of threads.
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -22,7 +23,7 @@
 namespace backplane::cpu {
 namespace {
 
-// What a product of the first row on takes, but for codes, groups and tile.
+// Returns the arguments of a dot kernel for rows from `begin` on, except codes, groups and tile.
 Product product_of(const QuantizedRows& x, const Weight& weight, int64_t begin, int64_t rows, int64_t group) {
   Product p{};
   p.x = x.codes + begin * x.stride;
@@ -34,7 +35,7 @@ Product product_of(const QuantizedRows& x, const Weight& weight, int64_t begin, 
   return p;
 }
 
-// A code's zero is the middle one without offsets; `bias` is off it already.
+// Returns the correction for the zero point: without offsets it is the middle code; `bias` is already subtracted.
 int32_t correction_of(const Weight& weight, int32_t bias) {
   const int32_t zero = weight.offsets.defined() ? 0 : 1 << (weight.bits - 1);
   return bias - zero;
@@ -42,7 +43,7 @@ int32_t correction_of(const Weight& weight, int32_t bias) {
 
 constexpr int64_t kBytesPerThread = 1 << 14;
 
-// Whole groups that are multiplied together where many rows are.
+// Divides the groups into runs that are multiplied together when there are many rows.
 Parts runs_of(const DotKernels& kernels, const Weight& weight) {
   const int64_t most = chunk_bytes() * 2 / 3;  // x passes through the same cache
   return Parts(weight.groups, std::max<int64_t>(1, most / kernels.wide_bytes(weight.group)));
@@ -53,14 +54,14 @@ void multiply_few(const DotKernels& kernels, const QuantizedRows& x, int64_t m, 
                   const Result<T>& result) {
   const Parts parts(m, kernels.most_rows);
   const Multiply by_halves = weight.bits == 8 ? kernels.multiply8_halves : kernels.multiply4_halves;
-  // Widened once they serve every row; with few rows the product itself does it sooner.
+  // Widened numbers serve all rows; with few rows the dot kernel converts half-precision numbers faster itself.
   const bool halves = by_halves != nullptr && m <= kernels.halves_rows && weight.group <= kernels.halves_group &&
                       weight.has_half_numbers();
   const Multiply multiply = halves ? by_halves : weight.bits == 8 ? kernels.multiply8 : kernels.multiply4;
   const int32_t correction = correction_of(weight, weight.bits == 8 ? kernels.bias8 : kernels.bias4);
   const int64_t grain = std::max<int64_t>(1, kBytesPerThread / weight.bytes(weight.padded));
-  // Offsets may be added before the products of all groups that are given. In the same runs as with many rows they are
-  // added in the same order, and the result of a row does not depend on how many there are.
+  // A dot kernel may add the offsets of all groups of a call before their products. The same runs as with many rows
+  // give the same order of additions, so a row's result does not depend on the number of rows.
   const Parts runs = weight.offsets.defined() ? runs_of(kernels, weight) : Parts(weight.groups, weight.groups);
   at::parallel_for(0, weight.blocks, grain, [&](int64_t first, int64_t last) {
     Numbers scales(kernels, weight.scales, weight.groups), offsets(kernels, weight.offsets, weight.groups);
@@ -98,7 +99,7 @@ void multiply_few(const DotKernels& kernels, const QuantizedRows& x, int64_t m, 
 // Some whole groups, or a piece of one.
 struct Chunk {
   int64_t position, first_group, groups, length;  // the length of a group, or of the piece
-  bool begins;                                    // the first piece; corrections are for the whole group
+  bool begins;                                    // the first piece; corrections cover the whole group
 };
 
 std::vector<Chunk> chunks_of(const DotKernels& kernels, const Weight& weight) {
@@ -118,7 +119,7 @@ std::vector<Chunk> chunks_of(const DotKernels& kernels, const Weight& weight) {
   return chunks;
 }
 
-// Has the thread ready for products of widened codes.
+// Prepares the thread for dot kernels on widened codes (AMX tile configuration), and releases it.
 class Inside {
  public:
   explicit Inside(const DotKernels& kernels) : kernels_(kernels) {}
@@ -156,7 +157,7 @@ void multiply_many(const DotKernels& kernels, const QuantizedRows& x, int64_t m,
     most_bytes = std::max(most_bytes, chunk.groups * kernels.wide_bytes(chunk.length));
     most_groups = std::max(most_groups, chunk.groups);
   }
-  const int64_t slice =  // parts
+  const int64_t slice =  // in parts
       std::min(parts.count, std::max<int64_t>(2, input_bytes() / (kernels.many_rows * x.stride)));
   const int64_t tile_size = kernels.many_rows * weight.width;
   at::parallel_for(0, weight.blocks, 1, [&](int64_t first, int64_t last) {
@@ -187,8 +188,8 @@ void multiply_many(const DotKernels& kernels, const QuantizedRows& x, int64_t m,
             p.correction = chunk.begins ? correction : 0;
             p.more = chunk.position > 0;
             p.tile = tiles.data()->floats + (part - top) * tile_size;
-            // Codes lie in the order in which they are wanted, and with few parts reading them takes the longest: each
-            // part asks for its share of the next chunk.
+            // Codes lie in the order of use, and with few parts reading them takes the longest: each part prefetches
+            // its share of the next chunk.
             const int64_t bytes = chunk.groups * weight.bytes(chunk.length), count = bottom - top;
             p.ahead_bytes = (weight.bytes(chunk.length) / count + 63) / 64 * 64;
             const int64_t asked = (part - top) * chunk.groups * p.ahead_bytes;
@@ -202,7 +203,7 @@ void multiply_many(const DotKernels& kernels, const QuantizedRows& x, int64_t m,
   });
 }
 
-// Blocks of another width as this machine's: [blocks, any, width, …] -> [blocks', any, width', …].
+// Converts blocks of another width to this machine's: [blocks, any, width, …] -> [blocks', any, width', …].
 at::Tensor with_width(const at::Tensor& blocks, int64_t width) {
   const int64_t rows = blocks.size(0) * blocks.size(2), count = (rows + width - 1) / width;
   at::Tensor flat = blocks.transpose(1, 2).flatten(0, 1);  // [rows, any, …]
@@ -214,26 +215,27 @@ at::Tensor with_width(const at::Tensor& blocks, int64_t width) {
 
 Weight weight_of(const at::Tensor& codes, const at::Tensor& scales, const std::optional<at::Tensor>& offsets,
                  int64_t bits, int64_t out_features, const DotKernels& kernels) {
-  TORCH_CHECK(bits == 8 || bits == 4, "quantized_linear: weights of ", bits, " bits are not known; use 4 or 8");
+  TORCH_CHECK(bits == 8 || bits == 4, "quantized_linear: weights of ", bits, " bits are not supported; use 4 or 8");
   const bool is_signed = codes.scalar_type() == at::kChar;
   TORCH_CHECK(codes.dim() == 4 && codes.size(3) == 4 && scales.dim() == 3 && codes.size(0) == scales.size(0) &&
                   codes.size(2) == scales.size(2) && scales.size(1) > 0 && codes.size(2) > 0 &&
                   (codes.scalar_type() == at::kByte || (is_signed && bits == 8)),
               "quantized_linear: codes ", codes.sizes(), " (", codes.scalar_type(), ") and scales ", scales.sizes(),
-              " do not belong together");
+              " do not belong together; pack the weight with Device.quantized_layout");
   Weight weight;
   weight.bits = bits;
   weight.padded = codes.size(1) * 32 / bits;
   weight.groups = scales.size(1);
   weight.group = weight.padded / weight.groups;
   TORCH_CHECK(weight.padded % weight.groups == 0 && weight.group % 8 == 0, "quantized_linear: ", weight.padded,
-              " input positions in ", weight.groups, " groups; a group must be a multiple of 8");
-  // 255 * 127 * 2^16 is the largest sum that 32 bits hold.
+              " input positions cannot form ", weight.groups, " groups; the group size must be a multiple of 8");
+  // 255 * 127 * 2^16 is the largest sum that fits into 32 bits.
   TORCH_CHECK(weight.group <= 1 << 16, "quantized_linear: a group of ", weight.group,
-              " positions is too long; quantize with groups of at most ", 1 << 16);
+              " positions is too long; quantize with a group size of at most ", 1 << 16);
   TORCH_CHECK(out_features >= 0 && out_features <= codes.size(0) * codes.size(2), "quantized_linear: codes of ",
-              codes.size(0) * codes.size(2), " features cannot give ", out_features);
-  TORCH_CHECK(is_float_type(scales.scalar_type()), "quantized_linear: scales of type ", scales.scalar_type());
+              codes.size(0) * codes.size(2), " features cannot give ", out_features, " output features");
+  TORCH_CHECK(is_float_type(scales.scalar_type()), "quantized_linear: scales are ", scales.scalar_type(),
+              "; use float32, bfloat16 or float16");
   weight.codes = codes;
   weight.scales = scales;
   if (offsets.has_value() && offsets->defined()) {
@@ -245,8 +247,8 @@ Weight weight_of(const at::Tensor& codes, const at::Tensor& scales, const std::o
   const int64_t width = kernels.width;
   const bool other_sign = bits == 8 && is_signed != kernels.signed8;
   if (codes.size(2) != width || other_sign) {
-    TORCH_WARN_ONCE("quantized_linear: the weight lies in blocks of ", codes.size(2), " features (", codes.scalar_type(),
-                    "), not as this machine reads it, and is rearranged at every call; pack it with ",
+    TORCH_WARN_ONCE("quantized_linear: the weight has blocks of ", codes.size(2), " features (", codes.scalar_type(),
+                    "), which is not this machine's layout, so it is rearranged at every call; pack it with ",
                     "Device.quantized_layout");
     if (other_sign) weight.codes = codes.contiguous().view(at::kByte).bitwise_xor(0x80);
     weight.codes = with_width(weight.codes, width);
@@ -270,15 +272,15 @@ at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& codes, const 
   const DotKernels& kernels = dot_kernels();
   const Weight weight = weight_of(codes, scales, offsets, bits, out_features, kernels);
   TORCH_CHECK(x.dim() >= 1 && x.size(-1) <= weight.padded && is_float_type(x.scalar_type()),
-              "quantized_linear: input of ", x.sizes(), " (", x.scalar_type(), ") does not fit a weight of ",
+              "quantized_linear: input of shape ", x.sizes(), " (", x.scalar_type(), ") does not fit a weight of ",
               out_features, " x ", weight.padded);
   at::Tensor wide_bias;
   if (bias.has_value() && bias->defined()) {
-    TORCH_CHECK(bias->dim() == 1 && bias->size(0) == out_features, "quantized_linear: a bias of ", bias->sizes(),
-                " does not fit ", out_features, " features");
+    TORCH_CHECK(bias->dim() == 1 && bias->size(0) == out_features, "quantized_linear: a bias of shape ", bias->sizes(),
+                " does not fit ", out_features, " output features");
     wide_bias = bias->to(at::kFloat).contiguous();
   }
-  // A step has some hundred of these calls, so what costs a microsecond is left out where nothing is to be done.
+  // A decode step makes hundreds of these calls, so work of a microsecond is skipped where it has no effect.
   const at::Tensor rows = (x.dim() == 2 ? x : x.reshape({-1, x.size(-1)})).contiguous();
   at::Tensor out = at::empty({rows.size(0), out_features}, x.options());
   if (out.numel() > 0) {

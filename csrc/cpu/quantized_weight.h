@@ -1,4 +1,4 @@
-// A weight of 8- or 4-bit codes as the products see it, and where their results go.
+// Describes a weight of 8-bit or 4-bit codes for the dot kernels, converts its scales and offsets, and stores results.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +21,7 @@ struct Weight {
     return scales.scalar_type() == at::kHalf && (!offsets.defined() || offsets.scalar_type() == at::kHalf);
   }
   int64_t bytes(int64_t positions) const { return positions * width * bits / 8; }
-  // Codes of a block from a position on.
+  // Returns the codes of a block from a position on.
   const uint8_t* at(int64_t block, int64_t position) const { return data + bytes(block * padded + position); }
 };
 
@@ -36,7 +36,7 @@ struct ToFloats {
   }
 };
 
-// Scales or offsets of some groups of a block, in float32.
+// Provides the scales or offsets of some groups of a block in float32.
 class Numbers {
  public:
   Numbers(const DotKernels& kernels, const at::Tensor& tensor, int64_t most_groups, bool counted = false) {
@@ -47,7 +47,7 @@ class Numbers {
     width_ = tensor.size(2);
     if (tensor.scalar_type() != at::kFloat) wide_.resize(most_groups * width_ / 16 + 1);
     if (tensor.scalar_type() == at::kHalf) from_halves_ = kernels.from_halves;
-    // With eleven bits of a number in half precision the product has no more than float32 holds.
+    // A half-precision scale has eleven significant bits, so its product with the counter is exact in float32.
     if (counted && kernels.counter != 0 && tensor.scalar_type() == at::kHalf) {
       counter_ = kernels.counter;
       counted_.resize(wide_.size());
@@ -56,7 +56,7 @@ class Numbers {
                                [](auto type) { return pick<ToFloats<decltype(type)>>(); });
   }
 
-  // As they lie in memory, which is in half precision; the product widens them.
+  // Returns the numbers in half precision, as they lie in memory; the dot kernel converts them.
   const uint16_t* halves_at(int64_t block) const {
     return data_ == nullptr ? nullptr : reinterpret_cast<const uint16_t*>(data_) + block * groups_ * width_;
   }
@@ -66,7 +66,7 @@ class Numbers {
     const char* from = data_ + (block * groups_ + group) * width_ * size_;
     if (wide_.empty()) return reinterpret_cast<const float*>(from);
     const int64_t count = groups * width_;
-    // The numbers that are wanted next follow, and are asked for while these are used.
+    // The numbers of the next call follow; they are prefetched while these are used.
     for (int64_t ahead = 0; ahead < count * size_; ahead += 64) __builtin_prefetch(from + count * size_ + ahead);
     float* to = wide_.data()->floats;
     if (from_halves_ != nullptr) from_halves_(reinterpret_cast<const uint16_t*>(from), count, to);
@@ -78,7 +78,7 @@ class Numbers {
     return to;
   }
 
-  // Those that `at` gave last, times the counter, less than zero; or none.
+  // Returns the numbers that `at` returned last, times the negated counter; or null.
   const float* counted() const { return counted_.empty() ? nullptr : counted_.data()->floats; }
 
  private:
@@ -98,8 +98,8 @@ struct Result {
   int64_t width;
   decltype(pick<Finish<T>>()) write_row = pick<Finish<T>>();
 
-  // Asks for the memory that `write` will write to. Rows lie pages apart, and with many of them waiting for each one
-  // would take a tenth of the whole; asked for before the products, it is there after them.
+  // Prefetches the memory that `write` will store to. Rows lie pages apart; waiting for each of many would take a tenth
+  // of the whole time. Prefetched before the multiplications, the lines are present after them.
   void expect(int64_t block, int64_t begin, int64_t rows) const {
     const int64_t column = block * width, columns = std::min(width, n - column);
     for (int64_t r = 0; r < rows; ++r) {

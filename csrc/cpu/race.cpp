@@ -1,4 +1,4 @@
-// The random draw: the arg-max of probabilities over exponential noise, without a tensor of their quotients.
+// Draws random tokens: takes the arg-max of probabilities divided by exponential noise, without storing the quotients.
 
 #include <ATen/ops/argmax.h>
 #include <ATen/ops/empty.h>
@@ -22,10 +22,10 @@ struct Divide {
 
 at::Tensor sample_by_race(const at::Tensor& probs, const at::Tensor& noise) {
   const char* name = "sample_by_race";
-  TORCH_CHECK(probs.dim() == 2 && probs.size(1) > 0 && probs.sizes() == noise.sizes(), name, ": probabilities of ",
-              probs.sizes(), " and noise of ", noise.sizes(), "; [batch, vocabulary] is needed of both");
-  TORCH_CHECK(probs.scalar_type() == at::kFloat, name, ": probabilities must be float32, got ", probs.scalar_type());
-  // Wider noise is an option for those who have time; the operator's own formula serves it.
+  TORCH_CHECK(probs.dim() == 2 && probs.size(1) > 0 && probs.sizes() == noise.sizes(), name, ": probs has shape ",
+              probs.sizes(), " and noise has shape ", noise.sizes(), "; both must be [batch, vocabulary]");
+  TORCH_CHECK(probs.scalar_type() == at::kFloat, name, ": probs must be float32, got ", probs.scalar_type());
+  // float64 noise is an option that trades speed for precision; the formula of the reference serves it.
   if (noise.scalar_type() != at::kFloat) return at::mul(at::reciprocal(noise), probs).argmax(-1);
   const at::Tensor shares = probs.stride(1) == 1 ? probs : probs.contiguous();
   const at::Tensor waits = noise.stride(1) == 1 ? noise : noise.contiguous();
@@ -45,7 +45,7 @@ at::Tensor sample_by_race(const at::Tensor& probs, const at::Tensor& noise) {
                        search(quotients, part, &next);
                        next.index += done;
                        if (done == 0) best = next;
-                       else best.meet(next);
+                       else best.merge(next);
                      }
                      return best;
                    });

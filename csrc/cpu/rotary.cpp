@@ -1,6 +1,6 @@
-// Rotary position embedding in place: the angles of a token are read once for all of its heads.
+// Applies the rotary position embedding in place: the cosines and sines of a token are read once for all of its heads.
 //
-// Arithmetic is float32 with one rounding, whatever the type of the table.
+// The arithmetic is float32 with one rounding, whatever the type of the cos_sin cache.
 
 #include <torch/library.h>
 
@@ -12,8 +12,8 @@
 namespace backplane::cpu {
 namespace {
 
-// One row of the table, widened. For pairs each number is there twice, and the sine changes its sign, so that
-// x * cos + swapped(x) * sin is the rotation.
+// Reads one row of the cos_sin cache, widened. For interleaved pairs each number is stored twice, and the sine with
+// alternating sign, so that x * cos + swapped(x) * sin is the rotation.
 template <class Table>
 struct ReadAngles {
   template <int W>
@@ -87,10 +87,10 @@ struct Rotate {
   }
 };
 
-// The tensor as [tokens, heads, head_size], still in its own memory. Refuses what has no such view.
+// Returns the tensor as [tokens, heads, head_size], in its own memory. Raises if no such view exists.
 at::Tensor as_heads(const at::Tensor& x, int64_t tokens, int64_t head_size) {
   TORCH_CHECK(x.dim() >= 1 && head_size > 0 && x.size(-1) % head_size == 0 && x.numel() % (tokens * head_size) == 0,
-              "rotary_embedding: shape ", x.sizes(), " does not hold whole heads of ", head_size, " for ", tokens,
+              "rotary_embedding: shape ", x.sizes(), " does not hold whole heads of size ", head_size, " for ", tokens,
               " positions; pass the head size that the projection was built with");
   if (x.dim() == 3 && x.size(0) == tokens && x.size(2) == head_size) return x;
   return x.view({tokens, x.numel() / (tokens * head_size), head_size});
@@ -133,8 +133,8 @@ void rotate(const at::Tensor& x, const int64_t* positions, int64_t tokens, const
 void rotary_embedding(const at::Tensor& positions, const at::Tensor& query, const std::optional<at::Tensor>& key,
                       const at::Tensor& table, int64_t head_size, bool neox) {
   TORCH_CHECK(head_size > 0 && table.dim() == 2 && table.size(1) % 2 == 0 && table.size(1) <= head_size,
-              "rotary_embedding: the table has shape ", table.sizes(), " for heads of ", head_size,
-              "; it needs an even number of columns, at most the head size");
+              "rotary_embedding: the cos_sin cache has shape ", table.sizes(), " for heads of size ", head_size,
+              "; it must have an even number of columns, at most the head size");
   const int64_t tokens = positions.numel();
   if (tokens == 0) return;
   const bool plain = positions.scalar_type() == at::kLong && positions.is_contiguous();
@@ -142,7 +142,7 @@ void rotary_embedding(const at::Tensor& positions, const at::Tensor& query, cons
   const int64_t* at_position = where.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < tokens; ++t)
     TORCH_CHECK(at_position[t] >= 0 && at_position[t] < table.size(0), "rotary_embedding: position ", at_position[t],
-                " is not in a table of ", table.size(0));
+                " is outside the cos_sin cache, which has ", table.size(0), " rows");
   const at::Tensor rows = table.stride(1) == 1 ? table : table.contiguous();
   rotate(query, at_position, tokens, rows, head_size, neox);
   if (key) rotate(*key, at_position, tokens, rows, head_size, neox);

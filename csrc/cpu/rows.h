@@ -1,4 +1,4 @@
-// Tensors seen as rows of adjacent elements, types as templates, and when a second thread is worth its waking.
+// Provides views of tensors as rows of adjacent elements, dispatch over element types, and the grain size of threads.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -9,8 +9,8 @@
 
 namespace backplane::cpu {
 
-// Elements that one thread should have before another is woken: some ten microseconds of work, with AVX2 and more, or
-// with NEON.
+// Elements per thread below which another thread does not pay off: about ten microseconds of work with AVX2 and above,
+// or with NEON.
 #if defined(__aarch64__)
 constexpr int64_t kElementsPerThread = 1 << 13;
 #else
@@ -21,15 +21,15 @@ inline int64_t rows_per_thread(int64_t elements_per_row) {
   return std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(1, elements_per_row));
 }
 
-// Where each row of a tensor begins, in elements; the last dimension is adjacent in memory.
+// The offset of each row of a tensor, in elements. The last dimension is contiguous.
 struct Rows {
   int64_t count = 1, width = 1, inner = 1, outer_stride = 0, inner_stride = 0;
 
   int64_t at(int64_t row) const { return row / inner * outer_stride + row % inner * inner_stride; }
 };
 
-// Nothing where the last dimension is spread or the others do not fold into two (a slice of a fused projection seen as
-// heads has two).
+// Returns nothing if the last dimension is strided, or if the other dimensions do not fold into two. (A slice of a
+// fused projection, viewed as heads, has two.)
 inline std::optional<Rows> rows_of(const at::Tensor& tensor) {
   Rows rows;
   const int64_t dims = tensor.dim();
@@ -56,10 +56,10 @@ inline std::optional<Rows> rows_of(const at::Tensor& tensor) {
   return rows;
 }
 
-// The tensor itself where its rows can be walked, else a copy.
+// Returns the tensor itself if rows_of() can address its rows, else a contiguous copy.
 inline at::Tensor walkable(const at::Tensor& tensor) { return rows_of(tensor) ? tensor : tensor.contiguous(); }
 
-// Call with a value of the C++ type.
+// Calls `call` with a value of the C++ type that corresponds to `type`.
 template <class F>
 auto with_float_type(at::ScalarType type, const char* name, F&& call) {
   switch (type) {
@@ -84,7 +84,7 @@ T* mutable_elements(const at::Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
-// A vector of 32-bit or 64-bit integers with any stride, read one at a time.
+// Reads a vector or matrix of 32-bit or 64-bit integers with any stride, element by element.
 class Integers {
  public:
   Integers(const at::Tensor& tensor, const char* name)

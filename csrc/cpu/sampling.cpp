@@ -1,8 +1,8 @@
-// Arg-max, and the masks of min-p, top-k and top-p, without sorting the vocabulary.
+// Computes the arg-max and the masks of min-p, top-k and top-p, without sorting the vocabulary.
 //
-// The last two need one border value per row. The k-th largest is found in one pass that keeps the candidates seen so
-// far; what is at or below the bar they have raised is skipped a vector at a time. The border of top-p lies in one of
-// many buckets of nearly equal logits, found by their mass; only that bucket is sorted.
+// Top-k and top-p need one threshold per row. The k-th largest logit is found in one pass that keeps the candidates so
+// far; logits at or below the current bar are skipped a vector at a time. The threshold of top-p lies in one of many
+// buckets of nearly equal logits, found by their probability mass; only that bucket is sorted.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
@@ -14,14 +14,14 @@
 namespace backplane::cpu {
 namespace {
 
-constexpr int64_t kSortAtOnce = 4096;  // up to here sorting costs less than buckets
-// Beyond this distance from the largest logit even 2^18 tokens have less mass than the smallest 1 - p.
+constexpr int64_t kSortAtOnce = 4096;  // up to this many, sorting is faster than buckets
+// Beyond this distance from the largest logit, even 2^18 tokens have less mass than the smallest 1 - p.
 constexpr int64_t kBuckets = 4096;
 constexpr float kBucketsPerUnit = 128.0f;
 
 at::Tensor greedy_argmax(const at::Tensor& logits) {
-  TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, "greedy_argmax: logits of ", logits.sizes(),
-              " have no largest; [batch, vocabulary] is needed");
+  TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, "greedy_argmax: logits have shape ", logits.sizes(),
+              "; they must be [batch, vocabulary] and not empty");
   if (!is_float_type(logits.scalar_type())) return logits.argmax(-1);
   const at::Tensor from = logits.stride(1) == 1 ? logits : logits.contiguous();
   at::Tensor out = at::empty({from.size(0)}, logits.options().dtype(at::kLong));
@@ -40,7 +40,7 @@ at::Tensor greedy_argmax(const at::Tensor& logits) {
   return out;
 }
 
-// Keeps the k largest and some more. False where a NaN or an infinity makes this a row for the general formula.
+// Keeps the k largest and some more. Returns false if a NaN or an infinity requires the general formula for this row.
 struct KeepAbove {
   template <int W, int N>
   static BACKPLANE_INLINE void append(const float* x, float bar, std::vector<float>* kept) {
@@ -81,7 +81,7 @@ struct KeepAbove {
   }
 };
 
-// Everything from `bar` on.
+// Collects everything from `bar` on.
 struct CollectFrom {
   template <int W>
   static BACKPLANE_INLINE void run(const float* x, int64_t n, float bar, std::vector<float>* kept) {
@@ -98,7 +98,7 @@ struct CollectFrom {
   }
 };
 
-// exp(x - peak) into `weights`; returns their sum.
+// Writes exp(x - peak) into `weights`; returns their sum.
 struct Weigh {
   template <int W>
   static BACKPLANE_INLINE double run(const float* x, int64_t n, float peak, float* weights) {
@@ -123,7 +123,7 @@ struct Weigh {
   }
 };
 
-// `fine`: no NaN, and nothing infinite but what is forbidden.
+// `fine` means: no NaN, and no infinity except the -inf of masked tokens.
 struct Largest {
   template <int W>
   static BACKPLANE_INLINE void run(const float* x, int64_t n, float* top, bool* fine) {
@@ -159,8 +159,8 @@ struct MaskBelow {
   }
 };
 
-// Tokens less likely than `share` of the likeliest go. Those below `low`, which is less than the logarithm of the share,
-// are nearly all of them, and go without being weighed.
+// Masks tokens less likely than `share` of the most likely one. Logits below `low`, which is less than the logarithm of
+// the share, are nearly all tokens; they are masked without computing the exponential.
 struct MaskUnlikely {
   template <int W>
   static BACKPLANE_INLINE Floats<W> likely(Floats<W> v, float peak, float share) {
@@ -185,13 +185,13 @@ struct MaskUnlikely {
   }
 };
 
-// The least value that stays, and how many of those equal to it go all the same.
+// The smallest value that is kept, and how many values equal to it are still dropped.
 struct Border {
   float value = -kInfinity;
   int64_t dropped_equals = 0;
 };
 
-// Drops from the least on while what is dropped has no more mass than allowed; `keep_last` spares the largest.
+// Drops values in ascending order while the dropped mass does not exceed `allowed`; `keep_last` spares the largest.
 Border walk(std::vector<float>& values, float peak, double dropped, double allowed, bool keep_last) {
   std::sort(values.begin(), values.end());
   Border border;
@@ -201,13 +201,13 @@ Border walk(std::vector<float>& values, float peak, double dropped, double allow
     dropped += std::exp(values[i] - peak);
     if (dropped > allowed) break;
   }
-  // With none left here, everything above stays.
+  // If all are dropped here, everything above is kept.
   border.value = i < values.size() ? values[i] : std::nextafter(values.back(), kInfinity);
   for (size_t j = i; j > 0 && values[j - 1] == border.value; --j) ++border.dropped_equals;
   return border;
 }
 
-// Top-p over finite values or -inf, of which `peak` is the largest.
+// Computes the threshold of top-p over finite values or -inf, of which `peak` is the largest.
 Border nucleus(const float* x, int64_t n, float peak, float p, std::vector<float>& buffer) {
   const double share = static_cast<double>(1.0f - p);
   buffer.resize(n);
@@ -231,7 +231,7 @@ Border nucleus(const float* x, int64_t n, float peak, float p, std::vector<float
   return walk(values, peak, dropped, allowed, last == 0);
 }
 
-// The operator's own formula, for rows with NaN or infinite logits.
+// The formula of the operator's reference, for rows with NaN or infinite logits.
 void mask_by_sorting(const at::Tensor& row, std::optional<int64_t> k, std::optional<float> p) {
   auto [ascending, order] = row.sort(-1);
   at::Tensor dropped = at::zeros_like(ascending, at::kBool);
@@ -249,7 +249,7 @@ struct Buffers {
   std::vector<float> kept, work;
 };
 
-// False where the row needs the general formula; then it has not been touched.
+// Returns false if the row needs the general formula; the row is then unchanged.
 bool mask_row(float* x, int64_t n, std::optional<int64_t> k, std::optional<float> p, Buffers& buffers) {
   Border border;
   const float* candidates = x;
@@ -264,7 +264,7 @@ bool mask_row(float* x, int64_t n, std::optional<int64_t> k, std::optional<float
       border.value = kept[*k - 1];
     }
     if (p) {
-      // Everything equal to the k-th stays, and what equals the bar was not collected.
+      // Everything equal to the k-th is kept, and values equal to the bar were not collected.
       kept.clear();
       pick<CollectFrom>()(x, n, std::max(border.value, std::numeric_limits<float>::lowest()), &kept);
       candidates = kept.data();
@@ -325,7 +325,7 @@ void top_k_top_p_mask(const at::Tensor& logits, const std::optional<at::Tensor>&
   if (!work.is_same(logits)) logits.copy_(work);
 }
 
-// A row with a NaN or an infinite logit, or without any token left, has no probabilities to compare: it stays.
+// A row with a NaN or an infinite logit, or with no token left, has no probabilities to compare; it stays unchanged.
 void min_p_mask(const at::Tensor& logits, const at::Tensor& min_p) {
   const char* name = "min_p_mask";
   TORCH_CHECK(logits.dim() == 2 && logits.scalar_type() == at::kFloat, name, ": logits must be float32 [batch, "
@@ -340,9 +340,9 @@ void min_p_mask(const at::Tensor& logits, const at::Tensor& min_p) {
   const int64_t stride = work.stride(0);
   const auto find_peak = pick<Largest>();
   const auto mask = pick<MaskUnlikely>();
-  constexpr float kSlack = 1e-3f;  // far more than logarithm and exponential are wrong by
+  constexpr float kSlack = 1e-3f;  // far larger than the error of logarithm and exponential
   const int64_t pieces = (n + kPiece - 1) / kPiece;
-  const auto each_piece = [&](const auto& call) {  // of the rows that have something to exclude
+  const auto each_piece = [&](const auto& call) {  // of the rows that have a min_p
     at::parallel_for(0, rows * pieces, rows_per_thread(std::min(n, kPiece) / 2), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t row = i / pieces, start = i % pieces * kPiece;
@@ -358,7 +358,7 @@ void min_p_mask(const at::Tensor& logits, const at::Tensor& min_p) {
   });
   each_piece([&](int64_t row, int64_t, float* x, int64_t count) {
     Best peak = peaks[row * pieces];
-    for (int64_t p = 1; p < pieces; ++p) peak.meet(peaks[row * pieces + p]);
+    for (int64_t p = 1; p < pieces; ++p) peak.merge(peaks[row * pieces + p]);
     if (peak.value > -kInfinity) mask(x, count, peak.value, share[row], std::log(share[row]) - kSlack);
   });
   if (!work.is_same(logits)) logits.copy_(work);

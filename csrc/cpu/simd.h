@@ -1,10 +1,10 @@
-// Vectors of W floats as the compiler's own vector types, and narrower formats widened into them and rounded from them.
+// Defines vectors of W floats with the compiler's own vector types, and conversions from and to narrower formats.
 //
-// Functions are always inlined, so each is compiled with the instruction set of the function that calls it; one build
-// holds every variant and the caller is chosen at run time (isa.h).
+// All functions are always inlined, so each is compiled with the instruction set of its caller; one build holds every
+// variant, and the caller is chosen at run time (isa.h).
 //
-// A comparison of vectors stands only as the condition of `a < b ? x : y`. Kept as a value it is a vector of integers,
-// which AVX-512 does not make and GCC then computes one element at a time.
+// Use a comparison of vectors only as the condition of `a < b ? x : y`. Stored as a value it is a vector of integers,
+// which AVX-512 has no instruction for and GCC computes one element at a time.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -59,8 +59,8 @@ BACKPLANE_INLINE void store(float* to, Floats<W> v) {
   std::memcpy(to, &v, sizeof v);
 }
 
-// sum + vector * factors[Lane]. On ARM an instruction takes the factor from any lane; written without it, GCC reads the
-// factors into general registers one by one.
+// Computes sum + vector * factors[Lane]. On ARM the instruction takes the factor from any lane; without the intrinsic,
+// GCC moves the factors into general registers one by one.
 #if defined(__aarch64__)
 using Factors = float32x4_t;
 BACKPLANE_INLINE Factors load_factors(const float* from) { return vld1q_f32(from); }
@@ -70,22 +70,22 @@ BACKPLANE_INLINE Floats<4> add_product(Floats<4> sum, Floats<4> vector, Factors 
 }
 constexpr bool kHasFactors = true;
 #else
-using Factors = Floats<4>;  // the rest is only named
+using Factors = Floats<4>;  // declared only, never used
 Factors load_factors(const float* from);
 template <int Lane, class Vector>
 Vector add_product(Vector sum, Vector vector, Factors factors);
 constexpr bool kHasFactors = false;
 #endif
 
-// IEEE half to float without conversion instructions: shift exponent and mantissa into place and rescale, which also
-// normalises subnormals; an all-ones exponent (infinity, NaN) must stay all ones.
+// Converts IEEE half to float without conversion instructions: shift exponent and mantissa into place and rescale,
+// which also normalises subnormals. An all-ones exponent (infinity, NaN) must stay all ones.
 constexpr uint32_t kHalfSpecial = 0x0f800000, kFloatSpecial = 0x7f800000;
 constexpr float kHalfRescale = 0x1p112f;
 
 template <int W>
 BACKPLANE_INLINE Floats<W> widen_ieee(Words<W> bits) {
 #if defined(__aarch64__)
-  if constexpr (W == 4)  // every 64-bit ARM processor has the conversion
+  if constexpr (W == 4)  // every 64-bit ARM processor has the conversion instruction
     return bits_as<Floats<W>>(vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(bits_as<uint32x4_t>(bits)))));
 #endif
   const Words<W> magnitude = (bits & 0x7fff) << 13;
@@ -98,7 +98,7 @@ BACKPLANE_INLINE Floats<W> widen_ieee(Words<W> bits) {
 template <int W, Half16 F>
 BACKPLANE_INLINE Floats<W> widen(Shorts<W> narrow) {
 #if defined(__aarch64__)
-  // One instruction each, which GCC does not find.
+  // One instruction each, which GCC does not generate by itself.
   if constexpr (W == 4) {
     if constexpr (F == Half16::ieee) return bits_as<Floats<W>>(vcvt_f32_f16(bits_as<float16x4_t>(narrow)));
     else return bits_as<Floats<W>>(vshll_n_u16(bits_as<uint16x4_t>(narrow), 16));
@@ -122,8 +122,8 @@ BACKPLANE_INLINE float widen_one(uint16_t bits) {
   return widen<4, F>(four)[0];
 }
 
-// To the nearest, ties to even. The carry of the addition may run into the exponent, which is what rounding up to the
-// next power of two, or to infinity, needs; a NaN would turn into something else and is put back.
+// Rounds to the nearest, ties to even. The carry of the addition may reach the exponent, which is right when rounding
+// up to the next power of two or to infinity; a NaN would change and is restored.
 template <int W>
 BACKPLANE_INLINE Shorts<W> to_bfloat(Floats<W> v) {
   const Words<W> bits = bits_as<Words<W>>(v);
@@ -135,8 +135,8 @@ BACKPLANE_INLINE Shorts<W> to_bfloat(Floats<W> v) {
   return __builtin_convertvector(result, Shorts<W>);
 }
 
-// The same for IEEE half, whose exponent is narrower: below its normal range a float addition does the rounding, with a
-// number so large that the last bit kept is the half's; from 2^16 all is infinite.
+// The same for IEEE half, whose exponent is narrower. Below its normal range a float addition does the rounding, with a
+// number so large that the last kept bit is the half's; from 2^16 on all values become infinite.
 template <int W>
 BACKPLANE_INLINE Shorts<W> to_half(Floats<W> v) {
 #if defined(__aarch64__)
@@ -154,7 +154,7 @@ BACKPLANE_INLINE Shorts<W> to_half(Floats<W> v) {
   return __builtin_convertvector(half | ((bits >> 16) & 0x8000), Shorts<W>);
 }
 
-// Elements of a tensor, as floats.
+// Reads elements of a tensor as floats.
 template <int W>
 BACKPLANE_INLINE Floats<W> read(const float* from) {
   return load<W>(from);
@@ -168,7 +168,7 @@ BACKPLANE_INLINE Floats<W> read(const c10::Half* from) {
   return widen<W, Half16::ieee>(reinterpret_cast<const uint16_t*>(from));
 }
 
-// How a type is stored: narrow<W>(floats) is the vector of its bits.
+// Describes how a type is stored: narrow<W>(floats) returns the vector of its bits.
 template <class T>
 struct Format;
 template <>
@@ -200,7 +200,7 @@ BACKPLANE_INLINE void write(T* to, Floats<W> v) {
   std::memcpy(static_cast<void*>(to), &narrow, sizeof narrow);
 }
 
-// Fewer than W elements, at the end of a row; what is not there reads as zero.
+// Reads fewer than W elements, at the end of a row; the missing ones are zero.
 template <int W, class T>
 BACKPLANE_INLINE Floats<W> read_some(const T* from, int64_t count) {
   T padded[W] = {};
@@ -213,7 +213,7 @@ BACKPLANE_INLINE void write_some(T* to, Floats<W> v, int64_t count) {
   std::memcpy(static_cast<void*>(to), &narrow, count * sizeof(T));
 }
 
-// What a number becomes when it is stored as T and read again.
+// Returns the value of a number after storing it as T and reading it back.
 template <int W, class T>
 BACKPLANE_INLINE Floats<W> rounded_to(Floats<W> v) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) return widen<W, Half16::bfloat>(to_bfloat<W>(v));

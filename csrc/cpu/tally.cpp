@@ -1,7 +1,7 @@
-// What is in a tensor: NaN, infinities and range, for the numeric guard.
+// Counts NaN and infinite values in a tensor and finds its range, for the numeric guard.
 //
-// Nearly always everything is finite, so one pass over the bits asks only that and finds the range; compilers make
-// vectors of it, as integers have no NaN to be careful about. A second look is taken where something is not finite.
+// Values are nearly always finite. So the first pass over the bits only checks that and finds the range; compilers
+// vectorise it, because integer comparisons need no care for NaN. A second pass runs only where a value is not finite.
 
 #include <torch/library.h>
 
@@ -46,7 +46,7 @@ struct Tally {
     lowest = std::min(lowest, low);
     highest = std::max(highest, high);
   }
-  // Of rows that follow or precede; threads end in any order.
+  // Adds the result of other rows, before or after these; threads end in any order.
   void add(const Tally& other) {
     nan += other.nan;
     inf += other.inf;
@@ -57,7 +57,7 @@ struct Tally {
   }
 };
 
-// Integers in the order of the floats that have their bits; its own inverse.
+// Maps the bits of a float to an integer with the same order as the floats. The function is its own inverse.
 template <class T>
 typename Bits<T>::Int ordered(typename Bits<T>::Int bits) {
   using Int = typename Bits<T>::Int;
@@ -83,7 +83,7 @@ void tally_run(const T* x, int64_t n, int64_t row, Tally* tally) {
     low = order < low ? order : low;
     high = order > high ? order : high;
   }
-  // What is not finite is beyond the infinities, or is one.
+  // Infinities and NaN lie at or beyond the bounds.
   if (high < Bits<T>::infinity && low > ordered<T>(static_cast<Int>(Bits<T>::infinity | ~Bits<T>::magnitude))) {
     tally->see(value_of<T>(low), value_of<T>(high));
     return;
@@ -101,7 +101,7 @@ void tally_run(const T* x, int64_t n, int64_t row, Tally* tally) {
 
 template <class T>
 Tally tally_rows(const at::Tensor& x, int64_t rows) {
-  // Rows of memory are as long as the last dimension; a row of the tensor may be several.
+  // A row in memory is as long as the last dimension; a row of the tensor may consist of several of them.
   const at::Tensor from = x.dim() == 0 ? x.reshape({1, 1}) : x.dim() == 1 ? x.unsqueeze(1).contiguous() : walkable(x);
   const Rows all = *rows_of(from);
   const int64_t each = all.count / std::max<int64_t>(from.size(0), 1);
@@ -113,7 +113,7 @@ Tally tally_rows(const at::Tensor& x, int64_t rows) {
   at::parallel_for(0, rows, rows_per_thread(width), [&](int64_t begin, int64_t end) {
     Tally mine;
     if (dense) {
-      // Rows follow each other: one run asks whether any is bad, as long as none is.
+      // Rows are adjacent: one pass covers all of them, and is repeated row by row only if it finds a bad value.
       tally_run<T>(data + begin * width, (end - begin) * width, begin, &mine);
       if (mine.bad_rows != 0 && end - begin > 1) {
         mine = Tally();
@@ -132,8 +132,8 @@ Tally tally_rows(const at::Tensor& x, int64_t rows) {
 void tally_values(const at::Tensor& x, int64_t rows, const at::Tensor& table, int64_t slot) {
   TORCH_CHECK(table.dim() == 2 && table.size(1) == 7 && table.scalar_type() == at::kFloat && slot >= 0 &&
                   slot < table.size(0),
-              "tally_values: the table must be float32 [slots, 7] with a row ", slot, ", got ", table.scalar_type(),
-              " of ", table.sizes());
+              "tally_values: the table must be float32 [slots, 7] and have slot ", slot, ", got ", table.scalar_type(),
+              " of shape ", table.sizes());
   const int64_t there = x.dim() == 0 ? 1 : x.size(0);
   rows = rows < 0 ? there : std::min(rows, there);
   Tally found;

@@ -1,4 +1,4 @@
-// AMX: products of bfloat16 in tiles.
+// Multiplies bfloat16 matrices in AMX tiles.
 //
 // One instruction multiplies 16 rows of 32 numbers by 32 numbers of 16 columns, which lie in pairs: 32-bit words of two
 // consecutive numbers of a column. Two by two tiles of sums keep the unit busy while tiles are loaded.
@@ -16,9 +16,9 @@ namespace backplane::cpu {
   __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,amx-tile,amx-bf16")))
 
 constexpr int64_t kTileRows = 16;
-constexpr int64_t kTilePairs = 16;             // words in the row of a tile
-constexpr int64_t kTileSide = 2 * kTileRows;   // of the four tiles of sums together
-constexpr int64_t kTileDepth = 2 * kTilePairs;  // numbers that one instruction adds up
+constexpr int64_t kTilePairs = 16;             // words in a row of a tile
+constexpr int64_t kTileSide = 2 * kTileRows;   // rows and columns of the four tiles of sums together
+constexpr int64_t kTileDepth = 2 * kTilePairs;  // numbers that one instruction accumulates
 
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -28,14 +28,15 @@ struct alignas(64) TileShapes {
 
 BACKPLANE_TILES inline void enter_tiles() {
   TileShapes shapes;
-  // GCC's header tells the compiler of the first eight bytes only; it would leave the others unwritten.
+  // GCC's intrinsic declares only the first eight bytes as read; without this the compiler may leave the others
+  // unwritten.
   __asm__ volatile("" : : "r"(&shapes) : "memory");
   _tile_loadconfig(&shapes);
 }
 
 BACKPLANE_TILES inline void leave_tiles() { _tile_release(); }
 
-// c [32][32] (+)= a [32][steps * 32] * b, which is words, [steps * 16][32]. Strides of rows are in bytes.
+// Computes c [32][32] (+)= a [32][steps * 32] * b, where b is words, [steps * 16][32]. Row strides are in bytes.
 template <bool kAdd>
 BACKPLANE_TILES inline void multiply_tiles(const uint16_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride,
                                            int64_t steps, float* c, int64_t c_stride) {
@@ -69,7 +70,7 @@ BACKPLANE_TILES inline void multiply_tiles(const uint16_t* a, int64_t a_stride, 
   _tile_stored(3, lower + kTileRows, c_stride);
 }
 
-// `count` numbers, at most a row of a tile, as words of two; what is not there is zero.
+// Reads `count` numbers, at most a row of a tile, as words of two; the missing ones are zero.
 BACKPLANE_INLINE Floats<16> words_of(const uint16_t* from, int64_t count) {
   Floats<16> words{};
   if (count >= kTileDepth)

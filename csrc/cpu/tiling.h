@@ -1,4 +1,4 @@
-// How linear layers cut their work to the sizes of registers and caches, and write what comes out.
+// Divides the work of linear layers by the sizes of registers and caches, and stores their results.
 #pragma once
 
 #include <unistd.h>
@@ -10,9 +10,9 @@
 
 namespace backplane::cpu {
 
-// A share of a cache; the rest is for what passes through it.
+// Returns a share of a cache; the rest is for data that streams through it.
 inline int64_t cache_bytes(int name, int64_t at_least, int64_t eighths) {
-  const long size = sysconf(name);  // 0 or less where it is not known
+  const long size = sysconf(name);  // 0 or negative if unknown
   return std::max(at_least, int64_t(size)) * eighths / 8;
 }
 inline int64_t chunk_bytes() {
@@ -24,12 +24,12 @@ inline int64_t input_bytes() {
   return bytes;
 }
 
-struct alignas(64) Line {  // a vector that begins inside a cache line costs two reads
+struct alignas(64) Line {  // a vector that crosses a cache line costs two loads
   float floats[16];
 };
 
-// A length in parts of nearly one size: fifteen rows as eight and seven rather than fourteen and one. All but the last
-// end at a multiple of something, where that is what instructions take.
+// Divides a length into parts of nearly equal size: fifteen rows into eight and seven rather than fourteen and one. All
+// parts but the last end at a multiple of `multiple`, if instructions require that.
 struct Parts {
   int64_t length, multiple, units, count;
 
@@ -42,7 +42,7 @@ struct Parts {
   int64_t size(int64_t part) const { return begin(part + 1) - begin(part); }
 };
 
-// A row of the tile, with its bias, in the type of the result; `count` may end inside the last vector.
+// Writes a row of the tile, plus its bias, in the type of the result; `count` may end inside the last vector.
 template <class T>
 struct Finish {
   template <int W>

@@ -1,4 +1,4 @@
-// Rows of a matrix as columns, a few vectors at a time.
+// Transposes a square matrix of vectors in registers.
 #pragma once
 
 #include <utility>
@@ -7,7 +7,7 @@
 
 namespace backplane::cpu {
 
-// Elements of a and b by number; b's begin at W.
+// Selects elements of a and b by index; indices of b begin at W.
 template <int W, int... From>
 BACKPLANE_INLINE Floats<W> choose(Floats<W> a, Floats<W> b) {
 #if defined(__clang__)
@@ -17,7 +17,7 @@ BACKPLANE_INLINE Floats<W> choose(Floats<W> a, Floats<W> b) {
 #endif
 }
 
-// Swaps the upper right with the lower left quarter of each 2D x 2D matrix that two rows, D apart, take part in.
+// Swaps the upper right with the lower left quarter of each 2D x 2D submatrix of two rows that are D apart.
 template <int W, int D, int... J>
 BACKPLANE_INLINE void swap_quarters(Floats<W>& upper, Floats<W>& lower, std::integer_sequence<int, J...>) {
   const Floats<W> a = upper, b = lower;
@@ -27,7 +27,7 @@ BACKPLANE_INLINE void swap_quarters(Floats<W>& upper, Floats<W>& lower, std::int
 
 template <int W, int D, int... R>
 BACKPLANE_INLINE void swap_at_distance(Floats<W> (&rows)[W], std::integer_sequence<int, R...>) {
-  // R counts the pairs; the upper row of a pair has no bit D.
+  // R counts the pairs; the index of the upper row of a pair has bit D clear.
   (swap_quarters<W, D>(rows[R / D * 2 * D + R % D], rows[R / D * 2 * D + R % D + D],
                        std::make_integer_sequence<int, W>{}),
    ...);

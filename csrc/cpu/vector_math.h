@@ -1,7 +1,7 @@
-// Exponential, logistic, hyperbolic tangent and error function on vectors.
+// Implements exponential, logistic function, hyperbolic tangent and error function on vectors.
 //
-// Written for float32 results of networks: within a few units in the last place (the error function within 2e-7), NaN
-// kept. The exponential is zero where the result would be no normal number.
+// The accuracy is that of float32 results of networks: within a few units in the last place (the error function within
+// 2e-7), and NaN stays NaN. The exponential is zero where the result would be subnormal.
 #pragma once
 
 #include <limits>
@@ -16,7 +16,7 @@ BACKPLANE_INLINE Floats<W> exponential(Floats<W> x) {
   constexpr float kRounder = 12582912.0f;                          // 1.5 * 2^23: leaves the integer part
   const Floats<W> shifted = x * 1.44269504f + kRounder;
   const Floats<W> n = shifted - kRounder;
-  // ln 2 in two parts, the first with few enough digits that n times it is exact.
+  // ln 2 in two parts; the first has few enough digits that n times it is exact.
   Floats<W> r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   Floats<W> p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -26,14 +26,14 @@ BACKPLANE_INLINE Floats<W> exponential(Floats<W> x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  // n, the lowest bits of `shifted`, is added to the exponent.
+  // Adds n, the lowest bits of `shifted`, to the exponent.
   Floats<W> y = bits_as<Floats<W>>(Words<W>(bits_as<Words<W>>(p) + (bits_as<Words<W>>(shifted) << 23)));
   y = x < kLowest ? Floats<W>{} : y;
   return x <= kHighest ? y : x * std::numeric_limits<float>::infinity();  // NaN too
 }
 
-// 1 / x for x of 1 or more, within two units in the last place. A division takes an ARM processor as long as some twenty
-// multiplications.
+// Returns 1 / x for x of 1 or more, within two units in the last place. A division takes an ARM processor as long as
+// about twenty multiplications.
 template <int W>
 BACKPLANE_INLINE Floats<W> reciprocal(Floats<W> x) {
 #if defined(__aarch64__)
@@ -48,16 +48,16 @@ BACKPLANE_INLINE Floats<W> reciprocal(Floats<W> x) {
   return 1.0f / x;
 }
 
-// 2 to the power of x, which is no more than a rounding error above zero. Zero below the smallest normal number; NaN
-// stays NaN.
+// Returns 2 to the power of x, for x at most a rounding error above zero. Returns zero below the smallest normal
+// number; NaN stays NaN.
 template <int W>
 BACKPLANE_INLINE Floats<W> power_of_two(Floats<W> x) {
-  // 1.5 * 2^23 leaves the integer part, and 127 makes it the exponent of the whole power.
+  // 1.5 * 2^23 leaves the integer part, and 127 turns it into the exponent of the power.
   constexpr float kRounder = 12582912.0f + 127.0f;
   const Floats<W> shifted = x + kRounder;
   const Floats<W> f = x - (shifted - kRounder), ff = f * f;
   const Floats<W> whole = bits_as<Floats<W>>(Words<W>(bits_as<Words<W>>(shifted) << 23));
-  // (2^f - 1) / f, in two halves that do not wait for each other.
+  // (2^f - 1) / f, in two halves that do not depend on each other.
   const Floats<W> low = f * 2.40221197e-1f + 6.93146967e-1f;
   const Floats<W> high = ff * 1.32764712e-3f + (f * 9.67554133e-3f + 5.55071328e-2f);
   const Floats<W> y = (whole * f) * (ff * high + low) + whole;
@@ -71,7 +71,7 @@ BACKPLANE_INLINE Floats<W> logistic(Floats<W> x) {
 
 template <int W>
 BACKPLANE_INLINE Floats<W> hyperbolic_tangent(Floats<W> x) {
-  // Near zero the difference of the general formula would cancel.
+  // Near zero the difference in the general formula would cancel.
   const Floats<W> z = x * x;
   Floats<W> p = z * -5.70498872745e-3f + 2.06390887954e-2f;
   p = p * z + -5.37397155531e-2f;

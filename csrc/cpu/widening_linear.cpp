@@ -1,10 +1,11 @@
-// Linear layers whose 16-bit weight lies in memory as the checkpoint has it: every weight where the library's own 16-bit
-// product is fast with many rows, and the table of a model whose logits are computed from its embedding.
+// Multiplies by 16-bit weights as the checkpoint stores them: all weights where PyTorch's own 16-bit GEMM is fast with
+// many rows, and the embedding table of a model that also computes its logits with it.
 //
-// With few rows a product is bound by reading the weight, and there PyTorch's libraries are far from what memory allows
-// (docs/kernels.md). Here a weight is widened to float32 in registers on its way from memory, so half the bytes of a
-// float32 model are read and the arithmetic is float32. With more rows the library does it: in the type itself where the
-// processor has instructions for that, else in float32, one widened panel of the weight at a time.
+// With few rows a matrix product is bound by reading the weight, and there PyTorch's libraries are far from the memory
+// bandwidth (docs/internals/kernels.md). Here a weight is widened to float32 in registers, so half the bytes of a
+// float32 model are read and the arithmetic is float32. With more rows PyTorch's library computes the product: in the
+// 16-bit type itself if the processor has instructions for it, else in float32, one widened panel of the weight at a
+// time.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -23,20 +24,20 @@
 namespace backplane::cpu {
 namespace {
 
-// Up to here the product of our own is taken: elsewhere while it is bound by reading the weight, on ARM while it is
-// faster than widening a panel for the library, which takes ten times as long with 17 rows.
+// Rows up to which this kernel is used: on x86 while it is bound by reading the weight; on ARM while it is faster than
+// widening a panel for the library, which takes ten times as long with 17 rows.
 #if defined(__aarch64__)
 constexpr int64_t kFewRows = 64;
 #else
 constexpr int64_t kFewRows = 16;
 #endif
-constexpr int64_t kFewBesideLibrary = 6;   // the same where the library has 16-bit instructions: measured
-constexpr int64_t kColumns = 32;           // results of a row that are rounded and written together
-constexpr int64_t kLine = 32;              // weights in a line of the cache
-constexpr int64_t kPanelBytes = 8 << 20;   // large enough that the float32 product runs at its own speed
+constexpr int64_t kFewBesideLibrary = 6;   // the same where the library has 16-bit instructions (measured)
+constexpr int64_t kColumns = 32;           // results of a row that are rounded and stored together
+constexpr int64_t kLine = 32;              // weights in a cache line
+constexpr int64_t kPanelBytes = 8 << 20;   // large enough that the float32 GEMM reaches its full speed
 constexpr int kMostAtOnce = 6;
 
-// Rows of the weight, and at most of x, that are multiplied at once: as many sums as there are registers for.
+// Rows of the weight, and at most of x, that are multiplied at once: as many accumulators as there are registers.
 template <int W>
 constexpr int weights_at_once() {
   return W == 8 ? 2 : 4;
@@ -46,7 +47,7 @@ constexpr int rows_at_once() {
   return W == 8 ? 4 : kMostAtOnce;
 }
 
-// As widen, with the conversion that AVX2 and AVX-512 have for float16; it takes several instructions otherwise.
+// Like widen, with the float16 conversion instruction of AVX2 and AVX-512; without it several instructions are needed.
 template <int W, Half16 F>
 BACKPLANE_INLINE Floats<W> widened(const uint16_t* from) {
 #if defined(__x86_64__)
@@ -71,9 +72,9 @@ struct WidenRun {
   }
 };
 
-// out[m][n] = x[m] . w[n] for M rows of x and, with `Whole`, as many rows of the weight as go at once, else one. The
-// place in memory that is `ahead` weights further is fetched meanwhile: what the next call reads, when that is so near
-// that the processor would not foresee it.
+// Computes out[m][n] = x[m] . w[n] for M rows of x and, with `Whole`, weights_at_once() rows of the weight, else one.
+// Prefetches the memory `ahead` weights further: what the next call reads, too close for the hardware prefetcher to
+// follow.
 template <Half16 F, int M, bool Whole>
 struct DotRows {
   template <int W>
@@ -116,7 +117,7 @@ struct DotRows {
 };
 
 using Dot = void (*)(const float*, int64_t, const uint16_t*, int64_t, int64_t, int64_t, float*, int64_t);
-using Dots = std::array<Dot, kMostAtOnce>;  // by number of rows, less one
+using Dots = std::array<Dot, kMostAtOnce>;  // by number of rows, minus one
 
 template <Half16 F, bool Whole, size_t... I>
 Dots dots_for(std::index_sequence<I...>) {
@@ -128,7 +129,7 @@ Dots dots() {
   return dots_for<F, Whole>(std::make_index_sequence<kMostAtOnce>{});
 }
 
-// x [m, k] float32, weight [n, k], out [m, n] of the weight's type; m is at most kFewRows.
+// x is [m, k] float32, weight [n, k], out [m, n] in the weight's type; m is at most kFewRows.
 template <class T, Half16 F>
 void few_rows(const at::Tensor& x, const at::Tensor& weight, const float* bias, at::Tensor& out) {
   const int64_t m = x.size(0), k = x.size(1), n = weight.size(0), stride = weight.stride(0);
@@ -202,7 +203,7 @@ bool has_fast_matmul(at::ScalarType type);  // features.cpp
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   TORCH_CHECK(weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1),
-              "linear: input of ", x.sizes(), " does not fit a weight of ", weight.sizes());
+              "linear: input of shape ", x.sizes(), " does not fit a weight of shape ", weight.sizes());
   const at::ScalarType type = weight.scalar_type();
   const int64_t k = weight.size(1), count = k > 0 ? x.numel() / k : 0;
   const bool widens = (type == at::kBFloat16 || type == at::kHalf) && x.scalar_type() == type &&

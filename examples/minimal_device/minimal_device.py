@@ -1,4 +1,4 @@
-"""The smallest useful device: vLLM runs on it, on the references alone. A vendor starts here."""
+"""Implements the smallest useful device: every operator runs its PyTorch reference. Vendors can start from here."""
 
 import psutil
 import torch
@@ -8,13 +8,13 @@ from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe
 
 class MinimalDevice(Device):
     name = "minimal"
-    torch_type = "cpu"  # yours: the torch device type of your tensors
-    dispatch_key = "CPU"  # yours: PrivateUse1, or your backend's own key
+    torch_type = "cpu"  # replace: the torch device type of your tensors
+    dispatch_key = "CPU"  # replace: PrivateUse1, or your backend's own key
     capabilities = Capabilities(dtypes=(torch.float32,), host_memory=True, default_memory_share=0.1)
 
     @classmethod
     def probe(cls) -> Probe:
-        # Look for the hardware; never raise. If it is not there, say why and what to do.
+        # Detect the hardware without raising. If it is missing, return the reason and a remedy.
         return Probe(available=True, count=1)
 
     def memory(self, index: int = 0) -> MemoryInfo:

@@ -1,7 +1,8 @@
-"""Patchbay reads vLLM's source, applies checked patches to it, and audits plugins against its releases.
+"""Patchbay audits vLLM plugins against vLLM releases, and applies checked patches to vLLM.
 
-`upstream` reads a vLLM without importing it, `patch` declares, verifies and applies patches, `audit` reports what a
-given vLLM breaks in a plugin. No module of this package imports vLLM or PyTorch.
+`upstream` reads vLLM's source without importing it, `patch` declares, verifies and applies patches, `audit` reports
+what a given vLLM breaks in a plugin, `cli` is the command ``vllm-patchbay``. No module of this package imports vLLM,
+PyTorch or a plugin, so it installs beside any of them.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""``python -m vllm_patchbay`` is the command ``vllm-patchbay``."""
+"""Runs the command ``vllm-patchbay`` as ``python -m vllm_patchbay``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder in which Patchbay keeps the sources of the vLLM releases that it has downloaded."""
+"""Locates the folder that caches the source of downloaded vLLM releases."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ VARIABLE = "PATCHBAY_CACHE"
 
 def cache_folder() -> Path:
     """Returns $PATCHBAY_CACHE, or ``vllm-patchbay`` in the user's cache folder."""
-    stated = os.environ.get(VARIABLE)
-    if stated:
-        if not Path(stated).is_absolute():
-            raise PatchbayError(f"{VARIABLE} is {stated!r}; set it to the absolute path of a folder")
-        return Path(stated)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    # The XDG rules: a relative path there is to be ignored.
-    base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
+    configured = os.environ.get(VARIABLE)
+    if configured:
+        if not Path(configured).is_absolute():
+            raise PatchbayError(f"{VARIABLE} is {configured!r}; set it to the absolute path of a folder")
+        return Path(configured)
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    # The XDG specification: a relative path in this variable is to be ignored.
+    base = Path(xdg) if xdg and Path(xdg).is_absolute() else Path.home() / ".cache"
     return base / "vllm-patchbay"

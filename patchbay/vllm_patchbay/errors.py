@@ -1,12 +1,12 @@
-"""Errors that a user can act on. Each message states what is wrong and names the remedy."""
+"""Defines the errors that a user can act on. Each message states what is wrong and names the remedy."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-_LONGEST_WORD = 100
-"""Longer words are not compared: the comparison takes time and memory by a word's length."""
+_MAX_LENGTH = 100
+"""Longer words get no suggestion: the comparison takes time and memory in proportion to their length."""
 
 
 class PatchbayError(RuntimeError):
@@ -14,12 +14,12 @@ class PatchbayError(RuntimeError):
 
 
 class PatchError(PatchbayError):
-    """A patch is declared badly, or does not fit the vLLM it is meant for."""
+    """A patch is declared wrongly, or does not fit the vLLM that it is meant for."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:
     """Returns the end of a sentence about an unknown word: ``; did you mean 'device'?``, or a full stop."""
-    if len(word) > _LONGEST_WORD:
+    if len(word) > _MAX_LENGTH:
         return "."
     match = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else "."

@@ -1,9 +1,7 @@
-"""Fixtures of the end-to-end tests, and the logs of children in the report of a failure."""
+"""Fixtures of the end-to-end tests. The report of a failure shows the logs of the processes that the test started."""
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,18 +22,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
             if log.exists():
                 report.sections.append((f"end of {log} ({command})", processes.tail(log)))
     return report
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    """A test whose server ended as it should, but too late, has one more chance: it is a limit for a machine that does
-    nothing else."""
-    try:
-        return (yield)
-    except endings.TooSlow as slow:
-        warnings.warn(f"{slow}, and so it is run once more", stacklevel=1)
-    pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters})
-    return True
 
 
 @pytest.fixture(scope="session")

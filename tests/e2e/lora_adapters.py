@@ -105,7 +105,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "another rank than it says": (_of(Q, 16, WIDTH, WIDTH, described=8), "lora_A is (16, 576)"),
     "a rank that is over the limit in the file alone": (
         _of(Q, 128, WIDTH, WIDTH, described=8),
-        "adapter_config.json want (8, 576) and (576, 8)",
+        "adapter_config.json require (8, 576) and (576, 8)",
     ),
     "made for a smaller model": (_of(Q, 8, 64, 64), "lora_A is (8, 64) and lora_B (64, 8)"),
     "made for a larger model": (_of(Q, 8, 2048, 2048), "lora_A is (8, 2048)"),

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from vllm_backplane.cli.serve import keep_sockets_together, leave
+from vllm_backplane.cli.serve import exit_without_teardown, use_own_socket_folder
 
 SOON = 0.0002
 """Seconds: far less than a step takes."""
@@ -279,7 +279,7 @@ def outliving(seconds: float) -> list[str]:
 
 def main() -> None:
     jobs, results, *as_it_is = sys.argv[1:]
-    keep_sockets_together()
+    use_own_socket_folder()
     done: list[dict[str, Any]] = []
     for job in json.loads(Path(jobs).read_text()):
         print(f"=== engine {len(done)}: {job['engine']}", flush=True)
@@ -298,7 +298,7 @@ def main() -> None:
             print(done[-1]["error"], flush=True)
             done[-1]["left"] = outliving(30)
     Path(results).write_text(json.dumps(done))
-    leave(0)  # taking the interpreter apart would take seconds
+    exit_without_teardown(0)  # destroying the interpreter would take seconds
 
 
 if __name__ == "__main__":

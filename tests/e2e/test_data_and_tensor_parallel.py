@@ -29,7 +29,7 @@ VARIABLES = {
     "BACKPLANE_MEMORY_SHARE": "0.2",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
 }
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "parallel.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "parallel.md").read_text()
 SIZES = re.findall(r"^vllm-backplane serve \S+ (.*)$", PAGE, re.MULTILINE)[0].split()
 
 

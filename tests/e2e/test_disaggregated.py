@@ -1,7 +1,7 @@
 """One server reads prompts and another one answers, with the KV cache going from one to the other over loopback.
 
-docs/disaggregated.md has the commands; the servers and requests here are the same. Between the two servers is a relay
-that lets things go wrong where a test wants it. Whatever does, the answer is the one that transformers gives.
+docs/serve/disaggregated.md has the commands; the servers and requests here are the same. Between the two servers is a
+relay that injects failures where a test wants them. In every case the output is that of transformers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCK = 17 + (720 << 10)
 """Bytes of one of the default model on the way, with its head; before the first is one for the status."""
 TIMEOUT = 10.0
 LOGPROBS = 1e-3
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "disaggregated.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "disaggregated.md").read_text()
 DEVICES = {
     "cpu": {},
     "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
@@ -144,7 +144,7 @@ def test_what_nobody_has_read_is_computed(pair: Pair, case: Case) -> None:
     assert pair.change(before) == {}
 
 
-@pytest.mark.feature("KV cache: offload to a second tier", "{device}")
+@pytest.mark.feature("KV cache: offload to host memory or disk", "{device}")
 def test_what_a_server_has_computed_is_in_a_tier_of_its_own(pair: Pair, case: Case) -> None:
     """test_kv_tier.py has a server that asks nobody else."""
     pair.answer(case.prompts[1])
@@ -216,5 +216,5 @@ def test_the_other_server_is_killed(pair: Pair, case: Case) -> None:
     for place in (5, 6):
         assert_expected(pair.answer(case.prompts[place]), case.expected[place])
     assert pair.change(before) == {}
-    assert "is not asked for blocks for 5 s" in pair.decode.text()
+    assert "gets no requests for KV blocks for 5 s" in pair.decode.text()
     assert_expected(pair.answer(case.prompts[0]), case.expected[0])

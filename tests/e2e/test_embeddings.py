@@ -15,7 +15,7 @@ from server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "model-families.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "model-families.md").read_text()
 CLOSENESS = 0.9999
 """Least cosine between our vector and transformers'."""
 EXACT = 0.999999
@@ -92,7 +92,7 @@ def test_texts_are_told_apart(expected: torch.Tensor) -> None:
 @pytest.mark.usefixtures("minilm")
 @pytest.mark.parametrize("device", SERVED)
 def test_the_server_embeds(tmp_path: Path, expected: torch.Tensor, device: str) -> None:
-    """As docs/model-families.md says."""
+    """As docs/serve/model-families.md says."""
     [command] = re.findall(r"^vllm-backplane serve (minilm)$", PAGE, re.MULTILINE)
     [body] = re.findall(r"^curl -s http://127\.0\.0\.1:8000/v1/embeddings .*\n  -d '(.*)'$", PAGE, re.MULTILINE)
     variables, options, least = SERVED[device]

@@ -30,7 +30,7 @@ VARIABLES = {
     "PYTHONPATH": on_path(Path(__file__).parent),
 }
 WORKERS = 2
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "parallel.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "parallel.md").read_text()
 [DIVIDED] = re.findall(r"^vllm-backplane serve \S+ (.*--enable-expert-parallel.*)$", PAGE, re.MULTILINE)
 
 

@@ -1,6 +1,6 @@
-"""A second tier of the KV cache, on disk and in host memory: what is loaded gives the answer that computing gives.
+"""Checks KV offload to disk and to host memory: loaded blocks give the same output as computed ones.
 
-docs/kv-offload.md has the command; the server here is started with the same.
+The server is started with the command of docs/serve/kv-offload.md.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from worker_questions import ASKING
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
-FEATURE = "KV cache: offload to a second tier"
-BOUND, DAMAGED = "KV cache: size bound of a second tier", "KV cache: damaged blocks of a second tier are computed again"
+FEATURE = "KV cache: offload to host memory or disk"
+BOUND, DAMAGED = "KV cache: size bound of KV offload", "KV cache: damaged blocks of KV offload are computed again"
 TOKENS = 8
 LENGTH = 150
-"""Of prompts: nine blocks, and a beginning."""
+"""Tokens of a prompt: nine full blocks and a part of one."""
 FULL_BLOCKS = LENGTH // 16
 KEPT = 32
-"""Blocks, at most."""
+"""Blocks that fit into the capacity."""
 BLOCK = {"cpu": 720 << 10, "sim": 32 << 10}
-"""Bytes, by device: of the default model and of a small one."""
+"""Bytes of a block, by device: of the default model, and of a small one."""
 LOGPROBS = 1e-3
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "kv-offload.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "kv-offload.md").read_text()
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
 
 
@@ -45,7 +45,7 @@ class Case:
 
 
 class Tiered:
-    """A server with the tier in a folder."""
+    """A server with KV offload to a folder."""
 
     def __init__(self, server: Server, folder: Path, capacity: int) -> None:
         self.server, self.folder, self.capacity = server, folder, capacity
@@ -58,7 +58,7 @@ class Tiered:
         return {name: count - before[name] for name, count in self.counts().items() if count != before[name]}
 
     def forget_prefixes(self, **parameters: str) -> None:
-        """In vLLM's own cache."""
+        """Clears vLLM's own prefix cache."""
         assert self.server.http.post("/reset_prefix_cache", params=parameters).status_code == 200
 
     def answer(self, prompt: Sequence[int], **more: Any) -> tuple[list[int], list[float]]:
@@ -66,7 +66,7 @@ class Tiered:
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
     def files(self) -> list[Path]:
-        """Without names: only through the processes that hold them."""
+        """Returns the unnamed files with blocks, through the processes that have them open."""
         found = []
         for process in self.server.descendants():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
@@ -145,7 +145,7 @@ def test_another_salt_finds_nothing(tiered: Tiered, case: Case) -> None:
 
 @pytest.mark.feature(DAMAGED, "{device}")
 def test_damaged_blocks_are_computed_again(tiered: Tiered, case: Case) -> None:
-    """One byte of one block, then all of the file, then a file that is cut off."""
+    """Damages one byte of one block, then all of the file, and then truncates the file."""
     tiered.forget_prefixes()
     tiered.answer(case.prompts[0])
     size = tiered.file.stat().st_size
@@ -156,13 +156,13 @@ def test_damaged_blocks_are_computed_again(tiered: Tiered, case: Case) -> None:
         assert_expected(tiered.answer(case.prompts[0]), case.expected[0])
         change = tiered.change(before)
         assert change["damaged"] == (1 if damage is one_byte else FULL_BLOCKS)
-        assert change["stored"] == change["damaged"], "they are to be kept again"
+        assert change["stored"] == change["damaged"], "recomputed blocks must be stored again"
         tiered.forget_prefixes()
         before = tiered.counts()
         assert_expected(tiered.answer(case.prompts[0]), case.expected[0])
         assert tiered.change(before) == {"loaded": FULL_BLOCKS}
         assert tiered.file.stat().st_size <= size
-    assert "does not hold what was written" in tiered.server.text()
+    assert "fails its checksum" in tiered.server.text()
 
 
 def one_byte(file: Path) -> None:
@@ -185,7 +185,7 @@ def cut_off(file: Path) -> None:
 
 @pytest.mark.feature(BOUND, "{device}")
 def test_no_more_is_kept_than_the_bound(tiered: Tiered, case: Case) -> None:
-    """Twice as many blocks as fit go through; what was used last is there and what was used first is not."""
+    """Computes twice as many blocks as fit. The most recently used ones are stored, and the first ones are not."""
     first, last = case.prompts[1], case.prompts[2]
     tiered.answer(first)
     before, drawn = tiered.counts(), random.Random(3)
@@ -212,7 +212,7 @@ def test_a_reset_of_everything_voids_the_tier(tiered: Tiered, case: Case) -> Non
 
 
 def test_nobody_finds_the_file(tiered: Tiered) -> None:
-    """Prompts can be read off it."""
+    """Prompts could be reconstructed from the file."""
     assert list(tiered.folder.iterdir()) == []
     assert tiered.file.stat().st_mode & 0o077 == 0
 
@@ -221,7 +221,7 @@ def test_nobody_finds_the_file(tiered: Tiered) -> None:
 @pytest.mark.feature(FEATURE, "sim")
 @pytest.mark.parametrize("device", ["sim"], indirect=True)
 def test_in_host_memory_on_two_cards(tiny_llama: Path, case: Case, tmp_path: Path) -> None:
-    """Blocks that are damaged on the second card alone are computed again by both."""
+    """Blocks that are damaged on the second card only are computed again by both."""
     work = {"batch": batch(case.prompts, greedy(TOKENS, logprobs=0))}
     forget = {"forget prefixes": None}
     steps = [work, forget, work, {"ask": "damage_kept_blocks"}, forget, work, forget, work]
@@ -239,4 +239,4 @@ def test_in_host_memory_on_two_cards(tiny_llama: Path, case: Case, tmp_path: Pat
             assert_expected((output["token_ids"], output["logprobs"]), expected)
     cached = [[output["num_cached_tokens"] for output in outputs] for outputs in (computed, loaded, again)]
     assert cached == [[0] * 3, [FULL_BLOCKS * 16] * 3, [FULL_BLOCKS * 16] * 3]
-    assert "does not hold what was written" in (tmp_path / "engine.log").read_text()
+    assert "fails its checksum" in (tmp_path / "engine.log").read_text()

@@ -1,6 +1,6 @@
 """LoRA adapters on the default model, loaded while it is served: the answers are those of the merged model.
 
-docs/lora.md has the commands; the requests here are the same.
+docs/serve/lora.md has the commands; the requests here are the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOGPROBS = 1e-3
 """Tolerance. Adapters are applied in another order of summation than merged weights."""
 LARGE, SMALL = "large", "small"
 LIMITS = {"max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 64}
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "lora.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "lora.md").read_text()
 VARIABLES: dict[str, dict[str, str]] = {
     "cpu": {},
     "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"},

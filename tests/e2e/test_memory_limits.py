@@ -54,7 +54,7 @@ def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathF
     engines = {
         "default": job(tiny_llama, work),
         "named share": job(tiny_llama, work, additional_config=named_share),
-        "asked for": job(tiny_llama, work, kv_cache_memory_bytes=64 << 20, gpu_memory_utilization=0.3),
+        "requested": job(tiny_llama, work, kv_cache_memory_bytes=64 << 20, gpu_memory_utilization=0.3),
         "crowded": job(
             tiny_llama,
             batch(CROWD, greedy(LENGTH)),
@@ -71,7 +71,7 @@ def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathF
     results, log = try_engines(tmp_path_factory.mktemp("memory"), list(engines.values()))
     texts = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
     for name, result in zip(engines, results, strict=True):
-        if name in ("default", "named share", "asked for", "crowded"):
+        if name in ("default", "named share", "requested", "crowded"):
             assert "error" not in result, f"{name}: {result['error']}"
             insist_on_backplane(result)
         else:
@@ -112,7 +112,7 @@ def test_the_kv_cache_is_within_the_allowance(attempts: dict[str, Attempt], name
     assert tokens * BYTES_PER_TOKEN >= (granted - ROUNDING) * GIB - 16 * BYTES_PER_TOKEN, "what was granted is used"
 
 
-@pytest.mark.parametrize(("name", "named"), [("named share", 0.25), ("asked for", 0.3)], ids=["option", "vLLM's own"])
+@pytest.mark.parametrize(("name", "named"), [("named share", 0.25), ("requested", 0.3)], ids=["option", "vLLM's own"])
 def test_a_named_share_is_obeyed(attempts: dict[str, Attempt], name: str, named: float) -> None:
     _, free, share, allowed = start_line(attempts[name].log)
     assert share == named
@@ -120,7 +120,7 @@ def test_a_named_share_is_obeyed(attempts: dict[str, Attempt], name: str, named:
 
 
 def test_a_named_size_is_obeyed(attempts: dict[str, Attempt]) -> None:
-    (tokens,) = numbers(r"KV cache size: ([\d,]+) tokens", attempts["asked for"].log)
+    (tokens,) = numbers(r"KV cache size: ([\d,]+) tokens", attempts["requested"].log)
     assert tokens == (64 << 20) // BYTES_PER_TOKEN
 
 
@@ -137,7 +137,7 @@ def test_more_sequences_than_the_cache_holds_wait_their_turn(attempts: dict[str,
     ("name", "option"), [("too much", "kv-cache-memory-bytes"), ("too many blocks", "num-gpu-blocks-override")]
 )
 def test_more_than_there_is_is_refused(attempts: dict[str, Attempt], name: str, option: str) -> None:
-    error = rf"a KV cache of ([\d.]+) GiB was asked for, and ([\d.]+) GiB of ([\d.]+) GiB is free .*lower --{option}"
+    error = rf"a KV cache of ([\d.]+) GiB was requested, and ([\d.]+) GiB of ([\d.]+) GiB is free .*lower --{option}"
     asked, free, total = numbers(error, attempts[name].log)
     assert asked == pytest.approx(TEN_TERABYTES / GIB, abs=ROUNDING)
     assert 0 < free < total <= psutil.virtual_memory().total / GIB + ROUNDING
@@ -168,4 +168,4 @@ def test_the_server_ends_with_the_error(tiny_llama: Path, tmp_path: Path) -> Non
     with Child(command, tmp_path / "server.log", warm=True) as child:
         assert child.wait(300) != 0
         assert not child.wait_for_nothing_left(60)
-        assert "a KV cache of 9313.23 GiB was asked for" in child.text()
+        assert "a KV cache of 9313.23 GiB was requested" in child.text()

@@ -25,7 +25,7 @@ TOKENS = 24
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000]]
 LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
 LLAMA, EVERY_TYPE = "Llama", "GGUF, every type"
-SCHEMES = ("GPTQ, 4 bits, by activation", "W8A8, experts", "AWQ, 8 bits", "W4A16, experts", "W8A16, experts")
+SCHEMES = ("GPTQ, 4 bits, activation order", "W8A8, experts", "AWQ, 8 bits", "W4A16, experts", "W8A16, experts")
 """Of layers that gather their input, of experts, and of each way in which codes and zero points are stored."""
 
 

@@ -103,7 +103,7 @@ def tokens(run: Run) -> list[list[int]]:
 def test_a_clean_run_has_the_same_tokens(runs: dict[str, Run], tiny_llama: Path, name: str) -> None:
     reference.insist_on_no_tie(tiny_llama, IDS, TOKENS)
     assert tokens(runs[name]) == tokens(runs["off"])
-    assert re.search(r"Numeric guard: looks at what goes into and comes out of \d\d modules", runs[name].log)
+    assert re.search(r"Numeric guard: checks the inputs and outputs of \d\d modules", runs[name].log)
     assert "Numeric guard: copies between the host and device sim are checked" in runs[name].log
     assert "NumericFault" not in runs[name].log
 

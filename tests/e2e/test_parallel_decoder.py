@@ -1,4 +1,4 @@
-"""An architecture from another package (docs/out-of-tree-models.md): installed, served, equal to plain PyTorch."""
+"""Serves an architecture from another package (docs/serve/out-of-tree-models.md) and compares it with plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The patch _set_default_chunked_prefill_and_prefix_caching_args, in a running engine: what Python asks for is done,
-or refused as on a command line."""
+"""Tests the patch _set_default_chunked_prefill_and_prefix_caching_args in a running engine: arguments from Python are
+applied, or refused as on a command line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def test_an_engine_runs_with_it(tiny_llama: Path, tmp_path: Path) -> None:
     JambaConfig(
         architectures=["JambaForCausalLM"], num_hidden_layers=2, hidden_size=64, num_attention_heads=2
     ).save_pretrained(hybrid)
-    asked = [
+    jobs = [
         job(hybrid, skip_tokenizer_init=True, enable_prefix_caching=True),
         job(tiny_llama, batch([[77, 78, 79]], greedy(4)), async_scheduling=True),
     ]
-    (refused, done), log = try_engines(tmp_path, asked)
-    assert "JambaForCausalLM carries a state" in refused["error"]
+    (refused, done), log = try_engines(tmp_path, jobs)
+    assert "JambaForCausalLM carries a recurrent state" in refused["error"]
     assert "remove --enable-prefix-caching" in refused["error"]
     assert "error" not in done, done["error"]
     insist_on_backplane(done)
     assert done["async_scheduling"] is True
     assert len(done["batches"][0][0]["token_ids"]) == 4
-    told = log.read_text()
-    assert "_set_default_chunked_prefill_and_prefix_caching_args applied" in told
-    assert "Scheduling is asynchronous, as asked for" in told
+    logged = log.read_text()
+    assert "_set_default_chunked_prefill_and_prefix_caching_args applied" in logged
+    assert "Scheduling is asynchronous, as requested" in logged

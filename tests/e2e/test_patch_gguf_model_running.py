@@ -1,5 +1,5 @@
-"""The patch maybe_override_with_speculators, in a running engine: the path of a GGUF file is a model, and the type of
-its matrices that of the engine."""
+"""Tests the patch maybe_override_with_speculators in a running engine: the path of a GGUF file is a model, and the
+engine gets the dtype of its matrices."""
 
 from __future__ import annotations
 

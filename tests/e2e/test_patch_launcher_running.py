@@ -1,4 +1,4 @@
-"""The patch serve_http, in a running server."""
+"""Tests the patch serve_http in a running server."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def test_a_killed_engine_ends_the_server(start: Starter) -> None:
     server.descendants()
     engine.send_signal(signal.SIGKILL)
     status = ends_by_itself(server)
-    assert status != 0, "whoever supervises the server is told that all was well"
+    assert status != 0, "a supervisor of the server would see success"
     log = server.text().lower()
-    assert re.search(r"engine ?core.* (died|exited unexpectedly)", log), "the log does not say that it died"
-    assert "the server ends because its engine died" in log, "another error ended it"
+    assert re.search(r"engine ?core.* (died|exited unexpectedly)", log), "the log does not report that it died"
+    assert "the server exits because its engine died" in log, "another error ended it"
     request.must_have_failed()
 
 

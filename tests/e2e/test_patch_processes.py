@@ -1,6 +1,6 @@
-"""Patches reach the main process, the engine's and the worker's, however vLLM starts them.
+"""Tests that patches reach the main process, the engine core and the workers, for each way in which vLLM starts them.
 
-A distribution on the path announces three patches that each write down where they ran.
+A distribution on the path announces three patches, and each records the process in which it ran.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TARGETS = {
 
 USED = "vllm.model_executor.models.llama:LlamaForCausalLM.compute_logits"
 UNUSED = "vllm.model_executor.models.gemma3:Gemma3ForCausalLM.compute_logits"
-"""Patches of one model each. The second's file cannot even be loaded."""
+"""Targets of patches of one model each. The file of the second patch cannot be loaded."""
 
 PATCH = """
 import json, multiprocessing, os
@@ -39,7 +39,7 @@ from vllm_patchbay.patch import Patch, Process
     process=Process.{process},
     versions=">=0.30,<0.33",
     why="a test",
-    how="writes down the process it runs in",
+    how="records the process it runs in",
     upstream="none: a test",
     remove_when="never",
     fingerprints={{"0.32.0": "{fingerprint}"}},
@@ -76,7 +76,7 @@ def distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _write(package, index, target, process)
     _write(folder / "noted_patches" / "worker", index, USED, "used", on_import=True)
     unused = _write(folder / "noted_patches" / "worker", index, UNUSED, "unused", on_import=True)
-    unused.write_text(unused.read_text() + "raise RuntimeError('loaded although nobody uses the model')\n")
+    unused.write_text(unused.read_text() + "raise RuntimeError('loaded although the model is not used')\n")
     (folder / "noted_patches" / "__init__.py").touch()
     metadata = folder / "noted_patches-1.0.dist-info"
     metadata.mkdir()
@@ -94,11 +94,11 @@ def _variables(distribution: Path, notes: Path, method: str) -> dict[str, str | 
 
 
 STARTED_BY = {"fork": "ForkProcess", "spawn": "SpawnProcess"}
-"""What Python calls a child process, by the method it was started with."""
+"""Name of Python's class of child processes, by start method."""
 
 
 def _ran_in(notes: Path) -> tuple[dict[str, set[int]], dict[str, set[str]]]:
-    """Process ids, and kinds of processes, by patch."""
+    """Returns the process ids and the kinds of processes, by patch."""
     pids: dict[str, set[int]] = {}
     kinds: dict[str, set[str]] = {}
     for line in notes.read_text().splitlines():
@@ -110,8 +110,8 @@ def _ran_in(notes: Path) -> tuple[dict[str, set[int]], dict[str, set[str]]]:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
-    """An engine whose two workers have processes of their own; before it, under fork, one whose worker is in its own
-    process (under spawn: test_online)."""
+    """Starts an engine whose two workers have processes of their own. Under fork, it first starts one whose worker is
+    in its own process; test_online does that under spawn."""
     notes = tmp_path / "notes"
     work = batch([[1, 2, 3]], greedy(2))
     jobs = [job(tiny_llama, work)] if method == "fork" else []
@@ -128,14 +128,14 @@ def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pa
     assert not where["worker"] & where["platform"]
     assert where["used"] == where["worker"]
     assert kinds["engine"] == kinds["worker"] == {STARTED_BY[method]}
-    told = log.read_text()
-    assert re.search(r"Patches of vLLM: .*noted_platform applied, noted_engine applied\b", told)
-    assert "Patch noted_worker applied to" in told
+    logged = log.read_text()
+    assert re.search(r"Patches of vLLM: .*noted_platform applied, noted_engine applied\b", logged)
+    assert "Patch noted_worker applied to" in logged
 
 
 @pytest.fixture(scope="module")
 def drifted(distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, but the engine's patch was written for another source of its target."""
+    """Returns the same distribution, but the engine's patch was written for another source of its target."""
     copy = tmp_path_factory.mktemp("drifted")
     shutil.copytree(distribution, copy, dirs_exist_ok=True)
     patch = copy / "noted_patches" / "engine" / "patch_core.py"
@@ -147,7 +147,7 @@ def drifted(distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
-    """Under spawn; and one patch has drifted, with leave to be applied all the same."""
+    """Starts a server under spawn, with one patch that has drifted and is applied nevertheless."""
     notes = tmp_path / "notes"
     variables = {**_variables(drifted, notes, "spawn"), "BACKPLANE_PATCH_DRIFT": "warn"}
     arguments = [
@@ -162,13 +162,13 @@ def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
     with Server(tmp_path, *arguments, variables=variables, warm=False) as server:
         answer = server.client().completions.create(model=str(tiny_llama), prompt=[1, 2, 3], max_tokens=2)
         assert answer.usage is not None
-        told = server.text()
+        logged = server.text()
     where, kinds = _ran_in(notes)
     assert set(where) == {"platform", "engine", "worker", "used"}
     assert where["worker"] == where["engine"]
     assert not where["engine"] & where["platform"]
     assert kinds["engine"] == {"SpawnProcess"}
-    assert DRIFTED in told
+    assert DRIFTED in logged
 
 
 DRIFTED = "noted_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was"
@@ -187,9 +187,9 @@ def test_a_drifted_patch_stops_the_start_with_a_diff(drifted: Path, tiny_llama: 
     variables: dict[str, str | None] = {"PYTHONPATH": on_path(drifted), "PATCH_NOTES": str(notes)}
     with Child([sys.executable, "start.py"], tmp_path / "log", variables) as child:
         assert child.wait(120) != 0
-        told = child.text()
-    assert DRIFTED in told
-    assert "BACKPLANE_PATCH_DRIFT=warn" in told
-    assert "- (1 lines that were here changed or went)" in told
-    assert re.search(r"^.*  \+ .*self\.scheduler\.has_requests\(\)", told, re.MULTILINE)
+        logged = child.text()
+    assert DRIFTED in logged
+    assert "BACKPLANE_PATCH_DRIFT=warn" in logged
+    assert "- (1 line removed or changed)" in logged
+    assert re.search(r"^.*  \+ .*self\.scheduler\.has_requests\(\)", logged, re.MULTILINE)
     assert not notes.exists()

@@ -1,4 +1,4 @@
-"""What `patches new` writes, as it is: the end-to-end test passes in a real engine, and fails without the patch."""
+"""Tests that the end-to-end test of ``vllm-patchbay new`` passes in a real engine, and fails without the patch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_backplane.cli import main
+from vllm_patchbay.cli import main
 
-pytestmark = [pytest.mark.server, pytest.mark.models]
+pytestmark = pytest.mark.server
 
-EXPLAINED = ("--why", "a reason", "--how", "a way", "--upstream", "none: a test", "--remove-when", "never.")
+TEXTS = ("--why", "a reason", "--how", "a way", "--upstream", "none: a test", "--remove-when", "never.")
 
 
 def _pytest(folder: Path, test: Path) -> subprocess.CompletedProcess[str]:
@@ -22,13 +22,14 @@ def _pytest(folder: Path, test: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
 
 
-def test_the_end_to_end_test_of_a_new_patch(tmp_path: Path, smollm2: Path) -> None:
+def test_the_end_to_end_test_of_a_new_patch(tmp_path: Path) -> None:
     target = "vllm.v1.engine.core:EngineCore.step"
     where = ("--process", "engine", "--root", str(tmp_path), "--package", "fresh.patches")
-    assert main(["patches", "new", target, *where, *EXPLAINED]) == 0
+    assert main(["new", target, *where, *TEXTS]) == 0
     test = tmp_path / "tests" / "e2e" / "test_patch_core_running.py"
     done = _pytest(tmp_path, test)
-    assert "1 failed" in done.stdout, done.stdout  # nobody has announced the package yet
+    assert "1 failed" in done.stdout, done.stdout  # no distribution announces the package yet
+    assert "step applied" in done.stdout, done.stdout  # the assertion that failed
     metadata = tmp_path / "fresh-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fresh\nVersion: 1.0\n")

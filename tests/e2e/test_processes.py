@@ -23,7 +23,7 @@ def test_a_killed_worker_ends_the_server(start: Starter, busy: bool) -> None:
     assert status != 0, "whoever supervises the server is told that all was well"
     log = server.text().lower()
     assert re.search(r"worker.* died", log), "the log does not say that a worker died"
-    assert "the server ends because its engine died" in log, "another error ended it"
+    assert "the server exits because its engine died" in log, "another error ended it"
     if request is not None:
         request.must_have_failed()
 

@@ -1,6 +1,6 @@
 """A server writes a trace between two calls: ranges of steps, layers and operators, inside of each other.
 
-docs/profiling.md has the commands, and the requests here are the same.
+docs/serve/profiling.md has the commands, and the requests here are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from server import LIMITS, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "profiling.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "profiling.md").read_text()
 LAYERS = {"cpu": 30, "sim": 4}
 TOKENS = 4
 VARIABLES = {

@@ -47,7 +47,7 @@ MIXTURE_IDS = ([3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for pla
 CHECKPOINT = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
 LIMITS = {"max_model_len": 512, "max_num_batched_tokens": 512}
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
-PAGE = Path(__file__).resolve().parents[2] / "docs/quantization.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/serve/quantization.md"
 [EXAMPLE] = re.findall(r"^vllm-backplane serve (.*--quantization (\w+).*)$", PAGE.read_text(), re.MULTILINE)
 """Arguments, and the format."""
 
@@ -132,7 +132,7 @@ def of_decoded_weights(folder: Path, name: str, text: tuple[int, ...]) -> list[f
     return reference.prompt_logprobs(quantized_reference.load(folder, ONLINE[name], HEAD), text)
 
 
-@pytest.mark.feature("Format: quantized while loaded: {name}", "cpu")
+@pytest.mark.feature("Format: online quantization: {name}", "cpu")
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_default_model_is_near_its_decoded_weights(
     results: dict[str, Result], smollm2: Path, text: list[int], name: str
@@ -141,7 +141,7 @@ def test_the_default_model_is_near_its_decoded_weights(
     assert_near(ours, of_decoded_weights(smollm2, name, tuple(text)), "thirty layers")
 
 
-@pytest.mark.feature("Format: quantized while loaded: int4, over HTTP", "{device}")
+@pytest.mark.feature("Format: online quantization: int4, over HTTP", "{device}")
 @pytest.mark.parametrize(("device", "variables"), [("cpu", {}), ("sim", SIM)], ids=["cpu", "sim"])
 def test_the_command_of_the_page(
     device: str, variables: dict[str, str], smollm2: Path, text: list[int], tmp_path: Path
@@ -175,7 +175,7 @@ def test_a_small_model_is_nearer(results: dict[str, Result], tiny_llama: Path) -
         assert sum(differences) / len(differences) > 2 * TOLERANCES["four layers"][0]
 
 
-@pytest.mark.feature("Format: quantized while loaded: {name}", "sim")
+@pytest.mark.feature("Format: online quantization: {name}", "sim")
 @pytest.mark.parametrize("name", FORMATS)
 def test_another_device_quantizes(on_sim: dict[str, Result], tiny_llama: Path, name: str) -> None:
     assert on_sim[name]["device"] == "bpnpu"
@@ -184,14 +184,14 @@ def test_another_device_quantizes(on_sim: dict[str, Result], tiny_llama: Path, n
         assert_near(output["prompt_logprobs"], reference.prompt_logprobs(decoded, ids), "four layers")
 
 
-@pytest.mark.feature("Format: quantized while loaded: {name}, experts", "cpu")
+@pytest.mark.feature("Format: online quantization: {name}, experts", "cpu")
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts_are_near_their_decoded_weights(results: dict[str, Result], mixture: Path, name: str) -> None:
     """With 4 bits on two workers: each has a part of every expert."""
     assert_mixture_near(results[f"experts, {name}"], mixture, name)
 
 
-@pytest.mark.feature("Format: quantized while loaded: {name}, experts", "sim")
+@pytest.mark.feature("Format: online quantization: {name}, experts", "sim")
 @pytest.mark.parametrize("name", FORMATS)
 def test_another_device_quantizes_experts(on_sim: dict[str, Result], mixture: Path, name: str) -> None:
     assert_mixture_near(on_sim[f"experts, {name}"], mixture, name)

@@ -57,7 +57,7 @@ SCHEMES = {
     "GPTQ, 4 bits": Scheme(made.GPTQ, _plain, {}),
     # Columns are quantized by activation, into groups that were there before: g_idx has the plain order.
     "GPTQ, 4 bits, static groups": Scheme({**made.GPTQ, "desc_act": True, "static_groups": True}, _plain, {}),
-    "GPTQ, 4 bits, by activation": Scheme({**made.GPTQ, "desc_act": True}, _by_activation, {}),
+    "GPTQ, 4 bits, activation order": Scheme({**made.GPTQ, "desc_act": True}, _by_activation, {}),
     "GPTQ, 8 bits, zero points, experts": Scheme(
         {**made.GPTQ, "bits": 8, "sym": False, "group_size": 64, "dynamic": {"-:.*mlp.gate$": {}}},
         lambda i, o, s: made.gptq(i, o, 8, 64, seed=s, symmetric=False),
@@ -105,8 +105,8 @@ MIXTURE = {
     "norm_topk_prob": True,
 }
 """Each token goes to all experts: where two are nearly equally likely, rounding would choose the other one."""
-BY_ACTIVATION = "GPTQ, 4 bits, by activation"
-PAGE = Path(__file__).resolve().parents[2] / "docs/checkpoints.md"
+BY_ACTIVATION = "GPTQ, 4 bits, activation order"
+PAGE = Path(__file__).resolve().parents[2] / "docs/serve/checkpoints.md"
 [EXAMPLE] = re.findall(r"^vllm serve (.*gptq.*)$", PAGE.read_text(), re.MULTILINE)
 
 

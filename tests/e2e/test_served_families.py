@@ -1,6 +1,7 @@
 """Families with routes of their own, and a decoder of each further kind, over HTTP: what transformers compute.
 
-docs/model-families.md has the commands and the requests; those here are the same, with tiny models of random weights.
+docs/serve/model-families.md has the commands and the requests; those here are the same, with tiny models of random
+weights.
 Two servers at a time are started, asked and ended.
 """
 
@@ -28,7 +29,7 @@ from test_architectures import answers as of_decoder
 
 pytestmark = pytest.mark.server
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "model-families.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "model-families.md").read_text()
 OPTIONS = dict(re.findall(r"^vllm-backplane serve /path/to/(\S+)(.*)$", PAGE, re.MULTILINE))
 """Of the page's commands, by model."""
 LIMITS = ("--max-num-seqs", "4", "--dtype", "float32", "--max-num-batched-tokens")

@@ -180,7 +180,7 @@ def test_completions_stream(client: openai.OpenAI) -> None:
     assert len(pieces) > 4
 
 
-@pytest.mark.feature("Serving: log-probabilities of the answer", "cpu")
+@pytest.mark.feature("Serving: log-probabilities of the output", "cpu")
 def test_chat_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL,

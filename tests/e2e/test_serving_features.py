@@ -1,4 +1,4 @@
-"""What vLLM's server offers beyond plain completions, on each device, from the command and requests of docs/serving.md.
+"""Tests vLLM's API features on each device, with the command and requests of docs/serve/api-features.md.
 
 One server for each device, on the default model in full precision. Answers are held against transformers where there
 is something to hold them against.
@@ -30,7 +30,7 @@ TOKENS = 10
 TEXTS = (prompts.SHORT[0], prompts.SHORT[4])
 CHUNK = 128
 """Most tokens of a step."""
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "api-features.md").read_text()
 ENVIRONMENT = {
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "2GiB",

@@ -1,4 +1,4 @@
-"""Two replicas of a model on one host, with one copy of its weights in memory: docs/shared-weights.md."""
+"""Checks that two replicas on one host keep one copy of the weights in memory: docs/serve/shared-weights.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 
 TOKENS = 12
 PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 5000 + 5 for place in range(40)], [7, 300, 21, 90, 44]]
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "shared-weights.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "shared-weights.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     [documented] = re.findall(r"^vllm-backplane serve \S+ (.*)$", PAGE, re.MULTILINE)
     given = (str(smollm2), "--served-model-name", "tiny", *LIMITS, *documented.split(), "--api-server-count", "1")
     variables = {"BACKPLANE_MEMORY_SHARE": "0.2", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    # Servers of other tests, of this model and on this host, would be found where this one looks for others. The folder
-    # has a short name because sockets are in it.
+    # A folder for temporary files of its own, so that servers of other tests with the same model are not in the
+    # registry. Its name is short because it also holds sockets.
     with (
         tempfile.TemporaryDirectory() as own,
         Server(tmp_path_factory.mktemp("server"), *given, variables={**variables, "TMPDIR": own}) as server,
@@ -38,7 +38,7 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @dataclass(frozen=True)
 class Mapped:
-    """Bytes of the shared weights in one process: in its memory, and its part of them."""
+    """Bytes of the shared weights in one process: resident, and its proportional share."""
 
     resident: int
     proportional: int
@@ -69,20 +69,20 @@ def test_two_replicas_have_the_weights_once(server: Server, smollm2: Path) -> No
     weights = (smollm2 / "model.safetensors").stat().st_size
     workers = [found for process in server.descendants() if (found := mapped(process)).resident]
     assert len(workers) == 2
-    # The first reads few rows of its embedding, which is nearly half of this model; the other compared all of it.
+    # The first worker reads few rows of its embedding, which is nearly half of this model; the other has compared all.
     smaller, larger = sorted(one.resident for one in workers)
     assert larger > 0.95 * weights and smaller > 0.4 * weights
     assert sum(one.proportional for one in workers) < 1.1 * weights
 
 
 def test_no_copy_is_left(server: Server) -> None:
-    told = re.findall(
+    logged = re.findall(
         r"Weights: (\S+) MiB mapped from other workers, (\S+) MiB placed for others to map, (\S+) MiB of this",
         server.text(),
     )
-    found, placed, own = zip(*(map(float, line) for line in told), strict=True)
-    assert len(told) == 2
+    found, placed, own = zip(*(map(float, line) for line in logged), strict=True)
+    assert len(logged) == 2
     assert sorted(found)[0] == sorted(placed)[0] == 0
     assert max(found) == max(placed) > 40
     assert max(own) < 1
-    assert "of weights are in this worker's own memory as well" not in server.text()
+    assert "of weights are in this worker's private memory too" not in server.text()

@@ -81,7 +81,7 @@ def test_the_prefix_was_reused(results: dict[str, list[Result]]) -> None:
     assert results["sim"][0]["batches"][1][0]["num_cached_tokens"] > 256
 
 
-@pytest.mark.feature("Serving: log-probabilities of the answer", "sim")
+@pytest.mark.feature("Serving: log-probabilities of the output", "sim")
 def test_probabilities_equal_the_cpu_devices(results: dict[str, list[Result]]) -> None:
     ours, theirs = (results[device][1]["batches"][0] for device in ("sim", "cpu"))
     for mine, other in zip(ours, theirs, strict=True):

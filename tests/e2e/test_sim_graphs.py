@@ -21,11 +21,11 @@ LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_byte
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "all steps": (
         {"compilation_config": {"cudagraph_mode": "FULL"}},
-        "decode steps alone are replayed: use -cc.cudagraph_mode=full_decode_only",
+        "only decode steps are captured; use -cc.cudagraph_mode=full_decode_only",
     ),
     "collectives": (
         {"compilation_config": DECODE, "tensor_parallel_size": 2},
-        "they cannot contain the collectives of several workers",
+        "cannot contain the collectives of several workers",
     ),
     "numeric guard": (
         {"compilation_config": DECODE, "additional_config": {"backplane": {"numeric_guard": "layers"}}},

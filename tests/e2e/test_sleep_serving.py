@@ -1,6 +1,6 @@
 """A server sleeps and wakes: memory goes back, requests are told so meanwhile, and the tokens stay.
 
-docs/sleep.md has the commands, and the requests here are the same. Several workers: test_parallel.py and
+docs/serve/sleep.md has the commands, and the requests here are the same. Several workers: test_parallel.py and
 test_sim_two_cards.py.
 """
 
@@ -21,7 +21,7 @@ from server import LIMITS, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sleep.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "sleep.md").read_text()
 PROMPT = list(range(1000, 1040))
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
 CACHE = 64 << 20
@@ -82,12 +82,12 @@ def resident(server: Server) -> int:
 
 def given_back(server: Server) -> float:
     """GiB, by the last worker that said so."""
-    return float(re.findall(r"Asleep: ([\d.]+) GiB given back", server.text())[-1])
+    return float(re.findall(r"Asleep: ([\d.]+) GiB released", server.text())[-1])
 
 
 @pytest.mark.feature("Sleep: /sleep and /wake_up", "{device}")
 @pytest.mark.feature("Sleep: level 1", "{device}")
-@pytest.mark.feature("Sleep: a request while asleep gets a clear answer", "{device}")
+@pytest.mark.feature("Sleep: a request while asleep gets status 503", "{device}")
 def test_level_1(served: Served, device: str) -> None:
     server = served.server
     before = answer(server)
@@ -150,7 +150,7 @@ def test_a_sleep_that_fails_is_told_and_serving_goes_on(served: Served, device: 
     shutil.rmtree(served.folder)
     failed = post(served.server, "/sleep")
     assert failed.status_code == 500
-    assert "is no folder" in failed.json()["error"]["message"]
+    assert "is not a folder" in failed.json()["error"]["message"]
     assert "BACKPLANE_CPU_SLEEP_FOLDER" in failed.json()["error"]["message"]
     assert answer(served.server) == before
     served.folder.mkdir()

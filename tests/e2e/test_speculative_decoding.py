@@ -29,7 +29,7 @@ from tests.statistics_of_draws import UNLIKELY, p_value
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/speculative-decoding.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/serve/speculative-decoding.md"
 TOKENS, LONGER = 40, 4
 REPEATS = [5, 6, 7] * 8
 PROMPTS = [[7, 30, 21, 9, 44], list(range(3, 43)), [40, 41], REPEATS, list(range(47, 7, -3))]
@@ -54,7 +54,7 @@ METHODS = {"ngram": "ngram", "suffix": "suffix", "draft": "draft model", "eagle3
 """And what docs/features.toml calls them."""
 WHERE_INSTALLED = pytest.mark.skipif(
     find_spec("arctic_inference") is None,
-    reason="the package arctic-inference is not installed; docs/speculative-decoding.md says how",
+    reason="the package arctic-inference is not installed; docs/serve/speculative-decoding.md says how",
 )
 DRAFTS = 3
 DRAWS, KEPT, WARMTH = 1200, 3, 1.3

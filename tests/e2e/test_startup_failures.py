@@ -62,8 +62,8 @@ CASES = {
     ),
     "vLLM told to ignore plugins, our command": Case(("unset VLLM_TARGET_DEVICE",), {"VLLM_TARGET_DEVICE": "cpu"}),
     "plugins switched off, our command": Case(("unset VLLM_PLUGINS",), {"VLLM_PLUGINS": ""}),
-    "unknown device": Case(("nonsense", "Offered:", "cpu"), {"BACKPLANE_DEVICE": "nonsense"}),
-    "unknown device, vllm serve": Case(("nonsense", "Offered:", "cpu"), {"BACKPLANE_DEVICE": "nonsense"}, plain=True),
+    "unknown device": Case(("nonsense", "Installed:", "cpu"), {"BACKPLANE_DEVICE": "nonsense"}),
+    "unknown device, vllm serve": Case(("nonsense", "Installed:", "cpu"), {"BACKPLANE_DEVICE": "nonsense"}, plain=True),
     "device that cannot load": Case((FAULT,), BROKEN, vendor={"method": "load", "top": ""}),
     "device that cannot load, vllm serve": Case((FAULT,), BROKEN, plain=True, vendor={"method": "load", "top": ""}),
     "device whose kernels cannot load": Case((FAULT,), BROKEN, vendor={"method": "load_kernels", "top": ""}),
@@ -87,7 +87,7 @@ CASES = {
     ),
 }
 
-STATES = "guesses beside a state that cannot be taken back"
+STATES = "draft tokens with a recurrent state that cannot be rolled back"
 FP8, MXFP4 = "weights in fp8", "weights in mxfp4"
 CONFIGURED: dict[str, PretrainedConfig] = {
     STATES: MambaConfig(architectures=["MambaForCausalLM"], num_hidden_layers=1, hidden_size=64),
@@ -108,7 +108,7 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "skip_tokenizer_init": True,
             "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
         },
-        ("MambaForCausalLM carries a state", "remove --speculative-config"),
+        ("MambaForCausalLM carries a recurrent state", "remove --speculative-config"),
     ),
     FP8: ({"skip_tokenizer_init": True}, ("quantization fp8 (of the checkpoint", "choose a checkpoint of: GPTQ")),
     MXFP4: ({"skip_tokenizer_init": True}, ("mxfp4 (of the checkpoint", "choose a checkpoint of: GPTQ")),
@@ -134,18 +134,18 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "two shares of the memory": (
         {"gpu_memory_utilization": 0.3, "additional_config": {"backplane": {"memory_share": 0.4}}},
-        ("option memory_share says 0.4 and --gpu-memory-utilization says 0.3: remove one",),
+        ("option memory_share is 0.4 and --gpu-memory-utilization is 0.3; remove one",),
     ),
     "folder of what sleeps": (
         {"enable_sleep_mode": True, "additional_config": {"backplane": {"cpu": {"sleep_folder": "/nowhere"}}}},
-        ("/nowhere is no folder", "name a folder on a disk"),
+        ("/nowhere is not a folder", "give a folder on a disk"),
     ),
     "dual-batch overlap": ({"enable_dbo": True}, ("remove --enable-dbo",)),
     "type of the KV cache": ({"kv_cache_dtype": "nvfp4"}, ("as 'nvfp4'; choose --kv-cache-dtype among: auto, ",)),
-    "compilation": ({"compilation_config": {"mode": 3}}, ("device 'cpu' runs eagerly", "-cc.mode=none")),
+    "compilation": ({"compilation_config": {"mode": 3}}, ("device 'cpu' runs models eagerly", "-cc.mode=none")),
     "graphs of another kind": (
         {"compilation_config": {"cudagraph_mode": "FULL"}},
-        ("cudagraph_mode FULL was asked for", "use -cc.cudagraph_mode=full_decode_only"),
+        ("cudagraph_mode FULL is not supported", "use -cc.cudagraph_mode=full_decode_only"),
     ),
 }
 """What is given to an engine, and what it says. A server is given the same by its command line ("unknown option")."""

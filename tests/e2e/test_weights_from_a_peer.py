@@ -1,7 +1,7 @@
-"""A server without a checkpoint gets its weights from another one that runs: docs/weights-from-a-peer.md.
+"""Checks that a server without a checkpoint loads its weights from a running server: docs/serve/weights-from-a-peer.md.
 
-On cpu it is the default model. On sim it has latents and experts, of whose weights other tensors are made once they are
-loaded.
+On cpu the model is the default one. On sim it has latent attention and experts, whose weights become other tensors
+after loading.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 FEATURE = "Weights: from a running instance"
 TOKENS = 12
 PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)], [7, 300, 21, 90, 44]]
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "weights-from-a-peer.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "weights-from-a-peer.md").read_text()
 OTHER_LIMITS = ("--max-model-len", "192", "--max-num-seqs", "3", "--max-num-batched-tokens", "48", "--dtype", "float32")
-"""Of the new server: options that do not touch weights need not be the same."""
+"""Options of the new server. Options that do not affect weights may differ."""
 NAMED = ("--served-model-name", "tiny", "--skip-tokenizer-init")
 DEVICES = {
     "cpu": {"BACKPLANE_MEMORY_SHARE": "0.2"},
@@ -64,13 +64,13 @@ def model(device: str, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def documented(option: str) -> dict[str, Any]:
-    """What the page gives for an option."""
+    """Returns the value of an option in the commands of the page."""
     [text] = re.findall(rf"^vllm-backplane serve .*{option} '(.*)'$", PAGE, re.MULTILINE)
     return dict(json.loads(text))
 
 
 class Source:
-    """The server that runs, and the way to it."""
+    """The running server, and the relay to it."""
 
     def __init__(self, folder: Path, log: Path, device: str) -> None:
         listen, given = free_address(), documented("--additional-config")
@@ -97,16 +97,18 @@ def arguments(source: Source, folder: Path, **extra: Any) -> tuple[str, ...]:
 
 @pytest.mark.feature(FEATURE, "{device}")
 def test_a_server_without_a_checkpoint(source: Source, device: str, model: Model, tmp_path: Path) -> None:
-    """The connection breaks off in the middle, once."""
+    """The connection breaks off once, in the middle."""
     source.relay.faults = {1: Fault(after=model.size // 2)}
-    given = arguments(source, model.without_weights, timeout=60)  # only what breaks off is asked for again
+    given = arguments(
+        source, model.without_weights, timeout=60
+    )  # long, so that only the broken connection causes a retry
     with Server(tmp_path, *given, variables=DEVICES[device]) as server:
         for prompt, one in zip(PROMPTS, model.expected, strict=True):
             assert server.complete(prompt, TOKENS)["token_ids"] == one.token_ids
             assert source.server.complete(prompt, TOKENS)["token_ids"] == one.token_ids
         log = server.text()
     assert source.relay.connections == 3
-    assert re.search(r"; it is asked again in 0\.5 s, from tensor [1-9]", log)
+    assert re.search(r"; retrying in 0\.5 s, from tensor [1-9]", log)
     received = re.search(r"Weights: (\S+) MiB in \d+ tensors received from " + str(source.relay.address), log)
     assert received is not None
     assert float(received[1]) * 2**20 > 0.95 * model.size
@@ -114,11 +116,11 @@ def test_a_server_without_a_checkpoint(source: Source, device: str, model: Model
 
 @pytest.mark.feature(FEATURE, "{device}")
 def test_the_running_server_is_killed_in_the_middle(source: Source, device: str, model: Model, tmp_path: Path) -> None:
-    """The last test of a source."""
+    """Must be the last test that uses the source."""
     source.relay.faults = {source.relay.connections + 1: Fault(after=model.size // 2, then=source.server.kill)}
     command = [COMMAND, "serve", *arguments(source, model.without_weights, attempts=2), "--port", str(free_port())]
     with Child(command, tmp_path / "server.log", DEVICES[device], warm=True) as child:
         assert child.wait(400) != 0
-        told = child.text()
-    assert f"the weights could not be had from {source.relay.address}" in told
-    assert "2 attempts" in told and "or load from the checkpoint by removing --load-format" in told
+        log = child.text()
+    assert f"the weights could not be fetched from {source.relay.address}" in log
+    assert "2 attempts" in log and "or load from the checkpoint by removing --load-format" in log

@@ -325,7 +325,7 @@ def damage_kept_blocks(worker: Any) -> int:
         return 0
     tier = connector_of_worker()
     assert tier is not None
-    rows = tier.carrier.store._slots._rows
+    rows = tier.connector_worker.store._slots._rows
     rows[...] ^= 0xFF
     return len(rows)
 

@@ -1,9 +1,10 @@
-"""Writes every call that the tests of the CPU kernels make, with the reference's results, for `replay_calls.cpp`.
+"""Records every operator call of the CPU kernel tests, with the results of the references, for `replay_calls.cpp`.
 
     python record_calls.py FOLDER
 
-Parts of some 60 MB, 0.pt, 1.pt and so on, each a list of (operator, label, arguments, results, written arguments, rtol,
-atol), and `schemas`, a line per operator. Calls with 8-bit floats are left out: PyTorch has no reader of them in C++.
+It writes files of about 60 MB, 0.pt, 1.pt and so on, each a list of (operator, label, arguments, results, written
+arguments, rtol, atol), and `schemas`, which has a line per operator. Calls with 8-bit floats are omitted, because
+PyTorch cannot read them in C++.
 """
 
 from __future__ import annotations
@@ -37,19 +38,21 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def plain(value: Any) -> Any:
-    """As the reader takes it: lists for tuples, no view of nothing, and only the memory that is used."""
+    """Returns a value that the C++ reader accepts: lists instead of tuples, and no views of empty storages."""
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
     if not isinstance(value, torch.Tensor):
         return value
     if value.numel() == 0:
         return torch.zeros(value.shape, dtype=value.dtype)
-    # A call may write to it; a copy of the whole storage keeps its strides.
+    # The whole storage is copied, because a call may write to the tensor and the copy must keep its strides.
     own = value.untyped_storage().clone()
     return torch.empty(0, dtype=value.dtype).set_(own, value.storage_offset(), value.size(), value.stride())
 
 
 class Recorder:
+    """Collects calls and writes them in parts."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.calls: list[Any] = []
@@ -58,7 +61,7 @@ class Recorder:
     def compare(
         self, operator: Any, args: tuple[Any, ...], label: str, bound: float = comparisons.FLOAT32_BOUND
     ) -> Iterator[str]:
-        """Stands in for the tests' own: the same calls and bounds."""
+        """Replaces the function of the same name of the tests: records a call with the bounds of the test."""
         positions = written(operator)
         expected = comparisons.outcome(operator.reference, args, positions)
         everything = list(tensors([args, expected]))
@@ -83,9 +86,9 @@ class Recorder:
 
 
 def main() -> None:
-    torch.manual_seed(0)  # as where they are compared: the bounds are those of these numbers
+    torch.manual_seed(0)  # the tests use the same seed, and their bounds hold for its numbers
     recorder = Recorder(Path(sys.argv[1]))
-    assert native.load(), "the kernels are not built; their samples are asked for by name"
+    assert native.load(), "the CPU kernel library is not built; install the package first"
     comparisons.compare = recorder.compare
     for part in comparisons.PARTS:
         if part.__name__ not in NOT_CALLS:
@@ -95,7 +98,7 @@ def main() -> None:
     schemas = (getattr(torch.ops.backplane, name).default._schema for name in declared())
     lines = [str(schema).removeprefix("backplane::") for schema in schemas]
     (recorder.folder / "schemas").write_text("\n".join(lines) + "\n")
-    print(f"{recorder.total} calls; {recorder.left_out} with 8-bit floats left out")
+    print(f"{recorder.total} calls; {recorder.left_out} with 8-bit floats omitted")
 
 
 if __name__ == "__main__":

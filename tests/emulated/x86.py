@@ -1,13 +1,14 @@
-"""Checks the CPU kernels of x86-64 on a machine that is not one: cross-compiled, and run under an emulator.
+"""Tests the x86-64 CPU kernels on a machine with another processor: cross-compiled and run in an emulator.
 
     apt-get install g++-x86-64-linux-gnu qemu-user unzip
     python tests/emulated/x86.py FOLDER          # FOLDER keeps 2 GB: PyTorch's wheel, objects, recorded calls
 
-The calls of tests/unit/devices/compare_cpu_kernels.py (but those with 8-bit floats, of several threads, and those that
-are refused) are recorded here, with the references' results, and made again by the x86-64 library: with instructions
-of every x86-64 processor, with AVX2, and with what a processor without AVX2 is given when it may choose (an instruction
-that it lacks would end the program). The emulator knows no AVX-512 and no AMX.
-A quarter of an hour on two cores. Not part of `make test`: it downloads half a gigabyte.
+This machine records the operator calls of tests/unit/devices/compare_cpu_kernels.py with the results of the references,
+except calls with 8-bit floats, with several threads, and calls that raise. The x86-64 library then repeats them three
+times: with baseline x86-64 instructions, with AVX2, and with the library's own choice on an emulated processor without
+AVX2, where an unsupported instruction would end the program. The emulator has neither AVX-512 nor AMX.
+
+It takes a quarter of an hour on two cores. It is not part of `make test`, because it downloads half a gigabyte.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def run(command: list[str], **options: Any) -> None:
 
 
 def fetch(folder: Path) -> Path:
-    """PyTorch for x86-64, and what its wheel on PyPI is linked with: unpacked, not installed."""
+    """Downloads and unpacks PyTorch for x86-64 and the libraries that its PyPI wheel is linked with."""
     import torch
 
     wheels, unpacked = folder / "wheels", folder / "unpacked"
@@ -63,7 +64,7 @@ def is_newer(part: Path, made: Path) -> bool:
 
 
 def compile_all(folder: Path, unpacked: Path) -> tuple[Path, Path]:
-    """The library and the program, anew where a source is newer."""
+    """Compiles the library and the program; objects that are newer than their sources are kept."""
     includes = unpacked / "torch/include"
     flags = ["-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-DNDEBUG", "-Wno-psabi"]
     flags += [f"-I{ROOT / 'csrc/cpu'}", "-isystem", str(includes), "-isystem", str(includes / "torch/csrc/api/include")]
@@ -75,7 +76,7 @@ def compile_all(folder: Path, unpacked: Path) -> tuple[Path, Path]:
 
     def one(source: Path) -> Path:
         made, rules = objects / f"{source.stem}.o", objects / f"{source.stem}.d"
-        # What the compiler said the object is made of.
+        # The compiler has written the dependencies of the object.
         parts = rules.read_text().replace("\\\n", " ").partition(": ")[2].split() if made.is_file() else []
         if not parts or any(is_newer(Path(part), made) for part in parts):
             print(f"compiling {source.name}", flush=True)

@@ -1,9 +1,10 @@
-"""The version matrix: every step on every release of vLLM that is served, as a table. Exits with 1 if one fails.
+"""Runs the version matrix, every step on every supported vLLM release, and prints a table. Exits with 1 if one fails.
 
-    python tests/matrix/run.py                  # all of them
-    python tests/matrix/run.py 0.31.0 --json    # one, for machines
+    python tests/matrix/run.py                  # all releases
+    python tests/matrix/run.py 0.31.0 --json    # one release, as JSON
 
-Environments are made in .venv-matrix-VERSION by 'make runtime' and used again; logs are in their .backplane/logs.
+'make runtime' creates an environment per release in .venv-matrix-VERSION, which is reused. Its .backplane/logs has the
+logs.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     for version in args.versions:
         if version not in known:
-            parser.error(f"{version} is not served; there are {', '.join(known)}")
+            parser.error(f"{version} is not supported; supported: {', '.join(known)}")
     wanted = [release for release in RELEASES if not args.versions or release.version in args.versions]
     outcomes: list[Outcome] = []
     for release in wanted:
-        for outcome in run(release, _tell):
+        for outcome in run(release, _log):
             outcomes.append(outcome)
-            _tell(f"{outcome.version} {outcome.step}: {cell(outcome)}")
+            _log(f"{outcome.version} {outcome.step}: {cell(outcome)}")
     if args.json:
         print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
     else:
@@ -56,7 +57,7 @@ def cell(outcome: Outcome) -> str:
     return outcome.status if outcome.status == "not run" else f"{outcome.status} {outcome.seconds:.0f} s"
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(f"[matrix] {line}", file=sys.stderr, flush=True)
 
 

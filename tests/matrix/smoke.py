@@ -1,6 +1,7 @@
-"""One end-to-end step with the vLLM of this Python: smoke.py chat|batch|embeddings FOLDER.
+"""Runs one end-to-end step with the vLLM of this Python: smoke.py chat|batch|embeddings FOLDER.
 
-Results are compared with what transformers computes. FOLDER takes logs. The helpers are those of the end-to-end tests.
+Results are compared with those of transformers. Logs are written to FOLDER. The helpers are those of the end-to-end
+tests.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ TOKENS = 24
 PROMPTS = prompts.SHORT[:6]
 TEXTS = ("Paris is the capital of France.", "A cat sleeps on the warm stove.", "x", prompts.PASSAGE[:700])
 CLOSENESS = 0.9999
-"""Least cosine between our vector and transformers'."""
+"""Minimum cosine similarity between our vector and that of transformers."""
 
 
 def chat(folder: Path) -> None:
-    """A question to a real server with the default model, at once and streamed."""
+    """Sends a chat request to a real server with the default model, with and without streaming."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
     with Server(folder, warm=False) as server:
         ask = server.client().chat.completions
@@ -43,7 +44,7 @@ def chat(folder: Path) -> None:
 
 
 def offline(folder: Path) -> None:
-    """Several prompts at once through `LLM`: the tokens are transformers' own."""
+    """Generates from several prompts at once with `LLM` and compares the tokens with those of transformers."""
     from transformers import AutoTokenizer
 
     model = obtain(FULL_PRECISION.name)
@@ -57,7 +58,8 @@ def offline(folder: Path) -> None:
 
 
 def embeddings(folder: Path) -> None:
-    """Texts of different length through `LLM.embed`: mean of the last hidden states, of length one."""
+    """Embeds texts of different lengths with `LLM.embed` and compares with the normalized mean of transformers'
+    last hidden states."""
     from transformers import AutoModel, AutoTokenizer
 
     path = obtain("minilm")

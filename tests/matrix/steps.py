@@ -1,4 +1,4 @@
-"""What is done for one release of vLLM: build its environment, then one command per step. Needs nothing but Python."""
+"""Builds the environment of one vLLM release and runs one command per step in it. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ BUILD = "environment"
 SMOKE = ("chat", "batch", "embeddings")
 STEPS = (BUILD, "doctor", "patches", *SMOKE)
 LIMIT_SECONDS = 1800
-"""A guard against a step that hangs, not a measurement."""
+"""Time after which a step counts as hanging."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """The result of one step with one release."""
+
     version: str
     step: str
     status: str
@@ -46,16 +48,16 @@ def environment_of(release: Release) -> Path:
 def command(release: Release, step: str, folder: Path) -> list[str]:
     venv = environment_of(release)
     if step == BUILD:
-        stated = [f"VENV={venv.name}", f"VLLM_VERSION={release.version}", f"TORCH_VERSION={release.torch}"]
-        return ["make", "-C", str(ROOT), "runtime", f"PYTHON={sys.executable}", *stated]
+        variables = [f"VENV={venv.name}", f"VLLM_VERSION={release.version}", f"TORCH_VERSION={release.torch}"]
+        return ["make", "-C", str(ROOT), "runtime", f"PYTHON={sys.executable}", *variables]
     if step in SMOKE:
         return [str(venv / "bin/python"), str(Path(__file__).with_name("smoke.py")), step, str(folder)]
     arguments = {"doctor": ["doctor"], "patches": ["patches", "check"]}[step]
     return [str(venv / "bin/vllm-backplane"), *arguments]
 
 
-def run(release: Release, tell: Callable[[str], None]) -> Iterator[Outcome]:
-    """Every step, in order; those that need the environment are not run without it."""
+def run(release: Release, report: Callable[[str], None]) -> Iterator[Outcome]:
+    """Runs the steps in order. If the environment cannot be built, the other steps are not run."""
     logs = environment_of(release) / ".backplane" / "logs"
     built = True
     for step in STEPS:
@@ -63,26 +65,29 @@ def run(release: Release, tell: Callable[[str], None]) -> Iterator[Outcome]:
         if not built:
             yield Outcome(release.version, step, "not run", 0.0, "")
             continue
-        tell(f"{release.version} {step}")
+        report(f"{release.version} {step}")
         folder = logs / step
         folder.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        # The building takes minutes and says what it does.
-        status = _followed(command(release, step, folder), log, tell if step == BUILD else None)
+        # The build takes minutes, so its output is reported line by line.
+        status = _run_logged(command(release, step, folder), log, report if step == BUILD else None)
         outcome = Outcome(
             release.version, step, "failed" if status else "ok", time.monotonic() - began, str(log.relative_to(ROOT))
         )
         if outcome.failed:
-            tell(f"{release.version} {step} failed with status {status}; the end of {outcome.log}:")
+            report(f"{release.version} {step} failed with status {status}; the end of {outcome.log}:")
             for line in log.read_text(errors="replace").splitlines()[-40:]:
-                tell(f"  {line}")
+                report(f"  {line}")
         built = built and not (step == BUILD and outcome.failed)
         yield outcome
 
 
-def _followed(arguments: list[str], log: Path, tell: Callable[[str], None] | None) -> int:
-    """Run a command with its output in `log`, and line by line to `tell`. Nothing of it is left when this returns."""
-    # Of the caller's environment, what would lead the step to another Python or another vLLM is left out.
+def _run_logged(arguments: list[str], log: Path, report: Callable[[str], None] | None) -> int:
+    """Runs a command, writes its output to `log`, reports it line by line, and returns the exit status.
+
+    All processes of the command have ended when this returns.
+    """
+    # These variables of the caller would make the step use another Python or another vLLM.
     left_out = ("PYTHONPATH", "VIRTUAL_ENV", "VLLM_VERSION", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS")
     variables = {name: value for name, value in os.environ.items() if name not in left_out}
     process = subprocess.Popen(
@@ -93,7 +98,7 @@ def _followed(arguments: list[str], log: Path, tell: Callable[[str], None] | Non
         text=True,
         errors="replace",
         env={**variables, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
-        cwd=log.parent,  # not the repository, whose folders Python would import from
+        cwd=log.parent,  # in the repository, Python would import from its folders
         start_new_session=True,
     )
     guard = threading.Timer(LIMIT_SECONDS, _end, [process])
@@ -104,8 +109,8 @@ def _followed(arguments: list[str], log: Path, tell: Callable[[str], None] | Non
             for line in process.stdout:
                 output.write(line)
                 output.flush()
-                if tell is not None and line.strip():
-                    tell(f"  {line.rstrip()}")
+                if report is not None and line.strip():
+                    report(f"  {line.rstrip()}")
         return process.wait()
     finally:
         guard.cancel()
@@ -113,7 +118,7 @@ def _followed(arguments: list[str], log: Path, tell: Callable[[str], None] | Non
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """As Ctrl-C does, so that a step ends the servers it started; by force if that does not help."""
+    """Interrupts the process group as Ctrl-C does, so that a step ends its servers, and kills it after a minute."""
     for number in (signal.SIGINT, signal.SIGKILL):
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Imports point one way: ops/ and device/ know nothing of vLLM, a device knows only the contract."""
+"""Holds the layout: imports run from higher rooms to lower ones, `ops/` and `device/` import nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -12,24 +12,43 @@ from pathlib import Path
 import pytest
 
 import vllm_backplane
+import vllm_patchbay
 from vllm_backplane.device import discover
 
 PACKAGE = Path(vllm_backplane.__file__).parent
+PATCHBAY = Path(vllm_patchbay.__file__).parent
+
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("errors", "http"),
+    ("distributed", "models", "peering", "settings"),
+    ("device",),
+    ("ops", "process", "runtime"),
+    ("attention", "devices", "gguf", "kv_offload"),
+    ("layers",),
+    ("quantization",),
+    ("patches", "weights"),
+    ("config",),
+    ("lora", "runner"),
+    ("binding", "worker"),
+    ("doctor", "platform", "plugin"),
+    ("cli",),
+)
+"""The rooms of the package from the ground up. A room imports rooms of lower floors alone."""
+
 FREE_OF_VLLM = (
     "ops",
     "device",
     "devices",
-    "graph",
     "gguf",
-    "loopback",
-    "upstream",
-    "audit",
-    "options.py",
+    "models",
+    "peering",
     "errors.py",
     "runtime.py",
-    "stated_options.py",
+    "settings/options.py",
+    "settings/explicit_arguments.py",
+    "settings/releases.py",
 )
-OPEN_TO_DEVICES = ("device", "devices", "graph", "ops", "options", "errors")
+OPEN_TO_DEVICES = ("device", "devices", "ops", "settings.options", "errors")
 
 
 def files(*parts: str) -> list[Path]:
@@ -46,7 +65,8 @@ def relative(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[str]:
     """Modules that a file imports, at any depth of it, by full name. ``from a import b`` counts as ``a.b``."""
-    package = ["vllm_backplane", *path.relative_to(PACKAGE).parts[:-1]]
+    root = PATCHBAY if path.is_relative_to(PATCHBAY) else PACKAGE
+    package = [root.name if root is PATCHBAY else "vllm_backplane", *path.relative_to(root).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -68,9 +88,6 @@ IMPORTED_WITHOUT_VLLM = (
     "vllm_backplane.runtime",
     "vllm_backplane.devices.cpu",
     "vllm_backplane.devices.sim",
-    "vllm_patchbay.upstream",
-    "vllm_patchbay.audit",
-    "vllm_patchbay.patch",
     "vllm_backplane.cli",
     "vllm_backplane.doctor",
     "vllm_backplane.binding.hooks",
@@ -94,6 +111,7 @@ def brought_along() -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("module", IMPORTED_WITHOUT_VLLM)
 def test_importing_it_does_not_import_vllm(brought_along, module):
     assert brought_along[module] == []
@@ -106,28 +124,70 @@ def test_it_imports_nothing_of_vllm_anywhere(path):
 
 @pytest.mark.parametrize("path", files("devices"), ids=relative)
 def test_a_device_imports_what_a_vendors_wheel_could(path):
-    """And not the folder of another device."""
+    """A device imports the contract, and no file of another device."""
     here = path.relative_to(PACKAGE).parts
+    allowed = tuple(f"vllm_backplane.{name}." for name in OPEN_TO_DEVICES)
     for module in imports(path):
-        first, *rest = module.split(".")
-        if first != "vllm_backplane":
+        if module.split(".")[0] != "vllm_backplane":
             continue
-        assert rest and rest[0] in OPEN_TO_DEVICES, f"{relative(path)} imports {module}"
-        if rest[0] == "devices" and len(here) > 2:
-            assert rest[1] == here[1], f"{relative(path)} imports {module}"
+        assert f"{module}.".startswith(allowed) or module == "vllm_backplane.ops", f"{relative(path)} imports {module}"
+        if module.startswith("vllm_backplane.devices.") and len(here) > 2:
+            assert module.split(".")[2] == here[1], f"{relative(path)} imports {module}"
 
 
-@pytest.mark.parametrize("path", files("ops", "device"), ids=relative)
-def test_operators_and_the_contract_do_not_know_who_uses_them(path):
-    upper = ("layers", "attention", "worker", "platform", "plugin", "devices", "cli", "runtime", "configuration")
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def test_every_room_has_a_floor():
+    found = {room(path) for path in PACKAGE.rglob("*.py")} - {"__init__"}
+    assert found == {name for floor in FLOORS for name in floor}
+
+
+@pytest.mark.parametrize("path", [path for path in PACKAGE.rglob("*.py") if room(path) != "__init__"], ids=relative)
+def test_no_import_runs_up(path):
+    """Also not one inside a function."""
+    floors = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+    here = room(path)
     for module in imports(path):
-        assert not module.startswith(tuple(f"vllm_backplane.{name}" for name in upper)), module
+        parts = module.split(".")
+        if parts[0] == "vllm_backplane" and len(parts) > 1 and parts[1] in floors and parts[1] != here:
+            assert floors[parts[1]] < floors[here], f"{relative(path)} imports {module}"
 
 
-@pytest.mark.parametrize("path", files("loopback"), ids=relative)
-def test_talking_does_not_know_what_is_said(path):
-    allowed = ("vllm_backplane.peering.", "vllm_backplane.errors.")
-    assert [one for one in imports(path) if one.startswith("vllm_backplane") and not one.startswith(allowed)] == []
+def imported_files(path: Path, package: Path) -> set[Path]:
+    """The files of a package that a file imports when it is itself imported or checked by a type checker."""
+    found = set()
+    for module in imports(path):
+        parts = module.split(".")
+        if parts[0] == package.name:
+            for length in (len(parts), len(parts) - 1):
+                file = package.joinpath(*parts[1:length]).with_suffix(".py") if length > 1 else None
+                if file is not None and file.is_file():
+                    found.add(file)
+                    break
+    return found - {path}
+
+
+@pytest.mark.parametrize("package", [PACKAGE, PATCHBAY], ids=["backplane", "patchbay"])
+def test_no_files_import_each_other_in_a_circle(package):
+    edges = {path: imported_files(path, package) for path in package.rglob("*.py")}
+    done: set[Path] = set()
+    while free := [path for path, below in edges.items() if path not in done and below <= done]:
+        done.update(free)
+    assert sorted(str(path.relative_to(package)) for path in edges.keys() - done) == []
+
+
+def test_patchbay_imports_packaging_and_nothing_else():
+    """It must install beside any plugin, and read any vLLM without importing it."""
+    allowed = {*sys.stdlib_module_names, "packaging", "vllm_patchbay"}
+    found = [
+        f"{path.relative_to(PATCHBAY)}: {module}"
+        for path in PATCHBAY.rglob("*.py")
+        for module in imports(path)
+        if module.split(".")[0] not in allowed
+    ]
+    assert found == []
 
 
 def test_the_compiled_kernels_of_vllm_are_imported_nowhere():

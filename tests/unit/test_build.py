@@ -1,4 +1,5 @@
-"""What is built and installed: the wheel's contents, the switch that leaves kernels out, the errors, and make's memory.
+"""Tests what is built and installed: contents of wheels and source distributions, the switch that leaves kernels out,
+the errors of a build, and which steps make repeats.
 
 Nothing is compiled here: the kernels were, by `make`, and a build takes what has not changed.
 """
@@ -7,14 +8,21 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+import vllm_backplane
+import vllm_patchbay
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_backplane"
@@ -84,9 +92,42 @@ def without_kernels(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
     return wheel(tmp_path_factory.mktemp("without"), **{SWITCH: "0", "CXX": "no-such-compiler"})
 
 
+@pytest.fixture(scope="module")
+def patchbay(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
+    folder = tmp_path_factory.mktemp("patchbay")
+    shutil.copytree(ROOT / "patchbay", folder / "source", ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", ".", "./source"],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    [path] = folder.glob("*.whl")
+    return Wheel(path, done.stdout)
+
+
+@pytest.fixture(scope="module")
+def source_distribution(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The files of the source distribution, without the folder they are in and without setuptools' own records."""
+    folder = tmp_path_factory.mktemp("sdist")
+    done = setup("egg_info", "--egg-base", str(folder), "sdist", "--dist-dir", str(folder), "--formats", "gztar")
+    assert done.returncode == 0, done.stdout
+    [path] = folder.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()]
+    return {name for name in names if ".egg-info/" not in name}
+
+
+def files_below(folder: Path) -> set[str]:
+    found = {path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    return {path.relative_to(folder).as_posix() for path in found if path.suffix not in (".so", ".o")}
+
+
 def sources() -> set[str]:
-    found = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    return {path.relative_to(ROOT).as_posix() for path in found} - LIBRARIES
+    return {f"{PACKAGE.name}/{path}" for path in files_below(PACKAGE)}
 
 
 def test_the_wheel_holds_every_file_and_both_libraries(whole: Wheel) -> None:
@@ -103,8 +144,36 @@ def test_a_second_build_compiles_nothing(whole: Wheel) -> None:
 def test_the_wheel_names_neither_vllm_nor_torch(whole: Wheel) -> None:
     needed = email.message_from_string(whole.described("METADATA")).get_all("Requires-Dist") or []
     always = {line.split(";")[0].strip() for line in needed if "extra ==" not in line}
-    assert always == {"accelerate", "gguf", "packaging", "psutil"}
-    assert not [line for line in needed if line.startswith(("vllm", "torch"))]
+    assert {re.split(r"[<>=!~ ]", line)[0] for line in always} == {"gguf", "packaging", "psutil", "vllm-patchbay"}
+    assert all(re.search(r"[<>=]", line) for line in always), "every requirement has a bound"
+    assert not [line for line in needed if re.match(r"(vllm|torch)\b(?!-)", line)]
+
+
+def test_both_distributions_say_what_they_are(whole: Wheel, patchbay: Wheel) -> None:
+    for built, package in ((whole, vllm_backplane), (patchbay, vllm_patchbay)):
+        described = email.message_from_string(built.described("METADATA"))
+        assert described["Version"] == package.__version__
+        assert described["License-Expression"] == "Apache-2.0"
+        assert described["License-File"] == "LICENSE"
+        assert described["Requires-Python"] == ">=3.11"
+        assert {line.split(",")[0] for line in described.get_all("Project-URL")} >= {"Homepage", "Issues", "Changelog"}
+        assert "Typing :: Typed" in described.get_all("Classifier")
+        assert any(name.endswith("/py.typed") for name in built.files)
+
+
+def test_the_wheel_of_patchbay_is_pure_and_whole(patchbay: Wheel) -> None:
+    assert patchbay.path.name.endswith("py3-none-any.whl")
+    in_package = {name for name in patchbay.files if ".dist-info/" not in name}
+    assert in_package == {f"vllm_patchbay/{path}" for path in files_below(ROOT / "patchbay" / "vllm_patchbay")}
+    needed = email.message_from_string(patchbay.described("METADATA")).get_all("Requires-Dist")
+    assert [line for line in needed or [] if "extra ==" not in line] == ["packaging>=23"]
+    assert "vllm." not in patchbay.described("entry_points.txt").replace("vllm_patchbay.", "")
+
+
+def test_the_source_distribution_holds_what_builds_the_wheel(source_distribution: set[str]) -> None:
+    kernels = {f"csrc/{path}" for path in files_below(ROOT / "csrc") if not path.startswith("sim/tests/")}
+    texts = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"}
+    assert source_distribution == sources() | kernels | texts | {"PKG-INFO", "setup.cfg"}
 
 
 def test_the_wheel_declares_what_vllm_looks_for(whole: Wheel) -> None:
@@ -163,7 +232,7 @@ def test_kernels_are_left_out_on_purpose(without_kernels: Wheel, tmp_path: Path)
     [
         (
             {"CXX": "no-such-compiler -m64"},
-            "CXX names 'no-such-compiler', which is not on the path. Correct it, or set",
+            "CXX is 'no-such-compiler', which is not on PATH. Correct it, or set",
         ),
         ({"CXX": None, "PATH": ""}, "no C++ compiler found. Install g++ (package 'g++' or 'gcc-c++'), or set"),
         ({"CXX": "", "PATH": "/nowhere"}, "no C++ compiler found. Install g++"),
@@ -176,7 +245,7 @@ def test_a_missing_compiler_is_told_with_what_to_do(
     done = setup("build_ext", *folders, **variables)
     assert done.returncode != 0
     assert told in done.stdout
-    assert f"{SWITCH}=0 to install without kernels on purpose" in done.stdout
+    assert f"{SWITCH}=0 to install without kernels" in done.stdout
     assert "Traceback" not in done.stdout
     assert not list(tmp_path.rglob("*.so"))
 
@@ -214,13 +283,15 @@ def up_to_date(folder: Path, target: str, *arguments: str) -> bool:
         ("csrc/sim/driver", {"runtime", "setup"}),
         ("setup.py", {"runtime", "setup"}),
         ("pyproject.toml", {"runtime", "setup"}),
+        ("patchbay/pyproject.toml", {"runtime", "setup"}),
     ],
 )
 def test_a_second_make_does_what_a_change_asks_for(
     target: str, changed: str | None, again: set[str], tmp_path: Path
 ) -> None:
     """In a copy whose steps are marked as done."""
-    for name in ("Makefile", "README.md", "setup.py", "pyproject.toml", "vllm_backplane/platform.py"):
+    projects = ("pyproject.toml", "patchbay/pyproject.toml")
+    for name in ("Makefile", "README.md", "setup.py", *projects, "vllm_backplane/platform.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")

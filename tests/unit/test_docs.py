@@ -34,7 +34,7 @@ def test_every_linked_file_exists() -> None:
 
 
 def test_what_does_not_run_has_a_link_or_a_reason() -> None:
-    page = (ROOT / "docs/model-families.md").read_text()
+    page = (ROOT / "docs/serve/model-families.md").read_text()
     table = page.split("## What vLLM locks out or does not run here\n")[1].split("\n## ")[0]
     [head, _, *rows] = [
         [cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines() if line.startswith("|")

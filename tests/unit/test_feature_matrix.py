@@ -125,7 +125,7 @@ def test_a_cell_names_a_test_or_says_that_there_is_none() -> None:
         for name in ("one", "two")
     ]
     rows, nowhere, releases = feature_matrix.page(entries)
-    shown = "[test_kv_cache_fp8.py](../tests/e2e/test_kv_cache_fp8.py): fp8 stays near auto, and 1 more"
+    shown = "[test_kv_cache_fp8.py](tests/e2e/test_kv_cache_fp8.py): fp8 stays near auto, and 1 more"
     assert ("KV cache: fp8", "not shown", shown) in rows
     assert len(rows) == len(feature_matrix.listed()) == len(nowhere) + 1
     assert releases == ["0.32.0"]
@@ -137,6 +137,6 @@ def test_a_cell_says_that_a_device_refuses() -> None:
     test = "tests/e2e/test_kv_cache_fp8.py::test_fp8_stays_near_auto"
     refused = Shown("KV cache: fp8", "sim", test, "0.32.0", refused=True)
     shown = refused._replace(device="cpu", refused=False)
-    link = "[test_kv_cache_fp8.py](../tests/e2e/test_kv_cache_fp8.py): fp8 stays near auto"
+    link = "[test_kv_cache_fp8.py](tests/e2e/test_kv_cache_fp8.py): fp8 stays near auto"
     assert ("KV cache: fp8", link, f"refused: {link}") in feature_matrix.page([refused, shown])[0]
     assert ("KV cache: fp8", link, "not shown") in feature_matrix.page([refused._replace(device="cpu"), shown])[0]

@@ -1,4 +1,4 @@
-"""The general plugin leaves vLLM alone under another platform, writes nothing, and may be loaded twice."""
+"""Tests that the general plugin changes nothing under another platform, writes no files, and may be loaded twice."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tests import programs
 from vllm_backplane.gguf.configuration import QUANTIZATION
 from vllm_backplane.kv_offload.settings import NAME as TIER
 from vllm_backplane.weights.load_formats import ALL_SHARED, PEER
+
+pytestmark = pytest.mark.process
 
 LOAD_TWICE = """
 import json, os, sys, torch
@@ -65,7 +67,7 @@ REGISTERED = {
 
 
 def loaded(folder: Path, **variables: str) -> tuple[dict[str, Any], str]:
-    """What the program found, and its output."""
+    """Runs the program, and returns what it found and its output."""
     (folder / "home").mkdir()
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("BACKPLANE_", "XDG_", "VLLM_"))}
     result = folder / "found.json"

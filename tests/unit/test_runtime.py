@@ -1,4 +1,4 @@
-"""The device of a process: one object, loaded once, whatever configurations come by."""
+"""Tests the runtime of a process: one device object, loaded once, and options that are checked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_configuration_changes_the_settings_of_that_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "text"),
     [
         ({"backplane": None}, "give an object"),
         ({"backplane": []}, "give an object"),
@@ -52,8 +52,8 @@ def test_a_configuration_changes_the_settings_of_that_device() -> None:
         ({"backplane": {"memory_share": 2}}, "at most 1"),
     ],
 )
-def test_what_a_configuration_cannot_say_is_an_error(config: Any, told: str) -> None:
-    with pytest.raises(OptionError, match=told):
+def test_what_a_configuration_cannot_say_is_an_error(config: Any, text: str) -> None:
+    with pytest.raises(OptionError, match=text):
         configured(config)
 
 
@@ -77,44 +77,44 @@ from vllm_backplane.platform import BackplanePlatform
 from vllm_backplane.runner.v1 import BackplaneModelRunnerV1
 from vllm_backplane.worker.worker import BackplaneWorker
 
-OWN = {  # additions of ours; everything else must override something upstream
+OWN = {  # methods that Backplane adds; every other method must override one of vLLM
     BackplaneWorker: {
         "_card",
         "_check_copies",
-        "watch",
+        "set_numeric_guard",
         "_index_on_host",
         "_workers_on_host",
         "_profile_activations",
         "_peak",
         "_peaks",
-        "_refuse_kv_cache",
+        "_check_kv_cache_size",
         "_models",
-        "_heard",
-        "_told",
+        "_terminating_on_failure",
+        "_finish_output",
         "_execute_model",
-        "_forget_graphs",
-        "_forget_kept_blocks",
+        "_clear_graphs",
+        "_invalidate_old_weights",
         "_preserved_parameters",
         "_fall_asleep",
-        "_stay_awake",
-        "_sleeping",
+        "_undo_sleep",
+        "_sleep_pool",
         "_suspend_graphs",
         "_begin_trace",
         "_end_trace",
         "_drop_ranges",
         "_drop_trace",
-        "_named",
+        "_trace_range",
         "modelled_seconds",
-        "_tell_modelled_time",
+        "_log_modelled_time",
     },
     BackplaneModelRunnerV1: {
         "profile_step",
         "forward_step",
         "warm_up",
         "_caches_to_zero",
-        "_unfinished_prompts_draw_nothing",
+        "_generators_of_partial_prefills_removed",
     },
-    BackplaneAttentionImpl: {"_halves", "_scales", "do_kv_cache_update"},
+    BackplaneAttentionImpl: {"_split_cache", "_scales", "do_kv_cache_update"},
     BackplaneCommunicator: {"_all_gatherv", "_checked_sizes", "_all2all"},
     BackplanePlatform: set(),
     BackplaneAttentionBackend: set(),

@@ -1,4 +1,4 @@
-"""The attention backend that vLLM sees."""
+"""Declares Backplane's attention backend to vLLM: supported types, block sizes and features."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Attention of one layer, on the operators `kv_cache_write`, `paged_attention` and `varlen_attention`.
+"""Computes the attention of one layer on the operators `kv_cache_write`, `paged_attention` and `varlen_attention`.
 
-Keys and values are written before attention, by vLLM's separate update call, so that a device may overlap or
-fuse the two. The cache is one tensor per layer, ``[blocks, kv_heads, block_size, 2 * head]``, keys first; only
-its strides are assumed.
+vLLM calls `do_kv_cache_update` before `forward`, so a device may overlap or fuse the two. The KV cache of a layer is
+one tensor, ``[blocks, kv_heads, block_size, 2 * head]``, keys first. Its strides are read from the tensor.
 """
 
 from __future__ import annotations
@@ -48,16 +47,17 @@ class BackplaneAttentionImpl(AttentionImpl[BackplaneAttentionMetadata]):
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
-        self._slopes_given = alibi_slopes
+        self._alibi_slopes_list = alibi_slopes
         self.alibi_slopes: torch.Tensor | None = None
         if self.num_heads % self.num_kv_heads:
             raise BackplaneError(
-                f"{num_heads} heads cannot share {num_kv_heads} key/value heads evenly; choose a "
+                f"{num_heads} query heads are not a multiple of {num_kv_heads} key/value heads; choose a "
                 "--tensor-parallel-size that divides both, or correct the model's configuration"
             )
         if sinks is not None and sinks.shape[0] != num_heads:
             raise BackplaneError(
-                f"{sinks.shape[0]} attention sinks for {num_heads} heads; the checkpoint does not fit its configuration"
+                f"the checkpoint has {sinks.shape[0]} attention sinks for {num_heads} heads, which does not match its "
+                "configuration; choose another checkpoint"
             )
         self._storage: torch.dtype | None = None
         if is_quantized_kv_cache(kv_cache_dtype):
@@ -68,13 +68,17 @@ class BackplaneAttentionImpl(AttentionImpl[BackplaneAttentionMetadata]):
                     f"KV cache dtype {kv_cache_dtype!r} is not supported; choose among auto, " + ", ".join(_FP8_STORAGE)
                 ) from None
 
-    def _halves(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _split_cache(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns views of the keys and of the values in the cache."""
         if self._storage is not None and kv_cache.dtype != self._storage:
             kv_cache = kv_cache.view(self._storage)
         return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
 
     def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
-        """Scales belong to quantized storage; vLLM leaves stale ones on layers that have none."""
+        """Returns the scales of keys and values; they are 1 unless the cache is quantized.
+
+        vLLM leaves stale scales on layers whose cache is not quantized.
+        """
         if self._storage is None:
             return 1.0, 1.0
         return layer._k_scale_float, layer._v_scale_float
@@ -89,7 +93,7 @@ class BackplaneAttentionImpl(AttentionImpl[BackplaneAttentionMetadata]):
     ) -> None:
         if self.attn_type in _ENCODER:
             return
-        key_cache, value_cache = self._halves(kv_cache)
+        key_cache, value_cache = self._split_cache(kv_cache)
         ops.kv_cache_write.call(key, value, key_cache, value_cache, slot_mapping, *self._scales(layer))
 
     def forward(
@@ -106,13 +110,13 @@ class BackplaneAttentionImpl(AttentionImpl[BackplaneAttentionMetadata]):
     ) -> torch.Tensor:
         if output_scale is not None or output_block_scale is not None:
             raise BackplaneError(
-                "attention cannot write quantized output; switch off the fusion of attention and quantization in "
-                "--compilation-config (pass_config fuse_attn_quant)"
+                "Backplane's attention cannot write quantized output; disable the fusion of attention and quantization "
+                "in --compilation-config (pass_config fuse_attn_quant)"
             )
-        if attn_metadata is None:  # a profiling run: shapes and memory only
+        if attn_metadata is None:  # a memory-profiling run: shapes only
             return output.zero_()
-        if self._slopes_given is not None and self.alibi_slopes is None:
-            self.alibi_slopes = torch.tensor(self._slopes_given, dtype=torch.float32, device=query.device)
+        if self._alibi_slopes_list is not None and self.alibi_slopes is None:
+            self.alibi_slopes = torch.tensor(self._alibi_slopes_list, dtype=torch.float32, device=query.device)
         tokens = attn_metadata.num_actual_tokens
         if self.attn_type in _ENCODER:
             ops.varlen_attention.call(
@@ -129,7 +133,7 @@ class BackplaneAttentionImpl(AttentionImpl[BackplaneAttentionMetadata]):
                 output[:tokens],
             )
             return output
-        key_cache, value_cache = self._halves(kv_cache)
+        key_cache, value_cache = self._split_cache(kv_cache)
         ops.paged_attention.call(
             query[:tokens],
             key_cache,

@@ -1,4 +1,4 @@
-"""What attention needs to know about a batch: built once per step, shared by all layers of a KV-cache group."""
+"""Builds the attention metadata of a batch, once per scheduler step for all layers of a KV cache group."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class BackplaneAttentionMetadata(AttentionMetadata):
     block_table: torch.Tensor
     causal: bool
     slot_mapping: torch.Tensor | None = None
-    """Where an encoder's keys and values go. vLLM sets it for cross-attention, whose decoder's slots are others."""
+    """KV cache slots of the encoder's tokens. vLLM sets it for cross-attention, because the decoder has other slots."""
 
     @classmethod
-    def of(cls, common: CommonAttentionMetadata, *, causal: bool) -> BackplaneAttentionMetadata:
+    def from_common(cls, common: CommonAttentionMetadata, *, causal: bool) -> BackplaneAttentionMetadata:
+        """Returns the metadata of the requests in the batch, without vLLM's padding."""
         return cls(
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc[: common.num_reqs + 1],
@@ -39,7 +40,7 @@ class BackplaneAttentionMetadata(AttentionMetadata):
 
 
 class BackplaneMetadataBuilder(AttentionMetadataBuilder[BackplaneAttentionMetadata]):
-    # Every tensor above is a part of a buffer that stays, and lengths are read from tensors.
+    # Graphs may replay: every tensor is a view of a persistent buffer, and the operators read lengths from tensors.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):  # type: ignore[no-untyped-def]
@@ -55,6 +56,7 @@ class BackplaneMetadataBuilder(AttentionMetadataBuilder[BackplaneAttentionMetada
         common = common_attn_metadata
         if isinstance(common.causal, torch.Tensor):
             raise BackplaneError(
-                "a batch mixes causal and non-causal requests, which attention here cannot; set --max-num-seqs 1"
+                "a batch mixes causal and non-causal requests, which Backplane's attention does not support; set "
+                "--max-num-seqs 1"
             )
-        return BackplaneAttentionMetadata.of(common, causal=common.causal and not self.is_cross_attention)
+        return BackplaneAttentionMetadata.from_common(common, causal=common.causal and not self.is_cross_attention)

@@ -1,10 +1,10 @@
-"""Attention over a latent (MLA: DeepSeek and its kin), on the operators `kv_cache_write` and `paged_attention`.
+"""Computes multi-head latent attention (MLA: DeepSeek and related models) on `kv_cache_write` and `paged_attention`.
 
-The cache holds one row per token: the latent of which all heads' keys and values are projections, and the part of the
-key that carries the position. vLLM's layer can fold those projections into the query and the output; then attention is
-that of many query heads on one key head, whose values are the front of its keys. vLLM does so for decoding and expands
-the latent for prompts, with kernels of CUDA. Here every token goes the first way, so there is one kind of attention,
-which the device's own kernel computes, and prompts may come in pieces.
+The KV cache holds one row per token: the latent, from which the keys and values of all heads are projected, and the
+rotary part of the key. vLLM's layer can absorb the projections into the query and the output. Attention then has many
+query heads and one key head (MQA), and the values are the leading columns of the keys. vLLM uses this form for decode
+only; for prefill it expands the latent with CUDA kernels. Backplane uses the absorbed form for every token. The
+device's own attention kernel computes it, and chunked prefill works without further code.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from vllm_backplane.errors import BackplaneError
 
 
 @dataclass(frozen=True, slots=True)
-class LatentMetadata(AttentionMetadata):
-    """As vLLM's layer reads it: a batch of nothing but decoding."""
+class BackplaneMLAMetadata(AttentionMetadata):
+    """Metadata that presents every request to vLLM's MLA layer as a decode request."""
 
     num_actual_tokens: int
     num_decodes: int
@@ -47,7 +47,7 @@ class LatentMetadata(AttentionMetadata):
     prefill: None = None
 
 
-class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
+class BackplaneMLAMetadataBuilder(AttentionMetadataBuilder[BackplaneMLAMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # abstract upstream
@@ -55,10 +55,10 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> LatentMetadata:
+    ) -> BackplaneMLAMetadata:
         common = common_attn_metadata
-        batch = BackplaneAttentionMetadata.of(common, causal=True)
-        return LatentMetadata(
+        batch = BackplaneAttentionMetadata.from_common(common, causal=True)
+        return BackplaneMLAMetadata(
             num_actual_tokens=common.num_actual_tokens,
             num_decodes=common.num_reqs,
             num_decode_tokens=common.num_actual_tokens,
@@ -69,7 +69,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         )
 
 
-class BackplaneLatentImpl(MLAAttentionImpl[LatentMetadata]):
+class BackplaneMLAImpl(MLAAttentionImpl[BackplaneMLAMetadata]):
     def __init__(
         self,
         num_heads: int,
@@ -83,11 +83,11 @@ class BackplaneLatentImpl(MLAAttentionImpl[LatentMetadata]):
         attn_type: str,
         kv_sharing_target_layer_name: str | None,
         kv_lora_rank: int,
-        **_others: Any,
+        **_ignored: Any,
     ) -> None:
         if attn_type != AttentionType.DECODER or alibi_slopes or logits_soft_cap or kv_sharing_target_layer_name:
             raise BackplaneError(
-                "attention over a latent is supported for decoders without ALiBi, soft caps or shared caches; choose "
+                "latent attention (MLA) is supported for decoders without ALiBi, soft caps or shared KV caches; choose "
                 "another model"
             )
         self.num_heads = num_heads
@@ -96,7 +96,7 @@ class BackplaneLatentImpl(MLAAttentionImpl[LatentMetadata]):
         self.num_kv_heads = num_kv_heads
         self.sliding_window = sliding_window or 0
         self.kv_cache_dtype = kv_cache_dtype
-        self.latent = kv_lora_rank
+        self.latent_size = kv_lora_rank
 
     def do_kv_cache_update(
         self,
@@ -107,28 +107,28 @@ class BackplaneLatentImpl(MLAAttentionImpl[LatentMetadata]):
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
     ) -> None:
-        if kv_cache.numel() == 0:  # before there is a cache: a profiling run
+        if kv_cache.numel() == 0:  # a memory-profiling run, before the cache exists
             return
         rows = kv_cache.unsqueeze(1)
-        latent = kv_c_normed.view(-1, 1, self.latent)
+        latent = kv_c_normed.view(-1, 1, self.latent_size)
         ops.kv_cache_write.call(
-            latent, k_pe, rows[..., : self.latent], rows[..., self.latent :], slot_mapping.flatten(), 1.0, 1.0
+            latent, k_pe, rows[..., : self.latent_size], rows[..., self.latent_size :], slot_mapping.flatten(), 1.0, 1.0
         )
 
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         kv_c_and_k_pe_cache: torch.Tensor,
-        attn_metadata: LatentMetadata,
+        attn_metadata: BackplaneMLAMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, None]:
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         rows = kv_c_and_k_pe_cache.unsqueeze(1)
-        output = torch.empty((*query.shape[:2], self.latent), dtype=query.dtype, device=query.device)
+        output = torch.empty((*query.shape[:2], self.latent_size), dtype=query.dtype, device=query.device)
         ops.paged_attention.call(
             query,
             rows,
-            rows[..., : self.latent],
+            rows[..., : self.latent_size],
             attn_metadata.block_table,
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
@@ -145,7 +145,7 @@ class BackplaneLatentImpl(MLAAttentionImpl[LatentMetadata]):
         return output, None
 
 
-class BackplaneLatentBackend(AttentionBackend):
+class BackplaneMLABackend(AttentionBackend):
     accept_output_buffer = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
@@ -155,12 +155,12 @@ class BackplaneLatentBackend(AttentionBackend):
         return "CUSTOM"
 
     @staticmethod
-    def get_impl_cls() -> type[BackplaneLatentImpl]:
-        return BackplaneLatentImpl
+    def get_impl_cls() -> type[BackplaneMLAImpl]:
+        return BackplaneMLAImpl
 
     @staticmethod
-    def get_builder_cls() -> type[LatentMetadataBuilder]:
-        return LatentMetadataBuilder
+    def get_builder_cls() -> type[BackplaneMLAMetadataBuilder]:
+        return BackplaneMLAMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
@@ -175,10 +175,11 @@ class BackplaneLatentBackend(AttentionBackend):
         return True
 
 
-class NoPrefill(MLAPrefillBackend):
-    """vLLM makes one for each layer. No token here goes that way."""
+class UnusedMLAPrefillBackend(MLAPrefillBackend):
+    """Prefill backend that vLLM constructs for each MLA layer. Its methods raise, because no token is a prefill token
+    here."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = BackplaneLatentBackend.supported_dtypes
+    supported_dtypes: ClassVar[list[torch.dtype]] = BackplaneMLABackend.supported_dtypes
 
     @staticmethod
     def get_name() -> str:
@@ -192,6 +193,6 @@ class NoPrefill(MLAPrefillBackend):
 
     def _unexpected(self) -> BackplaneError:
         return BackplaneError(
-            "vLLM expanded the latent of a prompt, which Backplane does not do; install a vLLM this version of "
+            "vLLM called the MLA prefill path, which Backplane does not have; install a vLLM that this version of "
             "vllm-backplane supports ('vllm-backplane doctor' names them)"
         )

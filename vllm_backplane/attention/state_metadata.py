@@ -1,7 +1,7 @@
-"""What layers that carry a state need to know about a batch: where each row's tokens and its state are.
+"""Builds the metadata of layers with a recurrent state: the tokens and the state slot of each request in a batch.
 
-vLLM sorts such a batch into prompts and decoding and cuts prompts into chunks, for its kernels. The operators here take
-rows of any length, so one set of tensors serves Mamba, Mamba2 and the gated delta net.
+vLLM sorts such a batch into prefill and decode requests and cuts prompts into chunks, for its own kernels. Backplane's
+operators take requests of any query length, so one set of tensors serves Mamba, Mamba2 and the gated delta net.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class StateMetadata(AttentionMetadata):
     state_indices: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
-    longest: int
-    """Tokens of the longest row."""
+    max_query_len: int
+    """Largest number of tokens of one request in the step."""
 
     @property
-    def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As the operators of `ops/recurrence.py` take them."""
+    def row_arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the arguments by which the operators of `ops/recurrence.py` find tokens and states."""
         return self.state_indices, self.query_start_loc, self.seq_lens
 
 
 class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
-    # Every tensor above is a part of a buffer that stays.
+    # Graphs may replay: every tensor is a view of a persistent buffer.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # abstract upstream
@@ -46,23 +46,23 @@ class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-        **_for_speculation: Any,
+        **_speculative_arguments: Any,
     ) -> StateMetadata:
         common = common_attn_metadata
         return StateMetadata(
             num_actual_tokens=common.num_actual_tokens,
-            # Without prefix caching (configuration.py insists on that) a request has one state, in its first block.
+            # A request has one state, in its first block: config/ refuses prefix caching for these models.
             state_indices=common.block_table_tensor[: common.num_reqs, 0],
             query_start_loc=common.query_start_loc[: common.num_reqs + 1],
             seq_lens=common.seq_lens[: common.num_reqs],
-            longest=common.max_query_len,
+            max_query_len=common.max_query_len,
         )
 
 
 class _StateBackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> Any:
-        raise NotImplementedError("layers that carry a state compute it themselves")
+        raise NotImplementedError("layers with a recurrent state have no attention implementation")
 
     @staticmethod
     def get_builder_cls() -> type[StateMetadataBuilder]:

@@ -1,8 +1,8 @@
-"""Where vLLM reaches operators without one of its layers being replaced.
+"""Declares the extension points of vLLM, other than layer classes, through which vLLM calls Backplane's operators.
 
-`binding.py` lists the layers. The rest of the device's work comes in through other extension points: the attention
-backend, IR operators, the model runner's kernels, the sampler, the LoRA wrapper. They are listed here, so that each
-operator can be followed to what calls it (`vllm-backplane ops`), and checked like the layers are.
+`registry.py` lists the layer classes. The other extension points are the attention backends, IR operators, the model
+runner's Triton kernels, the sampler, the LoRA wrapper and the quantization methods. They are listed here so that
+`vllm-backplane ops` can name the callers of each operator, and so that they are checked like the layers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ RUNNER_KERNEL = "runner kernel"
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """An extension point of vLLM, what of ours stands there, and the operators that it calls."""
+    """An extension point of vLLM, the object of Backplane that uses it, and the operators that this object calls."""
 
     kind: str
     upstream: str
-    """module:name of vLLM: a class, a kernel or an IR operator."""
+    """module:name in vLLM: a class, a kernel or an IR operator."""
     replacement: str
-    """module:name of ours."""
+    """module:name in Backplane."""
     operators: tuple[str, ...]
 
     @property
@@ -32,15 +32,15 @@ class Hook:
         return self.upstream.partition(":")[2].removesuffix(".kernel")
 
 
-_OURS = "vllm_backplane.layers"
+_QUANTIZATION = "vllm_backplane.quantization"
 
 
 def _ir(name: str) -> Hook:
-    return Hook(IR_OPERATOR, f"vllm.ir.ops:{name}", f"{_OURS}.ir:{name}", (name,))
+    return Hook(IR_OPERATOR, f"vllm.ir.ops:{name}", f"vllm_backplane.binding.ir:{name}", (name,))
 
 
 def _kernel(upstream: str, adapter: str, *operators: str) -> Hook:
-    return Hook(RUNNER_KERNEL, f"vllm.v1.{upstream}", f"{_OURS}.runner_kernels:{adapter}", operators)
+    return Hook(RUNNER_KERNEL, f"vllm.v1.{upstream}", f"vllm_backplane.runner.triton_kernels:{adapter}", operators)
 
 
 def _speculation(name: str, adapter: str) -> Hook:
@@ -63,31 +63,31 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "attention backend",
         "vllm.v1.attention.backend:MLAAttentionImpl",
-        "vllm_backplane.attention.mla:BackplaneLatentImpl",
+        "vllm_backplane.attention.mla:BackplaneMLAImpl",
         ("kv_cache_write", "paged_attention"),
     ),
     Hook(
         "sampler",
         "vllm.v1.sample.sampler:Sampler",
-        f"{_OURS}.sampler:BackplaneSampler",
+        "vllm_backplane.runner.sampler:BackplaneSampler",
         ("greedy_argmax", "apply_penalties"),
     ),
     Hook(
         "sampler",
         "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler",
-        f"{_OURS}.sampler:BackplaneTopKTopPSampler",
+        "vllm_backplane.runner.sampler:BackplaneTopKTopPSampler",
         ("top_k_top_p_mask", "sample_by_race"),
     ),
     Hook(
         "logits processor",
         "vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor",
-        f"{_OURS}.sampler:BackplaneMinPLogitsProcessor",
+        "vllm_backplane.runner.sampler:BackplaneMinPLogitsProcessor",
         ("min_p_mask",),
     ),
     Hook(
         "LoRA wrapper",
         "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase",
-        f"{_OURS}.lora:BackplanePunicaWrapper",
+        "vllm_backplane.lora.punica:BackplanePunicaWrapper",
         ("lora_shrink", "lora_expand"),
     ),
     Hook(
@@ -99,43 +99,43 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "quantization method",
         "vllm.model_executor.layers.linear:LinearMethodBase",
-        f"{_OURS}.quantization.linear:QuantizedLinearMethod",
+        f"{_QUANTIZATION}.online.linear:QuantizedLinearMethod",
         ("quantized_linear", "linear"),
     ),
     Hook(
         "quantization method",
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
-        f"{_OURS}.quantization.experts:QuantizedMoEMethod",
+        f"{_QUANTIZATION}.online.experts:QuantizedMoEMethod",
         ("quantized_linear", "silu_and_mul"),
     ),
     Hook(
         "quantization method",
         "vllm.model_executor.layers.linear:LinearMethodBase",
-        f"{_OURS}.gguf.linear:GgufLinearMethod",
+        f"{_QUANTIZATION}.gguf.linear:GgufLinearMethod",
         ("quantized_linear", "linear"),
     ),
     Hook(
         "quantization method",
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
-        f"{_OURS}.gguf.experts:GgufMoEMethod",
+        f"{_QUANTIZATION}.gguf.experts:GgufMoEMethod",
         ("silu_and_mul",),
     ),
     Hook(
         "quantization method",
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
-        f"{_OURS}.schemes.experts:SchemeMoEMethod",
+        f"{_QUANTIZATION}.checkpoint.experts:CheckpointMoEMethod",
         ("quantized_linear", "silu_and_mul"),
     ),
     Hook(
         "linear kernel",
         "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel:MPLinearKernel",
-        f"{_OURS}.schemes.kernel:BackplaneMixedPrecisionKernel",
+        f"{_QUANTIZATION}.checkpoint.mixed_precision:BackplaneMixedPrecisionKernel",
         ("quantized_linear",),
     ),
     Hook(
         "linear kernel",
         "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel:Int8ScaledMMLinearKernel",
-        f"{_OURS}.schemes.int8:BackplaneInt8Kernel",
+        f"{_QUANTIZATION}.checkpoint.w8a8_int8:BackplaneInt8Kernel",
         ("quantized_linear",),
     ),
     _kernel("worker.block_table:ComputeSlotMappingKernel.kernel", "_slot_mapping", "compute_slot_mapping"),
@@ -148,12 +148,12 @@ HOOKS: tuple[Hook, ...] = (
     _rejection("rejection_random_sample", "_rejection_random_sample", "rejection_random_sample"),
     _rejection("expand", "_expand", "expand_to_tokens"),
     _rejection("sample_recovered_tokens", "_sample_recovered_tokens", "sample_recovered_tokens"),
-    _kernel("worker.mamba_utils:batch_memcpy_kernel", "_batch_memcpy"),  # copies bytes; nothing to compute
+    _kernel("worker.mamba_utils:batch_memcpy_kernel", "_batch_memcpy"),  # copies bytes and needs no operator
 )
 
 
 def check(hook: Hook) -> None:
-    """Raise BindingError if vLLM no longer has what the hook stands on, or ours no longer fits it."""
+    """Raises BindingError if vLLM no longer has the extension point, or the replacement does not fit it."""
     if hook.kind == RUNNER_KERNEL:
         from vllm_backplane.runner import triton_kernels
 
@@ -171,12 +171,12 @@ def check(hook: Hook) -> None:
 
 
 def callers() -> dict[str, tuple[tuple[str, str], ...]]:
-    """(kind, layer) of everything that calls an operator, by operator: layers first, then hooks."""
+    """Returns the callers of each operator as pairs (kind, layer): layers first, then hooks."""
     found: dict[str, tuple[tuple[str, str], ...]] = {}
     for kind, layer, operators in [
         *(("layer", binding.layer, binding.operators) for binding in BINDINGS),
         *((hook.kind, hook.layer, hook.operators) for hook in HOOKS),
-        ("worker", "NumericGuard", ("tally_values",)),  # replaces nothing of vLLM: it looks on
+        ("worker", "NumericGuard", ("tally_values",)),  # called by the worker itself; replaces nothing in vLLM
     ]:
         for operator in operators:
             found[operator] = (*found.get(operator, ()), (kind, layer))

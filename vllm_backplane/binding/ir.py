@@ -1,4 +1,4 @@
-"""vLLM's IR operators on ours: the hook through which RMSNorm reaches the device without a subclass."""
+"""Implements vLLM's IR operators for RMSNorm with Backplane's operators, so that RMSNorm needs no subclass."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PROVIDER = "backplane"
 BOUND: dict[str, tuple[str, ...]] = {"rms_norm": ("rms_norm",), "fused_add_rms_norm": ("fused_add_rms_norm",)}
+"""Names of vLLM's IR operators, and the operators of Backplane that each implementation calls."""
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
@@ -28,16 +29,21 @@ def fused_add_rms_norm(
 
 
 def register() -> None:
+    """Registers the implementations with vLLM, once per process. Raises BindingError if an IR operator is gone."""
     implementations = {"rms_norm": rms_norm, "fused_add_rms_norm": fused_add_rms_norm}
     for name in BOUND:
         operator = getattr(vllm_ir.ops, name, None)
         if operator is None:
-            raise BindingError(f"vLLM's IR operator {name!r} is gone; the norm would not reach the device")
+            raise BindingError(
+                f"the installed vLLM has no IR operator {name!r}, so RMSNorm would not reach the device. Install a "
+                "vLLM that this version of vllm-backplane supports ('vllm-backplane doctor' names them)."
+            )
         if PROVIDER not in operator.impls:
             operator.register_impl(PROVIDER)(implementations[name])
 
 
 def priority() -> IrOpPriorityConfig:
+    """Returns the priority with which vLLM prefers these implementations to its native ones."""
     from vllm.config.kernel import IrOpPriorityConfig
 
     register()

@@ -1,8 +1,8 @@
-"""Which of vLLM's classes run on which operators, and the check that each name still binds to something.
+"""Declares the layer classes of vLLM that Backplane replaces, checks each declaration and registers the replacements.
 
-vLLM keys its replacements by class name and ignores a name that matches nothing, so a renamed class upstream
-would switch a kernel off without a word. Here every binding names the class it replaces by module and name, and
-is refused when that class is gone, was never registered for replacement, or is not the base of ours.
+vLLM looks replacements up by class name and ignores a name that matches no class. A class renamed upstream would
+therefore disable a kernel silently. Each binding names the class it replaces by module and name. It is refused if that
+class does not exist, cannot be replaced, or is not the base of the replacement.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from vllm_backplane.errors import BindingError
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """One line of the architecture: upstream class, replacement, operators, reason."""
+    """A layer class of vLLM, its replacement, the operators that the replacement calls, and the reason for it."""
 
     upstream: str
-    """module:Class of vLLM."""
+    """module:Class in vLLM."""
     replacement: str
-    """module:Class of ours."""
+    """module:Class in Backplane."""
     operators: tuple[str, ...]
     reason: str
 
@@ -61,7 +61,7 @@ def _linear(name: str) -> Binding:
         f"{_LINEAR}:{name}",
         f"{_OURS}.linear:Backplane{name}",
         ("linear", "blocked_linear"),
-        "the device owns the product and the packing",
+        "the device computes the GEMM and chooses the order of the weights",
     )
 
 
@@ -100,19 +100,19 @@ BINDINGS: tuple[Binding, ...] = (
         "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
         f"{_OURS}.embedding:BackplaneVocabParallelEmbedding",
         ("embedding", "logits"),
-        "the table is read by rows for embedding and as a whole for logits",
+        "embedding reads single rows of the table, logits read all of it",
     ),
     Binding(
         "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",
         f"{_OURS}.embedding:BackplaneParallelLMHead",
         ("logits",),
-        "the largest product of a small model",
+        "the largest GEMM of a small model",
     ),
     Binding(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
         f"{_OURS}.moe:BackplaneFusedMoEMethod",
         ("moe_route", "moe_experts"),
-        "upstream has no experts for out-of-tree platforms",
+        "upstream has no expert kernels for out-of-tree platforms",
     ),
     Binding(
         "vllm.model_executor.layers.mamba.mamba_mixer:MambaMixer",
@@ -136,6 +136,7 @@ BINDINGS: tuple[Binding, ...] = (
 
 
 def load(path: str) -> Any:
+    """Returns the object at ``module:name``. Raises BindingError if there is none."""
     module, _, name = path.partition(":")
     try:
         found = importlib.import_module(module)
@@ -145,14 +146,14 @@ def load(path: str) -> Any:
         return getattr(found, name)
     except AttributeError:
         raise BindingError(
-            f"{path} does not exist in the installed vLLM: the layer was renamed or removed, and a replacement under "
-            "the old name would never run. Install a vLLM this version of vllm-backplane supports "
+            f"{path} does not exist: the layer was renamed or removed in the installed vLLM, and a replacement under "
+            "the old name would never run. Install a vLLM that this version of vllm-backplane supports "
             "('vllm-backplane doctor' names them)."
         ) from None
 
 
 def check(binding: Binding) -> tuple[Any, Any]:
-    """(upstream class, replacement), or BindingError."""
+    """Returns (vLLM's class, replacement). Raises BindingError if the replacement would not take effect."""
     from vllm.model_executor.custom_op import CustomOp, PluggableLayer
 
     upstream, replacement = load(binding.upstream), load(binding.replacement)
@@ -161,26 +162,29 @@ def check(binding: Binding) -> tuple[Any, Any]:
     if not issubclass(replacement, upstream):
         raise BindingError(f"{binding.replacement} is not a subclass of {binding.upstream}")
     if upstream.__name__ != binding.layer:
-        raise BindingError(f"{binding.upstream} calls itself {upstream.__name__!r}, and vLLM looks up that name")
+        raise BindingError(
+            f"{binding.upstream} is named {upstream.__name__!r}, and vLLM looks replacements up by that name"
+        )
     return upstream, replacement
 
 
 def bind() -> None:
-    """Register every replacement, once per process."""
+    """Registers every replacement with vLLM, once per process: layers, attention backends, quantization methods, model
+    loaders and the KV connector."""
     from vllm.model_executor.custom_op import op_registry_oot
 
     from vllm_backplane.attention import selection
     from vllm_backplane.kv_offload import registration as kv_offload
-    from vllm_backplane.quantization.checkpoint import registration
+    from vllm_backplane.quantization.checkpoint import registration as checkpoint_config
     from vllm_backplane.quantization.gguf import config as gguf_config
     from vllm_backplane.quantization.gguf import loader as gguf_loader
-    from vllm_backplane.quantization.online import config
+    from vllm_backplane.quantization.online import config as online_config
     from vllm_backplane.weights import peer_loader, shared_loader
 
     selection.register()
-    config.register()
+    online_config.register()
     gguf_config.register()
-    registration.register()
+    checkpoint_config.register()
     gguf_loader.register()
     shared_loader.register()
     peer_loader.register()
@@ -191,9 +195,12 @@ def bind() -> None:
         if present is replacement:
             continue
         if present is not None:
-            raise BindingError(f"{binding.upstream} is already replaced by {present.__module__}:{present.__name__}")
+            raise BindingError(
+                f"{binding.upstream} is already replaced by {present.__module__}:{present.__name__}; uninstall one of "
+                "the two plugins"
+            )
         op_name = getattr(upstream, "name", None)
         upstream.register_oot(replacement)
         if op_name is not None:
-            # register_oot overwrites the name by which users switch an operator on or off (custom_ops).
+            # register_oot overwrites the name by which users enable or disable an operator (custom_ops).
             replacement.name = op_name

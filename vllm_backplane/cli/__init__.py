@@ -1,9 +1,9 @@
-"""The command `vllm-backplane`. One file per command.
+"""Implements the command `vllm-backplane`, with one module per subcommand. May import every other room.
 
-A command is a module of this package with four names: ``NAME``, ``HELP`` (one line), ``configure(parser)``
-and ``run(args)``, which returns the exit status. Commands import what costs time (torch, vLLM) inside `run`,
-so that help is immediate. A command with ``PASSES_ON = True`` finds arguments it does not know in
-``args.rest``; for every other command they are an error.
+A subcommand is a module of this package with four names: ``NAME``, ``HELP`` (one line), ``configure(parser)`` and
+``run(args)``, which returns the exit status. Subcommands import torch and vLLM inside `run`, so that help is immediate.
+A subcommand with ``PASSES_ON = True`` gets the arguments that its parser does not recognize in ``args.rest``; for every
+other subcommand such arguments are an error.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import importlib
 import os
 import pkgutil
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,9 +20,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol, cast
 
 from vllm_backplane.errors import BackplaneError
+from vllm_patchbay.errors import PatchbayError
 
 
 class Command(Protocol):
+    """The interface of a subcommand's module."""
+
     NAME: str
     HELP: str
 
@@ -31,7 +35,7 @@ class Command(Protocol):
 
 
 def commands() -> dict[str, Command]:
-    """Every module of this package whose name has no leading underscore, by command name."""
+    """Returns the subcommands by name: every module of this package whose name has no leading underscore."""
     found: dict[str, Command] = {}
     for module in pkgutil.iter_modules(__path__):
         if not module.name.startswith("_"):
@@ -43,13 +47,13 @@ def commands() -> dict[str, Command]:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-backplane",
-        description="Serve models with vLLM on the devices of this machine, and look at what would happen.",
+        description="Serve models with vLLM on the devices of this machine, and diagnose the installation.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"vllm-backplane {_version()}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name, command in commands().items():
-        # vLLM's arguments pass through, so a prefix of one of ours must not swallow one of vLLM's.
+        # vLLM's arguments pass through, so argparse must not take an option of vLLM for an abbreviation of ours.
         subparser = subparsers.add_parser(
             name,
             help=command.HELP,
@@ -64,7 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args, rest = build_parser().parse_known_args(argv)
+    """Runs a subcommand and returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["audit"]:
+        return _report_moved_auditor(arguments)
+    args, rest = build_parser().parse_known_args(arguments)
     if rest and not args.passes_on:
         args.parser.error(f"unknown argument: {' '.join(rest)}")
     args.rest = rest
@@ -72,15 +80,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(args.run(args))
         sys.stdout.flush()
         return status
-    except BackplaneError as fault:
+    except (BackplaneError, PatchbayError) as fault:
         print(f"vllm-backplane: error: {fault}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Whoever reads has seen enough. Python would complain once more when it ends.
+        # The reader has closed its end. Python would complain once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 130
+
+
+def _report_moved_auditor(arguments: Sequence[str]) -> int:
+    """Prints the command line that replaces the former subcommand, and returns the status of a usage error."""
+    command = shlex.join(["vllm-patchbay", *arguments])
+    print(
+        f"vllm-backplane: error: the auditor is the command 'vllm-patchbay audit' now; run: {command}", file=sys.stderr
+    )
+    return 2
 
 
 def _version() -> str:

@@ -1,4 +1,4 @@
-"""Printing for commands: results go to stdout and progress to stderr, so that results can be piped."""
+"""Prints for subcommands: results go to stdout and progress goes to stderr, so that results can be piped."""
 
 from __future__ import annotations
 

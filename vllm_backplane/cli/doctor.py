@@ -1,8 +1,7 @@
-"""Say whether serving would work here, what it would run on, and what is wrong.
+"""Report whether serving would work here, on which device, and what is wrong.
 
-Looks at Python, torch, vLLM and its plugins, options, devices, operators and the layers they are bound to, and lets
-vLLM choose its platform in a process of its own. Changes nothing. Exits with 0 only if serving would work; warnings
-do not count against that.
+Examines Python, torch, vLLM and its plugins, options, devices, operators and the layers that use them, and lets vLLM
+choose its platform in a subprocess. Changes nothing. Exits with 0 if serving would work, even with warnings.
 
 With --json, the keys are: backplane, serves, software, environment, plugins, options, devices, chosen, operators,
 platform, bindings, findings.
@@ -22,7 +21,7 @@ from vllm_backplane.doctor import Finding, Report, examine
 from vllm_backplane.doctor.options import OptionInfo
 
 NAME = "doctor"
-HELP = "say whether serving would work here, and what is wrong if not"
+HELP = "report whether serving would work here, and what is wrong if not"
 
 WIDTH = 100
 _INDENT = "  "
@@ -46,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def render(report: Report, *, verbose: bool = False) -> Iterable[str]:
+    """Yields the lines of the text report."""
     yield f"vllm-backplane {report.backplane or '(not installed)'}"
     yield from _section(
         "Software",
@@ -110,7 +110,7 @@ def _devices(report: Report) -> Iterable[str]:
     )
     chosen = report.chosen
     if chosen is None:
-        yield f"{_INDENT}none would be used"
+        yield f"{_INDENT}no device would be used"
         return
     yield f"{_INDENT}{chosen.name} would be used: {chosen.reason}"
     if chosen.card:
@@ -130,7 +130,7 @@ def _operators(report: Report, verbose: bool) -> Iterable[str]:
         [("-", f"{number} by {how}", provider) for (how, provider), number in sorted(count.items())],
     )
     if not report.operators:
-        yield f"{_INDENT}not known: no device was started"
+        yield f"{_INDENT}unknown: no device was started"
     if verbose:
         yield from _table([("", line.operator, line.implementation, line.provider) for line in report.operators])
 
@@ -155,7 +155,7 @@ def _findings(findings: Sequence[Finding]) -> Iterable[str]:
     if not findings:
         return
     yield ""
-    yield "What is wrong"
+    yield "Problems"
     for finding in findings:
         mark = f"{_INDENT}{finding.severity}: "
         yield from _wrapped(finding.what, mark, _INDENT * 3)
@@ -169,7 +169,7 @@ def _section(title: str, rows: Sequence[tuple[str, ...]]) -> Iterable[str]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterable[str]:
-    """The first cell is the mark. The last is wrapped; the others are as wide as their widest."""
+    """Yields aligned lines. The first cell of a row is its mark, and the last cell is wrapped."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     if widths:
         widths[0] = len("warning")

@@ -1,6 +1,6 @@
-"""The bundled models: which there are, where they are, whether they are whole.
+"""List, prepare or verify the bundled models.
 
-'path' prepares the model if it is not prepared; 'list' and 'verify' change nothing.
+'path' prepares the model if needed and prints its folder or file; 'list' and 'verify' change nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     path = actions.add_parser("path", help="print the model's folder or file, after preparing it if necessary")
     path.add_argument("name", metavar="NAME", help=f"one of {names}")
-    path.add_argument("--verify", action="store_true", help="compare contents too; prepare again if damaged")
+    path.add_argument(
+        "--verify", action="store_true", help="also compare the contents of files; prepare again if damaged"
+    )
     _output.add_json_flag(path)
 
     verify = actions.add_parser("verify", help="compare files with the manifest; exit 1 if they differ")
@@ -36,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    described = [
+    rows = [
         {
             "name": model.name,
             "served_name": model.served_name,
@@ -49,12 +51,12 @@ def _list(args: argparse.Namespace) -> int:
         for model in models()
     ]
     if args.json:
-        _output.print_json(described)
+        _output.print_json(rows)
     else:
         columns = ("name", "served_name", "summary", "package", "state")
         _output.print_table(
             [column.upper().replace("_", " ") for column in columns],
-            [[str(model[column]) for column in columns] for model in described],
+            [[str(row[column]) for column in columns] for row in rows],
         )
     return 0
 
@@ -71,7 +73,7 @@ def _path(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     model = find(args.name)
     if packaged(model):
-        folder, fault = obtain(args.name, verify=True), ""  # raises where it is another file
+        folder, fault = obtain(args.name, verify=True), ""  # raises if the file's digest is wrong
     else:
         folder = prepared_folder(model)
         fault = damage(folder, hashes=True)
@@ -80,5 +82,5 @@ def _verify(args: argparse.Namespace) -> int:
     elif fault:
         print(f"{args.name}: {fault} ({folder}); run: vllm-backplane model path {args.name} --verify")
     else:
-        print(f"{args.name}: whole ({folder})")
+        print(f"{args.name}: complete ({folder})")
     return 1 if fault else 0

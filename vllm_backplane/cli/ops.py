@@ -1,15 +1,15 @@
-"""Show what each layer runs on: layer, operator, implementation.
+"""Show the operators of each layer and the implementation that each operator runs.
 
-An operator runs as the device's kernel where there is one, and as its plain-PyTorch reference elsewhere. Each line
-is one caller of an operator: a layer of vLLM that Backplane replaces, or another extension point (attention backend,
-IR operator, runner kernel, sampler, LoRA wrapper).
+An operator runs the device's kernel if there is one, otherwise its plain-PyTorch reference. Each line is one caller of
+an operator: a layer of vLLM that Backplane replaces, or another extension point (attention backend, IR operator, runner
+kernel, sampler, LoRA wrapper).
 
-On a device that lets the host run what it lacks, the references are run with their test inputs, and what the host did
-for them is shown.
+Some devices run PyTorch operators that they lack on the host. For those, this command also runs the references with
+their test inputs and shows the PyTorch operators that ran on the host.
 
-With --json, the keys are: device, reason, operators, linear (which operator multiplies by weights of which type); of
-an operator: operator, family, summary, implementation, provider, reason, called_by (kind and layer), fell_back (PyTorch
-operators that ran on the host, with their number).
+With --json, the keys are: device, reason, operators, linear (the operator of linear layers, by the dtype of their
+weights). The keys of an operator are: operator, family, summary, implementation, provider, reason, called_by (kind and
+layer), fell_back (PyTorch operators that ran on the host, with their number of calls).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from vllm_backplane.ops.operator import Operator
 
 NAME = "ops"
-HELP = "show what each layer and operator runs on"
+HELP = "show the implementation of each layer and operator"
 
 _PACKAGE = "vllm_backplane."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="NAME", help="the device to show; default: the one that would be used")
-    parser.add_argument("--family", metavar="F", help="one family of operators only, such as 'norms'")
+    parser.add_argument("--device", metavar="NAME", help="the device to show (default: the one that would be used)")
+    parser.add_argument("--family", metavar="F", help="show one family of operators only, such as 'norms'")
     _output.add_json_flag(parser)
 
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     implementations = f"{count['kernel']} by kernel, {count['reference']} by reference"
     print(f"\n{len(shown)} operators on device {device.name}: {implementations}")
     weights = ", ".join(f"{dtype} {operator}" for dtype, operator in linear(device).items())
-    print(f"Linear layers by the type of their weights: {weights}")
+    print(f"Operator of linear layers by the dtype of their weights: {weights}")
     if counts_fallbacks(device):
         _print_fallbacks(shown)
     return 0
@@ -72,14 +72,14 @@ def run(args: argparse.Namespace) -> int:
 def _print_fallbacks(shown: list[dict[str, Any]]) -> None:
     lines = [(line["operator"], name) for line in shown for name in line["fell_back"]]
     if not lines:
-        print("None of the references needs the host for a PyTorch operator that the device lacks.")
+        print("No reference runs a PyTorch operator on the host.")
         return
-    print("\nPyTorch operators that the device lacks, so the host runs them for the reference of:")
-    _output.print_table(("OPERATOR", "ON THE HOST"), lines)
+    print("\nPyTorch operators that the device lacks, which references therefore run on the host:")
+    _output.print_table(("REFERENCE OF", "ON THE HOST"), lines)
 
 
 def _check_family(family: str | None) -> None:
-    import vllm_backplane.ops  # noqa: F401  # declares them
+    import vllm_backplane.ops  # noqa: F401  # declares the operators
     from vllm_backplane.ops.operator import declared
 
     families = {operator.family for operator in declared().values()}
@@ -90,7 +90,7 @@ def _check_family(family: str | None) -> None:
 
 
 def _choose(name: str | None) -> tuple[Device, str, tuple[str, ...]]:
-    """(device, why this one, operators that were asked to run as references)"""
+    """Returns the device, the reason for the choice, and the operators that an option forces to their reference."""
     from vllm_backplane.runtime import choose
 
     chosen = choose(name=name)
@@ -98,7 +98,7 @@ def _choose(name: str | None) -> tuple[Device, str, tuple[str, ...]]:
 
 
 def table(device: Device, forced: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """Every operator, by family, with what it runs on and what calls it."""
+    """Returns every operator, sorted by family, with its implementation and its callers."""
     from vllm_backplane.binding.hooks import callers
     from vllm_backplane.ops import resolution
     from vllm_backplane.ops.operator import get
@@ -123,7 +123,7 @@ def table(device: Device, forced: tuple[str, ...] = ()) -> list[dict[str, Any]]:
 
 
 def linear(device: Device) -> dict[str, str]:
-    """Which operator multiplies by weights of each type."""
+    """Returns the operator that linear layers use, by the dtype of their weights."""
     import torch
 
     found = {}
@@ -135,13 +135,14 @@ def linear(device: Device) -> dict[str, str]:
 
 
 def counts_fallbacks(device: Device) -> bool:
+    """Returns whether the device reports the PyTorch operators that it ran on the host."""
     from vllm_backplane.device import Device
 
     return type(device).fallbacks is not Device.fallbacks
 
 
 def fell_back(device: Device, operator: Operator) -> dict[str, int]:
-    """Run the reference with its samples, and say what the host did for it."""
+    """Runs an operator's reference with its samples and returns the PyTorch operators that ran on the host."""
     from vllm_backplane.ops.operator import SampleSpace
 
     if not counts_fallbacks(device):

@@ -1,7 +1,8 @@
-"""The patches of vLLM that Backplane applies: which there are, why, whether they fit a vLLM, and which can go.
+"""List, explain and check the patches that Backplane applies to vLLM.
 
-Patches of another plugin are the business of 'vllm-patchbay'. 'check' reads source and imports nothing of vLLM; the
-vLLM may be the installed one, a version, a wheel or a tree.
+'check' reports patches that do not fit a vLLM release and those that are no longer needed. It reads source code without
+importing vLLM; --vllm selects the installed vLLM, a version, a wheel or a source tree. For the patches of another
+plugin, use 'vllm-patchbay'.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from vllm_backplane.patches import packages
 from vllm_patchbay.cli.patches import Scope, add_commands
 
 NAME = "patches"
-HELP = "list, check, explain or start the patches that Backplane applies"
+HELP = "list, check, explain or create the patches that Backplane applies"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,5 +22,5 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Is replaced by the action's own function, which the parser sets."""
+    """Is never called: every action sets its own ``run``."""
     raise AssertionError(f"the action {args.action!r} has no function")

@@ -1,12 +1,12 @@
 """Serve a model with the OpenAI API.
 
-MODEL is a bundled name (see 'vllm-backplane model list'), a folder, or anything else that 'vllm serve'
-takes; without one, the default model is prepared and served. Every argument that is not listed below goes to
-'vllm serve', after MODEL:
+MODEL is a bundled name (see 'vllm-backplane model list'), a folder, or anything else that 'vllm serve' accepts. Without
+MODEL, the default model is prepared and served. Every argument that is not listed below is passed on to 'vllm serve'
+and must follow MODEL:
 
   vllm-backplane serve smollm2 --port 8001 --max-model-len 2048
 
-With --config and no MODEL, the configuration file names the model.
+With --config and without MODEL, the configuration file must name the model.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ HELP = "serve a model with the OpenAI API"
 PASSES_ON = True
 
 DEVICE_VARIABLE = "BACKPLANE_DEVICE"
-LONGEST_BASE = 107 - len("/vllm-12345678/01234567-89ab-cdef-0123-456789abcdef")
-"""Of a folder for sockets: the name of one has room for 107 bytes."""
+MAX_BASE_LENGTH = 107 - len("/vllm-12345678/01234567-89ab-cdef-0123-456789abcdef")
+"""Longest path of a folder for sockets: the path of a Unix socket has at most 107 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What this process goes on as."""
+    """The command line of vLLM that this process continues with."""
 
     command: list[str]
     variables: dict[str, str]
-    """Set on top of the environment."""
+    """Environment variables that are set in addition."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,17 +55,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print vLLM's command and the variables instead of running it"
+        "--dry-run", action="store_true", help="print vLLM's command line and environment variables, and exit"
     )
     _output.add_json_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.json and not args.dry_run:
-        raise BackplaneError("--json shapes what --dry-run prints; add --dry-run or remove it")
+        raise BackplaneError("--json applies only to the output of --dry-run; add --dry-run or remove --json")
     if find_spec("vllm") is None:
-        raise BackplaneError(f"{sys.executable} has no vLLM; install it, or run 'make setup' in the repository")
-    refuse_lockout(os.environ)
+        raise BackplaneError(
+            f"vLLM is not installed for {sys.executable}; install it, or run 'make setup' in the repository"
+        )
+    refuse_disabled_plugin(os.environ)
     launch = plan(args, os.environ)
     if args.dry_run:
         if args.json:
@@ -75,16 +77,16 @@ def run(args: argparse.Namespace) -> int:
             print(" ".join([*variables, shlex.join(launch.command)]))
         return 0
     os.environ.update(launch.variables)
-    become(launch)
+    run_vllm(launch)
 
 
-def become(launch: Launch) -> NoReturn:
-    """vLLM's serve command in this process.
+def run_vllm(launch: Launch) -> NoReturn:
+    """Runs vLLM's serve command in this process.
 
-    That saves the start of another process and the import of vLLM's other commands, keeps the current folder off the
-    path, and works where vLLM's distribution has another name than 'vllm', which its own command line insists on.
+    This saves the start of another process and the import of vLLM's other commands, and keeps the current folder off
+    the import path. It also works where vLLM's distribution is not named 'vllm', which vLLM's own command requires.
     """
-    # Nothing that is imported becomes garbage, and the collector would look for some again and again.
+    # Imports create no garbage, and collections during the imports would only take time.
     gc.disable()
     from vllm.entrypoints.cli import serve as vllm_serve
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -95,7 +97,7 @@ def become(launch: Launch) -> NoReturn:
     gc.freeze()
     gc.enable()
     cli_env_setup()
-    keep_sockets_together()
+    use_own_socket_folder()
     sys.argv = launch.command
     parser = FlexibleArgumentParser(prog="vllm")
     subparsers = parser.add_subparsers(required=True, dest="subparser")
@@ -108,46 +110,57 @@ def become(launch: Launch) -> NoReturn:
     try:
         command.cmd(args)
     except Interrupted:
-        for process in multiprocessing.active_children():  # vLLM may have been interrupted before it knew of them
+        # vLLM may have been interrupted after it started a process and before it recorded that process.
+        for process in multiprocessing.active_children():
             process.kill()
-        leave(Interrupted.STATUS)
-    except SystemExit as end:  # because the engine died: whoever is to start another waits
-        leave(end.code)
+        exit_without_teardown(Interrupted.STATUS)
+    except SystemExit as end:  # the engine died; exit fast, because a supervisor waits to restart the server
+        exit_without_teardown(end.code)
     except BaseException:
-        gc.unfreeze()  # what is frozen outlives the interpreter, and libraries complain of that
+        gc.unfreeze()  # frozen objects outlive the interpreter, and some libraries then print errors
         raise
-    leave(0)
+    exit_without_teardown(0)
 
 
 class Interrupted(SystemExit):
-    """By Ctrl-C, before the server was up."""
+    """Ctrl-C was pressed before the server was up."""
 
     STATUS = 128 + signal.SIGINT
 
 
 def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    """A server that is up handles Ctrl-C otherwise. Until then, asyncio would put off what Python's own handler does
-    to when the engine is ready, minutes later for a large model. A KeyboardInterrupt at once would be lost: vLLM's
-    `zmq_socket_ctx` keeps it to itself, and waits on for an engine that it can no longer talk to."""
+    """Handles SIGINT until the server is up; the running server installs its own handler.
+
+    With Python's default handler, asyncio would delay the interrupt until the engine is ready, minutes later for a
+    large model. An immediate KeyboardInterrupt would be lost: vLLM's `zmq_socket_ctx` catches it and keeps waiting for
+    an engine that it can no longer reach. Hence an exception derived from SystemExit.
+    """
     raise Interrupted(Interrupted.STATUS)
 
 
-def keep_sockets_together() -> None:
-    """vLLM's processes talk through sockets that are files, in the folder for temporary ones, and which of them remain
-    there depends on how each process ended. In a folder of their own they go together."""
+def use_own_socket_folder() -> None:
+    """Makes vLLM create its sockets in a folder of their own, which is removed at exit.
+
+    vLLM's processes communicate through Unix sockets, files among the temporary files. Which of the files are removed
+    depends on how each process ends.
+    """
     base = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
     if not os.path.isdir(base):
-        raise BackplaneError(f"VLLM_RPC_BASE_PATH names {base}, which is no folder; create it, or unset the variable")
-    if len(os.fsencode(base)) > LONGEST_BASE:
-        return  # where vLLM's own names just fit, they are left as they are
+        raise BackplaneError(
+            f"VLLM_RPC_BASE_PATH is {base}, which is not a folder; create the folder or unset the variable"
+        )
+    if len(os.fsencode(base)) > MAX_BASE_LENGTH:
+        return  # vLLM's own paths may still fit where a longer path does not
     folder = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm-", dir=base)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
-def leave(status: int | str | None) -> NoReturn:
-    """End without taking the interpreter apart: what vLLM has imported takes seconds to destroy, object by object, and
-    whoever pressed Ctrl-C waits for them. What has to happen at an exit is registered for it, and happens. `status` is
-    what sys.exit takes: a text is told, and is a failure."""
+def exit_without_teardown(status: int | str | None) -> NoReturn:
+    """Runs the exit handlers and ends the process without destroying the interpreter.
+
+    Destroying what vLLM has imported, object by object, takes seconds, for which a user who pressed Ctrl-C would wait.
+    `status` is the argument of sys.exit: a text is printed, and the exit status is 1.
+    """
     if isinstance(status, str):
         print(status, file=sys.stderr)
     atexit._run_exitfuncs()
@@ -156,8 +169,11 @@ def leave(status: int | str | None) -> NoReturn:
     os._exit(1 if isinstance(status, str) else status or 0)
 
 
-def refuse_lockout(environment: Mapping[str, str]) -> None:
-    """vLLM can be told to ignore this plugin, and then runs another platform or none without a word."""
+def refuse_disabled_plugin(environment: Mapping[str, str]) -> None:
+    """Raises `BackplaneError` if environment variables make vLLM ignore this plugin.
+
+    vLLM would then silently use another platform, or none.
+    """
     from vllm_backplane.doctor import plugins
 
     for finding in plugins.check_environment(plugins.find(), environment):
@@ -166,16 +182,19 @@ def refuse_lockout(environment: Mapping[str, str]) -> None:
 
 
 def plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Launch:
+    """Returns the command line of vLLM for the arguments; prepares a bundled model if needed."""
     variables = {}
     if args.device:
-        stated = environment.get(DEVICE_VARIABLE, "")
-        if stated and stated != args.device:
-            raise BackplaneError(f"--device says {args.device!r} and {DEVICE_VARIABLE} says {stated!r}: remove one")
+        configured = environment.get(DEVICE_VARIABLE, "")
+        if configured and configured != args.device:
+            raise BackplaneError(
+                f"--device is {args.device!r} and {DEVICE_VARIABLE} is {configured!r}; remove one of them"
+            )
         variables[DEVICE_VARIABLE] = args.device
     rest = list(args.rest)
     given = rest.pop(0) if rest and not rest[0].startswith("-") else None
     if _has(rest, "--model"):
-        raise BackplaneError("name the model as the first argument instead of with --model")
+        raise BackplaneError("--model is not supported; give the model as the first argument")
     model = [] if given is None and _has(rest, "--config") else _model_arguments(given or DEFAULT.name, rest)
     command = ["vllm", "serve", *model, "--host", args.host, "--port", str(args.port), *rest]
     return Launch(command, variables)
@@ -184,16 +203,16 @@ def plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Launch:
 def _model_arguments(given: str, rest: list[str]) -> list[str]:
     for model in models():
         if model.name == given:
-            # A folder of the same name would be meant by './NAME'.
+            # A bundled name takes precedence over a folder of the same name, which can be given as './NAME'.
             name = [] if _has(rest, "--served-model-name") else ["--served-model-name", model.served_name]
             dtype = [] if _has(rest, "--dtype") else ["--dtype", model.dtype]
-            # What a disk or a user did to a file that keeps its size would be served: a tenth of a second for 100 MB.
+            # Contents are compared because damage may keep a file's size. It takes a tenth of a second for 100 MB.
             return [str(obtain(given, _output.progress, verify=True)), *name, *dtype]
     return [given]
 
 
 def _has(arguments: list[str], option: str) -> bool:
-    # vLLM takes underscores for hyphens.
+    # vLLM accepts underscores in place of hyphens.
     spelled = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
     return option in spelled
 

@@ -1,12 +1,12 @@
-"""How vLLM schedules: ahead of the device or not, and with which of its schedulers.
+"""Decides whether vLLM schedules asynchronously, and which scheduler class it uses.
 
-Async scheduling on a device without streams is off unless somebody asks for it.
+With async scheduling, vLLM schedules a step while the step before it runs. A device without streams runs nothing
+concurrently with the host: each token then reaches the client one step late, and every request computes one token that
+is discarded. Async scheduling is therefore off on such a device, unless the user asks for it. vLLM turns it on by
+default before the platform sees the configuration, so the user's choice is read from `settings/explicit_arguments.py`.
 
-vLLM schedules a step while the one before it runs. A device without streams runs nothing beside the host: each token
-then reaches the client a step late, and every request computes one token that is thrown away. vLLM turns it on for
-everyone who says nothing, and tells the platform only afterwards; who asked for it is known from `explicit_arguments`.
-
-With LoRA, vLLM's scheduler is one that can end a request whose adapter cannot be loaded (`scheduler.py`).
+With LoRA, the scheduler is a subclass of vLLM's that can fail a request whose adapter cannot be loaded
+(`lora/scheduler.py`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ SCHEDULER, ASYNC_SCHEDULER = (
 )
 
 
-def settle(config: VllmConfig, device: Device) -> None:
-    """Called for every configuration, also for copies that other processes make of one."""
+def set_async_scheduling(config: VllmConfig, device: Device) -> None:
+    """Turns async scheduling off on a device without streams, unless the user asked for it.
+
+    It runs for every configuration, also for copies of one in other processes.
+    """
     scheduler = config.scheduler_config
     if device.capabilities.streams or not scheduler.async_scheduling:
         return
     if state_of(config).explicit_arguments.get("async_scheduling"):
         logger.warning_once(
-            "Scheduling is asynchronous, as asked for: device %s has no streams to overlap with, so tokens come a step "
-            "later than without --async-scheduling.",
+            "Scheduling is asynchronous, as requested: device %s has no streams to overlap with, so tokens arrive one "
+            "step later than without --async-scheduling.",
             device.name,
         )
         return
@@ -47,23 +50,28 @@ def settle(config: VllmConfig, device: Device) -> None:
 
 
 def choose_scheduler(config: VllmConfig) -> None:
-    """After `settle`. The user's own class stays, and so does vLLM's where the requests are not answered in tokens: its
-    server takes such a request for one that has been answered, and fails."""
+    """Sets the scheduler class for LoRA, after `set_async_scheduling`.
+
+    A class that the user named stays. vLLM's own class stays for pooling models, because vLLM's server treats a pooling
+    request that was ended with an error as complete, and fails.
+    """
     scheduler = config.scheduler_config
     if config.lora_config is None or scheduler.scheduler_cls not in (None, SCHEDULER, ASYNC_SCHEDULER):
         return
     if config.model_config.runner_type != "generate" or _other_connector(config):
         return
-    if getattr(config, "diffusion_config", None) is not None:  # vLLM has schedulers of its own for those, since 0.32
+    if getattr(config, "diffusion_config", None) is not None:  # vLLM has schedulers for diffusion models, since 0.32
         return
     scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
 
 
-def ends_unserved(config: VllmConfig) -> bool:
+def can_fail_requests(config: VllmConfig) -> bool:
+    """Returns whether the scheduler can fail single requests that a worker has marked."""
     return config.scheduler_config.scheduler_cls in (SCHEDULER, ASYNC_SCHEDULER)
 
 
 def _other_connector(config: VllmConfig) -> bool:
-    """One that may keep KV blocks of a request which is about to end; ours keeps none of requests with an adapter."""
+    """Returns whether a KV connector other than Backplane's is configured. It may store KV blocks of a request that is
+    about to fail; Backplane's connector stores none of requests with an adapter."""
     transfer = config.kv_transfer_config
     return transfer is not None and transfer.kv_connector not in (None, kv_offload.NAME)

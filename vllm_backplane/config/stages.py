@@ -1,4 +1,4 @@
-"""The stages of `BackplanePlatform.check_and_update_config` that fit vLLM's configuration to the device."""
+"""Runs the stages of `BackplanePlatform.check_and_update_config`, which adapt vLLM's configuration to the device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ WORKER = "vllm_backplane.worker.worker.BackplaneWorker"
 
 
 def apply(config: VllmConfig, chosen: Runtime) -> None:
-    """Runs the stages in order. Options are settled and valid before; a stage raises for what it cannot fulfil."""
+    """Runs the stages in order. Backplane's options are already validated; a stage raises for what it cannot fulfil."""
     refusals.refuse_unsupported(config, chosen)
     set_worker(config)
     graphs.set_compilation(config, chosen)
-    scheduling.settle(config, chosen.device)
+    scheduling.set_async_scheduling(config, chosen.device)
     scheduling.choose_scheduler(config)
-    set_states(config)
+    set_prefix_caching(config)
     set_memory(config, chosen)
     set_loading(config)
     missing_weights.track_loaded_weights(config)
@@ -36,6 +36,7 @@ def apply(config: VllmConfig, chosen: Runtime) -> None:
 
 
 def set_worker(config: VllmConfig) -> None:
+    """Selects Backplane's worker class, and records how many workers share this host."""
     state = state_of(config)
     if state.workers_on_host is None:
         state.workers_on_host = refusals.workers_of_all_replicas(config)
@@ -43,45 +44,47 @@ def set_worker(config: VllmConfig) -> None:
         config.parallel_config.worker_cls = WORKER
 
 
-def set_states(config: VllmConfig) -> None:
-    """One state per sequence. vLLM switches prefix caching on for hybrids, unasked, with copies of the state at each
-    block's end, which its kernels make by addresses. Unasked it is off, and the log says so; asked for, refused."""
+def set_prefix_caching(config: VllmConfig) -> None:
+    """Turns prefix caching off for models with a recurrent state, or raises if the user asked for it.
+
+    Backplane keeps one state per sequence. vLLM turns prefix caching on for hybrid models by default, with a copy of
+    the state at the end of each block; its kernels make these copies through raw addresses.
+    """
     cache, model = config.cache_config, config.model_config
-    if refusals.carries_states(config) and cache.enable_prefix_caching:
+    if refusals.has_recurrent_state(config) and cache.enable_prefix_caching:
         explicit = state_of(config).explicit_arguments.get("enable_prefix_caching")
-        unasked = model.is_prefix_caching_supported and not explicit
-        if not unasked or cache.mamba_cache_mode == "all":
+        is_default = model.is_prefix_caching_supported and not explicit
+        if not is_default or cache.mamba_cache_mode == "all":
             raise BackplaneError(
-                f"prefix caching was asked for, and {', '.join(model.architectures)} carries a state from token to "
-                "token, of which no copies are kept for prefixes; remove --enable-prefix-caching and --mamba-cache-mode"
+                f"prefix caching is not supported: {', '.join(model.architectures)} carries a recurrent state, and no "
+                "copies of it are kept for prefixes; remove --enable-prefix-caching and --mamba-cache-mode"
             )
         cache.enable_prefix_caching = False
         cache.mamba_cache_mode = "none"
         cache.mamba_block_size = model.max_model_len
         logger.warning_once(
-            "Prefix caching is off: %s carries a state from token to token, of which no copies are kept for prefixes.",
+            "Prefix caching is off: %s carries a recurrent state, and no copies of it are kept for prefixes.",
             ", ".join(model.architectures),
         )
 
 
 def set_memory(config: VllmConfig, chosen: Runtime) -> None:
-    """Settle which share of the free memory may be used, so that every worker reads one number."""
+    """Sets the share of the free memory that may be used in `gpu_memory_utilization`, which every worker reads."""
     cache = config.cache_config
     share = chosen.setting("memory_share")
-    stated, default = cache.gpu_memory_utilization, type(cache)().gpu_memory_utilization
+    given, default = cache.gpu_memory_utilization, type(cache)().gpu_memory_utilization
     if share is not None:
-        if stated not in (default, share):
-            raise BackplaneError(
-                f"option memory_share says {share} and --gpu-memory-utilization says {stated}: remove one"
-            )
+        if given not in (default, share):
+            raise BackplaneError(f"option memory_share is {share} and --gpu-memory-utilization is {given}; remove one")
         cache.gpu_memory_utilization = share
-    elif stated == default:
-        # vLLM's own default was made for memory that belongs to the accelerator alone.
+    elif given == default:
+        # vLLM's default is meant for memory that only the accelerator uses.
         cache.gpu_memory_utilization = chosen.device.capabilities.default_memory_share
 
 
 def set_loading(config: VllmConfig) -> None:
-    """A folder that stands for a GGUF file (`gguf/folder.py`) is loaded from that file and served under its path."""
+    """Loads the model of a folder that describes a GGUF file (`gguf/folder.py`) from that file, under the file's
+    path."""
     from vllm_backplane.gguf.configuration import QUANTIZATION
 
     model, loading = config.model_config, config.load_config
@@ -90,22 +93,22 @@ def set_loading(config: VllmConfig) -> None:
     from vllm_backplane.quantization.gguf import config as methods
     from vllm_backplane.quantization.gguf import loader
 
-    methods.register()  # raises if another plugin has taken the name since
+    methods.register()  # raises if another plugin has registered the same name since
     loader.register()
     own = {"auto": QUANTIZATION, load_formats.SHARED: load_formats.SHARED_GGUF}
     loading.load_format = own.get(loading.load_format, loading.load_format)
     if loading.load_format not in own.values():
         raise BackplaneError(
-            f"--load-format {loading.load_format} was asked for, and the weights are in a GGUF file; remove the option"
+            f"--load-format {loading.load_format} cannot load weights from a GGUF file; remove the option"
         )
     if model.served_model_name == model.model:
         model.served_model_name = str(model.hf_config.quantization_config["file"])
 
 
 def set_kv_offload(config: VllmConfig) -> None:
-    """A block of the second tier that cannot be had is computed. vLLM's default is to fail the request, and does not
-    tell itself from what a user said, so it is not left a choice."""
+    """Makes vLLM recompute KV blocks that the KV connector cannot load. vLLM's default fails the request, and cannot be
+    distinguished from an explicit value of the user, so the policy is always set."""
     transfer = config.kv_transfer_config
     if transfer is not None and transfer.kv_connector == kv_offload.NAME:
-        kv_offload.parse(transfer.kv_connector_extra_config)  # what is wrong with it is said before engines start
+        kv_offload.parse(transfer.kv_connector_extra_config)  # raises before engines start
         transfer.kv_load_failure_policy = "recompute"

@@ -1,4 +1,7 @@
-"""The contract between Backplane and an accelerator. Knows nothing of vLLM."""
+"""Holds the contract between Backplane and an accelerator, the registry of devices and their selection.
+
+It imports `settings/options` and `errors` of this package, and nothing of vLLM.
+"""
 
 from vllm_backplane.device.contract import (
     Capabilities,

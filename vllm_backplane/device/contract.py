@@ -1,4 +1,4 @@
-"""What a device tells Backplane about itself.
+"""Defines `Device`, the interface that an accelerator implements, and its value types.
 
 `Device` has a working default for everything but its identity, its probe and its memory, so the smallest
 useful device is about thirty lines (README, "Plug in a device"). A device computes through the
@@ -21,7 +21,7 @@ from vllm_backplane.settings.options import Option
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether the device can be used on this machine, and if not, why and what to do."""
+    """Result of a probe: whether the device can be used on this machine, and if not, why and what to do."""
 
     available: bool
     count: int = 0
@@ -30,14 +30,14 @@ class Probe:
 
     def __post_init__(self) -> None:
         if self.available and self.count < 1:
-            raise ValueError("an available device has at least one card")
+            raise ValueError("the probe of an available device must count at least one card")
         if not self.available and not self.reason:
-            raise ValueError("an unavailable device says why")
+            raise ValueError("the probe of an unavailable device must give a reason")
 
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """One card, as a user would recognise it."""
+    """Name and size of one card, for reports."""
 
     name: str
     uuid: str
@@ -46,7 +46,7 @@ class Properties:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Memory of one card in bytes. `free` is what a new allocation could really get."""
+    """Memory of one card in bytes. `free` is the largest amount that new allocations can get."""
 
     total: int
     free: int
@@ -58,12 +58,12 @@ class MemoryInfo:
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """How the codes of a quantized weight lie in memory for `quantized_linear`."""
+    """Memory layout of the codes of a quantized weight for `quantized_linear`."""
 
     width: int = 16
-    """Output features side by side: the width of a block."""
+    """Number of output features in a block, which are interleaved in memory."""
     signed: bool = False
-    """Codes of 8 bits less 128, as int8, for instructions that multiply signed numbers."""
+    """Whether 8-bit codes are stored as int8, with 128 subtracted, for instructions that multiply signed numbers."""
 
     def code_type(self, bits: int) -> torch.dtype:
         return torch.int8 if self.signed and bits == 8 else torch.uint8
@@ -71,186 +71,209 @@ class CodeLayout:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the hardware can do. The defaults claim nothing."""
+    """Features of the hardware. By default there are none."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-    """In order of preference: with --dtype auto, vLLM uses the first for float32 checkpoints and for those whose own
-    type is not among them."""
+    """Supported model dtypes in order of preference. With --dtype auto, vLLM uses the first one for float32 checkpoints
+    and for checkpoints whose own dtype is not in this list."""
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
-    """vLLM's names of the KV-cache storage types that the device's operators can read and write."""
+    """vLLM's names of the KV-cache dtypes that the device's operators can read and write."""
     streams: bool = False
-    """Work is queued and the host does not wait (needs the torch device module's stream surface)."""
+    """Whether work is queued and the host does not wait (requires streams in the torch device module)."""
     graphs: bool = False
-    """Launches can be recorded and replayed (needs `new_graph`). Decode steps are, where the user asks for it or the
-    device wants it (`wants_graphs`)."""
+    """Whether launches can be captured and replayed (requires `new_graph`). Decode steps are captured if the user asks
+    for it, or by default if `wants_graphs` returns true."""
     graph_sizes: tuple[int, ...] = ()
-    """Numbers of sequences for which decode steps are captured if the user names none; empty: vLLM's own list."""
+    """Batch sizes for which decode steps are captured if the user gives none; if empty, vLLM's own list is used."""
     capture_computes: bool = False
-    """A capture computes what it records. Then steps are captured when they are first served, not at start, and one
-    that cannot be a graph is served all the same."""
+    """Whether a capture also computes what it records. If so, steps are captured when they are first served rather than
+    at start, and a step that cannot be captured is still served."""
     triton: bool = False
-    """Triton compiles for it, so vLLM's own Triton kernels and its second model runner can be used."""
+    """Whether Triton compiles for the device, so that vLLM's Triton kernels and its second model runner can be used."""
     pinned_memory: bool = False
+    """Whether PyTorch can allocate pinned host memory for the device."""
     sleep: bool = False
-    """Memory can be given back and taken again at the same addresses (needs `sleep_pool`, `release` and `restore`)."""
+    """Whether memory can be released and restored at the same addresses (requires `sleep_pool`, `release` and
+    `restore`)."""
     fork: bool = False
-    """A process that has loaded the device, and computed with it, may be forked; then vLLM's processes start without
-    importing everything anew."""
+    """Whether a process may be forked after it has loaded the device and computed with it. vLLM's processes then start
+    without importing everything again."""
     host_memory: bool = False
-    """Cards share the host's memory, so the workers of one host divide it among themselves."""
+    """Whether the cards use the host's memory, so that the workers of one host divide it among themselves."""
     profile_tokens: int | None = None
-    """Tokens in the step that measures activation memory, if a largest step would take too long to compute."""
+    """Number of tokens in the step that measures activation memory, if a step of the maximum size takes too long."""
     default_memory_share: float = 0.9
-    """Share of the free memory that weights and KV cache may take when the user names none."""
+    """Fraction of the free memory that weights and KV cache may use if the user gives none."""
 
 
 class Device(ABC):
-    """An accelerator, as Backplane sees it."""
+    """An accelerator. Its cards are numbered from 0; `index` is the number of a card."""
 
     name: ClassVar[str]
-    """What users write in ``BACKPLANE_DEVICE``."""
+    """The name that users write in ``BACKPLANE_DEVICE``."""
     torch_type: ClassVar[str]
-    """Type of its tensors: ``torch.device(torch_type, index)`` must be valid after `load`."""
+    """Device type of its tensors: ``torch.device(torch_type, index)`` must be valid after `load`."""
     dispatch_key: ClassVar[str]
     """PyTorch's dispatch key for that type: CPU, CUDA, PrivateUse1."""
     priority: ClassVar[int] = 100
-    """Of the available devices, the one with the highest priority is used."""
+    """If the user requests no device, the available one with the highest priority is used."""
     collective_backend: ClassVar[str] = "gloo"
     """torch.distributed backend between its cards."""
     visible_cards_variable: ClassVar[str] = "BACKPLANE_VISIBLE_CARDS"
-    """The environment variable that selects cards, as CUDA_VISIBLE_DEVICES does: where it names some, `probe` counts
-    those alone, and index 0 is the first of them. The prefix BACKPLANE_ is ours."""
+    """Environment variable that selects cards, as CUDA_VISIBLE_DEVICES does. If it is set, `probe` counts only the
+    selected cards, and index 0 is the first of them. The prefix BACKPLANE_ is reserved for Backplane."""
     ray_resource: ClassVar[str] = ""
     """Ray's resource name; empty means that Ray does not schedule this device."""
     capabilities: ClassVar[Capabilities] = Capabilities()
     options: ClassVar[tuple[Option[Any], ...]] = ()
-    """Options of its own: key ``{"backplane": {name: {key: …}}}``, variable BACKPLANE_NAME_KEY."""
+    """The device's own options: key ``{"backplane": {name: {key: …}}}``, variable BACKPLANE_NAME_KEY."""
     communicator: ClassVar[str | None] = None
-    """Qualified name of a communicator class, if the default over torch.distributed is not right."""
+    """Qualified name of a communicator class that replaces the default one over torch.distributed."""
     model_runner: ClassVar[str | None] = None
-    """Qualified name of a model-runner class, if the device must replace Backplane's. It is called with vLLM's
-    configuration, the torch device and this object, and has what `runner/v1.py` adds to vLLM's runner."""
+    """Qualified name of a model-runner class that replaces Backplane's. It is called with vLLM's configuration, the
+    torch device and this object, and must have the methods that `runner/v1.py` adds to vLLM's runner."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
-        """`settings` holds the resolved values of `options`."""
+        """Stores the resolved values of `options`; options that `settings` lacks have their defaults."""
         defaults = {option.key: option.default for option in self.options}
         self.settings: Mapping[str, Any] = {**defaults, **(settings or {})}
 
     @classmethod
     @abstractmethod
     def probe(cls) -> Probe:
-        """Look, without side effects and without raising, whether this device can be used."""
+        """Returns whether this device can be used. It has no side effects and never raises."""
 
     def load(self) -> None:
-        """Make ``torch.device(torch_type)`` usable in this process. Called once, first."""
+        """Makes ``torch.device(torch_type)`` usable in this process. It is called once, before all other methods."""
 
     def load_kernels(self) -> None:
-        """Register operator implementations; what is not registered runs as its reference."""
+        """Registers operator implementations. An operator without one runs as its reference."""
 
     def kernel_provider(self) -> str:
-        """Where the kernels come from, as `vllm-backplane ops` shows it."""
+        """Returns where the kernels come from, for the table of `vllm-backplane ops`."""
         return type(self).__module__
 
     def problems(self) -> tuple[tuple[str, str], ...]:
-        """(what is degraded, remedy) pairs for `doctor`: it serves, but not as well as it could."""
+        """Returns (problem, remedy) pairs for `doctor`: the device works, but slower or with fewer features."""
         return ()
 
     def faulty_settings(self) -> tuple[tuple[str, str], ...]:
-        """(what is wrong, remedy) pairs: settings that have a value they may have, and that the device cannot take as
-        it is here. Asked before `load` and whenever settings have changed; serving refuses, and `doctor` tells."""
+        """Returns (problem, remedy) pairs of settings that are valid in general but not on this machine.
+
+        It is called before `load` and after every change of the settings. A server does not start with such settings,
+        and `doctor` reports them.
+        """
         return ()
 
     def modelled_seconds(self, index: int = 0) -> float | None:
-        """How long a card would have been busy so far if it were the chip that the user described, on a device that
-        models one; else None."""
+        """Returns how long a card would have been busy so far if it were the chip that the user described.
+
+        Returns None on a device that models no chip.
+        """
         return None
 
     def fallbacks(self) -> Mapping[str, int]:
-        """PyTorch operators that the device lacks and that ran on the host instead, with how often, in this process:
-        for `vllm-backplane ops`, and a worker's last words. A device on which that can happen overrides this."""
+        """Returns how often each PyTorch operator that the device lacks ran on the host instead, in this process.
+
+        `vllm-backplane ops` shows it, and a worker logs it when it ends. A device that falls back to the host overrides
+        this.
+        """
         return {}
 
     def properties(self, index: int = 0) -> Properties:
+        """Returns the name and size of a card."""
         return Properties(name=self.name, uuid=f"{self.name}-{index}", compute_units=1)
 
     @abstractmethod
     def memory(self, index: int = 0) -> MemoryInfo:
-        """Total and free memory of a card, right now."""
+        """Returns the total memory of a card and the memory that is free now."""
 
     def own_memory(self, index: int = 0) -> int:
-        """What this process itself holds on a card; the rest of `used` is others'."""
+        """Returns the bytes that this process holds on a card; other processes hold the rest of `used`."""
         return self.memory(index).used
 
     def reset_peak_memory(self, index: int = 0) -> None:
-        """Begin a new measurement for `peak_memory`."""
+        """Starts a new measurement for `peak_memory`."""
 
     def peak_memory(self, index: int = 0) -> int:
-        """Highest `own_memory` since the last reset. While this is not overridden, a tenth of the allowed memory is
-        kept for activations."""
+        """Returns the highest `own_memory` since the last reset. If a device does not override it, Backplane reserves
+        a tenth of the allowed memory for activations."""
         return self.own_memory(index)
 
     def arrange_linear(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The weight of a linear layer, [out, in], in the order in which `blocked_linear` is to read it: any
-        tensor whose ``reshape(-1, in)`` begins with the weight's rows. None leaves it as it is."""
+        """Returns a linear layer's weight, [out, in], in the memory layout that `blocked_linear` is to read.
+
+        It is a tensor whose ``reshape(-1, in)`` begins with the weight's rows. None leaves the weight unchanged.
+        """
         return None
 
     def quantized_layout(self, bits: int) -> CodeLayout:
-        """How `quantized_linear` is to find the codes of a weight of 8 or 4 bits."""
+        """Returns the layout in which `quantized_linear` reads the codes of a weight of 8 or 4 bits."""
         return CodeLayout()
 
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
-        """Memory for the KV cache: `count` zero bytes (int8) on a card."""
+        """Allocates memory for the KV cache: `count` zero bytes (int8) on a card."""
         return torch.zeros(count, dtype=torch.int8, device=self.torch_device(index))
 
     def sleep_pool(self, tag: str, index: int = 0) -> AbstractContextManager[None]:
-        """While it is active, memory that this thread allocates on a card belongs to the pool `tag`."""
-        raise NotImplementedError(f"device {self.name!r} claims no sleep mode")
+        """Returns a context in which this thread's allocations on a card belong to the pool `tag`."""
+        raise NotImplementedError(f"device {self.name!r} has no sleep mode")
 
     def release(self, tag: str, keep: bool, index: int = 0) -> None:
-        """Give a pool's memory back. Its tensors keep their addresses; `keep` says whether what they hold is to be
-        there again after `restore`, or may be anything."""
-        raise NotImplementedError(f"device {self.name!r} claims no sleep mode")
+        """Releases the memory of a pool; its tensors keep their addresses.
+
+        With `keep`, `restore` brings their contents back; without it, their contents are undefined afterwards.
+        """
+        raise NotImplementedError(f"device {self.name!r} has no sleep mode")
 
     def restore(self, tag: str, index: int = 0) -> None:
-        """Take a released pool's memory again."""
-        raise NotImplementedError(f"device {self.name!r} claims no sleep mode")
+        """Allocates the memory of a released pool again, at the same addresses."""
+        raise NotImplementedError(f"device {self.name!r} has no sleep mode")
 
     def torch_device(self, index: int = 0) -> torch.device:
+        """Returns the torch device of a card."""
         return torch.device(self.torch_type, index)
 
     def set_current(self, index: int) -> None:
-        """Make a card the current one of this thread."""
+        """Makes a card the current one of this thread."""
 
     def synchronize(self) -> None:
-        """Wait until everything queued on the current card is done."""
+        """Waits until all work queued on the current card is done."""
 
     def seed(self, seed: int) -> None:
+        """Seeds the random numbers of the host and of every card."""
         torch.manual_seed(seed)
 
     def wants_graphs(self) -> bool:
-        """Whether decode steps are to be replayed if the user says nothing about it."""
+        """Returns whether decode steps are captured and replayed if the user does not choose."""
         return False
 
     def new_graph(self, index: int = 0) -> Graph:
-        """A graph of a card, yet to be captured."""
-        raise NotImplementedError(f"device {self.name!r} claims no graphs")
+        """Returns a new graph of a card, not captured yet."""
+        raise NotImplementedError(f"device {self.name!r} has no graphs")
 
     def empty_cache(self) -> None:
-        """Give unused cached memory back."""
+        """Returns the allocator's unused cached memory to the system."""
 
     def check_copies(self) -> str | None:
-        """Compare, from now on, what arrives of every copy between host and card with what was sent (a checksum on each
-        side). A copy that differs is an error that says so, raised at the latest by the next call that waits for the
-        card, before anything computed with it is used. Returns None; or, where that is not done, the reason."""
-        return "the device does not offer it (Device.check_copies)"
+        """Verifies every copy between host and card from now on, by a checksum on each side.
+
+        A difference is an error. It is raised at the latest by the next call that waits for the card, before a result
+        computed from the copy is used. Returns None, or the reason why the device does not verify copies.
+        """
+        return "the device does not support it (Device.check_copies)"
 
     def refuse_workers(self, workers_on_host: int) -> None:
-        """Raise an OptionError where the settings do not allow so many workers on this host. Called when a
-        configuration is made, before any of them is started."""
+        """Raises an OptionError if the settings do not allow this number of workers on this host.
+
+        It is called when a configuration is made, before any worker starts.
+        """
 
     def place_worker(self, index: int, workers_on_host: int) -> None:
-        """Choose where the process of this worker runs, the `index`-th of its host. Called first of all in it: memory
-        belongs to the cores that touch it first."""
+        """Binds the process of this worker, the `index`-th of its host, to cores.
+
+        It is called first in the worker's process, because memory is allocated near the cores that touch it first.
+        """
 
     def prepare_worker(self, workers_on_host: int) -> None:
-        """Set up the process that will compute: threads. Called after weights are loaded."""
+        """Sets the number of threads of the worker's process. It is called after the weights are loaded."""

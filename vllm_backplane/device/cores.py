@@ -1,7 +1,7 @@
-"""The cores that this process may use, as the machine has them: physical ones, node by node.
+"""Finds the physical cores that this process may use, by NUMA node.
 
-Two hardware threads of one core share its units for arithmetic, so kernels that keep those busy gain nothing from the
-second. Memory belongs to a node of cores, and is slower for the others.
+Two hardware threads of one core share its arithmetic units, so a kernel that keeps those units busy gains nothing from
+the second thread. Memory belongs to a NUMA node, and the cores of other nodes access it more slowly.
 """
 
 from __future__ import annotations
@@ -17,47 +17,52 @@ _ROOT = Path("/sys/devices/system")
 
 @dataclass(frozen=True, slots=True)
 class Core:
+    """A physical core."""
+
     node: int
+    """The NUMA node of the core."""
     cpus: tuple[int, ...]
-    """The system's numbers of its hardware threads, those that this process may use."""
+    """The system's numbers of its hardware threads that this process may use."""
 
 
 def allowed_cpus() -> frozenset[int]:
-    """The hardware threads that this process may run on: its affinity, which a container's set of cores is part of."""
+    """Returns the hardware threads of this process's affinity, which includes the cpuset of a container."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def physical_cores(allowed: Collection[int], root: Path = _ROOT) -> tuple[Core, ...]:
-    """Node by node, each in the order of its numbers. Where the system does not say how its hardware threads belong
-    together, each is a core, and all are of one node."""
+    """Returns the cores of the allowed hardware threads, sorted by NUMA node and number.
+
+    If the system does not report its topology, each hardware thread counts as a core, and all are on one node.
+    """
     node_of = {
         cpu: int(folder.name.removeprefix("node"))
         for folder in root.glob("node/node[0-9]*")
-        for cpu in _listed(folder / "cpulist")
+        for cpu in _read_cpu_list(folder / "cpulist")
     }
     found: dict[tuple[int, ...], Core] = {}
     for cpu in sorted(allowed):
-        siblings = set(_listed(root / f"cpu/cpu{cpu}/topology/thread_siblings_list")) | {cpu}
+        siblings = set(_read_cpu_list(root / f"cpu/cpu{cpu}/topology/thread_siblings_list")) | {cpu}
         cpus = tuple(sorted(siblings & set(allowed)))
         found.setdefault(cpus, Core(node_of.get(cpu, 0), cpus))
     return tuple(sorted(found.values(), key=lambda core: (core.node, core.cpus)))
 
 
-def parse_list(text: str) -> tuple[int, ...]:
-    """The system's way to write a set of numbers: 0-3,8,10-11. ValueError where it is something else."""
+def parse_cpu_list(text: str) -> tuple[int, ...]:
+    """Parses Linux's format of a set of numbers, such as 0-3,8,10-11; raises ValueError for other text."""
     numbers: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if ends is None or int(ends[2] or ends[1]) < int(ends[1]):
-            raise ValueError(f"{part!r} is no range of numbers")
+            raise ValueError(f"{part!r} is not a range of numbers")
         numbers += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
     return tuple(dict.fromkeys(numbers))
 
 
-def _listed(file: Path) -> tuple[int, ...]:
+def _read_cpu_list(file: Path) -> tuple[int, ...]:
     try:
-        return parse_list(file.read_text())
-    except (OSError, ValueError):  # some sandboxes show no topology, or one of their own making
+        return parse_cpu_list(file.read_text())
+    except (OSError, ValueError):  # some sandboxes show no topology, or one in another format
         return ()

@@ -1,4 +1,4 @@
-"""A graph of a device records launches once and queues them again as one; `CapturedCalls` keeps graphs by key."""
+"""Defines a device's graph interface (capture once, replay often) and `CapturedCalls`, which keeps graphs by key."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from vllm_backplane.errors import GraphError, StaleInputError
 
 
 class Graph(ABC):
-    """Made by `Device.new_graph`, captured once, replayed any number of times.
+    """A graph, created by `Device.new_graph`, is captured once and replayed any number of times.
 
-    A replay runs the recorded launches with the recorded addresses: it reads what is in its inputs' memory at that time
-    and leaves its results where the capture left them. Memory allocated during the capture belongs to the graph.
+    A replay runs the recorded launches with the recorded addresses: it reads the current contents of its inputs' memory
+    and writes its results to the same memory as the capture. Memory allocated during the capture belongs to the graph.
     """
 
     @abstractmethod
     def capture(self) -> AbstractContextManager[None]:
-        """While it is active, what this thread launches on its current stream is recorded, and run only where the
-        device says so (`Capabilities.capture_computes`). Waiting for the device meanwhile, or copying from memory that
-        a replay would find gone, is an error."""
+        """Returns a context in which this thread's launches on its current stream are recorded.
+
+        They run only if `Capabilities.capture_computes` is set. It is an error to wait for the device during a capture,
+        or to copy from memory that will not exist at a replay.
+        """
 
     @abstractmethod
     def replay(self) -> None:
-        """Queue the launches on the current stream. The host does not wait."""
+        """Queues the recorded launches on the current stream. The host does not wait."""
 
 
 Inputs = Mapping[str, torch.Tensor]
 
 
-class _Place(NamedTuple):
-    """Where a tensor is and how it is read; what it holds may change."""
+class _Location(NamedTuple):
+    """The address and layout of a tensor, which must not change between capture and replay; its contents may."""
 
     address: int
     shape: tuple[int, ...]
@@ -44,20 +46,20 @@ class _Place(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Place:
+    def of(cls, tensor: torch.Tensor) -> _Location:
         return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: Graph
-    inputs: Mapping[str, _Place]
+    inputs: Mapping[str, _Location]
     outputs: Any
-    """Kept alive: the graph writes into them."""
+    """The results of the call, kept alive because the graph writes into them."""
 
 
 class CapturedCalls:
-    """Graphs by key. The key says everything that the launches depend on, but for the contents of the inputs."""
+    """Keeps graphs by key. The key must determine the launches completely, except for the contents of the inputs."""
 
     def __init__(self, new_graph: Callable[[], Graph]) -> None:
         self._new_graph = new_graph
@@ -74,19 +76,19 @@ class CapturedCalls:
         self._captured.clear()
 
     def capture(self, key: Hashable, call: Callable[[], Any], inputs: Inputs) -> Any:
-        """Record `call`. Its results hold something only if the device computes what it records."""
+        """Captures `call` and returns its results, which hold values only if a capture computes."""
         graph = self._new_graph()
         with graph.capture():
             outputs = call()
-        self._captured[key] = _Captured(graph, {name: _Place.of(one) for name, one in inputs.items()}, outputs)
+        self._captured[key] = _Captured(graph, {name: _Location.of(one) for name, one in inputs.items()}, outputs)
         return outputs
 
     def replay(self, key: Hashable, inputs: Inputs) -> Any:
-        """The captured call with what its inputs hold by now; the results are the same tensors every time."""
+        """Replays a captured call with the current contents of its inputs; returns the same tensors every time."""
         if key not in self._captured:
             raise GraphError(f"no graph was captured for {key}; capture it during warm-up, or run this step eagerly")
         captured = self._captured[key]
-        now = {name: _Place.of(tensor) for name, tensor in inputs.items()}
+        now = {name: _Location.of(tensor) for name, tensor in inputs.items()}
         if now != captured.inputs:
             raise StaleInputError(f"{_difference(captured.inputs, now)} at the replay of {key}; {_REMEDY}")
         captured.graph.replay()
@@ -100,7 +102,7 @@ _REMEDY = (
 )
 
 
-def _difference(then: Mapping[str, _Place], now: Mapping[str, _Place]) -> str:
+def _difference(then: Mapping[str, _Location], now: Mapping[str, _Location]) -> str:
     for name in sorted(then.keys() | now.keys()):
         if name not in now:
             return f"the captured input {name} is absent"
@@ -108,5 +110,5 @@ def _difference(then: Mapping[str, _Place], now: Mapping[str, _Place]) -> str:
             return f"the input {name} was not captured"
         if then[name] != now[name]:
             moved = then[name].address != now[name].address
-            return f"the input {name} " + ("is another tensor" if moved else f"has become {tuple(now[name].shape)}")
+            return f"the input {name} " + ("is another tensor" if moved else f"has the shape {tuple(now[name].shape)}")
     raise AssertionError("nothing differs")

@@ -1,6 +1,7 @@
-"""Memory and cores of the host as this process may use them.
+"""Measures and manages the memory and cores of the host that this process may use.
 
-Inside a container the kernel's totals are the machine's; the control group's limit is what the OOM killer goes by.
+Inside a container the kernel reports the totals of the machine, but the OOM killer acts on the limit of the control
+group. The smaller of the two counts.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from vllm_backplane.errors import BackplaneError
 
 _ROOT = Path("/sys/fs/cgroup")
 _DONT_NEED, _COLLAPSE = 4, 25
-"""Linux's numbers for madvise."""
+"""Linux's constants MADV_DONTNEED and MADV_COLLAPSE."""
 _SET_THP_DISABLE, _GET_THP_DISABLE = 41, 42
-"""Linux's numbers for prctl."""
+"""Linux's constants PR_SET_THP_DISABLE and PR_GET_THP_DISABLE."""
 _HUGE = 2 << 20
+"""Bytes of a huge page."""
 
 
 def host_memory() -> MemoryInfo:
-    """Total and available memory: the machine's, or the control group's where that is less."""
+    """Returns the total and available memory of the machine, or of the control group if that is less."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for limit, used in control_group_limits():
@@ -41,20 +43,20 @@ def host_memory() -> MemoryInfo:
 
 
 def control_group_limits(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
-    """(limit, used) in bytes of every control group that bounds this process, from its own up to the root."""
+    """Returns (limit, used) in bytes of every control group that limits this process, from its own up to the root."""
     limits = []
     for folder, version in _groups("memory", root, membership):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         limit, used = (_number(folder / name) for name in names)
         if limit is None or used is None or limit >= 1 << 60:  # v1 writes a huge number for "no limit"
             continue
-        # Page cache counts as used, but the kernel gives it up before it kills anyone.
+        # Page cache counts as used, but the kernel reclaims it before it kills a process.
         limits.append((limit, max(used - _reclaimable(folder), 0)))
     return limits
 
 
 def control_group_cores(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Cores' worth of time that the control groups grant, if they bound it."""
+    """Returns the CPU quota of the control groups in cores, or None if there is none."""
     granted = []
     for folder, version in _groups("cpu", root, membership):
         try:
@@ -62,22 +64,22 @@ def control_group_cores(root: Path = _ROOT, membership: Path = Path("/proc/self/
                 quota, period = (folder / "cpu.max").read_text().split()
             else:
                 quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        except (OSError, ValueError):  # the group does not bound time here
+        except (OSError, ValueError):  # this group does not limit CPU time
             continue
-        if quota.isdigit():  # "max" or -1 where there is no bound
+        if quota.isdigit():  # "max" or -1 if there is no limit
             granted.append(int(quota) / int(period))
     return min(granted, default=None)
 
 
 def usable_cores() -> int:
-    """Cores this process may run on (affinity, and a container's quota), not those the machine has."""
+    """Returns how many cores this process may use, by its affinity and the CPU quota of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = control_group_cores()
     return max(min(cores, int(quota)), 1) if quota else cores
 
 
 def _groups(controller: str, root: Path, membership: Path) -> list[tuple[Path, int]]:
-    """(folder, version) of the groups that a controller has this process in, from its own up to the root."""
+    """Returns (folder, cgroup version) of this process's groups under a controller, from its own up to the root."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:  # no procfs: not Linux, so no control groups either
@@ -100,12 +102,13 @@ def _groups(controller: str, root: Path, membership: Path) -> list[tuple[Path, i
 def _number(file: Path) -> int | None:
     try:
         text = file.read_text().strip()
-    except OSError:  # the group does not bound memory here
+    except OSError:  # this group does not limit memory
         return None
     return int(text) if text.isdigit() else None
 
 
 def _reclaimable(folder: Path) -> int:
+    """Returns the bytes of a group's inactive page cache."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:
@@ -115,53 +118,58 @@ def _reclaimable(folder: Path) -> int:
 
 
 def own_resident_memory() -> int:
+    """Returns the resident memory of this process in bytes."""
     return int(psutil.Process(os.getpid()).memory_info().rss)
 
 
 def reset_peak() -> None:
-    """Let the kernel's high-water mark start again from what is resident now."""
+    """Resets the kernel's high-water mark of resident memory to the current value."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # some sandboxes forbid it; the mark then covers the whole life of the process, which errs high
+    except OSError:  # some sandboxes forbid it; the peak then covers the life of the process, so it is too high
         return
 
 
 def own_peak_memory() -> int:
+    """Returns the highest resident memory of this process since `reset_peak`, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    # Some sandboxes leave the line out; this mark cannot be reset, so it errs high.
+    # Some sandboxes leave the line out. This value cannot be reset, so it may be too high.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def give_unused_back() -> None:
-    """Have the C library return what was freed to the system; between tensors that are kept, it holds on to it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other libraries have no such call
+def trim_heap() -> None:
+    """Returns freed memory of the C library's heap to the system. By itself the library keeps free memory that lies
+    between live allocations."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
 
 
 def drop_pages(start: int, length: int) -> None:
-    """Have the system take back whole pages of this process's own memory, which stay mapped and read as zeros."""
+    """Returns whole pages of this process's own memory to the system; they stay mapped and read as zeros."""
     library = ctypes.CDLL(None, use_errno=True)
     if library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _DONT_NEED) != 0:
         reason = os.strerror(ctypes.get_errno())
-        raise BackplaneError(f"the system does not take {length} bytes back (madvise: {reason})")
+        raise BackplaneError(f"{length} bytes of memory cannot be returned to the system (madvise: {reason})")
 
 
-def forget(storage: torch.UntypedStorage) -> None:
-    """Give the pages of host memory that nobody looks at any more back to the system now, and not when PyTorch's
-    allocator comes to it: some builds bring one of their own (mimalloc), which keeps what is freed and takes no
-    orders."""
-    if torch._C._storage_Use_Count(storage._cdata) > 1:  # somebody still looks at it
+def drop_unused_storage(storage: torch.UntypedStorage) -> None:
+    """Returns the pages of a CPU storage to the system now, if no tensor uses the storage any more.
+
+    PyTorch's allocator would do it later or not at all: some builds use mimalloc, which keeps freed memory and cannot
+    be asked to return it.
+    """
+    if torch._C._storage_Use_Count(storage._cdata) > 1:  # a tensor still uses it
         return
     start, end = whole_pages(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-    if start < end and not is_locked():
+    if start < end and not memory_is_locked():
         drop_pages(start, end - start)
 
 
-def is_locked() -> bool:
-    """Whether the process has had its memory locked (mlockall): the system then takes nothing back."""
+def memory_is_locked() -> bool:
+    """Returns whether memory of this process is locked (mlockall); locked pages cannot be returned to the system."""
     status = Path("/proc/self/status")
     locked = re.search(r"^VmLck:\s+(\d+)", status.read_text(), re.MULTILINE) if status.exists() else None
     return locked is not None and int(locked[1]) > 0
@@ -169,14 +177,17 @@ def is_locked() -> bool:
 
 @contextmanager
 def without_huge_pages() -> Iterator[None]:
-    """Memory that is written to meanwhile is taken page by page. Where an allocator asks for huge pages, as mimalloc
-    does, the first byte takes all of one, 2 MiB, and what the allocator leaves free between tensors is taken too.
+    """Disables transparent huge pages in a context, so that memory becomes resident in small pages.
 
-    It holds for the whole process, and Linux passes it on: a child that is forked meanwhile keeps it for good, also
-    through exec, and has no huge pages. So nothing may be started inside."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux's
+    If an allocator requests huge pages, as mimalloc does, the first byte written makes 2 MiB resident, including the
+    space that the allocator leaves free between tensors.
+
+    The setting holds for the whole process, and Linux passes it on: a child that is forked inside the context keeps it
+    for its lifetime, also through exec, and never gets huge pages. So no process may be started inside.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only Linux has it
     zero = ctypes.c_ulong(0)
-    # A system that does not let a process choose takes more memory, and that is all.
+    # If the system does not allow it, the process uses more memory; nothing else changes.
     off = (
         prctl is not None
         and prctl(_GET_THP_DISABLE, zero, zero, zero, zero) == 0
@@ -189,10 +200,12 @@ def without_huge_pages() -> Iterator[None]:
             prctl(_SET_THP_DISABLE, zero, zero, zero, zero)
 
 
-def gather_pages(storage: torch.UntypedStorage) -> str:
-    """Put what is inside of host memory into huge pages, which are faster to read, as the allocator would have had it.
-    Says why the pages stay as they are, if the system does not do it; empty where it does, or has no huge pages at all,
-    or the memory is too small for one."""
+def collapse_to_huge_pages(storage: torch.UntypedStorage) -> str:
+    """Moves the contents of a CPU storage into huge pages, which are faster to read.
+
+    Returns the reason if the system refuses. Returns an empty text if it succeeds, if the system has no huge pages, or
+    if the storage is smaller than one.
+    """
     if "[never]" in _huge_pages_of_system():
         return ""
     start = -(-storage.data_ptr() // _HUGE) * _HUGE
@@ -203,7 +216,7 @@ def gather_pages(storage: torch.UntypedStorage) -> str:
     if library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _COLLAPSE) == 0:
         return ""
     number = ctypes.get_errno()
-    known = ", which Linux knows from 6.1 on" if number == errno.EINVAL else ""
+    known = ", which requires Linux 6.1" if number == errno.EINVAL else ""
     return f"MADV_COLLAPSE{known}: {os.strerror(number)}"
 
 
@@ -211,10 +224,10 @@ def gather_pages(storage: torch.UntypedStorage) -> str:
 def _huge_pages_of_system() -> str:
     try:
         return Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:  # a kernel without them
+    except OSError:  # a kernel without huge pages
         return "[never]"
 
 
 def whole_pages(start: int, end: int) -> tuple[int, int]:
-    """Of these addresses, those of pages that are all inside; may be empty, with an end before the start."""
+    """Returns the range of whole pages inside an address range; if there is none, its end is not above its start."""
     return -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""Finds devices: ours and any other wheel's, through the same entry-point group."""
+"""Finds the installed devices, Backplane's own and those of other wheels, through one entry-point group."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ ENTRY_POINT_GROUP = "vllm_backplane.devices"
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """A device that some installed distribution offers; imported only when it is looked at."""
+    """A device that an installed distribution provides. Its module is imported at the first use."""
 
     name: str
     source: str
+    """Name of the distribution."""
     entry_point: EntryPoint
 
     @cached_property
@@ -32,12 +33,13 @@ class DeviceEntry:
                 if not isinstance(getattr(cls, attribute, None), str):
                     raise TypeError(f"{cls.__qualname__} does not define {attribute!r}")
             if cls.name != self.name:
-                raise TypeError(f"entry point {self.name!r} loads a device that calls itself {cls.name!r}")
+                raise TypeError(f"entry point {self.name!r} loads a device whose name is {cls.name!r}")
             return cls
-        except Exception as fault:  # a vendor's import may fail in any way; it becomes the probe's reason
+        except Exception as fault:  # a vendor's import may fail in any way; the probe reports it as its reason
             return fault
 
     def device_class(self) -> type[Device]:
+        """Returns the class; raises a BackplaneError if its import failed."""
         if isinstance(self._loaded, BaseException):
             raise BackplaneError(
                 f"device {self.name!r} of {self.source} cannot be imported: "
@@ -46,6 +48,7 @@ class DeviceEntry:
         return self._loaded
 
     def probe(self) -> Probe:
+        """Returns the device's probe, or an unavailable one if its import failed or its probe raised."""
         if isinstance(self._loaded, BaseException):
             return Probe(
                 available=False,
@@ -54,15 +57,15 @@ class DeviceEntry:
             )
         try:
             return self._loaded.probe()
-        except Exception as fault:  # probe() must not raise; a device that breaks this is unavailable
+        except Exception as fault:  # probe() must not raise; a device whose probe does is unavailable
             return Probe(
                 available=False,
                 reason=f"its probe raised {type(fault).__name__}: {fault}",
-                remedy=f"report this to the makers of {self.source}",
+                remedy=f"report this to the maintainers of {self.source}",
             )
 
     def options(self) -> tuple[Option[Any], ...] | str:
-        """Its options, or why they are not known."""
+        """Returns the device's options, or the reason why they are not known."""
         if isinstance(self._loaded, BaseException):
             probe = self.probe()
             return f"device {self.name!r} cannot be used: {probe.reason}; {probe.remedy}"
@@ -70,7 +73,7 @@ class DeviceEntry:
 
 
 def discover() -> dict[str, DeviceEntry]:
-    """Every offered device by name. Two distributions that offer one name are an error."""
+    """Returns every installed device by name; raises a BackplaneError if two distributions provide the same name."""
     found: dict[str, DeviceEntry] = {}
     for point in entry_points(group=ENTRY_POINT_GROUP):
         source = point.dist.metadata["Name"] if point.dist else "an unknown distribution"
@@ -78,7 +81,7 @@ def discover() -> dict[str, DeviceEntry]:
         other = found.get(point.name)
         if other is not None and other.entry_point.value != point.value:
             raise BackplaneError(
-                f"two distributions offer a device {point.name!r}: {other.source} and {source}; uninstall one"
+                f"two distributions provide a device {point.name!r}: {other.source} and {source}; uninstall one"
             )
         found[point.name] = entry
     if not found:

@@ -1,4 +1,4 @@
-"""Chooses the device, and can say why."""
+"""Selects the device to run on and records why it was selected."""
 
 from __future__ import annotations
 
@@ -12,27 +12,32 @@ from vllm_backplane.errors import DeviceUnavailable, nearest
 
 @dataclass(frozen=True, slots=True)
 class Selection:
+    """The selected device, its probe, and the reason for the selection."""
+
     entry: DeviceEntry
     probe: Probe
     reason: str
 
 
 def select(entries: Mapping[str, DeviceEntry], requested: str | None, requested_by: str = "") -> Selection:
-    """The requested device, or the best that is available. Raises DeviceUnavailable, never substitutes."""
+    """Returns the requested device, or the available one with the highest priority if none is requested.
+
+    Raises DeviceUnavailable if the requested device cannot be used; it is never replaced by another.
+    """
     if requested is not None:
         entry = entries.get(requested)
         if entry is None:
             raise DeviceUnavailable(
-                f"{requested_by or 'the caller'} asks for device {requested!r}, which no installed distribution "
-                f"offers{nearest(requested, entries)} Offered: {', '.join(sorted(entries))}."
+                f"{requested_by or 'the caller'} requests device {requested!r}, which no installed distribution "
+                f"provides{nearest(requested, entries)} Installed: {', '.join(sorted(entries))}."
             )
         probe = entry.probe()
         if not probe.available:
             raise DeviceUnavailable(
-                f"{requested_by or 'the caller'} asks for device {requested!r}, which cannot be used: "
+                f"{requested_by or 'the caller'} requests device {requested!r}, which cannot be used: "
                 f"{probe.reason}. Remedy: {probe.remedy or 'choose another device'}."
             )
-        return Selection(entry, probe, f"asked for by {requested_by or 'the caller'}")
+        return Selection(entry, probe, f"requested by {requested_by or 'the caller'}")
 
     probes = {name: entry.probe() for name, entry in entries.items()}
     usable = [name for name, probe in probes.items() if probe.available]
@@ -47,8 +52,8 @@ def select(entries: Mapping[str, DeviceEntry], requested: str | None, requested_
         )
     among = ", ".join(sorted(usable))
     reason = f"highest priority of the available devices ({among})" if len(usable) > 1 else "the only device available"
-    # A device that was passed over must not pass unnoticed: acceleration would be off without a word.
-    passed = [f"{name}: {probe.reason}" for name, probe in sorted(probes.items()) if not probe.available]
-    if passed:
-        reason += f"; passed over: {'; '.join(passed)}"
+    # The reason lists unavailable devices too: a user must see that an installed accelerator is not used.
+    skipped = [f"{name}: {probe.reason}" for name, probe in sorted(probes.items()) if not probe.available]
+    if skipped:
+        reason += f"; not available: {'; '.join(skipped)}"
     return Selection(entries[best[0]], probes[best[0]], reason)

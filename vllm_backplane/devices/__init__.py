@@ -1,4 +1,4 @@
-"""The devices that ship with Backplane.
+"""Holds the devices that ship with Backplane, one folder each.
 
-Each imports `device/`, `ops/` and `options` alone, as a vendor's wheel would.
+Each imports only `device/`, `ops/`, `settings/options` and `errors` of this package, as a vendor's wheel would.
 """

@@ -1,7 +1,7 @@
-"""What all workers of an engine do, or none: they agree on the outcome, and the last one tells it.
+"""Runs an action on all workers of an engine or on none: the ranks share any failure, and the last rank raises it.
 
-vLLM reads answers in the order of ranks and stops at the first error: what the ranks after it have said would be taken
-for answers to the next call.
+vLLM reads the responses of a call in rank order and stops at the first error. The responses of the higher ranks would
+then be read as those of the next call, so only the last rank may raise.
 """
 
 from __future__ import annotations
@@ -21,43 +21,44 @@ logger = init_logger("vllm." + __name__)
 T = TypeVar("T")
 
 
-def agree(failure: T | None) -> T | None:
-    """One failure of any worker of the engine, for all of them."""
+def gather_failure(failure: T | None) -> T | None:
+    """Returns the same failure on all ranks: the first that any rank has passed, or None. A collective call."""
     for group in (get_tp_group(), get_pp_group()):
         if group.world_size > 1:
-            told: list[T | None] = [None] * group.world_size
-            torch.distributed.all_gather_object(told, failure, group=group.cpu_group)
-            failure = next((one for one in told if one is not None), None)
+            gathered: list[T | None] = [None] * group.world_size
+            torch.distributed.all_gather_object(gathered, failure, group=group.cpu_group)
+            failure = next((one for one in gathered if one is not None), None)
     return failure
 
 
-def tells(parallel: ParallelConfig, rank: int) -> bool:
-    """Whether this worker is the one that raises what all have agreed on."""
+def is_reporting_rank(parallel: ParallelConfig, rank: int) -> bool:
+    """Returns whether this rank raises an error that all ranks share: the last one does."""
     return rank == parallel.world_size - 1
 
 
-def refuse(parallel: ParallelConfig, rank: int, reason: str) -> None:
-    """What every worker knows by itself cannot be done."""
-    if tells(parallel, rank):
+def raise_on_reporting_rank(parallel: ParallelConfig, rank: int, reason: str) -> None:
+    """Raises on the last rank, and returns on the others. For a refusal that every rank has reached without
+    communication."""
+    if is_reporting_rank(parallel, rank):
         raise BackplaneError(reason)
 
 
-def together(
+def run_all_or_none(
     parallel: ParallelConfig, rank: int, act: Callable[[], None], undo: Callable[[], None] | None = None
 ) -> None:
-    """Every worker acts; where one fails, all undo it. Where that fails too, nobody knows what is in memory, and the
-    workers end rather than answer from it."""
-    failure = agree(_attempt(act, rank))
+    """Runs `act` on every rank and, if it fails on one, `undo` on all. If `undo` fails too, the content of memory is
+    unknown, and the workers exit rather than serve from it."""
+    failure = gather_failure(_attempt(act, rank))
     if failure is None:
         return
-    if undo is not None and (worse := agree(_attempt(undo, rank))) is not None:
-        logger.critical("%s; and it could not be undone: %s. This worker ends.", failure, worse)
+    if undo is not None and (worse := gather_failure(_attempt(undo, rank))) is not None:
+        logger.critical("%s; and it could not be undone: %s. This worker exits.", failure, worse)
         raise SystemExit(f"{failure}; and it could not be undone: {worse}")
-    if tells(parallel, rank):
-        raise BackplaneError(failure)
+    raise_on_reporting_rank(parallel, rank, failure)
 
 
 def _attempt(act: Callable[[], None], rank: int) -> str | None:
+    """Runs `act`. Returns None, or what it raised as text that names the rank."""
     try:
         act()
     except Exception as fault:

@@ -1,8 +1,9 @@
-"""Collectives between the workers, over the device's torch.distributed backend.
+"""Implements vLLM's device communicator over the device's torch.distributed backend.
 
-vLLM's base class covers equal pieces; pieces of unequal size (data parallel with expert parallel: each rank has
-its own number of tokens) are ours. gloo has neither all-gather nor reduce-scatter for unequal pieces, so they are
-built of broadcasts and of an all-reduce, whose results do not depend on how the pieces are cut.
+vLLM's base class covers collectives of equal pieces. This class adds pieces of unequal size, which data parallel with
+expert parallel needs: each rank has its own number of tokens. gloo has neither all-gather nor reduce-scatter for
+unequal pieces, so these consist of broadcasts and of an all-reduce, whose results do not depend on how the pieces are
+cut.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class BackplaneCommunicator(DeviceCommunicatorBase):
     def all_gatherv(
         self, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
     ) -> torch.Tensor | list[torch.Tensor]:
-        """Concatenate every rank's piece along `dim`; `sizes` are the pieces' lengths, rank by rank."""
+        """Returns the concatenation of all ranks' pieces along `dim`. `sizes` are the lengths of the pieces by rank."""
         if isinstance(input_, list):
             return [self._all_gatherv(one, dim, sizes) for one in input_]
         return self._all_gatherv(input_, dim, sizes)
@@ -66,7 +67,7 @@ class BackplaneCommunicator(DeviceCommunicatorBase):
         return sizes
 
     def reduce_scatterv(self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-        """Sum over ranks, of which each keeps its piece along `dim`."""
+        """Returns this rank's piece, along `dim`, of the sum over all ranks."""
         if self.world_size == 1:
             return input_
         dim %= input_.dim()

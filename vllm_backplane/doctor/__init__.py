@@ -1,7 +1,7 @@
-"""What is installed here, what vLLM would do with it, and what is wrong: the substance of `vllm-backplane doctor`.
+"""Examines the installation and what vLLM would do with it, for `vllm-backplane doctor`.
 
-Every check is a function that returns values; printing is the command's. Importing this package imports neither torch
-nor vLLM, because a broken one of either must still get a report.
+Checks return values, and `cli/doctor.py` prints them. Importing this package imports neither torch nor vLLM, because a
+broken installation of either must be reported too.
 """
 
 from vllm_backplane.doctor.findings import Finding

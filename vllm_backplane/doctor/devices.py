@@ -1,4 +1,4 @@
-"""torch, the devices, the options, the operators: all that does not need vLLM. Runs in a process of its own."""
+"""Checks torch, the devices, the options and the operators, all without vLLM, in a subprocess."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_backplane.doctor import options
 from vllm_backplane.doctor.findings import Finding, Mark, error, warning
-from vllm_backplane.doctor.options import OptionInfo, Settled
-from vllm_backplane.doctor.subprocess_checks import Step, Steps
+from vllm_backplane.doctor.options import OptionInfo, ValidOptions
+from vllm_backplane.doctor.subprocess_checks import CheckResult, CheckRunner
 from vllm_backplane.settings.options import PREFIX, SECTION
 
 if TYPE_CHECKING:
     from vllm_backplane.device import Device, DeviceEntry
     from vllm_backplane.runtime import Runtime
 
-STAGE = f"{__name__}:examine"
+CHECKS = f"{__name__}:examine"
+"""The function that the subprocess runs."""
 
 TORCH = "torch"
-DISCOVERY = "the devices' entry points"
+DISCOVERY = "entry points of devices"
 OPTIONS = "options"
-SELECTION = "choice of the device"
+SELECTION = "selection of the device"
 SETTINGS = "settings of the device"
 START = "start of the device"
 MEMORY = "memory of the device"
@@ -32,18 +33,21 @@ KERNELS = "kernels of the device"
 OPERATORS = "operators"
 
 
-def step_of(name: str) -> str:
+def probe_check(name: str) -> str:
+    """Returns the name of the check that probes a device."""
     return f"device {name}"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
+    """A device of this installation, with the result of its probe."""
+
     name: str
     distribution: str
     available: bool
     count: int
     broken: bool
-    """It failed to be asked, rather than answered that it is not there."""
+    """Whether the probe itself failed, instead of reporting that no card is available."""
     reason: str
     remedy: str
     mark: Mark
@@ -63,6 +67,8 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class OperatorInfo:
+    """An operator and the implementation that it would run."""
+
     operator: str
     family: str
     implementation: str
@@ -72,6 +78,8 @@ class OperatorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
+    """The results of all checks of this module."""
+
     torch_note: str
     devices: tuple[DeviceInfo, ...]
     chosen: Chosen | None
@@ -83,33 +91,33 @@ class Examination:
 # --- in the child -----------------------------------------------------------------------------------------------------
 
 
-def examine(steps: Steps, request: Mapping[str, Any]) -> None:
-    """`request` has "additional_config"."""
-    if steps.attempt(TORCH, _describe_torch) is None:
+def examine(checks: CheckRunner, request: Mapping[str, Any]) -> None:
+    """Runs all checks. `request["additional_config"]` is the value of vLLM's --additional-config."""
+    if checks.attempt(TORCH, _describe_torch) is None:
         return
     from vllm_backplane.device import discover
 
-    entries = steps.attempt(DISCOVERY, discover, lambda found: {name: entry.source for name, entry in found.items()})
+    entries = checks.attempt(DISCOVERY, discover, lambda found: {name: entry.source for name, entry in found.items()})
     if entries is None:
         return
     usable = {
         name: entry
         for name, entry in sorted(entries.items())
-        if steps.attempt(step_of(name), partial(describe_device, entry)) is not None
+        if checks.attempt(probe_check(name), partial(describe_device, entry)) is not None
     }
-    settled = steps.attempt(OPTIONS, lambda: _settle(usable, request["additional_config"]), _show_settled)
-    if settled is None:
+    valid = checks.attempt(OPTIONS, lambda: _validate(usable, request["additional_config"]), _options_as_json)
+    if valid is None:
         return
-    chosen = steps.attempt(SELECTION, lambda: _choose(settled), _show_choice)
+    chosen = checks.attempt(SELECTION, lambda: _choose(valid), _choice_as_json)
     if chosen is None:
         return
     device = chosen.device
-    steps.attempt(SETTINGS, device.faulty_settings)
-    if steps.attempt(START, lambda: _start(device)) is None:
+    checks.attempt(SETTINGS, device.faulty_settings)
+    if checks.attempt(START, lambda: _start(device)) is None:
         return
-    steps.attempt(MEMORY, device.memory, dataclasses.asdict)
-    steps.attempt(KERNELS, lambda: _load_kernels(device))
-    steps.attempt(OPERATORS, lambda: _operators(device, chosen.setting("reference_ops")))
+    checks.attempt(MEMORY, device.memory, dataclasses.asdict)
+    checks.attempt(KERNELS, lambda: _load_kernels(device))
+    checks.attempt(OPERATORS, lambda: _operators(device, chosen.setting("reference_ops")))
 
 
 def _describe_torch() -> dict[str, Any]:
@@ -123,12 +131,13 @@ def _describe_torch() -> dict[str, Any]:
 
 
 def describe_device(entry: DeviceEntry) -> dict[str, Any]:
+    """Probes a device and returns the result for `DeviceInfo`."""
     probe = entry.probe()
     return {**dataclasses.asdict(probe), "source": entry.source, "broken": not probe.available and _is_broken(entry)}
 
 
 def _is_broken(entry: DeviceEntry) -> bool:
-    """`DeviceEntry.probe` turns every failure into a reason; here it matters whether the device itself gave it."""
+    """Returns whether the probe raises. `DeviceEntry.probe` reports an exception like an unavailable device."""
     try:
         entry.device_class().probe()
     except Exception:
@@ -136,28 +145,28 @@ def _is_broken(entry: DeviceEntry) -> bool:
     return False
 
 
-def _settle(entries: Mapping[str, DeviceEntry], config: Mapping[str, Any]) -> Settled:
+def _validate(entries: Mapping[str, DeviceEntry], config: Mapping[str, Any]) -> ValidOptions:
     from vllm_backplane.runtime import scopes
 
-    return options.settle(scopes(entries), config.get(SECTION, {}), os.environ)
+    return options.validate(scopes(entries), config.get(SECTION, {}), os.environ)
 
 
-def _show_settled(settled: Settled) -> dict[str, Any]:
-    described = [dataclasses.asdict(info) for info in options.describe(settled.settings, os.environ)]
-    return {"options": described, "findings": [dataclasses.asdict(finding) for finding in settled.findings]}
+def _options_as_json(valid: ValidOptions) -> dict[str, Any]:
+    described = [dataclasses.asdict(info) for info in options.describe(valid.settings, os.environ)]
+    return {"options": described, "findings": [dataclasses.asdict(finding) for finding in valid.findings]}
 
 
-def _choose(settled: Settled) -> Runtime:
-    """What a vLLM process does, with the faulty options left out: they are told already."""
+def _choose(valid: ValidOptions) -> Runtime:
+    """Chooses the device as a vLLM process does, without the invalid options, which are already reported."""
     from vllm_backplane.runtime import choose
 
     for variable in [name for name in os.environ if name.startswith(PREFIX)]:
-        if variable not in settled.variables:
+        if variable not in valid.variables:
             del os.environ[variable]
-    return choose(settled.given)
+    return choose(valid.given)
 
 
-def _show_choice(chosen: Runtime) -> dict[str, str]:
+def _choice_as_json(chosen: Runtime) -> dict[str, str]:
     return {"name": chosen.selection.entry.name, "reason": chosen.selection.reason}
 
 
@@ -182,58 +191,66 @@ def _operators(device: Device, forced: tuple[str, ...]) -> list[dict[str, Any]]:
 # --- in the parent ----------------------------------------------------------------------------------------------------
 
 
-def judge(steps: Mapping[str, Step]) -> Examination:
+def judge(results: Mapping[str, CheckResult]) -> Examination:
+    """Turns the results of the subprocess into findings."""
     findings: list[Finding] = []
-    devices = _judge_devices(steps, findings)
+    devices = _judge_devices(results, findings)
     options: list[OptionInfo] = []
-    if (settled := _value(steps, OPTIONS)) is not None:
-        options = [OptionInfo(**info) for info in settled["options"]]
-        findings += [Finding(**finding) for finding in settled["findings"]]
-    chosen = _judge_choice(steps)
-    findings += [error(what, remedy) for what, remedy in _value(steps, SETTINGS) or []]
-    problems = _value(steps, KERNELS) or []
+    if (valid := _value(results, OPTIONS)) is not None:
+        options = [OptionInfo(**info) for info in valid["options"]]
+        findings += [Finding(**finding) for finding in valid["findings"]]
+    chosen = _judge_choice(results)
+    findings += [error(what, remedy) for what, remedy in _value(results, SETTINGS) or []]
+    problems = _value(results, KERNELS) or []
     findings += [warning(what, remedy) for what, remedy in problems]
-    operators = [OperatorInfo(**line) for line in _value(steps, OPERATORS) or []]
-    findings += _faults(steps, devices)
-    return Examination(_judge_torch(steps), devices, chosen, tuple(options), tuple(operators), tuple(findings))
+    operators = [OperatorInfo(**line) for line in _value(results, OPERATORS) or []]
+    findings += _faults(results, devices)
+    return Examination(_judge_torch(results), devices, chosen, tuple(options), tuple(operators), tuple(findings))
 
 
-def _value(steps: Mapping[str, Step], name: str) -> Any:
-    return steps[name].value if name in steps else None
+def _value(results: Mapping[str, CheckResult], name: str) -> Any:
+    return results[name].value if name in results else None
 
 
-def _judge_torch(steps: Mapping[str, Step]) -> str:
-    torch = _value(steps, TORCH)
+def _judge_torch(results: Mapping[str, CheckResult]) -> str:
+    torch = _value(results, TORCH)
     if torch is None:
         return "cannot be imported"
     if torch["built_for"] and not torch["cuda_available"]:
-        return f"built for {torch['built_for']}, and no usable GPU is here: larger than needed, otherwise fine"
+        return f"built for {torch['built_for']} without a usable GPU here: larger than needed, otherwise fine"
     return f"built for {torch['built_for']}" if torch["built_for"] else ""
 
 
-def _judge_devices(steps: Mapping[str, Step], findings: list[Finding]) -> tuple[DeviceInfo, ...]:
+def _judge_devices(results: Mapping[str, CheckResult], findings: list[Finding]) -> tuple[DeviceInfo, ...]:
     devices = []
-    for name, source in sorted((_value(steps, DISCOVERY) or {}).items()):
-        step = steps.get(step_of(name), Step(fault="was not asked"))
-        if step.fault is not None:
+    for name, source in sorted((_value(results, DISCOVERY) or {}).items()):
+        result = results.get(probe_check(name), CheckResult(fault="was not run"))
+        if result.fault is not None:
             remedy = f"repair or uninstall {source}"
-            findings.append(error(f"asking device {name!r} of {source}: it {step.fault}", remedy))
-            devices.append(DeviceInfo(name, source, False, 0, True, step.fault, remedy, "error"))
+            findings.append(error(f"the probe of device {name!r} of {source} failed: it {result.fault}", remedy))
+            devices.append(DeviceInfo(name, source, False, 0, True, result.fault, remedy, "error"))
             continue
-        told = step.value
-        mark: Mark = "ok" if told["available"] else "warning" if told["broken"] else "-"
+        probe = result.value
+        mark: Mark = "ok" if probe["available"] else "warning" if probe["broken"] else "-"
         devices.append(
             DeviceInfo(
-                name, source, told["available"], told["count"], told["broken"], told["reason"], told["remedy"], mark
+                name,
+                source,
+                probe["available"],
+                probe["count"],
+                probe["broken"],
+                probe["reason"],
+                probe["remedy"],
+                mark,
             )
         )
-        if told["broken"]:
-            findings.append(warning(f"device {name!r} of {source} is broken: {told['reason']}", told["remedy"]))
+        if probe["broken"]:
+            findings.append(warning(f"device {name!r} of {source} is broken: {probe['reason']}", probe["remedy"]))
     return tuple(devices)
 
 
-def _judge_choice(steps: Mapping[str, Step]) -> Chosen | None:
-    selection, card, memory = (_value(steps, name) for name in (SELECTION, START, MEMORY))
+def _judge_choice(results: Mapping[str, CheckResult]) -> Chosen | None:
+    selection, card, memory = (_value(results, name) for name in (SELECTION, START, MEMORY))
     if selection is None:
         return None
     card, memory = card or {"name": "", "compute_units": 0}, memory or {"total": 0, "free": 0}
@@ -242,23 +259,23 @@ def _judge_choice(steps: Mapping[str, Step]) -> Chosen | None:
     )
 
 
-def _faults(steps: Mapping[str, Step], devices: tuple[DeviceInfo, ...]) -> list[Finding]:
-    """What the remaining steps stumbled over."""
-    chosen = (_value(steps, SELECTION) or {}).get("name", "")
+def _faults(results: Mapping[str, CheckResult], devices: tuple[DeviceInfo, ...]) -> list[Finding]:
+    """Returns findings for all failed checks except the probes of devices."""
+    chosen = (_value(results, SELECTION) or {}).get("name", "")
     source = next((device.distribution for device in devices if device.name == chosen), "its distribution")
     choices = ", ".join(device.name for device in devices if device.available) or "none"
     remedies = {
         TORCH: "reinstall torch; 'python -c \"import torch\"' shows the whole error",
-        DISCOVERY: "reinstall vllm-backplane and uninstall one of two distributions that offer the same device",
+        DISCOVERY: "reinstall vllm-backplane, or uninstall one of two distributions that provide the same device",
         SELECTION: f"set BACKPLANE_DEVICE to a device that is available ({choices}), or leave it unset",
         OPERATORS: "correct BACKPLANE_REFERENCE_OPS or reference_ops; 'vllm-backplane ops' lists the operators",
     }
-    device_steps = {step_of(device.name) for device in devices}
+    probes = {probe_check(device.name) for device in devices}
     return [
         error(
-            step.fault if name in (SELECTION, DISCOVERY) else f"{name}: {step.fault}",
+            result.fault if name in (SELECTION, DISCOVERY) else f"{name}: {result.fault}",
             remedies.get(name, f"repair or update {source}, or choose another device with BACKPLANE_DEVICE"),
         )
-        for name, step in steps.items()
-        if step.fault is not None and name not in device_steps
+        for name, result in results.items()
+        if result.fault is not None and name not in probes
     ]

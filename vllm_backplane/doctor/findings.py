@@ -1,4 +1,4 @@
-"""A finding: one thing that is wrong, and what to do about it."""
+"""Defines a finding: one problem and its remedy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Literal
 
 Severity = Literal["error", "warning"]
 Mark = Literal["ok", "warning", "error", "-"]
-"""How one line of the report stands; '-' says that there is nothing to judge."""
+"""The status of one line of the report; '-' is neutral."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """A problem, with its remedy."""
+
     severity: Severity
-    """'error': serving would fail, or would not happen on Backplane. 'warning': it would work, but."""
+    """'error': serving would fail or would not use Backplane. 'warning': serving would work."""
     what: str
     remedy: str
 

@@ -1,4 +1,4 @@
-"""Options and variables, all of them, with every fault and not only the first."""
+"""Validates options and environment variables, and reports every invalid one instead of only the first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_backplane.settings.options import OTHER_VARIABLES, PREFIX, SECTION, Sc
 
 @dataclass(frozen=True, slots=True)
 class OptionInfo:
-    """One option, or one variable that is not an option (then `path` is empty)."""
+    """One option with its value, or an environment variable that is not an option (then `path` is empty)."""
 
     path: str
     variable: str
@@ -24,7 +24,7 @@ class OptionInfo:
 
 
 def parse_additional_config(text: str | None) -> tuple[dict[str, Any], list[Finding]]:
-    """The value of vLLM's --additional-config."""
+    """Parses the value of vLLM's --additional-config."""
     if text is None:
         return {}, []
     remedy = """give an object, such as --additional-config '{"backplane": {"memory_share": 0.5}}'"""
@@ -34,15 +34,15 @@ def parse_additional_config(text: str | None) -> tuple[dict[str, Any], list[Find
         return {}, [error(f"--additional-config is not JSON: {fault}", remedy)]
     if not isinstance(config, dict):
         return {}, [error(f"--additional-config is not a JSON object: {text}", remedy)]
-    from vllm_backplane.runtime import misplaced  # brings torch
+    from vllm_backplane.runtime import misplaced_option  # imports torch
 
-    wrong = misplaced(config)
+    wrong = misplaced_option(config)
     return config, [] if wrong is None else [error(wrong, remedy)]
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """Options as far as they are sound: what is faulty counts as not given and is a finding."""
+class ValidOptions:
+    """The valid options. An invalid option becomes a finding and counts as not given."""
 
     settings: Mapping[str, Mapping[str, Setting]]
     given: Mapping[str, Any]
@@ -50,7 +50,8 @@ class Settled:
     findings: tuple[Finding, ...]
 
 
-def settle(scopes: Scopes, given: Any, environment: Mapping[str, str]) -> Settled:
+def validate(scopes: Scopes, given: Any, environment: Mapping[str, str]) -> ValidOptions:
+    """Validates each option of `given` (the section of --additional-config) and of the environment by itself."""
     findings: list[Finding] = []
     variables: dict[str, str] = {}
     for variable, value in environment.items():
@@ -60,18 +61,18 @@ def settle(scopes: Scopes, given: Any, environment: Mapping[str, str]) -> Settle
                 variables[variable] = value
             else:
                 findings.append(error(fault, f"correct or unset {variable}"))
-    sound: dict[str, Any] = {}
+    valid: dict[str, Any] = {}
     for path, part in _parts(scopes, given):
         fault = _fault(scopes, part, {})
         if fault is None:
-            _merge(sound, part)
+            _merge(valid, part)
         else:
             findings.append(error(fault, f"correct or remove {path} in --additional-config"))
-    fault = _fault(scopes, sound, variables)
-    if fault is not None:  # each is sound, and yet two contradict each other
+    fault = _fault(scopes, valid, variables)
+    if fault is not None:  # each option is valid, and two of them contradict each other
         findings.append(error(fault, "keep one of the two"))
-        sound = {}
-    return Settled(resolve(scopes, sound, variables), sound, variables, tuple(findings))
+        valid = {}
+    return ValidOptions(resolve(scopes, valid, variables), valid, variables, tuple(findings))
 
 
 def _fault(scopes: Scopes, given: Any, environment: Mapping[str, str]) -> str | None:
@@ -83,7 +84,7 @@ def _fault(scopes: Scopes, given: Any, environment: Mapping[str, str]) -> str | 
 
 
 def _parts(scopes: Scopes, given: Any) -> Iterator[tuple[str, Any]]:
-    """(path, section with that one option) for each option given."""
+    """Yields the path of each option, and a section with only that option."""
     if not isinstance(given, Mapping):
         yield SECTION, given
         return
@@ -104,7 +105,7 @@ def _merge(into: dict[str, Any], part: Mapping[str, Any]) -> None:
 
 
 def describe(settings: Mapping[str, Mapping[str, Setting]], environment: Mapping[str, str]) -> list[OptionInfo]:
-    """Everything a user can set, with what is set."""
+    """Returns every option and variable that a user can set, with its current value."""
     options = [
         OptionInfo(
             setting.path,

@@ -1,4 +1,4 @@
-"""vLLM's plugins by group, and what VLLM_PLUGINS and VLLM_TARGET_DEVICE do to them."""
+"""Checks vLLM's plugins, and the effect of VLLM_PLUGINS and VLLM_TARGET_DEVICE on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from packaging.utils import canonicalize_name
 
 from vllm_backplane.doctor.findings import Finding, Mark, error, warning
-from vllm_backplane.doctor.subprocess_checks import Step
+from vllm_backplane.doctor.subprocess_checks import CheckResult
 from vllm_backplane.errors import nearest
 
 PLATFORM_GROUP = "vllm.platform_plugins"
@@ -18,7 +18,7 @@ GENERAL_GROUP = "vllm.general_plugins"
 ENDPOINT_GROUP = "vllm.endpoint_plugins"
 GROUPS = (PLATFORM_GROUP, GENERAL_GROUP, "vllm.io_processor_plugins", "vllm.stat_logger_plugins", ENDPOINT_GROUP)
 CALLED = (PLATFORM_GROUP, GENERAL_GROUP)
-"""Groups whose targets vLLM calls at start, in every process."""
+"""Groups whose entry points vLLM calls at the start of every process."""
 
 OUR_DISTRIBUTION = "vllm-backplane"
 OUR_NAME = "backplane"
@@ -32,6 +32,8 @@ State = Literal["loads", "filtered out", "broken", "not tried"]
 
 @dataclass(frozen=True, slots=True)
 class EntryPointInfo:
+    """The entry point of a plugin."""
+
     group: str
     name: str
     target: str
@@ -43,24 +45,26 @@ class EntryPointInfo:
 
     @property
     def key(self) -> str:
-        """Names the step that imports this plugin."""
+        """The name of the check that imports this plugin."""
         return f"plugin {self.name} of {self.distribution} ({self.group})"
 
     @property
     def call_key(self) -> str:
-        """Names the step that calls it."""
+        """The name of the check that calls this plugin."""
         return f"call of {self.key}"
 
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
+    """A plugin, with the result of loading it."""
+
     group: str
     name: str
     distribution: str
     target: str
     state: State
     activates: bool
-    """It is a platform plugin and says that its platform is there."""
+    """Whether it is a platform plugin that reports its platform as available."""
     mark: Mark
     note: str
 
@@ -76,13 +80,13 @@ def find() -> list[EntryPointInfo]:
 
 
 def allowed_names(environment: Mapping[str, str]) -> list[str] | None:
-    """As vLLM reads the variable: spaces count, and the empty string is a list of one empty name."""
+    """Splits VLLM_PLUGINS as vLLM does: spaces count, and an empty string is a list of one empty name."""
     return environment[FILTER].split(",") if FILTER in environment else None
 
 
 def is_allowed(plugin: EntryPointInfo, allowed: list[str] | None) -> bool:
     if allowed is None:
-        return plugin.group != ENDPOINT_GROUP  # these are loaded only when they are named
+        return plugin.group != ENDPOINT_GROUP  # endpoint plugins are loaded only if VLLM_PLUGINS names them
     return plugin.name in allowed
 
 
@@ -96,7 +100,7 @@ def describe_filter(environment: Mapping[str, str]) -> str:
 
 
 def check_environment(found: Iterable[EntryPointInfo], environment: Mapping[str, str]) -> list[Finding]:
-    """What can be said from the environment and the metadata alone."""
+    """Returns the findings that follow from environment variables and metadata, without importing a plugin."""
     return [*_check_target(environment), *_check_filter(list(found), environment), *_check_ours(list(found))]
 
 
@@ -107,7 +111,7 @@ def _check_target(environment: Mapping[str, str]) -> list[Finding]:
     remedy = f"unset {TARGET}; choose a device with BACKPLANE_DEVICE"
     if target.lower() == "cpu":
         return [error(f"{TARGET}={target} makes vLLM ignore every platform plugin, this one included", remedy)]
-    return [warning(f"{TARGET}={target} is set; it is for building vLLM and does nothing good at run time", remedy)]
+    return [warning(f"{TARGET}={target} is set; it is meant for building vLLM and not for running it", remedy)]
 
 
 def _check_filter(found: list[EntryPointInfo], environment: Mapping[str, str]) -> list[Finding]:
@@ -123,7 +127,7 @@ def _check_filter(found: list[EntryPointInfo], environment: Mapping[str, str]) -
         findings.append(
             error(
                 f"{FILTER} is {value!r}, which filters out the plugin {OUR_NAME!r} of {OUR_DISTRIBUTION} ({groups})",
-                f"remove the spaces from {FILTER}: vLLM compares names as they stand"
+                f"remove the spaces from {FILTER}: vLLM compares names with their spaces"
                 if spaced
                 else f"unset {FILTER}, or set {FILTER}={','.join([*filter(None, allowed), OUR_NAME])}",
             )
@@ -131,7 +135,7 @@ def _check_filter(found: list[EntryPointInfo], environment: Mapping[str, str]) -
     known = {plugin.name for plugin in found}
     for name in allowed:
         if name and name not in known and name.strip() != OUR_NAME:
-            what = f"{FILTER} names {name!r}, and no installed plugin has that name{nearest(name, known)}"
+            what = f"{FILTER} contains {name!r}, and no installed plugin has that name{nearest(name, known)}"
             findings.append(warning(what.rstrip("."), f"correct the name or remove it from {FILTER}"))
     return findings
 
@@ -144,14 +148,14 @@ def _check_ours(found: list[EntryPointInfo]) -> list[Finding]:
         findings.append(
             error(
                 f"{OUR_DISTRIBUTION} has no entry point in {' and '.join(missing)}, so vLLM cannot find it",
-                "it is on the path but not (or not newly) installed; run 'pip install .' in its folder",
+                "it is on the import path without being installed; run 'pip install .' in its folder",
             )
         )
     namesakes = [plugin for plugin in found if plugin.name == OUR_NAME and not plugin.ours]
     return findings + [
         error(
-            f"{plugin.distribution} brings a plugin that is also called {OUR_NAME!r} ({plugin.group}); vLLM keeps only "
-            "one of a name",
+            f"{plugin.distribution} also has a plugin named {OUR_NAME!r} ({plugin.group}); of plugins with one name "
+            "vLLM loads only one",
             f"uninstall {plugin.distribution}",
         )
         for plugin in namesakes
@@ -159,29 +163,29 @@ def _check_ours(found: list[EntryPointInfo]) -> list[Finding]:
 
 
 def judge(
-    found: Iterable[EntryPointInfo], environment: Mapping[str, str], steps: Mapping[str, Step]
+    found: Iterable[EntryPointInfo], environment: Mapping[str, str], results: Mapping[str, CheckResult]
 ) -> tuple[tuple[Plugin, ...], list[Finding]]:
-    """Each plugin with what became of it when it was tried; `steps` by `key` and `call_key`."""
+    """Returns each plugin with the result of loading it. `results` are by `key` and `call_key`."""
     allowed = allowed_names(environment)
     plugins, findings = [], []
     for info in found:
-        plugin, finding = _judge_one(info, is_allowed(info, allowed), steps)
+        plugin, finding = _judge_one(info, is_allowed(info, allowed), results)
         plugins.append(plugin)
         findings += finding
     rivals = [plugin for plugin in plugins if plugin.activates and plugin.distribution != OUR_DISTRIBUTION]
     for rival in rivals:
         findings.append(
             error(
-                f"{rival.distribution} brings the platform plugin {rival.name!r}, which would be active beside "
+                f"{rival.distribution} has the platform plugin {rival.name!r}, which would be active together with "
                 f"{OUR_NAME!r}; vLLM refuses two",
-                f"uninstall {rival.distribution}, or set {FILTER} to the names of all plugins but {rival.name!r}",
+                f"uninstall {rival.distribution}, or set {FILTER} to the names of all plugins except {rival.name!r}",
             )
         )
     return tuple(plugins), findings
 
 
-def _judge_one(info: EntryPointInfo, allowed: bool, steps: Mapping[str, Step]) -> tuple[Plugin, list[Finding]]:
-    imported, called = steps.get(info.key), steps.get(info.call_key)
+def _judge_one(info: EntryPointInfo, allowed: bool, results: Mapping[str, CheckResult]) -> tuple[Plugin, list[Finding]]:
+    imported, called = results.get(info.key), results.get(info.call_key)
 
     def plugin(state: State, mark: Mark, note: str = "") -> Plugin:
         activates = info.group == PLATFORM_GROUP and called is not None and bool(called.value)
@@ -198,12 +202,12 @@ def _judge_one(info: EntryPointInfo, allowed: bool, steps: Mapping[str, Step]) -
     how = "cannot be imported" if failed is imported else "fails when called"
     what = f"plugin {info.name!r} of {info.distribution} ({info.group}) {how}: {failed.fault}"
     if info.ours:
-        remedy = f"install a vLLM that fits, or reinstall {info.distribution}"
+        remedy = f"install a supported vLLM, or reinstall {info.distribution}"
         return plugin("broken", "error", how), [error(what, remedy)]
-    # vLLM logs what it cannot import, and a platform plugin that raises, and goes on without it. A general plugin that
-    # raises ends every process that calls it.
+    # vLLM logs a plugin that it cannot import, or a platform plugin that raises, and goes on without it. A general
+    # plugin that raises ends every process that calls it.
     fatal = failed.fatal or (info.group == GENERAL_GROUP and failed is called)
     finding = (error if fatal else warning)(
-        what, f"repair, update or uninstall {info.distribution}, or set {FILTER} to the names of the others alone"
+        what, f"repair, update or uninstall {info.distribution}, or set {FILTER} to the names of the other plugins"
     )
     return plugin("broken", finding.severity, how), [finding]

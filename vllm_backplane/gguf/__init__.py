@@ -1,6 +1,6 @@
-"""GGUF files: read without trust, described to vLLM, and their blocks brought into the form the kernels multiply.
+"""Reads and validates GGUF files, makes vLLM's configuration and tokenizer from them, and packs their blocks for GEMM.
 
-`header`, `file` and `parts` import neither torch nor vLLM; nothing in this folder imports vLLM.
+Nothing in this folder imports vLLM. `header`, `file` and `model_files` import no torch either.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""How the tensors of a GGUF file are called in the checkpoints vLLM loads, and what its converter did to them.
+"""Maps the tensor names of a GGUF file to those of a Hugging Face checkpoint, and records what the converter changed.
 
-Converters reorder the rows of Q and K of Llama models, because llama.cpp rotates neighbouring features and vLLM those
-half a head apart, with their biases, and add 1 to the weights of Gemma's norms. Both are undone here.
+Converters reorder the rows of Q and K of Llama models, and the elements of their biases, because llama.cpp rotates
+neighbouring features and vLLM rotates features half a head apart. They also add 1 to the weights of Gemma's norms.
+`CheckpointTensor` records both changes, and `lazy_tensor` undoes them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from vllm_backplane.errors import CheckpointError, nearest, shown
-from vllm_backplane.gguf.model_files import Gguf, Placed
+from vllm_backplane.errors import CheckpointError, nearest, short_repr
+from vllm_backplane.gguf.model_files import GgufModel, TensorLocation
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {
@@ -33,32 +34,34 @@ _FOUR_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 
-ALONE = "ffn_gate_inp_shexp"
-"""A matrix of one row, which older converters wrote as a vector."""
+SINGLE_ROW = "ffn_gate_inp_shexp"
+"""The matrix of one row that older converters wrote as a vector."""
 
 _NOT_WEIGHTS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
-"""Read when the configuration is made."""
+"""Tensors that the configuration is made from (`configuration`); models do not load them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
+    """Describes how files of one architecture name their tensors, and which Hugging Face model they are."""
+
     model_type: str
     model_class: str
     layer: Mapping[str, str]
-    """Names within a layer."""
+    """Checkpoint names of tensors within a layer, by their GGUF names."""
     permuted: bool = False
-    """Rows of Q and K, and what is added to their products, are in llama.cpp's order."""
+    """Whether the rows of Q and K, and the elements of their biases, are in llama.cpp's order."""
     norms_plus_one: bool = False
     experts: Mapping[str, str] = field(default_factory=dict)
-    """Names within a layer of what a file has for all experts together; {} is an expert's number."""
+    """Checkpoint names of tensors that hold all experts of a layer; {} stands for the number of the expert."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Of the configuration, where files do not say it."""
+    """Entries of the configuration that files do not contain."""
     top: Mapping[str, str] = field(default_factory=lambda: TOP)
-    """Names outside of layers."""
+    """Checkpoint names of tensors outside of layers, by their GGUF names."""
     biased: bool = False
-    """Every product and every norm has a bias, the head too, and norms subtract the mean."""
-    may_add: frozenset[str] = frozenset()
-    """Products within a layer that may have a bias. vLLM's models pass over a bias that they do not have."""
+    """Whether every linear layer, the LM head and every norm have a bias; such norms also subtract the mean."""
+    optional_biases: frozenset[str] = frozenset()
+    """Linear layers that may have a bias. vLLM's models silently skip a bias that they have no parameter for."""
 
 
 _EXPERTS = {
@@ -85,7 +88,7 @@ MIXTRAL = Architecture(
         "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
     },
 )
-"""Its files say llama."""
+"""Mixtral, whose files have "llama" as their general.architecture."""
 
 _GEMMA = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
@@ -107,18 +110,20 @@ PHI2_FUSED = replace(
     PHI2,
     layer={"attn_qkv": "self_attn.qkv_proj", **{part: name for part, name in _PHI2.items() if part not in QKV}},
 )
-"""As the first converters wrote it, from a checkpoint that had queries, keys and values in one matrix."""
+"""Phi-2 as the first converters wrote it, from a checkpoint that had queries, keys and values in one matrix."""
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", _DENSE, permuted=True, may_add=QKV | GATED | {"attn_output"}),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _DENSE, may_add=QKV),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**_DENSE, **_HEAD_NORMS}, may_add=QKV),
+    "llama": Architecture(
+        "llama", "LlamaForCausalLM", _DENSE, permuted=True, optional_biases=QKV | GATED | {"attn_output"}
+    ),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _DENSE, optional_biases=QKV),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**_DENSE, **_HEAD_NORMS}, optional_biases=QKV),
     "qwen2moe": Architecture(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
         {**_ROUTED, **_SHARED},
         experts=_EXPERTS,
-        may_add=QKV,
+        optional_biases=QKV,
         defaults={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     "qwen3moe": Architecture(
@@ -126,7 +131,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Qwen3MoeForCausalLM",
         {**_ROUTED, **_HEAD_NORMS},
         experts=_EXPERTS,
-        may_add=QKV,
+        optional_biases=QKV,
         defaults={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     "gemma": Architecture("gemma", "GemmaForCausalLM", _DENSE, norms_plus_one=True, defaults=_GEMMA),
@@ -154,41 +159,47 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "phi2": PHI2,
 }
-"""By general.architecture. Mistral's files say llama."""
+"""Served architectures by general.architecture. Mistral's files have "llama" there."""
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 
 
-class Named(NamedTuple):
+class CheckpointTensor(NamedTuple):
+    """A tensor of the file under its checkpoint name, with the converter's changes that must be undone."""
+
     name: str
-    """As vLLM's models expect it."""
-    placed: Placed
+    """The name that vLLM's models expect."""
+    location: TensorLocation
     experts: int
-    """How many experts the tensor is for, whose number goes into the name; 0: it is one weight."""
-    heads: int
-    """Heads whose rows, or elements of a bias, are in llama.cpp's order; 0: they are in order."""
+    """Number of experts that the tensor holds; `name` has a {} for the expert's number. 0: it is a single weight."""
+    permuted_heads: int
+    """Number of heads whose rows, or elements of a bias, are in llama.cpp's order. 0: nothing was reordered."""
     plus_one: bool
-    row: bool
-    """A matrix of one row, also where the file has a vector."""
+    """Whether the converter added 1 to every value."""
+    single_row: bool
+    """Whether models expect a matrix of one row, even where the file has a vector."""
 
 
-def architecture_of(model: Gguf) -> Architecture:
-    stated = model.text("general.architecture")
-    if stated is None:
-        raise CheckpointError(f"{model.path} does not say its architecture (general.architecture); choose another file")
-    found = ARCHITECTURES.get(stated)
+def architecture_of(model: GgufModel) -> Architecture:
+    """Returns the architecture of a file. Raises `CheckpointError` where it is missing or not served."""
+    name = model.text("general.architecture")
+    if name is None:
+        raise CheckpointError(
+            f"{model.path} has no architecture in its metadata (general.architecture); use another file"
+        )
+    found = ARCHITECTURES.get(name)
     if found is None:
         raise CheckpointError(
-            f"{model.path} is a model of architecture {shown(stated)}, which is not served from GGUF"
-            f"{nearest(stated, ARCHITECTURES)} Served: {', '.join(ARCHITECTURES)}. "
+            f"{model.path} is a model of architecture {short_repr(name)}, which is not served from GGUF"
+            f"{nearest(name, ARCHITECTURES)} Served: {', '.join(ARCHITECTURES)}. "
             "Use the model's original checkpoint instead."
         )
-    if model.number(f"{stated}.expert_count"):
-        if stated == "llama":
+    if model.number(f"{name}.expert_count"):
+        if name == "llama":
             return MIXTRAL
         if not found.experts:
             raise CheckpointError(
-                f"{model.path} is a mixture of experts of architecture {stated!r}, which is not served from GGUF; use "
+                f"{model.path} is a mixture of experts of architecture {name!r}, which is not served from GGUF; use "
                 "the model's original checkpoint"
             )
     if found is PHI2 and "blk.0.attn_qkv.weight" in model.tensors:
@@ -196,38 +207,40 @@ def architecture_of(model: Gguf) -> Architecture:
     return found
 
 
-def named(model: Gguf) -> Iterator[Named]:
-    """Every tensor under the name it has in a checkpoint."""
+def checkpoint_tensors(model: GgufModel) -> Iterator[CheckpointTensor]:
+    """Yields every weight of the model under its checkpoint name."""
     architecture = architecture_of(model)
-    stated = model.text("general.architecture")
-    heads = model.number(f"{stated}.attention.head_count") or 0
-    kv_heads = model.number(f"{stated}.attention.head_count_kv") or heads
-    for name, placed in model.tensors.items():
+    family = model.text("general.architecture")
+    heads = model.number(f"{family}.attention.head_count") or 0
+    kv_heads = model.number(f"{family}.attention.head_count_kv") or heads
+    for name, location in model.tensors.items():
         if name in _NOT_WEIGHTS:
             continue
         match = IN_LAYER.fullmatch(name)
         if match is None:
-            top, _, kind = name.rpartition(".")
-            translated = architecture.top.get(top)
+            part, _, kind = name.rpartition(".")
+            translated = architecture.top.get(part)
             prefix = ""
         else:
-            top, kind = match[2], match[3]
-            translated = architecture.layer.get(top) or architecture.experts.get(top)
+            part, kind = match[2], match[3]
+            translated = architecture.layer.get(part) or architecture.experts.get(part)
             prefix = f"model.layers.{match[1]}."
-        added = top in architecture.may_add or (architecture.biased and top != "token_embd")
-        if translated is None or kind not in ("weight", "bias") or (kind == "bias" and not added):
+        may_have_bias = part in architecture.optional_biases or (architecture.biased and part != "token_embd")
+        if translated is None or kind not in ("weight", "bias") or (kind == "bias" and not may_have_bias):
             raise CheckpointError(
-                f"{model.path} has a tensor {name!r}, which models of architecture {stated!r} do not have here; use "
-                "the model's original checkpoint"
+                f"{model.path} has a tensor {name!r}, which is not part of architecture {family!r} as it is served "
+                "here; use the model's original checkpoint"
             )
-        permuted = {"attn_q": heads, "attn_k": kv_heads}.get(top, 0) if architecture.permuted else 0
-        plus_one = architecture.norms_plus_one and top.endswith("norm")
+        permuted_heads = {"attn_q": heads, "attn_k": kv_heads}.get(part, 0) if architecture.permuted else 0
+        plus_one = architecture.norms_plus_one and part.endswith("norm")
         experts = 0
-        if top in architecture.experts:
-            experts = placed.tensor.shape[0]
-            if len(placed.tensor.shape) != 3 or experts != model.number(f"{stated}.expert_count"):
+        if part in architecture.experts:
+            experts = location.tensor.shape[0]
+            if len(location.tensor.shape) != 3 or experts != model.number(f"{family}.expert_count"):
                 raise CheckpointError(
-                    f"{model.path} has {placed.tensor.shape} for {name!r}, which is not the number of its experts; "
-                    "make it anew with a current converter"
+                    f"{model.path}: the shape {location.tensor.shape} of {name!r} does not match the number of experts "
+                    f"({family}.expert_count); convert the model again with a current converter"
                 )
-        yield Named(f"{prefix}{translated}.{kind}", placed, experts, permuted, plus_one, top == ALONE)
+        yield CheckpointTensor(
+            f"{prefix}{translated}.{kind}", location, experts, permuted_heads, plus_one, part == SINGLE_ROW
+        )

@@ -1,8 +1,8 @@
-"""What the blocks of a GGUF tensor hold, in plain PyTorch: codes with a scale, and perhaps an offset, per group.
+"""Decodes the quantized blocks of GGUF tensors, in plain PyTorch, into codes, scales and offsets per group.
 
-Every quantized type is `scale * code` or `scale * code + offset` in groups of 16 or 32 along the input, its codes at
-most 8 bits. `grouped` brings a type's blocks into that form, exactly: where a scale is a product (`d * sc` in the
-K-types) it has at most 19 significant bits, so float32 holds it. `dequantized` multiplies it out, bit-equal to the
+Every quantized type is `scale * code` or `scale * code + offset` in groups of 16 or 32 along the input dimension, with
+codes of at most 8 bits. `grouped` converts blocks into that form exactly: where a scale is a product (`d * sc` in the
+K-types) it has at most 19 significant bits, so float32 holds it. `dequantized` computes the values, bit-equal to the
 `gguf` package.
 """
 
@@ -21,38 +21,43 @@ from vllm_backplane.errors import CheckpointError
 FLOATS = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""The values of IQ4_NL's codes."""
+"""The values that the 16 codes of IQ4_NL stand for."""
 
 
 class Grouped(NamedTuple):
+    """The codes of some rows, with the scale and the offset of each group."""
+
     codes: torch.Tensor
     """uint8 [rows, groups, group]."""
     scales: torch.Tensor
-    """float16 or float32 [rows, groups], whichever holds them exactly."""
+    """[rows, groups], float16 where that holds the scales exactly, otherwise float32."""
     offsets: torch.Tensor | None
-    """As scales; without them the code 2 ** (bits - 1) stands for zero."""
+    """Shape and type of `scales`. None: the type has no offsets, and the code 2 ** (bits - 1) stands for zero."""
 
 
 class Layout(NamedTuple):
+    """Describes one quantized type."""
+
     bits: int
-    """4 or 8: the least of these that holds the codes."""
+    """4 or 8: the smaller of the two that holds the codes."""
     group: int
+    """Weights that share a scale."""
     parse: Callable[[torch.Tensor], Grouped]
-    """Of blocks, uint8 [blocks, bytes]; rows are blocks."""
+    """Decodes uint8 [blocks, bytes]; each row of the result is a block."""
 
 
 def _halves(raw: torch.Tensor) -> torch.Tensor:
-    """Two bytes to a float16: [blocks, 2 * n] to [blocks, n]."""
+    """Reinterprets pairs of bytes as float16: [blocks, 2 * n] to [blocks, n]."""
     return raw.contiguous().view(torch.float16)
 
 
 def _nibbles(raw: torch.Tensor) -> torch.Tensor:
-    """Low halves of the bytes along the last dimension, then the high ones."""
+    """Returns the low nibbles of all bytes along the last dimension, followed by the high nibbles."""
     return torch.cat((raw & 15, raw >> 4), dim=-1)
 
 
 def _shifted(raw: torch.Tensor, shifts: tuple[int, ...], mask: int) -> torch.Tensor:
-    """[..., n] to [..., len(shifts), n]."""
+    """Extracts one bit field per shift: [..., n] to [..., len(shifts), n]."""
     return torch.stack([(raw >> shift) & mask for shift in shifts], dim=-2)
 
 
@@ -65,7 +70,7 @@ def _q4_1(raw: torch.Tensor) -> Grouped:
 
 
 def _fifth_bits(raw: torch.Tensor) -> torch.Tensor:
-    """Four bytes to 32 bits, lowest first."""
+    """Unpacks four bytes into 32 bits, lowest bit first."""
     return _shifted(raw.unsqueeze(-1), tuple(range(8)), 1).flatten(1)
 
 
@@ -85,7 +90,7 @@ def _q8_0(raw: torch.Tensor) -> Grouped:
 
 @cache
 def _nonlinear(device: torch.device) -> torch.Tensor:
-    """Made once: a graph that is captured later could not make it."""
+    """Returns the table of IQ4_NL. It is cached because a captured graph cannot create it from host memory."""
     return torch.tensor([value + 128 for value in _NONLINEAR], dtype=torch.uint8).to(device)
 
 
@@ -105,12 +110,12 @@ def _q3_k(raw: torch.Tensor) -> Grouped:
     high = _shifted(raw[:, :32], tuple(range(8)), 1).reshape(-1, 16, 16)
     packed = raw[:, 96:108]
     six = _shifted(packed[:, :8], (0, 4), 15).flatten(1) | (_shifted(packed[:, 8:], (0, 2, 4, 6), 3).flatten(1) << 4)
-    # The third bit says that 4 is not to be taken away; in the operator's form 8 is zero.
+    # A third bit of 0 means that 4 is subtracted from the code. In the operator's form the code 8 stands for zero.
     return Grouped(low + (high << 2) + 4, _halves(raw[:, 108:110]).float() * (six.float() - 32), None)
 
 
 def _six_bits(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The eight scales and eight offsets that Q4_K and Q5_K keep in 12 bytes."""
+    """Unpacks the eight scales and eight offsets that Q4_K and Q5_K store in 12 bytes."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, (third & 15) | ((first >> 6) << 4)), dim=1)
     offsets = torch.cat((second & 63, (third >> 4) | ((second >> 6) << 4)), dim=1)
@@ -158,14 +163,15 @@ LAYOUTS = {
 SERVED = (*LAYOUTS, *FLOATS)
 
 
-def insist_on_served(kind: Type, what: str) -> None:
+def require_served_type(kind: Type, what: str) -> None:
+    """Raises `CheckpointError` for a tensor type that this plugin does not decode."""
     if kind not in SERVED:
         known = ", ".join(one.name for one in SERVED)
-        raise CheckpointError(f"{what} is of type {kind.name}, which is not served; choose a file of {known}")
+        raise CheckpointError(f"{what} has the type {kind.name}, which is not served; use a file of the types {known}")
 
 
 def grouped(rows: torch.Tensor, kind: Type) -> Grouped:
-    """Rows of blocks, uint8 [rows, row_bytes], of a quantized type."""
+    """Decodes rows of a quantized type, uint8 [rows, row_bytes]."""
     layout, block_bytes = LAYOUTS[kind], GGML_QUANT_SIZES[kind][1]
     found = layout.parse(rows.reshape(-1, block_bytes))
     count = rows.shape[0]
@@ -177,7 +183,7 @@ def grouped(rows: torch.Tensor, kind: Type) -> Grouped:
 
 
 def dequantized(rows: torch.Tensor, kind: Type) -> torch.Tensor:
-    """Rows of a tensor, uint8 [rows, row_bytes], as float32 [rows, columns]."""
+    """Returns the values of rows, uint8 [rows, row_bytes], as float32 [rows, columns]."""
     if kind in FLOATS:
         return rows.contiguous().view(FLOATS[kind]).float()
     found = grouped(rows, kind)

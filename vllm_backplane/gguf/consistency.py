@@ -1,7 +1,7 @@
-"""What a GGUF file says of itself, against the tensors that it has.
+"""Checks that the metadata of a GGUF file matches its tensors.
 
-vLLM builds as many layers, of such a size, as a configuration says, and only then asks for weights. So a file whose
-numbers are not those of its tensors is refused before.
+vLLM allocates the layers that a configuration describes before it loads any weight. A file whose metadata does not
+match its tensors is therefore refused before vLLM sees the configuration.
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_backplane.errors import CheckpointError
-from vllm_backplane.gguf.architectures import ALONE, GATED, IN_LAYER, QKV, Architecture
-from vllm_backplane.gguf.model_files import Gguf
+from vllm_backplane.gguf.architectures import GATED, IN_LAYER, QKV, SINGLE_ROW, Architecture
+from vllm_backplane.gguf.model_files import GgufModel
 
-_MOST_LAYERS = 1024
+_MAX_LAYERS = 1024
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
-def insist_on_layers(model: Gguf, architecture: Architecture, count: int) -> None:
-    """Exactly `count`, each of them whole."""
+def require_layers(model: GgufModel, architecture: Architecture, count: int) -> None:
+    """Raises `CheckpointError` unless the file has exactly `count` layers with all their tensors."""
     numbers = {match[1] for name in model.tensors if (match := _LAYER.match(name))}
-    if count > _MOST_LAYERS:
-        raise _fault(model, f"it announces {count} layers (block_count), and {_MOST_LAYERS} are possible")
+    if count > _MAX_LAYERS:
+        raise _fault(model, f"its metadata has {count} layers (block_count), more than the limit of {_MAX_LAYERS}")
     if numbers != {str(number) for number in range(count)}:
         raise _fault(
-            model, f"it announces {count} layers (block_count), and has tensors of {len(numbers)}, not the same"
+            model,
+            f"its metadata has {count} layers (block_count), which does not match its tensors of {len(numbers)} layers",
         )
     parts = {f"{part}.weight" for part in (*architecture.layer, *architecture.experts)}
-    # What one layer, or one product of those that vLLM has one word for, adds to its result, all do.
+    # vLLM has one flag for the biases of all layers, and one for QKV or the gated MLP: if one has a bias, all must.
     biased = {match[2] for name in model.tensors if (match := IN_LAYER.fullmatch(name)) and match[3] == "bias"}
     for together in (QKV, GATED):
         if not biased.isdisjoint(together):
@@ -41,37 +42,37 @@ def insist_on_layers(model: Gguf, architecture: Architecture, count: int) -> Non
             raise _fault(model, f"it has no {name}")
 
 
-def insist_on_shapes(model: Gguf, architecture: Architecture, made: Mapping[str, Any]) -> None:
-    """Every tensor has the shape that the configuration `made` gives it."""
-    heads, kv_heads = made["num_attention_heads"], made["num_key_value_heads"]
+def require_shapes(model: GgufModel, architecture: Architecture, config: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` unless every tensor has the shape that follows from `config`."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     if heads % kv_heads:
-        raise _fault(model, f"{heads} heads cannot share {kv_heads} heads of keys and values")
-    expected = _shapes(architecture, made)
-    for name, placed in model.tensors.items():
+        raise _fault(model, f"its {heads} attention heads are not a multiple of its {kv_heads} KV heads")
+    expected = _shapes(architecture, config)
+    for name, location in model.tensors.items():
         match = IN_LAYER.fullmatch(name)
         part, kind = (match[2], match[3]) if match else tuple(name.rpartition(".")[::2])
         whole = expected.get(part)
         if whole is None:
-            continue  # refused by name where names are translated
+            continue  # `checkpoint_tensors` raises for names that the architecture does not have
         shape = whole if kind == "weight" else whole[:1]
-        found = placed.tensor.shape
-        if found != shape and not (part == ALONE and found == shape[1:]):
-            raise _fault(model, f"{name} has the shape {found}, and by the file's metadata it would be {shape}")
-    tokens = model.words("tokenizer.ggml.tokens") or ()
-    if len(tokens) > made["vocab_size"]:
-        raise _fault(model, f"it has {len(tokens)} tokens, and {made['vocab_size']} rows in its embedding")
+        found = location.tensor.shape
+        if found != shape and not (part == SINGLE_ROW and found == shape[1:]):
+            raise _fault(model, f"{name} has the shape {found}, and the file's metadata requires {shape}")
+    tokens = model.strings("tokenizer.ggml.tokens") or ()
+    if len(tokens) > config["vocab_size"]:
+        raise _fault(model, f"its vocabulary has {len(tokens)} tokens, and its embedding {config['vocab_size']} rows")
 
 
-def _shapes(architecture: Architecture, made: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of weights, by name within a layer or at the top."""
-    width, inner, vocabulary = made["hidden_size"], made["intermediate_size"], made["vocab_size"]
-    queries, keys = (made[name] * made["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+def _shapes(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Returns the expected shapes of weights, by their GGUF names within a layer or outside of layers."""
+    width, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    queries, keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     norms = (one for one in (*architecture.top, *architecture.layer) if one.endswith("norm"))
     fused = architecture.layer.get("ffn_up") == "mlp.gate_up_proj"
     shapes: dict[str, tuple[int, ...]] = {
         **dict.fromkeys(norms, (width,)),
-        "attn_q_norm": (made["head_dim"],),
-        "attn_k_norm": (made["head_dim"],),
+        "attn_q_norm": (config["head_dim"],),
+        "attn_k_norm": (config["head_dim"],),
         "token_embd": (vocabulary, width),
         "output": (vocabulary, width),
         "attn_q": (queries, width),
@@ -84,14 +85,14 @@ def _shapes(architecture: Architecture, made: Mapping[str, Any]) -> dict[str, tu
         "ffn_down": (width, inner),
     }
     if architecture.experts:
-        experts, shared = made["num_experts"], made["shared_expert_intermediate_size"]
-        one = made["moe_intermediate_size"] if architecture.model_type != "mixtral" else inner
+        experts, shared = config["num_experts"], config["shared_expert_intermediate_size"]
+        one = config["moe_intermediate_size"] if architecture.model_type != "mixtral" else inner
         shapes |= {
             "ffn_gate_inp": (experts, width),
             "ffn_gate_exps": (experts, one, width),
             "ffn_up_exps": (experts, one, width),
             "ffn_down_exps": (experts, width, one),
-            ALONE: (1, width),
+            SINGLE_ROW: (1, width),
             "ffn_gate_shexp": (shared, width),
             "ffn_up_shexp": (shared, width),
             "ffn_down_shexp": (width, shared),
@@ -99,5 +100,5 @@ def _shapes(architecture: Architecture, made: Mapping[str, Any]) -> dict[str, tu
     return shapes
 
 
-def _fault(model: Gguf, what: str) -> CheckpointError:
-    return CheckpointError(f"{model.path} cannot be served: {what}; make it anew with a current converter")
+def _fault(model: GgufModel, what: str) -> CheckpointError:
+    return CheckpointError(f"{model.path} cannot be served: {what}; convert the model again with a current converter")

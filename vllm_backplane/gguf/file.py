@@ -1,7 +1,7 @@
-"""One GGUF file, mapped into memory: its metadata and where its tensors lie.
+"""Maps one GGUF file into memory and reads its metadata and the positions of its tensors.
 
-Everything is checked when the file is opened, before any of it is used: what the header says of tensors must fit the
-file, and no two tensors may share bytes. Block sizes come from the `gguf` package.
+The whole header is validated when the file is opened, before anything is used: every tensor must lie within the file,
+and no two tensors may share bytes. Block sizes come from the `gguf` package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from vllm_backplane.errors import CheckpointError, shown
+from vllm_backplane.errors import CheckpointError, short_repr
 from vllm_backplane.gguf.header import LIMITS, Cursor, Limits
 
 MAGIC = b"GGUF"
@@ -30,14 +30,16 @@ SMALLEST_TENSOR = 8 + 1 + 4 + 8 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
+    """Describes a tensor of the file."""
+
     name: str
     type: GGMLQuantizationType
     shape: tuple[int, ...]
-    """Outermost dimension first, as torch has it; the file has it the other way around."""
+    """Outermost dimension first, as in torch; the file has the reverse order."""
     offset: int
-    """From the beginning of the file."""
+    """Bytes from the beginning of the file."""
     size: int
-    """In bytes."""
+    """Size in bytes."""
 
     @property
     def row_bytes(self) -> int:
@@ -46,7 +48,7 @@ class Tensor:
 
 
 class GgufFile:
-    """An opened file. `close` is optional: views of the data keep the mapping alive."""
+    """An open GGUF file. It needs no closing: the mapping ends with the last view of its data."""
 
     def __init__(self, path: str | os.PathLike[str], limits: Limits = LIMITS) -> None:
         self.path = Path(path)
@@ -55,12 +57,12 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         cursor = Cursor(self.data, str(path), limits)
-        self.version, tensors, keys = _beginning(cursor, limits)
+        self.version, tensors, keys = _preamble(cursor, limits)
         for _ in range(keys):
             key = cursor.text("a metadata key", limits.key_bytes)
             if not key or key in self.metadata:
-                raise cursor.fault(f"the metadata key {shown(key)} is " + ("there twice" if key else "empty"))
-            self.metadata[key] = cursor.value(f"the metadata {shown(key)}")
+                raise cursor.fault(f"the metadata key {short_repr(key)} " + ("occurs twice" if key else "is empty"))
+            self.metadata[key] = cursor.value(f"the metadata {short_repr(key)}")
         self.alignment = _alignment(self.metadata, cursor, limits)
         found = [_tensor(cursor, limits) for _ in range(tensors)]
         self.header_size = cursor.position
@@ -70,10 +72,10 @@ class GgufFile:
         begin = -(-self.header_size // self.alignment) * self.alignment
         for tensor in found:
             if tensor.name in self.tensors:
-                raise cursor.fault(f"the tensor {tensor.name!r} is there twice")
+                raise cursor.fault(f"the tensor {tensor.name!r} occurs twice")
             if tensor.offset % self.alignment:
                 raise cursor.fault(
-                    f"the tensor {tensor.name!r} is misaligned: its offset {tensor.offset} is no multiple of "
+                    f"the tensor {tensor.name!r} is misaligned: its offset {tensor.offset} is not a multiple of "
                     f"{self.alignment}"
                 )
             if begin + tensor.offset + tensor.size > len(self.data):
@@ -93,18 +95,21 @@ class GgufFile:
         return self.data[tensor.offset : tensor.offset + tensor.size]
 
     def forget_pages(self) -> None:
-        """What was read is no longer counted as this process's; it comes back, from the system's cache, when read."""
+        """Unmaps the pages read so far, so that they no longer count as memory of this process.
+
+        A later access maps them again from the page cache.
+        """
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def header_digest(self) -> str:
-        """Of metadata and tensor descriptions, with the file's size: what configuration and tokenizer are made of."""
+        """Returns a digest of the header and the file's size, which determine the configuration and the tokenizer."""
         digest = hashlib.sha256(self.data[: self.header_size])
         digest.update(str(len(self.data)).encode())
         return digest.hexdigest()
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this is a file that says it is GGUF, by its name or its first bytes."""
+    """Returns whether `path` is a file with a GGUF suffix or the GGUF magic number."""
     if not path.is_file():
         return False
     if path.suffix == ".gguf":
@@ -118,22 +123,25 @@ def is_gguf(path: Path) -> bool:
 
 def _mapped(path: Path) -> mmap.mmap:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
+        # Without O_NONBLOCK, opening a pipe would wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as fault:
-        raise CheckpointError(f"{path} cannot be opened: {fault.strerror}; name a GGUF file that can be read") from None
+        raise CheckpointError(
+            f"{path} cannot be opened: {fault.strerror}; give the path of a readable GGUF file"
+        ) from None
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{path} is not a regular file; name a GGUF file")
+            raise CheckpointError(f"{path} is not a regular file; give the path of a GGUF file")
         if found.st_size < len(MAGIC) + 4:
-            raise CheckpointError(f"{path} has {found.st_size} bytes, too few for a GGUF file; fetch it again")
+            raise CheckpointError(f"{path} has {found.st_size} bytes, too few for a GGUF file; download it again")
         return mmap.mmap(descriptor, found.st_size, access=mmap.ACCESS_READ)
     finally:
         os.close(descriptor)
 
 
-def _beginning(cursor: Cursor, limits: Limits) -> tuple[int, int, int]:
-    """Version, number of tensors, number of keys."""
+def _preamble(cursor: Cursor, limits: Limits) -> tuple[int, int, int]:
+    """Returns the version, the number of tensors and the number of metadata keys."""
     magic = bytes(cursor.take(len(MAGIC), "the magic number"))
     if magic != MAGIC:
         raise cursor.fault(f"it begins with {magic!r} instead of {MAGIC!r}")
@@ -141,40 +149,42 @@ def _beginning(cursor: Cursor, limits: Limits) -> tuple[int, int, int]:
     if version & 0xFFFF == 0 and version:
         raise cursor.fault("it is big-endian, which is not supported")
     if version not in VERSIONS:
-        raise cursor.fault(f"it has version {version}; versions {' and '.join(map(str, VERSIONS))} are known")
+        raise cursor.fault(f"it has version {version}; versions {' and '.join(map(str, VERSIONS))} are supported")
     tensors, keys = cursor.u64("the number of tensors"), cursor.u64("the number of metadata keys")
     for what, count, smallest, most in (
         ("tensors", tensors, SMALLEST_TENSOR, limits.tensors),
         ("metadata keys", keys, SMALLEST_KEY, limits.keys),
     ):
         if count > min(most, cursor.left // smallest):
-            raise cursor.fault(f"it announces {count} {what}, more than it can hold")
+            raise cursor.fault(f"its header declares {count} {what}, more than it can hold")
     return version, tensors, keys
 
 
 def _alignment(metadata: dict[str, Any], cursor: Cursor, limits: Limits) -> int:
     found = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(found) is not int or found % 8 or found.bit_count() != 1 or found > limits.alignment:
-        raise cursor.fault(f"general.alignment is {shown(found)}, not a power of two from 8 to {limits.alignment}")
+        raise cursor.fault(f"general.alignment is {short_repr(found)}, not a power of two from 8 to {limits.alignment}")
     return found
 
 
 def _tensor(cursor: Cursor, limits: Limits) -> Tensor:
-    """With its offset from the beginning of the data."""
+    """Reads one tensor description. Its `offset` is still relative to the beginning of the tensor data."""
     name = cursor.text("a tensor's name", limits.name_bytes)
     count = cursor.u32(f"the tensor {name!r}")
     if not 1 <= count <= limits.dimensions:
-        raise cursor.fault(f"the tensor {name!r} has {count} dimensions; 1 to {limits.dimensions} are possible")
+        raise cursor.fault(f"the tensor {name!r} has {count} dimensions; 1 to {limits.dimensions} are allowed")
     shape = tuple(cursor.u64(f"the tensor {name!r}") for _ in range(count))[::-1]
     number = cursor.u32(f"the tensor {name!r}")
     try:
         kind = GGMLQuantizationType(number)
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
     except (ValueError, KeyError):
-        raise cursor.fault(f"the tensor {name!r} is of the unknown type {number}") from None
+        raise cursor.fault(f"the tensor {name!r} has the unknown type {number}") from None
     if min(shape) == 0:
         raise cursor.fault(f"the tensor {name!r} is empty: {shape}")
     if shape[-1] % per_block:
-        raise cursor.fault(f"the tensor {name!r} has rows of {shape[-1]}, no multiple of {kind.name}'s {per_block}")
+        raise cursor.fault(
+            f"the tensor {name!r} has rows of {shape[-1]} values, not a multiple of {kind.name}'s {per_block}"
+        )
     size = prod(shape) // per_block * block_bytes
     return Tensor(name, kind, shape, cursor.u64(f"the tensor {name!r}"), size)

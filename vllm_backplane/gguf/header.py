@@ -1,8 +1,8 @@
-"""The primitives of a GGUF header, read from bytes that may be anything.
+"""Reads the primitive values of a GGUF header from untrusted bytes.
 
-A length in the file is believed only once the bytes that it announces are there, so no header can make the reader take
-more memory than a multiple of its own size, and `LIMITS` bounds that. The reader of the `gguf` package does not check:
-an array that announces 2**60 bytes and has none keeps it busy, and growing, until something ends it.
+A length in the file is used only after checking that so many bytes are there. The reader therefore never takes more
+memory than a multiple of the header's own size, and `LIMITS` bounds that. The reader of the `gguf` package has no such
+check: with an array that declares 2**60 bytes and has none, it loops and allocates until the process is killed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from vllm_backplane.errors import CheckpointError
 
 
 class Limits(NamedTuple):
-    """Far above what files have; a file beyond them is damaged or hostile."""
+    """Upper bounds far above those of real files; a file beyond them is damaged or hostile."""
 
     keys: int = 1 << 16
     tensors: int = 1 << 18
-    key_bytes: int = (1 << 16) - 1  # the format's own
+    key_bytes: int = (1 << 16) - 1  # the limit of the format itself
     name_bytes: int = 512
     text_bytes: int = 1 << 24
     nesting: int = 4
     objects: int = 1 << 22
-    """Strings and inner arrays of all arrays together: each becomes an object of Python's."""
+    """Total number of strings and inner arrays in all arrays; each becomes a Python object."""
     dimensions: int = 4
     alignment: int = 1 << 16
 
@@ -54,7 +54,7 @@ _U64 = struct.Struct("<Q")
 
 
 class Cursor:
-    """A position in a buffer; whatever does not fit into what is left is an error that says where."""
+    """Reads values from a buffer in order; a value that does not fit raises an error with its position."""
 
     def __init__(self, buffer: memoryview, source: str, limits: Limits = LIMITS) -> None:
         self._buffer = buffer
@@ -69,13 +69,13 @@ class Cursor:
 
     def fault(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._source} is not a sound GGUF file: {what} (at byte {self.position}); fetch it again, or make it "
-            "anew with a current converter"
+            f"{self._source} is not a valid GGUF file: {what} (at byte {self.position}); download it again, or convert "
+            "the model again with a current converter"
         )
 
     def take(self, size: int, what: str) -> memoryview:
         if size > self.left:
-            raise self.fault(f"{what} takes {size} bytes and {self.left} are left")
+            raise self.fault(f"{what} takes {size} bytes, and {self.left} are left")
         taken = self._buffer[self.position : self.position + size]
         self.position += size
         return taken
@@ -89,7 +89,7 @@ class Cursor:
     def text(self, what: str, most: int) -> str:
         size = self.u64(what)
         if size > most:
-            raise self.fault(f"{what} announces {size} bytes, more than {most}")
+            raise self.fault(f"{what} declares {size} bytes, more than {most}")
         taken = self.take(size, what)
         try:
             return str(taken, "utf-8")
@@ -107,28 +107,28 @@ class Cursor:
             return self.text(what, self._limits.text_bytes)
         if kind == _ARRAY:
             return self._array(what, depth + 1)
-        raise self.fault(f"{what} is of the unknown kind {kind}")
+        raise self.fault(f"{what} has the unknown type {kind}")
 
     def _array(self, what: str, depth: int) -> Any:
-        """A numpy array of numbers, or a list of strings or arrays."""
+        """Returns a numpy array of numbers, or a list of strings or arrays."""
         if depth > self._limits.nesting:
-            raise self.fault(f"{what} has arrays within arrays more than {self._limits.nesting} deep")
+            raise self.fault(f"{what} has arrays nested more than {self._limits.nesting} deep")
         kind, count = self.u32(what), self.u64(what)
         number = _NUMBERS.get(kind)
         if number is not None:
             return self._numbers(number, count, what)
         if kind not in (_TEXT, _ARRAY):
-            raise self.fault(f"{what} is an array of the unknown kind {kind}")
-        self._must_fit(count, _SMALLEST_TEXT if kind == _TEXT else _SMALLEST_ARRAY, what)
+            raise self.fault(f"{what} is an array of the unknown type {kind}")
+        self._require_fit(count, _SMALLEST_TEXT if kind == _TEXT else _SMALLEST_ARRAY, what)
         self._objects += count
         if self._objects > self._limits.objects:
-            raise self.fault(f"{what} brings the strings and inner arrays of the file above {self._limits.objects}")
+            raise self.fault(f"with {what} the file has more than {self._limits.objects} strings and inner arrays")
         if kind == _TEXT:
             return self._texts(count, what)
         return [self._of_kind(kind, what, depth) for _ in range(count)]
 
     def _texts(self, count: int, what: str) -> list[str]:
-        """Vocabularies are most of a header, so this is `text` without its calls."""
+        """Reads strings like `text`, inlined for speed: vocabularies are most of a header."""
         buffer, position, end, most = self._buffer, self.position, len(self._buffer), self._limits.text_bytes
         length, found = _U64.unpack_from, []
         for _ in range(count):
@@ -145,16 +145,18 @@ class Cursor:
             position = begin + size
         self.position = position
         if len(found) < count:
-            self.text(what, most)  # raises, and says why
+            self.text(what, most)  # raises the error for the string that the loop stopped at
         return found
 
     def _numbers(self, number: np.dtype[Any], count: int, what: str) -> np.ndarray[Any, Any]:
-        self._must_fit(count, number.itemsize, what)
+        self._require_fit(count, number.itemsize, what)
         taken = np.frombuffer(self.take(count * number.itemsize, what), dtype=np.uint8)
         if number.kind == "b" and bool((taken > 1).any()):
-            raise self.fault(f"{what} has a truth value that is neither 0 nor 1")
+            raise self.fault(f"{what} has a boolean that is neither 0 nor 1")
         return taken.view(number)
 
-    def _must_fit(self, count: int, size: int, what: str) -> None:
+    def _require_fit(self, count: int, size: int, what: str) -> None:
         if count > self.left // size:
-            raise self.fault(f"{what} announces {count} elements of at least {size} bytes, and {self.left} are left")
+            raise self.fault(
+                f"{what} declares {count} elements of at least {size} bytes, and {self.left} bytes are left"
+            )

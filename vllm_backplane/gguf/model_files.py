@@ -1,6 +1,6 @@
-"""A model in GGUF: one file, the parts of a split one, or a folder that holds either.
+"""Opens a GGUF model, which may be one file, the parts of a split file, or a folder that contains either.
 
-Parts are named NAME-00001-of-00003.gguf; each says in its metadata which it is, and of how many.
+Parts are named NAME-00001-of-00003.gguf. The metadata of each part has its number and the number of parts.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
-class Placed(NamedTuple):
+class TensorLocation(NamedTuple):
+    """A tensor and the file that contains it."""
+
     file: GgufFile
     tensor: Tensor
 
 
-class Gguf:
-    """All parts of one model."""
+class GgufModel:
+    """All files of one model: the metadata of the first, and the tensors of all."""
 
     def __init__(self, files: list[GgufFile]) -> None:
         self.files = files
         self.metadata: dict[str, Any] = files[0].metadata
-        self.tensors: dict[str, Placed] = {}
+        self.tensors: dict[str, TensorLocation] = {}
         for file in files:
             for name, tensor in file.tensors.items():
                 if name in self.tensors:
                     raise CheckpointError(
                         f"the tensor {name!r} is in {self.tensors[name].file.path} and in {file.path}; the parts do "
-                        "not belong together: fetch them again"
+                        "not belong together: download them again"
                     )
-                self.tensors[name] = Placed(file, tensor)
+                self.tensors[name] = TensorLocation(file, tensor)
 
     @property
     def path(self) -> Path:
@@ -62,22 +64,22 @@ class Gguf:
         found = self.metadata.get(key)
         return float(found) if type(found) is int else self._of(key, float)
 
-    def truth(self, key: str) -> bool | None:
+    def boolean(self, key: str) -> bool | None:
         return self._of(key, bool)
 
-    def words(self, key: str) -> list[str] | None:
+    def strings(self, key: str) -> list[str] | None:
         found = self._of(key, list)
         if found is not None and not all(type(word) is str for word in found):
-            raise self._wrong(key, "a list of other things", "a list of words")
+            raise self._wrong(key, "a list of arrays", "a list of strings")
         return found
 
-    def numbers(self, key: str, *, whole: bool = False) -> list[Any] | None:
-        """Of an array of numbers; all of them finite, or whole."""
+    def numbers(self, key: str, *, integers: bool = False) -> list[Any] | None:
+        """Returns an array of finite floating-point numbers, or of `integers`. Raises `CheckpointError` otherwise."""
         found = self._of(key, np.ndarray)
         if found is None:
             return None
-        if found.dtype.kind not in ("iu" if whole else "f") or not np.isfinite(found).all():
-            raise self._wrong(key, f"{found.dtype} or infinite values", "whole numbers" if whole else "finite numbers")
+        if found.dtype.kind not in ("iu" if integers else "f") or not np.isfinite(found).all():
+            raise self._wrong(key, f"{found.dtype} or infinite values", "integers" if integers else "finite numbers")
         return list(found.tolist())
 
     def _of(self, key: str, kind: type) -> Any:
@@ -88,48 +90,53 @@ class Gguf:
 
     def _wrong(self, key: str, found: str, expected: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path} has {found} for {key} where {expected} belongs; make the file anew with a current converter"
+            f"{self.path}: the metadata {key} is {found} instead of {expected}; convert the model again with a current "
+            "converter"
         )
 
 
-def opened(path: str | Path) -> Gguf:
-    """The model that a file, any part of a split file, or a folder holds."""
+def open_model(path: str | Path) -> GgufModel:
+    """Opens the model of a file, of any part of a split file, or of a folder that contains one model."""
     given = Path(path)
     first = _only_model(given) if given.is_dir() else given
     match = _PART.fullmatch(first.name)
     if match is None:
         file = GgufFile(first)
-        _refuse_lone_part(file)
-        return Gguf([file])
+        _refuse_unnumbered_part(file)
+        return GgufModel([file])
     count = int(match["count"])
     names = [f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
     missing = [name for name in names if not (first.parent / name).is_file()]
     if missing or not names:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise CheckpointError(
-            f"{first} is part of a file that was split into {count}, and {shown or 'all'} of them are not in "
+            f"{first} is part of a file that was split into {count}, and {shown or 'all'} of them are missing in "
             f"{first.parent}; put all parts into one folder"
         )
     files = [GgufFile(first.parent / name) for name in names]
     for number, file in enumerate(files):
-        stated = _whole(file, "split.no"), _whole(file, "split.count")
-        if stated != (number, count):
+        declared = _integer(file, "split.no"), _integer(file, "split.count")
+        if declared != (number, count):
             raise CheckpointError(
-                f"{file.path} is named part {number + 1} of {count}, and its metadata (split.no, split.count) say "
-                f"{stated}; give the parts the names they were made with"
+                f"{file.path} is named part {number + 1} of {count}, and its metadata (split.no, split.count) has "
+                f"{declared}; give the parts their original names"
             )
-    model = Gguf(files)
-    total = _whole(files[0], "split.tensors.count")
+    model = GgufModel(files)
+    total = _integer(files[0], "split.tensors.count")
     if total != len(model.tensors):
         raise CheckpointError(
-            f"the parts of {first} have {len(model.tensors)} tensors, and {total} are announced; fetch them again"
+            f"the parts of {first} have {len(model.tensors)} tensors, and the metadata declares {total} "
+            "(split.tensors.count); download them again"
         )
     return model
 
 
 def is_model(path: str | Path) -> bool:
-    """Whether `path` names a GGUF file, or a folder that has GGUF files and no other weights. It may have config.json
-    and a tokenizer, as other programs want them beside the file; those of the file count."""
+    """Returns whether `path` is a GGUF file, or a folder that has GGUF files and no other weights.
+
+    Such a folder may have a config.json and tokenizer files for other programs. They are ignored: the configuration and
+    the tokenizer of the GGUF file are used.
+    """
     given = Path(path)
     if given.is_dir():
         return bool(_models(given)) and not has_other_weights(file.name for file in given.iterdir())
@@ -140,35 +147,38 @@ def has_other_weights(names: Iterable[str]) -> bool:
     return any(name.endswith(_OTHER_WEIGHTS) for name in names)
 
 
-def _whole(file: GgufFile, key: str) -> int | None:
-    """None where the file has nothing there, or something else, such as an array."""
+def _integer(file: GgufFile, key: str) -> int | None:
+    """Returns the value of `key`, or None where it is missing or of another type, such as an array."""
     found = file.metadata.get(key)
     return found if type(found) is int else None
 
 
-def _refuse_lone_part(file: GgufFile) -> None:
-    count = _whole(file, "split.count") or 0
+def _refuse_unnumbered_part(file: GgufFile) -> None:
+    count = _integer(file, "split.count") or 0
     if count > 1:
         raise CheckpointError(
-            f"{file.path} is one of {count} parts by its metadata, and its name does not say which; name the parts "
-            "NAME-00001-of-00003.gguf and so on, as they were made"
+            f"{file.path} is one of {count} parts according to its metadata, and its name has no part number; name the "
+            "parts NAME-00001-of-00003.gguf and so on"
         )
 
 
-def is_first(name: str) -> bool:
-    """Whether a file of this name is a model, or the first part of one; projectors of images belong to a model."""
+def is_first_part(name: str) -> bool:
+    """Returns whether a file of this name is a whole model or the first part of one.
+
+    Image projectors (mmproj) are not: they belong to a model in another file.
+    """
     match = _PART.fullmatch(name)
     return not name.startswith("mmproj") and (match is None or int(match["number"]) == 1)
 
 
-def parts_of(name: str) -> str | None:
-    """A pattern of the names of all parts, if this is the name of one."""
+def part_pattern(name: str) -> str | None:
+    """Returns the glob pattern of all parts if `name` is the name of a part."""
     match = _PART.fullmatch(name)
     return f"{match['stem']}-*-of-{match['count']}.gguf" if match else None
 
 
 def _models(folder: Path) -> list[Path]:
-    return [file for file in sorted(folder.glob("*.gguf")) if file.is_file() and is_first(file.name)]
+    return [file for file in sorted(folder.glob("*.gguf")) if file.is_file() and is_first_part(file.name)]
 
 
 def _only_model(folder: Path) -> Path:
@@ -176,6 +186,6 @@ def _only_model(folder: Path) -> Path:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise CheckpointError(f"{folder} has no GGUF file, or no first part of one; name a file or another folder")
+        raise CheckpointError(f"{folder} has no GGUF file, or no first part of one; give a file or another folder")
     names = ", ".join(file.name for file in found[:8])
-    raise CheckpointError(f"{folder} has {len(found)} models: {names}; name one of these files")
+    raise CheckpointError(f"{folder} has {len(found)} models: {names}; give the path of one of these files")

@@ -1,7 +1,7 @@
-"""Tensors of a GGUF file in the form that the operator `quantized_linear` multiplies.
+"""Packs the blocks of GGUF tensors into the layout of the operator `quantized_linear`.
 
-Nothing is rounded: codes, scales and offsets are the file's (see `blocks`). Codes of 5 and 6 bits, and the values of
-IQ4_NL, take 8 bits each there, codes of 2 and 3 bits take 4, and the K-types' scales are float32.
+Nothing is rounded: codes, scales and offsets are those of the file (see `blocks`). Codes of 5 and 6 bits, and the
+values of IQ4_NL, take 8 bits each in this layout. Codes of 2 and 3 bits take 4. The scales of K-types are float32.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from gguf import GGML_QUANT_SIZES
 from vllm_backplane.device.contract import CodeLayout
 from vllm_backplane.gguf.blocks import LAYOUTS, Type, grouped
 from vllm_backplane.gguf.file import Tensor
-from vllm_backplane.gguf.model_files import Placed
+from vllm_backplane.gguf.model_files import TensorLocation
 from vllm_backplane.ops.quantized_linear import Packed, empty_codes, packed_codes
 
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 """Weights that are converted at once, so that temporary memory does not grow with the layer."""
 
 
 def bytes_in_memory(tensor: Tensor, dtype: torch.dtype) -> int:
-    """What a tensor takes where it is multiplied, or kept in `dtype`; without what fills blocks up."""
+    """Returns the bytes of a packed tensor without padding, or in `dtype` for a type that is not quantized."""
     weights = prod(tensor.shape)
     layout = LAYOUTS.get(tensor.type)
     if layout is None:
@@ -34,44 +34,46 @@ def bytes_in_memory(tensor: Tensor, dtype: torch.dtype) -> int:
     return weights * layout.bits // 8 + weights // layout.group * numbers
 
 
-def mapped(placed: Placed) -> torch.Tensor:
-    """The bytes of a tensor where the file is mapped, uint8 [rows, row_bytes]; nothing is read yet."""
+def mapped_rows(location: TensorLocation) -> torch.Tensor:
+    """Returns a view of a tensor's bytes in the mapped file, uint8 [rows, row_bytes]. Nothing is read yet."""
     with warnings.catch_warnings():
-        # The mapping cannot be written to, of which torch warns once.
+        # torch warns once that the mapping is read-only, which is intended.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        flat = torch.frombuffer(placed.file.bytes_of(placed.tensor), dtype=torch.uint8)
-    return flat.view(-1, placed.tensor.row_bytes)
+        flat = torch.frombuffer(location.file.bytes_of(location.tensor), dtype=torch.uint8)
+    return flat.view(-1, location.tensor.row_bytes)
 
 
 def packed_rows(
-    parts: Sequence[torch.Tensor], kind: Type, layout: CodeLayout, *, out_features: int = 0, piece: int = _PIECE
+    parts: Sequence[torch.Tensor], kind: Type, layout: CodeLayout, *, out_features: int = 0, chunk: int = _CHUNK
 ) -> Packed:
-    """The rows of `parts`, each uint8 [rows, row_bytes] of a quantized type, one below the other. Rows that are missing
-    to `out_features` are zero."""
-    stored, width = LAYOUTS[kind], layout.width
+    """Packs the concatenated rows of `parts`, each uint8 [rows, row_bytes] of a quantized type.
+
+    Zero rows are appended up to `out_features`. `chunk` is the number of weights that are converted at once.
+    """
+    in_file, width = LAYOUTS[kind], layout.width
     rows = max(sum(len(part) for part in parts), out_features)
     sample = grouped(parts[0][:1], kind)
     groups = sample.scales.shape[1]
-    fan_in = groups * stored.group
-    codes = empty_codes(rows, fan_in, stored.bits, layout, torch.device("cpu"))
+    fan_in = groups * in_file.group
+    codes = empty_codes(rows, fan_in, in_file.bits, layout, torch.device("cpu"))
     scales = torch.zeros((len(codes), groups, width), dtype=sample.scales.dtype)
     offsets = None if sample.offsets is None else torch.zeros_like(scales)
-    at_once = max(piece // (fan_in * width), 1) * width
+    chunk_rows = max(chunk // (fan_in * width), 1) * width
     first = 0
-    for taken in _pieces(parts, at_once):
+    for taken in _chunks(parts, chunk_rows):
         found = grouped(taken, kind)
-        laid = packed_codes(found.codes.flatten(1), stored.bits, layout)
-        last = first + len(laid)
-        codes[first:last] = laid
-        _lay(scales[first:last], found.scales)
+        packed = packed_codes(found.codes.flatten(1), in_file.bits, layout)
+        last = first + len(packed)
+        codes[first:last] = packed
+        _interleave(scales[first:last], found.scales)
         if offsets is not None and found.offsets is not None:
-            _lay(offsets[first:last], found.offsets)
+            _interleave(offsets[first:last], found.offsets)
         first = last
     return Packed(codes, scales, offsets)
 
 
-def _lay(into: torch.Tensor, values: torch.Tensor) -> None:
-    """[rows, groups] into [blocks, groups, width]; rows that are missing stay as they are."""
+def _interleave(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies [rows, groups] into [blocks, groups, width]. Rows beyond the last value are not written."""
     width = into.shape[2]
     whole = len(values) // width
     into[:whole] = values[: whole * width].view(whole, width, values.shape[1]).transpose(1, 2)
@@ -79,17 +81,17 @@ def _lay(into: torch.Tensor, values: torch.Tensor) -> None:
         into[whole, :, : len(values) - whole * width] = values[whole * width :].t()
 
 
-def _pieces(parts: Iterable[torch.Tensor], at_once: int) -> Iterator[torch.Tensor]:
-    """`at_once` rows at a time, the last time what is left."""
+def _chunks(parts: Iterable[torch.Tensor], chunk_rows: int) -> Iterator[torch.Tensor]:
+    """Yields the rows of `parts` in chunks of `chunk_rows`; the last chunk may be smaller."""
     waiting: list[torch.Tensor] = []
     count = 0
     for part in parts:
         begin = 0
         while begin < len(part):
-            taken = part[begin : begin + at_once - count]
+            taken = part[begin : begin + chunk_rows - count]
             waiting.append(taken)
             begin, count = begin + len(taken), count + len(taken)
-            if count == at_once:
+            if count == chunk_rows:
                 yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
                 waiting, count = [], 0
     if waiting:

@@ -1,7 +1,8 @@
-"""The tokenizer of a GGUF file as the files of a Hugging Face folder.
+"""Writes the tokenizer of a GGUF file as the tokenizer files of a Hugging Face folder.
 
-A file has the vocabulary, merges or scores, and a name for how text is split before. transformers splits every
-byte-level vocabulary as GPT-2 did, whatever that name; here the name decides, and one that is not known is refused.
+A GGUF file has the vocabulary, merges or scores, and the name of a pre-tokenizer. transformers ignores that name and
+pre-tokenizes every byte-level vocabulary as GPT-2 does. Here the name selects the pre-tokenizer, and an unknown name
+raises an error.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_backplane.errors import CheckpointError, shown
+from vllm_backplane.errors import CheckpointError, short_repr
 
 if TYPE_CHECKING:
-    from vllm_backplane.gguf.model_files import Gguf
+    from vllm_backplane.gguf.model_files import GgufModel
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -27,54 +28,56 @@ _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 
 
 def _cased(digits: str, ending: str = "") -> str:
-    """Words end where capitals begin."""
+    """Returns a pattern that also splits words where upper case letters begin."""
     before, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     words = f"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-class Splitting(NamedTuple):
+class PreTokenizer(NamedTuple):
+    """How text is split before BPE, and the tokenizer settings that go with it."""
+
     pattern: str
     digits_first: bool = False
     """Digits are separated one by one before the pattern applies."""
-    whole_words: bool = False
-    """A word that is in the vocabulary is taken whatever the merges say."""
+    ignore_merges: bool = False
+    """A word that is in the vocabulary becomes one token, whatever the merges are."""
     bos: bool = False
-    """Texts begin with the first token, where the file does not say."""
-    compose: bool = False
-    """Unicode is composed first (NFC)."""
+    """The BOS token is prepended where the file does not set add_bos_token."""
+    nfc: bool = False
+    """Text is normalized to NFC first."""
 
 
-_LLAMA3 = Splitting(_SINCE_GPT4.format(digits="{1,3}"), whole_words=True, bos=True)
-_QWEN2 = Splitting(_SINCE_GPT4.format(digits=""), compose=True)
+_LLAMA3 = PreTokenizer(_SINCE_GPT4.format(digits="{1,3}"), ignore_merges=True, bos=True)
+_QWEN2 = PreTokenizer(_SINCE_GPT4.format(digits=""), nfc=True)
 
-SPLITTINGS: Mapping[str, Splitting] = {
-    "gpt-2": Splitting(_GPT2),
-    "phi-2": Splitting(_GPT2),
-    "smollm": Splitting(_GPT2, digits_first=True),
-    "starcoder": Splitting(_GPT2, digits_first=True),
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    "gpt-2": PreTokenizer(_GPT2),
+    "phi-2": PreTokenizer(_GPT2),
+    "smollm": PreTokenizer(_GPT2, digits_first=True),
+    "starcoder": PreTokenizer(_GPT2, digits_first=True),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
-    "dbrx": Splitting(_SINCE_GPT4.format(digits="{1,3}")),
+    "dbrx": PreTokenizer(_SINCE_GPT4.format(digits="{1,3}")),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    "tekken": Splitting(_cased(r"\p{N}"), whole_words=True, bos=True),
-    "gpt-4o": Splitting(_cased(r"\p{N}{1,3}", _ENDING)),
+    "tekken": PreTokenizer(_cased(r"\p{N}"), ignore_merges=True, bos=True),
+    "gpt-4o": PreTokenizer(_cased(r"\p{N}{1,3}", _ENDING)),
 }
-"""By tokenizer.ggml.pre."""
+"""Pre-tokenizers by tokenizer.ggml.pre."""
 
-ENDINGS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
-"""Tokens that end an answer in one chat format or another; files name only one of theirs."""
+END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
+"""Tokens that end a response in known chat formats. A file names only one EOS token even where its format has more."""
 
 _SPACE = "\u2581"
 
-_LONGEST = 512
-"""Characters of a token; those of published vocabularies have up to about a hundred."""
-_ALTOGETHER = 1 << 23
-"""Characters of a vocabulary. The largest that are published have two million."""
-_LOOKED_FOR = 1 << 20
-"""Of those, characters of tokens that texts are searched for; the search takes some 80 bytes for each."""
+_MAX_TOKEN_CHARACTERS = 512
+"""Limit for one token; the longest tokens of published vocabularies have about a hundred characters."""
+_MAX_VOCABULARY_CHARACTERS = 1 << 23
+"""Limit for all tokens together; the largest published vocabularies have two million characters."""
+_MAX_SPECIAL_CHARACTERS = 1 << 20
+"""Limit for all special tokens together. Text is searched for them, which takes about 80 bytes per character."""
 
 
 class _Vocabulary(NamedTuple):
@@ -83,20 +86,23 @@ class _Vocabulary(NamedTuple):
     ids: dict[str, int]
 
 
-def write(model: Gguf, folder: Path, model_max_length: int) -> None:
-    """tokenizer.json, tokenizer_config.json and generation_config.json; nothing where the file has no tokenizer."""
+def write(model: GgufModel, folder: Path, model_max_length: int) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and generation_config.json into `folder`.
+
+    Writes nothing if the file has no tokenizer.
+    """
     kind = model.text("tokenizer.ggml.model")
     if kind is None or kind in ("none", "no_vocab"):
         return
     makers = {"gpt2": _byte_level, "llama": _sentence_pieces}
     if kind not in makers:
-        raise _fault(model, f"its tokenizer is of kind {shown(kind)}, and {' and '.join(makers)} are served")
+        raise _fault(model, f"its tokenizer model is {short_repr(kind)}; {' and '.join(makers)} are served")
     vocabulary = _vocabulary(model)
     tokenizer = makers[kind](model, vocabulary)
     _add_special(tokenizer, vocabulary)
     special = {name: _special(model, vocabulary, key) for name, key in _SPECIAL.items()}
     if special["bos_token"] is not None and _adds_bos(model, kind):
-        _begin_with(tokenizer, special["bos_token"], vocabulary.ids[special["bos_token"]])
+        _prepend(tokenizer, special["bos_token"], vocabulary.ids[special["bos_token"]])
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -108,11 +114,12 @@ def write(model: Gguf, folder: Path, model_max_length: int) -> None:
     if template:
         config["chat_template"] = template
     _write(folder / "tokenizer_config.json", config)
-    endings = {vocabulary.ids[token] for token in ENDINGS if token in vocabulary.ids and _is_special(vocabulary, token)}
-    stated = [model.number(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    endings |= {number for number in stated if number is not None and number < len(vocabulary.tokens)}
-    if endings:
-        _write(folder / "generation_config.json", {"eos_token_id": sorted(endings)})
+    ids = vocabulary.ids
+    end_ids = {ids[token] for token in END_TOKENS if token in ids and _is_special(vocabulary, token)}
+    declared = [model.number(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    end_ids |= {number for number in declared if number is not None and number < len(vocabulary.tokens)}
+    if end_ids:
+        _write(folder / "generation_config.json", {"eos_token_id": sorted(end_ids)})
 
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -122,38 +129,45 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _fault(model: Gguf, what: str) -> CheckpointError:
-    return CheckpointError(f"{model.path} cannot be served: {what}; make it anew with a current converter")
+def _fault(model: GgufModel, what: str) -> CheckpointError:
+    return CheckpointError(f"{model.path} cannot be served: {what}; convert the model again with a current converter")
 
 
-def _vocabulary(model: Gguf) -> _Vocabulary:
-    tokens, kinds = model.words("tokenizer.ggml.tokens"), model.numbers("tokenizer.ggml.token_type", whole=True)
+def _vocabulary(model: GgufModel) -> _Vocabulary:
+    tokens, kinds = model.strings("tokenizer.ggml.tokens"), model.numbers("tokenizer.ggml.token_type", integers=True)
     if not tokens:
         raise _fault(model, "it has no vocabulary (tokenizer.ggml.tokens)")
-    # Scored pieces are tried at each of their characters, which takes the square of their length.
+    # `_merges` splits every token at each of its characters, which takes quadratic time in the length of a token.
     longest = max(map(len, tokens))
-    if longest > _LONGEST:
-        raise _fault(model, f"a token of its vocabulary has {longest} characters, and {_LONGEST} are possible")
-    if (characters := sum(map(len, tokens))) > _ALTOGETHER:
-        raise _fault(model, f"its vocabulary has {characters} characters, and {_ALTOGETHER} are possible")
+    if longest > _MAX_TOKEN_CHARACTERS:
+        raise _fault(
+            model, f"a token of its vocabulary has {longest} characters, more than the limit of {_MAX_TOKEN_CHARACTERS}"
+        )
+    if (characters := sum(map(len, tokens))) > _MAX_VOCABULARY_CHARACTERS:
+        raise _fault(
+            model,
+            f"its vocabulary has {characters} characters, more than the limit of {_MAX_VOCABULARY_CHARACTERS}",
+        )
     numbers = [NORMAL] * len(tokens) if kinds is None else kinds
     if len(numbers) != len(tokens):
-        raise _fault(model, f"it has {len(tokens)} tokens and {len(numbers)} kinds of tokens")
+        raise _fault(model, f"it has {len(tokens)} tokens and {len(numbers)} token types (tokenizer.ggml.token_type)")
     special = sum(len(token) for token, kind in zip(tokens, numbers, strict=True) if kind in (CONTROL, USER_DEFINED))
-    if special > _LOOKED_FOR:
-        raise _fault(model, f"its control tokens have {special} characters, and {_LOOKED_FOR} are possible")
+    if special > _MAX_SPECIAL_CHARACTERS:
+        raise _fault(
+            model, f"its control tokens have {special} characters, more than the limit of {_MAX_SPECIAL_CHARACTERS}"
+        )
     ids = {token: number for number, token in enumerate(tokens)}
     if len(ids) != len(tokens):
-        raise _fault(model, "a word is in its vocabulary twice")
+        raise _fault(model, "a token occurs twice in its vocabulary")
     return _Vocabulary(tokens, numbers, ids)
 
 
-def _special(model: Gguf, vocabulary: _Vocabulary, key: str) -> str | None:
+def _special(model: GgufModel, vocabulary: _Vocabulary, key: str) -> str | None:
     number = model.number(f"tokenizer.ggml.{key}_token_id")
     if number is None:
         return None
     if not 0 <= number < len(vocabulary.tokens):
-        raise _fault(model, f"its {key} token is {number} of {len(vocabulary.tokens)}")
+        raise _fault(model, f"its {key} token has the id {number} in a vocabulary of {len(vocabulary.tokens)}")
     return vocabulary.tokens[number]
 
 
@@ -161,43 +175,44 @@ def _is_special(vocabulary: _Vocabulary, token: str) -> bool:
     return vocabulary.kinds[vocabulary.ids[token]] in (CONTROL, USER_DEFINED)
 
 
-def _adds_bos(model: Gguf, kind: str) -> bool:
-    stated = model.truth("tokenizer.ggml.add_bos_token")
-    if stated is not None:
-        return stated
-    return True if kind == "llama" else _splitting(model).bos
+def _adds_bos(model: GgufModel, kind: str) -> bool:
+    declared = model.boolean("tokenizer.ggml.add_bos_token")
+    if declared is not None:
+        return declared
+    return True if kind == "llama" else _pre_tokenizer(model).bos
 
 
-def _splitting(model: Gguf) -> Splitting:
+def _pre_tokenizer(model: GgufModel) -> PreTokenizer:
     name = model.text("tokenizer.ggml.pre")
     if not name:
-        raise _fault(model, "it does not say how its tokenizer splits text (tokenizer.ggml.pre)")
-    if name not in SPLITTINGS:
+        raise _fault(model, "it does not name its pre-tokenizer (tokenizer.ggml.pre)")
+    if name not in PRE_TOKENIZERS:
         raise CheckpointError(
-            f"{model.path} cannot be served: its tokenizer splits text as {shown(name)}, and known are "
-            f"{', '.join(SPLITTINGS)}; use the model's original checkpoint"
+            f"{model.path} cannot be served: its pre-tokenizer is {short_repr(name)} (tokenizer.ggml.pre), and served "
+            f"are {', '.join(PRE_TOKENIZERS)}; use the model's original checkpoint"
         )
-    return SPLITTINGS[name]
+    return PRE_TOKENIZERS[name]
 
 
-def _byte_level(model: Gguf, vocabulary: _Vocabulary) -> Any:
+def _byte_level(model: GgufModel, vocabulary: _Vocabulary) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    splitting = _splitting(model)
-    raw = model.words("tokenizer.ggml.merges")
+    pre_tokenizer = _pre_tokenizer(model)
+    raw = model.strings("tokenizer.ggml.merges")
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in raw or ())]
     if raw is None:
         raise _fault(model, "it has no merges (tokenizer.ggml.merges)")
     known = vocabulary.ids
     for left, right in merges:
         if left not in known or right not in known or left + right not in known:
-            raise _fault(model, f"it merges {shown(left)} and {shown(right)}, which are not all in its vocabulary")
-    tokenizer = Tokenizer(models.BPE(vocab=known, merges=merges, ignore_merges=splitting.whole_words))
-    if splitting.compose:
+            pair = f"{short_repr(left)} and {short_repr(right)}"
+            raise _fault(model, f"it merges {pair}; these tokens or their concatenation are not in its vocabulary")
+    tokenizer = Tokenizer(models.BPE(vocab=known, merges=merges, ignore_merges=pre_tokenizer.ignore_merges))
+    if pre_tokenizer.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits_first else []
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre_tokenizer.digits_first else []
     steps += [
-        pre_tokenizers.Split(Regex(splitting.pattern), "isolated"),
+        pre_tokenizers.Split(Regex(pre_tokenizer.pattern), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
@@ -205,12 +220,12 @@ def _byte_level(model: Gguf, vocabulary: _Vocabulary) -> Any:
     return tokenizer
 
 
-def _sentence_pieces(model: Gguf, vocabulary: _Vocabulary) -> Any:
+def _sentence_pieces(model: GgufModel, vocabulary: _Vocabulary) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = model.numbers("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(vocabulary.tokens):
-        raise _fault(model, "its vocabulary has no scores (tokenizer.ggml.scores)")
+        raise _fault(model, "its vocabulary lacks scores (tokenizer.ggml.scores)")
     unknown = next((token for token, kind in zip(*vocabulary[:2], strict=True) if kind == UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
@@ -221,7 +236,7 @@ def _sentence_pieces(model: Gguf, vocabulary: _Vocabulary) -> Any:
             byte_fallback=BYTE in vocabulary.kinds,
         )
     )
-    prefix = model.truth("tokenizer.ggml.add_space_prefix") is not False
+    prefix = model.boolean("tokenizer.ggml.add_space_prefix") is not False
     spaces = normalizers.Replace(" ", _SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -230,7 +245,10 @@ def _sentence_pieces(model: Gguf, vocabulary: _Vocabulary) -> Any:
 
 
 def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """Two pieces are merged where they make a piece; better scores first, as SentencePiece does."""
+    """Returns the BPE merges that are equivalent to SentencePiece's scores.
+
+    Two pieces are merged where their concatenation is a piece. Better scores come first.
+    """
     pieces = {
         token: number
         for number, (token, kind) in enumerate(zip(*vocabulary[:2], strict=True))
@@ -259,7 +277,7 @@ def _add_special(tokenizer: Any, vocabulary: _Vocabulary) -> None:
     tokenizer.add_tokens(chosen)
 
 
-def _begin_with(tokenizer: Any, token: str, number: int) -> None:
+def _prepend(tokenizer: Any, token: str, number: int) -> None:
     from tokenizers import processors
 
     tokenizer.post_processor = processors.TemplateProcessing(

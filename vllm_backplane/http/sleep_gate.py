@@ -1,12 +1,12 @@
-"""A request that arrives while the server sleeps is told so: 503, and that POST /wake_up wakes it.
+"""ASGI middleware that answers 503 while the engine is asleep, and names POST /wake_up as the remedy.
 
-vLLM takes such a request and lets it wait, without a word, until somebody wakes the engine. It knows whether the engine
-sleeps only by asking it, which takes as long as a step; so this middleware goes by the calls of /sleep and /wake_up
-that pass it, and asks after the latter. Where several API servers share an engine (--api-server-count), another one may
-have put it to sleep, and it asks at every request.
+vLLM accepts such a request and lets it wait in silence until a client wakes the engine. A call that asks the engine
+whether it sleeps takes as long as a scheduler step. The middleware therefore follows the /sleep and /wake_up requests
+that pass through it, and queries the engine only after a /wake_up. Where several API servers share an engine
+(--api-server-count), another server may have put it to sleep, so each request queries the engine.
 
-A sleep that failed has left the engine awake and its scheduler paused: that is resumed. What failed is answered here:
-the server would close the connection behind an answer to an exception.
+A failed sleep leaves the engine awake and its scheduler paused: the middleware resumes the scheduler. It also sends the
+error response itself, because vLLM's server would close the connection after an exception.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NEEDS_MODEL = (
     "/embeddings", "/embed", "/pooling", "/classify", "/score", "/generative_scoring", "/rerank",
     "/transcriptions", "/translations", "/systemone", "/load_lora_adapter", "/adapters",
 )  # fmt: skip
-"""How paths end that compute, or write to the model's memory."""
-ASLEEP = "The model is asleep, and its memory is given back. POST /wake_up to wake it, then send the request again."
+"""Path suffixes of requests that run the model or write to its memory."""
+ASLEEP = "The model is asleep and its memory is released. POST /wake_up to wake it, then send the request again."
 OFF = "Sleep mode is off. Start the server with --enable-sleep-mode."
 
 
@@ -34,7 +34,7 @@ class SleepGate:
     def __init__(self, app: App) -> None:
         self.app = app
         self._asleep = False
-        self._changing = asyncio.Lock()
+        self._transition = asyncio.Lock()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else ""
@@ -43,7 +43,7 @@ class SleepGate:
         elif path.endswith(WAKE):
             await self._wake(scope, receive, send)
         elif path.endswith(NEEDS_MODEL) and await self._is_asleep(_engine(scope)):
-            await _refuse(send, 503, ASLEEP)
+            await _send_error(send, 503, ASLEEP)
         else:
             await self.app(scope, receive, send)
 
@@ -53,44 +53,44 @@ class SleepGate:
             return False
         if getattr(config.parallel_config, "_api_process_count", 1) > 1:
             return bool(await engine.is_sleeping())
-        if self._changing.locked():  # until it is known how that ends
-            async with self._changing:
+        if self._transition.locked():  # wait for the result of the /sleep or /wake_up in progress
+            async with self._transition:
                 pass
         return self._asleep
 
     async def _sleep(self, scope: Message, receive: Receive, send: Send) -> None:
         engine = _engine(scope)
-        # Level 0 pauses, and vLLM lets requests wait meanwhile.
-        frees = parse_qs(scope["query_string"].decode("latin-1")).get("level", ["1"])[-1] != "0"
-        if frees and not engine.vllm_config.model_config.enable_sleep_mode:
-            await _refuse(send, 400, OFF)
+        # Level 0 only pauses the scheduler; vLLM lets requests wait meanwhile.
+        frees_memory = parse_qs(scope["query_string"].decode("latin-1")).get("level", ["1"])[-1] != "0"
+        if frees_memory and not engine.vllm_config.model_config.enable_sleep_mode:
+            await _send_error(send, 400, OFF)
             return
         status = 0
 
-        async def look(message: Message) -> None:
+        async def record_status(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
 
-        async with self._changing:
+        async with self._transition:
             try:
-                await self.app(scope, receive, look)
+                await self.app(scope, receive, record_status)
             except Exception as fault:
                 if status:
                     raise
                 if not self._asleep and not engine.errored:
                     await engine.wake_up(None)
-                await _refuse(send, 500, f"The model was not put to sleep: {fault}")
+                await _send_error(send, 500, f"The model was not put to sleep: {fault}")
             if status == 200:
-                self._asleep |= frees
+                self._asleep |= frees_memory
 
     async def _wake(self, scope: Message, receive: Receive, send: Send) -> None:
         engine = _engine(scope)
-        async with self._changing:
+        async with self._transition:
             try:
                 await self.app(scope, receive, send)
             except Exception as fault:
-                await _refuse(send, 500, f"The model was not woken: {fault}")
+                await _send_error(send, 500, f"The model was not woken: {fault}")
             if self._asleep and not engine.errored:
                 self._asleep = await engine.is_sleeping()
 
@@ -99,7 +99,7 @@ def _engine(scope: Message) -> Any:
     return scope["app"].state.engine_client
 
 
-async def _refuse(send: Send, status: int, message: str) -> None:
+async def _send_error(send: Send, status: int, message: str) -> None:
     body = error_body(status, message)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

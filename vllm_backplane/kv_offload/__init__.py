@@ -1,5 +1,4 @@
-"""A second tier for the KV cache: blocks that vLLM has computed are kept in host memory or on disk, up to a bound,
-and other servers of the host may have them.
-
-Of all this `connector.py`, `statistics.py`, `registration.py` and `current.py` alone know vLLM.
+"""Offloads blocks of the KV cache to host memory or disk, up to a given size, and exchanges them with other servers of
+the host. Only `connector.py`, `metrics.py` and `registration.py` import vLLM; all files may import `peering/`,
+`device/`, `settings/`, `runtime` and `errors`.
 """

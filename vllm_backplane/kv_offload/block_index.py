@@ -1,4 +1,7 @@
-"""Which block lies in which slot of the tier. Slots are equal, so their number is the bound on what is kept."""
+"""Maps the keys of offloaded blocks to slots, with least-recently-used eviction.
+
+All slots have the same size, so their number bounds the memory that is used.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,44 @@ from collections import Counter, OrderedDict
 
 
 class BlockIndex:
-    """Keys by the time of their last use. A slot that is being read is pinned and not given to another block."""
+    """Slots by block key, in order of last use. A slot that is being read is pinned, and is not reused meanwhile."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.evicted = 0
-        self._held: OrderedDict[bytes, int] = OrderedDict()
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(slots - 1, -1, -1))
         self._pins: Counter[int] = Counter()
         self._freed_when_unpinned: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._slot_of)
 
     def find(self, key: bytes) -> int | None:
-        return self._held.get(key)
+        return self._slot_of.get(key)
 
     def touch(self, key: bytes) -> None:
-        self._held.move_to_end(key)
+        """Marks a block as the most recently used one."""
+        self._slot_of.move_to_end(key)
 
-    def place(self, key: bytes) -> int | None:
-        """A slot for a block that is not held, in place of the one used longest ago; None if all are pinned."""
+    def allocate(self, key: bytes) -> int | None:
+        """Assigns a slot to a block that has none, and evicts the least recently used block if no slot is free. Returns
+        None if all slots are pinned."""
         if not self._free and not self._evict():
             return None
-        slot = self._held[key] = self._free.pop()
+        slot = self._slot_of[key] = self._free.pop()
         return slot
 
     def _evict(self) -> bool:
-        for key, slot in self._held.items():
+        for key, slot in self._slot_of.items():
             if not self._pins[slot]:
                 self.evicted += 1
-                self.drop(key)
+                self.remove(key)
                 return True
         return False
 
-    def drop(self, key: bytes) -> None:
-        slot = self._held.pop(key, None)
+    def remove(self, key: bytes) -> None:
+        slot = self._slot_of.pop(key, None)
         if slot is None:
             return
         if self._pins[slot]:
@@ -62,5 +67,5 @@ class BlockIndex:
             self._free.append(slot)
 
     def clear(self) -> None:
-        for key in list(self._held):
-            self.drop(key)
+        for key in list(self._slot_of):
+            self.remove(key)

@@ -1,10 +1,10 @@
-"""`BackplaneTier`, a KV connector of vLLM: a second, bounded tier for the KV cache, in host memory or on disk.
+"""Implements `BackplaneTier`, a KV connector of vLLM that offloads KV cache blocks to host memory or disk.
 
     --kv-transfer-config '{"kv_connector": "BackplaneTier", "kv_role": "kv_both",
                            "kv_connector_extra_config": {"capacity": "2GiB"}}'
 
-vLLM makes one for the scheduler (`planning.py`) and one for each worker (`carrying.py`). Loads are asynchronous in
-vLLM's sense: no token is computed from a block before it has been checked.
+vLLM creates one connector for the scheduler (`scheduler.py`) and one for each worker (`worker.py`). Loads are
+asynchronous in vLLM's sense: a request runs only after all its blocks have been loaded and verified.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.kv_offload import settings
-from vllm_backplane.kv_offload.cache_rows import Pages
-from vllm_backplane.kv_offload.metadata import Orders
-from vllm_backplane.kv_offload.metrics import TierMetrics, TierStats
-from vllm_backplane.kv_offload.peer_client import Peer
-from vllm_backplane.kv_offload.peer_protocol import identity
-from vllm_backplane.kv_offload.peer_server import Listener
-from vllm_backplane.kv_offload.scheduler import Planner
+from vllm_backplane.kv_offload.cache_rows import CacheRows
+from vllm_backplane.kv_offload.metadata import StepMetadata
+from vllm_backplane.kv_offload.metrics import OffloadPromMetrics, OffloadStats
+from vllm_backplane.kv_offload.peer_client import BlockClient
+from vllm_backplane.kv_offload.peer_protocol import model_identity
+from vllm_backplane.kv_offload.peer_server import BlockServer
+from vllm_backplane.kv_offload.scheduler import OffloadScheduler
 from vllm_backplane.kv_offload.slots import FileSlots, MemorySlots, Slots
 from vllm_backplane.kv_offload.store import BlockStore, Outcome
-from vllm_backplane.kv_offload.worker import Carrier
-from vllm_backplane.peering.digests import without_origin
+from vllm_backplane.kv_offload.worker import OffloadWorker
+from vllm_backplane.peering.digests import without_model_path
 from vllm_backplane.runtime import runtime
 from vllm_backplane.settings import compat
 from vllm_backplane.settings.carried_state import workers_on_host
@@ -45,202 +45,208 @@ logger = init_logger("vllm." + __name__)
 
 
 @dataclass
-class StepOrders(KVConnectorMetadata):
-    orders: Orders
+class OffloadConnectorMetadata(KVConnectorMetadata):
+    """What the scheduler's connector sends to the workers' in each step."""
+
+    step: StepMetadata
 
 
 @dataclass
-class WorkerTells(KVConnectorHandshakeMetadata):
+class OffloadHandshakeMetadata(KVConnectorHandshakeMetadata):
+    """What a worker's connector sends to the scheduler's at start."""
+
     slots: int
     identity: bytes
-    """Empty where the tier is this server's alone."""
+    """Identity of the model; empty if blocks are not exchanged with other servers."""
 
 
 class BackplaneTier(KVConnectorBase_V1):
+    """The connector of one process: the scheduler's or a worker's, depending on `role`."""
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = settings.parse(self._kv_transfer_config.kv_connector_extra_config)
-        self._block_size = _insist_on_full_attention(kv_cache_config)
-        _insist_on_one_stage(vllm_config.parallel_config)
-        _insist_on_prefix_caching(vllm_config.cache_config)
+        self._block_size = _require_full_attention(kv_cache_config)
+        _require_one_stage(vllm_config.parallel_config)
+        _require_prefix_caching(vllm_config.cache_config)
         self._shared = self._settings.listen is not None or self._settings.peer is not None
         if self._shared and vllm_config.parallel_config.data_parallel_size > 1:
             raise BackplaneError(
-                "'listen' and 'peer' of the second KV tier do not serve --data-parallel-size; remove one"
+                "'listen' and 'peer' of KV offload do not work with --data-parallel-size; remove the option or the keys"
             )
-        # The scheduler asks the other server's first worker what it has; each worker gets its part from its like.
+        # The scheduler queries the peer's first worker; each worker fetches its part from the one with its own rank.
         rank = 0 if role == KVConnectorRole.SCHEDULER else get_tensor_model_parallel_rank()
         self._peer = self._make_peer(rank)
-        self._planner = Planner(self._block_size, self._peer)
-        self._carrier: Carrier | None = None
-        self._listener: Listener | None = None
+        self._connector_scheduler = OffloadScheduler(self._block_size, self._peer)
+        self._connector_worker: OffloadWorker | None = None
+        self._server: BlockServer | None = None
         self._model: torch.nn.Module | None = None
         self._identity = b""
         self._slots = 0
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """What is not kept is computed again."""
+        """Returns False: a block that was not saved is computed again."""
         return False
 
-    def _make_peer(self, rank: int) -> Peer | None:
+    def _make_peer(self, rank: int) -> BlockClient | None:
         address = self._settings.peer
-        return None if address is None else Peer(address.of_rank(rank), self._settings.peer_timeout, _warn)
+        return None if address is None else BlockClient(address.of_rank(rank), self._settings.peer_timeout, _warn)
 
-    # --- a worker -------------------------------------------------------------------------------------------------
+    # --- worker ---------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        pages = Pages(kv_caches.values(), self._kv_cache_config.num_blocks)
+        cache = CacheRows(kv_caches.values(), self._kv_cache_config.num_blocks)
         workers = workers_on_host(self._vllm_config)
-        self._slots = self._settings.capacity // workers // pages.row_bytes
+        self._slots = self._settings.capacity // workers // cache.row_bytes
         if self._slots == 0:
             raise BackplaneError(
-                f"'capacity' of the second KV tier is {self._settings.capacity} bytes for {workers} worker(s), and one "
-                f"block takes {pages.row_bytes} in each; raise it to {workers * pages.row_bytes} or more"
+                f"'capacity' of KV offload is {self._settings.capacity} bytes for {workers} worker(s), but one block "
+                f"takes {cache.row_bytes} bytes in each; raise it to {workers * cache.row_bytes} or more"
             )
-        store = BlockStore(self._make_slots(pages, workers))
-        self._carrier = Carrier(pages, store, self._peer, _warn)
-        logger.info(
-            "Second KV tier: up to %d blocks of %d bytes in %s.", self._slots, pages.row_bytes, store.describe()
-        )
+        store = BlockStore(self._make_slots(cache, workers))
+        self._connector_worker = OffloadWorker(cache, store, self._peer, _warn)
+        logger.info("KV offload: up to %d blocks of %d bytes in %s.", self._slots, cache.row_bytes, store.describe())
 
-    def _make_slots(self, pages: Pages, workers: int) -> Slots:
+    def _make_slots(self, cache: CacheRows, workers: int) -> Slots:
         if self._settings.folder is not None:
-            return FileSlots(self._settings.folder, self._slots, pages.row_bytes, workers)
-        # A KV cache in host memory becomes memory as it is written.
-        cache = pages.row_bytes * self._kv_cache_config.num_blocks
-        spoken_for = cache if runtime().device.capabilities.host_memory else 0
-        return MemorySlots(self._slots, pages.row_bytes, spoken_for, workers)
+            return FileSlots(self._settings.folder, self._slots, cache.row_bytes, workers)
+        # A KV cache in host memory is allocated already, but becomes resident only as it is written.
+        cache_bytes = cache.row_bytes * self._kv_cache_config.num_blocks
+        reserved = cache_bytes if runtime().device.capabilities.host_memory else 0
+        return MemorySlots(self._slots, cache.row_bytes, reserved, workers)
 
     def bind_model(self, model: torch.nn.Module) -> None:
-        """Called by the worker when weights and KV cache are there."""
+        """Computes the model's identity and starts the server for peers, if blocks are exchanged. The worker calls it
+        when weights and KV cache exist."""
         self._model = model
         if not self._shared:
             return
-        self._identify()
+        self._update_identity()
         if self._settings.listen is not None:
             address = self._settings.listen.of_rank(get_tensor_model_parallel_rank())
-            self._listener = Listener(address, self._identity, self.carrier.store, _warn)
-            logger.info("Second KV tier: other servers of this host may ask for blocks on %s.", address)
+            self._server = BlockServer(address, self._identity, self.connector_worker.store, _warn)
+            logger.info("KV offload: other servers of this host may request blocks at %s.", address)
 
-    def _identify(self) -> None:
+    def _update_identity(self) -> None:
         assert self._model is not None
         config = self._vllm_config
         described = {
-            "model": without_origin(config.model_config.hf_config.to_dict()),
+            "model": without_model_path(config.model_config.hf_config.to_dict()),
             "types": [
                 str(config.model_config.dtype),
                 config.model_config.quantization,
                 config.cache_config.cache_dtype,
             ],
-            "block": [self._block_size, *self.carrier.pages.layout],
+            "block": [self._block_size, *self.connector_worker.cache.layout],
             "part": [config.parallel_config.tensor_parallel_size, get_tensor_model_parallel_rank()],
-            "vllm": compat.release(),
+            "vllm": compat.vllm_version(),
         }
-        self._identity = identity(self._model, described)
-        for user in (self._peer, self._listener):
+        self._identity = model_identity(self._model, described)
+        for user in (self._peer, self._server):
             if user is not None:
                 user.identity = self._identity
 
     @property
-    def carrier(self) -> Carrier:
-        if self._carrier is None:
-            raise BackplaneError("vLLM has not shown its KV cache to the second tier; remove --kv-transfer-config")
-        return self._carrier
+    def connector_worker(self) -> OffloadWorker:
+        if self._connector_worker is None:
+            raise BackplaneError(
+                "vLLM has not registered its KV cache with the KV offload connector; remove --kv-transfer-config"
+            )
+        return self._connector_worker
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if self._shared and not self._identity:
-            raise BackplaneError(
-                "'listen' and 'peer' of the second KV tier need Backplane's worker; remove --worker-cls"
-            )
-        return WorkerTells(self._slots, self._identity)
+            raise BackplaneError("'listen' and 'peer' of KV offload need Backplane's worker; remove --worker-cls")
+        return OffloadHandshakeMetadata(self._slots, self._identity)
 
-    def _orders(self) -> Orders:
+    def _step_metadata(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepOrders)
-        return metadata.orders
+        assert isinstance(metadata, OffloadConnectorMetadata)
+        return metadata.step
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._idle = self._orders().idle
-        self.carrier.begin(self._orders())
+        self._idle = self._step_metadata().idle
+        self.connector_worker.begin_step(self._step_metadata())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.carrier.load(self._orders())
+        self.connector_worker.start_loads(self._step_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request runs when all its layers are there."""
+        """Does nothing: a request runs only after the blocks of all layers have been loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """A block is saved when all its layers are there."""
+        """Does nothing: blocks are saved after the forward pass, all layers at once."""
 
     def wait_for_save(self) -> None:
-        self.carrier.save(self._orders())
+        self.connector_worker.save_blocks(self._step_metadata())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self.carrier.arrived(self._idle) or None
+        return None, self.connector_worker.finish_loads(self._idle) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.carrier.take_failed_blocks()
+        return self.connector_worker.take_failed_blocks()
 
     def weights_changed(self) -> None:
-        """Called by the worker."""
-        self.carrier.forget()
+        """Discards all blocks, and computes the model's identity again. The worker calls it after it has loaded other
+        weights."""
+        self.connector_worker.reset()
         if self._shared:
-            self._identify()
+            self._update_identity()
 
     def shutdown(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-        if self._carrier is not None:
-            self._carrier.close()
-            self._carrier = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._connector_worker is not None:
+            self._connector_worker.close()
+            self._connector_worker = None
 
-    # --- the scheduler --------------------------------------------------------------------------------------------
+    # --- scheduler ------------------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        told = [worker for worker in metadata.values() if isinstance(worker, WorkerTells)]
-        self._planner.provide(min(worker.slots for worker in told))
+        workers = [worker for worker in metadata.values() if isinstance(worker, OffloadHandshakeMetadata)]
+        self._connector_scheduler.set_slots(min(worker.slots for worker in workers))
         if self._peer is not None:
-            self._peer.identity = told[0].identity
+            self._peer.identity = workers[0].identity
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        tokens = self._planner.loadable(request, num_computed_tokens)
+        tokens = self._connector_scheduler.num_matched_tokens(request, num_computed_tokens)
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._planner.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._connector_scheduler.plan_load(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return StepOrders(self._planner.orders(scheduler_output))
+        return OffloadConnectorMetadata(self._connector_scheduler.build_metadata(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         if connector_output.invalid_block_ids:
-            self._planner.failed(connector_output.invalid_block_ids)
-        self._planner.loaded(connector_output.finished_recving or ())
+            self._connector_scheduler.handle_failed_blocks(connector_output.invalid_block_ids)
+        self._connector_scheduler.finish_loads(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._planner.finished(request.request_id)
+        self._connector_scheduler.request_finished(request.request_id)
         return False, None
 
     def reset_cache(self) -> bool | None:
-        self._planner.forget()
+        self._connector_scheduler.reset()
         return True
 
     # --- both -----------------------------------------------------------------------------------------------------
 
-    def get_kv_connector_stats(self) -> TierStats | None:
+    def get_kv_connector_stats(self) -> OffloadStats | None:
         if self._role == KVConnectorRole.SCHEDULER:
-            evicted = self._planner.take_evicted()
+            evicted = self._connector_scheduler.take_evicted()
             counts = {Outcome.EVICTED.value: evicted} if evicted else {}
         else:
-            counts = self.carrier.take_counts()
-        return TierStats(counts) if counts else None
+            counts = self.connector_worker.take_counts()
+        return OffloadStats(counts) if counts else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierStats:
-        return TierStats(data or {})
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> OffloadStats:
+        return OffloadStats(data or {})
 
     @classmethod
     def build_prom_metrics(
@@ -249,41 +255,47 @@ class BackplaneTier(KVConnectorBase_V1):
         metric_types: Any,
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
-    ) -> TierMetrics:
-        return TierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    ) -> OffloadPromMetrics:
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _warn(text: str) -> None:
     logger.warning("%s.", text)
 
 
-def _insist_on_full_attention(kv_cache_config: Any) -> int:
-    """The block size. vLLM reuses the blocks that a window has left, and states of Mamba layers are no blocks of
-    tokens: of such models there is nothing that could be kept under the tokens' names."""
+def _require_full_attention(kv_cache_config: Any) -> int:
+    """Returns the block size. Raises unless all layers use full attention: vLLM reuses the blocks that a sliding window
+    has left, and the states of Mamba layers are not blocks of tokens, so token keys cannot identify their content."""
     specs: Iterable[Any] = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     kinds = {type(spec) for spec in specs}
     if len(kv_cache_config.kv_cache_groups) != 1 or not kinds <= {FullAttentionSpec, MLAAttentionSpec}:
         raise BackplaneError(
-            f"the second KV tier keeps the blocks of layers that attend to all tokens, and this model's KV cache is of "
+            f"KV offload requires one KV cache group of full-attention layers, but this model has "
+            f"{len(kv_cache_config.kv_cache_groups)} group(s) of "
             f"{', '.join(sorted(kind.__name__ for kind in kinds)) or 'no layers'}; remove --kv-transfer-config"
         )
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
-def _insist_on_prefix_caching(cache: Any) -> None:
-    """vLLM switches it off where a prompt must be computed in one piece (some pooling models)."""
+def _require_prefix_caching(cache: Any) -> None:
+    """Raises unless prefix caching is on. vLLM turns it off for models that must compute a prompt in one piece (some
+    pooling models)."""
     if not cache.enable_prefix_caching:
         raise BackplaneError(
-            "the second KV tier gives requests the beginning of their prompts, and prefix caching is off, by "
-            "--no-enable-prefix-caching or because the model computes prompts as a whole; remove the option or the tier"
+            "KV offload loads the beginnings of prompts and requires prefix caching, but prefix caching is off, by "
+            "--no-enable-prefix-caching or because the model computes prompts in one piece; remove the option or "
+            "--kv-transfer-config"
         )
 
 
-def _insist_on_one_stage(parallel: Any) -> None:
+def _require_one_stage(parallel: Any) -> None:
+    """Raises for pipeline and context parallel, with which a worker holds only some layers or tokens of a block."""
     for size, option in (
         (parallel.pipeline_parallel_size, "--pipeline-parallel-size"),
         (parallel.decode_context_parallel_size, "--decode-context-parallel-size"),
         (parallel.prefill_context_parallel_size, "--prefill-context-parallel-size"),
     ):
         if size > 1:
-            raise BackplaneError(f"the second KV tier does not serve {option} {size}; remove the option or the tier")
+            raise BackplaneError(
+                f"KV offload does not work with {option} {size}; remove the option or --kv-transfer-config"
+            )

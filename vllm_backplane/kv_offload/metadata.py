@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers' side in one step."""
+"""Defines what the scheduler side of KV offload sends to the worker side in one step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    """After the step: the KV cache's block is complete, and goes into a slot."""
+class BlockSave:
+    """A block that is complete after the step, and is then copied from the KV cache to a slot."""
 
     key: bytes
     slot: int
@@ -15,28 +15,30 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One block to be put back into the KV cache."""
+class BlockLoad:
+    """A block to be copied into the KV cache."""
 
     key: bytes
     block_id: int
     from_peer: bool = False
-    """From another server rather than from the tier."""
+    """Whether the block comes from the peer rather than from this server's store."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Blocks that a request waits for, those of another server last."""
+class RequestLoad:
+    """The blocks for which a request waits. Blocks from the peer are last."""
 
     request_id: str
-    pieces: tuple[Piece, ...]
+    blocks: tuple[BlockLoad, ...]
 
 
 @dataclass(slots=True)
-class Orders:
-    forget: bool = False
-    """Everything kept is void, before anything else of the step."""
+class StepMetadata:
+    """The loads and saves of one scheduler step."""
+
+    reset: bool = False
+    """Whether all offloaded blocks are discarded, before anything else in this step."""
     idle: bool = False
-    """Nothing is computed in this step, so it may wait a little for loads."""
-    loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
+    """Whether the step computes nothing, so that it may wait a little for loads."""
+    loads: list[RequestLoad] = field(default_factory=list)
+    saves: list[BlockSave] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Counts of blocks, for vLLM's log and for Prometheus: `backplane:kv_tier_blocks_total{outcome="loaded"}`."""
+"""Counts blocks by outcome, for vLLM's log and for Prometheus: `backplane:kv_tier_blocks_total{outcome="loaded"}`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vllm_backplane.kv_offload.store import Outcome
 METRIC = "backplane:kv_tier_blocks"
 
 
-class TierStats(KVConnectorStats):
-    """`data`: number of blocks by outcome, since the last report. A block of several workers counts for each."""
+class OffloadStats(KVConnectorStats):
+    """Numbers of blocks by outcome since the last report, in `data`. Each worker counts its own part of a block."""
 
     data: dict[str, Any]
 
@@ -31,7 +31,9 @@ class TierStats(KVConnectorStats):
         return not any(self.data.values())
 
 
-class TierMetrics(KVConnectorPromMetrics):
+class OffloadPromMetrics(KVConnectorPromMetrics):
+    """Prometheus counters of blocks by outcome."""
+
     def __init__(
         self,
         vllm_config: Any,
@@ -42,7 +44,7 @@ class TierMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter = self._counter_cls(
             name=METRIC,
-            documentation="Blocks of the second KV tier, by what became of them.",
+            documentation="Blocks of KV offload, by outcome.",
             labelnames=[*labelnames, "outcome"],
         )
         self._counters = {

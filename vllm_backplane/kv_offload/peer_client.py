@@ -1,4 +1,4 @@
-"""Asks another server for blocks. Whatever goes wrong, the block is computed instead."""
+"""Requests KV cache blocks from another server. If a request fails for any reason, the blocks are computed instead."""
 
 from __future__ import annotations
 
@@ -8,70 +8,74 @@ from contextlib import contextmanager
 
 import numpy
 
-from vllm_backplane.kv_offload.peer_protocol import MOST_KEYS, BlockLine, Kind, Question, Status
+from vllm_backplane.kv_offload.peer_protocol import MAX_KEYS, BlockConnection, Kind, Request, Status
 from vllm_backplane.kv_offload.slots import Bytes
-from vllm_backplane.kv_offload.store import Outcome, Unusable, checksum
+from vllm_backplane.kv_offload.store import BlockUnavailable, Outcome, checksum
 from vllm_backplane.peering.addresses import Address
-from vllm_backplane.peering.connection import WireError, connected
+from vllm_backplane.peering.connection import MIN_BYTES_PER_SECOND, WireError, connect
 
-REST_SECONDS = 5.0
-"""For which a peer that failed is not asked again."""
-BYTES_PER_SECOND = 16 << 20
-"""A peer that is slower than this would better be left alone."""
-MEANINGS = {
-    Status.OTHER_MODEL: "it serves another model, or the same in another way; start both with the same options",
-    Status.BUSY: "it has too many to answer",
+BACKOFF_SECONDS = 5.0
+"""Seconds after a failure in which the peer gets no requests."""
+_REASONS = {
+    Status.OTHER_MODEL: "it serves another model or runs with other options; start both servers with the same options",
+    Status.BUSY: "it is busy with other requests",
 }
 
 
-class Peer:
-    def __init__(self, address: Address, seconds: float, tell: Callable[[str], None]) -> None:
-        self._address, self._seconds, self._tell = address, seconds, tell
-        self._rests_until = 0.0
+class BlockClient:
+    """Requests the blocks of one worker of the peer. `identity` is sent with every request, and must be set first."""
+
+    def __init__(self, address: Address, seconds: float, warn: Callable[[str], None]) -> None:
+        self._address, self._seconds, self._warn = address, seconds, warn
+        self._backoff_until = 0.0
         self.identity = b""
 
-    def rest(self) -> None:
-        self._rests_until = time.monotonic() + REST_SECONDS
+    def back_off(self) -> None:
+        """Makes `count_stored` return 0 without a request for the next `BACKOFF_SECONDS`."""
+        self._backoff_until = time.monotonic() + BACKOFF_SECONDS
 
-    def held(self, keys: Sequence[bytes]) -> int:
-        """How many of the first keys it has; none if it does not say."""
-        if not keys or time.monotonic() < self._rests_until:
+    def count_stored(self, keys: Sequence[bytes]) -> int:
+        """Returns how many of the first keys the peer has; 0 if it does not respond."""
+        if not keys or time.monotonic() < self._backoff_until:
             return 0
         try:
-            with self._asked(Kind.HAVE, keys[:MOST_KEYS]) as line:
-                return min(line.count(), len(keys))
+            with self._request(Kind.HAVE, keys[:MAX_KEYS]) as connection:
+                return min(connection.receive_count(), len(keys))
         except (OSError, WireError) as error:
-            self.rest()
-            self._tell(f"{self._address} is not asked for blocks for {REST_SECONDS:.0f} s: {error}")
+            self.back_off()
+            self._warn(f"{self._address} gets no requests for KV blocks for {BACKOFF_SECONDS:.0f} s: {error}")
             return 0
 
-    def blocks(self, keys: Sequence[bytes], size: int) -> Iterator[Bytes | Unusable]:
-        """For each key the block, or why it cannot be had."""
+    def fetch(self, keys: Sequence[bytes], size: int) -> Iterator[Bytes | BlockUnavailable]:
+        """Yields for each key the block, or why it is not available."""
         done = 0
         try:
-            with self._asked(Kind.GET, keys) as line:
+            with self._request(Kind.GET, keys) as connection:
                 for key in keys:
                     row = numpy.empty(size, numpy.uint8)
-                    # Between two blocks the worker may have taken a step.
-                    line.renew(self._seconds + size / BYTES_PER_SECOND)
-                    given = line.block_into(row)
+                    # The worker may have run a step since the last block.
+                    connection.reset_deadline(self._seconds + size / MIN_BYTES_PER_SECOND)
+                    expected = connection.receive_block_into(row)
                     done += 1
-                    if given is None:
-                        yield Unusable(Outcome.MISSING, f"{self._address} does not have it any more")
-                    elif checksum(key, row) != given:
-                        yield Unusable(Outcome.DAMAGED, f"what {self._address} sent is not what it kept")
+                    if expected is None:
+                        yield BlockUnavailable(Outcome.MISSING, f"{self._address} no longer has it")
+                    elif checksum(key, row) != expected:
+                        yield BlockUnavailable(
+                            Outcome.DAMAGED, f"the bytes received from {self._address} do not match their checksum"
+                        )
                     else:
                         yield row
         except (OSError, WireError) as error:
             for _ in keys[done:]:
-                yield Unusable(Outcome.UNREACHABLE, f"{self._address}: {error}")
+                yield BlockUnavailable(Outcome.UNREACHABLE, f"{self._address}: {error}")
 
     @contextmanager
-    def _asked(self, kind: Kind, keys: Sequence[bytes]) -> Iterator[BlockLine]:
-        with connected(self._address, self._seconds) as connection:
-            line = BlockLine(connection, self._seconds)
-            line.ask(Question(kind, self.identity, list(keys)))
-            status = line.status(Status)
+    def _request(self, kind: Kind, keys: Sequence[bytes]) -> Iterator[BlockConnection]:
+        """Sends a request, and yields the connection after the status. Raises unless the status is OK."""
+        with connect(self._address, self._seconds) as sock:
+            connection = BlockConnection(sock, self._seconds)
+            connection.send_request(Request(kind, self.identity, list(keys)))
+            status = connection.receive_status(Status)
             if status is not Status.OK:
-                raise WireError(MEANINGS[status])
-            yield line
+                raise WireError(_REASONS[status])
+            yield connection

@@ -1,47 +1,49 @@
-"""A worker answers questions of other servers about the blocks that it keeps."""
+"""Serves the offloaded blocks of a worker to other servers of the host."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
 
-from vllm_backplane.kv_offload.peer_protocol import BlockLine, Kind, Question, Status
-from vllm_backplane.kv_offload.store import BlockStore, Outcome, Unusable
+from vllm_backplane.kv_offload.peer_protocol import BlockConnection, Kind, Request, Status
+from vllm_backplane.kv_offload.store import BlockStore, BlockUnavailable, Outcome
 from vllm_backplane.peering.addresses import Address
-from vllm_backplane.peering.server import Answering
+from vllm_backplane.peering.server import LoopbackServer
 
-QUESTION_SECONDS = 10.0
-ANSWER_SECONDS = 300.0
+REQUEST_SECONDS = 10.0
+"""Seconds in which a request must have been received."""
+RESPONSE_SECONDS = 300.0
+"""Seconds in which a response must have been sent."""
 
 
-class Listener(Answering):
-    def __init__(self, address: Address, identity: bytes, store: BlockStore, tell: Callable[[str], None]) -> None:
+class BlockServer(LoopbackServer):
+    def __init__(self, address: Address, identity: bytes, store: BlockStore, warn: Callable[[str], None]) -> None:
         self.identity = identity
-        """May be set anew, when weights have changed."""
+        """Identity of the model. To be set again when the weights have changed."""
         self._store = store
-        super().__init__(address, "the second KV tier", "listen", tell)
+        super().__init__(address, "KV offload", "listen", warn)
 
-    def converse(self, connection: socket.socket) -> None:
-        question = BlockLine(connection, QUESTION_SECONDS).asked()
-        self._answer(BlockLine(connection, ANSWER_SECONDS), question)
+    def handle(self, sock: socket.socket) -> None:
+        request = BlockConnection(sock, REQUEST_SECONDS).receive_request()
+        self._respond(BlockConnection(sock, RESPONSE_SECONDS), request)
 
-    def turn_away(self, connection: socket.socket) -> None:
-        BlockLine(connection, 1.0).tell_status(Status.BUSY)
+    def reject(self, sock: socket.socket) -> None:
+        BlockConnection(sock, 1.0).send_status(Status.BUSY)
 
-    def _answer(self, line: BlockLine, question: Question) -> None:
-        if question.identity != self.identity:
-            line.tell_status(Status.OTHER_MODEL)
+    def _respond(self, connection: BlockConnection, request: Request) -> None:
+        if request.identity != self.identity:
+            connection.send_status(Status.OTHER_MODEL)
             return
-        line.tell_status(Status.OK)
-        if question.kind is Kind.HAVE:
-            line.tell_count(self._store.first_held(question.keys))
+        connection.send_status(Status.OK)
+        if request.kind is Kind.HAVE:
+            connection.send_count(self._store.count_stored(request.keys))
             return
-        for key in question.keys:
+        for key in request.keys:
             try:
-                checksum, row = self._store.copy(key)
-            except Unusable as fault:
+                checksum, row = self._store.read_copy(key)
+            except BlockUnavailable as fault:
                 if fault.outcome is not Outcome.MISSING:
-                    self._tell(f"a block of the second KV tier is not given away: {fault}")
-                line.tell_no_block()
+                    self._warn(f"KV offload does not send a block to another server: {fault}")
+                connection.send_no_block()
             else:
-                line.tell_block(checksum, row)
+                connection.send_block(checksum, row)

@@ -19,13 +19,13 @@ def register() -> None:
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    # Raises if another plugin has taken the name.
+    # Raises if another plugin has registered the name.
     KVConnectorFactory.register_connector(NAME, "vllm_backplane.kv_offload.connector", "BackplaneTier")
     _registered = True
 
 
 def connector_of_worker() -> BackplaneTier | None:
-    """Returns the KV offload connector of this worker, or None where the worker has none or another one."""
+    """Returns the KV offload connector of this worker, or None if the worker has none or another one."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():

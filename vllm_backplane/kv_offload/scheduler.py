@@ -1,7 +1,7 @@
-"""The scheduler's side: which blocks a request need not compute, and which are kept.
+"""Scheduler side of KV offload: decides which blocks a request loads instead of computing them, and which are saved.
 
-It alone decides what lies in which slot, and every worker follows, so the workers agree without talking. A block counts
-as kept from the step on that saves it: workers carry out steps in order.
+The scheduler alone assigns slots to blocks, and every worker follows, so the workers hold the same blocks without
+communication. A block counts as stored from the step on that saves it, because workers execute steps in order.
 """
 
 from __future__ import annotations
@@ -13,38 +13,43 @@ from typing import Any
 
 from vllm_backplane.kv_offload.block_index import BlockIndex
 from vllm_backplane.kv_offload.block_keys import KeyChain
-from vllm_backplane.kv_offload.metadata import Load, Orders, Piece, Save
-from vllm_backplane.kv_offload.peer_client import Peer
+from vllm_backplane.kv_offload.metadata import BlockLoad, BlockSave, RequestLoad, StepMetadata
+from vllm_backplane.kv_offload.peer_client import BlockClient
 
-ANSWER_HOLDS_SECONDS = 1.0
-"""vLLM asks again at every step for a request that finds no room."""
+PEER_RESULT_SECONDS = 1.0
+"""Seconds for which the peer's response is reused. vLLM queries a request that cannot be scheduled yet in every
+step."""
 
 
 @dataclass(slots=True)
-class _Followed:
-    """A request whose blocks are kept."""
+class _TrackedRequest:
+    """A request whose blocks are saved."""
 
     request: Any
     keys: KeyChain
-    local: int = 0
-    """Tokens that vLLM's own cache held when the tier was last asked."""
+    num_local_tokens: int = 0
+    """Tokens that vLLM's own prefix cache held at the last query."""
     block_ids: list[int] = field(default_factory=list)
-    seen: int = 0
-    """Blocks that have been saved, or found in the tier."""
-    peer_answer: tuple[int, int, float] = (0, 0, 0.0)
-    """From which block on the other server was asked, how many it has, and when."""
+    num_handled_blocks: int = 0
+    """Blocks that have been saved, or found among the stored ones."""
+    peer_result: tuple[int, int, float] = (0, 0, 0.0)
+    """The last query of the peer: index of its first block, how many blocks the peer has from there, and when."""
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
-    pieces: tuple[Piece, ...]
+class _PendingLoad:
+    """A load that has not finished, with the slots that it pins."""
+
+    blocks: tuple[BlockLoad, ...]
     slots: tuple[int, ...]
 
 
-def describable(request: Any) -> bool:
-    """Whether tokens and salt alone say what a request's blocks hold. An adapter is known by a name that may come to
-    mean another one; images and embeddings are not tokens; where input comes in parts, tokens are taken back. Such
-    requests are served as without the tier."""
+def can_offload(request: Any) -> bool:
+    """Returns whether tokens and salt alone determine the content of a request's blocks.
+
+    The name of a LoRA adapter may come to mean another adapter; images and embeddings are not tokens; a request whose
+    input arrives in parts may take tokens back. Such requests run as without KV offload.
+    """
     return (
         request.lora_request is None
         and not request.mm_features
@@ -53,142 +58,149 @@ def describable(request: Any) -> bool:
     )
 
 
-class Planner:
-    def __init__(self, block_size: int, peer: Peer | None = None) -> None:
+class OffloadScheduler:
+    """Plans the loads and saves of each step, and keeps the index of stored blocks."""
+
+    def __init__(self, block_size: int, peer: BlockClient | None = None) -> None:
         self._peer = peer
         self._block_size = block_size
         self._index = BlockIndex(0)
-        self._followed: dict[str, _Followed] = {}
-        self._under_way: dict[str, _UnderWay] = {}
-        self._orders = Orders()
+        self._requests: dict[str, _TrackedRequest] = {}
+        self._pending_loads: dict[str, _PendingLoad] = {}
+        self._metadata = StepMetadata()
 
-    def provide(self, slots: int) -> None:
+    def set_slots(self, slots: int) -> None:
+        """Sets the number of slots, which every worker has."""
         self._index = BlockIndex(slots)
 
     # --- before a request runs ------------------------------------------------------------------------------------
 
-    def loadable(self, request: Any, computed: int) -> int:
-        """Tokens after the first `computed` that the tier holds, and after those the other server. The last token is
-        always computed: its logits are what is wanted."""
-        if not describable(request):
+    def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
+        """Returns how many tokens after the computed ones can be loaded: first from the store, then from the peer. The
+        last token is always computed, because its logits are needed."""
+        if not can_offload(request):
             return 0
-        first, end = computed // self._block_size, (request.num_tokens - 1) // self._block_size
-        followed = self._follow(request)
-        followed.local = computed
-        # Something is wanted of every token (logprobs of the prompt). vLLM knows that by itself from 0.31 on.
+        first, end = num_computed_tokens // self._block_size, (request.num_tokens - 1) // self._block_size
+        tracked = self._track(request)
+        tracked.num_local_tokens = num_computed_tokens
+        # The request needs an output for every token of its prompt (prompt logprobs). vLLM checks it from 0.31 on.
         if request.skip_reading_prefix_cache:
             return 0
-        keys = followed.keys.up_to(request.all_token_ids, end)
-        place = first
-        while place < end and self._index.find(keys[place]) is not None:
-            place += 1
-        if self._peer is not None and place < end:
-            place += self._held_by_peer(self._peer, followed, keys, place)
-        return max(place - first, 0) * self._block_size
+        keys = tracked.keys.up_to(request.all_token_ids, end)
+        matched = first
+        while matched < end and self._index.find(keys[matched]) is not None:
+            matched += 1
+        if self._peer is not None and matched < end:
+            matched += self._count_at_peer(self._peer, tracked, keys, matched)
+        return max(matched - first, 0) * self._block_size
 
-    def _held_by_peer(self, peer: Peer, followed: _Followed, keys: Sequence[bytes], place: int) -> int:
-        asked_from, held, when = followed.peer_answer
-        if asked_from != place or time.monotonic() - when > ANSWER_HOLDS_SECONDS:
-            held = peer.held(keys[place:])
-            followed.peer_answer = (place, held, time.monotonic())
-        return held
+    def _count_at_peer(self, peer: BlockClient, tracked: _TrackedRequest, keys: Sequence[bytes], first: int) -> int:
+        queried_first, count, when = tracked.peer_result
+        if queried_first != first or time.monotonic() - when > PEER_RESULT_SECONDS:
+            count = peer.count_stored(keys[first:])
+            tracked.peer_result = (first, count, time.monotonic())
+        return count
 
-    def _follow(self, request: Any) -> _Followed:
-        followed = self._followed.get(request.request_id)
-        if followed is None:
-            followed = _Followed(request, KeyChain(self._block_size, request.cache_salt))
-            self._followed[request.request_id] = followed
-        return followed
+    def _track(self, request: Any) -> _TrackedRequest:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            tracked = _TrackedRequest(request, KeyChain(self._block_size, request.cache_salt))
+            self._requests[request.request_id] = tracked
+        return tracked
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external: int) -> None:
-        """`external` tokens, after those of which `loadable` was told, are to be loaded into `block_ids`."""
-        if not external:
+    def plan_load(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Plans the load of `num_external_tokens` tokens into `block_ids`, after the tokens that were computed at the
+        last call of `num_matched_tokens`."""
+        if not num_external_tokens:
             return
-        followed = self._follow(request)
-        first = followed.local // self._block_size
-        end = first + external // self._block_size
-        keys = followed.keys.up_to(request.all_token_ids, end)
-        pieces: list[Piece] = []
+        tracked = self._track(request)
+        first = tracked.num_local_tokens // self._block_size
+        end = first + num_external_tokens // self._block_size
+        keys = tracked.keys.up_to(request.all_token_ids, end)
+        blocks: list[BlockLoad] = []
         slots: list[int] = []
-        for place in range(first, end):
-            slot = None if pieces and pieces[-1].from_peer else self._index.find(keys[place])
-            pieces.append(Piece(keys[place], block_ids[place], from_peer=slot is None))
+        for index in range(first, end):
+            slot = None if blocks and blocks[-1].from_peer else self._index.find(keys[index])
+            blocks.append(BlockLoad(keys[index], block_ids[index], from_peer=slot is None))
             if slot is not None:
-                self._index.touch(keys[place])
+                self._index.touch(keys[index])
                 self._index.pin(slot)
                 slots.append(slot)
-        if pieces[-1].from_peer and self._peer is None:
-            raise AssertionError(f"blocks of {request.request_id} were promised and are not there")
-        self._under_way[request.request_id] = _UnderWay(tuple(pieces), tuple(slots))
-        self._orders.loads.append(Load(request.request_id, tuple(pieces)))
+        if blocks[-1].from_peer and self._peer is None:
+            raise AssertionError(f"blocks of {request.request_id} were matched, but are not stored")
+        self._pending_loads[request.request_id] = _PendingLoad(tuple(blocks), tuple(slots))
+        self._metadata.loads.append(RequestLoad(request.request_id, tuple(blocks)))
 
     # --- every step -----------------------------------------------------------------------------------------------
 
-    def orders(self, output: Any) -> Orders:
+    def build_metadata(self, output: Any) -> StepMetadata:
+        """Returns the loads and saves of a step, from vLLM's SchedulerOutput."""
         for new in output.scheduled_new_reqs:
-            if new.req_id in self._followed:
-                self._followed[new.req_id].block_ids = list(new.block_ids[0])
-                self._save(new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
+            if new.req_id in self._requests:
+                self._requests[new.req_id].block_ids = list(new.block_ids[0])
+                self._plan_saves(new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
         cached = output.scheduled_cached_reqs
-        for request_id, added, computed in zip(
+        for request_id, added, num_computed_tokens in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            followed = self._followed.get(request_id)
-            if followed is None:
+            tracked = self._requests.get(request_id)
+            if tracked is None:
                 continue
             if request_id in cached.resumed_req_ids:
-                followed.block_ids = []
-            followed.block_ids.extend(added[0] if added else ())
-            self._save(request_id, computed + output.num_scheduled_tokens[request_id])
-        orders, self._orders = self._orders, Orders()
-        orders.idle = output.total_num_scheduled_tokens == 0
-        return orders
+                tracked.block_ids = []
+            tracked.block_ids.extend(added[0] if added else ())
+            self._plan_saves(request_id, num_computed_tokens + output.num_scheduled_tokens[request_id])
+        metadata, self._metadata = self._metadata, StepMetadata()
+        metadata.idle = output.total_num_scheduled_tokens == 0
+        return metadata
 
-    def _save(self, request_id: str, computed: int) -> None:
-        """`computed` tokens are in the KV cache after the step. Speculated ones among them may be wrong; those that
-        the request knows are not."""
-        followed = self._followed[request_id]
-        full = min(computed, followed.request.num_tokens) // self._block_size
-        if full <= followed.seen:
+    def _plan_saves(self, request_id: str, num_computed_tokens: int) -> None:
+        """Plans the saves of blocks that are full after the step, when the KV cache has `num_computed_tokens` tokens.
+        Draft tokens among them may be rejected, so only tokens that the request already has count."""
+        tracked = self._requests[request_id]
+        full = min(num_computed_tokens, tracked.request.num_tokens) // self._block_size
+        if full <= tracked.num_handled_blocks:
             return
-        keys = followed.keys.up_to(followed.request.all_token_ids, full)
-        for place in range(followed.seen, full):
-            if self._index.find(keys[place]) is not None:
-                self._index.touch(keys[place])
-            elif (slot := self._index.place(keys[place])) is not None:
-                self._orders.saves.append(Save(keys[place], slot, followed.block_ids[place]))
-        followed.seen = full
+        keys = tracked.keys.up_to(tracked.request.all_token_ids, full)
+        for index in range(tracked.num_handled_blocks, full):
+            if self._index.find(keys[index]) is not None:
+                self._index.touch(keys[index])
+            elif (slot := self._index.allocate(keys[index])) is not None:
+                self._metadata.saves.append(BlockSave(keys[index], slot, tracked.block_ids[index]))
+        tracked.num_handled_blocks = full
 
-    # --- what came of it ------------------------------------------------------------------------------------------
+    # --- results of the workers -----------------------------------------------------------------------------------
 
-    def failed(self, block_ids: set[int]) -> None:
-        """They could not be had: they are not looked for again, and kept anew when they have been computed."""
-        for request_id, load in self._under_way.items():
-            for piece in load.pieces:
-                if piece.block_id in block_ids:
-                    self._index.drop(piece.key)
-                    if request_id in self._followed:
-                        self._followed[request_id].seen = 0
-                        self._followed[request_id].peer_answer = (0, 0, 0.0)
-                    if piece.from_peer and self._peer is not None:
-                        self._peer.rest()
+    def handle_failed_blocks(self, block_ids: set[int]) -> None:
+        """Removes blocks that could not be loaded from the index. They are saved again when they have been computed."""
+        for request_id, load in self._pending_loads.items():
+            for block in load.blocks:
+                if block.block_id in block_ids:
+                    self._index.remove(block.key)
+                    if request_id in self._requests:
+                        self._requests[request_id].num_handled_blocks = 0
+                        self._requests[request_id].peer_result = (0, 0, 0.0)
+                    if block.from_peer and self._peer is not None:
+                        self._peer.back_off()
 
-    def loaded(self, request_ids: Iterable[str]) -> None:
+    def finish_loads(self, request_ids: Iterable[str]) -> None:
+        """Unpins the slots of loads that have finished."""
         for request_id in request_ids:
-            load = self._under_way.pop(request_id)
+            load = self._pending_loads.pop(request_id)
             for slot in load.slots:
                 self._index.unpin(slot)
 
-    def finished(self, request_id: str) -> None:
-        self._followed.pop(request_id, None)
+    def request_finished(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
 
-    def forget(self) -> None:
-        """Also what requests that run now will compute: it builds on what is void."""
+    def reset(self) -> None:
+        """Discards all stored blocks, and stops saving those of running requests, which depend on discarded ones."""
         self._index.clear()
-        self._followed.clear()
-        self._orders.forget = True
-        self._orders.saves.clear()
+        self._requests.clear()
+        self._metadata.reset = True
+        self._metadata.saves.clear()
 
     def take_evicted(self) -> int:
+        """Returns how many blocks were evicted since the last call."""
         evicted, self._index.evicted = self._index.evicted, 0
         return evicted

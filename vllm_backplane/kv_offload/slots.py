@@ -1,4 +1,4 @@
-"""Where slots are: in host memory, or in a file of this worker."""
+"""Provides fixed-size slots for blocks, in host memory or in a file of this worker."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ Bytes = numpy.typing.NDArray[numpy.uint8]
 
 
 class Slots(Protocol):
+    """A fixed number of slots, each of the size of one block."""
+
     def write(self, slot: int, row: Bytes) -> None: ...
     def read(self, slot: int) -> Bytes:
-        """May be the slot itself, so valid until the slot is written."""
+        """Returns the bytes of a slot, possibly as a view that is valid until the slot is written."""
         ...
 
     def close(self) -> None: ...
@@ -28,16 +30,18 @@ class Slots(Protocol):
 
 
 class MemorySlots:
-    def __init__(self, count: int, size: int, spoken_for: int, workers: int = 1) -> None:
-        """`spoken_for`: bytes of host memory that others have been promised and not taken yet, per worker, of which
-        `workers` do the same."""
-        free = host_memory().free - workers * spoken_for
+    """Slots in host memory."""
+
+    def __init__(self, count: int, size: int, reserved: int, workers: int = 1) -> None:
+        """Raises if the host has too little free memory. `workers` is the number of workers that do the same on this
+        host; `reserved` is what each of them has reserved for another use and not allocated yet, in bytes."""
+        free = host_memory().free - workers * reserved
         if workers * count * size > free:
             raise BackplaneError(
-                f"the second KV tier may take {workers * count * size} bytes of host memory, and {max(free, 0)} are "
-                "free; lower 'capacity', or keep blocks on disk with 'folder'"
+                f"KV offload may use {workers * count * size} bytes of host memory, but only {max(free, 0)} are free; "
+                "lower 'capacity', or store blocks on disk with 'folder'"
             )
-        self._rows = numpy.empty((count, size), numpy.uint8)  # becomes memory as it is written
+        self._rows = numpy.empty((count, size), numpy.uint8)  # becomes resident as it is written
 
     def write(self, slot: int, row: Bytes) -> None:
         self._rows[slot] = row
@@ -53,17 +57,18 @@ class MemorySlots:
 
 
 class FileSlots:
-    """In a file without a name, which nobody else can open and which goes when the process does, however it ends."""
+    """Slots in an unnamed file, which no other program can open by name, and which the system removes when the process
+    ends, however it ends."""
 
     def __init__(self, folder: Path, count: int, size: int, workers: int = 1) -> None:
         free = shutil.disk_usage(folder).free
         if workers * count * size > free:
             raise BackplaneError(
-                f"the second KV tier may take {workers * count * size} bytes in {folder}, and {free} are free there; "
-                "lower 'capacity', or name another 'folder'"
+                f"KV offload may use {workers * count * size} bytes in {folder}, but only {free} are free there; lower "
+                "'capacity', or name another 'folder'"
             )
         self._folder, self._size = folder, size
-        self._opened = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # until it is closed
+        self._opened = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # close() closes it
         self._file = self._opened.fileno()
         os.truncate(self._file, count * size)
 
@@ -75,16 +80,16 @@ class FileSlots:
 
     def read(self, slot: int) -> Bytes:
         row = numpy.empty(self._size, numpy.uint8)
-        place = 0
-        while place < self._size:
-            done = os.preadv(self._file, [row.data[place:]], slot * self._size + place)
+        filled = 0
+        while filled < self._size:
+            done = os.preadv(self._file, [row.data[filled:]], slot * self._size + filled)
             if done == 0:
-                raise OSError(f"{self.describe()} ends at {slot * self._size + place}, in the middle of a block")
-            place += done
+                raise OSError(f"{self.describe()} ends at byte {slot * self._size + filled}, in the middle of a block")
+            filled += done
         return row
 
     def close(self) -> None:
         self._opened.close()
 
     def describe(self) -> str:
-        return f"a file without a name in {self._folder}"
+        return f"an unnamed file in {self._folder}"

@@ -1,4 +1,4 @@
-"""Blocks in slots, each with a checksum that is kept apart from them and compared before a block is used."""
+"""Stores blocks in slots, each with a checksum that is kept in memory and verified before the block is used."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from vllm_backplane.kv_offload.slots import Bytes, Slots
 
 
 class Outcome(Enum):
+    """What happened to a block. The values are label values of the metric."""
+
     STORED = "stored"
     UNWRITTEN = "unwritten"
-    """The disk refused it."""
+    """The disk returned an error."""
     LOADED = "loaded"
     FETCHED = "fetched"
-    """From another server."""
+    """Received from another server."""
     DAMAGED = "damaged"
-    """It was there, and not as it was written."""
+    """The slot could not be read, or its bytes did not match the checksum."""
     MISSING = "missing"
     UNREACHABLE = "unreachable"
-    """Another server said that it has it, and did not send it."""
+    """Another server reported that it has the block, and did not send it."""
     EVICTED = "evicted"
-    """Others were used later, and the bound was reached."""
+    """Removed as the least recently used block, because all slots were in use."""
 
 
-class Unusable(Exception):
-    """A block cannot be had; it is computed instead. The text says why."""
+class BlockUnavailable(Exception):
+    """A block cannot be loaded, so it is computed instead. The message is the reason."""
 
     def __init__(self, outcome: Outcome, reason: str) -> None:
         super().__init__(reason)
@@ -38,7 +40,7 @@ class Unusable(Exception):
 
 
 def checksum(key: bytes, row: Bytes) -> bytes:
-    """Of a block's bytes and of which block it is."""
+    """Returns a checksum of a block's key and bytes, which also detects the bytes of another block."""
     digest = hashlib.blake2b(key, digest_size=16)
     digest.update(row.data)
     return digest.digest()
@@ -51,74 +53,75 @@ class _Entry:
 
 
 class BlockStore:
-    """Thread-safe: one thread writes, others read."""
+    """Blocks by key. Thread-safe for one writing thread and any number of reading threads."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._entries: dict[bytes, _Entry] = {}
-        self._in_slot: dict[int, bytes] = {}
+        self._key_in_slot: dict[int, bytes] = {}
         self._lock = threading.Lock()
 
     def write(self, key: bytes, slot: int, row: Bytes) -> None:
-        """Raises OSError if the disk does; the block is not there then."""
+        """Stores a block in a slot, in place of what the slot held. Raises OSError if the disk does; the block is then
+        not stored."""
         with self._lock:
-            self._forget_slot(slot)
-            before = self._entries.pop(key, None)
-            if before is not None:
-                self._in_slot.pop(before.slot, None)
+            self._remove_slot(slot)
+            previous = self._entries.pop(key, None)
+            if previous is not None:
+                self._key_in_slot.pop(previous.slot, None)
         self._slots.write(slot, row)
         with self._lock:
             self._entries[key] = _Entry(slot, checksum(key, row))
-            self._in_slot[slot] = key
+            self._key_in_slot[slot] = key
 
     def read(self, key: bytes) -> Bytes:
-        """The bytes that were written for `key`, or an error. They may lie in the slot itself."""
-        return self._checked(key, lambda row: row)[1]
+        """Returns the bytes of a block, possibly as a view of the slot itself. Raises BlockUnavailable."""
+        return self._read_verified(key, lambda row: row)[1]
 
-    def copy(self, key: bytes) -> tuple[bytes, Bytes]:
-        """Checksum and bytes for another thread than the one that orders slots to be written: the slot may be written
-        while it is read, which the checksum shows."""
-        return self._checked(key, numpy.copy)
+    def read_copy(self, key: bytes) -> tuple[bytes, Bytes]:
+        """Returns the checksum and a copy of the bytes of a block, for a thread other than the one that schedules
+        writes. If the slot is written during the copy, the checksum does not match, and BlockUnavailable is raised."""
+        return self._read_verified(key, numpy.copy)
 
-    def _checked(self, key: bytes, taken: Callable[[Bytes], Bytes]) -> tuple[bytes, Bytes]:
+    def _read_verified(self, key: bytes, take: Callable[[Bytes], Bytes]) -> tuple[bytes, Bytes]:
         with self._lock:
             entry = self._entries.get(key)
         if entry is None:
-            raise Unusable(Outcome.MISSING, "it is not there")
+            raise BlockUnavailable(Outcome.MISSING, "it is not stored")
         try:
-            row = taken(self._slots.read(entry.slot))
+            row = take(self._slots.read(entry.slot))
         except OSError as error:
-            self._forget(key, entry)
-            raise Unusable(
+            self._remove(key, entry)
+            raise BlockUnavailable(
                 Outcome.DAMAGED, f"slot {entry.slot} of {self._slots.describe()} cannot be read: {error}"
             ) from error
         if checksum(key, row) != entry.checksum:
-            self._forget(key, entry)
-            raise Unusable(
-                Outcome.DAMAGED, f"slot {entry.slot} of {self._slots.describe()} does not hold what was written"
+            self._remove(key, entry)
+            raise BlockUnavailable(
+                Outcome.DAMAGED, f"the content of slot {entry.slot} of {self._slots.describe()} fails its checksum"
             )
         return entry.checksum, row
 
-    def first_held(self, keys: Sequence[bytes]) -> int:
-        """How many keys are there, from the first to the last before one that is not."""
+    def count_stored(self, keys: Sequence[bytes]) -> int:
+        """Returns how many of the first keys are stored, up to the first that is not."""
         with self._lock:
-            return next((place for place, key in enumerate(keys) if key not in self._entries), len(keys))
+            return next((index for index, key in enumerate(keys) if key not in self._entries), len(keys))
 
-    def _forget(self, key: bytes, entry: _Entry) -> None:
+    def _remove(self, key: bytes, entry: _Entry) -> None:
         with self._lock:
             if self._entries.get(key) == entry:
                 del self._entries[key]
-                self._in_slot.pop(entry.slot, None)
+                self._key_in_slot.pop(entry.slot, None)
 
-    def _forget_slot(self, slot: int) -> None:
-        key = self._in_slot.pop(slot, None)
+    def _remove_slot(self, slot: int) -> None:
+        key = self._key_in_slot.pop(slot, None)
         if key is not None:
             self._entries.pop(key, None)
 
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
-            self._in_slot.clear()
+            self._key_in_slot.clear()
 
     def close(self) -> None:
         self.clear()

@@ -1,7 +1,7 @@
-"""The workers' side: blocks go from the KV cache into the tier as they are complete, and back when they are asked for.
+"""Worker side of KV offload: saves complete blocks from the KV cache to the store, and loads requested ones back.
 
-Reading and checking is done by a thread of its own, while steps go on; the KV cache is touched by the worker's thread
-alone. A request waits until all its blocks are in place. What cannot be had is named, and vLLM computes it.
+A separate thread reads and verifies blocks while steps go on. Only the worker's own thread accesses the KV cache. A
+request waits until all its blocks are in place. Blocks that cannot be loaded are reported, and vLLM computes them.
 """
 
 from __future__ import annotations
@@ -12,105 +12,117 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from vllm_backplane.kv_offload.cache_rows import Pages
-from vllm_backplane.kv_offload.metadata import Load, Orders, Piece
-from vllm_backplane.kv_offload.peer_client import Peer
+from vllm_backplane.kv_offload.cache_rows import CacheRows
+from vllm_backplane.kv_offload.metadata import BlockLoad, RequestLoad, StepMetadata
+from vllm_backplane.kv_offload.peer_client import BlockClient
 from vllm_backplane.kv_offload.slots import Bytes
-from vllm_backplane.kv_offload.store import BlockStore, Outcome, Unusable
+from vllm_backplane.kv_offload.store import BlockStore, BlockUnavailable, Outcome
 
-STAGED_BLOCKS = 64
-"""Blocks that are read ahead of the KV cache at most."""
+MAX_STAGED_BLOCKS = 64
+"""Blocks that may have been read and not yet copied into the KV cache."""
 IDLE_SECONDS = 0.005
-Tell = Callable[[str], None]
+"""Seconds for which a step that computes nothing waits for a block."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrival:
+class _StagedBlock:
+    """A block that was read, or could not be, for a request."""
+
     request_id: str
     block_id: int
     row: Bytes | None
+    """The bytes of the block; None if it is not available."""
     outcome: Outcome
     last: bool
-    era: int
+    """Whether it is the last block of the request."""
+    generation: int
 
 
-class Carrier:
-    def __init__(self, pages: Pages, store: BlockStore, peer: Peer | None, tell: Tell) -> None:
-        self.pages = pages
+class OffloadWorker:
+    """Saves and loads the blocks of one worker, as the scheduler side has planned."""
+
+    def __init__(
+        self, cache: CacheRows, store: BlockStore, peer: BlockClient | None, warn: Callable[[str], None]
+    ) -> None:
+        self.cache = cache
         self.store = store
         self._peer = peer
-        self._tell = tell
+        self._warn = warn
         self.counts: Counter[Outcome] = Counter()
         self.failed_blocks: set[int] = set()
-        self._loads: queue.SimpleQueue[tuple[int, Load] | None] = queue.SimpleQueue()
-        self._arrivals: queue.Queue[_Arrival | BaseException] = queue.Queue(STAGED_BLOCKS)
-        self._placed: dict[str, list[int]] = {}
-        """The blocks that are in the KV cache already, by request that still waits for others."""
-        self._era = 0
-        """Ends when all that was computed becomes void."""
+        self._loads: queue.SimpleQueue[tuple[int, RequestLoad] | None] = queue.SimpleQueue()
+        self._staged: queue.Queue[_StagedBlock | BaseException] = queue.Queue(MAX_STAGED_BLOCKS)
+        self._loaded: dict[str, list[int]] = {}
+        """IDs of the blocks that are in the KV cache already, by request that still waits for others."""
+        self._generation = 0
+        """Number of resets. Blocks of an earlier generation must not be used."""
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="kv-tier-loads", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kv-offload-loads", daemon=True)
         self._thread.start()
 
-    # --- by the worker's thread -----------------------------------------------------------------------------------
+    # --- called by the worker's thread ----------------------------------------------------------------------------
 
-    def begin(self, orders: Orders) -> None:
-        if orders.forget:
-            self.forget()
+    def begin_step(self, metadata: StepMetadata) -> None:
+        if metadata.reset:
+            self.reset()
 
-    def load(self, orders: Orders) -> None:
-        for load in orders.loads:
-            self._placed[load.request_id] = []
-            self._loads.put((self._era, load))
+    def start_loads(self, metadata: StepMetadata) -> None:
+        for load in metadata.loads:
+            self._loaded[load.request_id] = []
+            self._loads.put((self._generation, load))
 
-    def save(self, orders: Orders) -> None:
-        for save in orders.saves:
-            row = self.pages.read(save.block_id)
+    def save_blocks(self, metadata: StepMetadata) -> None:
+        for save in metadata.saves:
+            row = self.cache.read(save.block_id)
             try:
                 self.store.write(save.key, save.slot, row)
             except OSError as error:
                 self.counts[Outcome.UNWRITTEN] += 1
-                self._tell(f"a block is not kept: {error}")
+                self._warn(f"KV offload could not store a block: {error}")
             else:
                 self.counts[Outcome.STORED] += 1
 
-    def arrived(self, idle: bool) -> set[str]:
-        """Puts what was read into the KV cache; the requests that have all they can have."""
-        complete: set[str] = set()
+    def finish_loads(self, idle: bool) -> set[str]:
+        """Copies staged blocks into the KV cache. Returns the requests whose loads have finished, with or without
+        failed blocks. If the step is idle, waits briefly for the first block."""
+        finished: set[str] = set()
         wait = idle
-        while self._placed:
+        while self._loaded:
             try:
-                arrival = self._arrivals.get(wait, IDLE_SECONDS) if wait else self._arrivals.get_nowait()
+                block = self._staged.get(wait, IDLE_SECONDS) if wait else self._staged.get_nowait()
             except queue.Empty:
                 break
             wait = False
-            if isinstance(arrival, BaseException):
-                raise arrival
-            if arrival.row is None or arrival.era != self._era:
-                self.failed_blocks.add(arrival.block_id)
-                self.counts[arrival.outcome if arrival.row is None else Outcome.MISSING] += 1
+            if isinstance(block, BaseException):
+                raise block
+            if block.row is None or block.generation != self._generation:
+                self.failed_blocks.add(block.block_id)
+                self.counts[block.outcome if block.row is None else Outcome.MISSING] += 1
             else:
-                self.pages.write(arrival.block_id, arrival.row)
-                self._placed[arrival.request_id].append(arrival.block_id)
-                self.counts[arrival.outcome] += 1
-            if arrival.last:
-                del self._placed[arrival.request_id]
-                complete.add(arrival.request_id)
-        return complete
+                self.cache.write(block.block_id, block.row)
+                self._loaded[block.request_id].append(block.block_id)
+                self.counts[block.outcome] += 1
+            if block.last:
+                del self._loaded[block.request_id]
+                finished.add(block.request_id)
+        return finished
 
     def take_failed_blocks(self) -> set[int]:
+        """Returns the IDs of blocks that could not be loaded since the last call."""
         failed, self.failed_blocks = self.failed_blocks, set()
         return failed
 
     def take_counts(self) -> dict[str, int]:
+        """Returns the numbers of blocks by outcome since the last call."""
         counts, self.counts = self.counts, Counter()
         return {outcome.value: count for outcome, count in counts.items()}
 
-    def forget(self) -> None:
-        """Weights have changed: nothing that was computed with the old ones may come back, nor count where it has."""
+    def reset(self) -> None:
+        """Discards all blocks, because their content has become invalid: those in the store, those being read, and
+        those that waiting requests have in the KV cache already, which are reported as failed."""
         self.store.clear()
-        self._era += 1
-        for blocks in self._placed.values():
+        self._generation += 1
+        for blocks in self._loaded.values():
             self.failed_blocks.update(blocks)
             blocks.clear()
 
@@ -120,47 +132,50 @@ class Carrier:
         self._thread.join(10)
         self.store.close()
 
-    # --- by the reading thread ------------------------------------------------------------------------------------
+    # --- the reading thread ---------------------------------------------------------------------------------------
 
-    def _read(self) -> None:
+    def _run(self) -> None:
         try:
-            while (given := self._loads.get()) is not None:
-                era, load = given
-                reasons: list[Unusable] = []
-                for number, (piece, found) in enumerate(zip(load.pieces, self._find(load.pieces), strict=True), 1):
-                    last = number == len(load.pieces)
-                    if isinstance(found, Unusable):
-                        reasons.append(found)
-                        arrival = _Arrival(load.request_id, piece.block_id, None, found.outcome, last, era)
+            while (item := self._loads.get()) is not None:
+                generation, load = item
+                failures: list[BlockUnavailable] = []
+                for number, (block, found) in enumerate(zip(load.blocks, self._read(load.blocks), strict=True), 1):
+                    last = number == len(load.blocks)
+                    if isinstance(found, BlockUnavailable):
+                        failures.append(found)
+                        staged = _StagedBlock(load.request_id, block.block_id, None, found.outcome, last, generation)
                     else:
-                        outcome = Outcome.FETCHED if piece.from_peer else Outcome.LOADED
-                        arrival = _Arrival(load.request_id, piece.block_id, found, outcome, last, era)
-                    if not self._hand_over(arrival):
+                        outcome = Outcome.FETCHED if block.from_peer else Outcome.LOADED
+                        staged = _StagedBlock(load.request_id, block.block_id, found, outcome, last, generation)
+                    if not self._stage(staged):
                         return
-                if reasons:
-                    failed = f"{len(reasons)} of {len(load.pieces)} blocks that were to be loaded"
-                    self._tell(f"{failed} are computed; the first because: {reasons[0]}")
-        except BaseException as error:  # raised again by the worker's thread, or requests would wait for ever
-            self._hand_over(error)
+                if failures:
+                    self._warn(
+                        f"KV offload could not load {len(failures)} of {len(load.blocks)} blocks, which are computed. "
+                        f"Reason for the first: {failures[0]}"
+                    )
+        except BaseException as error:  # raised again in the worker's thread; otherwise requests would wait for ever
+            self._stage(error)
 
-    def _find(self, pieces: Sequence[Piece]) -> Iterator[Bytes | Unusable]:
-        for piece in pieces:
-            if not piece.from_peer:
+    def _read(self, blocks: Sequence[BlockLoad]) -> Iterator[Bytes | BlockUnavailable]:
+        """Yields the bytes of each block, or why it is not available. Blocks from the peer are last."""
+        for block in blocks:
+            if not block.from_peer:
                 try:
-                    yield self.store.read(piece.key)
-                except Unusable as reason:
+                    yield self.store.read(block.key)
+                except BlockUnavailable as reason:
                     yield reason
-        elsewhere = [piece.key for piece in pieces if piece.from_peer]
-        if elsewhere:
+        remote = [block.key for block in blocks if block.from_peer]
+        if remote:
             if self._peer is None:
-                raise AssertionError("blocks of another server are asked for, and there is none")
-            yield from self._peer.blocks(elsewhere, self.pages.row_bytes)
+                raise AssertionError("blocks from a peer were planned, but there is no peer")
+            yield from self._peer.fetch(remote, self.cache.row_bytes)
 
-    def _hand_over(self, arrival: _Arrival | BaseException) -> bool:
-        """Whether it was taken; not if the carrier is closed first."""
+    def _stage(self, block: _StagedBlock | BaseException) -> bool:
+        """Queues a block for the worker's thread. Returns False if the worker is closed before there is room."""
         while not self._closing.is_set():
             try:
-                self._arrivals.put(arrival, timeout=0.2)
+                self._staged.put(block, timeout=0.2)
             except queue.Full:
                 continue
             return True

@@ -1,4 +1,7 @@
-"""Activations on their operators."""
+"""Replaces vLLM's activation layers by subclasses that call one operator each.
+
+A device then computes an activation in one pass over its input.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The gated delta net of Qwen3-Next and Qwen3.5, on the operators `causal_convolution` and `gated_delta_rule`.
+"""Computes the gated delta net of Qwen3-Next and Qwen3.5 on the operators `causal_convolution` and `gated_delta_rule`.
 
-vLLM's layer calls kernels of CUDA and Triton. The replacement keeps its parameters, sharding and states.
+vLLM's layer calls CUDA and Triton kernels. The subclass keeps vLLM's parameters, sharding and states.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from torch.nn.functional import softplus
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
 from vllm_backplane import ops
-from vllm_backplane.layers.mamba import states_of, taps
+from vllm_backplane.layers.mamba import convolution_weight, metadata_and_states
 
-_SMALLEST = 1e-6
-"""Added to a squared length before its root is taken, as the models were trained."""
+_EPSILON = 1e-6
+"""Added to a squared length before the square root, as in the training of these models."""
 
 
-def _unit(vectors: torch.Tensor) -> torch.Tensor:
+def _l2_normalized(vectors: torch.Tensor) -> torch.Tensor:
     wide = vectors.float()
-    return wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + _SMALLEST)
+    return wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + _EPSILON)
 
 
 class BackplaneQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
@@ -26,28 +26,28 @@ class BackplaneQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
         mixed, gate, strength, decay = self._projections(hidden_states)
         shape = (hidden_states.shape[0], self.num_v_heads // self.tp_size, self.head_v_dim)
         result = torch.zeros(shape, dtype=hidden_states.dtype, device=hidden_states.device)
-        rows, convolution, recurrence = states_of(self)
-        if rows is not None:
-            tokens = rows.num_actual_tokens
+        metadata, conv_state, ssm_state = metadata_and_states(self)
+        if metadata is not None:
+            tokens = metadata.num_actual_tokens
             mixed = ops.causal_convolution.call(
                 mixed[:tokens],
-                taps(self),
+                convolution_weight(self),
                 self.conv1d.bias,
-                convolution,
-                *rows.places,
+                conv_state,
+                *metadata.row_arguments,
                 self.activation in ("silu", "swish"),
             )
-            keys, values = self.key_dim // self.tp_size, self.value_dim // self.tp_size
-            query, key, value = mixed.split([keys, keys, values], dim=-1)
+            key_size, value_size = self.key_dim // self.tp_size, self.value_dim // self.tp_size
+            query, key, value = mixed.split([key_size, key_size, value_size], dim=-1)
             result[:tokens] = ops.gated_delta_rule.call(
-                _unit(query.reshape(tokens, -1, self.head_k_dim)) * self.head_k_dim**-0.5,
-                _unit(key.reshape(tokens, -1, self.head_k_dim)),
+                _l2_normalized(query.reshape(tokens, -1, self.head_k_dim)) * self.head_k_dim**-0.5,
+                _l2_normalized(key.reshape(tokens, -1, self.head_k_dim)),
                 value.reshape(tokens, -1, self.head_v_dim),
                 -self.A_log.float().exp() * softplus(decay[:tokens].float() + self.dt_bias.float()),
                 strength[:tokens].float().sigmoid(),
-                recurrence,
-                *rows.places,
-                rows.longest,
+                ssm_state,
+                *metadata.row_arguments,
+                metadata.max_query_len,
             )
         output: torch.Tensor = self._output_projection(result, gate)
         return output
@@ -55,13 +55,13 @@ class BackplaneQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     def _projections(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value side by side; the gate; the strength's and the decay's logits."""
+        """Returns query, key and value in one tensor, the gate, and the logits of strength and decay."""
         tokens = hidden_states.shape[0]
         mixed_ba = self.in_proj_ba(hidden_states)[0]
         if not self.gqa_interleaved_layout:
-            values = self.value_dim // self.tp_size
+            value_size = self.value_dim // self.tp_size
             mixed, gate = self.in_proj_qkvz(hidden_states)[0].split(
-                [2 * self.key_dim // self.tp_size + values, values], dim=-1
+                [2 * self.key_dim // self.tp_size + value_size, value_size], dim=-1
             )
             strength, decay = self.split_ba(mixed_ba)
             return mixed, gate.reshape(tokens, -1, self.head_v_dim), strength, decay

@@ -1,8 +1,8 @@
-"""Linear layers: unquantized weights are multiplied by the operator `linear`, or by `blocked_linear` where the device
-wants them in another order.
+"""Computes unquantized linear layers on the operator `linear`, or on `blocked_linear` if the device rearranges weights.
 
-vLLM decides in a function which product an unquantized layer uses, with no case for out-of-tree platforms, so the
-layer's method object is exchanged after construction. Parameters, sharding and weight loading stay vLLM's.
+vLLM chooses the GEMM of an unquantized layer in a function that has no case for out-of-tree platforms. These subclasses
+therefore replace the layer's quantization method after construction. Parameters, sharding and weight loading stay
+vLLM's.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from vllm.model_executor.layers.linear import (
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.layers.deferred_weights import collect_bias
+from vllm_backplane.layers.deferred_weights import defer_bias_loading
 from vllm_backplane.runtime import runtime
 
 
 class BackplaneLinearMethod(UnquantizedLinearMethod):
-    supports_pre_processed_weights = False  # what another process has arranged does not say how many rows it had
+    supports_pre_processed_weights = False  # a rearranged weight does not record how many rows it has
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Rearranges the weight if the device wants another order."""
         weight: torch.Tensor = layer.weight.data  # type: ignore[assignment]
-        # A convolution kept as a linear layer has three dimensions. vLLM marks what MLA reads by itself for its own CPU
-        # platform, which rearranges weights as well.
+        # A convolution stored as a linear layer has three dimensions. vLLM marks the weights that MLA reads directly,
+        # for its own CPU platform, which rearranges weights as well.
         if weight.dim() != 2 or getattr(layer, "_cpu_skip_gemm_dispatch", False):
             return
         blocks = runtime().device.arrange_linear(weight)
@@ -49,37 +50,38 @@ class BackplaneLinearMethod(UnquantizedLinearMethod):
 
 
 def refuse_loading(*_args: Any, **_kwargs: Any) -> None:
+    """Raises BackplaneError. It is the weight loader of parameters that no longer have the checkpoint's layout."""
     raise BackplaneError(
-        "this weight cannot be loaded into: after loading it was rearranged for the device, or it is the mapped file "
-        "itself; use the worker's reload_weights, which prepares the layers for it, or start anew"
+        "this weight cannot be overwritten: it was rearranged for the device after loading, or it is the mapped file "
+        "itself; use the worker's reload_weights, which prepares the layers for new weights, or restart the server"
     )
 
 
-class _OnOperators(LinearBase):
+class _BackplaneLinear(LinearBase):
     quant_method: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if type(self.quant_method) is UnquantizedLinearMethod:
             self.quant_method = BackplaneLinearMethod()
-        collect_bias(self)
+        defer_bias_loading(self)
 
 
-class BackplaneReplicatedLinear(_OnOperators, ReplicatedLinear):
+class BackplaneReplicatedLinear(_BackplaneLinear, ReplicatedLinear):
     pass
 
 
-class BackplaneColumnParallelLinear(_OnOperators, ColumnParallelLinear):
+class BackplaneColumnParallelLinear(_BackplaneLinear, ColumnParallelLinear):
     pass
 
 
-class BackplaneMergedColumnParallelLinear(_OnOperators, MergedColumnParallelLinear):
+class BackplaneMergedColumnParallelLinear(_BackplaneLinear, MergedColumnParallelLinear):
     pass
 
 
-class BackplaneQKVParallelLinear(_OnOperators, QKVParallelLinear):
+class BackplaneQKVParallelLinear(_BackplaneLinear, QKVParallelLinear):
     pass
 
 
-class BackplaneRowParallelLinear(_OnOperators, RowParallelLinear):
+class BackplaneRowParallelLinear(_BackplaneLinear, RowParallelLinear):
     pass

@@ -1,7 +1,8 @@
-"""Mamba and Mamba2, on the operators `causal_convolution` and `selective_scan`.
+"""Computes Mamba and Mamba2 layers on the operators `causal_convolution` and `selective_scan`.
 
-vLLM's mixers call Triton kernels, one pair for prompts and one for decoding. The replacements keep vLLM's parameters,
-sharding and states and compute rows of any length by the same operators (`attention/state_metadata.py`).
+vLLM's mixers call Triton kernels, one pair for prefill and one for decode. The subclasses keep vLLM's parameters,
+sharding and states. Their operators take requests of any query length, so prefill and decode use the same ones
+(`attention/state_metadata.py`).
 """
 
 from __future__ import annotations
@@ -21,67 +22,72 @@ from vllm_backplane.attention.state_metadata import StateMetadata
 from vllm_backplane.errors import BackplaneError
 
 
-def states_of(layer: Any) -> tuple[StateMetadata | None, torch.Tensor, torch.Tensor]:
-    """The layer's rows, the convolution's states [slots, channels, width - 1], and the recurrence's.
+def metadata_and_states(layer: Any) -> tuple[StateMetadata | None, torch.Tensor, torch.Tensor]:
+    """Returns the layer's metadata, its convolution states [slots, channels, width - 1] and its recurrent states.
 
-    Without rows the step only measures memory, and there are no states yet.
+    The metadata is None in a run that profiles memory; there are no states yet.
     """
     by_layer = get_forward_context().attn_metadata
     if by_layer is None:
         return None, torch.empty(0), torch.empty(0)
-    convolution, recurrence = layer.kv_cache[0], layer.kv_cache[1]
+    conv_state, ssm_state = layer.kv_cache[0], layer.kv_cache[1]
     if not is_conv_state_dim_first():
-        convolution = convolution.transpose(-1, -2)
-    return by_layer[layer.prefix], convolution, recurrence
+        conv_state = conv_state.transpose(-1, -2)
+    return by_layer[layer.prefix], conv_state, ssm_state
 
 
-def taps(layer: Any) -> torch.Tensor:
-    """The convolution's weight [channels, width]; vLLM keeps it as that of a linear layer with a dimension between."""
+def convolution_weight(layer: Any) -> torch.Tensor:
+    """Returns the weight of the convolution, [channels, width]. vLLM stores it as [channels, 1, width]."""
     weight: torch.Tensor = layer.conv1d.weight
     return weight.view(weight.shape[0], weight.shape[-1])
 
 
-def refuse_foreign(layers: Iterable[Any]) -> None:
-    """Raise if a layer carries a state and is none of those that are replaced here: it would call Triton, or read
-    metadata that it does not know."""
-    foreign = {
+def refuse_unsupported_state_layers(layers: Iterable[Any]) -> None:
+    """Raises BackplaneError if a layer with a recurrent state is not one of Backplane's classes. Such a layer would
+    call Triton, or fail on Backplane's metadata."""
+    unsupported = {
         type(layer).__name__
         for layer in layers
         if isinstance(layer, MambaBase) and not type(layer).__module__.startswith("vllm_backplane.")
     }
-    if foreign:
+    if unsupported:
         raise BackplaneError(
-            f"the model has layers of the kind {', '.join(sorted(foreign))}, which vLLM computes with Triton and "
-            "Backplane does not compute; of layers that carry a state it has Mamba, Mamba2 and Qwen's gated delta net: "
-            "choose another model"
+            f"the model has layers of the kind {', '.join(sorted(unsupported))}, which vLLM computes with Triton and "
+            "Backplane does not support; of the layers with a recurrent state it supports Mamba, Mamba2 and Qwen's "
+            "gated delta net: choose another model"
         )
 
 
 class BackplaneMambaMixer(MambaMixer):
     def forward_impl(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
         x, gate = self.in_proj(hidden_states)[0].chunk(2, dim=-1)
-        rows, convolution, recurrence = states_of(self)
-        if rows is None:
+        metadata, conv_state, ssm_state = metadata_and_states(self)
+        if metadata is None:
             output.copy_(self.out_proj(x.contiguous())[0])
             return
-        tokens = rows.num_actual_tokens
+        tokens = metadata.num_actual_tokens
         x, gate = x[:tokens], gate[:tokens]
         x = ops.causal_convolution.call(
-            x, taps(self), self.conv1d.bias, convolution, *rows.places, self.activation == "silu"
+            x,
+            convolution_weight(self),
+            self.conv1d.bias,
+            conv_state,
+            *metadata.row_arguments,
+            self.activation == "silu",
         )
-        times, into, out = self._ssm_transform(x)
-        bias = self._time_proj_bias()
+        dt, b, c = self._ssm_transform(x)
+        dt_bias = self._time_proj_bias()
         mixed = ops.selective_scan.call(
             x.unsqueeze(-1),
-            times.transpose(0, 1),
+            dt.transpose(0, 1),
             self.A,
-            into.unsqueeze(1),
-            out.unsqueeze(1),
+            b.unsqueeze(1),
+            c.unsqueeze(1),
             self.D,
-            bias,
-            recurrence.unsqueeze(2),
-            *rows.places,
-            rows.longest,
+            dt_bias,
+            ssm_state.unsqueeze(2),
+            *metadata.row_arguments,
+            metadata.max_query_len,
         )
         mixed = mixed.squeeze(-1) * torch.nn.functional.silu(gate)
         output[:tokens] = self.out_proj(mixed)[0]
@@ -89,29 +95,34 @@ class BackplaneMambaMixer(MambaMixer):
 
 class BackplaneMambaMixer2(MambaMixer2):
     def conv_ssm_forward(self, projected_states: torch.Tensor, output: torch.Tensor) -> None:
-        rows, convolution, recurrence = states_of(self)
-        if rows is None:
+        metadata, conv_state, ssm_state = metadata_and_states(self)
+        if metadata is None:
             output.zero_()
             return
-        tokens = rows.num_actual_tokens
-        mixed, times = projected_states[:tokens, self.tped_intermediate_size :].split(
+        tokens = metadata.num_actual_tokens
+        mixed, dt = projected_states[:tokens, self.tped_intermediate_size :].split(
             [self.tped_conv_size, self.tped_dt_size], dim=-1
         )
         mixed = ops.causal_convolution.call(
-            mixed, self.conv_weights, self.conv1d.bias, convolution, *rows.places, self.activation == "silu"
+            mixed,
+            self.conv_weights,
+            self.conv1d.bias,
+            conv_state,
+            *metadata.row_arguments,
+            self.activation == "silu",
         )
-        x, into, out = self.split_hidden_states_B_C_fn(mixed)
+        x, b, c = self.split_hidden_states_B_C_fn(mixed)
         groups = self.n_groups // self.tp_size
         result = ops.selective_scan.call(
             x.reshape(tokens, -1, self.head_dim),
-            times,
+            dt,
             self.A.unsqueeze(-1),
-            into.reshape(tokens, groups, -1),
-            out.reshape(tokens, groups, -1),
+            b.reshape(tokens, groups, -1),
+            c.reshape(tokens, groups, -1),
             self.D,
             self.dt_bias,
-            recurrence,
-            *rows.places,
-            rows.longest,
+            ssm_state,
+            *metadata.row_arguments,
+            metadata.max_query_len,
         )
         output[:tokens] = result.view(tokens, -1)

@@ -1,9 +1,9 @@
-"""Mixture-of-experts layers without quantization, on the operators `moe_route` and `moe_experts`.
+"""Computes unquantized mixture-of-experts layers on the operators `moe_route` and `moe_experts`.
 
-vLLM selects no experts for out-of-tree platforms, and its routers call CUDA kernels. A method that calls
-itself monolithic is given the router's logits and does both parts; loading, sharding, shared experts and
-the exchange between ranks stay vLLM's. What a router of vLLM's would do beyond the layer's own settings
-cannot be seen from here, so those routers are refused at construction.
+vLLM has no expert kernels for out-of-tree platforms, and its routers call CUDA kernels. vLLM passes the router logits
+to a method that declares itself monolithic, and that method routes and computes. Loading, sharding, shared experts and
+the exchange between ranks stay vLLM's. A router object of vLLM may do more than the layer's settings describe, so such
+routers are refused at construction.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
-def _unset(kind: MoEActivation, setting: str) -> BindingError:
+def _missing_setting(kind: MoEActivation, setting: str) -> BindingError:
     return BindingError(f"activation {kind.value!r} needs {setting}, which the model does not set")
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """vLLM's activation in the terms of the operator `moe_experts`."""
+    """The activation arguments of the operator `moe_experts`."""
 
     name: str
     alpha: float = 1.0
@@ -39,15 +39,15 @@ class Activation:
     beta: float = 0.0
 
     @classmethod
-    def of(cls, moe: FusedMoEConfig) -> Activation:
+    def from_config(cls, moe: FusedMoEConfig) -> Activation:
+        """Returns the arguments that compute vLLM's activation of a layer. Raises BindingError if there are none."""
         kind = moe.activation
         if kind is MoEActivation.SWIGLUOAI:
-            # Upstream runs this one with the constants of the model it was named after, whatever the layer
-            # says.
+            # vLLM computes this activation with fixed constants and ignores the layer's settings.
             return cls("swigluoai", 1.702, 7.0, 1.0)
         if kind is MoEActivation.SWIGLUOAI_UNINTERLEAVE:
             if moe.swiglu_limit is None:
-                raise _unset(kind, "swiglu_limit")
+                raise _missing_setting(kind, "swiglu_limit")
             return cls(
                 "silu",
                 1.0 if moe.swiglu_alpha is None else moe.swiglu_alpha,
@@ -58,38 +58,38 @@ class Activation:
             return cls("swiglustep", limit=7.0)
         if kind is MoEActivation.SITU:
             if moe.activation_situ_beta is None:
-                raise _unset(kind, "activation_situ_beta")
+                raise _missing_setting(kind, "activation_situ_beta")
             return cls("situ", alpha=moe.activation_situ_beta, limit=moe.activation_situ_linear_beta)
         if kind is MoEActivation.SILU:
             return cls("silu", limit=moe.swiglu_limit)
         if kind is MoEActivation.RELU2:
             raise BindingError(
-                f"activation {kind.value!r} with a gate is not defined for experts, by vLLM neither; the "
-                "model should ask for 'relu2_no_mul'"
+                f"activation {kind.value!r} is not defined for experts with a gate, in vLLM and in Backplane; the "
+                "model should use 'relu2_no_mul'"
             )
         return cls(kind.value)
 
 
 class BackplaneFusedMoEMethod(UnquantizedFusedMoEMethod):
-    one_operator = True
-    """All experts at once, by `moe_experts`; otherwise one by one (expert_products.py)."""
+    uses_fused_operator = True
+    """Whether one call of `moe_experts` computes all experts. Otherwise `quantization/per_expert_linear.py` computes
+    them one by one."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:
-        # Not the parent's: it looks for experts among vLLM's kernels, of which there are none for this
-        # platform.
+        # Skips the parent's constructor, which selects one of vLLM's expert kernels; none is for this platform.
         super(UnquantizedFusedMoEMethod, self).__init__(moe)
         self.unquantized_backend = UnquantizedMoeBackend.OOT
         self.experts_cls = None
         self.supports_pre_processed_weights = True
-        self._activation = Activation.of(moe)
-        if compat.hash_routing(moe):
+        self._activation = Activation.from_config(moe)
+        if compat.has_hash_routing(moe):
             raise BindingError(
-                "experts chosen by a table of token ids (hash routing) are not supported by Backplane; "
-                "choose another model"
+                "Backplane does not support experts that are chosen by a table of token ids (hash routing); choose "
+                "another model"
             )
         if moe.routing_method == RoutingMethodType.Simulated:
             raise BindingError(
-                "simulated routing is not supported by Backplane; unset VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+                "Backplane does not support simulated routing; unset VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
             )
 
     @property
@@ -98,30 +98,29 @@ class BackplaneFusedMoEMethod(UnquantizedFusedMoEMethod):
 
     @property
     def supports_eplb(self) -> bool:
-        """Balancing is done by the router, which a monolithic method has not."""
+        """Returns False: expert load balancing is done by vLLM's router, which a monolithic method does not use."""
         return False
 
     def create_weights(self, layer: RoutedExperts, *args: Any, **kwargs: Any) -> None:
         bias, experts = layer.e_score_correction_bias, self.moe.num_logical_experts
         if bias is not None and bias.shape[0] != experts:
             raise BindingError(
-                f"{layer.layer_name} routes over {bias.shape[0]} experts but has {experts}: experts without "
-                "weights (zero experts) are not supported by Backplane; choose another model"
+                f"{layer.layer_name} routes to {bias.shape[0]} experts but has weights for {experts}; Backplane does "
+                "not support experts without weights (zero experts): choose another model"
             )
         if self.moe.routing_method == RoutingMethodType.Custom and layer.custom_routing_function is None:
             raise BindingError(
-                f"{layer.layer_name} brings a router object of its own, which Backplane cannot call; choose "
-                "another model"
+                f"{layer.layer_name} uses its own router object, which Backplane cannot call; choose another model"
             )
         super().create_weights(layer, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """The operator takes the weights as they are loaded."""
+        """Does nothing: the operator reads the weights in the layout in which they are loaded."""
 
     def route(
         self, layer: RoutedExperts, x: torch.Tensor, router_logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights, global ids) of each token's experts, as vLLM's own routers choose them."""
+        """Returns (weights, global expert ids) for each token, as vLLM's own routers choose them."""
         grouped = (
             layer.use_grouped_topk
             and router_logits.shape[-1] > layer.num_expert_group
@@ -133,7 +132,7 @@ class BackplaneFusedMoEMethod(UnquantizedFusedMoEMethod):
                 hidden_states=x, gating_output=router_logits, topk=layer.top_k, renormalize=layer.renormalize
             )
             return weights.float(), ids.to(torch.int32)
-        # Upstream's router for neither groups nor bias leaves the weights unscaled.
+        # vLLM's router without groups and without a bias leaves the weights unscaled.
         scaled = grouped or bias is not None
         return ops.moe_route.call(
             router_logits,

@@ -1,4 +1,7 @@
-"""Gemma's norm. Plain RMSNorm needs no class here: it goes through vLLM's IR operators (`ir.py`)."""
+"""Replaces vLLM's Gemma norm by a subclass that calls the operators `gemma_rms_norm` and `fused_add_gemma_rms_norm`.
+
+Plain RMSNorm needs no subclass: vLLM computes it through an IR operator, which `binding/ir.py` implements.
+"""
 
 from __future__ import annotations
 

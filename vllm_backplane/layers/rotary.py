@@ -1,6 +1,9 @@
-"""Rotary embedding, in place. The scaled variants differ from the plain class only in their cos/sin table, but vLLM
-looks replacements up by class name, so each of them is named. Variants with a forward of their own (multimodal,
-DeepSeek, Fourier) keep vLLM's native path."""
+"""Replaces vLLM's rotary embeddings by subclasses that call the operator `rotary_embedding` in place.
+
+The scaled variants differ from the plain class only in their cos/sin table. vLLM looks replacements up by class name,
+so each variant has a subclass of its own. Variants with their own forward method (multimodal, DeepSeek, Fourier) keep
+vLLM's native implementation.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""A LoRA adapter that cannot be used is the request's fault: 400 and the reason, where vLLM's server says 500.
+"""ASGI middleware that answers 400 with the reason when a LoRA adapter cannot be used, where vLLM answers 500.
 
-vLLM's server answers 500 to everything that goes wrong in the engine while it loads an adapter, except to a folder that
-is not there; of the error it has the text alone. So a worker that refuses an adapter does so in words that are known
-here (`AdapterRefused`), and a middleware finds them in the answer. A request whose adapter had to be loaded again, and
-could not be, ends with an error without a reason: then the engine is told to load it, and what it says is the answer,
-or the last event of a stream. `middleware.py` brings it there.
+vLLM's server answers 500 to every error of the engine while it loads an adapter, except when the folder does not exist.
+Of the error it receives only the text. A worker that rejects an adapter therefore raises `AdapterRefused`, whose text
+has a fixed form, and the middleware searches the response for that form.
+
+A request fails without a reason if its adapter had to be loaded again and could not be. The middleware then asks the
+engine to load the adapter, and sends the engine's error as the response, or as the last event of a stream.
+`http/middleware.py` adds the middleware to vLLM's server.
 """
 
 from __future__ import annotations
@@ -18,25 +20,28 @@ from vllm_backplane.errors import BackplaneError
 from vllm_backplane.http.asgi import App, Message, Receive, Send, error_body
 
 PATHS = ("/v1/load_lora_adapter", "/adapters")
-"""Where adapters are loaded: vLLM's own, and SageMaker's."""
+"""Path suffixes of the requests that load adapters: vLLM's, and SageMaker's."""
 
-_WORDS = "LoRA adapter {name!r} cannot be used: {reason} (correct the adapter, or load another)"
+_MESSAGE = "LoRA adapter {name!r} cannot be used: {reason} (correct the adapter, or load another)"
 _GENERIC = "Internal server error"
-"""All that vLLM says of a request that ended with an error."""
-_EVENT = b'data: {"error"'
-"""How vLLM's event with an error begins."""
-_FOUND = re.compile(r"LoRA adapter .{1,1000}? cannot be used: .*?\(correct the adapter, or load another\)", re.DOTALL)
+"""vLLM's error message for a request that the engine ended with an error."""
+_ERROR_EVENT = b'data: {"error"'
+"""Prefix of an error event in vLLM's streams."""
+_MESSAGE_PATTERN = re.compile(
+    r"LoRA adapter .{1,1000}? cannot be used: .*?\(correct the adapter, or load another\)", re.DOTALL
+)
+"""Matches every text that `_MESSAGE` can produce, also inside a longer text."""
 
 
 class AdapterRefused(BackplaneError):
-    """An adapter that does not fit the model or the options, or whose files are damaged."""
+    """Raised for an adapter that does not fit the model or the options, or whose files are damaged."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(_WORDS.format(name=name, reason=reason))
+        super().__init__(_MESSAGE.format(name=name, reason=reason))
 
 
 class AdapterErrors:
-    """ASGI middleware."""
+    """ASGI middleware that replaces status 500 by 400 and the reason where a LoRA adapter is at fault."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -45,8 +50,8 @@ class AdapterErrors:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"].endswith(PATHS):
-            await self._look_at_failures(scope, receive, send, _refusal)
-        elif _is(b"application/json", scope) and (adapters := _served(scope)):
+            await self._replace_failures(scope, receive, send, _find_refusal)
+        elif _has_type(b"application/json", scope) and (adapters := _served_adapters(scope)):
             await self._explain_failures(scope, receive, send, adapters)
         else:
             await self.app(scope, receive, send)
@@ -54,54 +59,61 @@ class AdapterErrors:
     async def _explain_failures(
         self, scope: Message, receive: Receive, send: Send, adapters: Mapping[str, Any]
     ) -> None:
-        """Of requests that ask for an adapter: whether it can be loaded (again) is what the engine is asked then."""
-        asked: bytearray | None = bytearray()
-        streams: Any = None
+        """Serves a request that may use an adapter. If it fails without a reason, asks the engine to load the adapter
+        and sends the reason."""
+        request_body: bytearray | None = bytearray()
+        streamed_adapter: Any = None
 
-        async def keep() -> Message:
+        async def record_body() -> Message:
             message = await receive()
-            if asked is not None:
-                asked.extend(message.get("body", b""))
+            if request_body is not None:
+                request_body.extend(message.get("body", b""))
             return message
 
-        async def pass_on(message: Message) -> None:
-            nonlocal asked, streams
-            if asked is not None:  # what is answered is decided; a stream may still end with an error
-                streams = adapters.get(_model(bytes(asked))) if _is(b"text/event-stream", message) else None
-                asked = None
-            elif streams is not None and (body := message.get("body", b"")).startswith(_EVENT):
-                judged = await reason(body.removeprefix(b"data: "), streams)
-                if judged is not None:
-                    message = {**message, "body": b"data: " + error_body(*judged) + b"\n\n"}
+        async def forward(message: Message) -> None:
+            nonlocal request_body, streamed_adapter
+            if request_body is not None:
+                # The response has begun, so the request body, which may be large, is dropped. A stream may still end
+                # with an error.
+                is_stream = _has_type(b"text/event-stream", message)
+                streamed_adapter = adapters.get(_model(bytes(request_body))) if is_stream else None
+                request_body = None
+            elif streamed_adapter is not None and (body := message.get("body", b"")).startswith(_ERROR_EVENT):
+                replacement = await find_reason(body.removeprefix(b"data: "), streamed_adapter)
+                if replacement is not None:
+                    message = {**message, "body": b"data: " + error_body(*replacement) + b"\n\n"}
             await send(message)
 
         async def explain(body: bytes) -> tuple[int, str] | None:
-            return None if asked is None else await reason(body, adapters.get(_model(bytes(asked))))
+            if request_body is None:
+                return None
+            return await find_reason(body, adapters.get(_model(bytes(request_body))))
 
-        async def reason(body: bytes, request: Any) -> tuple[int, str] | None:
+        async def find_reason(body: bytes, adapter: Any) -> tuple[int, str] | None:
             engine = scope["app"].state.engine_client
-            if request is None or engine.errored or _message(body) != _GENERIC:
+            if adapter is None or engine.errored or _message(body) != _GENERIC:
                 return None
             try:
-                await engine.add_lora(request)
-            except Exception as fault:  # it is the answer
-                return _told(str(fault), request)
-            return None  # the fault is another, or is mended
+                await engine.add_lora(adapter)
+            except Exception as fault:  # this error becomes the response
+                return _status_and_message(str(fault), adapter)
+            return None  # the request failed for another reason, or the adapter is loadable again
 
-        await self._look_at_failures(scope, keep, pass_on, explain)
+        await self._replace_failures(scope, record_body, forward, explain)
 
-    async def _look_at_failures(
+    async def _replace_failures(
         self,
         scope: Message,
         receive: Receive,
         send: Send,
-        judge: Callable[[bytes], Awaitable[tuple[int, str] | None]],
+        find_replacement: Callable[[bytes], Awaitable[tuple[int, str] | None]],
     ) -> None:
-        """What `judge` makes of a 500: another status and a message, or nothing."""
+        """Holds back a response with status 500 and sends the status and message of `find_replacement` instead, or the
+        response unchanged if that returns None."""
         failed: Message | None = None
         body = b""
 
-        async def look(message: Message) -> None:
+        async def hold_failures(message: Message) -> None:
             nonlocal failed, body
             if message["type"] == "http.response.start" and message["status"] == 500:
                 failed = message
@@ -110,39 +122,40 @@ class AdapterErrors:
             else:
                 body += message.get("body", b"")
                 if not message.get("more_body", False):
-                    for part in _answer(failed, body, await judge(body)):
+                    for part in _response(failed, body, await find_replacement(body)):
                         await send(part)
 
-        await self.app(scope, receive, look)
+        await self.app(scope, receive, hold_failures)
 
 
-def _is(kind: bytes, message: Message) -> bool:
-    stated = (value for key, value in message.get("headers", ()) if key.lower() == b"content-type")
-    return any(one.split(b";")[0].strip().lower() == kind for one in stated)
+def _has_type(content_type: bytes, message: Message) -> bool:
+    given = (value for key, value in message.get("headers", ()) if key.lower() == b"content-type")
+    return any(one.split(b";")[0].strip().lower() == content_type for one in given)
 
 
-def _served(scope: Message) -> Mapping[str, Any]:
-    """The adapters that the server knows by name."""
+def _served_adapters(scope: Message) -> Mapping[str, Any]:
+    """Returns the server's adapters by name."""
     models = getattr(scope["app"].state, "openai_serving_models", None) if "app" in scope else None
     return getattr(models, "lora_requests", {})
 
 
-async def _refusal(body: bytes) -> tuple[int, str] | None:
-    """In the answer to a request that was to load an adapter."""
-    refused = _FOUND.search(_message(body))
+async def _find_refusal(body: bytes) -> tuple[int, str] | None:
+    """Returns 400 and the reason if the response to a request that loads an adapter contains an `AdapterRefused`."""
+    refused = _MESSAGE_PATTERN.search(_message(body))
     return None if refused is None else (400, refused[0])
 
 
-def _told(fault: str, request: Any) -> tuple[int, str]:
-    if (refused := _FOUND.search(fault)) is not None:
+def _status_and_message(fault: str, adapter: Any) -> tuple[int, str]:
+    """Returns the HTTP status and the message for an engine's error while it loads an adapter."""
+    if (refused := _MESSAGE_PATTERN.search(fault)) is not None:
         return 400, refused[0]
-    return 404 if f"No adapter found for {request.lora_path}" in fault else 500, fault
+    return 404 if f"No adapter found for {adapter.lora_path}" in fault else 500, fault
 
 
-def _answer(start: Message, body: bytes, judged: tuple[int, str] | None) -> tuple[Message, Message]:
-    """The answer as it is, or another that names the reason."""
-    if judged is not None:
-        status, message = judged
+def _response(start: Message, body: bytes, replacement: tuple[int, str] | None) -> tuple[Message, Message]:
+    """Returns the two ASGI messages of the response, with the status and message of `replacement` if there is one."""
+    if replacement is not None:
+        status, message = replacement
         body = error_body(status, message)
         headers = [(key, value) for key, value in start["headers"] if key.lower() != b"content-length"]
         start = {**start, "status": status, "headers": [*headers, (b"content-length", str(len(body)).encode())]}

@@ -1,10 +1,10 @@
-"""The LoRA adapters of a step are loaded before it begins; requests whose adapter cannot be loaded end with an error.
+"""Loads and validates the LoRA adapters of a step before the forward pass.
 
-vLLM reads an adapter that was pushed out of its cache (--max-cpu-loras), or that a request in Python brings with it, in
-the middle of the step that needs it. Files that have gone or are damaged by then would end the engine, and one that was
-made for another model would be served. Here each is held against the model as by `add_lora`. Where one fails, all
-workers compute the step without it, as the model answers by itself, and say for which requests that was: the scheduler
-ends them (`scheduler.py`), and nobody sees those answers.
+vLLM reads an adapter in the middle of the step that needs it, if the adapter was evicted from its cache
+(--max-cpu-loras) or came with a request in Python. Files that are missing or damaged by then would end the engine, and
+vLLM would serve an adapter of another model. Here each adapter is validated as by `add_lora`. If one fails, all workers
+compute the step without it, with the base model, and mark the requests on their output. The scheduler ends the marked
+requests (`lora/scheduler.py`), so no client receives tokens of the base model.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 from vllm_backplane.config import scheduling
-from vllm_backplane.lora import adapters
-from vllm_backplane.lora.scheduler import note_unserved
+from vllm_backplane.lora import validation
+from vllm_backplane.lora.scheduler import mark_failed_requests
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -26,84 +26,87 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm." + __name__)
 
-PATIENCE = 1.0
-"""Seconds for which an adapter that failed is not read again. The scheduler is a step or two ahead, and may have let
-requests of those begin with the KV blocks of the one that is about to end."""
+RETRY_SECONDS = 1.0
+"""Seconds for which a failed adapter is not read again. The scheduler is a step or two ahead, and may have started
+requests with this adapter on the KV blocks of the request that is about to end."""
 
 
-class StepAdapters:
+class AdapterPrefetcher:
+    """Loads the adapters of each step, and marks the requests whose adapter failed on the step's output."""
+
     @classmethod
-    def of(cls, config: VllmConfig, runner: Any) -> StepAdapters | None:
-        """Where LoRA is on and the scheduler is one that listens."""
-        if config.lora_config is None or not scheduling.ends_unserved(config):
+    def create_if_supported(cls, config: VllmConfig, runner: Any) -> AdapterPrefetcher | None:
+        """Returns None without LoRA, or if the scheduler cannot fail single requests."""
+        if config.lora_config is None or not scheduling.can_fail_requests(config):
             return None
         return cls(runner, config.parallel_config)
 
     def __init__(self, runner: Any, parallel: ParallelConfig) -> None:
         self._runner = runner
         self._parallel = parallel
-        self._failed: dict[int, tuple[float, str]] = {}
-        """By number: when and why."""
-        self._broken: dict[int, str] = {}
-        """Of this step: why."""
-        self._unserved: frozenset[str] = frozenset()
+        self._earlier_failures: dict[int, tuple[float, str]] = {}
+        """Time and reason of the last failure, by adapter number."""
+        self._step_failures: dict[int, str] = {}
+        """Reasons of the adapters that failed in this step, by adapter number."""
+        self._failed_requests: frozenset[str] = frozenset()
 
     def prepare(self, step: SchedulerOutput) -> None:
-        self._unserved = frozenset()
-        wanted = self._wanted(step)
-        there = self._runner.list_loras() if wanted else set()
-        missing = {one.lora_int_id: one for one in wanted.values() if one.lora_int_id not in there or one.load_inplace}
+        """Loads the adapters that the step needs, and takes those that fail away from its requests."""
+        self._failed_requests = frozenset()
+        needed = self._adapters_by_request(step)
+        loaded = self._runner.list_loras() if needed else set()
+        missing = {one.lora_int_id: one for one in needed.values() if one.lora_int_id not in loaded or one.load_inplace}
         if not missing:
             return
-        for one in wanted.values():
-            if one.lora_int_id in there:
-                self._runner.add_lora(_as_it_is(one))  # is used now, so others make room
+        for one in needed.values():
+            if one.lora_int_id in loaded:
+                self._runner.add_lora(_without_reload(one))  # marks it as recently used, so that others are evicted
         for number, one in sorted(missing.items()):
             self._load(number, one)
-        gone = self._broken.keys() - self._runner.list_loras()  # one that was to be replaced may be as it was
-        self._unserved = frozenset(
+        # If an adapter could not be replaced, its earlier version may still be loaded.
+        absent = self._step_failures.keys() - self._runner.list_loras()
+        self._failed_requests = frozenset(
             name
-            for name, one in wanted.items()
-            if one.lora_int_id in gone or (one.load_inplace and one.lora_int_id in self._broken)
+            for name, one in needed.items()
+            if one.lora_int_id in absent or (one.load_inplace and one.lora_int_id in self._step_failures)
         )
         for new in step.scheduled_new_reqs:
             if new.lora_request is None:
                 continue
-            # Where it was to be replaced, it has been, once, and vLLM would read it in every step; or it is as it was,
-            # and so are the KV blocks that others find.
-            new.lora_request = None if new.lora_request.lora_int_id in gone else _as_it_is(new.lora_request)
-        for name in self._unserved.intersection(step.scheduled_cached_reqs.req_ids):
-            if wanted[name].lora_int_id in gone:
-                self._drop(name)
+            # The flag load_inplace is cleared: an adapter that was replaced above would be read again in every step,
+            # and one that could not be replaced keeps its version, and with it the KV blocks that others share.
+            new.lora_request = None if new.lora_request.lora_int_id in absent else _without_reload(new.lora_request)
+        for name in self._failed_requests.intersection(step.scheduled_cached_reqs.req_ids):
+            if needed[name].lora_int_id in absent:
+                self._detach(name)
 
-    def _wanted(self, step: SchedulerOutput) -> dict[str, LoRARequest]:
-        """Adapters by request."""
+    def _adapters_by_request(self, step: SchedulerOutput) -> dict[str, LoRARequest]:
         found = {new.req_id: new.lora_request for new in step.scheduled_new_reqs}
-        found |= {name: self._held(name) for name in step.scheduled_cached_reqs.req_ids if name not in found}
+        found |= {name: self._running_adapter(name) for name in step.scheduled_cached_reqs.req_ids if name not in found}
         return {name: one for name, one in found.items() if one is not None}
 
-    def _held(self, name: str) -> LoRARequest | None:
-        """Of a request that the runner knows; its two kinds keep them in different places."""
+    def _running_adapter(self, name: str) -> LoRARequest | None:
+        """Returns the adapter of a running request; vLLM's two runners store it in different places."""
         second = getattr(self._runner, "lora_state", None)
         if second is not None:
             return second.lora_requests.get(name)
         return getattr(self._runner.requests.get(name), "lora_request", None)
 
     def _load(self, number: int, request: LoRARequest) -> None:
-        _, failure, raised = adapters.attempt(self._runner, request, self._parallel, self._read)
+        _, failure, raised = validation.load_and_validate(self._runner, request, self._parallel, self._read)
         if failure is None:
-            self._failed.pop(number, None)
+            self._earlier_failures.pop(number, None)
             return
         logger.error(
             "LoRA adapter %r was needed and could not be loaded: %s. Its requests end with an error.",
             request.lora_name,
             failure.reason,
-            exc_info=raised if number not in self._failed else None,
+            exc_info=raised if number not in self._earlier_failures else None,
         )
-        self._broken[number] = failure.reason
+        self._step_failures[number] = failure.reason
 
-    def _drop(self, name: str) -> None:
-        """The adapter of a request that the runner knows; the scheduler is about to end it."""
+    def _detach(self, name: str) -> None:
+        """Takes the adapter away from a running request, which the scheduler is about to end."""
         second = getattr(self._runner, "lora_state", None)
         if second is not None:
             second.add_request(name, self._runner.req_states.req_id_to_index[name], None)
@@ -120,24 +123,26 @@ class StepAdapters:
         if not batch.lora_id_to_request_ids[number]:
             del batch.lora_id_to_request_ids[number], batch.lora_id_to_lora_request[number]
 
-    def loaded(self, number: int) -> None:
-        """By `add_lora`: what was wrong with it is mended."""
-        self._failed.pop(number, None)
+    def clear_failure(self, number: int) -> None:
+        """Forgets the failure of an adapter that `add_lora` has loaded since."""
+        self._earlier_failures.pop(number, None)
 
     def _read(self, request: LoRARequest) -> bool:
-        when, why = self._failed.get(request.lora_int_id, (0.0, ""))
-        if why and time.monotonic() - when < PATIENCE:
-            raise RuntimeError(why)
+        when, reason = self._earlier_failures.get(request.lora_int_id, (0.0, ""))
+        if reason and time.monotonic() - when < RETRY_SECONDS:
+            raise RuntimeError(reason)
         return bool(self._runner.add_lora(request))
 
-    def tell(self, output: Any) -> Any:
-        """After a step, and what it gives, as soon as there is something."""
+    def mark_output(self, output: Any) -> Any:
+        """Returns a step's output with its failed requests marked. The output is None until tokens are sampled."""
         now = time.monotonic()
-        for number, reason in self._broken.items():
-            self._failed[number] = now, reason
-        self._broken = {}
-        return note_unserved(output, self._unserved) if self._unserved and output is not None else output
+        for number, reason in self._step_failures.items():
+            self._earlier_failures[number] = now, reason
+        self._step_failures = {}
+        if not self._failed_requests or output is None:
+            return output
+        return mark_failed_requests(output, self._failed_requests)
 
 
-def _as_it_is(request: LoRARequest) -> LoRARequest:
+def _without_reload(request: LoRARequest) -> LoRARequest:
     return msgspec.structs.replace(request, load_inplace=False) if request.load_inplace else request

@@ -1,8 +1,8 @@
-"""LoRA: vLLM's adapter arithmetic on the operators `lora_shrink` and `lora_expand`.
+"""Implements vLLM's LoRA adapter arithmetic (punica) with the operators `lora_shrink` and `lora_expand`.
 
-vLLM keeps the slot of each token in a buffer; the base class fills it. Here the rows of a product take as
-many entries of that buffer as there are rows, not as many as the last batch had tokens, so a captured graph
-reads the same memory at every replay.
+vLLM's base class fills a buffer with the adapter slot of each token. A matrix product here reads as many entries of
+that buffer as it has rows, and not as many as the last batch had tokens, so a captured graph reads the same memory at
+every replay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _stack(weights: torch.Tensor) -> torch.Tensor:
-    """vLLM stacks adapters as [slots, 1, out, in]."""
+    """Returns [slots, out, in]; vLLM stacks adapters as [slots, 1, out, in]."""
     return weights.squeeze(1) if weights.dim() == 4 else weights
 
 
@@ -33,8 +33,8 @@ class BackplanePunicaWrapper(PunicaWrapperBase):
         vocab_size: int,
         **kwargs: Any,
     ) -> None:
-        # The parent also groups prefill tokens by adapter, reading sizes from the device; no operator needs
-        # them.
+        # The parent also groups prefill tokens by adapter, and reads sizes from the device for it. No operator needs
+        # these groups.
         self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
         self.is_prefill = mapping.is_prefill
         self.no_lora = not any(mapping.index_mapping) and not any(mapping.prompt_mapping)
@@ -47,7 +47,7 @@ class BackplanePunicaWrapper(PunicaWrapperBase):
         scale: float,
         **kwargs: Any,
     ) -> None:
-        """y[i] = scale * x A_i^T. Columns of y past the rank are left alone."""
+        """Computes y[i] = scale * x A_i^T. Columns of y past the rank stay unchanged."""
         if self.no_lora:
             return
         rows = x.reshape(-1, x.shape[-1])
@@ -66,7 +66,7 @@ class BackplanePunicaWrapper(PunicaWrapperBase):
         add_inputs: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Columns of y, slice after slice, += x[i] B_i^T."""
+        """Adds x[i] B_i^T to the i-th slice of the columns of y."""
         if self.no_lora:
             return
         target = y.view(-1, y.shape[-1])
@@ -101,7 +101,7 @@ class BackplanePunicaWrapper(PunicaWrapperBase):
         buffer: tuple[torch.Tensor, ...] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Columns of y, slice after slice, += scale * x A_i^T B_i^T. `buffer` is not needed."""
+        """Adds scale * x A_i^T B_i^T to the i-th slice of the columns of y. `buffer` is unused."""
         if self.no_lora:
             return
         rows, target = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
@@ -123,7 +123,7 @@ class BackplanePunicaWrapper(PunicaWrapperBase):
         buffer: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> None:
-        """y += scale * x A^T B^T. Rows are sampled positions; the vocabularies may be padded apart."""
+        """Adds scale * x A^T B^T to y. Rows are sampled positions; the two vocabularies may be padded differently."""
         if self.no_lora:
             return
         rows, target = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
@@ -139,7 +139,7 @@ class BackplanePunicaWrapper(PunicaWrapperBase):
         bias_stacked: torch.Tensor,
         module_enabled: torch.Tensor,
     ) -> None:
-        """Rows of y whose adapter replaces the whole layer become x W^T + bias."""
+        """Writes x W^T + bias to the rows of y whose adapter replaces the whole layer."""
         if self.no_lora:
             return
         replaced = ops.lora_shrink.call(x, _stack(weight_stacked), self._sampler_indices[: x.shape[0]], 1.0)

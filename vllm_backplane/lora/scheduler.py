@@ -1,9 +1,9 @@
-"""Requests that a worker cannot serve end with an error, and the rest of their step goes on.
+"""Scheduler subclasses that fail single requests whose LoRA adapter could not be loaded.
 
-vLLM's worker has no word for that: what it raises in a step is the end of the engine. So a worker that could not load a
-LoRA adapter (`lora/prefetch.py`) notes the requests on its output, and vLLM's own scheduler, in a subclass that
-`--scheduler-cls` could name as well, ends those before it looks at the rest. Their KV blocks are forgotten: what was
-computed for them is another model's.
+vLLM's worker cannot fail a single request: an exception in a step ends the engine. A worker that could not load an
+adapter (`lora/prefetch.py`) therefore marks the requests on its output, and these subclasses of vLLM's schedulers,
+which --scheduler-cls could name as well, end them with an error before they process the rest of the output. Their KV
+blocks are evicted from the prefix cache, because the base model computed them.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-_NOTE = "backplane_unserved_requests"
+_ATTRIBUTE = "backplane_failed_requests"
 
 
-def note_unserved(output: Any, requests: frozenset[str]) -> Any:
-    """A worker's output that says so; it may be one that is still being copied from the device."""
+def mark_failed_requests(output: Any, requests: frozenset[str]) -> Any:
+    """Returns a worker's output with the failed requests attached, also if it is still being copied from the device."""
     if isinstance(output, AsyncModelRunnerOutput):
-        return _Noted(output, requests)
-    noted = copy(output)  # vLLM has one for all steps without tokens
-    setattr(noted, _NOTE, requests)
-    return noted
+        return _MarkedOutput(output, requests)
+    marked = copy(output)  # vLLM shares one object among all steps without tokens
+    setattr(marked, _ATTRIBUTE, requests)
+    return marked
 
 
-class _Noted(AsyncModelRunnerOutput):
+class _MarkedOutput(AsyncModelRunnerOutput):
     def __init__(self, output: AsyncModelRunnerOutput, requests: frozenset[str]) -> None:
         self._output, self._requests = output, requests
 
     def get_output(self) -> ModelRunnerOutput:
-        return note_unserved(self._output.get_output(), self._requests)
+        return mark_failed_requests(self._output.get_output(), self._requests)
 
 
-class _EndsUnserved:
-    """What both of vLLM's schedulers get."""
+class _FailsMarkedRequests:
+    """Mixin for both of vLLM's schedulers that ends marked requests with an error."""
 
     requests: dict[str, Request]
     kv_cache_manager: Any
@@ -53,46 +53,49 @@ class _EndsUnserved:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        ended = self._end(getattr(model_runner_output, _NOTE, ()))
+        failed = self._fail(getattr(model_runner_output, _ATTRIBUTE, ()))
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
-        for request in ended:
-            told = EngineCoreOutput(
+        for request in failed:
+            output = EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=[],
                 finish_reason=request.get_finished_reason(),
                 events=request.take_events(),
                 trace_headers=request.trace_headers,
             )
-            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(told)
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         return outputs
 
-    def _end(self, names: Iterable[str]) -> list[Request]:
+    def _fail(self, names: Iterable[str]) -> list[Request]:
+        """Ends the requests and evicts their KV blocks. Returns those that had not ended before."""
         names = list(names)
-        ended = [self.requests[name] for name in names if name in self.requests]  # others were cancelled meanwhile
-        ended = [request for request in ended if not request.is_finished()]
-        blocks = [self._all_blocks(request) for request in ended]
-        if len(ended) < len(names) or None in blocks:
-            # Some were given back with their hashes, and nobody knows which. Blocks in use stay with their requests.
+        failed = [self.requests[name] for name in names if name in self.requests]  # the others were aborted meanwhile
+        failed = [request for request in failed if not request.is_finished()]
+        blocks = [self._all_blocks(request) for request in failed]
+        if len(failed) < len(names) or None in blocks:
+            # Some blocks were freed with their hashes, and the scheduler has no record of which. The whole prefix cache
+            # is evicted; blocks in use stay with their requests.
             self.kv_cache_manager.evict_blocks(set(range(len(self.kv_cache_manager.block_pool.blocks))))
         else:
             for some in blocks:
                 self.kv_cache_manager.evict_blocks(some)
-        if ended:
-            self.finish_requests([request.request_id for request in ended], RequestStatus.FINISHED_ERROR)
-        return ended
+        if failed:
+            self.finish_requests([request.request_id for request in failed], RequestStatus.FINISHED_ERROR)
+        return failed
 
     def _all_blocks(self, request: Request) -> set[int] | None:
-        """That it has had; None where it has given some back: preempted, or behind a sliding window."""
+        """Returns every KV block that the request has had, or None if it has freed some: it was preempted, or they are
+        behind a sliding window."""
         blocks = {block for group in self.kv_cache_manager.get_block_ids(request.request_id) for block in group}
-        given_back = request.num_preemptions or self.kv_cache_manager.block_pool.null_block.block_id in blocks
-        return None if given_back or not blocks else blocks
+        has_freed = request.num_preemptions or self.kv_cache_manager.block_pool.null_block.block_id in blocks
+        return None if has_freed or not blocks else blocks
 
 
-class BackplaneScheduler(_EndsUnserved, Scheduler):
+class BackplaneScheduler(_FailsMarkedRequests, Scheduler):
     pass
 
 
-class BackplaneAsyncScheduler(_EndsUnserved, AsyncScheduler):
+class BackplaneAsyncScheduler(_FailsMarkedRequests, AsyncScheduler):
     pass

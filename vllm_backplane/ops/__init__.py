@@ -1,6 +1,6 @@
-"""The operators: what a device may own. One file per family; importing this package declares them all.
+"""Declares the operators that a device may implement, one file per family; importing this package declares them all.
 
-Knows nothing of vLLM. `layers/` binds vLLM's layers and kernels to these.
+It imports nothing of vLLM. `layers/` and `attention/` bind vLLM's layers and kernels to these operators.
 """
 
 from vllm_backplane.ops.activations import (

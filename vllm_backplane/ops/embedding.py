@@ -1,8 +1,8 @@
-"""The two ends of a model: token ids to vectors, and vectors to logits over the vocabulary.
+"""Declares the operators at both ends of a model: token ids to vectors, and vectors to logits over the vocabulary.
 
-`logits` is a linear layer in form but not in use: the weight is the largest matrix of a small model, often
-shared with the embedding, and it meets only the sampled rows. A device may hold it in another layout or
-precision than the rest, so it is an operator of its own.
+`logits` computes the same as a linear layer but is used differently: its weight is the largest matrix of a small
+model, is often shared with the embedding, and is multiplied with the sampled rows only. A device may store it in
+another layout or precision than other weights, so it is an operator of its own.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def _samples(space: SampleSpace) -> Iterator[Sample]:
     tolerances=dict.fromkeys(DEFAULT_TOLERANCES, EXACT),
 )
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The rows of weight that ids name; ids of any shape, all within the table."""
+    """Returns the rows of weight at the indices ids, which have any shape and are within the table."""
     return torch.nn.functional.embedding(ids, weight)
 
 
 @operator("(Tensor hidden, Tensor weight, Tensor? bias=None) -> Tensor", samples=projection_samples)
 def logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """hidden @ weight.T + bias: one score per vocabulary entry; weight is [vocabulary, hidden]."""
+    """Returns hidden @ weight.T + bias, one score per vocabulary entry; weight is [vocabulary, hidden]."""
     return torch.nn.functional.linear(hidden, weight, bias)

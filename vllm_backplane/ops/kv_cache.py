@@ -1,10 +1,10 @@
-"""Writing the paged KV cache.
+"""Declares the operators that write the paged KV cache.
 
-Keys and values lie in blocks of ``block_size`` tokens; slot s is offset ``s % block_size`` of block
-``s // block_size``. Usually K and V are the two halves of the last dimension of one tensor and the order of
-blocks, heads and offsets in memory is vLLM's choice, so only the strides of what is passed may be assumed.
+Keys and values are stored in blocks of ``block_size`` tokens; slot s is offset ``s % block_size`` of block
+``s // block_size``. Usually K and V are the two halves of the last dimension of one tensor, and vLLM chooses
+the order of blocks, heads and offsets in memory. An implementation must therefore use the strides of its arguments.
 
-The references read no value on the host: they can be queued, and captured into a graph.
+The references read no value on the host, so they can be queued and captured into a graph.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from vllm_backplane.ops.operator import (
 
 _TOLERANCES = {
     **DEFAULT_TOLERANCES,
-    # One step of the format: a kernel may multiply by the reciprocal of the scale instead of dividing.
+    # One unit in the last place: a kernel may multiply by the reciprocal of the scale instead of dividing.
     torch.float8_e4m3fn: Tolerance(0.13, 2e-3),
     torch.float8_e5m2: Tolerance(0.26, 2e-5),
 }
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A view to copy from and to: few devices can index one-byte floats, all can index bytes."""
+    """Returns a view of one-byte floats as bytes, because few devices can index such floats and all can index bytes."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
@@ -46,21 +46,21 @@ def paged_cache(
     *,
     value_head: int | None = None,
     dtype: torch.dtype | None = None,
-    heads_inside: bool = False,
+    nhd: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample K and V views of one tensor, [blocks, kv_heads, block_size, head] each, filled with numbers.
+    """Returns K and V views of one tensor, [blocks, kv_heads, block_size, head] each, filled with random numbers.
 
-    `heads_inside` puts the heads of one token side by side in memory, otherwise the tokens of one head.
+    The memory layout is NHD (the heads of one token side by side) with `nhd`, otherwise HND.
     """
     width = head + (head if value_head is None else value_head)
-    if heads_inside:
+    if nhd:
         cache = space.normal(blocks, block_size, kv_heads, width, dtype=dtype).transpose(1, 2)
     else:
         cache = space.normal(blocks, kv_heads, block_size, width, dtype=dtype)
     return cache[..., :head], cache[..., head:]
 
 
-def _stored(rows: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def _to_cache_dtype(rows: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     if not dtype.is_floating_point:
         raise OperatorError(f"kv_cache_write: the cache is {dtype}; pass it viewed as its floating-point type")
     if scale == 1.0 and dtype.itemsize > 1:
@@ -74,14 +74,14 @@ def _stored(rows: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tenso
 
 def _write(rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float) -> None:
     used = slots >= 0
-    # A padding token repeats the write of the first real one: selecting the real ones would need their
-    # number on the host. With no real one at all, slot 0 is given the value it has.
-    leader = used.to(torch.int32).argmax()
-    source = torch.where(used, torch.arange(slots.shape[0], device=slots.device), leader)
+    # A padding token repeats the write of the first real token, because selecting the real tokens would need
+    # their number on the host. If there is no real token at all, slot 0 is overwritten with its own value.
+    first = used.to(torch.int32).argmax()
+    source = torch.where(used, torch.arange(slots.shape[0], device=slots.device), first)
     slots = slots[source].clamp(min=0)
     block, offset = slots // cache.shape[2], slots % cache.shape[2]
     target = as_bits(cache)
-    new = as_bits(_stored(rows, scale, cache.dtype))[source]
+    new = as_bits(_to_cache_dtype(rows, scale, cache.dtype))[source]
     target[block, :, offset] = torch.where(used.any(), new, target[0, :, 0])
 
 
@@ -95,11 +95,11 @@ def _write_samples(space: SampleSpace) -> Iterator[Sample]:
         head: int = 8,
         value_head: int | None = None,
         dtype: torch.dtype | None = None,
-        heads_inside: bool = False,
+        nhd: bool = False,
         scales: tuple[float, float] = (1.0, 1.0),
         spread: float = 1.0,
     ) -> Sample:
-        caches = paged_cache(space, 6, kv_heads, 4, head, value_head=value_head, dtype=dtype, heads_inside=heads_inside)
+        caches = paged_cache(space, 6, kv_heads, 4, head, value_head=value_head, dtype=dtype, nhd=nhd)
         count = len(slots) if tokens is None else tokens
         key = space.normal(count, kv_heads, head) * spread
         value = space.normal(count, kv_heads, value_head or head) * spread
@@ -107,7 +107,7 @@ def _write_samples(space: SampleSpace) -> Iterator[Sample]:
 
     yield sample("one token", [9])
     yield sample("several blocks, out of order", [5, 23, 0, 12, 4])
-    yield sample("heads inside tokens", [5, 23, 0, 12, 4], heads_inside=True)
+    yield sample("NHD layout", [5, 23, 0, 12, 4], nhd=True)
     yield sample("padding slots", [-1, 7, -1, 0, -1])
     yield sample("padding only", [-1, -1])
     yield sample("more tokens than slots", [3, 19], tokens=5)
@@ -117,7 +117,7 @@ def _write_samples(space: SampleSpace) -> Iterator[Sample]:
     yield sample("other float", [8, 1, 14], dtype=torch.float16)
     for fp8 in (torch.float8_e4m3fn, torch.float8_e5m2):
         yield sample(f"{fp8}", [8, -1, 14], dtype=fp8)
-        yield sample(f"{fp8}, scaled", [8, 1, 14], dtype=fp8, scales=(0.5, 0.25), heads_inside=True)
+        yield sample(f"{fp8}, scaled", [8, 1, 14], dtype=fp8, scales=(0.5, 0.25), nhd=True)
         yield sample(f"{fp8}, beyond its range", [8, 1, 14], dtype=fp8, scales=(1e-4, 1e-3), spread=100.0)
 
 
@@ -137,7 +137,7 @@ def kv_cache_write(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """Store the keys and values of new tokens, divided by their scales, in the cache slots given.
+    """Stores the keys and values of new tokens, divided by their scales, in the given cache slots.
 
     key, value [tokens, kv_heads, head]; caches [blocks, kv_heads, block_size, head], strided. Slots below 0
     are padding; tokens beyond the end of `slot_mapping` are not stored. One-byte floats saturate.
@@ -155,7 +155,7 @@ def _zero_samples(space: SampleSpace) -> Iterator[Sample]:
         yield Sample(label, (space.normal(6, 2, 4, 16), space.tensor(ids, torch.int64)))
     yield Sample("32-bit ids", (space.normal(6, 2, 4, 16), space.tensor([4, 1], torch.int32)))
     strided = space.normal(6, 4, 2, 16).transpose(1, 2)
-    yield Sample("heads inside tokens", (strided, space.tensor([4, 1], torch.int64)))
+    yield Sample("NHD layout", (strided, space.tensor([4, 1], torch.int64)))
     yield Sample("part of a wider cache", (space.normal(6, 2, 4, 16)[..., 8:], space.tensor([4], torch.int64)))
     fp8 = space.normal(6, 2, 4, 16, dtype=torch.float8_e4m3fn)
     yield Sample("one-byte floats", (fp8, space.tensor([4, 1], torch.int64)))
@@ -168,5 +168,5 @@ def _zero_samples(space: SampleSpace) -> Iterator[Sample]:
     tolerances=dict.fromkeys(_TOLERANCES, EXACT),
 )
 def kv_cache_zero_blocks(kv_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
-    """Set whole blocks of a cache to zero; blocks are its first dimension."""
+    """Sets whole blocks of a cache to zero; blocks are its first dimension."""
     as_bits(kv_cache).index_fill_(0, block_ids.long(), 0)

@@ -1,9 +1,9 @@
-"""The unquantised linear layer: where most of a model's time goes.
+"""Declares the operators of the unquantised linear layer, which takes most of a model's time.
 
-A checkpoint's weight is [out, in]. A device may want it in another order in memory (`Device.arrange_linear`), such as
-blocks of rows, each transposed: it is rearranged once, after loading, and multiplied by `blocked_linear`. The strides
-tell the order, so the reference understands every one. `linear` takes weights that must stay as they are, such as a
-table that is also the embedding.
+A checkpoint's weight is [out, in]. A device may want another memory layout (`Device.arrange_linear`), such as blocks of
+rows, each transposed: the weight is rearranged once, after loading, and multiplied by `blocked_linear`. The strides
+describe the layout, so the reference supports every layout. `linear` takes weights that must not be rearranged, such as
+a table that is also the embedding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SIZES = (((1,), 8, 8), ((3,), 64, 24), ((7,), 33, 65), ((2, 3), 16, 5), ((0,), 
 
 
 def projection_samples(space: SampleSpace) -> Iterator[Sample]:
-    """Inputs of x @ weight.T + bias; the weight is scaled so that results stay near one."""
+    """Yields inputs of x @ weight.T + bias; the weight is scaled so that results stay near one."""
     for leading, fan_in, fan_out in _SIZES:
         x, weight = space.normal(*leading, fan_in), space.normal(fan_out, fan_in) * fan_in**-0.5
         yield Sample(f"{leading} x {fan_in} -> {fan_out}", (x, weight, None))
@@ -29,20 +29,21 @@ def projection_samples(space: SampleSpace) -> Iterator[Sample]:
 
 @operator("(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor", samples=projection_samples)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x @ weight.T + bias over the last dimension of x; weight is [out, in]."""
+    """Returns x @ weight.T + bias over the last dimension of x; weight is [out, in]."""
     return torch.nn.functional.linear(x, weight, bias)
 
 
 def blocked(weight: torch.Tensor, width: int, lanes: int = 0) -> torch.Tensor:
-    """The weight as blocks of `width` rows, each transposed in memory, missing rows zero: [blocks, width, in].
+    """Returns the weight as blocks of `width` rows, each transposed in memory: [blocks, width, in].
 
-    With `lanes`, the rows of a block lie in pairs, row j beside row j + lanes: [blocks, pairs, 2, lanes, in].
+    Rows that are missing in the last block are zero. With `lanes`, the rows of a block are paired, row j beside row
+    j + lanes: [blocks, pairs, 2, lanes, in].
     """
     rows, fan_in = weight.shape
     count = -(-rows // width)
     if lanes:
         if width % (2 * lanes):
-            raise OperatorError(f"blocks of {width} rows do not divide into pairs of {lanes}")
+            raise OperatorError(f"the block width {width} is not a multiple of 2 * {lanes} lanes")
         memory = weight.new_zeros((count, fan_in, width // (2 * lanes), lanes, 2))
         blocks = memory.permute(0, 2, 4, 3, 1)
     else:
@@ -57,13 +58,14 @@ def blocked(weight: torch.Tensor, width: int, lanes: int = 0) -> torch.Tensor:
 
 
 def blocked_samples(space: SampleSpace) -> Iterator[Sample]:
-    arrangements = ((8, 0), (8, 4), (16, 0), (16, 8), (16, 4), (32, 0), (32, 16))
-    for width, lanes in arrangements:
+    """Yields inputs of `blocked_linear` in several layouts."""
+    layouts = ((8, 0), (8, 4), (16, 0), (16, 8), (16, 4), (32, 0), (32, 16))
+    for width, lanes in layouts:
         named = f"blocks of {width}" + (f", pairs of {lanes}" if lanes else "")
         for sample in projection_samples(space):
             x, weight, bias = sample.args
             yield Sample(f"{sample.label}, {named}", (x, blocked(weight, width, lanes), weight.shape[0], bias))
-        for rows in (15, 40):  # more than a kernel takes at once, and enough to make one prepare its arguments
+        for rows in (15, 40):  # more rows than a kernel takes at once, and enough that a kernel packs its input first
             x, weight, bias = space.normal(rows, 37), space.normal(70, 37) * 37**-0.5, space.normal(70)
             yield Sample(f"{rows} x 37 -> 70, {named}", (x, blocked(weight, width, lanes), 70, bias))
 
@@ -72,5 +74,5 @@ def blocked_samples(space: SampleSpace) -> Iterator[Sample]:
 def blocked_linear(
     x: torch.Tensor, blocks: torch.Tensor, out_features: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x @ weight.T + bias for a weight whose rows lie in blocks: [..., in]; rows past out_features are filling."""
+    """Returns x @ weight.T + bias for a weight stored in blocks, [..., in]; rows past out_features are padding."""
     return torch.nn.functional.linear(x, blocks.flatten(0, -2)[:out_features], bias)

@@ -1,9 +1,9 @@
-"""Low-rank adapters, many in one batch: each token names the adapter it uses.
+"""Declares the operators for LoRA adapters; the tokens of one batch may use different adapters.
 
-Adapters lie stacked, one slot each. `indices` [tokens] holds each token's slot; anything else than a slot
-number, -1 by convention, means no adapter, and a captured batch may have arbitrary numbers in its padding.
-The narrow side stays in float32 between the two products. The references go over all slots: slots are few,
-and nothing is read on the host.
+Adapters are stacked, one slot each. `indices` [tokens] has the slot of each token; any number that is not a
+slot, -1 by convention, means no adapter, and a captured batch may have arbitrary numbers in its padding.
+The low-rank activations stay in float32 between the two matrix products. The references loop over all slots,
+because slots are few and no value has to be read on the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOLERANCES = {
 
 
 def _cases(space: SampleSpace) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Label, indices, number of adapters."""
+    """Yields (label, indices, number of adapters)."""
     yield "mixed", space.integers(3, 9, low=-1), 3
     yield "no adapter", space.tensor([-1, -1, -1], torch.int64), 2
     yield "one adapter", space.tensor([0, 0], torch.int64), 1
@@ -42,7 +42,7 @@ def _shrink_samples(space: SampleSpace) -> Iterator[Sample]:
     tolerances=_TOLERANCES,
 )
 def lora_shrink(x: torch.Tensor, lora_a: torch.Tensor, indices: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale * x lora_a^T with each token's adapter, in float32; zero without adapter.
+    """Returns scale * x lora_a^T with each token's adapter, in float32; zero for a token without adapter.
 
     x [tokens, width]; lora_a [adapters, rank, width]; the result is [tokens, rank].
     """
@@ -79,10 +79,10 @@ def lora_expand(
     size: int | None = None,
     add: bool = True,
 ) -> None:
-    """Add x lora_b^T, with each token's adapter, to `size` columns of y from `offset` on.
+    """Adds x lora_b^T, with each token's adapter, to `size` columns of y from `offset` on.
 
-    y [tokens, any width]; x [tokens, rank]; lora_b [adapters, at least size, rank]. Without `size` all of
-    lora_b's columns that y has room for. With add=False the columns are replaced, by zero for a token
+    y [tokens, any width]; x [tokens, rank]; lora_b [adapters, at least size, rank]. Without `size`, all of
+    lora_b's rows that fit into y are used. With add=False the columns are replaced, by zero for a token
     without adapter.
     """
     width = min(lora_b.shape[1], y.shape[1] - offset) if size is None else size

@@ -1,9 +1,9 @@
-"""Mixture of experts: choosing the experts of each token, and the experts themselves.
+"""Declares the operators for mixture of experts: routing tokens to experts, and the experts themselves.
 
-Routing is small and exact: scores are float32 whatever the type of the logits, because a changed order is a
-different model. The experts are the bulk of such a model's work; a device that owns `moe_experts` decides
+Routing is small and exact: scores are float32 for every dtype of the logits, because another order of the scores
+chooses other experts. The experts are most of such a model's work; a device that implements `moe_experts` decides
 how tokens are grouped. The reference reads the number of tokens per expert on the host, once per call: it
-is correct everywhere, but a device that captures graphs needs a kernel of its own.
+is correct on every device, but a device that captures graphs needs a kernel of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from vllm_backplane.ops.activations import gelu_of
 from vllm_backplane.ops.operator import Sample, SampleSpace, Tolerance, operator
 
 GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "situ")
+"""Names of the activations with a gate, as vLLM has them."""
 PLAIN = ("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul")
+"""Names of the activations without a gate."""
 
 
 def _route_samples(space: SampleSpace) -> Iterator[Sample]:
@@ -66,12 +68,12 @@ def moe_route(
     topk_group: int = 0,
     routed_scaling_factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (float32) and ids (int32), both [tokens, top_k], of each token's experts, best first.
+    """Returns weights (float32) and ids (int32), both [tokens, top_k], of each token's experts, best first.
 
-    Scores are the softmax, sigmoid or sqrt(softplus) of the logits. The bias takes part in the choice but
-    not in the weights. With groups (0: none) only experts of the best `topk_group` groups stand for choice;
-    a group is as good as its best expert, or, with a bias, as the sum of its best two. Of equal scores the
-    lower id wins.
+    Scores are the softmax, sigmoid or sqrt(softplus) of the logits. The bias affects the choice but not the
+    weights. With groups (0: none), only experts of the best `topk_group` groups can be chosen; the score of a
+    group is that of its best expert or, with a bias, the sum of its best two. Of equal scores the lower id
+    wins.
     """
     logits = router_logits.float()
     if scoring == "softmax":
@@ -94,8 +96,8 @@ def moe_route(
         else:
             quality = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
         best = quality.argsort(dim=-1, descending=True, stable=True)[:, :topk_group]
-        barred = torch.ones_like(quality, dtype=torch.bool).scatter_(1, best, False)
-        choice = grouped.masked_fill(barred.unsqueeze(-1), -float("inf")).reshape(tokens, experts)
+        excluded = torch.ones_like(quality, dtype=torch.bool).scatter_(1, best, False)
+        choice = grouped.masked_fill(excluded.unsqueeze(-1), -float("inf")).reshape(tokens, experts)
     ids = choice.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
     weights = scores.gather(1, ids)
     if renormalize:
@@ -109,8 +111,10 @@ def _unknown_activation(name: str) -> OperatorError:
     return OperatorError(f"moe_experts: unknown activation {name!r}{nearest(name, GATED + PLAIN)}")
 
 
-def activated(name: str, projected: torch.Tensor, alpha: float, limit: float | None, beta: float) -> torch.Tensor:
-    """What `moe_experts` does between its two products, for products that are computed by something else, too."""
+def apply_activation(
+    name: str, projected: torch.Tensor, alpha: float, limit: float | None, beta: float
+) -> torch.Tensor:
+    """Returns the activation between the two matrix products of `moe_experts`; quantized experts use it as well."""
     x = projected.float()
     if name in PLAIN:
         if name == "relu2_no_mul":
@@ -168,13 +172,13 @@ def _experts_samples(space: SampleSpace) -> Iterator[Sample]:
     yield sample("limit", 7, 4, 2, "silu", None, None, None, False, 1.0, 0.5, 0.0)
     yield sample("limit", 7, 4, 2, "swiglustep", None, None, None, False, 1.0, 0.5)
     yield sample("soft limit", 7, 4, 2, "situ", None, None, None, False, 2.0, 3.0)
-    yield sample("weight on input", 7, 4, 1, "silu", None, None, None, True)
+    yield sample("router weight on input", 7, 4, 1, "silu", None, None, None, True)
     yield sample("no token", 0, 4, 2, "silu")
     yield sample("one token", 1, 8, 3, "silu")
-    elsewhere = space.tensor([-1, 0, -1, 1, 2, 3], torch.int32)
-    absent = sample("experts elsewhere", 7, 4, 2, "silu", None, None, elsewhere)
+    expert_map = space.tensor([-1, 0, -1, 1, 2, 3], torch.int32)
+    mapped = sample("experts on other ranks", 7, 4, 2, "silu", None, None, expert_map)
     ids = space.integers(6, 7, 2, dtype=torch.int32)
-    yield Sample(absent.label, (*absent.args[:4], ids, *absent.args[5:]))
+    yield Sample(mapped.label, (*mapped.args[:4], ids, *mapped.args[5:]))
     padded = sample("padded ids", 5, 4, 2, "silu")
     ids = space.integers(4, 5, 2, low=-1, dtype=torch.int32)
     yield Sample(padded.label, (*padded.args[:4], ids, *padded.args[5:]))
@@ -218,25 +222,25 @@ def moe_experts(
     limit: float | None = None,
     beta: float = 0.0,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts: activation(x w13 + bias) w2 + bias, per expert.
+    """Returns the weighted sum of each token's experts: activation(x w13 + bias) w2 + bias, per expert.
 
     x [tokens, hidden]; w13 [experts, 2 * inner, hidden], gate rows before up rows (alternating for
     "swigluoai"), or [experts, inner, hidden] for activations without a gate, "..._no_mul"; w2 [experts,
-    hidden, inner]. `expert_map` turns the ids into places in w13 and w2; -1, there or as an id, adds
+    hidden, inner]. `expert_map` turns the ids into indices of w13 and w2; -1, in the map or as an id, adds
     nothing. "silu" and "swigluoai" are gate * sigmoid(alpha * gate) * (up + beta), after clamping gate to
-    at most `limit` and up to within it; "swiglustep" clamps silu(gate) instead; "situ" bounds softly, by
+    at most `limit` and up to [-limit, limit]; "swiglustep" clamps silu(gate) instead; "situ" bounds softly, by
     alpha * tanh(gate / alpha) * sigmoid(gate) and limit * tanh(up / limit).
     """
     if activation not in GATED + PLAIN:
         raise _unknown_activation(activation)
     experts, top_k = w13.shape[0], topk_ids.shape[1]
-    place = topk_ids.long()
+    index = topk_ids.long()
     if expert_map is not None:
-        place = torch.where(place >= 0, expert_map.long()[place.clamp(min=0)], -1)
-    place = torch.where((place >= 0) & (place < experts), place, experts).flatten()
-    order = place.argsort(stable=True)
+        index = torch.where(index >= 0, expert_map.long()[index.clamp(min=0)], -1)
+    index = torch.where((index >= 0) & (index < experts), index, experts).flatten()
+    order = index.argsort(stable=True)
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=x.device)
-    counts.scatter_add_(0, place, torch.ones_like(place))
+    counts.scatter_add_(0, index, torch.ones_like(index))
     scale = topk_weights.float().flatten().unsqueeze(1)
     total = torch.zeros((x.shape[0], w2.shape[1]), dtype=torch.float32, device=x.device)
     begin = 0
@@ -250,7 +254,7 @@ def moe_experts(
         if apply_router_weight_on_input:
             inputs = (inputs.float() * scale[pairs]).to(x.dtype)
         projected = F.linear(inputs, w13[expert], None if w13_bias is None else w13_bias[expert])
-        inner = activated(activation, projected, alpha, limit, beta)
+        inner = apply_activation(activation, projected, alpha, limit, beta)
         outputs = F.linear(inner, w2[expert], None if w2_bias is None else w2_bias[expert]).float()
         if not apply_router_weight_on_input:
             outputs = outputs * scale[pairs]

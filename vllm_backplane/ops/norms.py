@@ -1,7 +1,7 @@
-"""Root-mean-square normalisation, plain and fused with the residual addition.
+"""Declares the operators for RMS normalisation, plain and fused with the residual addition.
 
-Statistics are taken in float32 whatever the input type: half-precision squares overflow at 256 (fp16) or
-lose the small terms (bf16). The weight is applied in its own type and the result returns to the input's.
+Statistics are computed in float32 for every input dtype: half-precision squares overflow at 256 (fp16) or
+lose the small terms (bf16). The weight is applied in its own dtype, and the result has the input's.
 Gemma's variant scales by ``1 + weight``, in float32 until the last rounding.
 """
 
@@ -40,7 +40,7 @@ def _norm_samples(space: SampleSpace) -> Iterator[Sample]:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, variance_size: int | None = None
 ) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension; the rms may be taken over a leading part of it."""
+    """Returns x / rms(x) * weight over the last dimension; the rms may be that of its first variance_size elements."""
     return _weighted(_normalised(x, eps, variance_size), weight, x.dtype)
 
 
@@ -61,7 +61,7 @@ def fused_add_rms_norm(
     eps: float,
     variance_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual), the sum kept in float32 for the norm."""
+    """Returns (rms_norm(x + residual), x + residual); the norm uses the sum in float32."""
     total = x.float() + residual.float()
     return _weighted(_normalised(total, eps, variance_size), weight, x.dtype), total.to(x.dtype)
 
@@ -73,7 +73,7 @@ def _gemma_samples(space: SampleSpace) -> Iterator[Sample]:
 
 @operator("(Tensor x, Tensor weight, float eps) -> Tensor", samples=_gemma_samples)
 def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * (1 + weight), multiplied in float32."""
+    """Returns x / rms(x) * (1 + weight), multiplied in float32."""
     return (_normalised(x, eps, None) * (1.0 + weight.float())).to(x.dtype)
 
 
@@ -87,6 +87,6 @@ def _gemma_fused_samples(space: SampleSpace) -> Iterator[Sample]:
 def fused_add_gemma_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gemma_rms_norm(x + residual), x + residual)."""
+    """Returns (gemma_rms_norm(x + residual), x + residual)."""
     total = x.float() + residual.float()
     return (_normalised(total, eps, None) * (1.0 + weight.float())).to(x.dtype), total.to(x.dtype)

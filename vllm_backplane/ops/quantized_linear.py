@@ -1,11 +1,12 @@
-"""The linear layer with weights of 8 or 4 bits: what decides the speed where memory is read slower than it is used.
+"""Declares the operator of the linear layer with weights of 8 or 4 bits, and the functions that pack such weights.
 
-Output features lie in blocks of `width`, four input positions of each feature side by side, which is the order in
-which dot-product instructions take them; the width, and whether codes of 8 bits are signed, is the device's choice
-(`Device.quantized_layout`). Weights share a scale, and perhaps an offset, in groups along the input. The input is
-quantized too, to 8 bits, one scale per row and group, so that the product within a group is one of integers.
+Small weights make a layer faster wherever memory bandwidth limits it. Output features are stored in blocks of `width`,
+four input positions of each feature side by side, which is the order in which dot-product instructions read them. The
+device chooses the width, and whether 8-bit codes are signed (`Device.quantized_layout`). Weights share a scale, and
+optionally an offset, in groups along the input dimension. The input is quantized too, to 8 bits with one scale per row
+and group, so that the dot product within a group is one of integers.
 
-`packed` makes such weights of full-precision ones; `packed_codes` lays out codes that a checkpoint brings.
+`packed` quantizes and packs full-precision weights; `packed_codes` packs the codes of a quantized checkpoint.
 """
 
 from __future__ import annotations
@@ -23,32 +24,34 @@ SMALLEST_AMAX = 2.0**-100
 """An input group whose largest magnitude is below this counts as zero: 127 / amax must stay finite in float32."""
 
 _SPLIT = 4
-"""Input positions side by side; in 4 bits each byte holds two positions that are this far apart."""
+"""Number of input positions side by side; with 4 bits, a byte holds two positions that are this far apart."""
 _PIECE = 1 << 18
-"""Weights that are unpacked or packed at once, so that temporary memory does not grow with the layer."""
+"""Number of weights that are packed or unpacked at once, so that temporary memory does not grow with the layer."""
 
 
 class Packed(NamedTuple):
+    """A packed weight."""
+
     codes: torch.Tensor
-    """uint8 [blocks, padded_in / 4, width, 4] (8 bits) or [blocks, padded_in / 8, width, 4] (4 bits); int8 where codes
-    of 8 bits are stored less 128."""
+    """uint8 [blocks, padded_in / 4, width, 4] (8 bits) or [blocks, padded_in / 8, width, 4] (4 bits); int8 if 8-bit
+    codes are signed, that is, stored minus 128."""
     scales: torch.Tensor
     """[blocks, groups, width]."""
     offsets: torch.Tensor | None
-    """As scales; without them the middle code, 128 or 8, is zero."""
+    """Like scales; without offsets, the middle code, 128 or 8, means zero."""
 
 
 def padded_size(fan_in: int, group: int) -> int:
-    """The input size that codes are stored for: a multiple of the group, and of 8. Group 0 is the whole row."""
+    """Returns the input size of the stored codes: a multiple of the group, and of 8. Group 0 is the whole row."""
     step = group or 8
     return -(-fan_in // step) * step
 
 
 def _check_format(bits: int, group: int) -> None:
     if bits not in (4, 8):
-        raise OperatorError(f"weights of {bits} bits are not known; use 4 or 8")
+        raise OperatorError(f"weights of {bits} bits are not supported; use 4 or 8")
     if group < 0 or group % 8:
-        raise OperatorError(f"a group of {group} weights is not a multiple of 8")
+        raise OperatorError(f"a group of {group} weights is not supported; use a multiple of 8")
 
 
 def _positions_per_step(bits: int) -> int:
@@ -56,13 +59,13 @@ def _positions_per_step(bits: int) -> int:
 
 
 def empty_codes(rows: int, padded_in: int, bits: int, layout: CodeLayout, device: torch.device | None) -> torch.Tensor:
-    """Room for the codes of so many rows; each is 0, or stored less 128 the middle one."""
+    """Returns memory for the codes of so many rows. All bytes are 0, which means code 0 or, if signed, the middle."""
     blocks, steps = -(-rows // layout.width), padded_in // _positions_per_step(bits)
     return torch.zeros((blocks, steps, layout.width, _SPLIT), dtype=layout.code_type(bits), device=device)
 
 
 def packed_codes(codes: torch.Tensor, bits: int, layout: CodeLayout) -> torch.Tensor:
-    """Codes, uint8 [rows, padded_in], in the order of the operator; rows are filled up to whole blocks with zeros."""
+    """Returns codes, uint8 [rows, padded_in], in the operator's layout; the last block is padded with zero rows."""
     (rows, fan_in), width = codes.shape, layout.width
     blocks, step = -(-rows // width), _positions_per_step(bits)
     if rows < blocks * width:
@@ -76,9 +79,9 @@ def packed_codes(codes: torch.Tensor, bits: int, layout: CodeLayout) -> torch.Te
 
 
 def unpacked_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """What `packed_codes` was given, filling included: uint8 [blocks * width, padded_in]."""
+    """Returns the codes that `packed_codes` packed, with the padding: uint8 [blocks * width, padded_in]."""
     if codes.dtype != torch.uint8 and (codes.dtype != torch.int8 or bits != 8):
-        raise OperatorError(f"codes of {bits} bits are {codes.dtype}; use uint8, or for 8 bits less 128 int8")
+        raise OperatorError(f"codes of {bits} bits are {codes.dtype}; use uint8, or int8 for signed codes of 8 bits")
     if bits == 4:
         codes = torch.cat((codes & 15, codes >> 4), dim=-1)
     elif codes.dtype == torch.int8:
@@ -88,7 +91,7 @@ def unpacked_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def packed_by_group(values: torch.Tensor, width: int) -> torch.Tensor:
-    """Scales or offsets, [rows, groups], as [blocks, groups, width]."""
+    """Returns scales or offsets, [rows, groups], in the operator's layout [blocks, groups, width]."""
     rows, groups = values.shape
     blocks = -(-rows // width)
     if rows < blocks * width:
@@ -96,11 +99,11 @@ def packed_by_group(values: torch.Tensor, width: int) -> torch.Tensor:
     return values.view(blocks, width, groups).transpose(1, 2).contiguous()
 
 
-def _fitted(weight: torch.Tensor, bits: int, scale_type: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of float32 [rows, groups, group], zero at the middle code.
+def _quantize_symmetric(weight: torch.Tensor, bits: int, scale_type: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns codes and scales of float32 [rows, groups, group], with zero at the middle code.
 
-    In 8 bits the largest magnitude gets the highest or the second lowest code. In 4 bits it gets the lowest, which
-    reaches one step further than the highest, and its sign goes into the scale.
+    With 8 bits, the largest magnitude gets the highest or the second lowest code. With 4 bits, it gets the lowest code,
+    which is one step further from the middle than the highest, and the scale has its sign.
     """
     middle = 2 ** (bits - 1)
     largest = weight.gather(-1, weight.abs().argmax(-1, keepdim=True))
@@ -108,10 +111,10 @@ def _fitted(weight: torch.Tensor, bits: int, scale_type: torch.dtype) -> tuple[t
     return (_rounded(weight, scale, middle) + middle).to(torch.uint8), scale.squeeze(-1).to(scale_type)
 
 
-def _spanned(
+def _quantize_asymmetric(
     weight: torch.Tensor, bits: int, scale_type: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scales and offsets of float32 [rows, groups, group]; from its smallest weight to its largest."""
+    """Returns codes, scales and offsets of float32 [rows, groups, group]; codes span from the least to the greatest."""
     low, high = weight.aminmax(dim=-1, keepdim=True)
     offset = low.to(scale_type).float()
     scale = ((high - offset) / (2**bits - 1)).to(scale_type).float()
@@ -126,7 +129,7 @@ def _rounded(weight: torch.Tensor, scale: torch.Tensor, middle: int) -> torch.Te
 
 
 def scale_type_for(weight: torch.Tensor, bits: int) -> torch.dtype:
-    """float16 where it holds the larger scales with its full precision; float32 for weights of unusual size."""
+    """Returns float16 if the largest scale is a normal float16, else float32, for weights of unusual magnitude."""
     if weight.numel() == 0:
         return torch.float16
     largest = max(float(weight.amax()), -float(weight.amin())) / 2 ** (bits - 1)
@@ -144,10 +147,10 @@ def packed(
     out_features: int | None = None,
     piece: int = _PIECE,
 ) -> Packed:
-    """A full-precision weight, [out, in], as codes and scales, made in pieces of about `piece` weights.
+    """Quantizes and packs a full-precision weight, [out, in], in pieces of about `piece` weights.
 
-    Group 0 gives each row one scale. Without symmetry there are offsets too. Rows that are missing to `out_features`
-    are zero.
+    Group 0 gives each row one scale. If not symmetric, there are offsets too. Rows from the weight's last up to
+    `out_features` are zero.
     """
     _check_format(bits, group)
     rows, fan_in = weight.shape
@@ -164,19 +167,19 @@ def packed(
             values = torch.nn.functional.pad(values, (0, padded - fan_in))
         grouped = values.view(-1, padded // group, group)
         if offsets is None:
-            part_codes, part_scales = _fitted(grouped, bits, scale_type)
+            part_codes, part_scales = _quantize_symmetric(grouped, bits, scale_type)
         else:
-            part_codes, part_scales, part_offsets = _spanned(grouped, bits, scale_type)
-            laid = packed_by_group(part_offsets, width)
-            offsets[first : first + len(laid)] = laid
-        made = packed_codes(part_codes.view(-1, padded), bits, layout)
-        codes[first : first + len(made)] = made
-        scales[first : first + len(made)] = packed_by_group(part_scales, width)
+            part_codes, part_scales, part_offsets = _quantize_asymmetric(grouped, bits, scale_type)
+            packed_offsets = packed_by_group(part_offsets, width)
+            offsets[first : first + len(packed_offsets)] = packed_offsets
+        packed_part = packed_codes(part_codes.view(-1, padded), bits, layout)
+        codes[first : first + len(packed_part)] = packed_part
+        scales[first : first + len(packed_part)] = packed_by_group(part_scales, width)
     return Packed(codes, scales, offsets)
 
 
 def dequantized(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor | None, bits: int) -> torch.Tensor:
-    """The weights that codes stand for, filling included: float32 [blocks * width, padded_in]."""
+    """Returns the dequantized weights, with the padding: float32 [blocks * width, padded_in]."""
     blocks, groups, width = scales.shape
     values = unpacked_codes(codes, bits).float().view(blocks, width, groups, -1)
     by_feature = scales.float().transpose(1, 2).unsqueeze(-1)
@@ -188,13 +191,14 @@ def dequantized(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor
 
 
 def quantized_rows(x: torch.Tensor, groups: int, padded: int) -> torch.Tensor:
-    """x after rounding to 8 bits, one scale per row and group: float32 [rows, padded]. A row that is not finite is NaN.
+    """Returns x rounded to 8 bits, with one scale per row and group: float32 [rows, padded].
 
-    In float32: scale = amax / 127, code = x * (127 / amax) rounded to the nearest even and cut to -127..127.
+    A row that is not finite becomes NaN. In float32: scale = amax / 127, code = x * (127 / amax), rounded half to even
+    and clamped to -127..127.
     """
     values = torch.nn.functional.pad(x.float(), (0, padded - x.shape[-1])).view(x.shape[0], groups, padded // groups)
     amax = values.abs().amax(-1, keepdim=True)
-    # Not 127 / amax, which PyTorch takes for 127 * reciprocal(amax): that rounds twice, and some codes change.
+    # Not `127 / amax`: PyTorch computes it as 127 * reciprocal(amax), which rounds twice and changes some codes.
     inverse = torch.where(amax < SMALLEST_AMAX, torch.zeros_like(amax), torch.full_like(amax, 127).div(amax))
     codes = (values * inverse).round().clamp(-127, 127)
     finite = torch.isfinite(amax).all(1, keepdim=True)
@@ -203,7 +207,7 @@ def quantized_rows(x: torch.Tensor, groups: int, padded: int) -> torch.Tensor:
 
 
 def quantized_samples(space: SampleSpace) -> Iterator[Sample]:
-    """Codes of any value, also where they are filling: what lies there must not be seen in the result."""
+    """Yields samples with codes of any value, also in the padding, which must not affect the result."""
     shapes = (
         # leading, in, out, group (0: the row), width
         ((1,), 32, 16, 32, 16),
@@ -234,9 +238,9 @@ def quantized_samples(space: SampleSpace) -> Iterator[Sample]:
             yield Sample(named, (x, codes, scales, None, bits, fan_out, None))
             yield Sample(f"{named}, offsets and bias", (x, codes, scales, offsets, bits, fan_out, bias))
             if bits == 8:
-                less = codes.view(torch.int8)
-                yield Sample(f"{named}, signed", (x, less, scales, None, bits, fan_out, None))
-                yield Sample(f"{named}, signed, offsets and bias", (x, less, scales, offsets, bits, fan_out, bias))
+                signed = codes.view(torch.int8)
+                yield Sample(f"{named}, signed", (x, signed, scales, None, bits, fan_out, None))
+                yield Sample(f"{named}, signed, offsets and bias", (x, signed, scales, offsets, bits, fan_out, bias))
     codes, scales = space.integers(256, 2, 8, 4, 4, dtype=torch.uint8), space.uniform(2, 1, 4) * 1e-2
     yield Sample("rows of zeros", (space.normal(3, 32) * 0, codes, scales, None, 8, 8, None))
     yield Sample("every second row", (space.normal(6, 32)[::2], codes, scales, None, 8, 8, None))
@@ -255,12 +259,12 @@ def quantized_linear(
     out_features: int,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias for a weight of 8- or 4-bit codes, x rounded to 8 bits per row and group of the weight.
+    """Returns x @ weight.T + bias for a weight of 8- or 4-bit codes, with x rounded to 8 bits per row and group.
 
-    weight = scale * code + offset, or scale * (code - 2 ** (bits - 1)) without offsets. Codes of 8 bits may be stored
-    less 128, as int8: they mean the same. Codes of features past
-    out_features and of positions past x's are filling. Sums are in float32; a row of x that is not finite gives NaN.
-    A kernel may instead round x and the weight to bfloat16 where rows are many, which loses less.
+    weight = scale * code + offset, or scale * (code - 2 ** (bits - 1)) without offsets. 8-bit codes may be stored
+    minus 128, as int8, with the same meaning. Codes of features past out_features and of positions past x's are
+    padding. Sums are in float32; a row of x that is not finite gives NaN. For many rows, a kernel may instead round x
+    and the weight to bfloat16, which is more accurate.
     """
     _check_format(bits, 0)
     blocks, groups, width = scales.shape
@@ -271,15 +275,15 @@ def quantized_linear(
             "do not belong together"
         )
     if out_features > blocks * width:
-        raise OperatorError(f"codes of {blocks * width} features cannot give {out_features}")
+        raise OperatorError(f"codes of {blocks * width} features cannot give {out_features} output features")
     rows = quantized_rows(x.reshape(-1, x.shape[-1]), groups, padded)
     at_once = max(_PIECE // (padded * width), 1)
-    products = []
+    parts = []
     for first in range(0, blocks, at_once):
         part = slice(first, first + at_once)
         weight = dequantized(codes[part], scales[part], None if offsets is None else offsets[part], bits)
-        products.append(torch.nn.functional.linear(rows, weight[: out_features - first * width]))
-    out = torch.cat(products, dim=-1)
+        parts.append(torch.nn.functional.linear(rows, weight[: out_features - first * width]))
+    out = torch.cat(parts, dim=-1)
     if bias is not None:
         out = out + bias.float()
     return out.to(x.dtype).view(*x.shape[:-1], out_features)

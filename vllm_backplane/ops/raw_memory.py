@@ -1,11 +1,10 @@
-"""Copies between raw addresses: not an operator.
+"""Copies host memory between raw addresses, for vLLM's kernel that moves the states of recurrent layers.
 
-vLLM moves the states of recurrent layers between cache blocks with a kernel that is given lists of
-addresses instead of tensors. An operator cannot be declared for it: PyTorch cannot say which tensors are
-written, and a reference cannot turn an address on an arbitrary device back into memory. Where the addresses
-are the host's own, the copy is a memmove, and that is implemented here. A device with memory of its own
-that wants prefix caching for such models replaces vLLM's kernel itself, with one that can follow its
-addresses.
+vLLM moves these states between cache blocks with a kernel that takes lists of addresses instead of tensors.
+It cannot be an operator: a schema cannot express which tensors are written, and a reference cannot turn an
+address on an arbitrary device into memory. If the addresses are the host's own, the copy is a memmove, which
+is implemented here. A device with its own memory that supports prefix caching for such models replaces vLLM's
+kernel itself, with one that can access its addresses.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from vllm_backplane.errors import OperatorError
 
 
 def copy_host_memory(sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor) -> None:
-    """Copy sizes[i] bytes from address sources[i] to targets[i], in order; the two ranges may overlap.
+    """Copies sizes[i] bytes from address sources[i] to targets[i], in order; the two ranges may overlap.
 
-    The addresses must stand in host tensors, which is the sign that they are host addresses.
+    The addresses must be in host tensors, which shows that they are host addresses.
     """
     for addresses in (sources, targets, sizes):
         if addresses.device.type != "cpu":

@@ -1,9 +1,9 @@
-"""Accepting or rejecting drafted tokens against the target model.
+"""Declares the operators of rejection sampling, which accept or reject draft tokens against the target model.
 
-Drafts of all requests lie one after the other; `cu_num_draft_tokens` [requests] holds the end of each
-request's run. Outputs are [requests, longest draft + 1], filled with a placeholder beforehand: a request's
-row receives the accepted drafts, then either the target's own token at the first rejection or, when all are
-accepted, the bonus token. Drafting may leave -1 as padding, which is always rejected.
+The draft tokens of all requests are concatenated; `cu_num_draft_tokens` [requests] has the end of each
+request's draft tokens. Outputs are [requests, most draft tokens + 1], filled with a placeholder before the
+call: a request's row receives the accepted draft tokens, then either the target's own token at the first
+rejection or, if all are accepted, the bonus token. A draft token of -1 is padding and always rejected.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from collections.abc import Iterator
 import torch
 
 from vllm_backplane.errors import OperatorError
-from vllm_backplane.ops.operator import EXACT, Sample, SampleSpace, nothing, operator
+from vllm_backplane.ops.operator import FLOAT32, FLOAT32_EXACT, Sample, SampleSpace, nothing, operator
 from vllm_backplane.ops.slot_mapping import request_of_token
-
-_FLOAT32 = (torch.float32,)
-_EXACT = {torch.float32: EXACT}
 
 
 class _Rows:
-    """The ragged drafts seen as [requests, longest draft + 1]; arbitrary past a request's drafts."""
+    """Views ragged draft tokens as [requests, most draft tokens + 1]; values past a request's own are arbitrary."""
 
     def __init__(self, output: torch.Tensor, cu_num_draft_tokens: torch.Tensor, num_drafts: int) -> None:
         ends = cu_num_draft_tokens.to(torch.int64)
@@ -45,7 +42,7 @@ def _write(
     bonus_token_ids: torch.Tensor,
     chosen: torch.Tensor | None,
 ) -> None:
-    """Write `tokens` up to and with the first that is not accepted, or all of them and the bonus token."""
+    """Writes `tokens` up to and including the first that is not accepted, or all of them and the bonus token."""
     before = torch.ones_like(accepted)
     before[:, 1:] = accepted[:, :-1]
     reached = before.to(torch.int32).cumprod(dim=1).bool() & (rows.is_draft | rows.is_bonus)
@@ -57,13 +54,13 @@ def _write(
 
 
 def _synthetic(rows: _Rows, drafts: torch.Tensor, uniform: torch.Tensor, rates: torch.Tensor) -> torch.Tensor:
-    """Acceptance by a fixed rate per place in the draft, whatever the models say: for measuring only."""
+    """Accepts by a fixed rate per position in the draft, independently of the models, for benchmarks only."""
     rate = rates[rows.column.clamp(max=rates.shape[0] - 1)]
     return (rows(uniform) < rate) & (drafts >= 0)
 
 
 def _cases(space: SampleSpace) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, int]]:
-    """Label, an output to fill, ends of the runs, number of drafts."""
+    """Yields (label, output to fill, ends of the requests' draft tokens, number of draft tokens)."""
     for label, counts in (
         ("mixed", [3, 1, 2, 3]),
         ("requests without drafts", [0, 2, 0]),
@@ -95,8 +92,8 @@ def _greedy_samples(space: SampleSpace) -> Iterator[Sample]:
     " -> ()",
     samples=_greedy_samples,
     fake=nothing,
-    dtypes=_FLOAT32,
-    tolerances=_EXACT,
+    dtypes=FLOAT32,
+    tolerances=FLOAT32_EXACT,
 )
 def rejection_greedy_sample(
     output_token_ids: torch.Tensor,
@@ -108,7 +105,7 @@ def rejection_greedy_sample(
     uniform_probs: torch.Tensor | None = None,
     synthetic_rates: torch.Tensor | None = None,
 ) -> None:
-    """Accept drafts while they are the target's arg-max; writes rows of greedy requests (None: all)."""
+    """Accepts draft tokens while they are the target's argmax; writes the rows of greedy requests (None: all)."""
     rows = _Rows(output_token_ids, cu_num_draft_tokens, draft_token_ids.shape[0])
     drafts, target = rows(draft_token_ids), rows(target_argmax)
     if synthetic_rates is None:
@@ -146,8 +143,8 @@ def _random_samples(space: SampleSpace) -> Iterator[Sample]:
     " Tensor is_greedy, Tensor? synthetic_rates=None) -> ()",
     samples=_random_samples,
     fake=nothing,
-    dtypes=_FLOAT32,
-    tolerances=_EXACT,
+    dtypes=FLOAT32,
+    tolerances=FLOAT32_EXACT,
 )
 def rejection_random_sample(
     output_token_ids: torch.Tensor,
@@ -161,10 +158,10 @@ def rejection_random_sample(
     is_greedy: torch.Tensor,
     synthetic_rates: torch.Tensor | None = None,
 ) -> None:
-    """Accept a draft with probability target / draft; only rows of requests that are not greedy are written.
+    """Accepts a draft token with probability target / draft; writes the rows of requests that are not greedy.
 
-    Without draft probabilities a draft counts as certain. A draft of probability 0 is rejected. The token
-    at the first rejection is the recovered one.
+    Without draft probabilities, a draft token has probability 1. A draft token of probability 0 is rejected.
+    The token at the first rejection is the recovered one.
     """
     rows = _Rows(output_token_ids, cu_num_draft_tokens, draft_token_ids.shape[0])
     drafts = rows(draft_token_ids)
@@ -195,8 +192,8 @@ def _expand_samples(space: SampleSpace) -> Iterator[Sample]:
     "(Tensor(a!) output, Tensor values, Tensor cu_num_tokens, Scalar replace_from, Scalar replace_to) -> ()",
     samples=_expand_samples,
     fake=nothing,
-    dtypes=_FLOAT32,
-    tolerances=_EXACT,
+    dtypes=FLOAT32,
+    tolerances=FLOAT32_EXACT,
 )
 def expand_to_tokens(
     output: torch.Tensor,
@@ -205,7 +202,7 @@ def expand_to_tokens(
     replace_from: float,
     replace_to: float,
 ) -> None:
-    """Give each token its request's value; a value equal to replace_from becomes replace_to."""
+    """Expands each request's value to its tokens; a value equal to replace_from becomes replace_to."""
     if values.shape[0] == 0:
         return
     replaced = values.masked_fill(values == replace_from, replace_to).to(output.dtype)
@@ -232,8 +229,8 @@ def _recovered_samples(space: SampleSpace) -> Iterator[Sample]:
     " Tensor target_probs, Tensor inverse_noise) -> ()",
     samples=_recovered_samples,
     fake=nothing,
-    dtypes=_FLOAT32,
-    tolerances=_EXACT,
+    dtypes=FLOAT32,
+    tolerances=FLOAT32_EXACT,
 )
 def sample_recovered_tokens(
     output_token_ids: torch.Tensor,
@@ -243,11 +240,11 @@ def sample_recovered_tokens(
     target_probs: torch.Tensor,
     inverse_noise: torch.Tensor,
 ) -> None:
-    """Draw the token that stands in for each draft, should it be rejected, from max(target - draft, 0).
+    """Draws the token that replaces each draft token if it is rejected, from max(target - draft, 0).
 
-    The draw is a race (see sample_by_race) with one row of noise per request, [requests, vocabulary],
-    inverted. Without draft probabilities the draft counts as certain, so the draw is from the target less
-    that token.
+    It draws by the exponential race of sample_by_race, with one row of inverted noise per request, [requests,
+    vocabulary]. Without draft probabilities, the draft token has probability 1, so the draw is from the target
+    without that token.
     """
     requests = cu_num_draft_tokens.shape[0]
     if requests == 0 or draft_token_ids.shape[0] == 0:

@@ -1,7 +1,7 @@
-"""What each operator runs on for a device, settled once and then frozen.
+"""Resolves which implementation each operator has on a device, and freezes the result at start-up.
 
-PyTorch's dispatcher decides at the call; this table only reads what it will decide, so that the decision
-can be shown, and refuses changes once the model may have been compiled or captured around it.
+PyTorch's dispatcher chooses at each call. This table only reads what it will choose, so that users can see
+it, and raises an error on changes once the model may have been compiled or captured with it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,31 @@ _frozen_key = ""
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """One line of `vllm-backplane ops`."""
+    """The implementation of one operator, a line of `vllm-backplane ops`."""
 
     operator: str
     family: str
     implementation: str
     """'kernel' or 'reference'."""
     provider: str
+    """The library or module of the implementation."""
     reason: str
 
 
 def kernel(name: str, dispatch_key: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as a device's implementation of an operator.
+    """Registers the decorated function as a device's implementation of an operator.
 
-    A device that brings a C++ library registers there (TORCH_LIBRARY_IMPL) and needs no call of this.
+    A C++ library registers its kernels itself (TORCH_LIBRARY_IMPL) and does not need this.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         operator = get(name)
         if _frozen is not None:
-            raise OperatorError(f"a kernel for {name!r} comes after start-up; register it in Device.load_kernels()")
+            raise OperatorError(
+                f"a kernel for {name!r} was registered after start-up; register it in Device.load_kernels()"
+            )
         if (name, dispatch_key) in _python_kernels:
-            raise OperatorError(f"{name!r} already has a kernel for {dispatch_key}")
+            raise OperatorError(f"{name!r} already has a kernel for {dispatch_key}; remove one")
         _kernels.impl(operator.name, function, dispatch_key)
         _python_kernels[name, dispatch_key] = f"{function.__module__}.{function.__qualname__}"
         return function
@@ -54,19 +57,23 @@ def kernel(name: str, dispatch_key: str) -> Callable[[Callable[..., Any]], Calla
 
 
 def has_kernel(name: str, dispatch_key: str) -> bool:
+    """Returns whether an operator has a kernel for a dispatch key."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(get(name).qualified_name, dispatch_key)
 
 
 def resolve(dispatch_key: str, provider: str, force_reference: Iterable[str] = ()) -> tuple[Resolution, ...]:
-    """Settle every operator. `force_reference` names operators ('all' for each) that must run as references,
-    to find out whether a kernel is at fault."""
+    """Returns the implementation of every operator.
+
+    `force_reference` lists operators, or 'all', that must run as references, to find out whether a kernel computes
+    wrong results.
+    """
     forced = _named(force_reference)
     table = []
     for name, operator in sorted(declared().items()):
         if name in forced:
             if has_kernel(name, dispatch_key):
                 _override_with_reference(name, dispatch_key)
-            entry = ("reference", operator.reference.__module__, _ASKED_FOR)
+            entry = ("reference", operator.reference.__module__, _FORCED)
         elif has_kernel(name, dispatch_key):
             origin = _python_kernels.get((name, dispatch_key), provider)
             entry = ("kernel", origin, f"registered for dispatch key {dispatch_key}")
@@ -76,7 +83,7 @@ def resolve(dispatch_key: str, provider: str, force_reference: Iterable[str] = (
     return tuple(table)
 
 
-_ASKED_FOR = "asked for by option reference_ops"
+_FORCED = "forced by option reference_ops"
 
 
 def _named(operators: Iterable[str]) -> set[str]:
@@ -86,38 +93,42 @@ def _named(operators: Iterable[str]) -> set[str]:
 
 def _override_with_reference(name: str, dispatch_key: str) -> None:
     with warnings.catch_warnings():
-        # PyTorch warns that a kernel is replaced; here that is what the user asked for.
+        # PyTorch warns that a kernel is replaced, which the user asked for here.
         warnings.simplefilter("ignore", UserWarning)
         _kernels.impl(name, get(name).reference, dispatch_key, allow_override=True)
 
 
 def freeze(table: tuple[Resolution, ...], dispatch_key: str) -> None:
-    """From here on implementations may not change in this process."""
+    """Makes every later change of an implementation in this process an error."""
     global _frozen, _frozen_key
     _frozen, _frozen_key = table, dispatch_key
 
 
-def insist_unchanged() -> None:
-    """A library that registered kernels after freezing went past `kernel`; the model may be compiled around the old."""
+def require_unchanged() -> None:
+    """Raises an OperatorError if a C++ library has registered kernels since `freeze`.
+
+    `kernel` cannot detect this, and the model may be compiled with the old implementations.
+    """
     for line in _frozen or ():
-        forced = line.reason == _ASKED_FOR
+        forced = line.reason == _FORCED
         if not forced and (line.implementation == "kernel") != has_kernel(line.operator, _frozen_key):
             raise OperatorError(
                 f"the implementation of {line.operator!r} changed after start-up; load it in Device.load_kernels()"
             )
 
 
-def insist_on_references(asked: Iterable[str]) -> None:
-    """A later engine of the process cannot have other implementations than the first."""
-    there = {line.operator for line in _frozen or () if line.reason == _ASKED_FOR}
-    if _named(asked) != there:
+def require_same_references(requested: Iterable[str]) -> None:
+    """Raises an OperatorError if a later engine of the process requests other references than the first."""
+    forced = {line.operator for line in _frozen or () if line.reason == _FORCED}
+    if _named(requested) != forced:
         raise OperatorError(
-            "an earlier engine of this process runs "
-            + (f"the references of {', '.join(sorted(there))}" if there else "no operator as its reference by option")
+            "an earlier engine of this process forces "
+            + (f"the references of {', '.join(sorted(forced))}" if forced else "no references")
             + ", and implementations cannot change afterwards; start this engine in another process, or with the same "
             "reference_ops"
         )
 
 
 def frozen() -> tuple[Resolution, ...] | None:
+    """Returns the frozen table, or None before `freeze`."""
     return _frozen

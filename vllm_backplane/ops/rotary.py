@@ -1,9 +1,9 @@
-"""Rotary position embedding, in place.
+"""Declares the operator for rotary position embedding, in place.
 
-Query and key are usually slices of one fused projection: a device gets rows that are far apart in memory
-and must write only the head dimensions it rotates. The rotation is computed in the type of the cosine and
-sine table (or the query's, where that is the wider one). Whoever owns the table decides the precision: a
-table of the query's type gives what vLLM computes, a float32 table rounds once, at the end.
+Query and key are usually slices of one fused projection, so their rows are far apart in memory, and an
+implementation must write only the head dimensions that it rotates. The rotation is computed in the dtype of the
+cosine and sine table, or in the query's if that is wider. The table thus decides the precision: a table in the
+query's dtype gives the results of vLLM, a float32 table rounds once, at the end.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from vllm_backplane.ops.operator import DEFAULT_TOLERANCES, Sample, SampleSpace,
 
 _TOLERANCES = {
     **DEFAULT_TOLERANCES,
-    # A half-precision table rounds each product before the difference, which may cancel; a kernel that
-    # rounds once is closer to the truth and must not fail for it.
+    # With a half-precision table, the reference rounds each product before the difference, which may cancel. A
+    # kernel that rounds once is more accurate and must not fail for it.
     torch.float16: Tolerance(2e-3, 6e-3),
     torch.bfloat16: Tolerance(1.6e-2, 5e-2),
 }
@@ -28,7 +28,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head_size: in
     tokens, half = cos.shape[0], cos.shape[-1]
     if x.shape[-1] % head_size or x.numel() % (tokens * head_size):
         raise OperatorError(
-            f"rotary_embedding: shape {tuple(x.shape)} does not hold whole heads of {head_size} for "
+            f"rotary_embedding: shape {tuple(x.shape)} does not consist of whole heads of {head_size} for "
             f"{tokens} positions; pass the head size that the projection was built with"
         )
     heads = x.view(tokens, x.numel() // (tokens * head_size), head_size)
@@ -37,10 +37,10 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head_size: in
     else:
         first, second = heads[..., 0 : 2 * half : 2], heads[..., 1 : 2 * half : 2]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    turned_first = first * cos - second * sin
-    turned_second = second * cos + first * sin
-    first.copy_(turned_first)
-    second.copy_(turned_second)
+    rotated_first = first * cos - second * sin
+    rotated_second = second * cos + first * sin
+    first.copy_(rotated_first)
+    second.copy_(rotated_second)
 
 
 def _table(space: SampleSpace, positions: int, rotary_dim: int) -> torch.Tensor:
@@ -97,11 +97,11 @@ def rotary_embedding(
     head_size: int,
     neox: bool,
 ) -> None:
-    """Rotate the leading dimensions of each head by its position's angles, in place.
+    """Rotates the leading dimensions of each head by its position's angles, in place.
 
     `query` and `key` are [tokens, heads * head_size] or [tokens, heads, head_size] with a contiguous last
-    dimension. `cos_sin_cache` is [positions, rotary_dim], cosines first. `neox` turns dimension i against
-    i + rotary_dim/2, otherwise neighbours are turned against each other; the rest of a head is left alone.
+    dimension. `cos_sin_cache` is [positions, rotary_dim], cosines first. With `neox`, dimension i is paired with
+    i + rotary_dim/2, otherwise neighbours are paired; the other dimensions of a head do not change.
     """
     rotary_dim = cos_sin_cache.shape[-1]
     if rotary_dim % 2 or rotary_dim > head_size:

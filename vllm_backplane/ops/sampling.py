@@ -1,8 +1,8 @@
-"""Choosing the next token: arg-max, the masks of grammars, top-k, top-p and min-p, the penalties, and the random draw.
+"""Declares the sampling operators: argmax, masks (grammar, top-k, top-p, min-p), penalties and the random draw.
 
-A device sees float32 logits of shape [batch, vocabulary] and must never bring them to the host: every
-operator here is free of synchronisation. Random numbers are drawn by the caller, because seeds belong to
-requests; the draw itself is a race of exponential clocks, which needs no cumulative sum and no host.
+Logits are float32 [batch, vocabulary] and must never be copied to the host: no operator here synchronises.
+The caller draws the random numbers, because seeds belong to requests. The draw itself is a race of exponential
+clocks, which needs neither a cumulative sum nor the host.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_backplane.ops.operator import EXACT, Sample, SampleSpace, nothing, operator
-
-_FLOAT32 = (torch.float32,)
-_EXACT = {torch.float32: EXACT}
+from vllm_backplane.ops.operator import EXACT, FLOAT32, FLOAT32_EXACT, Sample, SampleSpace, nothing, operator
 
 
 def _greedy_samples(space: SampleSpace) -> Iterator[Sample]:
@@ -32,12 +29,12 @@ def _greedy_fake(logits: torch.Tensor) -> torch.Tensor:
 
 @operator("(Tensor logits) -> Tensor", samples=_greedy_samples, fake=_greedy_fake)
 def greedy_argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Index of the largest logit of each row; of equal ones the first."""
+    """Returns the index of the largest logit of each row; of equal ones the first."""
     return logits.argmax(dim=-1)
 
 
 _BITS = 32
-"""Tokens that one number of a grammar's mask stands for."""
+"""Number of tokens in one word of a grammar's bit mask."""
 
 
 def _allowed_samples(space: SampleSpace) -> Iterator[Sample]:
@@ -59,9 +56,10 @@ def _allowed_samples(space: SampleSpace) -> Iterator[Sample]:
     tolerances=dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), EXACT),
 )
 def allowed_tokens_mask(logits: torch.Tensor, allowed: torch.Tensor) -> None:
-    """Set to -inf the tokens whose bit in `allowed` is 0: int32 [batch, words], 32 tokens each, the lowest bit first.
+    """Sets the logits of tokens whose bit in `allowed` is 0 to -inf.
 
-    Tokens that the mask does not reach stay as they are.
+    `allowed` is int32 [batch, words], 32 tokens each, the lowest bit first. Logits of tokens past the end of the mask
+    do not change.
     """
     bits = (allowed.unsqueeze(-1) >> torch.arange(_BITS, dtype=torch.int32, device=allowed.device)) & 1
     bits = bits.flatten(1)[:, : logits.shape[-1]]
@@ -90,15 +88,15 @@ def _top_k_top_p_samples(space: SampleSpace) -> Iterator[Sample]:
     "(Tensor(a!) logits, Tensor? k, Tensor? p) -> ()",
     samples=_top_k_top_p_samples,
     fake=nothing,
-    dtypes=_FLOAT32,
-    tolerances=_EXACT,
+    dtypes=FLOAT32,
+    tolerances=FLOAT32_EXACT,
 )
 def top_k_top_p_mask(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> None:
-    """Set to -inf what top-k and then top-p exclude; k = vocabulary and p = 1 exclude nothing.
+    """Sets the logits that top-k and then top-p exclude to -inf; k = vocabulary and p = 1 exclude nothing.
 
-    Everything equal to the k-th largest logit stays. Top-p drops the least likely tokens whose
-    probabilities, renormalised after top-k, sum to at most 1 - p; the most likely token always stays. Which
-    of several equally likely tokens stay at that border is not defined.
+    All logits equal to the k-th largest stay. Top-p drops the least likely tokens whose probabilities,
+    renormalised after top-k, sum to at most 1 - p; the most likely token always stays. Which of several equally
+    likely tokens stay at that limit is not defined.
     """
     if k is None and p is None:
         return
@@ -129,18 +127,18 @@ def _min_p_samples(space: SampleSpace) -> Iterator[Sample]:
     "(Tensor(a!) logits, Tensor min_p) -> ()",
     samples=_min_p_samples,
     fake=nothing,
-    dtypes=_FLOAT32,
-    tolerances=_EXACT,
+    dtypes=FLOAT32,
+    tolerances=FLOAT32_EXACT,
 )
 def min_p_mask(logits: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Set to -inf the tokens less likely than min_p times the likeliest; min_p is [batch] or [batch, 1]."""
+    """Sets the logits of tokens less likely than min_p times the likeliest to -inf; min_p is [batch] or [batch, 1]."""
     probabilities = logits.softmax(dim=-1)
     threshold = probabilities.amax(dim=-1, keepdim=True) * min_p.reshape(-1, 1)
     logits.masked_fill_(probabilities < threshold, -float("inf"))
 
 
 def _occurrences(ids: torch.Tensor, batch: int, vocabulary: int) -> torch.Tensor:
-    """How often each token of the vocabulary stands in each row; ids outside the vocabulary are padding."""
+    """Returns how often each token of the vocabulary occurs in each row; ids outside the vocabulary are padding."""
     inside = (ids >= 0) & (ids < vocabulary)
     columns = torch.where(inside, ids, vocabulary).long()
     counts = torch.zeros((batch, vocabulary + 1), dtype=torch.int64, device=ids.device)
@@ -171,7 +169,7 @@ def _penalty_samples(space: SampleSpace) -> Iterator[Sample]:
     " Tensor repetition) -> ()",
     samples=_penalty_samples,
     fake=nothing,
-    dtypes=_FLOAT32,
+    dtypes=FLOAT32,
 )
 def apply_penalties(
     logits: torch.Tensor,
@@ -181,10 +179,10 @@ def apply_penalties(
     frequency: torch.Tensor,
     repetition: torch.Tensor,
 ) -> None:
-    """Repetition penalty on tokens of prompt or output, then frequency and presence penalties on the output.
+    """Applies the repetition penalty to tokens of prompt and output, then frequency and presence penalties to output.
 
-    Ids are [batch, any length]; an id outside the vocabulary is padding. The repetition penalty pushes
-    logits down whatever their sign: positive ones are divided by it, the others multiplied.
+    Ids are [batch, any length]; an id outside the vocabulary is padding. The repetition penalty lowers logits of
+    either sign: positive ones are divided by it, the others multiplied.
     """
     batch, vocabulary = logits.shape
     written = _occurrences(output_ids, batch, vocabulary)
@@ -211,14 +209,14 @@ def _race_fake(probs: torch.Tensor, exponential_noise: torch.Tensor) -> torch.Te
     "(Tensor probs, Tensor exponential_noise) -> Tensor",
     samples=_race_samples,
     fake=_race_fake,
-    dtypes=_FLOAT32,
-    tolerances=_EXACT,
+    dtypes=FLOAT32,
+    tolerances=FLOAT32_EXACT,
 )
 def sample_by_race(probs: torch.Tensor, exponential_noise: torch.Tensor) -> torch.Tensor:
-    """Draw from each row of probabilities: the arg-max of probs / noise, the noise being exponential.
+    """Draws a token from each row of probabilities: the argmax of probs / noise, with exponential noise.
 
-    Token i's clock rings after noise / probs[i], an exponential time of rate probs[i]; the first to ring is i
-    with probability probs[i]. Noise of a wider type makes the race run in that type.
+    noise / probs[i] is an exponential time of rate probs[i], and token i has the shortest time with probability
+    probs[i]. If the noise has a wider dtype, the division is computed in it.
     """
     if exponential_noise.dtype == probs.dtype:
         return (probs / exponential_noise).argmax(dim=-1)

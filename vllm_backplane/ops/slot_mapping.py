@@ -1,9 +1,9 @@
-"""Where each scheduled token goes in the paged key-value cache.
+"""Declares the operator that computes the KV-cache slot of each scheduled token.
 
-A slot is `block * block_size + offset`. Under context parallelism consecutive runs of `cp_interleave`
-tokens go round the ranks, and a block of the table then covers `block_size * cp_world_size` positions;
-tokens of other ranks get the pad slot, which attention does not write. A table may list blocks smaller than
-the `block_size` by which memory is handed out, where attention needs smaller ones.
+A slot is `block * block_size + offset`. With context parallelism, runs of `cp_interleave` consecutive tokens
+are distributed round-robin over the ranks, and a block of the table covers `block_size * cp_world_size`
+positions; tokens of other ranks get the pad slot, which attention does not write. The blocks of a table may be
+smaller than the allocation unit `block_size`, if attention needs smaller ones.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_backplane.ops.operator import EXACT, Sample, SampleSpace, nothing, operator
-
-FLOAT32_EXACT = {torch.float32: EXACT}
+from vllm_backplane.ops.operator import FLOAT32, FLOAT32_EXACT, Sample, SampleSpace, nothing, operator
 
 
 def request_of_token(boundaries: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The request of each of `num_tokens` tokens, from the end of each request's run (a cumulative sum).
+    """Returns the request of each of `num_tokens` tokens, given the cumulative sum of the requests' tokens.
 
-    A request without tokens owns none; tokens past the last end get the number of requests.
+    Tokens past the last request get the number of requests.
     """
     tokens = torch.arange(num_tokens, device=boundaries.device, dtype=torch.int64)
     return torch.searchsorted(boundaries.to(torch.int64).contiguous(), tokens, right=True)
@@ -62,7 +60,7 @@ def _samples(space: SampleSpace) -> Iterator[Sample]:
     " int? table_block_size=None) -> ()",
     samples=_samples,
     fake=nothing,
-    dtypes=(torch.float32,),
+    dtypes=FLOAT32,
     tolerances=FLOAT32_EXACT,
 )
 def compute_slot_mapping(
@@ -77,18 +75,17 @@ def compute_slot_mapping(
     cp_interleave: int = 1,
     table_block_size: int | None = None,
 ) -> None:
-    """Write the cache slot of each token; the rest of `slot_mapping` becomes the pad slot.
+    """Writes the cache slot of each token, and the pad slot to the rest of `slot_mapping`.
 
-    query_start_loc [requests + 1]; positions [tokens]; block_table [at least requests, blocks]. Entries of
-    the table stand for `table_block_size` tokens, a divisor of `block_size`, or for `block_size` where it
-    is not given.
+    query_start_loc [requests + 1]; positions [tokens]; block_table [at least requests, blocks]. A block of the
+    table has `table_block_size` tokens, a divisor of `block_size`, or `block_size` tokens if it is not given.
     """
     num_tokens = positions.shape[0]
     slot_mapping[num_tokens:].fill_(pad_slot)
     if num_tokens == 0:
         return
     request = request_of_token(query_start_loc[1:], num_tokens)
-    # Tokens of no request (padding of the batch) may point anywhere in the table; they get the pad slot.
+    # Tokens of no request (padding of the batch) have arbitrary positions; they get the pad slot.
     owned = request < query_start_loc.shape[0] - 1
     span = block_size * cp_world_size
     block, offset = positions // span, positions % span

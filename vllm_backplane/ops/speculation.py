@@ -1,8 +1,8 @@
-"""Preparing the inputs of a draft model from the outputs of the target model.
+"""Declares the operators that prepare the inputs of a draft model from the outputs of the target model.
 
-Each of these is one small kernel on a device with kernels of its own: batches are ragged, sizes stay on the
-device, and nothing may wait for the host. They write into the buffers that they are given, which a captured
-graph may hold; what lies past the written part is left alone.
+Each of them is one small kernel on a device that implements it: batches are ragged, sizes stay on the device,
+and nothing waits for the host. They write into given buffers, which a captured graph may use; elements past the
+written part do not change.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_backplane.ops.operator import EXACT, Sample, SampleSpace, nothing, operator
+from vllm_backplane.ops.operator import FLOAT32, FLOAT32_EXACT, Sample, SampleSpace, nothing, operator
 from vllm_backplane.ops.slot_mapping import request_of_token
-
-_FLOAT32 = (torch.float32,)
-_EXACT = {torch.float32: EXACT}
 
 
 def _buffer(space: SampleSpace, size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -23,7 +20,7 @@ def _buffer(space: SampleSpace, size: int, dtype: torch.dtype = torch.int32) -> 
 
 
 def _keep_rest(out: torch.Tensor, written: torch.Tensor, values: torch.Tensor) -> None:
-    """out[:n] = values where written, unchanged elsewhere."""
+    """Sets out[:n] = values where `written` is true; other elements do not change."""
     head = out[: values.shape[0]]
     head.copy_(torch.where(written, values.to(out.dtype), head))
 
@@ -55,8 +52,8 @@ def _step_samples(space: SampleSpace) -> Iterator[Sample]:
     " Tensor(c!) out_slot_mapping, int block_size, int max_model_len, int pad_slot) -> ()",
     samples=_step_samples,
     fake=nothing,
-    dtypes=_FLOAT32,
-    tolerances=_EXACT,
+    dtypes=FLOAT32,
+    tolerances=FLOAT32_EXACT,
 )
 def eagle_step_slot_mapping_metadata(
     positions: torch.Tensor,
@@ -68,10 +65,11 @@ def eagle_step_slot_mapping_metadata(
     max_model_len: int,
     pad_slot: int,
 ) -> None:
-    """Advance each request by one drafted token: its position, its cache slot and its sequence length.
+    """Advances each request by one draft token: its position, its cache slot and its sequence length.
 
-    A request at the model's length goes on at position 0 with length 1 and the pad slot: its drafts are not
-    used, and must not be stored. `out_positions` may be `positions`. Slots past the batch are padding.
+    A request at the model's maximum length continues at position 0 with length 1 and the pad slot: its draft
+    tokens are not used and must not be stored. `out_positions` may be `positions`. Slots past the batch are
+    padding.
     """
     batch = positions.shape[0]
     advanced = positions.to(torch.int64) + 1
@@ -113,8 +111,8 @@ def _prepare_inputs_samples(space: SampleSpace) -> Iterator[Sample]:
     " Tensor(b!) out_num_rejected) -> ()",
     samples=_prepare_inputs_samples,
     fake=nothing,
-    dtypes=_FLOAT32,
-    tolerances=_EXACT,
+    dtypes=FLOAT32,
+    tolerances=FLOAT32_EXACT,
 )
 def eagle_prepare_inputs_padded(
     cu_num_draft_tokens: torch.Tensor,
@@ -123,10 +121,10 @@ def eagle_prepare_inputs_padded(
     out_sample_index: torch.Tensor,
     out_num_rejected: torch.Tensor,
 ) -> None:
-    """Per request, how many drafts were rejected and at which token to sample: the last one not rejected.
+    """Writes the number of rejected draft tokens of each request, and the index of its last token not rejected.
 
-    cu_num_draft_tokens [requests] is the inclusive cumulative sum; valid_count is one more than were
-    accepted.
+    cu_num_draft_tokens [requests] is the inclusive cumulative sum; valid_count is the number of accepted draft
+    tokens plus one.
     """
     drafts = torch.diff(cu_num_draft_tokens, prepend=torch.zeros_like(cu_num_draft_tokens[:1]))
     rejected = torch.where(drafts > 0, drafts + 1 - valid_count, 0)
@@ -157,8 +155,8 @@ def _next_token_samples(space: SampleSpace) -> Iterator[Sample]:
     " Tensor(b!) out_valid_count, int vocab_size) -> ()",
     samples=_next_token_samples,
     fake=nothing,
-    dtypes=_FLOAT32,
-    tolerances=_EXACT,
+    dtypes=FLOAT32,
+    tolerances=FLOAT32_EXACT,
 )
 def eagle_prepare_next_token_padded(
     sampled_token_ids: torch.Tensor,
@@ -168,9 +166,9 @@ def eagle_prepare_next_token_padded(
     out_valid_count: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    """The last valid sampled token of each request, else its backup token, and how many were valid.
+    """Writes the last valid sampled token of each request, or its backup token, and how many were valid.
 
-    -1 and ids past the vocabulary are not valid; a discarded request has none.
+    -1 and ids past the vocabulary are not valid; a discarded request has no valid token.
     """
     requests, width = sampled_token_ids.shape
     valid = (sampled_token_ids != -1) & (sampled_token_ids < vocab_size)
@@ -228,8 +226,8 @@ def _expand_eagle_samples(space: SampleSpace) -> Iterator[Sample]:
     " bool shift_input_ids) -> ()",
     samples=_expand_eagle_samples,
     fake=nothing,
-    dtypes=_FLOAT32,
-    tolerances=_EXACT,
+    dtypes=FLOAT32,
+    tolerances=FLOAT32_EXACT,
 )
 def copy_and_expand_eagle_inputs(
     target_token_ids: torch.Tensor,
@@ -248,12 +246,12 @@ def copy_and_expand_eagle_inputs(
     slots_per_request: int,
     shift_input_ids: bool,
 ) -> None:
-    """Lay out a draft model's inputs: per request its tokens, the new token, drafting slots, rejected slots.
+    """Writes a draft model's inputs: per request its tokens, the new token, drafting slots, rejected slots.
 
-    query_end_loc [requests] is the index of the last token that was not rejected. `slots_per_request`
-    counts the new token and the slots to be drafted in parallel. With `shift_input_ids` a request's first
-    token is left out, and `out_hidden_state_mapping` says where the hidden state of each input token goes;
-    otherwise it is not written. Positions count up from the request's first.
+    query_end_loc [requests] is the index of the last token that was not rejected. `slots_per_request` is the
+    number of the new token and the slots for parallel drafting. With `shift_input_ids`, a request's first token
+    is left out, and `out_hidden_state_mapping` receives the index to which the hidden state of each input token
+    goes; otherwise it is not written. Positions count up from the request's first.
     """
     requests, inputs = query_end_loc.shape[0], target_token_ids.shape[0]
     if requests == 0 or inputs == 0:
@@ -270,9 +268,9 @@ def copy_and_expand_eagle_inputs(
     request = request_of_token(out_end, outputs)
     owned = request < requests
     request = request.clamp(max=requests - 1)
-    place = torch.arange(outputs, device=begin.device) - out_begin[request]
-    past = place - kept[request]
-    source = (begin[request] + shift + place).clamp(max=inputs - 1)
+    offset = torch.arange(outputs, device=begin.device) - out_begin[request]
+    past = offset - kept[request]
+    source = (begin[request] + shift + offset).clamp(max=inputs - 1)
     first_position = target_positions[begin.clamp(max=inputs - 1)][request]
     drafted = (past > 0) & (past < slots_per_request)
     rejected = past >= slots_per_request
@@ -282,7 +280,7 @@ def copy_and_expand_eagle_inputs(
     tokens = torch.where(drafted, parallel_drafting_token_id, tokens)
     tokens = torch.where(rejected, padding_token_id, tokens)
     _keep_rest(out_input_ids, owned, tokens)
-    _keep_rest(out_positions, owned, torch.where(rejected, 0, first_position + place))
+    _keep_rest(out_positions, owned, torch.where(rejected, 0, first_position + offset))
     _keep_rest(out_is_rejected, owned, rejected)
     _keep_rest(out_is_masked, owned, drafted)
 
@@ -331,8 +329,8 @@ def _expand_dflash_samples(space: SampleSpace) -> Iterator[Sample]:
     " Tensor? num_rejected, int parallel_drafting_token_id, int block_size, int queries_per_request) -> ()",
     samples=_expand_dflash_samples,
     fake=nothing,
-    dtypes=_FLOAT32,
-    tolerances=_EXACT,
+    dtypes=FLOAT32,
+    tolerances=FLOAT32_EXACT,
 )
 def copy_and_expand_dflash_inputs(
     next_token_ids: torch.Tensor,
@@ -350,11 +348,11 @@ def copy_and_expand_dflash_inputs(
     block_size: int,
     queries_per_request: int,
 ) -> None:
-    """Inputs of a block-parallel draft model: context positions and slots, and a row of queries per request.
+    """Writes the inputs of a block-parallel draft model: context positions and slots, and a request's queries.
 
     A request's queries are its new token and then mask tokens, at the positions after its last token that
-    was not rejected; `out_token_indices` lists the mask tokens. Positions past the block table use its last
-    block.
+    was not rejected; `out_token_indices` has the indices of the mask tokens. Positions past the block table use
+    its last block.
     """
     requests, context = query_start_loc.shape[0] - 1, target_positions.shape[0]
     if requests == 0 or context == 0:

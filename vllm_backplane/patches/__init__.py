@@ -1,13 +1,15 @@
-"""The patches that Backplane applies to vLLM: its own, and those that a device's distribution announces.
+"""Patches that Backplane applies to vLLM: its own, and those of distributions that bring a device.
 
-One folder for each process, and in it one ``patch_<module>.py`` for each patched module of vLLM.
+There is one folder for each process, with one ``patch_<module>.py`` for each patched module of vLLM. The modules import
+`vllm_patchbay`, and the rooms whose functions their patches call.
 """
 
 from __future__ import annotations
 
 OWN = __name__
 ENTRY_POINT_GROUP = "vllm_backplane.patches"
-"""Distributions of devices announce their packages of patches here; Backplane applies them after its own."""
+"""Entry-point group in which a device's distribution announces its package of patches. Backplane applies it after its
+own patches."""
 
 
 def packages() -> list[str]:

@@ -1,9 +1,9 @@
-"""When this process applies which patches.
+"""Applies the patches of a process when the process starts, and reports them.
 
 `vllm_backplane.platform` calls `start` when vLLM chooses the platform, the general plugin calls it again when vLLM
-loads plugins, and the worker when it starts. Under fork the engine's process inherits what was applied; under spawn it
-comes by here itself, because vLLM loads platform and plugins in every process it spawns. That is how the engine is
-reached without replacing its class.
+loads plugins, and the worker calls it when it starts. With fork, the engine's process inherits the applied patches.
+With spawn, it applies them itself, because vLLM loads the platform and the plugins in every spawned process. The engine
+is thus patched without a replacement of its class.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from vllm_patchbay.patch import PatchSession, PatchSet, Process
 
 @cache
 def patches() -> PatchSet:
-    return PatchSet.of_packages(packages(), leave_features=True, may_be_empty=(OWN,)).whole()
+    """Returns all patches, Backplane's own first."""
+    return PatchSet.of_packages(packages(), defer_features=True, may_be_empty=(OWN,)).require_complete()
 
 
 @cache
 def session() -> PatchSession:
+    """Returns the patch session of this process."""
     return PatchSession.for_installed_vllm(drift_setting="BACKPLANE_PATCH_DRIFT=warn")
 
 
 def start(drift: str, *processes: Process) -> None:
-    """Apply the patches of these processes to this one. Nothing happens where there are none."""
+    """Applies the patches for `processes` to this process. Does nothing if there are no patches."""
     if not patches():
         return
     session().drift = drift
@@ -34,9 +36,9 @@ def start(drift: str, *processes: Process) -> None:
 
 
 def report() -> str:
-    """One line for the log: what was decided of each patch in this process; empty where there are none.
+    """Returns a log line with the status of each patch in this process, or an empty string if there are no patches.
 
-    vLLM sets its logging up after the platform, so what is logged while patches are applied may not be seen.
+    vLLM configures logging after it chooses the platform, so messages logged while patches are applied may be lost.
     """
     if not patches():
         return ""

@@ -1,6 +1,4 @@
-"""Servers of one host that talk to each other: where they meet, how a worker answers and how it is asked, and how they
-see that both have the same.
-
-What is said is for others to know: `kv_tier/` asks for blocks, `model_loader/` for weights. Nothing here knows of them,
-nor of vLLM.
+"""Connects servers of one host over TCP: loopback addresses, a threaded server, connections with a deadline, and
+digests that show whether two servers have the same model. The payload protocols live in `kv_offload/` and `weights/`;
+this room imports `errors` alone from this package, and nothing from vLLM.
 """

@@ -1,5 +1,8 @@
-"""Where servers meet: addresses of this host alone. What they say is neither encrypted nor signed, and whoever could
-answer a question could put words into a model's mouth."""
+"""Parses the addresses at which servers of one host reach each other, and accepts loopback addresses only.
+
+The traffic is neither encrypted nor authenticated: a program that could answer in place of the peer could change what a
+model generates.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Address:
+    """An IP address and a TCP port."""
+
     host: str
     port: int
 
     def of_rank(self, rank: int) -> Address:
-        """Every worker has a port of its own, one after another."""
+        """Returns the address of a worker: consecutive ranks use consecutive ports."""
         return Address(self.host, self.port + rank)
 
     @property
@@ -26,6 +31,7 @@ class Address:
 
 
 def loopback_address(value: object) -> Address:
+    """Parses `host:port`. Raises ValueError, whose text completes "expected ...", unless the host is a loopback IP."""
     expected = "an address of this host, such as 127.0.0.1:9000 or [::1]:9000"
     if not isinstance(value, str):
         raise ValueError(expected)
@@ -33,16 +39,16 @@ def loopback_address(value: object) -> Address:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     try:
-        at, number = ipaddress.ip_address(host), int(port)
+        ip, number = ipaddress.ip_address(host), int(port)
     except ValueError:
         raise ValueError(expected) from None
-    if not at.is_loopback:
+    if not ip.is_loopback:
         raise ValueError(f"{expected}; reach another host through a tunnel that authenticates it")
     if not 0 < number < 1 << 16:
         raise ValueError(f"{expected}, with a port from 1 to 65535")
-    return Address(str(at), number)
+    return Address(str(ip), number)
 
 
 def loopback_text(value: object) -> str:
-    """For options, which are told as text."""
+    """Returns a checked loopback address as text, the form in which option values are stored."""
     return str(loopback_address(value))

@@ -1,4 +1,7 @@
-"""Bytes to and from another server, in a time that is agreed on before."""
+"""Sends and receives bytes over a TCP connection, with a deadline for the whole exchange.
+
+A socket's own timeout applies to each call, so a peer that sends one byte at a time would never exceed it.
+"""
 
 from __future__ import annotations
 
@@ -13,41 +16,45 @@ from vllm_backplane.peering.addresses import Address
 
 _Status = TypeVar("_Status", bound=IntEnum)
 
+MIN_BYTES_PER_SECOND = 16 << 20
+"""Deadlines of large transfers are computed from this rate. A slower peer is treated as one that hangs."""
+
 
 class WireError(Exception):
-    """What came is not what was agreed on."""
+    """The peer closed the connection early, sent bytes that the protocol does not allow, or declined the request."""
 
 
 @contextmanager
-def connected(to: Address, seconds: float) -> Iterator[socket.socket]:
-    with socket.socket(to.family, socket.SOCK_STREAM) as connection:
-        connection.settimeout(seconds)
-        connection.connect((to.host, to.port))
-        yield connection
+def connect(address: Address, seconds: float) -> Iterator[socket.socket]:
+    """Opens a TCP connection, with a timeout in seconds, and closes it at the end of the block."""
+    with socket.socket(address.family, socket.SOCK_STREAM) as sock:
+        sock.settimeout(seconds)
+        sock.connect((address.host, address.port))
+        yield sock
 
 
-class Line:
-    """A connection with a moment at which everything on it must be over."""
+class Connection:
+    """A connected socket with a deadline, after which every send and receive raises TimeoutError."""
 
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
-        self._connection = connection
-        self._end = time.monotonic() + seconds
+    def __init__(self, sock: socket.socket, seconds: float) -> None:
+        self._sock = sock
+        self._deadline = time.monotonic() + seconds
 
-    def renew(self, seconds: float) -> None:
-        """Begin to count again: whoever reads may have had something else to do."""
-        self._end = time.monotonic() + seconds
+    def reset_deadline(self, seconds: float) -> None:
+        """Sets the deadline to `seconds` from now, so that time which this process spent elsewhere does not count."""
+        self._deadline = time.monotonic() + seconds
 
-    def _limit(self) -> None:
-        left = self._end - time.monotonic()
+    def _set_timeout(self) -> None:
+        left = self._deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("it took too long")
-        self._connection.settimeout(left)
+            raise TimeoutError("the deadline has passed")
+        self._sock.settimeout(left)
 
     def send(self, data: bytes | memoryview) -> None:
         left = memoryview(data)
         while left:
-            self._limit()
-            left = left[self._connection.send(left) :]
+            self._set_timeout()
+            left = left[self._sock.send(left) :]
 
     def receive(self, count: int) -> bytes:
         buffer = bytearray(count)
@@ -56,19 +63,19 @@ class Line:
 
     def receive_into(self, buffer: memoryview) -> None:
         while buffer:
-            self._limit()
-            done = self._connection.recv_into(buffer)
-            if done == 0:
-                raise WireError("the connection ended in the middle")
-            buffer = buffer[done:]
+            self._set_timeout()
+            received = self._sock.recv_into(buffer)
+            if received == 0:
+                raise WireError("the peer closed the connection in the middle of a message")
+            buffer = buffer[received:]
 
-    def tell_status(self, status: IntEnum) -> None:
-        """How an answer begins: in one byte."""
+    def send_status(self, status: IntEnum) -> None:
+        """Sends the status byte, with which every response begins."""
         self.send(bytes([status]))
 
-    def status(self, of: type[_Status]) -> _Status:
-        [given] = self.receive(1)
+    def receive_status(self, kind: type[_Status]) -> _Status:
+        [value] = self.receive(1)
         try:
-            return of(given)
+            return kind(value)
         except ValueError:
-            raise WireError(f"{given} is no status") from None
+            raise WireError(f"{value} is not a known status") from None

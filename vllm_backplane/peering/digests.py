@@ -1,5 +1,5 @@
-"""By what two servers see that they have the same: tensors by their bytes, wherever they are, and a model's
-configuration without where it was read from."""
+"""Computes digests by which two servers see that they have the same model: of tensors on any device, by name, dtype,
+shape and bytes. Also strips a model's configuration of the path that it was read from."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import Any
 import torch
 
 DIGEST_BYTES = 32
-_PIECE = 1 << 24
+_CHUNK_BYTES = 1 << 24
 
 
-def without_origin(configuration: Any) -> Any:
-    """A model's configuration without where it was read from."""
+def without_model_path(configuration: Any) -> Any:
+    """Returns a model's configuration without the path or name that it was read from, at every level."""
     if isinstance(configuration, dict):
-        return {key: without_origin(value) for key, value in configuration.items() if key != "_name_or_path"}
+        return {key: without_model_path(value) for key, value in configuration.items() if key != "_name_or_path"}
     return configuration
 
 
-def digests(named: Iterable[tuple[str, torch.Tensor]]) -> list[bytes]:
-    """Of tensors with their names, in their order."""
-    with ThreadPoolExecutor(4) as pool:  # hashing lets go of Python's lock
-        return list(pool.map(lambda one: digest_of(*one), named))
+def tensor_digests(named: Iterable[tuple[str, torch.Tensor]]) -> list[bytes]:
+    """Returns the digests of named tensors, in the given order."""
+    with ThreadPoolExecutor(4) as pool:  # hashing releases Python's global lock
+        return list(pool.map(lambda item: tensor_digest(*item), named))
 
 
-def digest_of(name: str, tensor: torch.Tensor) -> bytes:
-    """Of its name, type, shape and bytes."""
+def tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
+    """Returns a digest of a tensor's name, dtype, shape and bytes."""
     digest = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=DIGEST_BYTES)
-    for piece in pieces(tensor.detach()):
-        digest.update(piece.numpy().data)
+    for chunk in byte_chunks(tensor.detach()):
+        digest.update(chunk.numpy().data)
     return digest.digest()
 
 
-def pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """Its bytes in order, on the host."""
+def byte_chunks(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    """Yields the bytes of a tensor in order, as uint8 tensors of at most 16 MiB on the host."""
     flat = tensor.contiguous().reshape(-1)
     if not flat.numel():
         return
     every = flat.view(torch.uint8)
-    for start in range(0, len(every), _PIECE):
-        yield every[start : start + _PIECE].cpu()
+    for start in range(0, len(every), _CHUNK_BYTES):
+        yield every[start : start + _CHUNK_BYTES].cpu()

@@ -1,4 +1,4 @@
-"""A port of the loopback interface on which a worker answers questions, each in a thread of its own."""
+"""Serves requests of other processes on a loopback port: one connection per request, one thread per connection."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from vllm_backplane.errors import BackplaneError
 from vllm_backplane.peering.addresses import Address
 from vllm_backplane.peering.connection import WireError
 
-ASKERS = 8
-"""At a time; more are told that it is busy."""
-ACCEPT_REST_SECONDS = 0.5
-"""After a connection that could not be had, as where the process has too many files open."""
+MAX_CONNECTIONS = 8
+"""Connections that are served at a time. Further ones are rejected as busy."""
+ACCEPT_RETRY_SECONDS = 0.5
+"""Pause after accept() failed, for example because the process has too many open files."""
 
 
-class Answering(ABC):
-    def __init__(self, address: Address, what: str, option: str, tell: Callable[[str], None]) -> None:
-        """`what` answers, at an address that the user stated by `option`."""
-        self._what, self._tell = what, tell
+class LoopbackServer(ABC):
+    """Accepts connections in a daemon thread. Subclasses implement the protocol."""
+
+    def __init__(self, address: Address, service: str, option: str, warn: Callable[[str], None]) -> None:
+        """Binds and listens at once. `service` names the server in messages; `option` is the user's option that holds
+        the address."""
+        self._service, self._warn = service, warn
         self._closed = False
-        self._places = threading.BoundedSemaphore(ASKERS)
+        self._free_places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._socket = socket.socket(address.family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -31,50 +34,51 @@ class Answering(ABC):
         except OSError as error:
             self._socket.close()
             raise BackplaneError(
-                f"{what} cannot listen on {address}: {error}; name another port in '{option}'"
+                f"{service} cannot listen on {address}: {error}; name another port in '{option}'"
             ) from error
-        self._socket.listen(ASKERS)
+        self._socket.listen(MAX_CONNECTIONS)
         threading.Thread(target=self._accept, name=f"{option}-listener", daemon=True).start()
 
     @abstractmethod
-    def converse(self, connection: socket.socket) -> None:
-        """One question and its answer. Raises OSError or WireError where whoever asked is gone, or is none of us."""
+    def handle(self, sock: socket.socket) -> None:
+        """Reads one request and sends the response. Raises OSError or WireError if the client is gone or does not speak
+        the protocol."""
 
     @abstractmethod
-    def turn_away(self, connection: socket.socket) -> None:
-        """There are too many already."""
+    def reject(self, sock: socket.socket) -> None:
+        """Sends the response that the server is busy."""
 
     def close(self) -> None:
         self._closed = True
         try:
-            self._socket.shutdown(socket.SHUT_RDWR)  # or accept() would go on waiting
+            self._socket.shutdown(socket.SHUT_RDWR)  # otherwise accept() would keep waiting
         finally:
             self._socket.close()
 
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._socket.accept()
+                sock, _ = self._socket.accept()
             except OSError as error:
                 if self._closed:
                     return
-                self._tell(f"{self._what} could not take a connection: {error}")
-                time.sleep(ACCEPT_REST_SECONDS)
+                self._warn(f"{self._service} could not accept a connection: {error}")
+                time.sleep(ACCEPT_RETRY_SECONDS)
                 continue
-            if self._places.acquire(blocking=False):
-                threading.Thread(target=self._serve, args=(connection,), name="asker", daemon=True).start()
+            if self._free_places.acquire(blocking=False):
+                threading.Thread(target=self._serve, args=(sock,), name="peer-request", daemon=True).start()
             else:
-                with connection:
+                with sock:
                     try:
-                        self.turn_away(connection)
-                    except OSError:  # it has gone by itself
+                        self.reject(sock)
+                    except OSError:  # the client has closed the connection already
                         continue
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, sock: socket.socket) -> None:
         try:
-            with connection:
-                self.converse(connection)
+            with sock:
+                self.handle(sock)
         except (OSError, WireError) as error:
-            self._tell(f"a question to {self._what} was not answered to its end: {error}")
+            self._warn(f"a request to {self._service} was not completed: {error}")
         finally:
-            self._places.release()
+            self._free_places.release()

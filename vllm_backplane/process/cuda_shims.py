@@ -1,13 +1,14 @@
-"""What vLLM asks of PyTorch's accelerator, and of `torch.cuda` whatever the accelerator is.
+"""Stand-ins for the `torch.cuda` and `torch.accelerator` calls that vLLM makes on every platform.
 
-vLLM asks on every out-of-tree platform: for an event when the runner is built, for a stream while it speculates or
-copies results, for a synchronisation when the process ends. For streams and events it asks `torch.cuda` by name; its
-second runner makes some in every step.
+vLLM makes these calls on out-of-tree platforms too: it creates an event when the runner is built, uses a stream for
+speculative decoding and for copies of results, and synchronizes when the process ends. It takes streams and events from
+`torch.cuda` by name; its second model runner creates some in every step.
 
-- A device that is PyTorch's accelerator has a module with the same surface, which answers for `torch.cuda`.
-- A device that PyTorch does not count as an accelerator has done its work when the call returns, so there is nothing to
-  wait for. PyTorch raises when `torch.accelerator` is asked and there is none, and refuses to make an event. Here the
-  device answers for `torch.accelerator`, and PyTorch's own host streams, which do nothing, stand in.
+- A device that is PyTorch's accelerator has a device module with the same interface. Its streams and events replace
+  those of `torch.cuda`.
+- A device that is not PyTorch's accelerator has finished its work when a call returns, so there is nothing to wait for.
+  Without an accelerator PyTorch raises in `torch.accelerator` and when an event is created. Here the device implements
+  the calls of `torch.accelerator`, and PyTorch's host streams, which do nothing, replace the streams.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vllm_backplane.errors import BackplaneError
 
 
 class HostEvent(torch.cpu.Event):
-    """What it stands for has happened when it is recorded, so no argument makes a difference."""
+    """An event of a device without streams: the work is done when the event is recorded. Arguments are ignored."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self._recorded = 0.0
@@ -37,23 +38,26 @@ class HostEvent(torch.cpu.Event):
 
 
 class HostStream(torch.cpu.Stream):
+    """A stream of a device without streams. Its device and priority are ignored."""
+
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        """Of which device, and how urgent, makes no difference either."""
+        pass
 
 
-def needed(device: Device) -> bool:
-    """Whether PyTorch has no answers of its own for this device."""
+def _needs_stand_ins(device: Device) -> bool:
+    """Returns whether the device is not PyTorch's accelerator. Raises if such a device claims streams."""
     current = torch.accelerator.current_accelerator()
-    known = current is not None and current.type == device.torch_type
-    if device.capabilities.streams and not known:
+    is_accelerator = current is not None and current.type == device.torch_type
+    if device.capabilities.streams and not is_accelerator:
         raise BackplaneError(
-            f"device {device.name!r} claims streams, and PyTorch's accelerator is {current}, not "
+            f"device {device.name!r} claims streams, but PyTorch's accelerator is {current}, not "
             f"{device.torch_type!r}; register the device module and its accelerator hooks in Device.load()"
         )
-    return not known
+    return not is_accelerator
 
 
-def _answer_with_module(device: Device) -> None:
+def _use_device_module(device: Device) -> None:
+    """Replaces the streams and events of `torch.cuda` with those of the device's own torch module."""
     module: Any = torch.get_device_module(device.torch_type)
     if module is torch.cuda:
         return
@@ -62,16 +66,16 @@ def _answer_with_module(device: Device) -> None:
             setattr(torch.cuda, name, getattr(module, name))
         except AttributeError:
             raise BackplaneError(
-                f"device {device.name!r} claims streams, and torch.{device.torch_type} has no {name!r}; add it to the "
+                f"device {device.name!r} claims streams, but torch.{device.torch_type} has no {name!r}; add it to the "
                 "device module"
             ) from None
 
 
-def answer_for(device: Device, card: int) -> None:
-    """Route PyTorch's accelerator calls to the device, for the rest of this process."""
-    if not needed(device):
+def install_shims(device: Device, card: int) -> None:
+    """Routes PyTorch's accelerator calls to the device, for the rest of this process."""
+    if not _needs_stand_ins(device):
         if device.capabilities.streams:
-            _answer_with_module(device)
+            _use_device_module(device)
         return
 
     # Distinct functions: Dynamo keys its handling of synchronize by the object.
@@ -82,7 +86,7 @@ def answer_for(device: Device, card: int) -> None:
         device.empty_cache()
 
     def empty_host_cache() -> None:
-        """No pinned memory, so no cache of it."""
+        """Does nothing: the device has no pinned memory, so there is no cache of it."""
 
     def get_memory_info(_device: Any = None, /) -> tuple[int, int]:
         now = device.memory(card)
@@ -94,7 +98,7 @@ def answer_for(device: Device, card: int) -> None:
     torch.accelerator.get_memory_info = get_memory_info
 
     def set_stream(_stream: Any) -> None:
-        """There is one."""
+        """Does nothing: there is only one stream."""
 
     torch.cuda.current_stream = torch.cpu.current_stream  # type: ignore[assignment]
     torch.cuda.stream = torch.cpu.stream  # type: ignore[assignment]
@@ -104,8 +108,8 @@ def answer_for(device: Device, card: int) -> None:
 
 @contextmanager
 def host_events(device: Device) -> Iterator[None]:
-    """While vLLM's runner is built, events are the host's."""
-    if not needed(device):
+    """Makes `torch.Event` create host events inside the block, in which vLLM's runner is built."""
+    if not _needs_stand_ins(device):
         yield
         return
     event = torch.Event

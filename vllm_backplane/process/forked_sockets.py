@@ -1,7 +1,8 @@
-"""A forked engine does not keep the server's port.
+"""Releases the server's listening socket in forked engine and worker processes.
 
-The server binds its port before it starts the engine, and a fork inherits the socket: the port would stay taken for as
-long as the engine takes to end, and vLLM, which looks for another holder of its port when it stops, would find one.
+The server binds its port before it starts the engine, and a forked process inherits the socket. The port would stay in
+use until the engine has ended, and vLLM, which checks at shutdown whether another process holds its port, would find
+the engine.
 """
 
 from __future__ import annotations
@@ -13,35 +14,36 @@ import stat
 from functools import cache
 from multiprocessing.util import register_after_fork
 
-OF_ENGINES = ("EngineCore", "VllmWorker")
-"""How vLLM names the processes that serve nobody; the others of a program are its own business."""
+ENGINE_PROCESS_NAMES = ("EngineCore", "VllmWorker")
+"""Prefixes of vLLM's names for engine and worker processes. Other processes of the program are left alone."""
 
 
 @cache
-def release_in_engines() -> None:
-    register_after_fork(release_in_engines, lambda _: _release())
+def release_sockets_in_engines() -> None:
+    """Makes engine and worker processes that are forked from this one release its listening sockets."""
+    register_after_fork(release_sockets_in_engines, lambda _: _release())
 
 
 def _release() -> None:
-    if not multiprocessing.current_process().name.startswith(OF_ENGINES):
+    if not multiprocessing.current_process().name.startswith(ENGINE_PROCESS_NAMES):
         return
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in _bound():
-        # Replaced rather than closed: the object that owns the descriptor will close whatever has its number.
-        os.dup2(nothing, descriptor, inheritable=False)
-    os.close(nothing)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in _bound_sockets():
+        # Replaced rather than closed: the socket object would later close another file that has reused the number.
+        os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
 
 
-def _bound() -> list[int]:
-    """Descriptors of TCP sockets that wait for connections or are about to."""
-    return [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_bound(fd)]
+def _bound_sockets() -> list[int]:
+    """Returns the descriptors of TCP sockets that are bound to a port and not connected."""
+    return [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_bound_socket(fd)]
 
 
-def _is_bound(descriptor: int) -> bool:
+def _is_bound_socket(descriptor: int) -> bool:
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return False
-    except OSError:  # the descriptor that read the folder, closed by now
+    except OSError:  # listdir's own descriptor, which is closed by now
         return False
     held = socket.socket(fileno=descriptor)
     try:
@@ -51,7 +53,7 @@ def _is_bound(descriptor: int) -> bool:
             return False
         held.getpeername()
         return False
-    except OSError:  # no peer
+    except OSError:  # getpeername: not connected
         return True
     finally:
         held.detach()

@@ -1,10 +1,11 @@
-"""A worker that fails where nobody listens ends its process, because the others would wait for it.
+"""Terminates the worker process when a rank whose output vLLM does not read raises in a step.
 
-vLLM's executor reads the answer to a step from one rank, and where it reads them all, one after another. What any other
-rank raises is logged there and forgotten: that rank waits for its next call while the rest wait for it in a collective,
-until the executor gives up after minutes. The death of a process, however, vLLM notices at once, and ends the engine.
+vLLM's executor reads the output of a step from one rank, or from all ranks one after another. An exception of any other
+rank is only logged: that rank waits for its next call while the remaining ranks wait for it in a collective, until the
+executor times out after minutes. The death of a process, in contrast, is detected at once and ends the engine.
 
-The answer itself is dropped as well.
+vLLM discards the outputs of these ranks too, possibly while they are still being copied to the host:
+`wait_for_output_copy` keeps the source tensors from being overwritten.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 logger = init_logger("vllm." + __name__)
 
 EXIT_STATUS = 1
-PATIENCE = 1.0
-"""Seconds for the rank that is heard to fail of the same and to say so: its words reach the user, this end does not."""
+GRACE_SECONDS = 1.0
+"""Seconds before the process exits. If the output rank fails for the same reason, its exception reaches the user first,
+which this exit would prevent."""
 
 
-def is_heard(parallel: ParallelConfig, rank: int) -> bool:
-    """Whether what this rank raises reaches the engine: it is alone, or the one whose answer is read.
+def is_output_rank(parallel: ParallelConfig, rank: int) -> bool:
+    """Returns whether the engine sees an exception of this rank: the rank is the only one, or the executor reads it.
 
-    That one is the first of the last pipeline stage, as the executor computes it. With a KV connector, the answers of
-    all are read in the order of ranks, so one that fails is heard only after those before it, which may wait for it.
-    Executors of another kind (each process with an engine of its own, or the user's class) hand every exception on.
+    The executor reads the first rank of the last pipeline stage. With a KV connector it reads all ranks in order, so an
+    exception is seen only after the output of every lower rank, and those ranks may be waiting for the failed one.
+    Other executors (one engine per process, or a class of the user's) pass every exception on.
     """
     if parallel.world_size == 1 or parallel.distributed_executor_backend not in ("mp", "ray"):
         return True
@@ -41,15 +43,16 @@ def is_heard(parallel: ParallelConfig, rank: int) -> bool:
     return rank == parallel.world_size - per_stage
 
 
-def order_after_copy(output: Any) -> None:
-    """Let what is queued from here on come after the copy of an answer that nobody reads.
+def wait_for_output_copy(output: Any) -> None:
+    """Makes later work on the current stream wait for the copy of an output that vLLM discards.
 
-    vLLM drops such an answer while a stream of its own copies it to the host, and with it the tensors it is copied
-    from: their memory would be written again during the copy. Who reads an answer waits for it first.
+    vLLM copies an output to the host on a separate stream. On a rank whose output is not read, it drops the output, and
+    with it the source tensors, during that copy: their memory would be reused and overwritten. On the output rank the
+    reader waits for the copy.
     """
     if not isinstance(output, AsyncModelRunnerOutput):
         return
-    for name in ("async_copy_ready_event", "copy_event"):  # of the first runner, and of the second
+    for name in ("async_copy_ready_event", "copy_event"):  # of the first model runner, and of the second
         if (event := getattr(output, name, None)) is not None:
             event.wait()
             return
@@ -57,22 +60,22 @@ def order_after_copy(output: Any) -> None:
 
 
 @contextmanager
-def insist_on_being_heard(parallel: ParallelConfig, rank: int, doing: str) -> Iterator[None]:
-    """An exception of a rank that is not heard is told in the log, and is the end of the process."""
+def terminate_on_unread_failure(parallel: ParallelConfig, rank: int, operation: str) -> Iterator[None]:
+    """Logs an exception in the block and exits the process, unless this is an output rank, where it is raised."""
     try:
         yield
     except Exception:
-        if is_heard(parallel, rank):
+        if is_output_rank(parallel, rank):
             raise
         logger.exception(
-            "Rank %d failed in %s. The engine listens to another rank, which would wait for this one: "
-            "the worker ends, and with it the engine.",
+            "Rank %d failed in %s. The engine reads another rank, which would wait for this one: "
+            "this worker exits, and the engine with it.",
             rank,
-            doing,
+            operation,
         )
-        # Not through sys.exit: vLLM's loop takes exceptions of any call for an answer, and threads that wait for the
-        # other ranks would hold the interpreter up.
-        time.sleep(PATIENCE)
+        # Not sys.exit: vLLM's worker loop catches the exceptions of every call, and threads that wait for the other
+        # ranks would keep the interpreter alive.
+        time.sleep(GRACE_SECONDS)
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

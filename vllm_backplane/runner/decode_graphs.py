@@ -1,9 +1,9 @@
-"""Decode steps as graphs of the device.
+"""Captures decode steps as graphs of the device, and replays them.
 
-vLLM decides which steps are replayed: its dispatcher pads a batch to a captured size and says so in the forward
-context. Its own wrapper records CUDA graphs and keeps results by CUDA kernels of vLLM; this one stands in its place and
-records through `device/graph.py`. Inputs of a step are the model's arguments and the tensors of the attention
-metadata, which vLLM keeps in buffers that stay.
+vLLM decides which steps are replayed: its dispatcher pads a batch to a captured size and announces that in the forward
+context. vLLM's own wrapper captures CUDA graphs and stores their results through CUDA kernels of vLLM. The wrapper here
+takes its place and captures through `device/graph.py`. The inputs of a step are the model's arguments and the tensors
+of the attention metadata, which vLLM keeps in persistent buffers.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ logger = init_logger("vllm." + __name__)
 
 
 class StepGraphs(CUDAGraphWrapper):
-    """The model, as the runner calls it."""
+    """Wraps the model for the runner: replays a captured decode step, captures a new one, or calls the model."""
 
     def __init__(self, model: Callable[..., Any], vllm_config: VllmConfig, device: Device, card: int) -> None:
-        # Not the parent's, which asks for a memory pool of CUDA. It is the class by which vLLM knows a wrapped model.
+        # The parent's constructor is not called, because it requests a memory pool of CUDA. The parent is needed as a
+        # base class, by which vLLM recognizes a wrapped model.
         self.runnable = model
         self.vllm_config = vllm_config
         self.runtime_mode = CUDAGraphMode.FULL
         self.is_debugging_mode = False
         self.calls = CapturedCalls(lambda: device.new_graph(card))
-        self.while_serving = device.capabilities.capture_computes
+        self.captures_while_serving = device.capabilities.capture_computes
         self.eager: set[Hashable] = set()
-        """Steps that cannot be graphs."""
+        """Batch descriptors of steps that cannot be captured."""
         self.suspended = False
-        """Every step is eager, for something that looks on while Python calls the model."""
+        """Every step runs eagerly, because hooks on modules need Python to call the model."""
         CUDAGraphWrapper._all_instances.add(self)
 
     def clear_graphs(self) -> None:
@@ -59,22 +60,23 @@ class StepGraphs(CUDAGraphWrapper):
             return self.runnable(*args, **kwargs)
         inputs = _inputs(args, kwargs, context)
         key = context.batch_descriptor
-        if self.while_serving:
-            return self._served(key, lambda: self.runnable(*args, **kwargs), inputs)
+        if self.captures_while_serving:
+            return self._replay_or_capture(key, lambda: self.runnable(*args, **kwargs), inputs)
         if key in self.calls:
             return self.calls.replay(key, inputs)
         validate_cudagraph_capturing_enabled()
         return self.calls.capture(key, lambda: self.runnable(*args, **kwargs), inputs)
 
-    def _served(self, key: Hashable, call: Callable[[], Any], inputs: dict[str, torch.Tensor]) -> Any:
-        """A step where captures compute: captured when it is first served, eager if it cannot be a graph."""
+    def _replay_or_capture(self, key: Hashable, call: Callable[[], Any], inputs: dict[str, torch.Tensor]) -> Any:
+        """Runs a step on a device whose captures also compute: captures it the first time, replays it later, and calls
+        the model if the step cannot be captured."""
         if key in self.eager:
             return call()
         if key in self.calls:
             try:
                 return self.calls.replay(key, inputs)
-            except StaleInputError as error:  # nothing was computed yet
-                self._give_up(key, error)
+            except StaleInputError as error:  # raised before anything was computed
+                self._run_eagerly_from_now(key, error)
                 return call()
         results: list[Any] = []
 
@@ -85,36 +87,37 @@ class StepGraphs(CUDAGraphWrapper):
         try:
             return self.calls.capture(key, computed, inputs)
         except GraphError as error:
-            self._give_up(key, error)
-            return results[0] if results else call()  # no results: the capture did not even begin
+            self._run_eagerly_from_now(key, error)
+            return results[0] if results else call()  # without results the capture did not begin
 
-    def _give_up(self, key: Hashable, error: GraphError) -> None:
+    def _run_eagerly_from_now(self, key: Hashable, error: GraphError) -> None:
         self.eager.add(key)
         logger.warning_once("Decode steps run eagerly, which is slower: %s", error)
 
 
-def unrecordable(model: torch.nn.Module, operators: Iterable[Resolution]) -> list[str]:
-    """What in a decode step of the model goes by what tensors hold, on the host. A capture that computes nothing cannot
-    contain it."""
+def uncapturable(model: torch.nn.Module, operators: Iterable[Resolution]) -> list[str]:
+    """Returns the operators and layers of a decode step that read tensor values on the host. A capture that computes
+    nothing cannot contain them."""
     found = {
         line.operator for line in operators if line.implementation == "reference" and get(line.operator).reads_values
     }
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     experts = [method for method in methods if isinstance(method, BackplaneFusedMoEMethod)]
-    if not any(method.one_operator for method in experts):
+    if not any(method.uses_fused_operator for method in experts):
         found.discard("moe_experts")
-    if not all(method.one_operator for method in experts):
+    if not all(method.uses_fused_operator for method in experts):
         found.add("quantized experts")
     return sorted(found)
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext) -> dict[str, torch.Tensor]:
+    """Returns the tensors that a step reads, by a name for error messages."""
     given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
     found = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     for title, by_layer in (("attention", context.attn_metadata), ("slots", getattr(context, "slot_mapping", None))):
         if not isinstance(by_layer, dict):
             continue
-        # Layers of a group share theirs, which is called by the first of them.
+        # Layers of a group share one object, which is listed under the first layer's name.
         for layer, value in {id(value): (layer, value) for layer, value in reversed(by_layer.items())}.values():
             if isinstance(value, torch.Tensor):
                 found[f"{title} of {layer}"] = value

@@ -1,8 +1,8 @@
-"""The model runner: vLLM's own, whichever of its two it asks for.
+"""Creates the model runner of a worker: a subclass of one of vLLM's two runners, or the device's own class.
 
-Nothing is copied from vLLM's runners. What they assume of CUDA they reach through `torch.Event`, `torch.cuda.Stream`
-and Triton kernels: `host_stand_ins.py` answers for the first two where the device has none, and
-`runner/triton_kernels.py` replaces the third.
+Nothing is copied from vLLM's runners. They depend on CUDA through `torch.Event`, `torch.cuda.Stream` and Triton
+kernels. `process/cuda_shims.py` replaces the first two on a device that has none, and `runner/triton_kernels.py`
+replaces the kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_backplane.process.cuda_shims import host_events
 
 
 def make_model_runner(vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> Any:
-    """The runner for this configuration; the worker does not care which."""
+    """Returns the runner for this configuration. The worker uses all runners through the same methods."""
     if device.model_runner is not None:
         cls = resolve_obj_by_qualname(device.model_runner)
     elif vllm_config.use_v2_model_runner:

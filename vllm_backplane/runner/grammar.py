@@ -1,7 +1,8 @@
-"""Masks of structured output for a device of its own memory, where an operator applies them.
+"""Copies the masks of structured output to a device with its own memory, where an operator applies them.
 
-vLLM's scheduler makes them, 32 tokens to a number, and its runner hands them to xgrammar. That has kernels for the host
-and for CUDA; for every other device it would have one compiled by inductor, which has no code generator for it.
+vLLM's scheduler makes the masks, with 32 tokens per integer, and its runner passes them to xgrammar. xgrammar has
+kernels for the host and for CUDA. For every other device it would compile a kernel with inductor, which has no code
+generator for the device.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ _EVERY_TOKEN = -1
 def rows_of_masks(
     masks: numpy.ndarray, masked: Sequence[str], batch: Sequence[str], drafts: Mapping[str, Sequence[int]]
 ) -> numpy.ndarray:
-    """A mask for every row of logits. A request has a row for each of its draft tokens and one more; `masks` has those
-    of the requests `masked`, in their order, and the rows of logits are in the order of `batch`."""
+    """Returns a mask for every row of logits.
+
+    A request has one row for each of its draft tokens and one more. `masks` has the rows of the requests `masked`, in
+    their order; the rows of logits are in the order of `batch`.
+    """
     rows = {request: 1 + len(drafts.get(request, ())) for request in batch}
     first = dict(zip(batch, numpy.cumsum([0, *rows.values()]).tolist(), strict=False))
     result = numpy.full((sum(rows.values()), masks.shape[1]), _EVERY_TOKEN, dtype=numpy.int32)
@@ -40,9 +44,9 @@ def rows_of_masks(
 def masks_on(
     device: torch.device, grammar: GrammarOutput, batch: Sequence[str], drafts: Mapping[str, Sequence[int]]
 ) -> torch.Tensor:
-    """What the grammars allow, for every row of logits, where the logits are."""
+    """Returns the mask of allowed tokens for every row of logits, on the device of the logits."""
     masks = rows_of_masks(grammar.grammar_bitmask, grammar.structured_output_request_ids, batch, drafts)
     staged = torch.from_numpy(masks)
     if current_platform.is_pin_memory_available():
-        staged = staged.pin_memory()  # a copy from other memory would wait for all that the device has to do
+        staged = staged.pin_memory()  # a copy from pageable memory would wait for all work queued on the device
     return staged.to(device, non_blocking=True)

@@ -1,8 +1,8 @@
-"""vLLM's sampler on the operators: arg-max, penalties, top-k and top-p, min-p, and the random draw.
+"""Implements vLLM's sampler with operators: argmax, penalties, top-k and top-p, min-p, and the random draw.
 
-The steps, their order and every use of a random generator are upstream's, so a request with a seed gets the
-tokens that vLLM's own PyTorch path gives it. Min-p has no place in the sampler: it is one of the logits
-processors that the runner builds, so its object is exchanged in the runner's list.
+The steps, their order and every use of a random generator are upstream's, so a request with a seed gets the same tokens
+as from vLLM's own PyTorch path. Min-p is not part of the sampler: it is one of the logits processors that the runner
+builds, so its object is replaced in the runner's list.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from vllm_backplane.errors import BindingError
 
 class BackplaneTopKTopPSampler(TopKTopPSampler):
     def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs", use_fp64_gumbel: bool = False) -> None:
-        # Not the parent's: it chooses among the samplers of other platforms and prepares their kernels.
+        # The parent's constructor is not called: it chooses among the samplers of other platforms and prepares their
+        # kernels.
         nn.Module.__init__(self)
         self.logprobs_mode = logprobs_mode
         self.use_fp64_gumbel = use_fp64_gumbel
@@ -36,7 +37,8 @@ class BackplaneTopKTopPSampler(TopKTopPSampler):
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(tokens, processed logits or log-probabilities where the mode asks for them); changes logits."""
+        """Returns the tokens, and the processed logits or log-probabilities if the mode asks for them. Changes
+        `logits` in place."""
         ops.top_k_top_p_mask.call(logits, k, p)
         processed = None
         if self.logprobs_mode == "processed_logits":
@@ -87,17 +89,17 @@ class BackplaneMinPLogitsProcessor(MinPLogitsProcessor):
 
 
 def replace_sampler(runner: Any) -> None:
-    """Put the operators into a GPUModelRunner that has been constructed and has served nothing yet.
+    """Replaces the sampler and the min-p processor of a GPUModelRunner that has not served a request yet.
 
-    Calling it again does nothing.
+    A second call does nothing.
     """
     present = runner.sampler
     if isinstance(present, BackplaneSampler):
         return
     if type(present) is not Sampler:
         raise BindingError(
-            f"the runner's sampler is {type(present).__module__}.{type(present).__qualname__}, which "
-            "Backplane does not know how to replace; start without the option that brings it in"
+            f"the runner's sampler is {type(present).__module__}.{type(present).__qualname__}, which Backplane cannot "
+            "replace; remove the option that selects it"
         )
     runner.sampler = BackplaneSampler(present.logprobs_mode, present.use_fp64_gumbel)
     rejection = getattr(runner, "rejection_sampler", None)
@@ -113,6 +115,6 @@ def _replace_min_p(runner: Any) -> None:
     for place, processor in enumerate(processors):
         if type(processor) is MinPLogitsProcessor:
             if processor.min_p_count:
-                raise BindingError("min-p is in use already; replace the sampler before the first request")
+                raise BindingError("min-p is already in use; replace the sampler before the first request")
             pinned = processor.min_p_cpu_tensor.is_pinned()
             processors[place] = BackplaneMinPLogitsProcessor(runner.vllm_config, runner.device, pinned)

@@ -1,9 +1,9 @@
-"""The Triton kernels of vLLM's V1 model runner, replaced by operators.
+"""Replaces the Triton kernels of vLLM's V1 model runner by operators.
 
-vLLM launches these kernels whatever the platform, and offers one hook to replace them: its kernel dispatcher.
-The dispatcher drops the launch grid, so an adapter takes sizes from tensors and scalars. Adapters bind the
-arguments by name: between vLLM releases the kernels gain, lose and reorder arguments. An adapter's parameter
-without a default is one that every supported vLLM must have; one with a default may be absent.
+vLLM launches these kernels on every platform, and offers one hook to replace them: its kernel dispatcher. The
+dispatcher drops the launch grid, so an adapter takes sizes from tensors and scalars. Adapters bind the arguments by
+name, because between vLLM releases the kernels gain, lose and reorder arguments. Every supported vLLM must have an
+adapter's parameters without a default; those with a default may be absent.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ def _slot_mapping(
     )
 
 
-def write_slots(table: Any, starts: torch.Tensor, positions: torch.Tensor, pad: int) -> None:
-    """What `table.compute_slot_mapping` does where nobody shares a context: vLLM's launcher binds a dozen arguments by
-    name, twice, and takes longer than the operator. `pad` fills the rest."""
+def write_slot_mapping(table: Any, starts: torch.Tensor, positions: torch.Tensor, pad: int) -> None:
+    """Computes the same as `table.compute_slot_mapping` without context parallelism, and fills the rest with `pad`.
+
+    vLLM's launcher binds a dozen arguments by name, twice, which takes longer than the operator itself.
+    """
     blocks, slots = table.block_table.gpu, table.slot_mapping.gpu
     ops.compute_slot_mapping(starts, positions, blocks, slots, table.block_size, pad, 1, 0, 1, None)
 
@@ -185,8 +187,8 @@ def _copy_and_expand_dflash_inputs(
 ) -> None:
     if num_query_per_req != num_speculative_tokens + 1:
         raise BindingError(
-            f"kernel copy_and_expand_dflash_inputs_kernel got {num_query_per_req} queries per request for "
-            f"{num_speculative_tokens} drafts; one more than drafts is expected. {_OTHER_VLLM}"
+            f"kernel copy_and_expand_dflash_inputs_kernel received {num_query_per_req} queries per request for "
+            f"{num_speculative_tokens} draft tokens; expected one query more than draft tokens. {_OTHER_VLLM}"
         )
     ops.copy_and_expand_dflash_inputs(
         next_token_ids_ptr,
@@ -311,12 +313,13 @@ ADAPTERS: Mapping[str, Launch] = {
 
 @cache
 def register() -> None:
-    """Put the operators in place of the runner's kernels. Calling it again does nothing."""
+    """Replaces the runner's kernels by operators. A second call does nothing."""
     compat.register_kernels({name: launcher(name, adapter) for name, adapter in ADAPTERS.items()})
 
 
 def launcher(name: str, adapter: Launch) -> Launch:
-    """What vLLM calls in place of the kernel `name`: sorts the launch arguments by name for the adapter."""
+    """Returns the function that vLLM calls instead of the kernel `name`: it passes the launch arguments to the adapter
+    by name."""
     arguments = argument_names(name)
     parameters = inspect.signature(adapter).parameters
     for parameter in parameters.values():
@@ -340,20 +343,20 @@ def launcher(name: str, adapter: Launch) -> Launch:
 
 
 def argument_names(name: str) -> tuple[str, ...]:
-    """The argument names of the upstream kernel, with or without Triton installed."""
+    """Returns the argument names of the upstream kernel, with or without Triton installed."""
     module_name, *attributes = _split(name)
     try:
         found: Any = importlib.import_module(module_name)
         for attribute in attributes:
             found = getattr(found, attribute)
     except (ImportError, AttributeError) as fault:
-        raise BindingError(f"kernel {name} is gone from vLLM ({fault}). {_OTHER_VLLM}") from None
+        raise BindingError(f"kernel {name} does not exist in this vLLM ({fault}). {_OTHER_VLLM}") from None
     names = getattr(found, "arg_names", None)
     return tuple(inspect.signature(found).parameters) if names is None else tuple(names)
 
 
 def _split(name: str) -> list[str]:
-    """Module, class where there is one, attribute. Classes are told from modules by their capital letter."""
+    """Returns module, class if there is one, and attribute. A capital letter distinguishes a class from a module."""
     *path, attribute = name.split(".")
     if path[-1][:1].isupper():
         return [".".join(path[:-1]), path[-1], attribute]

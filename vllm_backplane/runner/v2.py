@@ -1,4 +1,4 @@
-"""vLLM's second model runner on a Backplane device. It needs Triton for the device."""
+"""Runs vLLM's second model runner on a Backplane device. This runner needs Triton for the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BackplaneModelRunnerV2(GPUModelRunner):
         super().__init__(vllm_config, torch_device)
 
     def profile_step(self, tokens: int) -> None:
-        """Run upstream's profiling step with fewer tokens than the largest step has."""
+        """Runs upstream's profiling step with fewer tokens than the largest step has."""
         largest, self.max_num_tokens = self.max_num_tokens, tokens
         try:
             self.profile_run()
@@ -25,9 +25,9 @@ class BackplaneModelRunnerV2(GPUModelRunner):
             self.max_num_tokens = largest
 
     def forward_step(self, tokens: int) -> None:
-        """The forward pass alone, as profiling runs it."""
+        """Runs only the forward pass of a profiling step."""
         self._dummy_run(tokens, skip_attn=True, is_profile=True)
         self.accelerator.synchronize()
 
     def warm_up(self) -> None:
-        """Nothing to capture: graphs with this runner are refused."""
+        """Does nothing: graphs with this runner are refused (`config/graphs.py`)."""

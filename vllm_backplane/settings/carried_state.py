@@ -21,16 +21,19 @@ _ATTRIBUTE = "_backplane_state"
 
 @dataclass(slots=True)
 class CarriedState:
+    """The private state of one vLLM configuration."""
+
     explicit_arguments: Mapping[str, Any]
     """Engine arguments that the user gave, of those in `explicit_arguments.WATCHED`."""
     workers_on_host: int | None = None
-    """Workers of all data-parallel replicas on this host; vLLM makes a dense model's replicas forget each other."""
+    """Number of workers of all data-parallel replicas on this host. It is kept here because vLLM removes the number of
+    replicas from the configuration of a dense model's replica."""
     graphs_by_default: bool = False
-    """Decode steps are captured because the device wants it, and not because the user asked for it."""
+    """Whether decode steps are captured by the device's default rather than at the user's request."""
 
 
 def state_of(config: VllmConfig) -> CarriedState:
-    """Returns the state of a configuration, and attaches a new one at the first call."""
+    """Returns the state of a configuration; the first call attaches a new one."""
     carrier = config.scheduler_config
     state: CarriedState | None = vars(carrier).get(_ATTRIBUTE)
     if state is None:

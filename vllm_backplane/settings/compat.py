@@ -1,7 +1,8 @@
-"""Where the supported versions of vLLM (0.30 to 0.32) differ, asked by capability rather than by number.
+"""Hides the differences between the supported releases of vLLM (0.30 to 0.32).
 
-Everything else is written once, for all of them. `PARTLY_THERE` lists what we override or use of vLLM that not every
-supported version has; a test compares it with the source of each.
+The functions test for a capability rather than for a version number. All other code is written once, for all releases.
+`NOT_IN_EVERY_RELEASE` lists the names of vLLM that Backplane overrides or uses and that some supported release lacks; a
+test compares the list with the source of each release.
 """
 
 from __future__ import annotations
@@ -17,55 +18,62 @@ Launch = Callable[..., None]
 
 _PUNICA = "vllm.lora.punica_wrapper.punica_base"
 
-PARTLY_THERE: Mapping[str, str] = {
+NOT_IN_EVERY_RELEASE: Mapping[str, str] = {
     "vllm.platforms.interface:Platform.register_triton_kernel_overrides": (
-        "where vLLM does not ask the platform for its kernels, ask_for_kernel_overrides does"
+        "vLLM does not call it; register_kernel_overrides does"
     ),
     "vllm.platforms.interface:Platform.get_mla_prefill_backend_cls": (
-        "where vLLM does not ask the platform, it finds nothing for prompts and refuses models with a latent (MLA)"
+        "vLLM does not call it, finds no prefill backend and refuses models with MLA"
     ),
-    "vllm.v1.worker.gpu_worker:Worker._make_model_runner": "where vLLM does not call it, build_runner does",
-    "vllm.v1.worker.gpu_worker:Worker.discard": "called where vLLM can give up the KV cache alone",
-    f"{_PUNICA}:PunicaWrapperABC.apply_lora_full_linear": "vLLM calls it where it has adapters that replace a layer",
-    f"{_PUNICA}:PunicaWrapperBase._select_full_linear_output": "used by apply_lora_full_linear alone",
+    "vllm.v1.worker.gpu_worker:Worker._make_model_runner": "vLLM does not call it; build_runner does",
+    "vllm.v1.worker.gpu_worker:Worker.discard": "vLLM cannot discard the KV cache alone and does not call it",
+    f"{_PUNICA}:PunicaWrapperABC.apply_lora_full_linear": (
+        "vLLM has no adapters that replace a whole layer and does not call it"
+    ),
+    f"{_PUNICA}:PunicaWrapperBase._select_full_linear_output": "only apply_lora_full_linear uses it",
 }
-"""module:Class.name of vLLM, and what happens in a version without it."""
+"""Maps module:Class.name of vLLM to what happens in a release without it."""
 
 
-def release() -> str:
-    """What vLLM calls itself, for servers that compare themselves with each other."""
+def vllm_version() -> str:
+    """Returns the version of vLLM, which peers compare before they exchange data."""
     from vllm import __version__
 
     return __version__
 
 
 def has_known_decode_inputs() -> bool:
-    """Whether the runner's buffers are those that runner/decode_inputs.py fills."""
-    return release().startswith("0.32.")
+    """Returns whether the model runner has the buffers that runner/decode_inputs.py fills."""
+    return vllm_version().startswith("0.32.")
 
 
-def ask_for_kernel_overrides(platform: Any) -> None:
-    """Have the platform replace the runner's Triton kernels. vLLM 0.31 asks by itself, in every process."""
+def register_kernel_overrides(platform: Any) -> None:
+    """Lets the platform replace the runner's Triton kernels. Since 0.31 vLLM does this itself, in every process."""
     from vllm.platforms.interface import Platform
 
     if not hasattr(Platform, "register_triton_kernel_overrides"):
         platform.register_triton_kernel_overrides()
 
 
-def hash_routing(moe: Any) -> bool:
-    """Whether experts are chosen by a table of token ids. vLLM 0.30 does not say; there, the one model that does it
-    (DeepSeek-V4) is refused for its attention."""
+def has_hash_routing(moe: Any) -> bool:
+    """Returns whether experts are chosen by a table of token ids.
+
+    vLLM 0.30 does not report it. There, the only model that does so (DeepSeek-V4) is refused because of its attention.
+    """
     return bool(getattr(moe, "has_hash_routing", False))
 
 
-def expert_parts(experts: Any) -> tuple[str, ...]:
-    """What the checkpoint calls the weights of an expert. Before vLLM 0.32 compressed-tensors knew one naming."""
+def expert_weight_names(experts: Any) -> tuple[str, ...]:
+    """Returns the checkpoint's names of an expert's gate, up and down projections.
+
+    Before vLLM 0.32, compressed-tensors supported only the default names.
+    """
     parts = ("gate_proj", "up_proj", "down_proj")
     return tuple(getattr(experts, f"ckpt_{part}_name", part) for part in parts)
 
 
 def configure_logging(args: Any) -> None:
-    """Apply the logging options of a command line. Since vLLM 0.31 they are options; before, variables alone."""
+    """Applies the logging options of a command line. Before vLLM 0.31 there were only environment variables."""
     import vllm.logger
 
     configure = getattr(vllm.logger, "configure_logging_from_args", None)
@@ -74,7 +82,7 @@ def configure_logging(args: Any) -> None:
 
 
 def build_runner(worker: Any) -> None:
-    """Give a worker its workspace and its model runner. vLLM 0.32 has a method for it; before, it was inlined."""
+    """Creates a worker's workspace and model runner. vLLM has a method for it since 0.32; before, it was inlined."""
     if hasattr(type(worker), "_init_workspace_and_model_runner"):
         worker._init_workspace_and_model_runner()
         return
@@ -85,7 +93,7 @@ def build_runner(worker: Any) -> None:
 
 
 def seed_replica(seed: int, replica: int) -> None:
-    """Seed the random state of a data-parallel replica. Before vLLM 0.32 all replicas had the same one."""
+    """Seeds the random state of a data-parallel replica. Before vLLM 0.32 all replicas had the same state."""
     from vllm.utils.torch_utils import set_random_seed
 
     if len(inspect.signature(set_random_seed).parameters) > 1:
@@ -95,7 +103,11 @@ def seed_replica(seed: int, replica: int) -> None:
 
 
 def register_kernels(replacements: Mapping[str, Launch]) -> None:
-    """Put functions in the place of Triton kernels. vLLM 0.31 has a dispatcher for it; before, modules held them."""
+    """Replaces Triton kernels by Python functions.
+
+    vLLM has a dispatcher for it since 0.31. Before, modules refer to the kernels directly, so each reference is
+    replaced.
+    """
     if find_spec("vllm.triton_utils.dispatcher") is not None:
         from vllm.triton_utils.dispatcher import register_kernels as upstream
 
@@ -106,7 +118,7 @@ def register_kernels(replacements: Mapping[str, Launch]) -> None:
 
 
 class _Launcher:
-    """Is launched like a Triton kernel, with a grid that a function has no use for."""
+    """Calls a Python function with the launch syntax of a Triton kernel, ``kernel[grid](...)``; the grid is ignored."""
 
     def __init__(self, launch: Launch, arg_names: tuple[str, ...]) -> None:
         self._launch = launch
@@ -135,7 +147,7 @@ def _replace_kernel(name: str, launch: Launch) -> None:
             if value is kernel:
                 setattr(module, held, replacement)
             elif type(value).__module__.startswith("vllm.") and _holds(value, kernel):
-                # An object that launches the kernel it was given, and remembers its argument names.
+                # A vLLM object that launches a kernel it holds and caches the kernel's argument names.
                 value.kernel = replacement
                 vars(value).pop("_kernel_arg_names", None)
     setattr(owner, attribute, replacement)

@@ -1,9 +1,9 @@
 """Records which engine arguments were given explicitly, before vLLM fills in its defaults.
 
-vLLM fills in defaults before it shows a platform its configuration, so an explicit argument and a default look alike
-there. In the engine's arguments, None still means that nobody gave one. `patches/platform/patch_arg_utils.py` calls
-`record` at that moment, for a command line and for Python alike, and the configuration that is built next takes the
-record with it (`carried_state.py`).
+vLLM fills in defaults before it passes its configuration to a platform, so an explicit argument and a default look the
+same there. In the engine's arguments, None still means that the user gave none. `patches/platform/patch_arg_utils.py`
+calls `record` at that moment, for a command line and for Python alike, and the configuration that is built next takes
+the record with it (`carried_state.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ _recorded: ContextVar[Mapping[str, Any] | None] = ContextVar("backplane_explicit
 
 
 def record(arguments: Any) -> None:
-    """Records the explicit ones among an engine's arguments. The record stays with the arguments: when a second
-    configuration is built from them, vLLM has filled in its defaults."""
+    """Records which of an engine's arguments are explicit.
+
+    The record is kept with the arguments, because vLLM has filled in its defaults by the time a second configuration is
+    built from them.
+    """
     if _ATTRIBUTE not in vars(arguments):
         values = {name: getattr(arguments, name) for name in WATCHED}
         setattr(arguments, _ATTRIBUTE, {name: value for name, value in values.items() if value is not None})

@@ -1,9 +1,9 @@
-"""Options: declared once, read from two places, checked before anything starts.
+"""Declares, parses and resolves the options of Backplane and of its devices.
 
 An option ``threads`` of the device ``cpu`` is the key ``{"backplane": {"cpu": {"threads": 2}}}`` of
 vLLM's ``--additional-config`` and the variable ``BACKPLANE_CPU_THREADS``. The variable serves
-processes that have no command line; where both are given and differ, that is an error, because
-neither place is the obvious winner.
+processes that have no command line. If both are given and differ, that is an error, because
+neither has an obvious precedence.
 """
 
 from __future__ import annotations
@@ -19,30 +19,39 @@ from vllm_backplane.errors import OptionError, nearest
 T = TypeVar("T")
 
 PREFIX = "BACKPLANE_"
+"""Prefix of Backplane's environment variables."""
 SECTION = "backplane"
-"""Of --additional-config."""
+"""Key of Backplane's section in --additional-config."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option(Generic[T]):
+    """Declaration of one option."""
+
     key: str
     default: T
     parse: Callable[[Any], T]
-    """Takes the JSON value or the variable's text; raises ValueError with what it expects."""
+    """Parses the JSON value or the variable's text; raises ValueError with a description of the expected value."""
     help: str
 
     def variable(self, scope: str = "") -> str:
+        """Returns the name of the option's environment variable; `scope` is the device, or "" for Backplane."""
         parts = (scope, self.key) if scope else (self.key,)
         return PREFIX + "_".join(part.upper().replace("-", "_") for part in parts)
 
 
+# --- parsers, for Option.parse
+
+
 def text(value: Any) -> str:
+    """Parses a non-empty string."""
     if not isinstance(value, str) or not value:
         raise ValueError("a non-empty string")
     return value
 
 
 def boolean(value: Any) -> bool:
+    """Parses true or false, also written as 1, yes, on or 0, no, off."""
     if isinstance(value, bool):
         return value
     word = str(value).strip().lower()
@@ -54,6 +63,7 @@ def boolean(value: Any) -> bool:
 
 
 def integer(minimum: int, maximum: int | None = None) -> Callable[[Any], int]:
+    """Returns a parser of whole numbers within the bounds."""
     expected = f"a whole number of at least {minimum}" + (f", at most {maximum}" if maximum else "")
 
     def parse(value: Any) -> int:
@@ -71,6 +81,7 @@ def integer(minimum: int, maximum: int | None = None) -> Callable[[Any], int]:
 
 
 def group_size(value: Any) -> int:
+    """Parses the group size of quantized weights: a multiple of 8, or 0 for a whole row."""
     number = integer(0)(value)
     if number % 8:
         raise ValueError("a multiple of 8, or 0")
@@ -78,6 +89,7 @@ def group_size(value: Any) -> int:
 
 
 def fraction(value: Any) -> float:
+    """Parses a number above 0 and at most 1."""
     expected = "a number above 0 and at most 1"
     if isinstance(value, bool):
         raise ValueError(expected)
@@ -95,7 +107,7 @@ _UNITS |= {unit + "I": 1 << 10 * power for power, unit in enumerate("KMGT", star
 
 
 def byte_count(value: Any) -> int:
-    """A whole number of bytes, or a number with a unit: 512MiB, 2GiB, 1.5G."""
+    """Parses a whole number of bytes, or a number with a unit: 512MiB, 2GiB, 1.5G."""
     expected = "a number of bytes, such as 1073741824 or 1GiB"
     if isinstance(value, bool):
         raise ValueError(expected)
@@ -109,6 +121,8 @@ def byte_count(value: Any) -> int:
 
 
 def one_of(*choices: str) -> Callable[[Any], str]:
+    """Returns a parser that accepts exactly one of the choices."""
+
     def parse(value: Any) -> str:
         if value not in choices:
             raise ValueError("one of " + ", ".join(choices))
@@ -118,8 +132,8 @@ def one_of(*choices: str) -> Callable[[Any], str]:
 
 
 def some_of(*choices: str) -> Callable[[Any], tuple[str, ...]]:
-    """Any of the choices, in their order; 'off' for none and 'all' for every one."""
-    expected = f"off, all, or of {', '.join(choices)} those that are wanted, with commas between"
+    """Returns a parser of a subset of the choices, kept in their order; 'off' is none of them, 'all' every one."""
+    expected = f"off, all, or any of {', '.join(choices)}, separated by commas"
 
     def parse(value: Any) -> tuple[str, ...]:
         try:
@@ -136,16 +150,16 @@ def some_of(*choices: str) -> Callable[[Any], tuple[str, ...]]:
 
 
 def names(value: Any) -> tuple[str, ...]:
-    """A list of strings, or one string with commas."""
+    """Parses a list of strings, or one string with commas between the names."""
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)) or not all(isinstance(i, str) for i in items):
-        raise ValueError("a list of names, or names with commas between")
+        raise ValueError("a list of names, or names separated by commas")
     return tuple(item.strip() for item in items if item.strip())
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A resolved option: what it is and who said so."""
+    """The resolved value of an option and the place it comes from."""
 
     scope: str
     option: Option[Any]
@@ -154,15 +168,16 @@ class Setting:
 
     @property
     def path(self) -> str:
+        """Returns the option's key with its scope, such as cpu.threads."""
         return f"{self.scope}.{self.option.key}" if self.scope else self.option.key
 
 
 Scopes = Mapping[str, tuple[Option[Any], ...] | str]
-"""Options by device; "" is Backplane's own. A text says why a device's options are not known."""
+"""Maps a device name, or "" for Backplane, to its options, or to the reason why its options are not known."""
 
 
 def resolve(scopes: Scopes, given: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, dict[str, Setting]]:
-    """Settle every option of every scope; raise OptionError on the first fault."""
+    """Returns the setting of every option of every scope; raises an OptionError at the first fault."""
     if not isinstance(given, Mapping):
         raise OptionError(f"the 'backplane' section of --additional-config must be an object, got {json.dumps(given)}")
     known_scopes = {scope: options for scope, options in scopes.items() if not isinstance(options, str)}
@@ -176,7 +191,7 @@ def resolve(scopes: Scopes, given: Mapping[str, Any], environment: Mapping[str, 
             )
     for scope, reason in scopes.items():
         if isinstance(reason, str):
-            _refuse_unknowable(scope, reason, given, environment)
+            _refuse_unavailable(scope, reason, given, environment)
     variables: dict[str, str] = {}
     for scope, options in known_scopes.items():
         for option in options:
@@ -190,7 +205,7 @@ def resolve(scopes: Scopes, given: Mapping[str, Any], environment: Mapping[str, 
             raise OptionError(
                 f"unknown variable {variable}{nearest(variable, known_variables)} Known: {', '.join(known_variables)}."
             )
-    settled: dict[str, dict[str, Setting]] = {}
+    resolved: dict[str, dict[str, Setting]] = {}
     for scope, options in known_scopes.items():
         section = given.get(scope, {}) if scope else given
         if not isinstance(section, Mapping):
@@ -203,12 +218,12 @@ def resolve(scopes: Scopes, given: Mapping[str, Any], environment: Mapping[str, 
                         f"unknown option {scope}.{key}{nearest(str(key), keys)} "
                         f"Known: {', '.join(sorted(keys)) or 'none'}."
                     )
-        settled[scope] = {o.key: _settle(scope, o, section, environment) for o in options}
-    return settled
+        resolved[scope] = {o.key: _resolve_option(scope, o, section, environment) for o in options}
+    return resolved
 
 
-def _refuse_unknowable(scope: str, reason: str, given: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-    """An option of a device that cannot be imported is no misspelling."""
+def _refuse_unavailable(scope: str, reason: str, given: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """Raises an OptionError for an option of a device that cannot be imported; it must not look like a misspelling."""
     if scope in given:
         raise OptionError(f"option {scope!r} in the 'backplane' section of --additional-config: {reason}")
     for variable in environment:
@@ -218,14 +233,17 @@ def _refuse_unknowable(scope: str, reason: str, given: Mapping[str, Any], enviro
 
 OTHER_VARIABLES: dict[str, str] = {
     "BACKPLANE_BUILD_KERNELS": "0 builds the package without its C++ kernels (read by setup.py only)",
-    "BACKPLANE_CACHE": "folder for prepared models and what vLLM is told of GGUF files; default: vllm-backplane in the "
-    "user's cache folder for those, vllm-backplane-USER among temporary files for these",
+    "BACKPLANE_CACHE": "folder for prepared models and for the configuration that vLLM reads of GGUF files; default: "
+    "vllm-backplane in the user's cache folder for models, vllm-backplane-USER in the folder for temporary files for "
+    "GGUF configurations",
     "BACKPLANE_VISIBLE_CARDS": "which cards of a device to use, for devices without a variable of their own",
 }
-"""Variables that are not options: read before or outside a running engine."""
+"""Environment variables that are not options, because they are read before or outside a running engine."""
 
 
-def _settle(scope: str, option: Option[Any], section: Mapping[str, Any], environment: Mapping[str, str]) -> Setting:
+def _resolve_option(
+    scope: str, option: Option[Any], section: Mapping[str, Any], environment: Mapping[str, str]
+) -> Setting:
     variable = option.variable(scope)
     path = f"{scope}.{option.key}" if scope else option.key
     found: list[tuple[str, Any]] = []
@@ -240,7 +258,7 @@ def _settle(scope: str, option: Option[Any], section: Mapping[str, Any], environ
         except ValueError as fault:
             raise OptionError(f"{source} is {raw!r}; expected {fault}. {option.help}") from None
     if len(values) == 2 and values[0][1] != values[1][1]:
-        raise OptionError(f"{values[0][0]} says {values[0][1]!r} and {values[1][0]} says {values[1][1]!r}: remove one")
+        raise OptionError(f"{values[0][0]} is {values[0][1]!r} and {values[1][0]} is {values[1][1]!r}: remove one")
     if values:
         return Setting(scope, option, values[0][1], " and ".join(source for source, _ in values))
     return Setting(scope, option, option.default, "default")

@@ -1,6 +1,6 @@
-"""Which releases of vLLM this package serves, and what is run on each.
+"""Lists the supported releases of vLLM and which tests run on each.
 
-Whatever says so says it from here: `doctor`, the version matrix, and the tests that read each release's source.
+It is the only such list: `doctor`, the version matrix and the tests that read each release's source use it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ SMOKE = "doctor, patches check, chat, batch and embeddings"
 
 @dataclass(frozen=True, slots=True)
 class Release:
+    """A supported release of vLLM."""
+
     version: str
     torch: str
-    """What vLLM's own metadata asks for."""
-    covered: str
-    """What is run on it."""
+    """The version of torch that vLLM's metadata requires."""
+    coverage: str
+    """The tests that run on this release."""
 
     @property
     def series(self) -> tuple[int, ...]:
-        """(major, minor): patch releases count as the release they mend."""
+        """Returns (major, minor), which all patch releases of the release share."""
         return tuple(map(int, self.version.split(".")[:2]))
 
 
@@ -30,11 +32,11 @@ RELEASES: tuple[Release, ...] = (
     Release("0.31.0", "2.13.0", SMOKE),
     Release("0.32.0", "2.13.0", FULL),
 )
-"""Oldest first. The last is the one that 'make setup' installs."""
+"""The supported releases, oldest first. 'make setup' installs the last one."""
 
 NEWEST = RELEASES[-1]
 
 
-def covering(series: tuple[int, ...]) -> Release | None:
-    """The release that stands for a series, or None if it is not served."""
+def release_of_series(series: tuple[int, ...]) -> Release | None:
+    """Returns the supported release of a (major, minor) series, or None if there is none."""
     return next((release for release in RELEASES if release.series == series), None)

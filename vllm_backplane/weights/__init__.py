@@ -1,3 +1,4 @@
-"""Ways to load a model that vLLM does not have, registered under a load format."""
-
-from __future__ import annotations
+"""Loads model weights and checks them: load formats that share weights between processes or fetch them from a running
+server, the size of a checkpoint, missing weights, and saving. May import `peering/`, `distributed/`, `gguf/`,
+`quantization/`, `layers/`, `device/`, `settings/` and vLLM.
+"""

@@ -1,4 +1,4 @@
-"""How much memory the weights of a model will take, as far as its files tell before they are loaded."""
+"""Estimates the memory that a model's weights will take, from the headers of its checkpoint, before they are loaded."""
 
 from __future__ import annotations
 
@@ -21,40 +21,45 @@ from vllm.transformers_utils.utils import parse_safetensors_file_metadata
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.gguf.blocks import FLOATS
 from vllm_backplane.gguf.configuration import QUANTIZATION
-from vllm_backplane.gguf.folder import source
+from vllm_backplane.gguf.folder import open_source
 from vllm_backplane.gguf.packing import bytes_in_memory
 from vllm_backplane.quantization.online import formats
 
 logger = init_logger("vllm." + __name__)
 
-CONVERTED = ("F64", "F32", "F16", "BF16")
-"""Types that are loaded as the model's; the others are those of quantized weights and stay what they are."""
+CAST_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Safetensors dtypes that are cast to the model's dtype. Other dtypes hold quantized weights and are kept."""
 
 INDEX = "model.safetensors.index.json"
-PICKLED = ("*.bin", "*.pt", "*.pth")
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 
 
 UNQUANTIZED = ("embed", "wte", "wpe", "experts")
-"""Parts of the names of matrices that keep the model's type when the others are quantized at loading. A head that is
-tied to its embedding is in no file; its quantized copy is not counted."""
+"""Parts of the names of matrices that keep the model's dtype under online quantization. A head that is tied to its
+embedding is in no file; its quantized copy is not counted."""
 
 
 def weight_bytes(model: ModelConfig) -> int | None:
-    """None if nothing tells. Tensors that several files hold count once, as they are loaded once."""
+    """Returns the bytes that all weights of a model take in memory, or None if its headers cannot be found.
+
+    A tensor that is in several files counts once, because it is loaded once. Raises if a local checkpoint is damaged.
+    """
     if model.quantization == QUANTIZATION:
-        return _in_gguf(model)
+        return _gguf_bytes(model)
     path = Path(model.model)
     try:
         found = (
-            _in_folder(path) if path.is_dir() else get_safetensors_params_metadata(model.model, revision=model.revision)
+            _safetensors_headers(path)
+            if path.is_dir()
+            else get_safetensors_params_metadata(model.model, revision=model.revision)
         )
-        tensors = [_Tensor.described(name, header) for name, header in found.items() if name != "__metadata__"]
+        tensors = [_Tensor.from_header(name, header) for name, header in found.items() if name != "__metadata__"]
         if not tensors and path.is_dir():
-            tensors = [tensor for file in _pickled(path) for tensor in _in_pickle(file)]
-    except Exception as fault:  # a file may be broken, and a place unreachable, in any way
+            tensors = [tensor for file in _pickle_files(path) for tensor in _pickled_tensors(file)]
+    except Exception as fault:  # damaged files and unreachable hosts raise many types
         if path.is_dir():
             raise BackplaneError(
-                f"the checkpoint {path} cannot be read ({type(fault).__name__}: {fault}); fetch or save it again"
+                f"the checkpoint {path} cannot be read ({type(fault).__name__}: {fault}); download or save it again"
             ) from fault
         logger.warning("The headers of %s cannot be read (%s: %s).", model.model, type(fault).__name__, fault)
         return None
@@ -62,14 +67,15 @@ def weight_bytes(model: ModelConfig) -> int | None:
     return sum(tensor.bytes_as(model.dtype, quantized) for tensor in tensors) or None
 
 
-def _in_gguf(model: ModelConfig) -> int:
-    """Of what is multiplied. An embedding that is not tied stays where the file is mapped."""
-    file, tied = source(model.hf_config.quantization_config), model.hf_config.tie_word_embeddings
+def _gguf_bytes(model: ModelConfig) -> int:
+    """Returns the bytes of a GGUF file's weights in memory. A quantized embedding that is not tied to the head stays in
+    the memory-mapped file and does not count."""
+    file, tied = open_source(model.hf_config.quantization_config), model.hf_config.tie_word_embeddings
     mapped = {"token_embd.weight"} if not tied else set()
     return sum(
-        bytes_in_memory(placed.tensor, model.dtype)
-        for name, placed in file.tensors.items()
-        if name not in mapped or placed.tensor.type in FLOATS
+        bytes_in_memory(location.tensor, model.dtype)
+        for name, location in file.tensors.items()
+        if name not in mapped or location.tensor.type in FLOATS
     )
 
 
@@ -78,24 +84,25 @@ class _Tensor:
     name: str
     shape: tuple[int, ...]
     bytes: int
-    converted: bool
-    """Loaded as the model's type, whatever it is in the file."""
+    is_cast: bool
+    """Whether loading casts the tensor to the model's dtype."""
 
     @classmethod
-    def described(cls, name: str, header: Mapping[str, Any]) -> _Tensor:
+    def from_header(cls, name: str, header: Mapping[str, Any]) -> _Tensor:
         begin, end = header["data_offsets"]
-        return cls(name, tuple(header["shape"]), int(end - begin), header["dtype"] in CONVERTED)
+        return cls(name, tuple(header["shape"]), int(end - begin), header["dtype"] in CAST_DTYPES)
 
     def bytes_as(self, dtype: torch.dtype, quantized: formats.Format | None) -> int:
-        if not self.converted:
+        if not self.is_cast:
             return self.bytes
         if quantized and len(self.shape) == 2 and not any(part in self.name for part in UNQUANTIZED):
             return quantized.bytes_of(*self.shape)
         return math.prod(self.shape) * dtype.itemsize
 
 
-def _in_folder(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Of a checkpoint that lies there in two layouts, vLLM loads the files that the index names."""
+def _safetensors_headers(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Returns the header of every tensor that vLLM loads. If the folder has the checkpoint in two layouts, vLLM loads
+    the files that the index names."""
     files = sorted(str(file) for file in folder.glob("*.safetensors"))
     tensors: dict[str, Mapping[str, Any]] = {}
     for file in filter_duplicate_safetensors_files(files, str(folder), INDEX):
@@ -103,16 +110,16 @@ def _in_folder(folder: Path) -> dict[str, Mapping[str, Any]]:
     return tensors
 
 
-def _pickled(folder: Path) -> list[str]:
-    for pattern in PICKLED:  # vLLM takes the first kind that is there
+def _pickle_files(folder: Path) -> list[str]:
+    for pattern in PICKLE_PATTERNS:  # vLLM loads the first kind that exists
         files = sorted(str(file) for file in folder.glob(pattern))
         if files := filter_files_not_needed_for_inference(files):
             return files
     return []
 
 
-def _in_pickle(file: str) -> Iterator[_Tensor]:
-    held = torch.load(file, map_location="meta", weights_only=True, mmap=True)  # descriptions alone, no numbers
-    for name, tensor in held.items():
+def _pickled_tensors(file: str) -> Iterator[_Tensor]:
+    state = torch.load(file, map_location="meta", weights_only=True, mmap=True)  # shapes and dtypes, without the data
+    for name, tensor in state.items():
         if isinstance(tensor, torch.Tensor):
             yield _Tensor(name, tuple(tensor.shape), tensor.nbytes, tensor.is_floating_point())

@@ -1,17 +1,20 @@
-"""Names of the load formats that share or fetch weights, for whoever asks before a loader is made."""
+"""Defines the names and settings of the load formats that share or fetch weights, and registers their loaders.
+
+Importing this module does not import vLLM, because the options are checked before a loader exists.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_backplane.errors import OptionError, nearest
+from vllm_backplane.errors import BindingError, OptionError, nearest
 from vllm_backplane.peering.addresses import Address, loopback_address
 from vllm_backplane.settings.options import integer
 
 SHARED = "backplane_shared"
 SHARED_GGUF = "backplane_shared_gguf"
-"""What the first becomes for a GGUF file; nobody writes it."""
+"""Replaces `backplane_shared` for a GGUF file. Users do not pass it."""
 PEER = "backplane_peer"
 ALL_SHARED = (SHARED, SHARED_GGUF)
 
@@ -21,26 +24,31 @@ _WHERE = f"--model-loader-extra-config of --load-format {PEER}"
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
+    """The value of `--model-loader-extra-config` for `--load-format backplane_peer`."""
+
     peer: Address
-    """Where the first worker of the running server offers its weights."""
+    """Address at which the first worker of the running server offers its weights."""
     timeout: float = 10.0
-    """Seconds after which a peer that says nothing is given up."""
+    """Seconds without a response after which an attempt fails."""
     attempts: int = 4
-    """How often in a row it may fail."""
+    """Failed attempts in a row, without progress, after which loading fails."""
 
 
-KNOWN = ("peer", "timeout", "attempts")
+PEER_KEYS = ("peer", "timeout", "attempts")
 
 
-def parse(given: Any) -> PeerSettings:
+def parse_peer_settings(given: Any) -> PeerSettings:
+    """Returns the checked settings. Raises OptionError for a missing, unknown or invalid key."""
     if not isinstance(given, dict) or "peer" not in given:
         raise OptionError(
-            f"{_WHERE} lacks 'peer', where a running server offers its weights; add "
+            f"{_WHERE} lacks 'peer', the address at which a running server offers its weights; add "
             """--model-loader-extra-config '{"peer": "127.0.0.1:9100"}'"""
         )
     for key in given:
-        if key not in KNOWN:
-            raise OptionError(f"unknown key {key!r} in {_WHERE}{nearest(str(key), KNOWN)} Known: {', '.join(KNOWN)}.")
+        if key not in PEER_KEYS:
+            raise OptionError(
+                f"unknown key {key!r} in {_WHERE}{nearest(str(key), PEER_KEYS)} Known: {', '.join(PEER_KEYS)}."
+            )
     try:
         peer = loopback_address(given["peer"])
         attempts = integer(1, 100)(given.get("attempts", 4))
@@ -50,3 +58,23 @@ def parse(given: Any) -> PeerSettings:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 600:
         raise OptionError(f"'timeout' in {_WHERE} is {timeout!r}; expected seconds, more than 0 and at most 600")
     return PeerSettings(peer, float(timeout), attempts)
+
+
+def register_loader(name: str, loader: Any, extra_config: dict[str, Any] | None = None) -> None:
+    """Registers a loader class with vLLM, once per process. Raises if another plugin has taken the load format.
+
+    `extra_config` is a value of --model-loader-extra-config with which the class can be instantiated: vLLM returns the
+    loader of a format only as an instance.
+    """
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader, register_model_loader
+
+    try:
+        present = get_model_loader(LoadConfig(load_format=name, model_loader_extra_config=extra_config or {}))
+    except ValueError:
+        register_model_loader(name)(loader)
+        return
+    if type(present) is not loader:
+        raise BindingError(
+            f"--load-format {name} already belongs to {type(present).__module__}; uninstall one of the two plugins"
+        )

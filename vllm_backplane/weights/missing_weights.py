@@ -1,9 +1,9 @@
-"""Weights of a model that the checkpoint does not have.
+"""Reports weights of a model that its quantized checkpoint does not have.
 
-vLLM compares what was loaded with what there is, of quantized checkpoints where it is asked to. Here it is asked to, so
-that a missing norm, embedding or head is an error wherever a model says what it loads; layers that are packed while
-they are loaded insist on their parts themselves (`layers/deferred_weights.py`). vLLM's error does not say what to do
-about it; ours does.
+For quantized checkpoints vLLM compares the loaded weights with the model's parameters only if an option enables it.
+This module enables it, so that a missing norm, embedding or head is an error for every model that returns the names of
+what it loaded. Layers that are packed during loading check their own parts (`layers/deferred_weights.py`). vLLM's error
+names no remedy, so it is replaced by one that does.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPTION = "enable_weights_track"
-"""Of vLLM's loader of checkpoints, in --model-loader-extra-config."""
+"""Key of vLLM's default loader in --model-loader-extra-config."""
 FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", SHARED)
-"""Load formats that this loader has. Others refuse the option."""
-NAMED = 4
-_TOLD = "Following weights were not initialized from checkpoint"
+"""Load formats of the default loader. Other loaders refuse the option."""
+MAX_NAMES = 4
+"""Missing weights that the error names; of the others it gives the number."""
+_UPSTREAM_MESSAGE = "Following weights were not initialized from checkpoint"
 
 
 def track_loaded_weights(config: VllmConfig) -> None:
-    """A user who says something about it is believed."""
+    """Enables vLLM's comparison for quantized checkpoints, unless the user has set the option."""
     from vllm_backplane.quantization.checkpoint.registration import NAMES
     from vllm_backplane.quantization.online.formats import ONLINE
 
@@ -36,25 +37,25 @@ def track_loaded_weights(config: VllmConfig) -> None:
     if model is None or model.quantization not in (*NAMES, *ONLINE) or loading.load_format not in FORMATS:
         return
     if model.convert_type == "classify":
-        return  # vLLM does not count the bias of the head that it adds.
-    drafts = drafting.draft_model_config if drafting is not None else None
-    if drafts is not None and drafts is not drafting.target_model_config and drafts.quantization is not None:
-        return  # It is loaded with the same options, and may take its embedding and its head from the model.
+        return  # vLLM does not record the bias of the head that it adds as loaded.
+    draft = drafting.draft_model_config if drafting is not None else None
+    if draft is not None and draft is not drafting.target_model_config and draft.quantization is not None:
+        return  # The draft model is loaded with the same options, and may share the target's embedding and head.
     if isinstance(loading.model_loader_extra_config, dict):
         loading.model_loader_extra_config = {OPTION: True, **loading.model_loader_extra_config}
 
 
 @contextmanager
-def remedy_named() -> Iterator[None]:
-    """Of an error in which vLLM lists what was not loaded."""
+def error_with_remedy() -> Iterator[None]:
+    """Replaces vLLM's error about weights that were not loaded by a CheckpointError that names the remedy."""
     try:
         yield
     except ValueError as fault:
-        if not str(fault).startswith(_TOLD):
+        if not str(fault).startswith(_UPSTREAM_MESSAGE):
             raise
         missing = sorted(re.findall(r"'([^']+)'", str(fault)))
-        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        more = f" and {len(missing) - MAX_NAMES} more" if len(missing) > MAX_NAMES else ""
         raise CheckpointError(
-            f"the checkpoint has no weights for {', '.join(missing[:NAMED])}{more}; choose a complete one, or, where "
-            f"this model is known to do without them, add --model-loader-extra-config '{{\"{OPTION}\": false}}'"
+            f"the checkpoint has no weights for {', '.join(missing[:MAX_NAMES])}{more}; choose a complete one or, if "
+            f"this model works without them, add --model-loader-extra-config '{{\"{OPTION}\": false}}'"
         ) from fault

@@ -1,10 +1,10 @@
-"""All that loading leaves in a model: its tensors, and the numbers that layers keep beside them, by where they are.
+"""Collects everything that loading leaves in a model, by attribute path: its tensors, and the scalars of its layers.
 
-A worker that gets its weights from another one after they were prepared for the device (packed, turned, split into
-parts) needs every tensor that preparing made of them, and none but parameters are listed anywhere. So what layers hold
-is walked through, with the objects of vLLM and of this package that hold something for them. Numbers are not sent but
-compared: preparing may have read one off the weights. Those of configurations were there before any weight, and
-differ with options that do not touch weights, such as the length of a batch: they are not compared.
+A worker that receives weights from another worker gets them as they are after `process_weights_after_loading` (packed,
+transposed, split into parts). It needs every tensor which that step has made, and PyTorch lists only parameters and
+buffers. So the attributes of all layers are traversed, and the objects of vLLM and of this package in them. Scalars are
+compared rather than sent, because the step may have read one off the weights. Scalars of configurations exist before
+any weight is loaded and depend on options that do not affect weights, such as the batch size: they are not compared.
 """
 
 from __future__ import annotations
@@ -14,33 +14,35 @@ from typing import Any
 
 import torch
 
-Numbers = dict[str, int | float | bool]
+Scalars = dict[str, int | float | bool]
 
-WALKED = ("vllm.model_executor.", "vllm.v1.attention.", "vllm.models.", "vllm_backplane.")
-"""Modules of the classes whose objects are looked into. Not those of groups of processes and of configurations."""
-LEFT_OUT = (
+TRAVERSED = ("vllm.model_executor.", "vllm.v1.attention.", "vllm.models.", "vllm_backplane.")
+"""Module prefixes of the classes whose attributes are traversed. Process groups and configurations are not among
+them."""
+SKIPPED = (
     "training",
-    "kv_cache",  # is not there yet
-    # What a head that drafts wants to read. vLLM sets it when loading is over, so a server that offers weights may have
-    # it, and one that compares does not.
+    "kv_cache",  # does not exist yet
+    # Layers whose hidden states a draft head reads. vLLM sets it after loading, so a running server may have it while
+    # the new server, which compares during loading, does not.
     "aux_hidden_state_layers",
-    # Copies of options: of those about batches, and of what latent attention makes of them.
+    # Copies of options: of the batch size, and of what latent attention derives from it.
     "max_num_batched_tokens",
     "_chunked_prefill_workspace_size",
 )
-"""Of what is looked into, by its name: says nothing about weights."""
+"""Names of attributes that do not depend on the weights."""
 
 
-def state_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Numbers]:
+def state_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Scalars]:
+    """Returns the tensors and the scalars of a loaded model, each sorted by path."""
     tensors: dict[str, torch.Tensor] = {}
-    numbers: Numbers = {}
+    scalars: Scalars = {}
     seen: set[int] = set()
-    waiting: list[tuple[str, Any, bool]] = [("", model, False)]
-    while waiting:
-        path, value, configured = waiting.pop()
+    pending: list[tuple[str, Any, bool]] = [("", model, False)]
+    while pending:
+        path, value, in_configuration = pending.pop()
         if isinstance(value, (bool, int, float)):
-            if not configured:
-                numbers[path] = _plain(value)
+            if not in_configuration:
+                scalars[path] = _plain(value)
             continue
         if id(value) in seen:
             continue
@@ -49,37 +51,40 @@ def state_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Numbers]:
             if value.numel() and not value.is_meta:
                 tensors[path] = value
             continue
-        configured = configured or _is_configuration(value)
-        waiting.extend((f"{path}.{name}" if path else name, held, configured) for name, held in _held(value))
-    return dict(sorted(tensors.items())), dict(sorted(numbers.items()))
+        in_configuration = in_configuration or _is_configuration(value)
+        pending.extend(
+            (f"{path}.{name}" if path else name, child, in_configuration) for name, child in _children(value)
+        )
+    return dict(sorted(tensors.items())), dict(sorted(scalars.items()))
 
 
 def _plain(value: int | float | bool) -> int | float | bool:
-    """Of an enumeration the value, which is what another process is told."""
+    """Returns the plain Python number, also of an enumeration member: JSON has no enumerations."""
     if isinstance(value, bool):
         return value
     return float(value) if isinstance(value, float) else int(value)
 
 
 def _is_configuration(value: Any) -> bool:
-    """By the name of its class, which is all that vLLM's have in common. Some hold tensors (FusedMoEQuantConfig)."""
+    """Returns whether the name of the class ends in "Config", which is all that vLLM's configurations have in common.
+    Some of them hold tensors (FusedMoEQuantConfig)."""
     return type(value).__name__.endswith("Config")
 
 
-def _held(value: Any) -> Iterator[tuple[str, Any]]:
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.nn.Module):
         for group in (value._parameters, value._buffers, value._modules):
             yield from group.items()
-        for name, held in vars(value).items():
-            if name not in LEFT_OUT and name not in _OF_EVERY_MODULE:
-                yield name, held
+        for name, child in vars(value).items():
+            if name not in SKIPPED and name not in _OF_EVERY_MODULE:
+                yield name, child
     elif isinstance(value, (list, tuple)):
-        yield from ((str(place), held) for place, held in enumerate(value))
+        yield from ((str(index), child) for index, child in enumerate(value))
     elif isinstance(value, dict):
-        yield from ((str(key), held) for key, held in value.items() if isinstance(key, (str, int)))
-    elif type(value).__module__.startswith(WALKED) and not isinstance(value, type):
-        held = vars(value) if hasattr(value, "__dict__") else {}
-        yield from ((name, one) for name, one in held.items() if name not in LEFT_OUT)
+        yield from ((str(key), child) for key, child in value.items() if isinstance(key, (str, int)))
+    elif type(value).__module__.startswith(TRAVERSED) and not isinstance(value, type):
+        attributes = vars(value) if hasattr(value, "__dict__") else {}
+        yield from ((name, child) for name, child in attributes.items() if name not in SKIPPED)
 
 
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))

@@ -1,4 +1,4 @@
-"""Asks a running server for its weights. What breaks off is asked for again, a few times, from where it broke off."""
+"""Fetches weights from a running server. A transfer that breaks off is retried from the first incomplete tensor."""
 
 from __future__ import annotations
 
@@ -11,95 +11,100 @@ import torch
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.peering.addresses import Address
-from vllm_backplane.peering.connection import Line, WireError, connected
-from vllm_backplane.peering.digests import digest_of
+from vllm_backplane.peering.connection import MIN_BYTES_PER_SECOND, Connection, WireError, connect
+from vllm_backplane.peering.digests import tensor_digest
 from vllm_backplane.weights import peer_protocol
-from vllm_backplane.weights.peer_protocol import BYTES_PER_SECOND, Kind, Listing, Question, Status
+from vllm_backplane.weights.peer_protocol import MAX_MANIFEST_BYTES, Kind, Manifest, Request, Status
 
-PAUSE_SECONDS = 0.5
-"""Before the first of the other attempts; twice as long before each further one."""
-REMEDY = "see to it that it runs, or load from the checkpoint by removing --load-format"
-
-
-class Changed(Exception):
-    """It has other weights now."""
+RETRY_SECONDS = 0.5
+"""Pause before the first retry. It doubles with every further one."""
+REMEDY = "check that the server runs, or load from the checkpoint by removing --load-format"
+_CHUNK_BYTES = 1 << 24
 
 
-class WeightsPeer:
-    def __init__(self, address: Address, seconds: float, attempts: int, tell: Callable[[str], None]) -> None:
-        self._address, self._seconds, self._attempts, self._tell = address, seconds, attempts, tell
-        self._listing = peer_protocol.UNKNOWN
+class WeightsChanged(Exception):
+    """The peer's weights are no longer those of its manifest."""
 
-    def listing(self) -> Listing:
-        """What it has."""
-        found: list[Listing] = []
 
-        def ask() -> None:
-            with self._asked(Question(Kind.DESCRIBE)) as connection:
-                text = peer_protocol.text(Line(connection, self._seconds + peer_protocol.MOST_TEXT / BYTES_PER_SECOND))
-            self._listing = peer_protocol.digest(text)
-            found.append(Listing.read(text))
+class WeightsClient:
+    """Requests the weights of one worker of the peer. An attempt fails after `seconds` without a response; loading
+    fails after `attempts` failed attempts in a row in which no further tensor was received."""
 
-        self._attempt(ask, lambda: 0)
-        return found[0]
+    def __init__(self, address: Address, seconds: float, attempts: int, warn: Callable[[str], None]) -> None:
+        self._address, self._seconds, self._attempts, self._warn = address, seconds, attempts, warn
+        self._manifest_digest = peer_protocol.UNKNOWN
 
-    def fill(self, listing: Listing, tensors: Sequence[torch.Tensor]) -> None:
-        """With what the listing says, in its order."""
+    def fetch_manifest(self) -> Manifest:
+        fetched: list[Manifest] = []
+
+        def fetch() -> None:
+            with self._request(Request(Kind.DESCRIBE)) as sock:
+                seconds = self._seconds + MAX_MANIFEST_BYTES / MIN_BYTES_PER_SECOND
+                text = peer_protocol.receive_manifest(Connection(sock, seconds))
+            self._manifest_digest = peer_protocol.manifest_digest(text)
+            fetched.append(Manifest.decode(text))
+
+        self._retry(fetch, lambda: 0)
+        return fetched[0]
+
+    def fetch_tensors(self, manifest: Manifest, tensors: Sequence[torch.Tensor]) -> None:
+        """Receives the tensors of the manifest into `tensors`, which are in the same order, and checks their
+        digests."""
         done = 0
 
-        def ask() -> None:
+        def fetch() -> None:
             nonlocal done
-            with self._asked(Question(Kind.GET, self._listing, done)) as connection:
-                for told, tensor in list(zip(listing.tensors, tensors, strict=True))[done:]:
-                    self._receive(connection, tensor)
-                    if digest_of(told.path, tensor).hex() != told.digest:
-                        raise WireError(f"what came for {told.path} is not what was offered")
+            with self._request(Request(Kind.GET, self._manifest_digest, done)) as sock:
+                for entry, tensor in list(zip(manifest.tensors, tensors, strict=True))[done:]:
+                    self._receive(sock, tensor)
+                    if tensor_digest(entry.path, tensor).hex() != entry.digest:
+                        raise WireError(f"the bytes received for {entry.path} do not match its digest")
                     done += 1
 
-        self._attempt(ask, lambda: done)
+        self._retry(fetch, lambda: done)
 
-    def _attempt(self, ask: Callable[[], None], progress: Callable[[], int]) -> None:
-        """Until it succeeds, or has failed so many times without getting any further."""
+    def _retry(self, fetch: Callable[[], None], progress: Callable[[], int]) -> None:
+        """Calls `fetch` until it succeeds, or has failed `attempts` times in a row without progress."""
         failed, reached = 0, progress()
         while True:
             try:
-                return ask()
-            except Changed:
+                return fetch()
+            except WeightsChanged:
                 raise BackplaneError(
-                    f"the server at {self._address} has been given other weights than those it was started with, and "
-                    "does not offer them; start it again, or load from the checkpoint by removing --load-format"
+                    f"the server at {self._address} has reloaded its weights since it started, and does not offer the "
+                    "new ones; restart it, or load from the checkpoint by removing --load-format"
                 ) from None
             except (OSError, WireError) as fault:
                 failed, reached = (failed + 1, reached) if progress() == reached else (1, progress())
                 if failed >= self._attempts:
                     raise BackplaneError(
-                        f"the weights could not be had from {self._address}: {fault} ({failed} attempts, "
+                        f"the weights could not be fetched from {self._address}: {fault} ({failed} attempts, "
                         f"{reached} tensors received); {REMEDY}"
                     ) from fault
-                pause = PAUSE_SECONDS * 2 ** (failed - 1)
-                self._tell(f"{self._address}: {fault}; it is asked again in {pause:.1f} s, from tensor {reached} on")
+                pause = RETRY_SECONDS * 2 ** (failed - 1)
+                self._warn(f"{self._address}: {fault}; retrying in {pause:.1f} s, from tensor {reached} on")
                 time.sleep(pause)
 
-    def _receive(self, connection: socket.socket, tensor: torch.Tensor) -> None:
+    def _receive(self, sock: socket.socket, tensor: torch.Tensor) -> None:
         direct = tensor.is_cpu and tensor.is_contiguous()
         target = tensor.detach() if direct else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         view = target.reshape(-1).view(torch.uint8).numpy().data
-        size = 1 << 24
-        for start in range(0, len(view), size):  # each has its time, so that a peer that hangs is noticed soon
-            part = view[start : start + size]
-            Line(connection, self._seconds + len(part) / BYTES_PER_SECOND).receive_into(part)
+        for start in range(0, len(view), _CHUNK_BYTES):  # a deadline per chunk detects a peer that hangs early
+            chunk = view[start : start + _CHUNK_BYTES]
+            Connection(sock, self._seconds + len(chunk) / MIN_BYTES_PER_SECOND).receive_into(chunk)
         if not direct:
             with torch.no_grad():
                 tensor.copy_(target)
 
     @contextmanager
-    def _asked(self, question: Question) -> Iterator[socket.socket]:
-        with connected(self._address, self._seconds) as connection:
-            line = Line(connection, self._seconds)
-            question.ask(line)
-            status = line.status(Status)
+    def _request(self, request: Request) -> Iterator[socket.socket]:
+        """Sends a request, and yields the socket after the status. Raises unless the status is OK."""
+        with connect(self._address, self._seconds) as sock:
+            connection = Connection(sock, self._seconds)
+            request.send(connection)
+            status = connection.receive_status(Status)
             if status is Status.CHANGED:
-                raise Changed
+                raise WeightsChanged
             if status is Status.BUSY:
-                raise WireError("it has too many to answer")
-            yield connection
+                raise WireError("the server is busy with other requests")
+            yield sock

@@ -1,9 +1,9 @@
-"""Load format `backplane_peer`: weights from the memory of a running server, over loopback.
+"""Load format `backplane_peer`: loads weights from the memory of a running server, over loopback.
 
-They come as the other worker has them, prepared for the device. So the model is made and prepared here too, with
-numbers that mean nothing in the place of weights, and then everything that preparing has made is overwritten. What
-would not be the same here and there is refused: another model, device, release or division among workers before
-anything is allocated; other tensors, or numbers that layers keep, before a byte of them is asked for.
+The weights arrive as the other worker has them, after `process_weights_after_loading`. So the model is built and
+processed here too, with zeros in place of weights, and then every tensor of the result is overwritten. A difference
+between the two servers is an error: another model, device, vLLM release or parallel layout before anything is
+allocated; other tensors, or other scalars of layers, before the first tensor is requested.
 """
 
 from __future__ import annotations
@@ -14,55 +14,56 @@ import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.logger import init_logger
-from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from vllm_backplane.errors import BackplaneError, BindingError
-from vllm_backplane.peering.digests import without_origin
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.peering.digests import without_model_path
 from vllm_backplane.runtime import configured
 from vllm_backplane.settings import compat
-from vllm_backplane.weights.load_formats import PEER, parse
+from vllm_backplane.weights.load_formats import PEER, parse_peer_settings, register_loader
 from vllm_backplane.weights.model_state import state_of
-from vllm_backplane.weights.peer_client import WeightsPeer
-from vllm_backplane.weights.peer_protocol import Listing
+from vllm_backplane.weights.peer_client import WeightsClient
+from vllm_backplane.weights.peer_protocol import Manifest
 
 logger = init_logger("vllm." + __name__)
 
-INSTEAD = "load from the checkpoint by removing --load-format"
+_REMEDY = "load from the checkpoint by removing --load-format"
 
 
 class PeerModelLoader(BaseModelLoader):
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
-        self._settings = parse(load_config.model_loader_extra_config)
+        self._settings = parse_peer_settings(load_config.model_loader_extra_config)
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """There is nothing to have before the weights themselves."""
+        """Does nothing: no files are needed besides the model's configuration."""
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
         address = self._settings.peer.of_rank(vllm_config.parallel_config.rank)
-        peer = WeightsPeer(address, self._settings.timeout, self._settings.attempts, logger.warning)
-        listing = peer.listing()
-        insist_on_same(listing.description, description(vllm_config, model_config), str(address))
+        client = WeightsClient(address, self._settings.timeout, self._settings.attempts, logger.warning)
+        manifest = client.fetch_manifest()
+        require_compatible(manifest.description, compatibility_description(vllm_config, model_config), str(address))
         model = super().load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-        tensors = fitting(listing, model, str(address))
-        peer.fill(listing, tensors)
-        taken = sum(tensor.nbytes for tensor in tensors)
-        logger.info("Weights: %.1f MiB in %d tensors received from %s.", taken / 2**20, len(tensors), address)
+        tensors = matching_tensors(manifest, model, str(address))
+        client.fetch_tensors(manifest, tensors)
+        received = sum(tensor.nbytes for tensor in tensors)
+        logger.info("Weights: %.1f MiB in %d tensors received from %s.", received / 2**20, len(tensors), address)
         return model
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Called before weights are prepared, which is to find the same whatever was in this memory before."""
+        """Sets all parameters to zero. vLLM then processes them, and the result must not depend on what this memory
+        held before."""
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
 
 
-def description(vllm_config: VllmConfig, model_config: ModelConfig) -> dict[str, Any]:
-    """What two workers must have in common for one to have the weights of the other, as text and numbers."""
+def compatibility_description(vllm_config: VllmConfig, model_config: ModelConfig) -> dict[str, Any]:
+    """Returns what two workers must have in common for one to use the weights of the other, as JSON values. The keys
+    are part of the protocol, and appear in error messages."""
     parallel, chosen = vllm_config.parallel_config, configured(vllm_config.additional_config)
     return {
-        "model": _comparable(without_origin(model_config.hf_config.to_dict())),
+        "model": _comparable(without_model_path(model_config.hf_config.to_dict())),
         "--dtype": str(model_config.dtype),
         "--quantization": model_config.quantization,
         "--runner and --convert": [str(model_config.runner_type), str(model_config.convert_type)],
@@ -73,13 +74,13 @@ def description(vllm_config: VllmConfig, model_config: ModelConfig) -> dict[str,
         "the worker's rank": parallel.rank,
         "the device": chosen.device.name,
         "reference_ops": list(chosen.setting("reference_ops")),
-        "vLLM": compat.release(),
+        "vLLM": compat.vllm_version(),
     }
 
 
 def _comparable(configuration: Any) -> Any:
-    """As JSON has it. Whether the head is tied vLLM settles by what a checkpoint has, which is not here; where it
-    differs, the tensors do."""
+    """Returns a configuration as JSON values, without `tie_word_embeddings`: vLLM sets that from the tensors of the
+    checkpoint, which the new server does not have. If it differs, the tensors differ too."""
     if isinstance(configuration, dict):
         return {str(key): _comparable(value) for key, value in configuration.items() if key != "tie_word_embeddings"}
     if isinstance(configuration, (list, tuple)):
@@ -87,57 +88,53 @@ def _comparable(configuration: Any) -> Any:
     return configuration if isinstance(configuration, (str, int, float, bool, type(None))) else str(configuration)
 
 
-def insist_on_same(theirs: dict[str, Any], ours: dict[str, Any], address: str) -> None:
+def require_compatible(theirs: dict[str, Any], ours: dict[str, Any], address: str) -> None:
+    """Raises if the two descriptions differ."""
     models = [given["model"] if isinstance(given.get("model"), dict) else {} for given in (theirs, ours)]
-    if told := _differences(*models):
-        raise BackplaneError(f"the server at {address} serves another model: {told}; name one that serves this model")
-    if told := _differences(theirs, ours):
+    if differences := _differences(*models):
         raise BackplaneError(
-            f"the server at {address} has its weights in another way: {told}; start both with the same options, or "
-            + INSTEAD
+            f"the server at {address} serves another model: {differences}; name a server of this model in 'peer'"
+        )
+    if differences := _differences(theirs, ours):
+        raise BackplaneError(
+            f"the server at {address} runs with options that make its weights different: {differences}; start both "
+            f"servers with the same options, or {_REMEDY}"
         )
 
 
 def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    """The first few."""
+    """Returns the first three differences as text, or an empty text."""
     absent = object()
-    other = sorted(key for key in theirs | ours if theirs.get(key, absent) != ours.get(key, absent))
-    return ", ".join(f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here" for key in other[:3])
+    keys = sorted(key for key in theirs | ours if theirs.get(key, absent) != ours.get(key, absent))
+    return ", ".join(f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here" for key in keys[:3])
 
 
-def fitting(listing: Listing, model: torch.nn.Module, address: str) -> list[torch.Tensor]:
-    """The tensors of a prepared model in the order of the listing."""
-    tensors, numbers = state_of(model)
-    theirs = {one.path: (one.dtype, one.shape) for one in listing.tensors}
+def matching_tensors(manifest: Manifest, model: torch.nn.Module, address: str) -> list[torch.Tensor]:
+    """Returns the tensors of a built and processed model in the order of the manifest. Raises if the model differs from
+    the manifest."""
+    tensors, scalars = state_of(model)
+    theirs = {entry.path: (entry.dtype, entry.shape) for entry in manifest.tensors}
     ours = {path: (str(tensor.dtype), tuple(tensor.shape)) for path, tensor in tensors.items()}
-    # As text, because what is no number is not equal to itself.
-    values = [{path: repr(value) for path, value in given.items()} for given in (listing.numbers, numbers)]
-    if told := _differences(theirs, ours) or _differences(*values):
+    # Compared as text, because NaN is not equal to itself.
+    values = [{path: repr(value) for path, value in given.items()} for given in (manifest.scalars, scalars)]
+    if differences := _differences(theirs, ours) or _differences(*values):
         raise BackplaneError(
-            f"what the server at {address} made of this model's weights is not what this one would: {told}; {INSTEAD}"
+            f"the server at {address} has processed this model's weights in another way than this server would: "
+            f"{differences}; {_REMEDY}"
         )
-    repeated = [path for path, tensor in tensors.items() if _repeats(tensor)]
-    if repeated:
+    expanded = [path for path, tensor in tensors.items() if _is_expanded(tensor)]
+    if expanded:
         raise BackplaneError(
-            f"{', '.join(repeated[:3])} cannot be received: one number in memory stands for several (an expanded "
-            f"tensor); {INSTEAD}"
+            f"{', '.join(expanded[:3])} cannot be received: several elements share one place in memory (an expanded "
+            f"tensor); {_REMEDY}"
         )
-    return [tensors[one.path] for one in listing.tensors]
+    return [tensors[entry.path] for entry in manifest.tensors]
 
 
-def _repeats(tensor: torch.Tensor) -> bool:
+def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def register() -> None:
-    """Make the load format known to vLLM, once per process."""
-    given = {"peer": "127.0.0.1:1"}
-    try:
-        present = get_model_loader(LoadConfig(load_format=PEER, model_loader_extra_config=given))
-    except ValueError:
-        register_model_loader(PEER)(PeerModelLoader)
-        return
-    if type(present) is not PeerModelLoader:
-        raise BindingError(
-            f"--load-format {PEER} already belongs to {type(present).__module__}; uninstall one of the two plugins"
-        )
+    """Registers the load format with vLLM, once per process."""
+    register_loader(PEER, PeerModelLoader, extra_config={"peer": "127.0.0.1:1"})

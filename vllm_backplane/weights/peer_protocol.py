@@ -1,8 +1,8 @@
-"""What two servers say to each other about weights: one question and one answer per connection, over loopback.
+"""Defines the protocol by which a server fetches weights from another one: one request and one response per connection.
 
-question: MAGIC, kind, digest of the listing (32 bytes, zeros if it is not known yet), number of the first tensor
-answer to DESCRIBE: status, length, the listing as JSON
-answer to GET: status, and the bytes of every tensor of the listing from the first one asked for
+request: MAGIC, kind, digest of the manifest (32 bytes, zeros if it is not known yet), index of the first tensor
+response to DESCRIBE: status, length, the manifest as JSON
+response to GET: status, and the bytes of every tensor of the manifest from the first requested one on
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from vllm_backplane.peering.connection import Line, WireError
-from vllm_backplane.weights.model_state import Numbers
+from vllm_backplane.peering.connection import Connection, WireError
+from vllm_backplane.peering.digests import DIGEST_BYTES
+from vllm_backplane.weights.model_state import Scalars
 
 MAGIC = b"backplane-weights-1\n"
-DIGEST_BYTES = 32
 UNKNOWN = bytes(DIGEST_BYTES)
-MOST_TEXT = 1 << 28
-BYTES_PER_SECOND = 16 << 20
-"""A peer that is slower than this is taken for one that hangs."""
-_HEAD = struct.Struct(f"!{len(MAGIC)}sB{DIGEST_BYTES}sI")
-_COUNT = struct.Struct("!I")
+MAX_MANIFEST_BYTES = 1 << 28
+_HEADER = struct.Struct(f"!{len(MAGIC)}sB{DIGEST_BYTES}sI")
+_LENGTH = struct.Struct("!I")
 
 
 class Kind(IntEnum):
@@ -39,7 +37,9 @@ class Status(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorEntry:
+    """A tensor of the manifest. `path` leads from the model to the tensor; `digest` is hexadecimal."""
+
     path: str
     dtype: str
     shape: tuple[int, ...]
@@ -47,57 +47,63 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
-    description: dict[str, Any]
-    """Of the model, and of the worker's part of it."""
-    tensors: tuple[Tensor, ...]
-    numbers: Numbers
+class Manifest:
+    """What a worker's model consists of after loading. The JSON keys are part of the protocol."""
 
-    def text(self) -> bytes:
-        tensors = [[one.path, one.dtype, one.shape, one.digest] for one in self.tensors]
-        told = {"description": self.description, "tensors": tensors, "numbers": self.numbers}
-        return json.dumps(told, sort_keys=True).encode()
+    description: dict[str, Any]
+    """The model, the options that affect its weights, and the worker's rank."""
+    tensors: tuple[TensorEntry, ...]
+    scalars: Scalars
+
+    def encode(self) -> bytes:
+        tensors = [[entry.path, entry.dtype, entry.shape, entry.digest] for entry in self.tensors]
+        content = {"description": self.description, "tensors": tensors, "numbers": self.scalars}
+        return json.dumps(content, sort_keys=True).encode()
 
     @classmethod
-    def read(cls, text: bytes) -> Listing:
+    def decode(cls, text: bytes) -> Manifest:
         try:
-            told = json.loads(text)
+            content = json.loads(text)
             tensors = tuple(
-                Tensor(str(path), str(dtype), tuple(map(int, shape)), str(digest))
-                for path, dtype, shape, digest in told["tensors"]
+                TensorEntry(str(path), str(dtype), tuple(map(int, shape)), str(digest))
+                for path, dtype, shape, digest in content["tensors"]
             )
-            return cls(dict(told["description"]), tensors, dict(told["numbers"]))
+            return cls(dict(content["description"]), tensors, dict(content["numbers"]))
         except (ValueError, KeyError, TypeError) as fault:
-            raise WireError(f"that is no listing of weights ({type(fault).__name__}: {fault})") from fault
+            raise WireError(f"the peer sent an invalid manifest ({type(fault).__name__}: {fault})") from fault
 
 
-def digest(text: bytes) -> bytes:
+def manifest_digest(text: bytes) -> bytes:
+    """Returns the digest of an encoded manifest, by which GET names the weights that it expects."""
     return hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest()
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class Request:
     kind: Kind
-    listing: bytes = UNKNOWN
+    manifest: bytes = UNKNOWN
+    """Digest of the manifest to which `first` refers."""
     first: int = 0
+    """Index of the first tensor to send."""
 
-    def ask(self, line: Line) -> None:
-        line.send(_HEAD.pack(MAGIC, self.kind, self.listing, self.first))
+    def send(self, connection: Connection) -> None:
+        connection.send(_HEADER.pack(MAGIC, self.kind, self.manifest, self.first))
 
     @classmethod
-    def asked(cls, line: Line) -> Question:
-        magic, kind, listing, first = _HEAD.unpack(line.receive(_HEAD.size))
+    def receive(cls, connection: Connection) -> Request:
+        magic, kind, manifest, first = _HEADER.unpack(connection.receive(_HEADER.size))
         if magic != MAGIC or kind not in set(Kind):
-            raise WireError("that is no question about weights")
-        return cls(Kind(kind), listing, first)
+            raise WireError("the client sent something other than a request for weights")
+        return cls(Kind(kind), manifest, first)
 
 
-def tell_text(line: Line, text: bytes) -> None:
-    line.send(_COUNT.pack(len(text)) + text)
+def send_manifest(connection: Connection, text: bytes) -> None:
+    connection.send(_LENGTH.pack(len(text)) + text)
 
 
-def text(line: Line) -> bytes:
-    [count] = _COUNT.unpack(line.receive(_COUNT.size))
-    if count > MOST_TEXT:
-        raise WireError(f"a listing of {count} bytes")
-    return line.receive(count)
+def receive_manifest(connection: Connection) -> bytes:
+    """Returns the encoded manifest. Raises WireError if it is too long."""
+    [count] = _LENGTH.unpack(connection.receive(_LENGTH.size))
+    if count > MAX_MANIFEST_BYTES:
+        raise WireError(f"the manifest has {count} bytes, more than {MAX_MANIFEST_BYTES}")
+    return connection.receive(count)

@@ -1,4 +1,4 @@
-"""A worker offers its weights, as they lie in its memory, to a server that is being started."""
+"""Offers the weights of a running worker, as they lie in its memory, to a server that is starting."""
 
 from __future__ import annotations
 
@@ -10,97 +10,102 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_backplane.peering.addresses import Address, loopback_address
-from vllm_backplane.peering.connection import Line, WireError
-from vllm_backplane.peering.digests import digests, pieces
-from vllm_backplane.peering.server import Answering
+from vllm_backplane.peering.connection import MIN_BYTES_PER_SECOND, Connection, WireError
+from vllm_backplane.peering.digests import byte_chunks, tensor_digests
+from vllm_backplane.peering.server import LoopbackServer
 from vllm_backplane.weights import peer_protocol
 from vllm_backplane.weights.model_state import state_of
-from vllm_backplane.weights.peer_loader import description
-from vllm_backplane.weights.peer_protocol import BYTES_PER_SECOND, Kind, Listing, Question, Status, Tensor
-
-QUESTION_SECONDS = 10.0
-STALL_SECONDS = 60.0
-"""For which an asker may take nothing."""
-OPTION = "weights_listen"
-
-
-def listed(model: torch.nn.Module, description: dict[str, Any]) -> tuple[Listing, list[torch.Tensor]]:
-    """Made when loading is over, before anything can have changed."""
-    tensors, numbers = state_of(model)
-    rows = tuple(
-        Tensor(path, str(tensor.dtype), tuple(tensor.shape), digest.hex())
-        for (path, tensor), digest in zip(tensors.items(), digests(tensors.items()), strict=True)
-    )
-    return Listing(description, rows, numbers), list(tensors.values())
-
-
-class WeightsListener(Answering):
-    def __init__(
-        self,
-        address: Address,
-        listing: Listing,
-        tensors: list[torch.Tensor],
-        prepare_thread: Callable[[], None],
-        tell: Callable[[str], None],
-    ) -> None:
-        """`prepare_thread` makes the worker's card that of the thread it is called in."""
-        self._text, self._tensors, self._prepare_thread = listing.text(), tensors, prepare_thread
-        self._digest = peer_protocol.digest(self._text)
-        self._changed = False
-        super().__init__(address, "the offer of weights", OPTION, tell)
-
-    def weights_changed(self) -> None:
-        """What was listed is not what is there any more."""
-        self._changed = True
-
-    def turn_away(self, connection: socket.socket) -> None:
-        Line(connection, 1.0).tell_status(Status.BUSY)
-
-    def converse(self, connection: socket.socket) -> None:
-        line = Line(connection, QUESTION_SECONDS)
-        question = Question.asked(line)
-        if self._changed or (question.kind is Kind.GET and question.listing != self._digest):
-            line.tell_status(Status.CHANGED)
-            return
-        if question.first > len(self._tensors):
-            raise WireError(f"there is no tensor {question.first}")
-        line.tell_status(Status.OK)
-        if question.kind is Kind.DESCRIBE:
-            peer_protocol.tell_text(Line(connection, STALL_SECONDS), self._text)
-            return
-        self._prepare_thread()
-        for tensor in self._tensors[question.first :]:
-            for piece in pieces(tensor.detach()):
-                Line(connection, STALL_SECONDS + piece.nbytes / BYTES_PER_SECOND).send(piece.numpy().data)
-
+from vllm_backplane.weights.peer_loader import compatibility_description
+from vllm_backplane.weights.peer_protocol import Kind, Manifest, Request, Status, TensorEntry
 
 logger = init_logger("vllm." + __name__)
 
+REQUEST_SECONDS = 10.0
+"""Seconds in which a request must have been received."""
+STALL_SECONDS = 60.0
+"""Seconds for which a client may stop receiving."""
+OPTION = "weights_listen"
+
+
+def build_manifest(model: torch.nn.Module, description: dict[str, Any]) -> tuple[Manifest, list[torch.Tensor]]:
+    """Returns the manifest of a model and its tensors in the same order. To be called right after loading, before
+    anything can have changed."""
+    tensors, scalars = state_of(model)
+    entries = tuple(
+        TensorEntry(path, str(tensor.dtype), tuple(tensor.shape), digest.hex())
+        for (path, tensor), digest in zip(tensors.items(), tensor_digests(tensors.items()), strict=True)
+    )
+    return Manifest(description, entries, scalars), list(tensors.values())
+
+
+class WeightsServer(LoopbackServer):
+    """Sends the manifest and the tensors of one worker."""
+
+    def __init__(
+        self,
+        address: Address,
+        manifest: Manifest,
+        tensors: list[torch.Tensor],
+        prepare_thread: Callable[[], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        """`prepare_thread` makes the worker's card the current one of the thread that calls it."""
+        self._manifest, self._tensors, self._prepare_thread = manifest.encode(), tensors, prepare_thread
+        self._digest = peer_protocol.manifest_digest(self._manifest)
+        self._changed = False
+        super().__init__(address, "the offer of weights", OPTION, warn)
+
+    def invalidate(self) -> None:
+        """Makes every further request fail, because the weights are no longer those of the manifest."""
+        self._changed = True
+
+    def reject(self, sock: socket.socket) -> None:
+        Connection(sock, 1.0).send_status(Status.BUSY)
+
+    def handle(self, sock: socket.socket) -> None:
+        connection = Connection(sock, REQUEST_SECONDS)
+        request = Request.receive(connection)
+        if self._changed or (request.kind is Kind.GET and request.manifest != self._digest):
+            connection.send_status(Status.CHANGED)
+            return
+        if request.first > len(self._tensors):
+            raise WireError(f"the client requested tensor {request.first} of {len(self._tensors)}")
+        connection.send_status(Status.OK)
+        if request.kind is Kind.DESCRIBE:
+            peer_protocol.send_manifest(Connection(sock, STALL_SECONDS), self._manifest)
+            return
+        self._prepare_thread()
+        for tensor in self._tensors[request.first :]:
+            for chunk in byte_chunks(tensor.detach()):
+                Connection(sock, STALL_SECONDS + chunk.nbytes / MIN_BYTES_PER_SECOND).send(chunk.numpy().data)
+
 
 class OfferedWeights:
-    """Listed when they have been loaded, and offered when the worker is ready: until then it captures graphs, beside
-    which no other thread may use the card."""
+    """The weights that a worker offers: recorded when they have been loaded, and served when the worker is ready. Until
+    then the worker captures graphs, during which no other thread may use the card."""
 
     def __init__(self, worker: Any, address: str) -> None:
-        """Before they are loaded, which may change the model's configuration: others compare theirs before as well."""
+        """To be called before loading, which may change the model's configuration: the other server compares its own
+        configuration before loading too."""
         self._address = loopback_address(address).of_rank(worker.parallel_config.rank)
         self._worker = worker
-        self._description = description(worker.vllm_config, worker.model_config)
-        self._listed: tuple[Listing, list[torch.Tensor]] | None = None
-        self._listener: WeightsListener | None = None
+        self._description = compatibility_description(worker.vllm_config, worker.model_config)
+        self._manifest: tuple[Manifest, list[torch.Tensor]] | None = None
+        self._server: WeightsServer | None = None
 
-    def note(self) -> None:
-        """They have been loaded."""
-        self._listed = listed(self._worker.model_runner.get_model(), self._description)
+    def record(self) -> None:
+        """Builds the manifest of the loaded model."""
+        self._manifest = build_manifest(self._worker.model_runner.get_model(), self._description)
 
-    def begin(self) -> None:
-        assert self._listed is not None
+    def start_server(self) -> None:
+        assert self._manifest is not None
         accelerator, card = self._worker.accelerator, self._worker.card
-        self._listener = WeightsListener(
-            self._address, *self._listed, lambda: accelerator.set_current(card), logger.warning
+        self._server = WeightsServer(
+            self._address, *self._manifest, lambda: accelerator.set_current(card), logger.warning
         )
         logger.info("Weights: other servers of this host may load them from %s.", self._address)
 
-    def changed(self) -> None:
-        if self._listener is not None:
-            self._listener.weights_changed()
+    def invalidate(self) -> None:
+        """Stops the offer, because the worker has loaded other weights."""
+        if self._server is not None:
+            self._server.invalidate()

@@ -1,8 +1,9 @@
-"""Memory that processes of one host share: written once, then sealed, and mapped by each.
+"""Implements memory segments that processes of one host share: written once, then sealed, and mapped by each process.
 
-It is a file without a name (memfd), so it goes when the last process that maps it does, whatever ends them. Another
-process finds it among the open files of one that holds it. The seal lets nobody write to it any more. Each maps it
-privately: a page that a process writes to, as new weights are, becomes its own.
+A segment is an anonymous file (memfd), so the system frees it when the last process that maps it has ended, however it
+ended. Another process opens the segment through /proc/PID/fd of a process that holds it. Once sealed, the segment
+cannot be written. Each process maps it privately: a page that a process writes, as when it gets new weights, becomes
+its own copy.
 """
 
 from __future__ import annotations
@@ -18,79 +19,82 @@ from vllm_backplane.errors import BackplaneError
 
 NAME = "backplane-weights"
 ALIGNMENT = 64
-"""Of what is put into it: PyTorch's own for tensors of the host."""
+"""Alignment of tensors in a segment, in bytes: the one that PyTorch uses for host tensors."""
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def aligned(place: int) -> int:
-    return -(-place // ALIGNMENT) * ALIGNMENT
+def aligned(offset: int) -> int:
+    """Returns the offset rounded up to the alignment."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-class NotThere(Exception):
-    """No such memory: the process that was to have it has ended, or does not let others look."""
+class SegmentUnavailable(Exception):
+    """A registered segment cannot be opened: its process has ended, or this process may not inspect that one."""
 
 
 class Segment:
-    def __init__(self, handle: int, size: int) -> None:
-        self.handle, self.size = handle, size
-        self._mapping = mmap.mmap(handle, size, access=mmap.ACCESS_COPY)
+    """A shared memory segment, with a private mapping of it in this process."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.descriptor, self.size = descriptor, size
+        self._mapping = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
 
     @classmethod
-    def new(cls, size: int) -> Segment:
-        handle = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    def create(cls, size: int) -> Segment:
+        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(handle, size)  # takes no memory yet: see `write`
-            return cls(handle, size)
+            os.ftruncate(descriptor, size)  # `write` allocates the memory
+            return cls(descriptor, size)
         except OSError as fault:
-            os.close(handle)
-            raise _missing(size, fault) from fault
+            os.close(descriptor)
+            raise _out_of_memory(size, fault) from fault
 
     @classmethod
-    def held_by(cls, process: int, handle: int) -> Segment:
-        """The memory that another process has open under a number."""
-        place = Path(f"/proc/{process}/fd/{handle}")
+    def open(cls, pid: int, descriptor: int) -> Segment:
+        """Opens the sealed segment that another process holds under a file descriptor. Raises SegmentUnavailable."""
+        path = Path(f"/proc/{pid}/fd/{descriptor}")
         try:
-            if not os.readlink(place).startswith(f"/memfd:{NAME}"):
-                raise NotThere(f"{place} is something else by now")
-            own = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+            if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+                raise SegmentUnavailable(f"{path} is another file now")
+            own = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as fault:
-            raise NotThere(str(fault)) from fault
+            raise SegmentUnavailable(str(fault)) from fault
         try:
             if not _is_sealed(own):
-                raise NotThere(f"{place} is not sealed")
+                raise SegmentUnavailable(f"{path} is not sealed")
             return cls(own, os.fstat(own).st_size)
         except BaseException:
             os.close(own)
             raise
 
-    def write(self, place: int, data: memoryview) -> None:
-        """Takes the memory for this. By a call of the system, which says where there is none; writing to a mapping
-        would end the process."""
+    def write(self, offset: int, data: memoryview) -> None:
+        """Writes data, which allocates its memory. A system call is used because it returns an error when memory runs
+        out; a write to the mapping would kill the process."""
         while data:
             try:
-                done = os.pwrite(self.handle, data, place)
+                written = os.pwrite(self.descriptor, data, offset)
             except OSError as fault:
-                raise _missing(data.nbytes, fault) from fault
-            data, place = data[done:], place + done
+                raise _out_of_memory(data.nbytes, fault) from fault
+            data, offset = data[written:], offset + written
 
     def seal(self) -> None:
-        fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, SEALS)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
 
-    def bytes(self, place: int, count: int) -> torch.Tensor:
-        """As long as it lives, the mapping does."""
-        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=count, offset=place)
+    def bytes(self, offset: int, count: int) -> torch.Tensor:
+        """Returns a uint8 tensor over the mapping, which stays mapped as long as the tensor exists."""
+        return torch.frombuffer(self._mapping, dtype=torch.uint8, count=count, offset=offset)
 
     def close(self) -> None:
-        """Others cannot find it here any more; what is mapped stays."""
-        os.close(self.handle)
+        """Closes the descriptor, so that other processes cannot open the segment here. Existing mappings stay."""
+        os.close(self.descriptor)
 
 
-def _missing(size: int, fault: OSError) -> BackplaneError:
+def _out_of_memory(size: int, fault: OSError) -> BackplaneError:
     return BackplaneError(
-        f"{size / 2**20:.1f} MiB of memory for weights that workers share cannot be had ({fault}); free memory, or "
-        "remove --load-format"
+        f"{size / 2**20:.1f} MiB of memory for weights that workers share cannot be allocated ({fault}); free memory, "
+        "or remove --load-format"
     )
 
 
-def _is_sealed(handle: int) -> bool:
-    return fcntl.fcntl(handle, fcntl.F_GET_SEALS) & SEALS == SEALS
+def _is_sealed(descriptor: int) -> bool:
+    return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS == SEALS

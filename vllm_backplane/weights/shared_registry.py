@@ -1,8 +1,8 @@
-"""Where workers of one host tell each other which weights they hold, and wait for their turn to load.
+"""Keeps a per-user registry of the weights that workers of this host have in shared memory, and serializes loading.
 
-A folder of the user's own for temporary files, with a note for each worker that lives: which of its open files are
-shared memory (sealed.py), and what is where in them. Notes of processes that have ended are removed by whoever finds
-them. The weights are never in this folder.
+The registry is a folder for temporary files that only its user can write. It has a JSON file for each registered model:
+which file descriptors of the worker process are shared segments (`sealed_memory.py`), and which tensors lie where in
+them. Readers remove the files of processes that have ended. The weights themselves are never in this folder.
 """
 
 from __future__ import annotations
@@ -23,110 +23,120 @@ from vllm_backplane.errors import BackplaneError
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """A piece of shared memory that a living process holds."""
+class SegmentEntry:
+    """A shared memory segment that a live process holds."""
 
-    process: int
-    handle: int
-    """The number of the open file in that process."""
-    places: dict[str, tuple[int, int]]
-    """By digest: where it begins, and how many bytes it has."""
+    pid: int
+    descriptor: int
+    """File descriptor of the segment in that process."""
+    tensors: dict[str, tuple[int, int]]
+    """Offset and number of bytes of each tensor in the segment, by digest."""
 
 
-class Board:
+class WeightsRegistry:
+    """The registry of this user on this host. The JSON keys are a format between processes: do not change them."""
+
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or Path(tempfile.gettempdir()) / f"vllm-backplane-weights-{os.getuid()}"
 
-    def offers(self) -> list[Offer]:
-        """Of the processes that live. To be called `alone`; but a model that is given up takes its note at once."""
+    def entries(self) -> list[SegmentEntry]:
+        """Returns the segments of all live processes. To be called under `locked`. A file may still disappear during
+        the call, because a model that is deleted removes its file without the lock."""
         found = []
-        for note in sorted(self.folder.glob("[0-9]*.json")):
+        for file in sorted(self.folder.glob("[0-9]*.json")):
             try:
-                process, begun, offers = self._read(note)
+                pid, started, entries = self._read(file)
             except FileNotFoundError:
                 continue
-            if _lives(process, begun):
-                found.extend(offers)
+            if _is_alive(pid, started):
+                found.extend(entries)
             else:
-                note.unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
         return found
 
-    def put(self, offers: list[Offer]) -> Path:
-        """A note of this process. To be called `alone`."""
+    def add(self, entries: list[SegmentEntry]) -> Path:
+        """Registers segments of this process, and returns the file that does so. To be called under `locked`."""
         process = psutil.Process()
-        told = {
+        content = {
             "process": process.pid,
             "begun": process.create_time(),
-            "offers": [{"handle": one.handle, "places": one.places} for one in offers],
+            "offers": [{"handle": entry.descriptor, "places": entry.tensors} for entry in entries],
         }
-        note = self.folder / f"{process.pid}-{offers[0].handle}.json"
-        fresh = note.with_suffix(".new")
+        file = self.folder / f"{process.pid}-{entries[0].descriptor}.json"
+        unfinished = file.with_suffix(".new")
         try:
-            fresh.write_text(json.dumps(told))
-            fresh.replace(note)
+            unfinished.write_text(json.dumps(content))
+            unfinished.replace(file)
         except OSError as fault:
             raise self._unusable(str(fault)) from fault
-        return note
+        return file
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """While nobody else reads or puts offers."""
-        with self._locked("lock") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+    def locked(self) -> Iterator[None]:
+        """Holds the registry's exclusive lock inside the block."""
+        with self._opened("lock") as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
 
     @contextmanager
-    def turn(self, number: int, waits: Callable[[], None]) -> Iterator[None]:
-        """While no other process has a turn of this number; a process that ends gives it up. `waits` is called where
-        another one has it."""
-        with self._locked("turns") as handle:  # one byte of the file for each number, so that no file is left for each
+    def loading_lock(self, number: int, on_wait: Callable[[], None]) -> Iterator[None]:
+        """Holds the lock with this number inside the block; the system releases it if the process ends. Calls `on_wait`
+        if another process holds it."""
+        with self._opened("turns") as descriptor:  # one byte of one file per number, so that no file per number is left
             try:
-                fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
-            except (BlockingIOError, PermissionError):  # lockf may say either
-                waits()
-                fcntl.lockf(handle, fcntl.LOCK_EX, 1, number)
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+            except (BlockingIOError, PermissionError):  # lockf raises either, depending on the system
+                on_wait()
+                fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, number)
             yield
 
     @contextmanager
-    def _locked(self, name: str) -> Iterator[int]:
+    def _opened(self, name: str) -> Iterator[int]:
+        """Opens a lock file. Creates the folder, and raises if another user may write to it."""
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             found = self.folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-                raise self._unusable("others than this user may write to it")
-            handle = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                raise self._unusable("other users may write to it")
+            descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as fault:
             raise self._unusable(str(fault)) from fault
         try:
-            yield handle
+            yield descriptor
         finally:
-            os.close(handle)
+            os.close(descriptor)
 
-    def _read(self, note: Path) -> tuple[int, float, list[Offer]]:
+    def _read(self, file: Path) -> tuple[int, float, list[SegmentEntry]]:
+        """Returns the process ID, the process's start time and its segments. Raises FileNotFoundError if the file has
+        been removed."""
         try:
-            told = json.loads(note.read_text())
-            process = int(told["process"])
-            offers = [
-                Offer(process, int(one["handle"]), {key: (int(at), int(n)) for key, (at, n) in one["places"].items()})
-                for one in told["offers"]
+            content = json.loads(file.read_text())
+            pid = int(content["process"])
+            entries = [
+                SegmentEntry(
+                    pid,
+                    int(one["handle"]),
+                    {digest: (int(offset), int(count)) for digest, (offset, count) in one["places"].items()},
+                )
+                for one in content["offers"]
             ]
-            return process, float(told["begun"]), offers
+            return pid, float(content["begun"]), entries
         except FileNotFoundError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
-            raise self._unusable(f"{note.name}: {type(fault).__name__}: {fault}") from fault
+            raise self._unusable(f"{file.name}: {type(fault).__name__}: {fault}") from fault
 
     def _unusable(self, reason: str) -> BackplaneError:
         return BackplaneError(
-            f"{self.folder} cannot be used ({reason}), where workers say which weights they share; remove it, or set "
+            f"{self.folder}, the registry of weights that workers share, cannot be used ({reason}); remove it, or set "
             "TMPDIR to another folder"
         )
 
 
-def _lives(process: int, begun: float) -> bool:
-    """Its number may belong to another process by now."""
+def _is_alive(pid: int, started: float) -> bool:
+    """Returns whether the process that registered still runs. Another process may have reused its ID."""
     try:
-        # Both count from the system's start, of which the system's own account wavers by a second.
-        return abs(psutil.Process(process).create_time() - begun) < 2
+        # Start times are computed from the system's boot time, which Linux reports with an error of up to a second.
+        return abs(psutil.Process(pid).create_time() - started) < 2
     except psutil.NoSuchProcess:
         return False

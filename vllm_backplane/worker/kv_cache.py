@@ -1,7 +1,8 @@
-"""Lets the device provide the memory of the KV cache.
+"""Lets the device allocate the memory of the KV cache.
 
-vLLM allocates it with one `torch.zeros` inside a context that the worker chooses. The context here is PyTorch's own
-means of answering such a call, scoped to that allocation; nothing is patched.
+vLLM allocates the KV cache with `torch.zeros` calls inside a context that the worker chooses. That context is a
+`TorchFunctionMode` here, PyTorch's own means to intercept such a call, and is active for this allocation only. Nothing
+is patched.
 """
 
 from __future__ import annotations
@@ -18,27 +19,30 @@ from vllm_backplane.errors import BackplaneError
 
 
 class KvCacheStorage(TorchFunctionMode):
+    """Context that allocates vLLM's KV cache tensors through `Device.zeroed_bytes`, and counts their bytes."""
+
     def __init__(
         self,
         device: Device,
         card: int,
-        refuse: Callable[[int], None],
+        check_size: Callable[[int], None],
         pool: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`refuse` is asked before an allocation, and raises where there is not so much memory. `pool` is around it."""
+        """`check_size` receives the total size before each allocation, and raises if there is not enough memory. `pool`
+        returns the context of each allocation."""
         super().__init__()
         self._pool = pool
         self._device = device
         self._card = card
-        self._refuse = refuse
+        self._check_size = check_size
         self.bytes = 0
 
-    def insist_on_use(self) -> None:
-        """vLLM has allocated a KV cache: it must have come from here."""
+    def require_use(self) -> None:
+        """Raises if vLLM has allocated its KV cache in another way."""
         if not self.bytes:
             raise BackplaneError(
-                "vLLM allocated the KV cache in a way that Backplane does not know, so it is not the device's memory; "
-                "install a vLLM this version of vllm-backplane supports ('vllm-backplane doctor' names them)"
+                "vLLM allocated the KV cache in a way that Backplane does not support, so it is not in the device's "
+                "memory; install a vLLM that this vllm-backplane supports ('vllm-backplane doctor' lists them)"
             )
 
     def __torch_function__(
@@ -46,7 +50,7 @@ class KvCacheStorage(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.zeros and kwargs.get("dtype") is torch.int8 and len(args) == 1 and isinstance(args[0], int):
-            self._refuse(self.bytes + args[0])
+            self._check_size(self.bytes + args[0])
             self.bytes += args[0]
             with self._pool():
                 return self._device.zeroed_bytes(args[0], self._card)

@@ -1,6 +1,6 @@
-"""The operators of a worker: kernels are loaded, every operator's implementation is chosen, and nothing changes after.
+"""Loads the device's kernels and freezes which implementation each operator uses.
 
-The table is the process's: a second engine in it must want what the first one has.
+The choice belongs to the process: a second engine in the same process must request the same references.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ logger = init_logger("vllm." + __name__)
 
 
 def freeze_operators(device: Device, references: Sequence[str]) -> None:
-    """`references`: operators that are to be computed by their reference although the device has a kernel."""
+    """Resolves and freezes the operators. `references` names operators that use their reference even if the device has
+    a kernel."""
     if resolution.frozen() is not None:  # by another engine of this process
-        resolution.insist_on_references(references)
+        resolution.require_same_references(references)
         return
     device.load_kernels()
     table = resolution.resolve(device.dispatch_key, device.kernel_provider(), references)

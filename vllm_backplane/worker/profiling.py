@@ -1,8 +1,8 @@
-"""What a trace shows besides vLLM's steps and PyTorch's operators: a range for every module of the model, by its name.
+"""Adds ranges to vLLM's torch profiler traces: one for every module of the model, under the module's name.
 
-vLLM's own profiler writes the trace (`--profiler-config`). It is made here rather than by vLLM, which knows the device
-types of its own platforms alone and goes on without a word where a trace was not written. Ranges are hooks of the
-modules, which are there only while a trace is taken: at other times a step meets nothing of this.
+vLLM's own profiler writes the trace (`--profiler-config`). It is created here instead of in vLLM, whose worker supports
+only the device types of its own platforms, and continues silently if a trace was not written. The ranges are forward
+hooks that exist only while a trace is taken, so they cost nothing at other times.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from vllm.distributed.utils import get_worker_rank_suffix
 from vllm.profiler.wrapper import TorchProfilerActivityMap, TorchProfilerWrapper
 
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.worker.numeric_guard import borders
+from vllm_backplane.worker.numeric_guard import watched_modules
 
 KIND = "torch"
-"""vLLM's name of the profiler that can follow every device."""
+"""vLLM's name of the profiler that supports every device."""
 
 
 class ModuleRanges:
-    """Hooks of a model's modules, until they are removed."""
+    """Forward hooks that open and close a profiler range around each module, until they are removed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._open: list[record_function] = []
         self._handles = []
-        for border in borders(model, parts=True):
-            begin = self._begin(f"{border.names[0] or 'model'} ({border.kind})")
-            self._handles.append(border.module.register_forward_pre_hook(begin))
-            # Also where the module raises, or what comes after would seem to be part of it.
-            self._handles.append(border.module.register_forward_hook(self._end, always_call=True))
+        for watched in watched_modules(model, submodules=True):
+            begin = self._begin(f"{watched.names[0] or 'model'} ({watched.kind})")
+            self._handles.append(watched.module.register_forward_pre_hook(begin))
+            # Called also if the module raises. Otherwise later ranges would appear inside this one.
+            self._handles.append(watched.module.register_forward_hook(self._end, always_call=True))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -55,10 +55,10 @@ class ModuleRanges:
 
 
 class Trace:
-    """One, from its start to the file."""
+    """One trace, from the start of its profiler to the written file."""
 
     def __init__(self, config: ProfilerConfig, prefix: str | None, rank: int, local_rank: int) -> None:
-        insist_on_folder(config.torch_profiler_dir)
+        require_writable_folder(config.torch_profiler_dir)
         self._folder = config.torch_profiler_dir
         self._began = self._written = False
         suffix = get_worker_rank_suffix(global_rank=rank)
@@ -71,39 +71,43 @@ class Trace:
 
         self.profiler = TorchProfilerWrapper(config, name, local_rank, activities(config), ready)
 
-    def insist_on_start(self, delayed: bool) -> None:
+    def require_start(self, delayed: bool) -> None:
+        """Raises if the profiler is not running, unless its start is `delayed` by some steps."""
         if not self.profiler.is_running and not delayed:
-            raise BackplaneError("the profiler did not start; a warning in the log says why")
+            raise BackplaneError("the profiler did not start; a warning in the log gives the reason")
 
-    def ended(self) -> bool:
-        """By itself, after as many steps as were asked for."""
+    def has_ended(self) -> bool:
+        """Returns whether the profiler has stopped on its own, after the requested number of steps."""
         self._began |= self.profiler.is_running
         return self._began and not self.profiler.is_running
 
-    def insist_on_file(self) -> None:
+    def require_file(self) -> None:
+        """Raises if no trace file was written."""
         if not self._written:
             raise BackplaneError(
-                f"no trace was written to {self._folder}; a warning in the log says why, or there were fewer steps "
-                "than the profiler was to wait for"
+                f"no trace was written to {self._folder}; a warning in the log gives the reason, or fewer steps ran "
+                "than the profiler had to wait for"
             )
 
 
 def activities(config: ProfilerConfig) -> list[Any]:
-    """What PyTorch can record here: the host's calls on every device, and the work of those that its library knows."""
+    """Returns the activities to record: the host's calls on every device, and the device's work if PyTorch's profiler
+    supports the device."""
     known = torch.profiler.supported_activities()
     names = [name for name, activity in TorchProfilerActivityMap.items() if activity in known]
-    asked = getattr(config, "torch_profiler_activities", None) or names  # since vLLM 0.31
-    if missing := sorted(set(asked) - set(names)):
+    requested = getattr(config, "torch_profiler_activities", None) or names  # since vLLM 0.31
+    if missing := sorted(set(requested) - set(names)):
         raise BackplaneError(
             f"PyTorch cannot record {', '.join(missing)} here; choose --profiler-config.torch_profiler_activities "
             f"among: {', '.join(names)}"
         )
-    return list(asked)
+    return list(requested)
 
 
 @contextmanager
-def unseen_by_vllm(config: VllmConfig) -> Iterator[None]:
-    """vLLM's worker refuses a profiler on device types that it does not know. Kinds other than ours it may judge."""
+def profiler_hidden_from_vllm(config: VllmConfig) -> Iterator[None]:
+    """Removes the torch profiler from the configuration while vLLM's worker is constructed, because that refuses a
+    profiler on device types of other platforms. Profilers of other kinds stay."""
     given = config.profiler_config
     if given.profiler != KIND:
         yield
@@ -116,16 +120,16 @@ def unseen_by_vllm(config: VllmConfig) -> Iterator[None]:
         config.profiler_config = given
 
 
-def insist_on_folder(folder: str) -> None:
-    """vLLM would find out when the trace is complete."""
-    if "://" in folder:  # another system's
+def require_writable_folder(folder: str) -> None:
+    """Creates the folder for traces, or raises now; vLLM would fail only when the trace is complete."""
+    if "://" in folder:  # a remote file system
         return
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as fault:
         raise _unusable(folder, str(fault)) from fault
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise _unusable(folder, "it cannot be written to")
+        raise _unusable(folder, "it is not writable")
 
 
 def _unusable(folder: str, reason: str) -> BackplaneError:

@@ -1,11 +1,12 @@
-"""Sleep mode: a card's memory is given back while nobody asks, and taken again.
+"""Sleep mode: releases the memory of a card while the engine is idle, and restores it when the engine wakes.
 
-vLLM's own way is CUDA's virtual memory. Here the device has pools (`Device.sleep_pool`): weights are loaded in one, the
-KV cache is allocated in another, and each can be released and restored as a whole, its tensors keeping their addresses.
+vLLM's own implementation uses CUDA's virtual memory. Here the device has pools (`Device.sleep_pool`): weights are
+loaded in one, the KV cache is allocated in another. Each pool can be released and restored as a whole, and its tensors
+keep their addresses.
 
-Level 1 keeps the weights, outside of the card's memory. Level 2 keeps only what no checkpoint has, the model's buffers,
-and parameters that the user names (--sleep-preserve-parameter-names); after waking, the other weights are loaded again
-(vLLM's `reload_weights`). What is in the KV cache is lost at both: vLLM forgets it too.
+Level 1 keeps the weights, outside of the card's memory. Level 2 keeps only what no checkpoint has: the model's buffers,
+and parameters that the user names (--sleep-preserve-parameter-names). After waking from level 2, the other weights are
+loaded again (vLLM's `reload_weights`). Both levels lose the contents of the KV cache; vLLM resets its prefix cache too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TAGS = (WEIGHTS, KV_CACHE)
 
 
 class Sleeper:
-    """What of one card sleeps. It is asked only where `Capabilities.sleep` is claimed."""
+    """Releases and restores the memory pools of one card. It is used only if the device has `Capabilities.sleep`."""
 
     def __init__(self, device: Device, card: int) -> None:
         self._device = device
@@ -33,10 +34,12 @@ class Sleeper:
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def pool(self, tag: str) -> AbstractContextManager[None]:
+        """Returns the context whose allocations can later be released under `tag`."""
         return self._device.sleep_pool(tag, self._card)
 
     def sleep(self, level: int, models: Iterable[torch.nn.Module], preserved: Iterable[torch.Tensor] = ()) -> None:
-        """`preserved`: parameters whose contents level 2 keeps. Where it fails, nothing but the KV cache is lost."""
+        """Releases the memory. `preserved` are the parameters that level 2 keeps. If a release fails, only the contents
+        of the KV cache are lost."""
         if level not in (1, 2):
             raise BackplaneError(f"sleep level {level} does not exist; choose 1 (keeps the weights) or 2")
         if level == 2:
@@ -46,11 +49,13 @@ class Sleeper:
         self._release(WEIGHTS, keep=level == 1)
 
     def discard(self, tags: Iterable[str]) -> None:
+        """Releases the memory of these tags and loses its contents."""
         for tag in tags:
-            self._release(_known(tag), keep=False)
+            self._release(_checked_tag(tag), keep=False)
 
     def wake(self, tags: Iterable[str] | None) -> None:
-        for tag in TAGS if tags is None else tuple(map(_known, tags)):
+        """Restores the memory of these tags, or of all."""
+        for tag in TAGS if tags is None else tuple(map(_checked_tag, tags)):
             if tag in self._asleep:
                 self._device.restore(tag, self._card)
                 self._asleep.remove(tag)
@@ -70,8 +75,11 @@ class Sleeper:
 def preserved_parameters(
     patterns: Sequence[str], model: torch.nn.Module, draft: torch.nn.Module | None
 ) -> list[torch.nn.Parameter]:
-    """The parameters that match vLLM's --sleep-preserve-parameter-names: globs, with "draft." before the names of what
-    the draft model has for itself. A pattern that names nothing is an error; "draft.*" may."""
+    """Returns the parameters that match vLLM's --sleep-preserve-parameter-names.
+
+    Patterns are globs. Parameters that only the draft model has are named with the prefix "draft.". A pattern without a
+    match raises, except "draft.*".
+    """
     parameters = dict(model.named_parameters())
     if draft is not None:
         shared = {id(parameter) for parameter in parameters.values()}
@@ -82,14 +90,14 @@ def preserved_parameters(
         matches = fnmatch.filter(parameters, pattern)
         if not matches and pattern != "draft.*":
             raise BackplaneError(
-                f"--sleep-preserve-parameter-names has {pattern!r}, which is no parameter's name; there are "
+                f"--sleep-preserve-parameter-names has {pattern!r}, which matches no parameter; there are "
                 f"{', '.join(list(parameters)[:3])} and {max(len(parameters) - 3, 0)} more"
             )
         names.update(dict.fromkeys(matches))
     return [parameters[name] for name in names]
 
 
-def _known(tag: str) -> str:
+def _checked_tag(tag: str) -> str:
     if tag not in TAGS:
-        raise BackplaneError(f"nothing sleeps under the name {tag!r}; choose among: {', '.join(TAGS)}")
+        raise BackplaneError(f"sleep mode has no tag {tag!r}; choose among: {', '.join(TAGS)}")
     return tag

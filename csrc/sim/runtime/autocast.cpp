@@ -1,5 +1,7 @@
-// Autocast for the card: products are computed in the lower type. What autocast elsewhere moves to float32 keeps the
-// type it has, which is right here: the kernels behind launches accumulate in float32 themselves.
+// Registers autocast for the card: matrix products are computed in the lower precision.
+//
+// Operators that autocast moves to float32 on other devices keep their type here, because the kernels behind launches
+// accumulate in float32 themselves.
 
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>

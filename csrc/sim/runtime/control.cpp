@@ -1,3 +1,5 @@
+// Exports the runtime's settings and queries as C functions for Python, and two operators.
+
 #include "runtime/control.h"
 
 #include <c10/util/Exception.h>
@@ -16,7 +18,7 @@ namespace {
 
 thread_local std::string last_error;
 
-// 0, or -1 with a text: exceptions must not cross into C.
+// Returns 0, or -1 with an error text: exceptions must not cross into C.
 template <class F>
 int attempt(F&& action) {
   try {
@@ -65,14 +67,14 @@ BPNPU_API void bpnpu_set_fallback(int policy) { sim::set_fallback(static_cast<si
 BPNPU_API void bpnpu_set_pool(uint64_t pool) { sim::set_current_pool(pool); }
 BPNPU_API uint64_t bpnpu_current_pool() { return sim::current_pool(); }
 
-// 1: registered; 0: the operator has no CPU kernel; -1: an error.
+// Returns 1 if registered, 0 if the operator has no CPU kernel, -1 on an error.
 BPNPU_API int bpnpu_launch_cpu_kernel(const char* name) {
   bool done = false;
   const int status = attempt([&] { done = sim::launch_cpu_kernel(name); });
   return status != 0 ? status : (done ? 1 : 0);
 }
 
-// Valid until this thread's next call of it.
+// The text is valid until this thread's next call.
 BPNPU_API const char* bpnpu_report() {
   thread_local std::string text;
   text = sim::report();
@@ -81,12 +83,12 @@ BPNPU_API const char* bpnpu_report() {
 
 BPNPU_API void bpnpu_reset_counters() { sim::reset_counters(); }
 
-// PyTorch wraps generators for Python; an operator is the way to one without a Python module of our own.
+// PyTorch wraps generators for Python; an operator returns one without a Python extension module.
 TORCH_LIBRARY(bpnpu, library) {
   library.def("default_generator(int card) -> Generator?", [](int64_t card) {
     return sim::default_generator(static_cast<c10::DeviceIndex>(card));
   });
-  // Not torch.accelerator.synchronize, which does nothing before the process has made its first tensor, although streams
-  // and events may be in use by then. An operator, because its errors are PyTorch's.
+  // torch.accelerator.synchronize would not do: it does nothing before the process has made its first tensor, although
+  // streams and events may already be in use. This is an operator, so that its errors are PyTorch's.
   library.def("synchronize(int card) -> ()", [](int64_t card) { sim::synchronize(static_cast<c10::DeviceIndex>(card)); });
 }

@@ -1,3 +1,5 @@
+// Counts launches, waits and fallbacks per operator, and reports them as JSON.
+
 #include "runtime/counters.h"
 
 #include <map>

@@ -1,4 +1,4 @@
-// What ran how: on the card, on the card with the host waiting for it, or on the host.
+// Counts where operators ran: on the card, on the card with the host waiting, or on the host.
 #pragma once
 
 #include <memory>
@@ -8,17 +8,17 @@
 
 namespace backplane::sim {
 
-// What an operator without an implementation for the card means.
+// The policy for an operator without an implementation for the card.
 enum class Fallback : int { forbid = 0, warn = 1, allow = 2 };
 void set_fallback(Fallback policy);
 Fallback fallback();
 
 void remember(std::shared_ptr<const Plan> plan);
 void count_wait(const char* name);
-// How often this operator has fallen back, this time included.
+// Returns how often this operator has fallen back, this time included.
 uint64_t count_fallback(const std::string& name);
 
-// {"launched": {operator: count}, "waited": …, "fell_back": …, "implemented": [operator]} as JSON.
+// Returns {"launched": {operator: count}, "waited": …, "fell_back": …, "implemented": [operator]} as JSON.
 std::string report();
 void reset_counters();
 

@@ -1,3 +1,5 @@
+// Computes the bytes and floating-point operations of launches that access only a part of their arguments.
+
 #include "runtime/details.h"
 
 #include <ATen/EmptyTensor.h>
@@ -17,21 +19,22 @@ using Detail = Plan::Detail;
 double count(const at::Tensor& tensor) { return static_cast<double>(tensor.numel()); }
 double width(const at::Tensor& tensor) { return static_cast<double>(tensor.itemsize()); }
 
-// Elements of one slice of a dimension.
+// Returns the number of elements in one slice of a dimension.
 double per_slice(const at::Tensor& tensor, int64_t dim) {
   if (tensor.dim() == 0) return 1;
   const int64_t size = tensor.size(at::maybe_wrap_dim(dim, tensor.dim()));
   return size == 0 ? 0 : count(tensor) / static_cast<double>(size);
 }
 
-// Whole numbers on the card, as the kernel sees them.
+// Reads integers on the card, as the kernel sees them.
 std::vector<int64_t> numbers(const at::Tensor& tensor) {
   const at::Tensor wide = tensor.to(at::kLong).contiguous();
   const int64_t* const first = wide.const_data_ptr<int64_t>();
   return {first, first + wide.numel()};
 }
 
-// --- picking: some of the input is read, and written elsewhere ----------------------------------------------------------
+// --- gathers: a part of the input is read and written elsewhere
+// ----------------------------------------------------------
 
 Detail picked(const at::Tensor& from, const at::Tensor& index, double elements) {
   return {2 * elements * width(from) + bytes_in(index), 0, {}};
@@ -53,9 +56,10 @@ Detail of_index(Arguments a) {
   return detail;
 }
 
-// --- placing: some of the output is written -----------------------------------------------------------------------------
+// --- scatters: a part of the output is written
+// ----------------------------------------------------------------------------
 
-// `adds`: what is there is read too. An operator with another output than its input writes all of it.
+// `adds`: the old values are read too. An operator whose output is not its input writes the whole output.
 Detail placed(Arguments a, double elements, bool adds) {
   const at::Tensor &self = a[0].toTensor(), &index = a[2].toTensor();
   const bool from_tensor = a.size() > 3 && a[3].isTensor();
@@ -79,7 +83,7 @@ Detail of_index_fill(Arguments a) {
 Detail of_index_put(Arguments a) {
   const at::Tensor &self = a[0].toTensor(), &values = a[2].toTensor();
   Detail detail{bytes_in(values), 0, {}};
-  std::vector<int64_t> shape;  // of the index tensors together
+  std::vector<int64_t> shape;  // of the broadcast index tensors
   double elements = 1;
   int64_t dim = 0;
   for (const auto& index : a[1].toOptionalTensorVector()) {
@@ -131,7 +135,7 @@ Detail of_kv_cache_zero_blocks(Arguments a) {
 
 // --- attention ----------------------------------------------------------------------------------------------------------
 
-struct Sight {
+struct AttentionMask {
   bool causal;
   int64_t window;
 
@@ -140,20 +144,20 @@ struct Sight {
     if (causal) return std::max<int64_t>(0, std::min(length, position + 1));
     return window > 0 ? std::max<int64_t>(0, std::min(length, position + window)) : length;
   }
-  // Pairs of a query and a key that it sees, of the last `rows` positions of `length`.
+  // Returns the number of (query, visible key) pairs for the last `rows` positions of `length`.
   double pairs(int64_t rows, int64_t length) const {
     double sum = 0;
     for (int64_t position = length - rows; position < length; ++position)
       sum += static_cast<double>(std::max<int64_t>(0, end(position, length) - begin(position)));
     return sum;
   }
-  // Keys that any of these sees: a chip reads each of them once.
+  // Returns the number of keys that any of these queries attends to; a chip reads each of them once.
   double keys(int64_t rows, int64_t length) const {
     return static_cast<double>(std::max<int64_t>(0, end(length - 1, length) - begin(length - rows)));
   }
 };
 
-// Scores and the weighted sum: a multiplication and an addition each, per element of a head.
+// Scores and weighted sum: a multiplication and an addition each, per element of a head.
 double flops_of_attention(const at::Tensor& query, int64_t value_head, double pairs) {
   return 2.0 * pairs * static_cast<double>(query.size(1)) * static_cast<double>(query.size(2) + value_head);
 }
@@ -162,15 +166,15 @@ double flops_of_attention(const at::Tensor& query, int64_t value_head, double pa
 Detail of_paged_attention(Arguments a) {
   const at::Tensor &query = a[0].toTensor(), &keys = a[1].toTensor(), &values = a[2].toTensor();
   const at::Tensor &table = a[3].toTensor(), &out = a.back().toTensor();
-  const Sight sight{a[7].toBool(), a[8].toInt()};
+  const AttentionMask mask{a[7].toBool(), a[8].toInt()};
   const std::vector<int64_t> starts = numbers(a[4].toTensor()), lengths = numbers(a[5].toTensor());
   double pairs = 0, read = 0, blocks = 0, tokens = 0;
   for (size_t i = 0; i < lengths.size() && i + 1 < starts.size(); ++i) {
     const int64_t rows = starts[i + 1] - starts[i];
     if (rows <= 0) continue;
-    const double seen = sight.keys(rows, lengths[i]);
+    const double seen = mask.keys(rows, lengths[i]);
     tokens += static_cast<double>(rows);
-    pairs += sight.pairs(rows, lengths[i]);
+    pairs += mask.pairs(rows, lengths[i]);
     read += seen;
     blocks += std::ceil(seen / static_cast<double>(keys.size(2)));
   }
@@ -188,12 +192,12 @@ Detail of_paged_attention(Arguments a) {
 // query, key, value, query_start_loc, scale, causal, sliding_window, …, out
 Detail of_varlen_attention(Arguments a) {
   const at::Tensor& query = a[0].toTensor();
-  const Sight sight{a[5].toBool(), a[6].toInt()};
+  const AttentionMask mask{a[5].toBool(), a[6].toInt()};
   const std::vector<int64_t> starts = numbers(a[3].toTensor());
   double pairs = 0;
   for (size_t i = 0; i + 1 < starts.size(); ++i) {
     const int64_t rows = starts[i + 1] - starts[i];
-    pairs += sight.pairs(rows, rows);
+    pairs += mask.pairs(rows, rows);
   }
   Detail detail;
   for (const size_t i : {size_t{0}, size_t{1}, size_t{2}, size_t{3}, a.size() - 1})

@@ -1,8 +1,9 @@
-// What a launch moves and computes, where the size of its arguments does not say it.
+// Declares how many bytes and floating-point operations a launch takes, for operators whose argument sizes do not
+// determine it.
 //
-// An operator that picks rows out of a table is as fast with a large table as with a small one, and attention as fast
-// in a large cache: a model of a chip that charged whole tensors would answer another question. The functions here see
-// the arguments inside the launch, so they can read how long each context is.
+// A gather of rows is as fast from a large table as from a small one, and attention as fast in a large cache: a chip
+// model that charged whole tensors would overestimate both. These functions run inside the launch, so they can read the
+// length of each context.
 #pragma once
 
 #include <string>
@@ -11,10 +12,11 @@
 
 namespace backplane::sim {
 
-// Bytes that reading or writing the whole tensor once takes: what is repeated counts once, what is skipped not at all.
+// Returns the bytes that reading or writing the whole tensor once takes: expanded elements count once, skipped ones not
+// at all.
 double bytes_in(const at::Tensor& tensor);
 
-// Of an operator by its name with namespace and overload, or null where the default is right.
+// Returns the function for an operator, by its name with namespace and overload; null if the default is right.
 Plan::Details details_of(const std::string& name);
 
 }  // namespace backplane::sim

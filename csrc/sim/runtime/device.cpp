@@ -1,4 +1,5 @@
-// What PyTorch asks of every accelerator: the device guard (current card, streams, events) and the hooks.
+// Implements what PyTorch requires of every accelerator: the device guard (current card, streams, events) and the
+// hooks.
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -9,7 +10,7 @@
 namespace backplane::sim {
 namespace {
 
-// PyTorch hands events on as opaque pointers; ours are the driver's numbers.
+// PyTorch passes events as opaque pointers; ours are the driver's handles.
 bpsim_event event_of(void* event) { return reinterpret_cast<bpsim_event>(event); }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -79,7 +80,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) check(bpsim_event_synchronize(event_of(event)), "waiting for an event");
   }
   double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
-    TORCH_CHECK(from != nullptr && to != nullptr, "both events must be recorded before their distance is asked for");
+    TORCH_CHECK(from != nullptr && to != nullptr, "elapsed_time: both events must be recorded first");
     double nanoseconds = 0;
     check(bpsim_event_elapsed_ns(event_of(from), event_of(to), &nanoseconds), "elapsed time");
     return nanoseconds * 1e-6;
@@ -119,8 +120,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
   at::Device getDeviceFromPtr(void* data) const override {
     bpsim_block_info info;
-    check(bpsim_pointer_info(data, &info), "asking for the card of a pointer");
-    TORCH_CHECK(info.card >= 0, "this pointer is no device pointer of bpnpu");
+    check(bpsim_pointer_info(data, &info), "querying the card of a pointer");
+    TORCH_CHECK(info.card >= 0, "this pointer is not a device pointer of bpnpu");
     return c10::Device(kType, static_cast<c10::DeviceIndex>(info.card));
   }
   bool isPinnedPtr(const void* data) const override {
@@ -136,7 +137,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 }  // namespace
 
-// When the library is loaded; the name and the Python module are given in Python.
+// Runs when the library is loaded. Python sets the name of the backend and its module.
 struct Registration {
   Registration() {
     register_allocators();

@@ -1,5 +1,6 @@
-// The one place through which an operator without an implementation for the card runs on the host: its tensors are
-// copied there, and its results back. Counted, and forbidden where that is asked for.
+// Runs operators that have no implementation for the card on the host: copies their tensors there and the results back.
+//
+// All fallbacks pass here. They are counted, and raise if the policy forbids them.
 
 #include <ATen/native/CPUFallback.h>
 #include <torch/library.h>

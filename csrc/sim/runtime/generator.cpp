@@ -1,3 +1,5 @@
+// Implements the random generator of a card.
+
 #include "runtime/generator.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -20,8 +22,8 @@ void SimGenerator::set_current_seed(uint64_t seed) {
   numbers_.set_current_seed(seed);
 }
 
-void SimGenerator::set_offset(uint64_t) { TORCH_CHECK(false, "generators of bpnpu have a state and no offset"); }
-uint64_t SimGenerator::get_offset() const { TORCH_CHECK(false, "generators of bpnpu have a state and no offset"); }
+void SimGenerator::set_offset(uint64_t) { TORCH_CHECK(false, "a generator of bpnpu has no offset; use its state"); }
+uint64_t SimGenerator::get_offset() const { TORCH_CHECK(false, "a generator of bpnpu has no offset; use its state"); }
 
 uint64_t SimGenerator::current_seed() const { return numbers_.current_seed(); }
 
@@ -71,9 +73,9 @@ at::Generator new_generator(c10::DeviceIndex index) {
 at::Generator numbers_for_launch(const std::optional<at::Generator>& given, c10::DeviceIndex index) {
   const bool own = given.has_value() && given->defined();
   const at::Generator& chosen = own ? *given : default_generator(index);
-  TORCH_CHECK(chosen.device().type() == kType, "a generator of bpnpu is needed, not one of ", chosen.device());
-  TORCH_CHECK(chosen.device().index() == index, "a generator of ", chosen.device(), " for a tensor on bpnpu:",
-              static_cast<int>(index));
+  TORCH_CHECK(chosen.device().type() == kType, "expected a generator of bpnpu, got one of ", chosen.device());
+  TORCH_CHECK(chosen.device().index() == index, "expected a generator of bpnpu:", static_cast<int>(index),
+              ", the device of the tensor, got one of ", chosen.device());
   return static_cast<SimGenerator*>(chosen.unsafeGetGeneratorImpl())->numbers_for_launch();
 }
 

@@ -1,4 +1,4 @@
-// Random numbers of a card.
+// Declares the random generator of a card.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -7,8 +7,8 @@
 
 namespace backplane::sim {
 
-// Draws are made by launches, in stream order, from a host generator that belongs to this one: a seed gives the numbers
-// that it gives on the cpu. Whoever looks at the state or changes it waits for the draws that are queued.
+// Launches draw in stream order from a host generator that belongs to this one, so a seed gives the same numbers as on
+// the CPU. Reading or changing the state waits for the queued draws.
 class SimGenerator final : public c10::GeneratorImpl {
  public:
   explicit SimGenerator(c10::DeviceIndex index);
@@ -23,7 +23,7 @@ class SimGenerator final : public c10::GeneratorImpl {
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override;
   static c10::DeviceType device_type() { return kType; }
 
-  // For a launch on the card; it takes the generator's lock when it runs.
+  // Returns the host generator for a launch on the card; the launch takes the generator's lock when it runs.
   at::Generator numbers_for_launch();
 
  private:
@@ -32,12 +32,12 @@ class SimGenerator final : public c10::GeneratorImpl {
 
   at::Generator numbers_;
   mutable std::atomic<bool> queued_{false};
-  std::atomic<bool> recorded_{false};  // in a graph, whose replays draw without a word: there may always be one in flight
+  std::atomic<bool> recorded_{false};  // by a graph, whose replays are not visible here: one may always be in flight
 };
 
 at::Generator& default_generator(c10::DeviceIndex index);
 at::Generator new_generator(c10::DeviceIndex index);
-// The host generator behind the generator given to an operator, or behind the card's default one.
+// Returns the host generator behind the generator given to an operator, or behind the card's default one.
 at::Generator numbers_for_launch(const std::optional<at::Generator>& given, c10::DeviceIndex index);
 
 }  // namespace backplane::sim

@@ -1,4 +1,4 @@
-// The operators of the namespace `backplane`: their C++ kernels for the CPU, launched on the card.
+// Registers the operators of the namespace `backplane` for the card: their C++ kernels for the CPU, as launches.
 
 #include <torch/library.h>
 
@@ -26,7 +26,8 @@ void shapes_as_two(const Plan& plan, Arguments arguments, c10::DeviceIndex card,
 
 void shapes_of_half(const Plan& plan, Arguments arguments, c10::DeviceIndex card, Results& results) {
   const at::Tensor& x = arguments[0].toTensor();
-  TORCH_CHECK(x.dim() >= 1 && x.size(-1) % 2 == 0, plan.name, ": an even last dimension is needed, got ", x.sizes());
+  TORCH_CHECK(x.dim() >= 1 && x.size(-1) % 2 == 0, plan.name, ": the last dimension must be even, got shape ",
+              x.sizes());
   c10::SmallVector<int64_t, 6> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() /= 2;
   results.push_back(new_tensor(card, sizes, x.scalar_type()));
@@ -35,8 +36,8 @@ void shapes_of_half(const Plan& plan, Arguments arguments, c10::DeviceIndex card
 void shapes_of_linear(const Plan& plan, Arguments arguments, c10::DeviceIndex card, Results& results) {
   const at::Tensor& x = arguments[0].toTensor();
   const at::Tensor& weight = arguments[1].toTensor();
-  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1), plan.name, ": input of ", x.sizes(),
-              " does not fit a weight of ", weight.sizes());
+  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1), plan.name, ": input of shape ",
+              x.sizes(), " does not fit a weight of shape ", weight.sizes());
   c10::SmallVector<int64_t, 6> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = weight.size(0);
   results.push_back(new_tensor(card, sizes, x.scalar_type()));
@@ -47,7 +48,7 @@ double flops_of_linear(Arguments arguments) {
   return 2.0 * static_cast<double>(arguments[0].toTensor().numel()) * static_cast<double>(weight.size(0));
 }
 
-// Weights with filling: an argument says how many features there are.
+// For padded weights: an argument gives the number of output features.
 void new_with_features(const at::Tensor& x, int64_t features, c10::DeviceIndex card, Results& results) {
   c10::SmallVector<int64_t, 6> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = features;
@@ -65,8 +66,8 @@ void shapes_of_blocked_linear(const Plan& plan, Arguments arguments, c10::Device
   const int64_t features = arguments[2].toInt();
   TORCH_CHECK(x.dim() >= 1 && blocks.dim() >= 2 && x.size(-1) == blocks.size(-1) && features >= 0 &&
                   features * x.size(-1) <= blocks.numel(),
-              plan.name, ": input of ", x.sizes(), " does not fit blocks of ", blocks.sizes(), " with ", features,
-              " features");
+              plan.name, ": input of shape ", x.sizes(), " does not fit blocks of shape ", blocks.sizes(), " with ",
+              features, " output features");
   new_with_features(x, features, card, results);
 }
 
@@ -74,17 +75,18 @@ void shapes_of_blocked_linear(const Plan& plan, Arguments arguments, c10::Device
 void shapes_of_quantized_linear(const Plan& plan, Arguments arguments, c10::DeviceIndex card, Results& results) {
   const at::Tensor &x = arguments[0].toTensor(), &codes = arguments[1].toTensor();
   const int64_t bits = arguments[4].toInt(), features = arguments[5].toInt();
-  TORCH_CHECK(bits == 4 || bits == 8, plan.name, ": weights of ", bits, " bits are not known; use 4 or 8");
+  TORCH_CHECK(bits == 4 || bits == 8, plan.name, ": weights of ", bits, " bits are not supported; use 4 or 8");
   TORCH_CHECK(x.dim() >= 1 && codes.dim() == 4 && x.size(-1) <= codes.size(1) * codes.size(3) * (8 / bits) &&
                   features >= 0 && features <= codes.size(0) * codes.size(2),
-              plan.name, ": input of ", x.sizes(), " does not fit codes of ", codes.sizes(), " with ", features,
-              " features of ", bits, " bits");
+              plan.name, ": input of shape ", x.sizes(), " does not fit codes of shape ", codes.sizes(), " with ",
+              features, " output features of ", bits, " bits");
   new_with_features(x, features, card, results);
 }
 
 void shapes_of_rows(const Plan& plan, Arguments arguments, c10::DeviceIndex card, Results& results) {
   const at::Tensor& x = arguments[0].toTensor();
-  TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, plan.name, ": rows of numbers are needed, got ", x.sizes());
+  TORCH_CHECK(x.dim() == 2 && x.size(1) > 0, plan.name, ": expected [rows, columns] with columns > 0, got shape ",
+              x.sizes());
   results.push_back(new_tensor(card, {x.size(0)}, at::kLong));
 }
 
@@ -94,7 +96,7 @@ struct Known {
   Plan::Flops flops;
 };
 
-// Operators that return new tensors; those that are not here ask PyTorch for their fake implementation, which is Python.
+// Operators that return new tensors. Those that are not listed use PyTorch's fake implementation, which is Python.
 constexpr Known kKnown[] = {
     {"silu_and_mul", &shapes_of_half, nullptr},
     {"mul_and_silu", &shapes_of_half, nullptr},
@@ -125,7 +127,7 @@ bool launch_cpu_kernel(const char* name) {
       torch::Library::IMPL, "backplane", std::make_optional(c10::DispatchKey::PrivateUse1), __FILE__, __LINE__);
   const std::string whole = std::string("backplane::") + name;
   const auto op = c10::Dispatcher::singleton().findSchema({whole, ""});
-  TORCH_CHECK(op.has_value(), "no operator ", whole);
+  TORCH_CHECK(op.has_value(), "there is no operator ", whole);
   if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) return false;
   auto plan = std::make_shared<Plan>(*op);
   for (const Known& known : kKnown) {

@@ -1,3 +1,6 @@
+// Turns operator calls into launches: packs the arguments, queues the call, and runs the CPU kernel on the card's
+// memory.
+
 #include "runtime/launch.h"
 
 #include <ATen/EmptyTensor.h>
@@ -5,7 +8,7 @@
 
 #include <cstring>
 
-#include "runtime/details.h"
+#include "runtime/launch_detail.h"
 #include "runtime/generator.h"
 #include "runtime/memory.h"
 #include "runtime/workers.h"
@@ -55,7 +58,7 @@ void* kernel_address(const at::Tensor& tensor) {
 
 using Ranges = c10::SmallVector<bpsim_range, 8>;
 
-// Needed while a call is put together, and not after.
+// State that is needed only while a call is assembled.
 struct Scratch {
   Ranges ranges;
   double bytes = 0;  // read and written, for the model
@@ -66,12 +69,12 @@ struct Scratch {
     bytes += bytes_in(tensor);
   }
 
-  c10::SmallVector<const c10::TensorImpl*, 8> identities;  // compared, never followed
-  c10::SmallVector<at::Tensor, 1> moved;  // must not be freed before the launch that reads them is queued
+  c10::SmallVector<const c10::TensorImpl*, 8> identities;  // compared, never dereferenced
+  c10::SmallVector<at::Tensor, 1> moved;  // must live until the launch that reads them is queued
 };
 
-// One call of an operator, waiting for its turn. It holds no reference to device memory: the driver hands memory out in
-// stream order, so what is freed after this was queued is not given to anyone who could disturb it.
+// One queued call of an operator. It holds no reference to device memory: the driver allocates memory in stream order,
+// so memory freed after this call was queued is not reused before the call has run.
 class Call {
  public:
   Call(const Plan& plan, Stack& stack, c10::DeviceIndex card, Scratch& scratch) : plan_(plan), card_(card) {
@@ -85,12 +88,12 @@ class Call {
     scratch.touch(tensor, true);
   }
 
-  // Where the results go of an operator that waits; otherwise they have been made by `add_result`.
+  // Sets where the results of an operator that waits go; other results are allocated by `add_result`.
   void keep_results(std::shared_ptr<Stack> kept) { kept_ = std::move(kept); }
 
   void run() const {
     Stack stack(arguments_.begin(), arguments_.end());
-    for (const uint16_t list : lists_) {  // a graph runs the call again: its own lists stay empty
+    for (const uint16_t list : lists_) {  // a graph runs the call again, so its own lists stay empty
       if (plan_.arguments[list].kind == Plan::Kind::tensors) stack[list] = stack[list].toTensorList().copy();
       else stack[list] = stack[list].toOptionalTensorList().copy();
     }
@@ -105,7 +108,7 @@ class Call {
         argument.toOptionalTensorList().set(view.element, tensors.back());
     }
     tensors.clear();
-    if (plan_.details != nullptr && bpsim_launch_is_watched() != 0) tell(plan_.details(stack));
+    if (plan_.details != nullptr && bpsim_launch_is_watched() != 0) report_detail(plan_.details(stack));
     Placement placement;
     for (const View& result : results_) placement.offer(result.data, bytes_of(result));
     plan_.op.callBoxed(&stack);
@@ -116,19 +119,19 @@ class Call {
     }
     if (!results_.empty()) settle_results(stack);
     stack.clear();
-    TORCH_CHECK(placement.held() == 0, plan_.name, " keeps memory of the card beyond its launch");
+    TORCH_CHECK(placement.held() == 0, plan_.name, " keeps memory of the card after its launch has ended");
   }
 
  private:
   static constexpr int kWhole = -1;
 
   struct View {
-    void* data;       // as kernels see it; null: a scalar of the host, kept here
+    void* data;       // as kernels see it; null: a scalar of the host, stored in scalars_
     uint32_t dims;    // index of sizes and strides in numbers_
     uint16_t rank;
     uint16_t argument;
-    int16_t element;  // of a list, or kWhole
-    int16_t same;     // the number of the earlier view of the very same tensor, or -1
+    int16_t element;  // index in a list, or kWhole
+    int16_t same;     // index of an earlier view of the same tensor, or -1
     at::ScalarType type;
     bool wrapped;     // a Python number
     uint8_t scalar;   // index in scalars_ plus one, or 0
@@ -222,7 +225,7 @@ class Call {
     return view;
   }
 
-  void tell(const Plan::Detail& detail) const {
+  void report_detail(const Plan::Detail& detail) const {
     bpsim_range output{};
     if (detail.output.defined()) {
       output = range_of(detail.output, true);
@@ -245,8 +248,8 @@ class Call {
     return made;
   }
 
-  // Results that the kernel did not write where they belong are moved there. A result may sit in another one's place,
-  // so all that move leave first.
+  // Copies results that the kernel did not write in place to where they belong. A result may occupy the memory of
+  // another one, so all displaced results are cloned first.
   void settle_results(Stack& stack) const {
     c10::SmallVector<std::pair<const View*, at::Tensor>, 2> displaced;
     size_t next = 0;
@@ -256,8 +259,8 @@ class Call {
       const at::Tensor& result = stack[i].toTensor();
       const int64_t* const dims = numbers_.data() + place.dims;
       const c10::IntArrayRef sizes(dims, place.rank), strides(dims + place.rank, place.rank);
-      TORCH_CHECK(result.sizes() == sizes && result.scalar_type() == place.type, plan_.name, " gave ",
-                  result.scalar_type(), result.sizes(), " where ", place.type, sizes, " was announced");
+      TORCH_CHECK(result.sizes() == sizes && result.scalar_type() == place.type, plan_.name, " returned ",
+                  result.scalar_type(), result.sizes(), ", but its shape function announced ", place.type, sizes);
       if (result.numel() == 0) continue;
       const bool there = result.const_data_ptr() == place.data && result.strides() == strides;
       if (!there) displaced.emplace_back(&place, result.clone());
@@ -277,10 +280,10 @@ class Call {
   std::shared_ptr<Stack> kept_;
 };
 
-// Runs on the worker: what goes wrong there becomes the text of the card's failure.
+// Runs on the worker thread; an exception becomes the error text of the card's failure.
 template <class T>
 int guarded(void* arg, char* error, size_t error_bytes) {
-  const auto tell = [&](const char* text) {
+  const auto failed = [&](const char* text) {
     std::strncpy(error, text, error_bytes - 1);
     error[error_bytes - 1] = '\0';
     return 1;
@@ -290,9 +293,9 @@ int guarded(void* arg, char* error, size_t error_bytes) {
     static_cast<T*>(arg)->run();
     return 0;
   } catch (const c10::Error& fault) {
-    return tell(fault.what_without_backtrace());
+    return failed(fault.what_without_backtrace());
   } catch (const std::exception& fault) {
-    return tell(fault.what());
+    return failed(fault.what());
   }
 }
 
@@ -315,8 +318,8 @@ void submit(const char* name, c10::DeviceIndex card, std::unique_ptr<T> work, co
   check(bpsim_enqueue(current_stream_of(card), &launch), name);
 }
 
-// An `out` that Python has never seen was made by PyTorch itself, for this call and of the right size; but for those it
-// makes empty so that the kernel may size them. One that is also an input keeps its size by the operator's rules.
+// An `out` tensor without a Python object was made by PyTorch for this call and has the right size, except those that
+// PyTorch makes empty for the kernel to resize. An `out` that is also an input keeps its size by the operator's rules.
 bool has_its_size(const at::Tensor& out, Arguments arguments, size_t own) {
   if (out.dim() == 1 && out.numel() == 0) return false;
   if (out.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() == nullptr) return true;
@@ -367,18 +370,18 @@ void launch(const Plan& plan, Stack* stack) {
   Results made;
   if (plan.makes_new) plan.shapes(plan, arguments, card, made);
   const double flops = plan.flops == nullptr ? 0 : plan.flops(arguments);
-  c10::SmallVector<c10::IValue, 2> answers;
+  c10::SmallVector<c10::IValue, 2> returned;
   size_t next = 0;
   for (const int from : plan.results) {
-    if (from == Plan::kNew) answers.emplace_back(made[next++]);
-    else answers.push_back(arguments[from]);
+    if (from == Plan::kNew) returned.emplace_back(made[next++]);
+    else returned.push_back(arguments[from]);
   }
   Scratch scratch;
   auto call = std::make_unique<Call>(plan, *stack, card, scratch);
   for (const at::Tensor& result : made) call->add_result(result, scratch);
   torch::jit::drop(*stack, count);
   submit(plan.name.c_str(), card, std::move(call), scratch, flops);
-  for (c10::IValue& answer : answers) stack->push_back(std::move(answer));
+  for (c10::IValue& value : returned) stack->push_back(std::move(value));
 }
 
 HostView::HostView(const at::Tensor& tensor)

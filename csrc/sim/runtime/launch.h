@@ -1,4 +1,4 @@
-// Operators as launches: the CPU kernel runs later, on the stream's thread, on the memory of the card.
+// Declares operators as launches: the CPU kernel runs later, on the stream's worker thread, on the memory of the card.
 #pragma once
 
 #include <ATen/core/boxing/KernelFunction.h>
@@ -9,10 +9,11 @@
 
 namespace backplane::sim {
 
-// Replaces the arguments on the stack by the results: queues the launch and returns, unless the plan waits.
+// Replaces the arguments on the stack by the results: queues the launch and returns without waiting, unless the plan
+// waits.
 void launch(const Plan& plan, torch::jit::Stack* stack);
 
-// Queues any work on the current stream of a card, with the memory it touches. `name` lives for ever.
+// Queues any work on the current stream of a card, with the memory it accesses. `name` must live forever.
 struct Touched {
   const at::Tensor& tensor;
   bool written;
@@ -20,7 +21,7 @@ struct Touched {
 using Work = std::function<void()>;
 void enqueue(const char* name, c10::DeviceIndex card, c10::ArrayRef<Touched> touched, Work work);
 
-// A tensor of the host over the memory of a device tensor; for use inside a launch only.
+// A CPU tensor over the memory of a device tensor; for use inside a launch only.
 struct HostView {
   explicit HostView(const at::Tensor& tensor);
   at::Tensor tensor() const;

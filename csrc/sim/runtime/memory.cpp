@@ -1,3 +1,5 @@
+// Implements PyTorch's allocators of device and pinned memory, and the placement of a CPU kernel's results on the card.
+
 #include "runtime/memory.h"
 
 #include <ATen/EmptyTensor.h>
@@ -8,7 +10,7 @@ namespace backplane::sim {
 namespace {
 
 void release(void* pointer) {
-  // Called from destructors, also at the end of the process when the driver has gone: nothing to report to.
+  // Called from destructors, also at process exit after the driver has shut down; errors cannot be reported there.
   if (pointer != nullptr) bpsim_free(pointer);
 }
 
@@ -39,7 +41,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     if (!started()) return;
     for (int i = 0; i < card_count(); ++i) {
       const bpsim_status status = bpsim_empty_cache(i);
-      // Another card that is lost is no concern of whoever uses this one.
+      // Another card that is lost does not concern the user of this one.
       if (status != BPSIM_LOST || i == current_card()) check(status, "emptying the cache");
     }
   }
@@ -62,7 +64,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {
-    TORCH_CHECK(false, "bpnpu counts allocations for the life of the process; compare two readings instead");
+    TORCH_CHECK(false,
+                "bpnpu counts allocations for the life of the process and cannot reset them; compare two readings");
   }
   void resetPeakStats(c10::DeviceIndex index) override {
     card(index);
@@ -104,14 +107,16 @@ void leave_place(void*) { --held_places; }
 
 }  // namespace
 
-// PyTorch's host allocator, with results of launches placed on the card. Everything else goes to the one it was.
+// PyTorch's CPU allocator, except that results of launches are placed on the card. Other allocations go to the previous
+// allocator.
 struct PlacingAllocator final : c10::Allocator {
   explicit PlacingAllocator(c10::Allocator* usual) : usual_(usual) {}
   c10::DataPtr allocate(size_t bytes) override {
     if (C10_UNLIKELY(placing != nullptr)) {
       if (void* place = placing->take(bytes)) {
         ++held_places;
-        // The context is not the data: PyTorch's raw interface, which would free it elsewhere, refuses such a pointer.
+        // The context differs from the data pointer, so PyTorch's raw allocation interface, which would free it
+        // wrongly, refuses the pointer.
         return {place, &held_places, &leave_place, c10::Device(c10::DeviceType::CPU)};
       }
     }
@@ -175,7 +180,7 @@ at::Tensor new_tensor(c10::DeviceIndex index, c10::IntArrayRef sizes, c10::IntAr
       c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), meta);
   if (strides.data() != nullptr) {
     made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
-  } else if (sizes.size() != 1 || sizes[0] != 0) {  // which is what a new tensor has
+  } else if (sizes.size() != 1 || sizes[0] != 0) {  // a new tensor already has this shape
     made.unsafeGetTensorImpl()->generic_set_sizes_contiguous(sizes);
   }
   return made;

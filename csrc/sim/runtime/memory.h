@@ -1,4 +1,4 @@
-// Memory of the cards as PyTorch's allocators, and where a host kernel's results are born.
+// Declares PyTorch's allocators for the cards' memory, and the placement of a CPU kernel's results in it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,24 +10,24 @@
 
 namespace backplane::sim {
 
-// Tells PyTorch of the allocators below; once, when the library is loaded.
+// Registers the allocators below with PyTorch; called once, when the library is loaded.
 void register_allocators();
 
-// The allocator of the device, for storages.
+// The device allocator, for storages.
 c10::DeviceAllocator& device_memory();
 at::HostAllocator& pinned_memory();
 c10::DataPtr allocate_on(c10::DeviceIndex index, size_t bytes);
 
-// A new tensor on a card; without strides it is contiguous.
+// Makes a new tensor on a card; without strides it is contiguous.
 at::Tensor new_tensor(c10::DeviceIndex index, c10::IntArrayRef sizes, at::ScalarType type);
 at::Tensor new_tensor(c10::DeviceIndex index, c10::IntArrayRef sizes, c10::IntArrayRef strides, at::ScalarType type);
 
-// Gives a storage more room and keeps what it holds.
+// Enlarges a storage and keeps its contents.
 void grow(c10::StorageImpl& storage, size_t bytes);
 
-// While one of these lives, host allocations of this thread that have exactly the size of a place are given that place:
-// a CPU kernel that allocates its result itself then writes it straight into the card's memory. An allocation that
-// happens to have the same size is given it too, which is harmless: whoever placed looks where the result really is.
+// During its lifetime, CPU allocations of this thread whose size is exactly that of an offered address get that
+// address: a CPU kernel that allocates its result itself then writes it straight into the card's memory. Another
+// allocation of the same size may get it too. That is harmless, because the caller checks where the result really is.
 class Placement {
  public:
   Placement();
@@ -38,10 +38,10 @@ class Placement {
   void offer(void* place, size_t bytes) {
     if (bytes != 0) places_.push_back({place, bytes});
   }
-  // From here on nothing is placed.
+  // From here on no address is handed out.
   void close() { places_.clear(); }
-  // How many host tensors hold a place. A kernel that keeps one beyond its call would later write into memory that is
-  // someone else's by then.
+  // Returns how many CPU tensors hold an offered address. A kernel that keeps one after its call would later write into
+  // memory that belongs to another tensor.
   int held() const;
 
   void* take(size_t bytes);

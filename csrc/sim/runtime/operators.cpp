@@ -1,8 +1,9 @@
-// PyTorch's operators on the card.
+// Registers PyTorch's operators for the card.
 //
-// Structured operators (most arithmetic) reach the device as their `out` variant: PyTorch itself computes the result's
-// shape, makes it on the card, and calls that. What is listed here is therefore `out` and in-place variants, and those
-// functional operators that have a kernel of their own. An operator that is not listed runs on the host (fallback.cpp).
+// Structured operators (most arithmetic) reach the device as their `out` variant: PyTorch computes the shape of the
+// result, allocates it on the card, and calls that variant. So the lists below hold `out` and in-place variants, and
+// those functional operators that have their own kernel. An operator that is not listed runs on the host
+// (fallback.cpp).
 
 #include <torch/library.h>
 
@@ -16,9 +17,9 @@
 namespace backplane::sim {
 namespace {
 
-// Every `out` variant with a CPU kernel of these.
+// All `out` variants of these that have a CPU kernel.
 constexpr const char* kOut[] = {
-    // arithmetic, element by element
+    // elementwise arithmetic
     "abs", "acos", "acosh", "add", "addcdiv", "addcmul", "asin", "asinh", "atan", "atan2", "atanh", "bitwise_and",
     "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "ceil", "clamp",
     "clamp_max", "clamp_min", "copysign", "cos", "cosh", "div", "eq", "erf", "erfc", "erfinv", "exp", "exp2", "expm1",
@@ -33,14 +34,14 @@ constexpr const char* kOut[] = {
     "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "cumprod", "cumsum", "kthvalue", "linalg_vector_norm",
     "max", "mean", "median", "min", "nansum", "norm", "prod", "std", "sum", "var", "_logcumsumexp", "_cummax_helper",
     "_cummin_helper",
-    // products
+    // matrix products
     "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "mm", "_addmm_activation", "_int_mm",
-    // order, places, pieces
+    // sorting, indexing, joining
     "arange", "bernoulli", "bucketize", "cat", "eye", "gather", "index", "index_add", "index_copy", "index_reduce",
     "index_select", "isin", "linspace", "multinomial", "nonzero_static", "normal", "randperm", "scatter", "scatter_add",
     "scatter_reduce", "searchsorted", "sort", "take", "topk", "tril", "triu", "_stack"};
 
-// In place, beside those that arrive as `out`.
+// In-place operators that do not arrive as `out`.
 constexpr const char* kInPlace[] = {
     "bernoulli_", "cauchy_", "exponential_", "fill_", "floor_divide_", "geometric_", "hardswish_", "hardtanh_",
     "index_fill_", "log_normal_", "masked_fill_", "masked_scatter_", "normal_", "put_", "random_", "relu_", "uniform_",
@@ -51,8 +52,8 @@ struct Functional {
   Plan::Shapes shapes;
 };
 
-// Functional operators with a kernel of their own, and where their results' shapes come from. PyTorch's own shape
-// functions of these are Python, so the frequent ones have one here.
+// Functional operators with their own kernel, and the shape functions of their results. PyTorch's own shape functions
+// for these are Python, so the frequent ones have a C++ function here.
 constexpr Functional kFunctional[] = {
     {"where.self", &shapes_of_where},
     {"index_select", &shapes_of_index_select},
@@ -95,12 +96,12 @@ constexpr Functional kFunctional[] = {
     {"__rshift__.Tensor", &shapes_by_meta},
 };
 
-// The size of the result, or the result itself, is a number that the card has: the host waits for it.
+// The result, or its size, depends on data on the card, so the host waits.
 constexpr const char* kWaiting[] = {"nonzero",  "masked_select",      "bincount",
                                     "equal",    "_unique2",           "unique_dim",
                                     "unique_consecutive", "unique_dim_consecutive", "repeat_interleave.Tensor"};
 
-// Indices may lie on the host, as everywhere in PyTorch.
+// Indices may be on the host, as everywhere in PyTorch.
 bool takes_host_indices(const std::string& name) {
   return name == "aten::index.Tensor_out" || name == "aten::_index_put_impl_";
 }
@@ -119,7 +120,7 @@ Plan::Flops flops_of(const std::string& name) {
   return nullptr;
 }
 
-// Filling a tensor elsewhere with a number of the card: the host waits for the number, as it does with any device.
+// Fills a tensor on another device with a number on the card: the host waits for the number, as with any device.
 class Filler final : public c10::OperatorKernel {
  public:
   explicit Filler(std::shared_ptr<const Plan> plan) : plan_(std::move(plan)) {}

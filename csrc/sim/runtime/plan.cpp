@@ -1,3 +1,6 @@
+// Derives the launch plan of an operator from its schema, finds the card of a call, and computes shapes by meta
+// kernels.
+
 #include "runtime/plan.h"
 
 #include <ATen/native/Resize.h>
@@ -40,7 +43,7 @@ Plan::Kind kind_of(const c10::Argument& argument) {
 }
 
 at::Tensor as_meta(const at::Tensor& tensor) {
-  if (tensor.device().is_cpu() && tensor.dim() == 0) return tensor;  // a scalar, which goes with any device
+  if (tensor.device().is_cpu() && tensor.dim() == 0) return tensor;  // a scalar, which may be combined with any device
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
 }
 
@@ -108,7 +111,7 @@ Plan::Plan(const c10::OperatorHandle& handle) : op(handle), name(toString(handle
 
 c10::DeviceIndex card_of(const Plan& plan, Arguments arguments) {
   c10::DeviceIndex found = -1;
-  std::optional<c10::Device> elsewhere;  // of a tensor that is to be written
+  std::optional<c10::Device> elsewhere;  // device of a tensor that is written
   const auto look = [&](const at::Tensor& tensor, bool written = false) {
     if (!tensor.defined()) return;
     const c10::Device device = tensor.device();
@@ -136,8 +139,8 @@ c10::DeviceIndex card_of(const Plan& plan, Arguments arguments) {
         break;
     }
   }
-  TORCH_CHECK(found != -1, plan.name, " was called for bpnpu without a tensor that is there");
-  // Also a number of the host: the launch has a copy of it, and what is written there reaches nobody.
+  TORCH_CHECK(found != -1, plan.name, " was called for bpnpu, but none of its tensors is on bpnpu");
+  // Includes scalars of the host: the launch has a copy, and a write to the copy would be lost.
   if (elsewhere.has_value()) mixed(plan, c10::Device(kType, found), *elsewhere);
   return found;
 }
@@ -147,7 +150,8 @@ void shapes_by_meta(const Plan& plan, Arguments arguments, c10::DeviceIndex card
   plan.op.callBoxed(&stack);
   for (size_t i = 0; i < plan.results.size(); ++i) {
     if (plan.results[i] != Plan::kNew) continue;
-    TORCH_CHECK(stack[i].isTensor(), plan.name, " returns something that bpnpu cannot make in advance");
+    TORCH_CHECK(stack[i].isTensor(), plan.name,
+                " returns a value that is not a tensor, which bpnpu cannot allocate before the launch");
     const at::Tensor& meta = stack[i].toTensor();
     results.push_back(new_tensor(card, meta.sizes(), meta.strides(), meta.scalar_type()));
   }

@@ -1,4 +1,4 @@
-// How one operator is launched: read off its schema once, when it is registered.
+// Defines how an operator is launched. The plan is derived from its schema once, when the operator is registered.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,48 +23,49 @@ struct Plan {
     bool written;
     bool out;  // a keyword `out` that is resized to fit
   };
-  // Makes the results of an operator that returns new tensors: shapes and types, on the card.
+  // Allocates the results of an operator that returns new tensors: shapes and types, on the card.
   using Shapes = void (*)(const Plan&, Arguments, c10::DeviceIndex, Results&);
-  // Gives the `out` arguments of an operator their size.
+  // Resizes the `out` arguments of an operator.
   using Sizes = void (*)(const Plan&, Arguments, c10::DeviceIndex);
-  // Floating-point operations, for the model of a chip; null where the memory traffic is what counts.
+  // Returns the floating-point operations, for the chip model; null if memory traffic dominates.
   using Flops = double (*)(Arguments);
 
-  // What the model of a chip, and an injected fault, ask about one run. Tensors are the kernel's: their data can be read.
+  // What the chip model, or an injected fault, needs about one run. The tensors are the kernel's, so their data can be
+  // read.
   struct Detail {
     double bytes = 0;   // moved between the memory and the chip
     double flops = 0;
-    at::Tensor output;  // where it writes, if that is less than the arguments that are written; or undefined
+    at::Tensor output;  // the part of the written arguments that is written, or undefined
   };
-  // Of an operator that touches a part of its arguments, by shape or by data; asked inside the launch. Null: `bytes` is
-  // the size of all arguments and results.
+  // For an operator that accesses a part of its arguments, depending on shapes or data; called inside the launch. Null:
+  // `bytes` is the size of all arguments and results.
   using Details = Detail (*)(Arguments);
 
-  // A result is the argument of this number, or new.
+  // A result is the argument with this index, or new.
   static constexpr int kNew = -1;
 
   explicit Plan(const c10::OperatorHandle& op);
 
   c10::OperatorHandle op;
-  std::string name;  // with namespace and overload: what errors, faults and traces say
+  std::string name;  // with namespace and overload; used in errors, faults and traces
   c10::SmallVector<Argument, 8> arguments;
   c10::SmallVector<int, 2> results;
   Shapes shapes = nullptr;
   Sizes sizes = nullptr;
   Flops flops = nullptr;
   Details details = nullptr;
-  bool waits = false;          // the shape of the result depends on data: the host waits for it
-  bool host_indices = false;   // index tensors may be on the host; they are moved
+  bool waits = false;          // the shape of the result depends on data, so the host waits
+  bool host_indices = false;   // index tensors may be on the host; they are copied to the card
   bool has_out = false;
   bool makes_new = false;
 
   mutable std::atomic<uint64_t> launched{0};
 };
 
-// The card of an operator's tensors; they must all be on one, but for host scalars that are only read.
+// Returns the card of an operator's tensors. All must be on one card, except host scalars that are only read.
 c10::DeviceIndex card_of(const Plan& plan, Arguments arguments);
 
-// Shapes and sizes by PyTorch's own meta kernels: right for every operator that has one, and slow where it is Python.
+// Shapes and sizes by PyTorch's own meta kernels: right for every operator that has one, and slow if it is Python.
 void shapes_by_meta(const Plan& plan, Arguments arguments, c10::DeviceIndex card, Results& results);
 void sizes_by_meta(const Plan& plan, Arguments arguments, c10::DeviceIndex card);
 

@@ -1,3 +1,5 @@
+// Implements shape functions in C++, for operators whose own ones are missing or slow.
+
 #include "runtime/shapes.h"
 
 #include <ATen/ExpandUtils.h>
@@ -72,7 +74,7 @@ void shapes_of_layer_norm(const Plan& plan, Arguments arguments, c10::DeviceInde
               input.sizes());
   Sizes statistics(input.sizes().begin(), input.sizes().end());
   for (int64_t i = input.dim() - normalised; i < input.dim(); ++i) statistics[i] = 1;
-  // Mixed types: statistics are kept in the type of the weight.
+  // With mixed types, statistics have the type of the weight.
   const bool mixed = arguments[2].isTensor() && arguments[2].toTensor().scalar_type() != input.scalar_type();
   const at::ScalarType type = mixed ? arguments[2].toTensor().scalar_type() : input.scalar_type();
   results.push_back(new_tensor(card, input.sizes(), input.scalar_type()));

@@ -1,3 +1,5 @@
+// Starts the driver, keeps the current card, stream and pool of each thread, and turns driver statuses into exceptions.
+
 #include "runtime/state.h"
 
 #include <ATen/Parallel.h>
@@ -30,7 +32,7 @@ struct Driver {
   Driver() { bpsim_config_default(&config); }
 };
 
-// Never destroyed: tensors may be freed after static destructors ran.
+// Never destroyed: tensors may be freed after static destructors have run.
 Driver& driver() {
   static Driver* const only = new Driver;
   return *only;
@@ -55,8 +57,8 @@ void raise(bpsim_status status, const char* doing) {
 void configure(const bpsim_config& config) {
   Driver& d = driver();
   std::lock_guard<std::mutex> hold(d.lock);
-  TORCH_CHECK(!d.started.load(), "bpnpu is in use already; configure it before the first tensor");
-  TORCH_CHECK(config.struct_size == sizeof(bpsim_config), "bpnpu: a configuration of another driver version");
+  TORCH_CHECK(!d.started.load(), "bpnpu is already in use; configure it before the first tensor");
+  TORCH_CHECK(config.struct_size == sizeof(bpsim_config), "bpnpu: the configuration is of another driver version");
   d.config = config;
   d.faults = config.faults == nullptr ? "" : config.faults;
 }
@@ -100,7 +102,7 @@ void set_current_card(c10::DeviceIndex index) {
 }
 
 bpsim_stream handle_of(const c10::Stream& stream) {
-  TORCH_CHECK(stream.device_type() == kType, "a stream of ", stream.device(), " was given to bpnpu");
+  TORCH_CHECK(stream.device_type() == kType, "expected a stream of bpnpu, got one of ", stream.device());
   return stream.id() == 0 ? card(stream.device_index()).default_stream : static_cast<bpsim_stream>(stream.id());
 }
 
@@ -117,7 +119,7 @@ c10::Stream current_stream(c10::DeviceIndex index) {
 
 c10::Stream exchange_stream(const c10::Stream& stream) {
   const c10::Stream before = current_stream(stream.device_index());
-  handle_of(stream);  // checks that it is ours
+  handle_of(stream);  // checks that it is a stream of bpnpu
   this_stream.at(stream.device_index()) = static_cast<bpsim_stream>(stream.id());
   return before;
 }
@@ -137,7 +139,7 @@ c10::Stream pooled_stream(c10::DeviceIndex index) {
 }
 
 void synchronize(c10::DeviceIndex index) {
-  if (!started()) return;  // nothing was ever queued, and a process that waits for nothing may yet fork
+  if (!started()) return;  // no work was ever queued, and a process without a driver may still fork
   card(index);
   check(bpsim_card_synchronize(index), "synchronising");
 }
@@ -154,15 +156,16 @@ void set_compute_threads(int count) {
 // --- worker threads ---------------------------------------------------------------------------------------------------
 
 void prepare_worker_thread(int32_t, uint64_t, void*) {
-  // For the life of the thread: launches compute and record nothing for autograd.
+  // For the life of the thread: launches compute without recording autograd.
   new c10::InferenceMode(true);
-  // PyTorch sets the number of OpenMP threads of a thread at its first parallel loop; after that it is ours.
+  // PyTorch sets the number of OpenMP threads of a thread at its first parallel loop; after that we may set it.
   at::get_num_threads();
   follow_thread_count();
 }
 
 void follow_thread_count() {
-  // Counted, not compared: the host may have set PyTorch's number since, and part of that (MKL's) is not per thread.
+  // Compares a counter of changes, not the numbers: the host may have set PyTorch's number since, and part of it
+  // (MKL's) is not per thread.
   thread_local uint64_t applied = 0;
   const uint64_t set = threads_set.load(std::memory_order_acquire);
   if (C10_LIKELY(set == applied)) return;

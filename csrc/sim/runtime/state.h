@@ -1,5 +1,5 @@
-// What every part of the runtime stands on: the driver started once, its cards, the current card and stream of a
-// thread, and driver statuses as the exceptions that PyTorch knows.
+// Declares the shared state of the runtime: the driver, started once, its cards, the current card and stream of a
+// thread, and driver statuses as PyTorch's exceptions.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -15,7 +15,7 @@ namespace backplane::sim {
 
 constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 
-// torch.OutOfMemoryError for a full card, torch.AcceleratorError (a RuntimeError) for what became of the card.
+// Raises torch.OutOfMemoryError for a full card, torch.AcceleratorError (a RuntimeError) for a failed or lost card.
 [[noreturn]] void raise(bpsim_status status, const char* doing);
 inline void check(bpsim_status status, const char* doing) {
   if (C10_UNLIKELY(status != BPSIM_OK)) raise(status, doing);
@@ -30,13 +30,13 @@ struct Card {
   bool holds(const void* pointer) const { return reinterpret_cast<uintptr_t>(pointer) - first < bytes; }
 };
 
-// Copies the configuration; starts nothing. Refused once the driver runs.
+// Copies the configuration and starts nothing. Raises once the driver runs.
 void configure(const bpsim_config& config);
 int card_count();
-// Starts the driver at the first use of a card, so that a process which only asks questions has no threads and may fork.
+// Starts the driver at the first use of a card, so that a process that only queries has no threads and may fork.
 void start();
 bool started();
-// The driver ran in the parent of this process.
+// Returns whether the driver was started in the parent of this process.
 bool forked_after_start();
 const Card& card(c10::DeviceIndex index);
 
@@ -54,12 +54,12 @@ class CardGuard {
   c10::DeviceIndex before_;
 };
 
-// A stream's number in PyTorch is the driver's, except that a card's default stream is 0.
+// A stream's id in PyTorch is the driver's handle, except that a card's default stream is 0.
 bpsim_stream handle_of(const c10::Stream& stream);
 bpsim_stream current_stream_of(c10::DeviceIndex index);
 c10::Stream current_stream(c10::DeviceIndex index);
 c10::Stream exchange_stream(const c10::Stream& stream);
-// One of a few streams that are handed out in turn: PyTorch never says when a stream is no longer needed.
+// Returns one of a few streams in turn, because PyTorch never reports when a stream is no longer needed.
 c10::Stream pooled_stream(c10::DeviceIndex index);
 void synchronize(c10::DeviceIndex index);
 
@@ -67,7 +67,7 @@ void synchronize(c10::DeviceIndex index);
 bpsim_pool current_pool();
 void set_current_pool(bpsim_pool pool);
 
-// Threads that one launch may use.
+// The number of threads that one launch may use.
 int compute_threads();
 void set_compute_threads(int count);
 

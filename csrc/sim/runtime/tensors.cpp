@@ -1,4 +1,4 @@
-// Tensors without arithmetic: new ones, views, resizing, and copies between host, card and cards.
+// Implements tensors without arithmetic: new ones, views, resizing, and copies between host and cards.
 
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -26,7 +26,7 @@ c10::DeviceIndex index_of(std::optional<c10::Device> device) {
 }
 
 void refuse_options(std::optional<c10::Layout> layout, std::optional<bool> pinned) {
-  TORCH_CHECK(c10::layout_or_default(layout) == c10::kStrided, "bpnpu has dense tensors only");
+  TORCH_CHECK(c10::layout_or_default(layout) == c10::kStrided, "bpnpu supports dense (strided) tensors only");
   TORCH_CHECK(!c10::pinned_memory_or_default(pinned), "Only dense CPU tensors can be pinned");
 }
 
@@ -46,7 +46,7 @@ at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::
                          std::optional<bool> pinned) {
   refuse_options(layout, pinned);
   at::detail::check_size_nonnegative(sizes);
-  TORCH_CHECK(sizes.size() == strides.size(), "empty_strided: as many strides as sizes are needed");
+  TORCH_CHECK(sizes.size() == strides.size(), "empty_strided: sizes and strides must have the same length");
   return new_tensor(index_of(device), sizes, strides, c10::dtype_or_default(type));
 }
 
@@ -67,7 +67,7 @@ const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef sizes, std::o
     fit_storage(impl);
   }
   if (format.has_value() && *format != c10::MemoryFormat::Contiguous) {
-    TORCH_CHECK(*format != c10::MemoryFormat::Preserve, "resize_: preserve is no layout");
+    TORCH_CHECK(*format != c10::MemoryFormat::Preserve, "resize_: torch.preserve_format is not supported");
     impl->empty_tensor_restride(*format);
   }
   return self;
@@ -108,7 +108,7 @@ at::Tensor& set_to_nothing(at::Tensor& self) {
 
 bool ours(const at::Tensor& tensor) { return tensor.device().type() == kType; }
 
-// The same bytes in the same order, so that one run of memory can be copied.
+// Returns whether both have the same bytes in the same order, so that one contiguous run can be copied.
 bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type()) return false;
   return (a.is_contiguous() && b.is_contiguous()) ||
@@ -127,7 +127,7 @@ void copy_on_card(const at::Tensor& to, const at::Tensor& from) {
           [to = HostView(to), from = HostView(from)] { to.tensor().copy_(from.tensor()); });
 }
 
-// The two cards' streams meet before and after: neither overtakes the copy.
+// The streams of both cards synchronise before and after, so that no work on either overtakes the copy.
 void copy_to_peer(const at::Tensor& to, const at::Tensor& from) {
   const at::Tensor source = same_bytes(to, from) ? from : from.to(to.scalar_type()).contiguous();
   const at::Tensor target = same_bytes(to, source) ? to : at::empty_strided(to.sizes(), source.strides(), to.options());
@@ -148,7 +148,8 @@ void copy_to_peer(const at::Tensor& to, const at::Tensor& from) {
   if (!target.is_same(to)) copy_on_card(to, target);
 }
 
-// Whoever waits for the copy may change the source right after; pageable memory is staged or waited for by the driver.
+// A caller that waits for the copy may change the source right after it; the driver stages pageable memory or waits for
+// it.
 void copy_to_card(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   const at::Tensor source = same_bytes(to, from) ? from : from.to(to.scalar_type()).contiguous();
   const at::Tensor target = same_bytes(to, source) ? to : at::empty_strided(to.sizes(), source.strides(), to.options());
@@ -215,15 +216,15 @@ at::Scalar local_scalar(const at::Tensor& self) {
   return value.item();
 }
 
-// The pages read as zeros from here on. Memory that is shared, if the driver's were, forgets them by one call, private
-// memory, on which that call fails, by the other.
+// Makes the pages read as zeros. The first call discards pages of shared memory, if the driver's memory were shared; it
+// fails on private memory, which the second call discards.
 bool forget_pages(char* first, char* last) {
   const size_t bytes = static_cast<size_t>(last - first);
   return madvise(first, bytes, MADV_REMOVE) == 0 || madvise(first, bytes, MADV_DONTNEED) == 0;
 }
 
-// Whole pages are given back to the system instead of written, so a large cache that was never written takes no memory
-// of the host.
+// Whole pages are returned to the system instead of written, so a large cache that was never written takes no host
+// memory.
 void zero(char* data, size_t bytes) {
   constexpr size_t kWorthwhile = 1 << 20;
   static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));

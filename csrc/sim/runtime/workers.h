@@ -1,13 +1,13 @@
-// The threads on which launches run.
+// Declares what runs on the driver's worker threads before launches.
 #pragma once
 
 #include <cstdint>
 
 namespace backplane::sim {
 
-// Called by the driver on each of its threads before the first launch there.
+// The driver calls it on each of its threads before the first launch there.
 void prepare_worker_thread(int32_t card, uint64_t stream, void*);
-// Called before each launch: the number of compute threads may have been changed since.
+// Called before each launch, because the number of compute threads may have changed.
 void follow_thread_count();
 
 }  // namespace backplane::sim

@@ -1,10 +1,10 @@
-"""An architecture that vLLM does not have, from a package of its own."""
+"""Adds a model architecture to vLLM from a separate package."""
 
 ARCHITECTURE = "ParallelDecoderForCausalLM"
 
 
 def register() -> None:
-    """Entry point of the group ``vllm.general_plugins``: runs in every vLLM process, may run twice."""
+    """Registers the model. vLLM calls this entry point (``vllm.general_plugins``) in every process, possibly twice."""
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
@@ -13,5 +13,5 @@ def register() -> None:
     # vLLM reads config.json through transformers.
     AutoConfig.register(ParallelDecoderConfig.model_type, ParallelDecoderConfig, exist_ok=True)
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
-        # By name: the module is imported where the model is loaded, not in every process.
+        # A string instead of the class: only processes that load the model import its module.
         ModelRegistry.register_model(ARCHITECTURE, f"parallel_decoder.model:{ARCHITECTURE}")

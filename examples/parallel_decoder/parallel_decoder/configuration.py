@@ -1,4 +1,4 @@
-"""What config.json says of a parallel decoder."""
+"""Defines the configuration of a parallel decoder, which is read from config.json."""
 
 from typing import Any
 

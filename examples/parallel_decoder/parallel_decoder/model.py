@@ -1,6 +1,7 @@
-"""Attention and MLP of a layer side by side: both read one norm of the stream, and both add to it.
+"""Implements a decoder whose attention and MLP run in parallel: both read one norm of the residual stream.
 
-Built of vLLM's layers, so it runs on every platform that vLLM runs on, with its kernels, and divides among workers.
+It is built from vLLM's layers. It therefore runs on every platform of vLLM with that platform's kernels, and supports
+tensor parallelism.
 """
 
 from collections.abc import Iterable
@@ -26,10 +27,12 @@ FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-"""Matrices of the checkpoint that are parts of a larger one here: (which, which part)."""
+"""Maps matrices of the checkpoint to the fused matrix that contains them, and their part of it."""
 
 
 class ParallelLayer(nn.Module):
+    """A decoder layer."""
+
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config, quantization = vllm_config.model_config.hf_config, vllm_config.quant_config
@@ -89,6 +92,8 @@ class ParallelLayer(nn.Module):
 
 
 class ParallelDecoderForCausalLM(nn.Module):
+    """The model."""
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config, quantization = vllm_config.model_config.hf_config, vllm_config.quant_config
@@ -122,13 +127,13 @@ class ParallelDecoderForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """The names that were filled: vLLM refuses a model of which one is missing."""
-        parameters, filled = dict(self.named_parameters()), set()
+        """Loads the checkpoint and returns the names of the loaded parameters; vLLM raises if one is missing."""
+        parameters, loaded = dict(self.named_parameters()), set()
         for name, tensor in weights:
             *path, module, kind = name.split(".")
             fused, part = FUSED.get(module, (module, None))
-            place = ".".join([*path, fused, kind])
-            load = getattr(parameters[place], "weight_loader", default_weight_loader)
-            load(parameters[place], tensor, *(() if part is None else (part,)))
-            filled.add(place)
-        return filled
+            target = ".".join([*path, fused, kind])
+            load = getattr(parameters[target], "weight_loader", default_weight_loader)
+            load(parameters[target], tensor, *(() if part is None else (part,)))
+            loaded.add(target)
+        return loaded

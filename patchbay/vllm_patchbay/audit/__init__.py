@@ -1,4 +1,7 @@
-"""The auditor: what would break in a vLLM plugin with a given vLLM, told from source alone."""
+"""The auditor reports what would break in a vLLM plugin with a given vLLM, from source alone.
+
+Neither the plugin nor vLLM is imported. This package imports `vllm_patchbay.upstream` and `vllm_patchbay.errors` only.
+"""
 
 from vllm_patchbay.audit.findings import Finding
 from vllm_patchbay.audit.rules import RULES, Rule, Severity

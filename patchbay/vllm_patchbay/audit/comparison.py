@@ -1,5 +1,5 @@
-"""What two vLLMs say about the same line: replaced code that changed (BP202), inherited members that went (BP402,
-BP404)."""
+"""Compares the results for two vLLMs: replaced code that changed (BP202) and inherited members that were removed
+(BP402, BP404)."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from vllm_patchbay.audit.checks.context import Upstream
+from vllm_patchbay.audit.checks.context import UpstreamDefinition
 from vllm_patchbay.audit.facts import ClassFact
 from vllm_patchbay.audit.findings import Finding
 from vllm_patchbay.audit.plugin import Plugin
 from vllm_patchbay.audit.rules import RULES, Severity
-from vllm_patchbay.audit.vllm_target import Target
+from vllm_patchbay.audit.vllm_target import VllmTarget
 from vllm_patchbay.upstream.source import SourceError, SourceTree
 from vllm_patchbay.upstream.symbols import SymbolIndex
 
 
 @dataclass(slots=True)
-class Outlook:
-    """What the checks found with one vLLM, and what they noted down for comparison."""
+class TargetResult:
+    """The findings of the checks with one vLLM, and the upstream definitions that they recorded for comparison.
+
+    `Context` describes the definitions.
+    """
 
     label: str
+    """Version of the vLLM, or the name of a tree without one."""
     findings: list[Finding] = field(default_factory=list)
-    targets_found: dict[tuple[str, int], Upstream] = field(default_factory=dict)
-    members_found: dict[tuple[str, int, str], Upstream] = field(default_factory=dict)
+    targets_found: dict[tuple[str, int], UpstreamDefinition] = field(default_factory=dict)
+    members_found: dict[tuple[str, int, str], UpstreamDefinition] = field(default_factory=dict)
     members_missing: set[tuple[str, int, str]] = field(default_factory=set)
 
 
-def compare(plugin: Plugin, older: Outlook, newer: Outlook) -> Iterator[Finding]:
-    """Findings about `newer`, from what differs in `older`."""
+def compare(plugin: Plugin, older: TargetResult, newer: TargetResult) -> Iterator[Finding]:
+    """Yields findings about `newer` that the difference from `older` shows."""
     for (file, number), now in newer.targets_found.items():
         before = older.targets_found.get((file, number))
         if before is not None and before.fingerprint != now.fingerprint:
@@ -45,27 +49,29 @@ def compare(plugin: Plugin, older: Outlook, newer: Outlook) -> Iterator[Finding]
         if before is not None:
             fact = plugin.facts[file][number]
             assert isinstance(fact, ClassFact)
-            yield from _gone(plugin, fact, file, name, before, older.label, newer.label)
+            yield from _removed_members(plugin, fact, file, name, before, older.label, newer.label)
 
 
-def _gone(
-    plugin: Plugin, fact: ClassFact, file: str, name: str, before: Upstream, older: str, newer: str
+def _removed_members(
+    plugin: Plugin, fact: ClassFact, file: str, name: str, before: UpstreamDefinition, older: str, newer: str
 ) -> Iterator[Finding]:
     for method in fact.methods:
         if method.symbol.name == name:
-            message = f"{fact.name}.{name} overrides {before.path}, which {newer} does not have any more ({older} has)"
+            message = f"{fact.name}.{name} overrides {before.path}, which {older} has and {newer} does not"
             severity = Severity.NOTE if name in plugin.attributes_read else None
             yield _finding("BP402", file, method.line, method.column, message, newer, severity)
             return
     for use in fact.self_reads:
         if use.name == name and name not in plugin.attributes_set:
-            message = f"{fact.name} reads self.{name}, which {before.path} was, and {newer} does not have any more"
+            message = f"{fact.name} reads self.{name} ({before.path}), which {older} has and {newer} does not"
             yield _finding("BP404", file, use.place.line, use.place.column, message, newer)
 
 
-def with_changes(findings: list[Finding], older: Outlook, newer: Outlook) -> list[Finding]:
-    """Adds to override findings what upstream's signature was before. A doubtful one is a warning then: the
-    override was written for the other signature."""
+def with_signature_changes(findings: list[Finding], older: TargetResult, newer: TargetResult) -> list[Finding]:
+    """Adds the older upstream signature to findings about overrides whose upstream signature changed.
+
+    Such a finding is at least a warning, because the override was probably written for the older signature.
+    """
     changed = {
         path: before.signature
         for key, now in newer.members_found.items()
@@ -80,18 +86,19 @@ def with_changes(findings: list[Finding], older: Outlook, newer: Outlook) -> lis
             message=f"{finding.message}; in {older.label} it was {changed[path]}",
             severity=max(finding.severity, Severity.WARNING),
         )
-        if finding.rule_id == "BP401" and (path := _upstream_named(finding.message)) in changed
+        if finding.rule_id == "BP401" and (path := _upstream_path_in(finding.message)) in changed
         else finding
         for finding in findings
     ]
 
 
-def _upstream_named(message: str) -> str:
+def _upstream_path_in(message: str) -> str:
+    """Returns the upstream path in a message of `checks.overrides`."""
     return message.partition(" does not fit ")[2].partition(": ")[0]
 
 
-def upstream_diff(older: SourceTree, newer: SourceTree, before: Upstream, now: Upstream) -> str:
-    """The change of one definition, as a unified diff of the source as it is written."""
+def upstream_diff(older: SourceTree, newer: SourceTree, before: UpstreamDefinition, now: UpstreamDefinition) -> str:
+    """Returns the unified diff of one definition's source between two trees."""
     sides = []
     for tree, upstream in ((older, before), (newer, now)):
         module, _, qualname = upstream.path.partition(":")
@@ -103,8 +110,8 @@ def upstream_diff(older: SourceTree, newer: SourceTree, before: Upstream, now: U
     return "\n".join(difflib.unified_diff(sides[0], sides[1], *names, n=2, lineterm=""))
 
 
-def ordered(targets: list[Target]) -> list[Target]:
-    """By version; a tree that does not say its version is taken to be newer than all that do."""
+def sorted_by_version(targets: list[VllmTarget]) -> list[VllmTarget]:
+    """Returns the targets, oldest first. A tree without a version counts as the newest."""
     return sorted(targets, key=lambda target: (target.version is None, target.version))
 
 

@@ -1,7 +1,7 @@
-"""Under what circumstances a line of a plugin runs: version guards, hasattr, imports that succeeded or failed.
+"""Defines the conditions under which a line of a plugin runs, such as version guards, hasattr and failed imports.
 
-A condition is a value that outlives the syntax tree it was read from and is evaluated against each vLLM: true,
-false, or None where source does not tell.
+A condition is a value that outlives the syntax tree it was read from. It is evaluated against each vLLM to true, false,
+or None if the source alone does not decide it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TypeAlias
 class Ref:
     """A dotted name that starts at an import.
 
-    `base` is what the import named, and is checked where it was imported; `rest` are the attributes taken from it.
+    `base` is the name that the import statement gave, and is checked there. `rest` holds the attributes that are taken
+    from it.
     """
 
     base: str
@@ -23,43 +24,51 @@ class Ref:
 
     @property
     def path(self) -> str:
+        """Returns the whole dotted name."""
         return ".".join([self.base, *self.rest])
 
     @property
     def root(self) -> str:
+        """Returns the top-level package of the name."""
         return self.base.partition(".")[0]
 
     def attribute(self, name: str) -> Ref:
+        """Returns the dotted name of an attribute of this one."""
         return Ref(self.base, (*self.rest, name))
 
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """Or never."""
+    """A condition that is constant: always true, or always false."""
 
     value: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Nothing is known of it. `is_guard` tells a guard that was not understood from ordinary control flow; `number`
-    tells one branch from another."""
+    """A condition that the auditor cannot evaluate."""
 
     number: int
+    """Distinguishes the conditions of different branches."""
     is_guard: bool = False
+    """Whether the condition looks like a compatibility guard, rather than ordinary control flow."""
     names: tuple[str, ...] = ()
-    """Of the plugin, by dotted name, that it asks: a guard too if one of them is made of vLLM's version."""
+    """Dotted names of the plugin that the condition reads. It is also a guard if one of them depends on vLLM's
+    version."""
 
 
 @dataclass(frozen=True, slots=True)
 class TypeChecking:
-    """Never at run time, and still read by type checkers."""
+    """``TYPE_CHECKING``: false at run time, true for type checkers."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionIs:
-    """vLLM's version compared with a literal. `form`: version (PEP 440), text (as a string), prefix, range
-    (specifiers), tuple (the first `length` numbers, all of them if None), or number (that at `length`)."""
+    """A comparison of vLLM's version with a literal.
+
+    `form` is version (compared by PEP 440), text (compared as strings), prefix, range (version specifiers), tuple (the
+    first `length` numbers, or all of them if None), or number (the one at index `length`).
+    """
 
     form: str
     operator: str
@@ -69,57 +78,70 @@ class VersionIs:
 
 @dataclass(frozen=True, slots=True)
 class Exists:
-    """The name leads to something."""
+    """True if the dotted name resolves to something."""
 
     ref: Ref
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """A flag of the plugin's own, by the dotted name of where it is kept; with () for what a function returns."""
+class NamedFlag:
+    """A boolean that the plugin stores in a module, or that one of its functions returns."""
 
     path: str
+    """Dotted name of the variable or function; a function's ends with ``()``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleExists:
+    """True if the module can be imported."""
+
     module: str
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """The body of a try statement ran to its end: none of the facts from `start` to `stop` raised what is caught."""
+class TryCompleted:
+    """True if the body of a try statement ran to its end.
+
+    That is so if none of the file's facts from `start` to `stop` raised an exception that the statement catches.
+    """
 
     start: int
     stop: int
     catches: frozenset[str]
     only_facts: bool
-    """Nothing else in the body could have raised it."""
+    """Whether nothing else in the body could have raised one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Not:
+    """The negation of a condition."""
+
     condition: Condition
 
 
 @dataclass(frozen=True, slots=True)
 class All:
+    """True if every one of the conditions is."""
+
     conditions: tuple[Condition, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Any:
+    """True if at least one of the conditions is."""
+
     conditions: tuple[Condition, ...]
 
 
 Condition: TypeAlias = (
-    Always | Unknown | TypeChecking | VersionIs | Exists | Named | ModuleExists | Ran | Not | All | Any
+    Always | Unknown | TypeChecking | VersionIs | Exists | NamedFlag | ModuleExists | TryCompleted | Not | All | Any
 )
 Reach: TypeAlias = tuple[Condition, ...]
-"""All of these hold where a line runs."""
+"""When a line is reached: all of these conditions hold. Outermost first."""
 
 
 def negated(condition: Condition) -> Condition:
+    """Returns the negation of a condition, in its simplest form."""
     if isinstance(condition, Not):
         return condition.condition
     if isinstance(condition, Always):
@@ -128,20 +150,20 @@ def negated(condition: Condition) -> Condition:
 
 
 def is_portable(condition: Condition) -> bool:
-    """Whether it means the same in another file."""
+    """Returns whether a condition means the same in another file of the plugin."""
     if isinstance(condition, Not):
         return is_portable(condition.condition)
     if isinstance(condition, (All, Any)):
         return all(map(is_portable, condition.conditions))
-    return not isinstance(condition, (Unknown, Ran))
+    return not isinstance(condition, (Unknown, TryCompleted))
 
 
-def mentions_guard(condition: Condition, is_of_version: Callable[[str], bool]) -> bool:
-    """Whether an undecided condition is a guard, rather than ordinary control flow."""
+def contains_guard(condition: Condition, depends_on_version: Callable[[str], bool]) -> bool:
+    """Returns whether an undecided condition contains a compatibility guard, not only ordinary control flow."""
     if isinstance(condition, Unknown):
-        return condition.is_guard or any(map(is_of_version, condition.names))
+        return condition.is_guard or any(map(depends_on_version, condition.names))
     if isinstance(condition, Not):
-        return mentions_guard(condition.condition, is_of_version)
+        return contains_guard(condition.condition, depends_on_version)
     if isinstance(condition, (All, Any)):
-        return any(mentions_guard(part, is_of_version) for part in condition.conditions)
+        return any(contains_guard(part, depends_on_version) for part in condition.conditions)
     return not isinstance(condition, Always)

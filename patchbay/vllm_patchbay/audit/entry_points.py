@@ -1,4 +1,7 @@
-"""Entry points as a project declares them, read without building it: pyproject.toml, setup.cfg, setup.py, metadata."""
+"""Reads the entry points that a project declares, without building it.
+
+The sources are pyproject.toml, setup.cfg, setup.py and the metadata of a wheel.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,28 @@ from pathlib import Path
 
 from vllm_patchbay.audit.findings import Finding
 from vllm_patchbay.audit.rules import RULES, Severity
-from vllm_patchbay.upstream.source import SourceError, decoded
+from vllm_patchbay.upstream.source import SourceError, decode_source
 
 
 @dataclass(frozen=True, slots=True)
 class EntryPoint:
+    """One declared entry point, and where the project declares it."""
+
     group: str
     name: str
     value: str
-    """``module:object``."""
+    """The object, as ``module:object``."""
     file: str
     line: int
 
 
 def from_project(path: Path, name: str) -> tuple[list[EntryPoint], list[Finding]]:
+    """Returns the entry points of a project file, and findings about those that cannot be read.
+
+    `name` is the file in the findings.
+    """
     try:
-        text = decoded(path.read_bytes(), "it")
+        text = decode_source(path.read_bytes(), "it")
         if path.name == "pyproject.toml":
             return list(_from_pyproject(text, name)), []
         if path.name == "setup.cfg":
@@ -34,7 +43,7 @@ def from_project(path: Path, name: str) -> tuple[list[EntryPoint], list[Finding]
         return _from_setup_py(text, name)
     except (OSError, SourceError, tomllib.TOMLDecodeError, configparser.Error, SyntaxError, RecursionError) as fault:
         if path.name == "setup.py" and not isinstance(fault, OSError):
-            # It is audited as a Python file too, and the fault is reported there.
+            # The file is also audited as Python, which reports the fault.
             return [], []
         rule = RULES["BP902"]
         why = str(fault).replace("\n", " ")
@@ -42,7 +51,7 @@ def from_project(path: Path, name: str) -> tuple[list[EntryPoint], list[Finding]
 
 
 def from_metadata(text: str, name: str) -> list[EntryPoint]:
-    """The ``entry_points.txt`` of a wheel."""
+    """Returns the entry points in the ``entry_points.txt`` of a wheel."""
     try:
         return list(_from_ini(text, name))
     except configparser.Error:
@@ -139,7 +148,7 @@ def _from_literal(node: ast.expr, file: str) -> tuple[list[EntryPoint], list[Fin
 
 
 def _from_text(text: str, first_line: int, file: str) -> list[EntryPoint]:
-    """The same in the form of entry_points.txt, indented as the source around it is."""
+    """Returns the entry points of a string in the form of entry_points.txt, which may be indented like the source."""
     lines = [line.strip() for line in text.splitlines()]
     try:
         found = list(_from_ini("\n".join(lines), file))
@@ -149,6 +158,7 @@ def _from_text(text: str, first_line: int, file: str) -> list[EntryPoint]:
 
 
 def _line_of(text: str, name: str, value: str) -> int:
+    """Returns the first line that has both strings, else 1: the parsers of these formats do not report lines."""
     for number, line in enumerate(text.splitlines(), 1):
         if name in line and value in line:
             return number

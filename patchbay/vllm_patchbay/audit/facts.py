@@ -1,4 +1,7 @@
-"""What a plugin's file does with vLLM, as values that outlive its syntax tree and are checked against each vLLM."""
+"""Defines the facts that the auditor records about a plugin file: each use of vLLM, with its line and conditions.
+
+Facts outlive the syntax tree they were read from. A file is parsed once, and its facts are checked against each vLLM.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,27 @@ from vllm_patchbay.upstream.modules import Symbol
 
 @dataclass(frozen=True, slots=True)
 class Catch:
-    """An enclosing try statement that would swallow an exception."""
+    """An enclosing try statement that catches exceptions without raising them again."""
 
     exceptions: frozenset[str]
     has_alternative: bool
-    """The handler tries something else, instead of going without."""
+    """Whether a handler imports an alternative."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
+    """A position in a file, when it is reached, and the exceptions that are caught there."""
+
     line: int
     column: int
     reach: Reach = ()
     caught: tuple[Catch, ...] = ()
-    """Innermost last."""
+    """Enclosing try statements, innermost last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """One thing that a name may stand for where it is used."""
+    """One object that a name may refer to, and the conditions under which it does."""
 
     ref: Ref
     reach: Reach = ()
@@ -39,56 +44,59 @@ Meanings = tuple[Meaning, ...]
 
 @dataclass(frozen=True, slots=True)
 class ImportFact:
+    """The plugin imports a module of vLLM, or a name from one."""
+
     place: Place
     module: str
     name: str = ""
-    """Of ``from module import name``."""
+    """The imported name in ``from module import name``; empty for an import of the module."""
 
 
 @dataclass(frozen=True, slots=True)
 class UseFact:
-    """An attribute of something of vLLM is read."""
+    """The plugin reads an attribute of a vLLM module, class or function."""
 
     place: Place
     meanings: Meanings
+    """Dotted names that the attribute may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class PatchFact:
-    """An attribute of something of vLLM is set."""
+    """The plugin sets an attribute of a vLLM module, class or function."""
 
     place: Place
     owners: Meanings
     attribute: str
     may_create: bool = False
-    """The call says that the attribute need not exist."""
+    """Whether the call allows an attribute that does not exist (``create=True``, ``raising=False``)."""
     is_plain: bool = False
-    """The value is written out, or a function: no descriptor that would answer for instances."""
+    """Whether the value is a literal or a function, so that it cannot be a descriptor that instances respect."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallFact:
-    """A function of another file of the plugin is given something of vLLM and a name; it may be one that sets an
-    attribute."""
+    """The plugin passes a vLLM object to a plugin function of another file, which may set an attribute of it."""
 
     place: Place
     function: str
     arguments: tuple[tuple[Meanings, str | None, Place], ...]
-    """Of each: what it may stand for, the string it is, and where that is written."""
+    """For each argument: the objects it may be, its value if it is a string, and the position of that string."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegisterFact:
-    """``owner.register_oot``. Without a name, the owner's own is used."""
+    """The plugin calls ``owner.register_oot``, which replaces a vLLM class by name."""
 
     place: Place
     owners: Meanings
     name: str = ""
+    """The given class name; empty if vLLM takes the owner's."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFact:
-    """A Triton kernel is replaced by its path."""
+    """The plugin replaces a Triton kernel by its dotted path."""
 
     place: Place
     path: str
@@ -96,30 +104,33 @@ class KernelFact:
 
 @dataclass(frozen=True, slots=True)
 class PathFact:
-    """A string that names a class or function."""
+    """A string literal of the plugin is the path of a class or function."""
 
     place: Place
     module: str
-    """Empty if the path does not tell module and name apart."""
+    """Module part of ``module:name``; empty if the path has dots only, and the whole path is in `name`."""
     name: str
 
     @property
     def path(self) -> str:
+        """Returns the path as the plugin writes it."""
         return f"{self.module}:{self.name}" if self.module else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class MethodInfo:
+    """A method or property that a class of the plugin defines."""
+
     symbol: Symbol
     line: int
-    """Of the name, below its decorators."""
+    """Line of the def statement, below its decorators."""
     column: int
     marked_override: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class NamedUse:
-    """``super().name`` or ``self.name``."""
+    """A read of ``super().name`` or ``self.name``."""
 
     name: str
     place: Place
@@ -127,19 +138,23 @@ class NamedUse:
 
 @dataclass(frozen=True, slots=True)
 class ClassFact:
+    """The plugin defines a class."""
+
     place: Place
     name: str
     bases: tuple[Meanings, ...]
-    """Empty meanings for a base that could not be followed."""
+    """For each base, the classes that it may be; empty if that is unknown."""
     methods: tuple[MethodInfo, ...]
     own: frozenset[str]
-    """Everything the class itself binds or sets on itself."""
+    """Attributes that the class binds in its body, or that its methods set on ``self``."""
     super_uses: tuple[NamedUse, ...] = ()
     self_reads: tuple[NamedUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class VariableFact:
+    """The plugin reads or sets a ``VLLM_*`` environment variable."""
+
     place: Place
     name: str
     is_written: bool
@@ -147,7 +162,7 @@ class VariableFact:
 
 @dataclass(frozen=True, slots=True)
 class ModuleFact:
-    """``sys.modules[module] = …``."""
+    """The plugin assigns to ``sys.modules[module]``."""
 
     place: Place
     module: str
@@ -155,6 +170,8 @@ class ModuleFact:
 
 @dataclass(frozen=True, slots=True)
 class UnresolvedFact:
+    """The plugin uses vLLM in a way that the source does not decide. `what` is the message of the finding."""
+
     place: Place
     what: str
 
@@ -176,33 +193,39 @@ Fact = (
 
 @dataclass(slots=True)
 class FileFacts:
+    """All that the auditor records about one file."""
+
     file: str
     facts: list[Fact] = field(default_factory=list)
     attributes_read: set[str] = field(default_factory=set)
-    """Names of attributes read from anything that is not known to be vLLM's."""
+    """Names of attributes that are read from objects other than those known to be vLLM's."""
     reads: set[tuple[str, str, str]] = field(default_factory=set)
-    """Attributes read: the name, and of what: "of" a class or module, "by" a function from what it is given, each with
-    its dotted name, or "?"."""
-    takes: set[tuple[str, str]] = field(default_factory=set)
-    """Functions of the plugin, and what of vLLM they are given or put onto, by dotted name."""
+    """Attributes that are read, each as (attribute, kind, dotted name). The kind is "object" for a read from a class,
+    its instance or a module of that name, "parameter" for a read from a parameter of the function of that name, or
+    "unknown" with an empty name."""
+    operands: set[tuple[str, str]] = field(default_factory=set)
+    """Pairs of dotted names: a function of the plugin, and a vLLM object that it is passed or assigned to. The function
+    works on that object or on instances of it."""
     setters: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Functions that set an attribute by name, by dotted name: the positions of object and name."""
-    of_version: set[str] = field(default_factory=set)
-    """Names of this module that are made of vLLM's version, and functions that look at it, by dotted name."""
+    """Functions that set an attribute by name, by dotted name: the positions of the object and of the name among their
+    parameters."""
+    version_dependent: set[str] = field(default_factory=set)
+    """Dotted names of this module's variables that are computed from vLLM's version, and of functions that read it."""
     attributes_set: set[str] = field(default_factory=set)
     variables_declared: set[str] = field(default_factory=set)
-    """Added to vLLM's own table of variables."""
+    """Environment variables that the plugin adds to vLLM's own table of them."""
     declared_by_constant: set[str] = field(default_factory=set)
-    """The same, by the dotted name of a constant in another module."""
+    """The same, for a variable whose name is a constant of another module: the dotted name of the constant."""
     constants: dict[str, str] = field(default_factory=dict)
-    """Constants of this module that hold names of variables, by dotted name."""
+    """Constants of this module that hold names of environment variables, by dotted name."""
     variables_mentioned: set[str] = field(default_factory=set)
-    """Handed to functions of the plugin that read variables, or to a table of them."""
+    """Environment variables whose names are passed to functions of the plugin, or are keys of a table that reads
+    them."""
     names_registered: set[str] = field(default_factory=set)
     """Names that a registration may add to a vLLM class, such as the members of an enumeration."""
     classes: set[str] = field(default_factory=set)
     flags: dict[str, Condition] = field(default_factory=dict)
-    """Conditions that this module keeps under a name, or that a function of it returns, by dotted name."""
+    """Conditions that this module stores in a variable, or that one of its functions returns, by dotted name."""
     unreadable: str = ""
-    """Why the file was left out."""
+    """Why the file was not audited; empty if it was."""
     unreadable_line: int = 0

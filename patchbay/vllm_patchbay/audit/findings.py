@@ -1,4 +1,4 @@
-"""One finding: what is wrong, where, and with which vLLM."""
+"""Defines a finding: what is wrong in the plugin, where, and with which vLLM."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from vllm_patchbay.audit.rules import RULES, Rule, Severity
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """One violation of a rule, at one line of the plugin and for one vLLM."""
+
     rule_id: str
     severity: Severity
     file: str
-    """Relative to the audited folder, with forward slashes."""
+    """Path relative to the audited folder, with forward slashes."""
     line: int
-    """From 1; 0 if the finding is about the file as a whole."""
+    """Line number from 1; 0 if the finding is about the file as a whole."""
     column: int
-    """From 1; 0 with line 0."""
+    """Column number from 1; 0 if the line is 0."""
     message: str
     vllm: str = ""
-    """Version of the vLLM it is about; empty if it is about the plugin alone."""
+    """Version of the vLLM that the finding is about; empty if it is about the plugin alone."""
     remedy: str = ""
     diff: str = ""
-    """Upstream's change, where there is one to show."""
+    """Unified diff of the upstream source, for a finding about changed source when diffs are requested."""
 
     @property
     def rule(self) -> Rule:
+        """Returns the rule that the finding violates."""
         return RULES[self.rule_id]
 
     @property
     def order(self) -> tuple[str, int, int, str, str]:
+        """Returns the key by which a report sorts its findings."""
         return self.file, self.line, self.column, self.rule_id, self.vllm

@@ -1,6 +1,7 @@
-"""What is known of a file's own functions before its statements are followed.
+"""Summarizes the functions of a file before its statements are read.
 
-A plugin's patching is often wrapped: in a helper that sets an attribute by name, and in a call that survives a failure.
+Plugins often wrap their patches: in a helper that sets an attribute by name, or in a function that is called inside a
+try statement. A statement can only be judged if these wrappers are known before.
 """
 
 from __future__ import annotations
@@ -12,34 +13,39 @@ from dataclasses import dataclass, field
 from vllm_patchbay.audit.facts import Catch
 from vllm_patchbay.upstream.modules import children, dotted, walk
 
-GUARDED = frozenset({"ImportError", "ModuleNotFoundError", "AttributeError", "Exception", "BaseException"})
-"""Exceptions that an import or an attribute of vLLM raises, and their bases."""
+GUARDED_EXCEPTIONS = frozenset({"ImportError", "ModuleNotFoundError", "AttributeError", "Exception", "BaseException"})
+"""Exceptions that a missing module, name or attribute of vLLM raises, and their bases."""
 
 
 @dataclass(slots=True)
-class Functions:
+class FunctionSummary:
+    """The properties of a file's top-level functions that the reader of its statements needs, each by name."""
+
     setters: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Functions that call setattr with two of their parameters: the positions of object and name."""
+    """Functions that call setattr with two of their parameters: the positions of the object and of the name."""
     caught: dict[str, tuple[Catch, ...]] = field(default_factory=dict)
-    """Functions that are called, and only where this is caught."""
+    """Functions that are called inside try statements only, and what those catch."""
     helpers: dict[str, Helper] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Helper:
-    """A function that only returns something, perhaps after an import."""
+    """A function that consists of imports and a return statement, so that calls of it can be evaluated."""
 
     parameters: tuple[str, ...]
     imports: tuple[tuple[str, str], ...]
-    """Name, and what it stands for."""
+    """Names that the function imports, and the dotted name of each."""
     value: ast.expr
+    """The returned expression."""
 
-    def takes(self, call: ast.Call) -> bool:
+    def accepts(self, call: ast.Call) -> bool:
+        """Returns whether a call passes every parameter by position."""
         plain = not call.keywords and not any(isinstance(argument, ast.Starred) for argument in call.args)
         return plain and len(call.args) == len(self.parameters)
 
 
 def helper_of(function: ast.FunctionDef) -> Helper | None:
+    """Returns the function as a `Helper`; None if it does more than import and return."""
     given = function.args
     if given.vararg or given.kwarg or given.kwonlyargs or given.defaults:
         return None
@@ -60,8 +66,9 @@ def helper_of(function: ast.FunctionDef) -> Helper | None:
     return None
 
 
-def examine(tree: ast.Module) -> Functions:
-    found = Functions()
+def summarize_functions(tree: ast.Module) -> FunctionSummary:
+    """Returns the summary of a module's functions."""
+    found = FunctionSummary()
     defined = {s.name for s in tree.body if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef))}
     for statement in tree.body:
         if isinstance(statement, ast.FunctionDef):
@@ -72,9 +79,9 @@ def examine(tree: ast.Module) -> Functions:
             if setter is not None:
                 found.setters[statement.name] = setter
     uses: dict[str, list[tuple[Catch, ...]]] = {}
-    # Most files call none of their functions in a try statement, and need no second look.
+    # Most files call none of their functions in a try statement. For them, the second pass has nothing to do.
     watched = defined & _called_in_try(tree) if defined else defined
-    for name, catches in _uses(tree, watched, ()):
+    for name, catches in _mentions(tree, watched, ()):
         uses.setdefault(name, []).append(catches)
     for name, places in uses.items():
         if all(places):
@@ -83,6 +90,7 @@ def examine(tree: ast.Module) -> Functions:
 
 
 def _setter(function: ast.FunctionDef) -> tuple[int, int] | None:
+    """Returns the positions of the parameters that the function passes to setattr as object and name, if it does."""
     parameters = [argument.arg for argument in [*function.args.posonlyargs, *function.args.args]]
     for node in walk(function):
         if isinstance(node, ast.Call) and dotted(node.func) == "setattr" and len(node.args) == 3:
@@ -93,6 +101,7 @@ def _setter(function: ast.FunctionDef) -> tuple[int, int] | None:
 
 
 def _called_in_try(tree: ast.Module) -> set[str]:
+    """Returns the names that are called in the body of a try statement that catches guarded exceptions."""
     return {
         call.func.id
         for node in walk(tree)
@@ -103,51 +112,55 @@ def _called_in_try(tree: ast.Module) -> set[str]:
     }
 
 
-def _uses(node: ast.AST, names: set[str], catches: tuple[Catch, ...]) -> Iterator[tuple[str, tuple[Catch, ...]]]:
-    """Every mention of the functions, and what would catch an exception of theirs there. A mention that is not a call
-    may be called anywhere."""
+def _mentions(node: ast.AST, names: set[str], catches: tuple[Catch, ...]) -> Iterator[tuple[str, tuple[Catch, ...]]]:
+    """Yields every mention of the named functions, and the try statements that would catch an exception of theirs
+    there.
+
+    A mention that is not a call gets none: the function may then be called anywhere.
+    """
     if not names:
         return
     for child in children(node):
         if isinstance(child, (ast.Try, ast.TryStar)):
             inner = (*catches, *catch_of(child))
             for part in child.body:
-                yield from _uses(ast.Module([part], []), names, inner)
+                yield from _mentions(ast.Module([part], []), names, inner)
             for block in (*(handler.body for handler in child.handlers), child.orelse, child.finalbody):
                 for part in block:
-                    yield from _uses(ast.Module([part], []), names, catches)
+                    yield from _mentions(ast.Module([part], []), names, catches)
         elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            yield from _uses(child, names, ())
+            yield from _mentions(child, names, ())
         elif isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id in names:
             yield child.func.id, catches
             for argument in [*child.args, *(keyword.value for keyword in child.keywords)]:
-                yield from _uses(ast.Module([ast.Expr(argument)], []), names, catches)
+                yield from _mentions(ast.Module([ast.Expr(argument)], []), names, catches)
         elif isinstance(child, ast.Name):
             if child.id in names:
                 yield child.id, ()
         else:
-            yield from _uses(child, names, catches)
+            yield from _mentions(child, names, catches)
 
 
 def catch_of(node: ast.Try | ast.TryStar) -> tuple[Catch, ...]:
-    """What a try statement swallows of GUARDED, if anything."""
-    handlers = [handler for handler in node.handlers if not _raises_again(handler)]
-    swallowed = frozenset().union(*map(caught_by, handlers)) & GUARDED if handlers else frozenset()
-    return (Catch(swallowed, any(map(_imports_something, node.handlers))),) if swallowed else ()
+    """Returns which of `GUARDED_EXCEPTIONS` a try statement catches without raising them again; empty if none."""
+    handlers = [handler for handler in node.handlers if not _reraises(handler)]
+    swallowed = frozenset().union(*map(caught_by, handlers)) & GUARDED_EXCEPTIONS if handlers else frozenset()
+    return (Catch(swallowed, any(map(_has_import, node.handlers))),) if swallowed else ()
 
 
 def caught_by(handler: ast.ExceptHandler) -> frozenset[str]:
+    """Returns the names of the exception classes that an except clause lists."""
     if handler.type is None:
         return frozenset({"BaseException"})
     types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return frozenset(dotted(type_).rpartition(".")[2] for type_ in types)
 
 
-def _raises_again(handler: ast.ExceptHandler) -> bool:
+def _reraises(handler: ast.ExceptHandler) -> bool:
     return any(isinstance(statement, ast.Raise) for statement in handler.body)
 
 
-def _imports_something(handler: ast.ExceptHandler) -> bool:
+def _has_import(handler: ast.ExceptHandler) -> bool:
     return any(
         isinstance(node, (ast.Import, ast.ImportFrom))
         or (isinstance(node, ast.Call) and dotted(node.func).endswith("import_module"))

@@ -1,11 +1,11 @@
-"""Reads the conditions of a plugin: guards on vLLM's version, on what it has, on what could be imported."""
+"""Turns boolean expressions of a plugin into conditions: guards on vLLM's version, its attributes and its modules."""
 
 from __future__ import annotations
 
 import ast
 import re
 
-from vllm_patchbay.audit import version_expressions as releases
+from vllm_patchbay.audit import version_expressions
 from vllm_patchbay.audit.conditions import (
     All,
     Always,
@@ -13,15 +13,15 @@ from vllm_patchbay.audit.conditions import (
     Condition,
     Exists,
     ModuleExists,
-    Named,
+    NamedFlag,
     Reach,
     Ref,
     Unknown,
     VersionIs,
     negated,
 )
-from vllm_patchbay.audit.expressions import Expressions
-from vllm_patchbay.audit.scopes import Const, Flag, Range, Release, Spec, Value
+from vllm_patchbay.audit.expressions import ExpressionReader
+from vllm_patchbay.audit.scopes import Const, Flag, ModuleSpec, Value, VersionRange, VllmVersion
 from vllm_patchbay.upstream.modules import dotted, walk
 
 _OPERATORS: dict[type[ast.cmpop], str] = {
@@ -49,11 +49,11 @@ _GUARD_NAME = re.compile(
 _GUARD_CALLS = frozenset({"hasattr", "find_spec", "signature", "importorskip"})
 
 
-class Guards(Expressions):
-    """Adds conditions to expressions."""
+class GuardReader(ExpressionReader):
+    """Adds conditions to the evaluation of expressions."""
 
     def condition(self, node: ast.expr) -> Condition:
-        """When the expression is true."""
+        """Returns the condition that the expression is true."""
         if isinstance(node, ast.BoolOp):
             parts = tuple(self.condition(part) for part in node.values)
             return All(parts) if isinstance(node.op, ast.And) else Any(parts)
@@ -61,20 +61,21 @@ class Guards(Expressions):
             return negated(self.condition(node.operand))
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             compared = self._compare(node.left, node.ops[0], node.comparators[0])
-            return compared if compared is not None else self._not_understood(node)
+            return compared if compared is not None else self._unknown_condition(node)
         if isinstance(node, ast.Compare):
-            # a < b < c
+            # A chain such as a < b < c.
             sides = [node.left, *node.comparators]
             links = [self._compare(sides[i], operator, sides[i + 1]) for i, operator in enumerate(node.ops)]
             known = tuple(link for link in links if link is not None)
-            return All(known) if len(known) == len(links) else self._not_understood(node)
+            return All(known) if len(known) == len(links) else self._unknown_condition(node)
         found = self.values(node)
         truths = [(self._truth(alternative.value), alternative.reach) for alternative in found]
         if any(truth is None for truth, _ in truths):
-            return self._not_understood(node)
+            return self._unknown_condition(node)
         return _either([(truth, reach) for truth, reach in truths if truth is not None])
 
     def _truth(self, value: Value) -> Condition | None:
+        """Returns the condition that a value is true; None if it is unknown."""
         if isinstance(value, Flag):
             return value.condition
         if isinstance(value, Const):
@@ -82,13 +83,13 @@ class Guards(Expressions):
         if isinstance(value, Ref) and value.root == "vllm":
             return Exists(value)
         if isinstance(value, Ref) and value.root in self.roots:
-            return Named(value.path)
-        if isinstance(value, Spec):
+            return NamedFlag(value.path)
+        if isinstance(value, ModuleSpec):
             return ModuleExists(value.module)
         return None
 
-    def _not_understood(self, node: ast.expr) -> Unknown:
-        self._numbers += 1
+    def _unknown_condition(self, node: ast.expr) -> Unknown:
+        self._unknown_count += 1
         names = [
             ref.path
             for part in walk(node)
@@ -96,10 +97,11 @@ class Guards(Expressions):
             for ref, _ in self.refs(part)
             if ref.root in self.roots and ref.root != "vllm"
         ]
-        is_guard = any(_looks_like_a_guard(part) for part in walk(node)) or self.is_of_version(node)
-        return Unknown(self._numbers, is_guard, tuple(names))
+        is_guard = any(_looks_like_guard(part) for part in walk(node)) or self.depends_on_version(node)
+        return Unknown(self._unknown_count, is_guard, tuple(names))
 
     def _compare(self, left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Condition | None:
+        """Returns the condition of one comparison; None if the auditor cannot evaluate it."""
         if isinstance(operator, (ast.Is, ast.IsNot)):
             if isinstance(right, ast.Constant) and right.value is None:
                 absent = self._is_none(left)
@@ -111,13 +113,13 @@ class Guards(Expressions):
         symbol = _OPERATORS.get(type(operator))
         if symbol is None:
             return None
-        if isinstance(second, Release) and isinstance(first, Const):
+        if isinstance(second, VllmVersion) and isinstance(first, Const):
             first, second = second, first
             symbol = _MIRRORED.get(symbol, symbol)
         if isinstance(first, Ref) and first.path == "sys.version_info" and isinstance(second, Const):
-            return releases.of_python(symbol, second.value)
-        if isinstance(first, Release) and isinstance(second, Const):
-            return releases.comparison(first, symbol, second.value)
+            return version_expressions.python_comparison(symbol, second.value)
+        if isinstance(first, VllmVersion) and isinstance(second, Const):
+            return version_expressions.comparison(first, symbol, second.value)
         return None
 
     def _is_none(self, node: ast.expr) -> Condition | None:
@@ -128,7 +130,7 @@ class Guards(Expressions):
                 answer: Condition = Always(value.value is None)
             elif isinstance(value, Ref):
                 answer = negated(Exists(value))
-            elif isinstance(value, Spec):
+            elif isinstance(value, ModuleSpec):
                 answer = negated(ModuleExists(value.module))
             else:
                 return None
@@ -136,16 +138,18 @@ class Guards(Expressions):
         return _either(answers)
 
     def _member_of(self, first: Value, right: ast.expr, is_negated: bool) -> Condition | None:
-        if not isinstance(first, Release):
+        if not isinstance(first, VllmVersion):
             return None
         allowed = self.single(right)
-        if isinstance(allowed, Range):
-            inside = releases.in_range(first, allowed.text)
+        if isinstance(allowed, VersionRange):
+            inside = version_expressions.in_range(first, allowed.text)
             return negated(inside) if inside is not None and is_negated else inside
         if not isinstance(right, (ast.Tuple, ast.List, ast.Set)):
             return None
         parts = [
-            releases.comparison(first, "==", value.value) if isinstance(value := self.single(element), Const) else None
+            version_expressions.comparison(first, "==", value.value)
+            if isinstance(value := self.single(element), Const)
+            else None
             for element in right.elts
         ]
         known = [part for part in parts if part is not None]
@@ -163,12 +167,12 @@ class Guards(Expressions):
             return self.condition(node.args[0])
         if name == "startswith" and isinstance(node.func, ast.Attribute) and len(node.args) == 1:
             prefix = self.string(node.args[0])
-            if isinstance(self.single(node.func.value), Release) and prefix is not None:
+            if isinstance(self.single(node.func.value), VllmVersion) and prefix is not None:
                 return VersionIs("prefix", "==", prefix)
         if name == "contains" and isinstance(node.func, ast.Attribute) and node.args:
             allowed = self.single(node.func.value)
-            if isinstance(allowed, Range):
-                return releases.in_range(self.single(node.args[0]), allowed.text)
+            if isinstance(allowed, VersionRange):
+                return version_expressions.in_range(self.single(node.args[0]), allowed.text)
         if _VERSION_HELPER.fullmatch(name) and len(node.args) == 1 and not node.keywords:
             literal = self.string(node.args[0])
             word = re.sub(r"^_?(is_)?vllm_version_?", "", name) or "is"
@@ -179,7 +183,10 @@ class Guards(Expressions):
 
 
 def _either(answers: list[tuple[Condition, Reach]]) -> Condition:
-    """One of several values, the one bound last first: an earlier one counts only where no later one was bound."""
+    """Returns the condition that a name with several bindings is true, given the latest binding first.
+
+    An earlier binding counts only if no later one was reached.
+    """
     parts: list[Condition] = []
     later: list[Condition] = []
     for answer, reach in answers:
@@ -190,7 +197,7 @@ def _either(answers: list[tuple[Condition, Reach]]) -> Condition:
     return parts[0] if len(parts) == 1 else Any(tuple(parts))
 
 
-def _looks_like_a_guard(node: ast.AST) -> bool:
+def _looks_like_guard(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         return dotted(node.func).rpartition(".")[2] in _GUARD_CALLS
     name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""

@@ -1,4 +1,4 @@
-"""The audited plugin: its files as modules, and what all of them together say."""
+"""Defines the audited plugin: its files as modules, and the facts of all files together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_patchbay.audit.facts import (
     UseFact,
     VariableFact,
 )
-from vllm_patchbay.upstream.source import LARGEST_MODULE, SourceError, SourceTree, Wheel, decoded
+from vllm_patchbay.upstream.source import MAX_MODULE_BYTES, SourceError, SourceTree, Wheel, decode_source
 from vllm_patchbay.upstream.symbols import SymbolIndex
 
 
@@ -26,15 +26,16 @@ class PluginFile:
     """One Python file to audit."""
 
     name: str
-    """Relative to what is audited, with forward slashes."""
+    """Path relative to the audited folder or wheel, with forward slashes."""
     module: str
+    """Dotted name under which the file would be imported."""
     is_package: bool
     path: Path | None
-    """None for a file in a wheel."""
+    """Path on disk; None for a file in a wheel."""
 
 
 class PluginTree(SourceTree):
-    """The plugin's own modules, so that names can be followed through them into vLLM."""
+    """Source tree of the plugin's own modules, so that a name can be resolved through them into vLLM."""
 
     package = ""
     version = ""
@@ -67,51 +68,60 @@ class PluginTree(SourceTree):
         return file.name if file is not None else module
 
 
-def read_source(file: PluginFile, wheel: Wheel | None, most: int = LARGEST_MODULE) -> str:
+def read_source(file: PluginFile, wheel: Wheel | None, max_bytes: int = MAX_MODULE_BYTES) -> str:
+    """Returns the text of a file. Raises SourceError if it cannot be read or has more than `max_bytes`."""
     if file.path is None:
         assert wheel is not None
         content = wheel.content(file.name)
     else:
         try:
             if not file.path.is_file():
-                raise SourceError("it is a link that leads nowhere" if file.path.is_symlink() else "it is not a file")
-            size = file.path.stat().st_size
-            if size > most:
-                raise SourceError(f"it has {size / 2**20:.1f} MiB; more than {most / 2**20:g} MiB are not analysed")
+                raise SourceError("it is a broken link" if file.path.is_symlink() else "it is not a regular file")
+            _check_size(file.path.stat().st_size, max_bytes)
             content = file.path.read_bytes()
         except OSError as fault:
             raise SourceError(f"it cannot be read: {fault.strerror or fault}") from fault
-    if len(content) > most:
-        raise SourceError(f"it has {len(content) / 2**20:.1f} MiB; more than {most / 2**20:g} MiB are not analysed")
-    return decoded(content, "it")
+    _check_size(len(content), max_bytes)
+    return decode_source(content, "it")
+
+
+def _check_size(size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise SourceError(
+            f"it has {size / 2**20:.1f} MiB; files of more than {max_bytes / 2**20:g} MiB are not analysed"
+        )
 
 
 @dataclass(slots=True)
 class Plugin:
+    """The audited plugin. `gather` fills in the fields from `facts` on."""
+
     files: tuple[PluginFile, ...]
     tree: PluginTree
     packages: frozenset[str]
     """Top-level names of the plugin's modules."""
     facts: Mapping[str, list[Fact]] = field(default_factory=dict)
-    """By file."""
+    """Facts of each file."""
     attributes_read: frozenset[str] = frozenset()
     attributes_set: frozenset[str] = frozenset()
     variables_read: frozenset[str] = frozenset()
     variables_declared: frozenset[str] = frozenset()
     modules_provided: frozenset[str] = frozenset()
-    """Modules of vLLM that the plugin puts in place itself."""
+    """Modules of vLLM that the plugin itself puts into ``sys.modules``."""
     names_registered: frozenset[str] = frozenset()
     classes: frozenset[str] = frozenset()
     reads: Mapping[str, set[tuple[str, str]]] = field(default_factory=dict)
-    """Of attributes that the plugin sets on something of vLLM: from what it reads them."""
+    """For each attribute that the plugin sets on an object of vLLM: the kinds and dotted names of the objects that the
+    plugin reads it from, as in `FileFacts.reads`."""
     uses: Mapping[str, list[tuple[str, int, UseFact]]] = field(default_factory=dict)
-    """Of the same: where they are read by their full name."""
-    takes: frozenset[tuple[str, str]] = frozenset()
-    of_version: frozenset[str] = frozenset()
+    """For the same attributes: file, number and fact of each read by full name."""
+    operands: frozenset[tuple[str, str]] = frozenset()
+    version_dependent: frozenset[str] = frozenset()
     flags: Mapping[str, Condition] = field(default_factory=dict)
-    """Conditions that one file keeps and others ask for, by dotted name."""
+    """Conditions that one file stores and another file may test, by dotted name."""
 
     def gather(self, read: Iterable[FileFacts]) -> None:
+        """Combines the facts of all files."""
         read = list(read)
         self._resolve_setters(read)
         facts = [fact for file in read for fact in file.facts]
@@ -121,7 +131,7 @@ class Plugin:
             fact.attribute for fact in facts if isinstance(fact, PatchFact)
         )
         self._gather_reads(read, frozenset(fact.attribute for fact in facts if isinstance(fact, PatchFact)))
-        self.of_version = frozenset().union(*(file.of_version for file in read))
+        self.version_dependent = frozenset().union(*(file.version_dependent for file in read))
         constants = {path: name for file in read for path, name in file.constants.items()}
         by_constant = frozenset().union(*(file.declared_by_constant for file in read))
         self.variables_declared = frozenset().union(*(file.variables_declared for file in read)) | frozenset(
@@ -147,25 +157,25 @@ class Plugin:
                     for attribute in {m.ref.rest[-1] for m in fact.meanings if m.ref.rest} & patched:
                         uses.setdefault(attribute, []).append((file.file, number, fact))
         self.reads, self.uses = reads, uses
-        self.takes = frozenset().union(*(file.takes for file in read))
+        self.operands = frozenset().union(*(file.operands for file in read))
 
     def _resolve_setters(self, read: list[FileFacts]) -> None:
-        """Calls of a function that another file has and that sets an attribute by name are patches."""
-        setters = {path: places for file in read for path, places in file.setters.items()}
+        """Turns calls of another file's function that sets an attribute by name into patch facts."""
+        setters = {path: positions for file in read for path, positions in file.setters.items()}
         index = SymbolIndex()
         index.trees.update(dict.fromkeys(self.packages, self.tree))
         for file in read if setters else ():
             for number, fact in enumerate(file.facts):
                 if isinstance(fact, CallFact):
                     found = index.resolve_path(fact.function)
-                    places = setters.get(f"{found.module}.{found.qualname}")
-                    if places is not None and max(places) < len(fact.arguments):
-                        file.facts[number] = _patch_of(fact, *places)
+                    positions = setters.get(f"{found.module}.{found.qualname}")
+                    if positions is not None and max(positions) < len(fact.arguments):
+                        file.facts[number] = _patch_of(fact, *positions)
 
 
 def _patch_of(call: CallFact, owner: int, name: int) -> Fact:
     owners, attribute, place = call.arguments[owner][0], call.arguments[name][1], call.arguments[name][2]
     if attribute is not None:
         return PatchFact(place, owners, attribute)
-    path = owners[0].ref.path if owners else "something"
-    return UnresolvedFact(call.place, f"which attribute of {path} is set is computed at run time")
+    path = owners[0].ref.path if owners else "an unknown object"
+    return UnresolvedFact(call.place, f"the name of the attribute set on {path} is computed at run time")

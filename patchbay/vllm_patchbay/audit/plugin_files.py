@@ -1,7 +1,7 @@
-"""Finds what there is to audit: the Python files of a folder, of a wheel, or one file by itself.
+"""Collects the files to audit: the Python files of a folder or a wheel, or a single file.
 
-Tests and vendored folders belong to a plugin and are audited. Left out is what does not: hidden folders, caches,
-environments, and what a build left next to the source.
+Tests and vendored folders belong to a plugin and are audited. Hidden folders, caches, virtual environments, and build
+results next to a project file are not.
 """
 
 from __future__ import annotations
@@ -20,29 +20,37 @@ from vllm_patchbay.errors import PatchbayError
 from vllm_patchbay.upstream.source import Wheel
 
 _PROJECT_FILES = ("pyproject.toml", "setup.cfg", "setup.py")
-_MOST_FILES = 100_000
+_MAX_FILES = 100_000
 
 
 @dataclass(slots=True)
-class Collection:
+class CollectedPlugin:
+    """A plugin's files and entry points, before its files are read."""
+
     root: Path
     plugin: Plugin
     wheel: Wheel | None = None
     entry_points: list[EntryPoint] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-    """About files that could not even be looked at."""
+    """Findings about folders and project files that could not be read."""
 
 
-def collect(path: Path, exclude: Sequence[str] = ()) -> Collection:
+def collect(path: Path, exclude: Sequence[str] = ()) -> CollectedPlugin:
+    """Returns the plugin at a path, without files that match a pattern of `exclude`.
+
+    Raises PatchbayError if there is nothing to audit.
+    """
     if not path.exists():
-        raise PatchbayError(f"{path} does not exist; give the folder, wheel or file of a plugin")
+        raise PatchbayError(f"{path} does not exist; give the folder, wheel or Python file of a plugin")
     if path.is_dir():
         return _folder(path, exclude)
     if path.suffix == ".py":
         file = PluginFile(path.name, _module_of(path, path.parent)[0], path.name == "__init__.py", path)
-        return Collection(path.parent, _plugin([file], None))
+        return CollectedPlugin(path.parent, _plugin([file], None))
     if path.suffix not in (".whl", ".zip"):
-        raise PatchbayError(f"{path} is neither a folder, nor a wheel (.whl), nor a Python file (.py)")
+        raise PatchbayError(
+            f"{path} is neither a folder, nor a wheel (.whl), nor a Python file (.py); give one of these"
+        )
     return _wheel(path, exclude)
 
 
@@ -51,7 +59,7 @@ def _plugin(files: list[PluginFile], wheel: Wheel | None) -> Plugin:
     return Plugin(tuple(files), PluginTree(files, wheel), packages)
 
 
-def _folder(root: Path, exclude: Sequence[str]) -> Collection:
+def _folder(root: Path, exclude: Sequence[str]) -> CollectedPlugin:
     problems: list[Finding] = []
     files, projects = [], []
     for path in _walk(root, exclude, problems):
@@ -61,14 +69,14 @@ def _folder(root: Path, exclude: Sequence[str]) -> Collection:
         if path.suffix == ".py":
             module, is_package = _module_of(path, root)
             files.append(PluginFile(name, module, is_package, path))
-        if len(files) > _MOST_FILES:
+        if len(files) > _MAX_FILES:
             raise PatchbayError(
-                f"{root} has more than {_MOST_FILES} Python files; audit a part of it, or --exclude some"
+                f"{root} has more than {_MAX_FILES} Python files; audit a part of it, or leave some out with --exclude"
             )
     if not files and not problems:
-        left = ", or --exclude leaves none" if exclude else ""
+        left = ", or --exclude leaves out all of them" if exclude else ""
         raise PatchbayError(f"{root} has no Python files to audit{left}; give the folder of a plugin")
-    collection = Collection(root, _plugin(files, None), findings=problems)
+    collection = CollectedPlugin(root, _plugin(files, None), findings=problems)
     for project in projects:
         found, faults = from_project(project, project.relative_to(root).as_posix())
         collection.entry_points += found
@@ -76,23 +84,23 @@ def _folder(root: Path, exclude: Sequence[str]) -> Collection:
     return collection
 
 
-def _wheel(path: Path, exclude: Sequence[str]) -> Collection:
+def _wheel(path: Path, exclude: Sequence[str]) -> CollectedPlugin:
     wheel = Wheel(path)
     files = []
     for name in sorted(wheel.names):
-        if name.endswith(".py") and ".data/" not in name and not _excluded(name, exclude):
+        if name.endswith(".py") and ".data/" not in name and not _is_excluded(name, exclude):
             parts = name.removesuffix(".py").split("/")
             is_package = parts[-1] == "__init__"
             if all(part.isidentifier() for part in parts):
                 files.append(PluginFile(name, ".".join(parts[:-1] if is_package else parts), is_package, None))
     if not files:
-        raise PatchbayError(f"{path} has no Python files in it")
+        raise PatchbayError(f"{path} contains no Python files to audit; give the wheel of a plugin")
     entry_points = from_metadata(wheel.metadata("entry_points.txt"), "entry_points.txt")
-    return Collection(path, _plugin(files, wheel), wheel, entry_points)
+    return CollectedPlugin(path, _plugin(files, wheel), wheel, entry_points)
 
 
 def _walk(root: Path, exclude: Sequence[str], problems: list[Finding]) -> Iterator[Path]:
-    """Files below `root`, links to folders included, each folder once, however links lead to it."""
+    """Yields the files below `root`. Links to folders are followed, and each folder is visited once."""
     seen: set[tuple[int, int]] = set()
     pending = [root]
     while pending:
@@ -104,16 +112,18 @@ def _walk(root: Path, exclude: Sequence[str], problems: list[Finding]) -> Iterat
             seen.add((status.st_dev, status.st_ino))
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as fault:
-            problems.append(unreadable(folder.relative_to(root).as_posix(), f"it cannot be read: {fault.strerror}"))
+            problems.append(
+                unreadable_finding(folder.relative_to(root).as_posix(), f"it cannot be read: {fault.strerror}")
+            )
             continue
         names = {entry.name for entry in entries}
         below = []
         for entry in entries:
             path = folder / entry.name
-            if _excluded(path.relative_to(root).as_posix(), exclude):
+            if _is_excluded(path.relative_to(root).as_posix(), exclude):
                 continue
             if _is_folder(entry):
-                if not _left_out(path, names):
+                if not _is_ignored(path, names):
                     below.append(path)
             elif entry.name.endswith(".py") or entry.name in _PROJECT_FILES:
                 yield path
@@ -127,7 +137,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _left_out(folder: Path, siblings: set[str]) -> bool:
+def _is_ignored(folder: Path, siblings: set[str]) -> bool:
+    """Returns whether a folder is not part of the plugin's source."""
     name = folder.name
     if name.startswith(".") or name in ("__pycache__", "node_modules") or name.endswith(".egg-info"):
         return True
@@ -137,8 +148,8 @@ def _left_out(folder: Path, siblings: set[str]) -> bool:
     return is_project and name in ("build", "dist") and not (folder / "__init__.py").exists()
 
 
-def _excluded(name: str, patterns: Sequence[str]) -> bool:
-    """A pattern matches a path, any folder on the way to it, or the last part of it."""
+def _is_excluded(name: str, patterns: Sequence[str]) -> bool:
+    """Returns whether a pattern matches the path, a folder that it is in, or the name of either."""
     parts = name.split("/")
     return any(
         fnmatch.fnmatchcase("/".join(parts[:count]), pattern) or fnmatch.fnmatchcase(parts[count - 1], pattern)
@@ -148,7 +159,10 @@ def _excluded(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _module_of(path: Path, root: Path) -> tuple[str, bool]:
-    """The name under which the file would be imported: from the outermost folder with an ``__init__.py`` on."""
+    """Returns the dotted name under which the file would be imported, and whether it is a package.
+
+    The name starts at the outermost folder that has an ``__init__.py``.
+    """
     top = None
     folder = path.parent
     while True:
@@ -166,6 +180,7 @@ def _module_of(path: Path, root: Path) -> tuple[str, bool]:
     return ".".join([top.name, *path.parent.relative_to(top).parts, *names]), is_package
 
 
-def unreadable(file: str, why: str, line: int = 0) -> Finding:
+def unreadable_finding(file: str, why: str, line: int = 0) -> Finding:
+    """Returns the finding about a file that was not audited."""
     rule = RULES["BP902"]
     return Finding(rule.id, rule.severity, file, line, 1 if line else 0, why, remedy=rule.remedy)

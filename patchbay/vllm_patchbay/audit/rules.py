@@ -1,4 +1,7 @@
-"""The rules: what is looked for, how bad it is, and what to do about it. The documentation is generated from here."""
+"""Declares the rules of the auditor: what each one reports, how severe it is, and the remedy.
+
+The rules' documentation and their SARIF descriptions are generated from these declarations.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,26 @@ from enum import IntEnum
 
 
 class Severity(IntEnum):
+    """How severe a finding is, in ascending order."""
+
     NOTE = 0
     WARNING = 1
     ERROR = 2
 
     @property
     def word(self) -> str:
+        """Returns the severity as reports print it."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
+    """One kind of finding."""
+
     id: str
     name: str
     severity: Severity
-    """Of a plain case. A guard around it, or doubt, lowers it."""
+    """Severity of a certain finding. It is lower behind a guard and where the source leaves doubt."""
     summary: str
     explanation: str
     remedy: str
@@ -32,54 +40,53 @@ _RULES = (
         "BP101",
         "missing-module",
         Severity.ERROR,
-        "A module of vLLM is imported that is not there.",
-        "The import raises ModuleNotFoundError. Modules that exist only in some builds of vLLM (compiled "
-        "ones, vendored "
-        "kernels) are BP901.",
-        "import it from where it is now, or guard the import by version",
+        "The plugin imports a module that this vLLM does not have.",
+        "The import raises ModuleNotFoundError. A module that only some builds of vLLM have (compiled extensions, "
+        "vendored kernels) is reported as BP901 instead.",
+        "import it from its current module, or guard the import by version",
     ),
     Rule(
         "BP102",
         "missing-symbol",
         Severity.ERROR,
-        "A name is imported from a module of vLLM that does not have it.",
-        "The import raises ImportError. A name that upstream binds only under TYPE_CHECKING is not there at run time.",
-        "import it from where it is now, or guard the import by version",
+        "The plugin imports a name from a vLLM module that does not define it.",
+        "The import raises ImportError. A name that upstream binds only under TYPE_CHECKING does not exist at run "
+        "time.",
+        "import it from its current module, or guard the import by version",
     ),
     Rule(
         "BP103",
         "missing-attribute",
         Severity.ERROR,
-        "An attribute of a vLLM module or class is read that is not there.",
-        "Reading it raises AttributeError. Reported only where the whole inheritance of the class is known.",
-        "use what replaced it, or guard the access with hasattr or by version",
+        "The plugin reads an attribute that a vLLM module or class does not have.",
+        "Reading it raises AttributeError. Reported only if the source of every base class is known.",
+        "use its replacement, or guard the access with hasattr or by version",
     ),
     Rule(
         "BP104",
         "missing-path",
         Severity.WARNING,
-        "A string names a class or function of vLLM that is not there.",
-        "vLLM takes classes by dotted name in many places (worker_cls, get_attn_backend_cls); such a "
-        "string fails when it "
-        "is first used.",
-        "name the class where it is now",
+        "A string names a class or function that this vLLM does not have.",
+        "vLLM takes classes by dotted name in many places (worker_cls, get_attn_backend_cls). Such a string fails when "
+        "it is first used.",
+        "name the class by its current module",
     ),
     Rule(
         "BP201",
         "assignment-creates-attribute",
         Severity.ERROR,
         "An assignment onto a vLLM module or class creates an attribute instead of replacing one.",
-        "Nothing in vLLM reads the new attribute, so the patch does nothing, in silence. A note where the plugin reads "
-        "the attribute itself, as with a saved original. The same where every instance sets the attribute for itself "
-        "when it is made, which hides what the class has.",
-        "patch what replaced it, or remove the patch",
+        "Nothing in vLLM reads the new attribute, so the patch has no effect and raises no error. It is a note if the "
+        "plugin itself reads the attribute, as with a saved original. The rule also reports an assignment to a class "
+        "whose instances each set the attribute when they are constructed: theirs hides the one of the class.",
+        "patch its replacement, or remove the patch",
     ),
     Rule(
         "BP202",
         "target-changed",
         Severity.WARNING,
-        "The source of something the plugin replaces changed between two of the given versions.",
-        "Comments, docstrings and layout do not count. --diff shows the change.",
+        "The source of something that the plugin replaces changed between two of the given versions.",
+        "Comments, docstrings and layout are not compared. --diff shows the change.",
         "compare the replacement with the new upstream source",
     ),
     Rule(
@@ -87,8 +94,8 @@ _RULES = (
         "registration-matches-nothing",
         Severity.ERROR,
         "A registration names something that vLLM never looks up.",
-        "register_oot is keyed by class name: a name that no upstream class has registers a replacement for nothing. "
-        "The same holds for Triton kernels registered by path. A warning where the class exists and does not ask for "
+        "register_oot is keyed by class name, so a name that no upstream class has replaces nothing. The same holds "
+        "for Triton kernels that are registered by path. It is a warning if the class exists but does not look up "
         "replacements.",
         "register under the name of the upstream class",
     ),
@@ -96,81 +103,79 @@ _RULES = (
         "BP302",
         "registered-path-missing",
         Severity.WARNING,
-        "A string names something in the plugin itself that is not there.",
-        "vLLM imports registered classes by name when they are first needed.",
+        "A string names a class or function that the plugin itself does not have.",
+        "vLLM imports registered classes by name when it first needs them.",
         "correct the path",
     ),
     Rule(
         "BP401",
         "override-signature",
         Severity.ERROR,
-        "A method overrides one of vLLM's and cannot be called the way upstream's is declared.",
-        "An error if every call fails, a warning if only calls that use an optional argument or an argument's name do. "
-        "Constructors are not compared.",
-        "accept what upstream's method accepts",
+        "A method overrides a vLLM method, and its signature does not accept every call that upstream's accepts.",
+        "It is an error if every call fails, and a warning if only calls that use an optional argument or an "
+        "argument's name fail. Constructors are not compared.",
+        "accept the arguments that the upstream method accepts",
     ),
     Rule(
         "BP402",
         "override-of-nothing",
         Severity.WARNING,
-        "A method overrides one that is gone.",
-        "The upstream method exists in one of the given versions and not in this one, or the method is "
-        "marked @override; "
-        "vLLM does not call it any more.",
-        "override what replaced it, or remove the method",
+        "A method overrides an upstream method that no longer exists.",
+        "Another of the given versions has the upstream method and this one does not, or the method is marked "
+        "@override and no base class has it. vLLM no longer calls it.",
+        "override its replacement, or remove the method",
     ),
     Rule(
         "BP403",
         "missing-inherited-method",
         Severity.ERROR,
-        "super() is asked for a method that no base class has.",
-        "The call raises AttributeError. Reported only where the whole inheritance is known.",
-        "call what replaced it",
+        "A method reads from super() an attribute that no base class has.",
+        "Reading it raises AttributeError. Reported only if the source of every base class is known.",
+        "call its replacement",
     ),
     Rule(
         "BP404",
         "inherited-attribute-gone",
         Severity.WARNING,
-        "A subclass of a vLLM class reads an attribute of itself that upstream had in one of the given "
-        "versions and has "
-        "no more.",
-        "Reading it raises AttributeError unless something else sets it.",
-        "use what replaced it",
+        "A subclass of a vLLM class reads an inherited attribute that another of the given versions has and this one "
+        "does not.",
+        "Reading it raises AttributeError unless something else sets the attribute.",
+        "use its replacement",
     ),
     Rule(
         "BP501",
         "entry-point",
         Severity.ERROR,
         "An entry point names a module or object that is not in the plugin, or a plugin group that vLLM does not load.",
-        "vLLM skips a platform plugin that cannot be loaded with a message at debug level only.",
+        "vLLM skips a platform plugin that cannot be loaded, and logs that at debug level only.",
         "correct the entry point",
     ),
     Rule(
         "BP601",
         "unknown-variable",
         Severity.WARNING,
-        "A VLLM_* variable is used that this vLLM does not know.",
-        "Setting it has no effect; reading it from vllm.envs raises AttributeError (then it is an error). "
-        "A note where the "
-        "plugin reads it itself: vLLM warns at start-up about variables with its prefix that it does not know.",
-        "use the variable that replaced it, or another prefix for the plugin's own",
+        "The plugin uses a VLLM_* environment variable that this vLLM does not define.",
+        "Setting it has no effect. Reading it from vllm.envs raises AttributeError and is an error. It is a note if "
+        "the plugin reads the variable itself: at start-up, vLLM warns about undefined variables that have its prefix.",
+        "use the variable that replaced it, or another prefix for the plugin's own variables",
     ),
     Rule(
         "BP901",
         "unresolved",
         Severity.NOTE,
-        "It could not be told from source whether this works.",
-        "A name computed at run time, a module that depends on the build, a base class outside vLLM.",
-        "look at it yourself",
+        "The source alone does not decide whether this works.",
+        "The reason is a name that is computed at run time, a module that depends on the build, or a base class "
+        "outside vLLM.",
+        "check it by hand",
     ),
     Rule(
         "BP902",
         "unreadable",
         Severity.WARNING,
-        "A file could not be read, and was left out.",
-        "Malformed Python, another encoding, too large, a link that leads nowhere, or too slow to analyse. Also a file "
-        "of vLLM itself that is damaged.",
-        "repair or --exclude it",
+        "A file could not be read and was not audited.",
+        "It is malformed Python, has another encoding, is too large, is a broken link, or took too long to analyse. A "
+        "damaged file of vLLM is reported too.",
+        "repair the file, or leave it out with --exclude",
     ),
 )
 

@@ -1,7 +1,7 @@
-"""What a name stands for at a place in a plugin: scopes, and the values that matter to an audit.
+"""Defines scopes and the values that a name may hold at a line of a plugin, as far as an audit evaluates them.
 
-Almost everything a plugin computes is of no interest. Followed are imports and what is taken from them,
-literals, vLLM's version, and conditions made from these; the rest is opaque.
+Most values that a plugin computes do not matter to an audit. It evaluates imports and their attributes, literals,
+vLLM's version, and conditions built from these. Every other value is opaque.
 """
 
 from __future__ import annotations
@@ -15,27 +15,32 @@ from vllm_patchbay.audit.conditions import Condition, Reach, Ref
 
 @dataclass(frozen=True, slots=True)
 class Const:
+    """A literal number, string or tuple of numbers, and where the source has it."""
+
     value: object
     line: int = 0
     column: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """vLLM's version. `form`: text, version (a `Version`), tuple (of numbers, of which only the first `length` are
-    left), fields (the same as strings), number and field (the one at `length`), parts (cut in another way)."""
+class VllmVersion:
+    """vLLM's version, or a part of it.
+
+    `form` is text, version (a `packaging.version.Version`), tuple (its numbers, cut to the first `length`), fields (the
+    same as strings), number or field (the one at index `length`), or parts (the text split in another way).
+    """
 
     form: str
     length: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Versioned:
-    """Something made of vLLM's version, in a way that was not followed."""
+class VersionDerived:
+    """A value computed from vLLM's version in a way that the auditor does not evaluate."""
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class VersionRange:
     """A set of version specifiers."""
 
     text: str
@@ -43,48 +48,53 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A mark on a test: it runs only if the condition holds."""
+    """A skip mark of pytest or unittest: the marked test runs only if the condition holds."""
 
     runs: Condition
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """Of a class, or the class itself, by dotted name; of one of several where that is not known."""
+    """An instance of a class, or the class itself."""
 
     paths: tuple[str, ...]
+    """Dotted name of the class; several names if it may be any of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Of a function of the plugin or of one inside it. What is passed is seen where the function is used."""
+    """A parameter of a plugin function, or of a function nested in it. Its callers decide what it holds."""
 
     function: str
+    """Dotted name of the outermost function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
+    """A boolean that is true if the condition holds."""
+
     condition: Condition
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """What find_spec returns for a module: None if there is none."""
+class ModuleSpec:
+    """The result of ``find_spec`` for a module: None if the module does not exist."""
 
     module: str
 
 
 @dataclass(slots=True, eq=False)
 class Literal:
-    """A list, tuple, set or dictionary written out. Elements are evaluated where it was written."""
+    """A list, tuple, set or dictionary display. Its elements are evaluated in the scope that the display is in."""
 
     node: ast.Dict | ast.List | ast.Tuple | ast.Set
     scope: Scope
     reach: Reach
     more: list[tuple[ast.expr, ast.expr]] = field(default_factory=list)
-    """Items added to a dictionary later."""
+    """Items that later statements add to a dictionary."""
 
     def pairs(self) -> list[tuple[ast.expr | None, ast.expr]]:
+        """Returns the keys and values; the keys of a list, tuple or set are None."""
         if isinstance(self.node, ast.Dict):
             return [*zip(self.node.keys, self.node.values, strict=True), *self.more]
         return [(None, element) for element in self.node.elts]
@@ -92,61 +102,78 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    pass
+    """A value that the auditor does not evaluate."""
 
 
 @dataclass(frozen=True, slots=True)
-class Perhaps:
-    """Something that is given at run time, and this of vLLM where nothing is."""
+class ParameterDefault:
+    """A parameter whose default is an object of vLLM. A caller may pass another object."""
 
     path: str
+    """Dotted name of the default."""
 
 
 Value: TypeAlias = (
-    Ref | Const | Release | Versioned | Range | Skip | Instance | Parameter | Flag | Spec | Literal | Opaque | Perhaps
+    Ref
+    | Const
+    | VllmVersion
+    | VersionDerived
+    | VersionRange
+    | Skip
+    | Instance
+    | Parameter
+    | Flag
+    | ModuleSpec
+    | Literal
+    | Opaque
+    | ParameterDefault
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A value, and under what circumstances it is that."""
+    """One value that an expression may have, and the conditions under which it has that value."""
 
     value: Value
     reach: Reach = ()
 
 
 UNKNOWN_VALUE = [Alternative(Opaque())]
-MADE_OF_VERSION = [Alternative(Versioned())]
+VERSION_DERIVED = [Alternative(VersionDerived())]
 
 
 class Scope:
+    """The names that a module, class or function binds."""
+
     def __init__(self, parent: Scope | None, *, base: Reach = (), is_class: bool = False) -> None:
         self.parent = parent
         self.base = base
         self.is_class = is_class
         self.names: dict[str, list[Alternative]] = {}
-        self.starred: list[str] = []
-        """Modules whose names were imported with a star."""
-        self.elsewhere: dict[str, Scope] = {}
-        """Names declared global or nonlocal."""
+        self.star_imports: list[str] = []
+        """Modules that ``from module import *`` names."""
+        self.outer_names: dict[str, Scope] = {}
+        """Names that are declared global or nonlocal, and the scope that holds them."""
         self.function: str = parent.function if parent is not None else ""
-        """The outermost function around, by dotted name."""
+        """Dotted name of the outermost enclosing function."""
         self.instances: tuple[str, ...] = ()
-        """Of a class: what its instances are, by dotted name."""
+        """For the scope of a class: dotted names of the class that its instances have, or of its bases."""
 
     def bind(self, name: str, values: list[Alternative], reach: Reach) -> None:
-        if name in self.elsewhere:
-            # It runs when the function is called, if it is: what the name stood for before remains possible.
-            self.elsewhere[name].names.setdefault(name, []).extend(values)
+        """Binds a name, as a statement that is reached under `reach` does. Earlier bindings stay possible unless the
+        statement always runs."""
+        if name in self.outer_names:
+            # The binding runs only if the function is called, so earlier values remain possible.
+            self.outer_names[name].names.setdefault(name, []).extend(values)
             return
-        bound = [Alternative(value.value, (*reach, *_after(value.reach, reach))) for value in values]
+        bound = [Alternative(value.value, (*reach, *_without_prefix(value.reach, reach))) for value in values]
         if reach == self.base:
             self.names[name] = bound
         else:
             self.names.setdefault(name, []).extend(bound)
 
     def lookup(self, name: str, reach: Reach) -> list[Alternative]:
-        """What `name` may stand for where `reach` holds; empty if nothing here binds it."""
+        """Returns the values that `name` may have where `reach` holds, latest binding first; empty if it is unbound."""
         scope: Scope | None = self
         while scope is not None:
             if name in scope.names and (scope is self or not scope.is_class):
@@ -154,18 +181,19 @@ class Scope:
                 for alternative in reversed(scope.names[name]):
                     found.append(alternative)
                     if alternative.reach == reach[: len(alternative.reach)]:
-                        # It holds for certain here, and hides what was bound before.
+                        # This binding always ran before, and hides the earlier ones.
                         break
                 return found
             scope = scope.parent
         return []
 
     def module_scope(self) -> Scope:
+        """Returns the outermost scope around this one."""
         scope = self
         while scope.parent is not None:
             scope = scope.parent
         return scope
 
 
-def _after(reach: Reach, prefix: Reach) -> Reach:
+def _without_prefix(reach: Reach, prefix: Reach) -> Reach:
     return reach[len(prefix) :] if reach[: len(prefix)] == prefix else reach

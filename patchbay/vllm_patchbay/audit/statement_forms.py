@@ -1,4 +1,4 @@
-"""Questions about statements that their form alone answers."""
+"""Helpers that classify statements and list the parts of function definitions by their syntax alone."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Iterator
 from vllm_patchbay.upstream.modules import dotted, walk
 
 
-def leaves(statements: list[ast.stmt]) -> bool:
-    """Whether control never goes past the end of the block."""
+def always_exits(statements: list[ast.stmt]) -> bool:
+    """Returns whether control never passes the end of the block."""
     if not statements:
         return False
     last = statements[-1]
     if isinstance(last, (ast.Return, ast.Raise, ast.Continue, ast.Break)):
         return True
     if isinstance(last, ast.If):
-        return bool(last.orelse) and leaves(last.body) and leaves(last.orelse)
+        return bool(last.orelse) and always_exits(last.body) and always_exits(last.orelse)
     if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call):
         return dotted(last.value.func) in ("sys.exit", "exit", "pytest.skip", "os._exit")
     return False
 
 
 def only_imports(statements: list[ast.stmt]) -> bool:
-    """Whether nothing but the import of a part of vLLM or of Python's own can fail in these statements."""
+    """Returns whether imports from vLLM or the standard library are all that can fail in these statements."""
     for statement in statements:
         if isinstance(statement, ast.Import):
             roots = [alias.name.partition(".")[0] for alias in statement.names]
@@ -42,20 +42,24 @@ def only_imports(statements: list[ast.stmt]) -> bool:
 
 
 def statements_in(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yields the statements of a block and all statements nested in them."""
     for statement in body:
         yield from (node for node in walk(statement) if isinstance(node, ast.stmt))
 
 
 def is_static(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Returns whether a method is a staticmethod."""
     return any(dotted(decorator) == "staticmethod" for decorator in node.decorator_list)
 
 
 def arguments_of(arguments: ast.arguments) -> list[ast.arg]:
+    """Returns all parameters, ``*args`` and ``**kwargs`` last."""
     found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     return [*found, *(a for a in (arguments.vararg, arguments.kwarg) if a is not None)]
 
 
 def defaults_of(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
+    """Yields each parameter that has a default, and the default."""
     positional = [*arguments.posonlyargs, *arguments.args]
     for argument, default in zip(reversed(positional), reversed(arguments.defaults), strict=False):
         yield argument.arg, default
@@ -65,6 +69,7 @@ def defaults_of(arguments: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
 
 
 def annotations_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.expr]:
+    """Yields the annotations of the parameters and of the return value."""
     for argument in arguments_of(node.args):
         if argument.annotation is not None:
             yield argument.annotation

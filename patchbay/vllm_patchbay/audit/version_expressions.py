@@ -1,98 +1,107 @@
-"""vLLM's version as a plugin takes it apart: what is left of it after each step, and when a comparison of it holds."""
+"""Evaluates how a plugin takes vLLM's version apart, and turns comparisons of the parts into conditions.
+
+Each function takes the version in one form (`VllmVersion.form`) and returns the form that an operation yields, or
+`VersionDerived` if the auditor does not evaluate that operation.
+"""
 
 from __future__ import annotations
 
 import ast
 
 from vllm_patchbay.audit.conditions import Always, Any, Condition, VersionIs
-from vllm_patchbay.audit.scopes import Const, Release, Value, Versioned
+from vllm_patchbay.audit.scopes import Const, Value, VersionDerived, VllmVersion
 
 _OLDEST_PYTHON = (3, 10)
-_OF_A_VERSION = {
-    "release": Release("tuple"),
-    "base_version": Release("text"),
-    "public": Release("text"),
-    "major": Release("number", 0),
-    "minor": Release("number", 1),
-    "micro": Release("number", 2),
+"""The oldest Python that vLLM supports."""
+_VERSION_ATTRIBUTES = {
+    "release": VllmVersion("tuple"),
+    "base_version": VllmVersion("text"),
+    "public": VllmVersion("text"),
+    "major": VllmVersion("number", 0),
+    "minor": VllmVersion("number", 1),
+    "micro": VllmVersion("number", 2),
 }
-_NUMBERS = ("tuple", "fields")
-_CUTS = ("split", "rsplit", "partition")
-METHODS = (*_CUTS, "strip", "lstrip", "rstrip")
+_SEQUENCE_FORMS = ("tuple", "fields")
+_SPLITTING_METHODS = ("split", "rsplit", "partition")
+METHODS = (*_SPLITTING_METHODS, "strip", "lstrip", "rstrip")
+"""Methods of str that `method_result` evaluates."""
 
 
-def attribute(release: Release, name: str) -> Value:
-    return _OF_A_VERSION.get(name, Versioned()) if release.form == "version" else Versioned()
+def attribute(version: VllmVersion, name: str) -> Value:
+    """Evaluates ``version.name``."""
+    return _VERSION_ATTRIBUTES.get(name, VersionDerived()) if version.form == "version" else VersionDerived()
 
 
-def element(release: Release, key: Value | None, stop: Value | None) -> Value:
-    """``release[key]``, or ``release[:stop]`` where there is no key."""
+def element(version: VllmVersion, key: Value | None, stop: Value | None) -> Value:
+    """Evaluates ``version[key]``, or ``version[:stop]`` if the key is None."""
     if key is None:
-        if release.form in _NUMBERS and isinstance(stop, Const) and isinstance(stop.value, int):
-            return Release(release.form, stop.value)
-        return Versioned()
-    if release.form == "parts":
-        return Release("text")
-    if release.form in _NUMBERS and isinstance(key, Const) and isinstance(key.value, int):
-        return unpacked(release, key.value)
-    return Versioned()
+        if version.form in _SEQUENCE_FORMS and isinstance(stop, Const) and isinstance(stop.value, int):
+            return VllmVersion(version.form, stop.value)
+        return VersionDerived()
+    if version.form == "parts":
+        return VllmVersion("text")
+    if version.form in _SEQUENCE_FORMS and isinstance(key, Const) and isinstance(key.value, int):
+        return item(version, key.value)
+    return VersionDerived()
 
 
-def unpacked(release: Release, index: int) -> Value:
-    """One of the numbers, or of the strings before they are numbers."""
-    if release.form not in _NUMBERS or index < 0:
-        return Versioned()
-    return Release("number" if release.form == "tuple" else "field", index)
+def item(version: VllmVersion, index: int) -> Value:
+    """Returns the item at an index of a version that is a sequence of numbers or of strings."""
+    if version.form not in _SEQUENCE_FORMS or index < 0:
+        return VersionDerived()
+    return VllmVersion("number" if version.form == "tuple" else "field", index)
 
 
-def converted(function: str, release: Release) -> Value:
-    """``int(x)``, ``tuple(x)`` and their like; ``int`` of a list stands for that of its elements."""
+def conversion(function: str, version: VllmVersion) -> Value:
+    """Evaluates ``function(version)`` for int, str, tuple and list; int of a sequence converts each element."""
     if function == "int":
         forms = {"field": "number", "number": "number", "fields": "tuple"}
-        return Release(forms[release.form], release.length) if release.form in forms else Versioned()
-    if function in ("tuple", "list") and release.form in _NUMBERS:
-        return release
-    if function == "str" and release.form in ("text", "version"):
-        return Release("text")
-    return Versioned()
+        return VllmVersion(forms[version.form], version.length) if version.form in forms else VersionDerived()
+    if function in ("tuple", "list") and version.form in _SEQUENCE_FORMS:
+        return version
+    if function == "str" and version.form in ("text", "version"):
+        return VllmVersion("text")
+    return VersionDerived()
 
 
-def method(release: Release, name: str, argument: str | None) -> Value:
-    """What one of `METHODS` of the version as text returns."""
-    if name in _CUTS:
-        return Release("fields" if name == "split" and argument == "." and release.form == "text" else "parts")
-    return Release("text")
+def method_result(version: VllmVersion, name: str, argument: str | None) -> Value:
+    """Evaluates one of `METHODS`, called on the version as text."""
+    if name in _SPLITTING_METHODS:
+        return VllmVersion("fields" if name == "split" and argument == "." and version.form == "text" else "parts")
+    return VllmVersion("text")
 
 
-def collected(elements: list[Value]) -> Release | None:
-    """``(v.major, v.minor)`` is the beginning of the tuple."""
+def tuple_of(elements: list[Value]) -> VllmVersion | None:
+    """Returns ``(v.major, v.minor)`` and the like as the first numbers of the version; None for other elements."""
     if not elements:
         return None
-    numbers = [Release("number", index) for index in range(len(elements))]
-    return Release("tuple", len(elements)) if elements == numbers else None
+    numbers = [VllmVersion("number", index) for index in range(len(elements))]
+    return VllmVersion("tuple", len(elements)) if elements == numbers else None
 
 
-def comparison(release: Release, operator: str, literal: object) -> Condition | None:
-    if release.form == "number" and isinstance(literal, int) and release.length is not None:
-        return VersionIs("number", operator, literal, release.length)
-    if release.form == "tuple" and isinstance(literal, tuple):
-        return VersionIs("tuple", operator, literal, release.length)
-    if release.form in ("version", "text") and isinstance(literal, str):
-        return VersionIs(release.form, operator, literal)
+def comparison(version: VllmVersion, operator: str, literal: object) -> Condition | None:
+    """Returns the condition ``version operator literal``; None if the auditor cannot evaluate it."""
+    if version.form == "number" and isinstance(literal, int) and version.length is not None:
+        return VersionIs("number", operator, literal, version.length)
+    if version.form == "tuple" and isinstance(literal, tuple):
+        return VersionIs("tuple", operator, literal, version.length)
+    if version.form in ("version", "text") and isinstance(literal, str):
+        return VersionIs(version.form, operator, literal)
     return None
 
 
-def in_range(release: Value, specifiers: str) -> Condition | None:
-    is_version = isinstance(release, Release) and release.form in ("version", "text")
+def in_range(version: Value, specifiers: str) -> Condition | None:
+    """Returns the condition that a version satisfies the specifiers; None if the value is not a whole version."""
+    is_version = isinstance(version, VllmVersion) and version.form in ("version", "text")
     return VersionIs("range", "==", specifiers) if is_version else None
 
 
-def matched(release: Release, pattern: ast.pattern) -> Condition | None:
-    """When a version matches a pattern of a match statement; None where that is not understood."""
+def pattern_condition(version: VllmVersion, pattern: ast.pattern) -> Condition | None:
+    """Returns the condition that a version matches a case pattern; None if the auditor cannot evaluate the pattern."""
     if isinstance(pattern, ast.MatchValue) and isinstance(pattern.value, ast.Constant):
-        return comparison(release, "==", pattern.value.value)
+        return comparison(version, "==", pattern.value.value)
     if isinstance(pattern, ast.MatchOr):
-        parts = [matched(release, part) for part in pattern.patterns]
+        parts = [pattern_condition(version, part) for part in pattern.patterns]
         known = tuple(part for part in parts if part is not None)
         return Any(known) if len(known) == len(parts) else None
     if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
@@ -100,8 +109,9 @@ def matched(release: Release, pattern: ast.pattern) -> Condition | None:
     return None
 
 
-def of_python(operator: str, literal: object) -> Condition | None:
-    """What is so with every Python that vLLM runs on."""
+def python_comparison(operator: str, literal: object) -> Condition | None:
+    """Returns the condition ``sys.version_info operator literal`` if it is the same for every Python that vLLM
+    supports, else None."""
     if not isinstance(literal, tuple) or literal > _OLDEST_PYTHON:
         return None
     if operator == ">=":

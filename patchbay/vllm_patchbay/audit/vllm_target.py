@@ -1,4 +1,4 @@
-"""One vLLM to audit against, and the answers it gives about names, versions and guards."""
+"""Resolves names and evaluates conditions of a plugin against one vLLM."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from vllm_patchbay.audit.conditions import (
     Condition,
     Exists,
     ModuleExists,
-    Named,
+    NamedFlag,
     Not,
-    Ran,
     Ref,
+    TryCompleted,
     TypeChecking,
     VersionIs,
-    mentions_guard,
+    contains_guard,
 )
 from vllm_patchbay.audit.facts import Fact, ImportFact, Meaning, Meanings, Place, UseFact
 from vllm_patchbay.audit.plugin import Plugin
@@ -40,18 +40,22 @@ _COMPARE: dict[str, Callable[[typing.Any, typing.Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-_KINDS_OF = {
+_CATCHING_TYPES: dict[str, frozenset[str]] = {
     "ModuleNotFoundError": frozenset({"ModuleNotFoundError", "ImportError", "Exception", "BaseException"}),
     "ImportError": frozenset({"ImportError", "Exception", "BaseException"}),
     "AttributeError": frozenset({"AttributeError", "Exception", "BaseException"}),
 }
+"""Exception classes that catch each exception."""
 
 
-class Target:
+class VllmTarget:
+    """One vLLM to audit against, together with the plugin."""
+
     def __init__(self, tree: SourceTree, plugin: Plugin) -> None:
         self.tree = tree
         self.plugin = plugin
         self.label = tree.version or tree.name
+        """How reports name this vLLM."""
         self.index = SymbolIndex(tree)
         for package in plugin.packages:
             # A plugin that carries a package of vLLM's name does not replace the vLLM it is checked against.
@@ -59,50 +63,53 @@ class Target:
 
     @cached_property
     def survey(self) -> Survey:
+        """Returns the class names, environment variables and entry-point groups of the whole vLLM."""
         return survey(self.tree)
 
     @cached_property
-    def takers(self) -> dict[str, frozenset[str]]:
-        """Functions of the plugin where they are defined, and what of vLLM they are given."""
+    def operands_of_functions(self) -> dict[str, frozenset[str]]:
+        """Returns for each plugin function, by the dotted name of its definition, the vLLM objects that it is passed or
+        assigned to."""
         found: dict[str, set[str]] = {}
-        for function, path in self.plugin.takes:
+        for function, path in self.plugin.operands:
             home = self.index.resolve_path(function) if "<" not in function else None
             key = f"{home.module}.{home.qualname}" if home is not None and home.is_found else function
             found.setdefault(key, set()).add(path)
         return {function: frozenset(paths) for function, paths in found.items()}
 
     @cached_property
-    def lenders(self) -> dict[str, frozenset[str]]:
-        """Classes of the plugin, and onto what of vLLM they or their methods are put."""
+    def operands_of_classes(self) -> dict[str, frozenset[str]]:
+        """Returns for each plugin class the vLLM objects that the class or its methods are passed or assigned to."""
         found: dict[str, frozenset[str]] = {}
-        for function, paths in self.takers.items():
+        for function, paths in self.operands_of_functions.items():
             for name in (function, function.rpartition(".")[0]):
                 found[name] = found.get(name, frozenset()) | paths
         return found
 
     @cached_property
     def version(self) -> Version | None:
+        """Returns this vLLM's version; None if the tree has none."""
         try:
             return Version(self.tree.version)
         except InvalidVersion:
             return None
 
     def depends_on_build(self, module: str) -> bool:
-        """Whether vLLM itself imports the module, so that another build of it has it."""
+        """Returns whether vLLM itself imports the module, so that some builds of vLLM have it."""
         names = self.survey.imports
         return module in names or any(name.startswith(f"{module}.") for name in names)
 
-    def find(self, ref: Ref, *, for_types: bool = False) -> Resolution:
-        found = self.index.resolve_path(ref.path)
-        if found.is_missing and for_types and self.is_for_types(found):
-            return Resolution(Outcome.FOUND, found.module, found.qualname)
-        return found
+    def find(self, ref: Ref) -> Resolution:
+        """Resolves a dotted name, through the plugin's own modules if it begins there."""
+        return self.index.resolve_path(ref.path)
 
-    def is_for_types(self, found: Resolution) -> bool:
+    def is_bound_for_type_checkers(self, found: Resolution) -> bool:
+        """Returns whether the module of a missing name binds it under ``TYPE_CHECKING``."""
         content = self.index.module(found.module)
         return content is not None and found.qualname in content.names
 
     def compare_version(self, condition: VersionIs) -> bool | None:
+        """Returns whether a comparison holds for this vLLM's version; None if that cannot be decided."""
         version = self.version
         if version is None:
             return None
@@ -116,58 +123,62 @@ class Target:
             index = condition.length or 0
             return compare(numbers[index], condition.literal) if index < len(numbers) else None
         if condition.form == "tuple":
-            mine = version.release[: condition.length] if condition.length is not None else version.release
-            return compare(mine, condition.literal)
+            numbers = version.release[: condition.length] if condition.length is not None else version.release
+            return compare(numbers, condition.literal)
         if condition.form == "text" and condition.operator not in ("==", "!="):
             return compare(str(version), condition.literal)
         try:
             literal = Version(str(condition.literal))
         except InvalidVersion:
             return None
-        # A local build of a release is that release: nobody writes +cpu into a guard.
-        mine_public = Version(version.public) if literal.local is None else version
-        return compare(mine_public, literal)
+        # A local build counts as its release, because guards do not name local versions such as +cpu.
+        release = Version(version.public) if literal.local is None else version
+        return compare(release, literal)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """How a fact stands: whether its line runs at all, and whether something guards it."""
+class Reachability:
+    """Whether the line of a fact runs with one vLLM. ``TYPE_CHECKING`` counts as running."""
 
     runs: bool
     guarded: bool = False
-    for_types: bool = False
+    """Whether the line is behind a guard that the auditor cannot evaluate."""
+    type_checking_only: bool = False
 
 
-class Judge:
-    """Evaluates conditions for the facts of one file."""
+class ConditionEvaluator:
+    """Evaluates conditions for the facts of one file against one vLLM."""
 
-    def __init__(self, target: Target, facts: list[Fact]) -> None:
+    def __init__(self, target: VllmTarget, facts: list[Fact]) -> None:
         self.target = target
         self.facts = facts
         self._known: dict[Condition, bool | None] = {}
         self._failures: dict[int, str | None] = {}
 
-    def standing(self, place: Place) -> Standing:
+    def reachability(self, place: Place) -> Reachability:
+        """Returns whether a place is reached with this vLLM."""
         guarded = False
         for condition in place.reach:
             if isinstance(condition, TypeChecking):
-                return Standing(True, for_types=True)
+                return Reachability(True, type_checking_only=True)
             holds = self.holds(condition)
             if holds is False:
-                return Standing(False)
-            guarded = guarded or (holds is None and mentions_guard(condition, self._is_of_version))
-        return Standing(True, guarded)
+                return Reachability(False)
+            guarded = guarded or (holds is None and contains_guard(condition, self._depends_on_version))
+        return Reachability(True, guarded)
 
-    def _is_of_version(self, path: str) -> bool:
-        known = self.target.plugin.of_version
+    def _depends_on_version(self, path: str) -> bool:
+        known = self.target.plugin.version_dependent
         if path in known:
             return True
         found = self.target.index.resolve_path(path) if known else None
         return found is not None and f"{found.module}.{found.qualname}" in known
 
-    def live(self, meanings: Meanings) -> list[Meaning]:
-        """What the name may stand for with this vLLM: not behind a guard that is false, nor an import that fails. What
-        was bound last comes first, and hides the rest if it was bound for certain."""
+    def live_meanings(self, meanings: Meanings) -> list[Meaning]:
+        """Returns the objects that a name may refer to with this vLLM, latest binding first.
+
+        Bindings behind a false guard and imports that fail are left out. A binding that always runs hides earlier ones.
+        """
         found = []
         for meaning in meanings:
             answers = [self.holds(condition) for condition in meaning.reach]
@@ -177,8 +188,8 @@ class Judge:
                     break
         return found
 
-    def unknown(self, meanings: Meanings) -> list[tuple[Ref, str]]:
-        """What of vLLM the name may stand for that cannot be looked into, and why."""
+    def unknown_meanings(self, meanings: Meanings) -> list[tuple[Ref, str]]:
+        """Returns the first object of vLLM that a name may refer to and that the source does not show, and why."""
         found = []
         for meaning in meanings:
             resolution = self.target.find(meaning.ref)
@@ -188,6 +199,7 @@ class Judge:
         return found[:1]
 
     def holds(self, condition: Condition) -> bool | None:
+        """Returns whether a condition holds with this vLLM; None if that cannot be decided."""
         if condition not in self._known:
             self._known[condition] = None
             self._known[condition] = self._holds(condition)
@@ -202,17 +214,15 @@ class Judge:
             return self.target.compare_version(condition)
         if isinstance(condition, Exists):
             return self._exists(condition.ref)
-        if isinstance(condition, Named):
-            kept = self._kept(condition.path)
-            return self.holds(kept) if kept is not None else None
+        if isinstance(condition, NamedFlag):
+            flag = self._flag_condition(condition.path)
+            return self.holds(flag) if flag is not None else None
         if isinstance(condition, ModuleExists):
             if condition.module.partition(".")[0] != "vllm":
                 return None
-            return (
-                self.target.tree.has(condition.module) or None
-                if self._is_optional(condition.module)
-                else (self.target.tree.has(condition.module))
-            )
+            if self.target.tree.has(condition.module):
+                return True
+            return None if self.target.depends_on_build(condition.module) else False
         if isinstance(condition, Not):
             inner = self.holds(condition.condition)
             return None if inner is None else not inner
@@ -222,21 +232,18 @@ class Judge:
         if isinstance(condition, Any):
             answers = [self.holds(part) for part in condition.conditions]
             return True if True in answers else (None if None in answers else False)
-        if isinstance(condition, Ran):
-            return self._ran(condition)
+        if isinstance(condition, TryCompleted):
+            return self._try_completed(condition)
         return None
 
-    def _kept(self, path: str) -> Condition | None:
+    def _flag_condition(self, path: str) -> Condition | None:
         flags = self.target.plugin.flags
         if path not in flags:
-            # Through a re-export, perhaps.
+            # The name may be a re-export.
             call = "()" if path.endswith("()") else ""
             found = self.target.index.resolve_path(path.removesuffix("()"))
             path = f"{found.module}.{found.qualname}{call}"
         return flags.get(path)
-
-    def _is_optional(self, module: str) -> bool:
-        return not self.target.tree.has(module) and self.target.depends_on_build(module)
 
     def _exists(self, ref: Ref) -> bool | None:
         if ref.root != "vllm" and ref.root not in self.target.plugin.packages:
@@ -244,21 +251,21 @@ class Judge:
         found = self.target.find(ref)
         return None if found.outcome is Outcome.UNKNOWN else found.is_found
 
-    def _ran(self, condition: Ran) -> bool | None:
+    def _try_completed(self, condition: TryCompleted) -> bool | None:
         unsure = not condition.only_facts
         for number in range(condition.start, condition.stop):
             fact = self.facts[number]
-            if not self.standing(fact.place).runs:
+            if not self.reachability(fact.place).runs:
                 continue
             failure = self.failure(number)
             if failure is None:
                 unsure = True
-            elif failure and _KINDS_OF[failure] & condition.catches:
+            elif failure and _CATCHING_TYPES[failure] & condition.catches:
                 return False
         return None if unsure else True
 
     def failure(self, number: int) -> str | None:
-        """The exception that a fact raises; empty if none, None if that is not known."""
+        """Returns the exception that the fact of a number raises; empty if it raises none, None if that is unknown."""
         if number not in self._failures:
             self._failures[number] = self._failure(self.facts[number])
         return self._failures[number]
@@ -267,22 +274,23 @@ class Judge:
         if isinstance(fact, ImportFact):
             return import_failure(self.target, fact)
         if isinstance(fact, UseFact):
-            live = self.live(fact.meanings)
+            live = self.live_meanings(fact.meanings)
             outcomes = {self.target.find(meaning.ref).outcome for meaning in live}
             if outcomes == {Outcome.MISSING}:
                 return "AttributeError"
             return None if Outcome.UNKNOWN in outcomes else ""
         return ""
 
-    def swallowed(self, place: Place, failure: str) -> tuple[bool, bool]:
-        """Whether an enclosing try catches the exception, and whether it then tries something else."""
+    def caught_at(self, place: Place, failure: str) -> tuple[bool, bool]:
+        """Returns whether an enclosing try statement catches the exception, and whether it imports an alternative."""
         for catch in reversed(place.caught):
-            if _KINDS_OF[failure] & catch.exceptions:
+            if _CATCHING_TYPES[failure] & catch.exceptions:
                 return True, catch.has_alternative
         return False, False
 
 
-def import_failure(target: Target, fact: ImportFact) -> str | None:
+def import_failure(target: VllmTarget, fact: ImportFact) -> str | None:
+    """Returns the exception that an import raises; empty if it raises none, None if that is unknown."""
     if not target.tree.has(fact.module):
         if fact.module in target.plugin.modules_provided:
             return ""

@@ -1,4 +1,8 @@
-"""The command `vllm-patchbay`. Commands import what costs time inside their functions, so that help is immediate."""
+"""Implements the command ``vllm-patchbay``.
+
+This folder may import all of Patchbay. The commands import slow modules inside their functions, so that ``--help``
+appears at once.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,11 @@ from vllm_patchbay.errors import PatchbayError
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line. Each command sets ``run``."""
     parser = argparse.ArgumentParser(
         prog=audit.PROGRAM,
-        description="Audit a vLLM plugin against vLLM releases, and declare, check and explain its patches.",
+        description="Audits vLLM plugins against vLLM releases, and manages their patches of vLLM. 'COMMAND --help' "
+        "describes a command.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"{audit.PROGRAM} {__version__}")
@@ -35,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns its exit status."""
     args = build_parser().parse_args(argv)
     try:
         status = int(args.run(args))
@@ -44,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{audit.PROGRAM}: error: {fault}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader has closed its end. Python would complain once more when it exits.
+        # The reader has closed the pipe. At exit, Python would write to it again and print a second error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:

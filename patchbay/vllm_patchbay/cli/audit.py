@@ -1,15 +1,14 @@
-"""Report what a given vLLM would break in a plugin, from source alone: nothing is imported or run.
+"""Reports what a given vLLM breaks in a plugin. It reads the source of both, and imports and runs nothing of them.
 
-PATH is a plugin's folder, wheel or single file. A vLLM is given as a version (downloaded once if it is not the
-installed one), a wheel, a source archive, a source tree, or 'installed'; VERSION@PATH for a tree that does not
-say its version. With one vLLM, it reports what is broken there; with several, also what changed from each to
-the next.
+PATH is the plugin's folder, wheel or Python file. A vLLM is a version (downloaded once, unless it is installed), a
+wheel, a source archive, a source tree, 'installed', or VERSION@PATH for a tree that does not contain its version.
+With one vLLM, the report has what breaks there. With several, it also has what changed from each to the next.
 
-Exits with 0 if nothing is as bad as --fail-on, 1 if something is, 2 if the command line is wrong or a vLLM or
-PATH cannot be read; what can be read is audited all the same.
+The exit status is 0 if no finding reaches the severity of --fail-on, 1 if one does, and 2 if the command line is
+wrong or if a vLLM or PATH cannot be read. The audit covers everything that can be read.
 
-With --json, the keys are: path, vllm, files, counts, findings; of a finding: rule, name, severity, file, line, column,
-vllm, message, remedy, and diff where --diff finds one.
+The keys of --json are: path, vllm, files, counts, findings. A finding has: rule, name, severity, file, line,
+column, vllm, message, remedy, and diff if --diff found one.
 """
 
 from __future__ import annotations
@@ -23,41 +22,43 @@ from pathlib import Path
 from vllm_patchbay.cli import output
 
 PROGRAM = "vllm-patchbay"
-HELP = "report what a given vLLM would break in a plugin"
+HELP = "report what a given vLLM breaks in a plugin"
 
 SEVERITIES = ("note", "warning", "error")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command."""
     parser.add_argument("path", metavar="PATH", type=Path, help="folder, wheel or Python file of the plugin")
     parser.add_argument(
         "--vllm",
-        metavar="WHEEL|TREE|VERSION",
+        metavar="VLLM",
         nargs="+",
         action="extend",
-        help="vLLM to check against; several are also compared (default: installed)",
+        help="vLLM to audit against; several are also compared with one another (default: installed)",
     )
     parser.add_argument(
-        "--exclude", metavar="GLOB", action="append", default=[], help="leave out files or folders; can be repeated"
+        "--exclude", metavar="GLOB", action="append", default=[], help="skip files or folders; can be repeated"
     )
     parser.add_argument(
         "--fail-on",
         choices=(*SEVERITIES, "never"),
         default="error",
-        help="what makes the exit status 1 (default: error)",
+        help="lowest severity that makes the exit status 1 (default: error)",
     )
     parser.add_argument(
-        "--show", choices=SEVERITIES, default="warning", help="the least severe to list as text (default: warning)"
+        "--show", choices=SEVERITIES, default="warning", help="lowest severity in the text report (default: warning)"
     )
-    parser.add_argument("--diff", action="store_true", help="show how the upstream source of a patched target changed")
+    parser.add_argument("--diff", action="store_true", help="show how vLLM's source of a patched target changed")
     parser.add_argument(
-        "--sarif", metavar="FILE", type=Path, help="also write a SARIF 2.1.0 report; '-' for stdout only"
+        "--sarif", metavar="FILE", type=Path, help="also write a SARIF 2.1.0 report; '-' writes only that, to stdout"
     )
-    parser.add_argument("--workers", metavar="N", type=_count, help="processes to use (default: one per core)")
+    parser.add_argument("--workers", metavar="N", type=_count, help="number of processes (default: one per core)")
     output.add_json_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Runs the command and returns its exit status."""
     from vllm_patchbay.audit import Severity, audit
     from vllm_patchbay.audit.reports import as_json, as_sarif, as_text
     from vllm_patchbay.errors import PatchbayError
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             trees.append(open_tree(spec, output.progress_of(PROGRAM)))
         except PatchbayError as fault:
-            # The others are audited all the same; the exit status tells.
+            # The audit goes on with the others, and the exit status reports the failure.
             print(f"{PROGRAM}: error: {fault}", file=sys.stderr)
             unreadable = True
     if not trees:
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         output.print_json(as_json(report))
     elif not to_stdout:
         for line in as_text(report, Severity[args.show.upper()]):
-            # The name of a file need not be text.
+            # A file name can contain bytes that are not UTF-8.
             print(line.encode("utf-8", "backslashreplace").decode())
     if unreadable:
         return 2

@@ -1,7 +1,7 @@
-"""The commands about patches: list, show, check, diff, docs, new.
+"""Implements the commands for patches: list, show, check, diff, docs, new.
 
-`vllm-patchbay` has them for the patches of any plugin, and a plugin's own command line can offer them for its own
-(`Scope`). None of them imports vLLM.
+``vllm-patchbay`` has them for the patches of any plugin. A plugin's command line can offer them for the plugin's own
+patches (`Scope`). None of the commands imports vLLM.
 """
 
 from __future__ import annotations
@@ -22,51 +22,99 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Whose patches the commands are about, and under which name they are called."""
+    """Selects the patches that the commands work on."""
 
     program: str = "vllm-patchbay"
+    """Command line in front of the commands' names, for messages."""
     packages: Callable[[], Sequence[str]] | None = None
-    """The packages of patches, the plugin's own first, which may be empty. None: the user chooses one by --package, or
-    takes every announced one."""
+    """Returns the packages of patches, the plugin's own first; that one may be empty. With None, the user selects one
+    by --package, or all announced packages are used."""
 
 
 def add_commands(commands: Any, scope: Scope) -> None:
-    """Adds the commands to the subparsers of a command line. Each sets ``run``."""
+    """Adds the commands to the subparsers of a command line. Each command sets ``run``."""
 
-    def command(name: str, help: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], help: str, more: str = ""
+    ) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = commands.add_parser(
-            name, help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False
+            name, help=help, description=f"{help[0].upper()}{help[1:]}. {more}".strip(), allow_abbrev=False
         )
         if scope.packages is None:
+            selected = "to write the patch into" if run is _new else "of patches"
+            default = "" if run is _new else " (default: all packages that installed distributions announce)"
             added.add_argument(
                 "--package",
                 metavar="PACKAGE",
-                help="package of patches, such as my_plugin.patches (default: every announced one)",
+                required=run is _new,
+                help=f"package {selected}, such as my_plugin.patches{default}",
             )
         output.add_json_flag(added)
         added.set_defaults(run=run, scope=scope, parser=added)
         return added
 
-    command("list", "show every patch with its target and process", _list)
-    show = command("show", "show one patch: reason, method, link, end, fingerprint on this vLLM", _show)
-    show.add_argument("name", metavar="NAME")
-    check = command("check", "verify every patch; exit 1 if one is missing its target, drifted or expired", _check)
-    diff = command("diff", "compare a target with the source the patch was written against", _diff)
-    diff.add_argument("name", metavar="NAME")
-    docs = command("docs", "print the page that documents every patch", _docs)
-    docs.add_argument("--output", type=Path, metavar="FILE", help="write the page there instead")
-    new = command("new", "write the skeleton of a patch and of its two tests", _new)
-    new.add_argument(
-        "target", metavar="MODULE:NAME", help="what to patch, such as vllm.config.model:ModelConfig.verify"
+    command("list", _list, "list all patches with their targets and processes")
+    show = command(
+        "show",
+        _show,
+        "show one patch and whether it fits a vLLM",
+        "It prints every field of the declaration, the outcome of the check, and the fingerprint of the target.",
     )
-    new.add_argument("--process", choices=("platform", "engine", "worker"), required=True)
-    new.add_argument("--on-import", action="store_true", help="for a patch of one model or feature: load it with that")
-    for field in ("why", "how", "upstream", "remove-when"):
-        new.add_argument(f"--{field}", metavar="TEXT", default="", help="that field; without it, fill it in by hand")
-    new.add_argument("--root", type=Path, default=Path("."), help="the repository to write into (default: this folder)")
+    check = command(
+        "check",
+        _check,
+        "verify all patches against a vLLM",
+        "The exit status is 1 if the target of a patch is missing or changed, if its replacement does not fit, if it "
+        "has expired, if this vLLM is later than its versions, or if its file cannot be loaded.",
+    )
+    diff = command(
+        "diff",
+        _diff,
+        "compare the target of a patch with the source that the patch was written against",
+        "The old source is downloaded if it is neither installed nor in the cache.",
+    )
+    for parser in (show, diff):
+        parser.add_argument("name", metavar="NAME", help="name of the patch")
+    docs = command("docs", _docs, "print a Markdown page that documents all patches")
+    docs.add_argument("--output", type=Path, metavar="FILE", help="write the page to a file instead of stdout")
+    new = command(
+        "new",
+        _new,
+        "write the skeleton of a patch, its unit test and its end-to-end test",
+        "The fingerprint, the versions and the signature come from the vLLM. No file is overwritten.",
+    )
+    new.add_argument("target", metavar="MODULE:NAME", help="target, such as vllm.config.model:ModelConfig.verify")
+    new.add_argument(
+        "--process",
+        choices=("platform", "engine", "worker"),
+        required=True,
+        help="process that needs the patch: the API server or main process, the engine core, or the workers",
+    )
+    new.add_argument(
+        "--on-import",
+        action="store_true",
+        help="for a patch of one model or feature: load and apply it when the module of its target is imported",
+    )
+    for option, meaning in {
+        "why": "what is wrong with the target",
+        "how": "what the replacement does differently",
+        "upstream": "link to the issue upstream, or 'none: REASON'",
+        "remove-when": "condition for the removal of the patch",
+    }.items():
+        new.add_argument(f"--{option}", metavar="TEXT", default="", help=f"{meaning} (default: to be filled in later)")
+    new.add_argument(
+        "--root",
+        type=Path,
+        metavar="FOLDER",
+        default=Path("."),
+        help="folder that has the package and the folder tests (default: the current folder)",
+    )
     for parser in (show, check, diff, new):
         parser.add_argument(
-            "--vllm", default="installed", metavar="SPEC", help="a version, wheel or tree (default: the installed vLLM)"
+            "--vllm",
+            default="installed",
+            metavar="VLLM",
+            help="version, wheel, source archive, source tree or VERSION@PATH (default: installed)",
         )
 
 
@@ -118,7 +166,7 @@ def _list(args: argparse.Namespace) -> int:
         columns = ("name", "target", "process", "versions", "why")
         output.print_table([c.upper() for c in columns], [[str(row[c]) for c in columns] for row in described])
     elif not patches.faults:
-        print("No patches are declared or announced.")
+        print("There are no patches.")
     for fault in patches.faults.values():
         _progress(args)(f"error: {fault}")
     return 1 if patches.faults else 0
@@ -166,11 +214,11 @@ def _check(args: argparse.Namespace) -> int:
             ("PATCH", f"ON VLLM {version}", "DETAIL"), [(v.patch, v.outcome.value, v.detail) for v in verdicts]
         )
         for verdict in verdicts:
-            if verdict.outcome.fails_a_check and verdict.diff:
+            if verdict.outcome.fails_check and verdict.diff:
                 print(f"\n{verdict.patch}:\n{verdict.diff}")
     else:
-        print("No patches to check.")
-    return 1 if any(verdict.outcome.fails_a_check for verdict in verdicts) else 0
+        print("There are no patches to check.")
+    return 1 if any(verdict.outcome.fails_check for verdict in verdicts) else 0
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -179,7 +227,7 @@ def _diff(args: argparse.Namespace) -> int:
     patch = _patches(args).get(args.name)
     index, version = _vllm(args)
     known = max(patch.fingerprints, key=Version)
-    before = _written_against(patch, known, _progress(args))
+    before = _original_source(patch, known, _progress(args))
     target = index.resolve(patch.target_module, patch.target_name)
     after = index.normalised_source_of(target.module, target.qualname) if target.is_found else ""
     lines = list(
@@ -194,9 +242,9 @@ def _diff(args: argparse.Namespace) -> int:
     return 0
 
 
-def _written_against(patch: Patch, version: str, progress: output.Progress) -> str:
-    """The source whose fingerprint the patch has for a version: the installed vLLM's if it is that, else the published
-    one's. An edited tree keeps its version, so that alone says nothing."""
+def _original_source(patch: Patch, version: str, progress: output.Progress) -> str:
+    """Returns the source whose fingerprint the patch has for a version: that of the installed vLLM, or of the published
+    one. The fingerprint decides, because an edited tree keeps its version."""
     from vllm_patchbay.errors import PatchError
     from vllm_patchbay.patch import take_fingerprint
     from vllm_patchbay.upstream import SymbolIndex, open_tree, published_tree
@@ -205,18 +253,17 @@ def _written_against(patch: Patch, version: str, progress: output.Progress) -> s
         index = SymbolIndex(opened(version, progress))
         if index.resolve(patch.target_module, patch.target_name).is_found:
             source = index.normalised_source_of(patch.target_module, patch.target_name)
-            if take_fingerprint(source).digest == patch.known()[version].digest:
+            if take_fingerprint(source).digest == patch.known_fingerprints()[version].digest:
                 return source
     raise PatchError(
-        f"the fingerprint that {patch.name} has for vLLM {version} is not that of {patch.target} as it was published; "
-        "correct it"
+        f"the fingerprint of {patch.name} for vLLM {version} is not that of the published {patch.target}; correct it"
     )
 
 
 def _docs(args: argparse.Namespace) -> int:
     from vllm_patchbay.patch.documentation import page
 
-    text = page(_patches(args).whole(), f"{args.scope.program} docs")
+    text = page(_patches(args).require_complete(), f"{args.scope.program} docs")
     if args.output:
         output.write(args.output, text)
     if args.json:
@@ -227,21 +274,19 @@ def _docs(args: argparse.Namespace) -> int:
 
 
 def _new(args: argparse.Namespace) -> int:
-    from vllm_patchbay.patch.skeleton import EXPLANATIONS, Wanted, write
+    from vllm_patchbay.patch.skeleton import TEXT_FIELDS, NewPatch, write_skeleton
 
     package = args.scope.packages()[0] if args.scope.packages is not None else args.package
-    if not package:
-        args.parser.error("--package is missing: name the package to write the patch into, such as my_plugin.patches")
     index, version = _vllm(args)
-    explained = {field: getattr(args, field) for field in EXPLANATIONS}
-    wanted = Wanted(args.target, args.process, package, args.on_import, explained)
-    written = write(wanted, index, version, args.root)
-    missing = [field for field in EXPLANATIONS if not explained[field]]
+    texts = {field: getattr(args, field) for field in TEXT_FIELDS}
+    new = NewPatch(args.target, args.process, package, args.on_import, texts)
+    written = write_skeleton(new, index, version, args.root)
+    missing = [field for field in TEXT_FIELDS if not texts[field]]
     if args.json:
         output.print_json({"written": [str(path) for path in written], "missing": missing})
     else:
         for path in written:
             print(path)
         if missing:
-            print(f"Fill in {', '.join(missing)}: the patch cannot be imported before.")
+            print(f"Fill in {', '.join(missing)}. Without them the patch cannot be imported.")
     return 0

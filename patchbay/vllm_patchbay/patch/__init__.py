@@ -1,6 +1,7 @@
-"""The patch engine applies patches that are declared as data: they are checked, explained, and expire.
+"""Declares, verifies, applies and undoes patches of vLLM.
 
-Any vLLM plugin can use it: see docs/patching.md.
+A patch is data beside its code: its target, its reason, the source that it was written against, and the condition for
+its removal. Any vLLM plugin can use this package. It imports `upstream` and nothing of vLLM.
 """
 
 from vllm_patchbay.patch.application import PatchSession

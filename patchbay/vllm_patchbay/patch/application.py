@@ -1,8 +1,8 @@
-"""Applies patches to this process, once, after verifying them; and can undo all of it.
+"""Applies patches to this process after verifying them, each of them once, and can undo them.
 
-A patch is verified against vLLM's source as soon as its process starts, and carried out when the target's module is
-there: importing it early could meet it half way through its own import. A module that is imported later is patched
-before anyone else sees it.
+A patch is verified against vLLM's source when its process starts, and applied when the module of its target has been
+imported. Patchbay does not import that module itself: at that moment the module can be in the middle of its own import.
+A module that is imported later is patched before other code sees it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import cache, partial
 from typing import Any
 
 from vllm_patchbay.errors import PatchError
-from vllm_patchbay.patch.collection import PatchFile, PatchSet, ordered, refuse_namesakes
+from vllm_patchbay.patch.collection import PatchFile, PatchSet, in_order, refuse_duplicate_names
 from vllm_patchbay.patch.declaration import Patch, Process
 from vllm_patchbay.patch.import_hook import when_imported
-from vllm_patchbay.patch.rebinding import Rebinding, find, rebind
-from vllm_patchbay.patch.verification import Outcome, Verdict, class_misfit, verify
+from vllm_patchbay.patch.rebinding import Rebinding, find_target, rebind
+from vllm_patchbay.patch.verification import Outcome, Verdict, class_incompatibility, verify
 from vllm_patchbay.upstream import SymbolIndex, installed_tree, installed_version
 
 logger = logging.getLogger("vllm.vllm_patchbay.patch")  # vLLM configures handlers for its own logger tree only
@@ -26,20 +26,21 @@ logger = logging.getLogger("vllm.vllm_patchbay.patch")  # vLLM configures handle
 
 @dataclass
 class PatchSession:
-    """The patches of one process: what was decided of each, and what was changed."""
+    """Applies patches to one process, and holds the verdict on each and what was changed for it."""
 
     index: Callable[[], SymbolIndex]
-    """Gives the source of the vLLM that is running; called only if there is a patch to verify."""
+    """Returns the source of the running vLLM. It is called when there is a patch to verify."""
     version: str
     drift: str = "error"
-    """What the session does with a patch whose target's source is unknown: 'error' raises, 'warn' applies it."""
+    """What happens to a patch whose target's source is unknown: 'error' raises, 'warn' applies the patch."""
     drift_setting: str = "PatchSession.drift to 'warn'"
-    """How the plugin's user asks for 'warn', such as a variable with its value. Error messages name it."""
+    """How a user of the plugin chooses 'warn', such as a variable with its value. Error messages name it."""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
     rebindings: dict[str, Rebinding] = field(default_factory=dict)
     _waiting: set[str] = field(default_factory=set)
+    """Names of patches and features whose module has not been imported yet."""
     _loaded: dict[str, list[Patch]] = field(default_factory=dict)
-    """Patches of features that are there, by the module that declares them."""
+    """Patches of the features that are in use, by the module that declares them."""
 
     @classmethod
     def for_installed_vllm(cls, **settings: Any) -> PatchSession:
@@ -47,86 +48,95 @@ class PatchSession:
         return cls(cache(lambda: SymbolIndex(installed_tree())), str(installed_version()), **settings)
 
     def apply(self, patches: PatchSet, process: Process) -> None:
-        """Verify a process's patches and carry them out as soon as their modules are there. Those of one model or
-        feature come last and may only stop what imports it. One that fails stops none of the others."""
-        of_process = patches.of(process)
-        faults = _Faults()
+        """Verifies the patches of a process, and applies each as soon as its module is imported.
+
+        Patches of one model or feature come last, and a failure of theirs stops only the import of that feature. A
+        patch that fails does not keep the others from being applied; the failures are raised together at the end.
+        """
+        of_process = patches.for_process(process)
+        faults = _FaultCollector()
         for patch in [p for p in of_process if not p.on_import] + [p for p in of_process if p.on_import]:
             with faults:
                 if not patch.on_import:
-                    self._decide(patch)
+                    self._verify(patch)
                 if patch.name not in self.rebindings:
-                    self._when_imported(patch.target_module, patch.name, partial(self._carry_out, patch))
-        files = [file for file in patches.features if file.process is process]
+                    self._when_imported(patch.target_module, patch.name, partial(self._rebind, patch))
+        files = [file for file in patches.deferred if file.process is process]
         for module in dict.fromkeys(module for file in files for module in file.waits_for):
             with faults:
                 waiting = [file for file in files if module in file.waits_for]
                 self._when_imported(module, f"{process} {module}", partial(self._load, waiting, patches, module))
         faults.raise_all()
 
-    def _when_imported(self, module: str, what: str, action: Callable[[], None]) -> None:
-        """Do something once, when a module has been imported, unless it is undone before."""
+    def _when_imported(self, module: str, key: str, action: Callable[[], None]) -> None:
+        """Runs an action once, when a module has been imported, unless `undo` removes its key before."""
 
-        def still_wanted() -> None:
-            if what in self._waiting:
+        def run_if_waiting() -> None:
+            if key in self._waiting:
                 action()
-                self._waiting.discard(what)
+                self._waiting.discard(key)
 
-        if what in self._waiting:
+        if key in self._waiting:
             return
-        self._waiting.add(what)
+        self._waiting.add(key)
         try:
-            when_imported(module, still_wanted)
+            when_imported(module, run_if_waiting)
         except Exception:
-            self._waiting.discard(what)  # the module is there: whoever applies again may try again
+            self._waiting.discard(key)  # the module is imported, so that a second `apply` can try again
             raise
 
     def _load(self, files: Iterable[PatchFile], patches: PatchSet, imported: str) -> None:
-        """The feature is there: load its patches, and carry out those of the module that was imported."""
-        faults = _Faults()
+        """Loads the patch files of a feature, and applies their patches of the module that was imported."""
+        faults = _FaultCollector()
         for file in files:
             with faults:
                 if file.module not in self._loaded:
                     found = file.load()
-                    refuse_namesakes((*patches.patches, *self._features(), *found))
+                    refuse_duplicate_names((*patches.patches, *self._features(), *found))
                     self._loaded[file.module] = found
         on_module = [p for p in (*patches.patches, *self._features()) if p.target_module == imported]
         with faults:
             PatchSet(tuple(on_module)).checked()
             loaded = {patch.name for file in files for patch in self._loaded.get(file.module, ())}
-            for patch in ordered(on_module):
+            for patch in in_order(on_module):
                 if patch.name in loaded:
                     with faults:
-                        self._carry_out(patch)
+                        self._rebind(patch)
         faults.raise_all()
 
     def _features(self) -> list[Patch]:
         return [patch for found in self._loaded.values() for patch in found]
 
-    def _decide(self, patch: Patch) -> Verdict:
+    def _verify(self, patch: Patch) -> Verdict:
+        """Returns the verdict on a patch. Raises PatchError if it cannot be applied, or must not without leave."""
         if patch.name in self.verdicts:
             return self.verdicts[patch.name]
         verdict = verify(patch, self.index(), self.version)
         if verdict.outcome in (Outcome.MISSING, Outcome.INCOMPATIBLE):
             raise PatchError(f"patch {patch.name}: {verdict.detail}")
-        if verdict.outcome.stops_a_start and self.drift != "warn":
+        if verdict.outcome.blocks_startup and self.drift != "warn":
             raise PatchError(f"patch {patch.name}: {verdict.detail}\n{verdict.diff}\n{self._remedy(patch, verdict)}")
-        if verdict.outcome.stops_a_start or verdict.outcome is Outcome.TOLERATED:
+        if verdict.outcome.blocks_startup or verdict.outcome is Outcome.TOLERATED:
             logger.warning("Patch %s: %s", patch.name, verdict.detail)
         if not verdict.outcome.applies:
             logger.info("Patch %s is not applied: %s", patch.name, verdict.detail)
         self.verdicts[patch.name] = verdict
         return verdict
 
-    def _carry_out(self, patch: Patch) -> None:
-        if patch.name not in self.rebindings and self._decide(patch).outcome.applies:
-            self._refuse_rival(patch)
-            self.rebindings[patch.name] = rebind(patch, partial(class_misfit, patch, self.index()))
+    def _rebind(self, patch: Patch) -> None:
+        """Puts the replacement in the target's place, if the verdict allows it and it is not there yet."""
+        if patch.name not in self.rebindings and self._verify(patch).outcome.applies:
+            self._refuse_conflict(patch)
+            self.rebindings[patch.name] = rebind(patch, partial(class_incompatibility, patch, self.index()))
             logger.info("Patch %s applied to %s.", patch.name, patch.target)
 
-    def _refuse_rival(self, patch: Patch) -> None:
-        """Sets of patches are checked when they are made; two sets, or two names of one thing, meet only here."""
-        owner, attribute, _ = find(patch)
+    def _refuse_conflict(self, patch: Patch) -> None:
+        """Raises PatchError if another patch changed the target and `patch` does not name it in `after`.
+
+        A set of patches is checked for conflicts when it is made. Conflicts between two sets, or between two names of
+        one object, show only here.
+        """
+        owner, attribute, _ = find_target(patch)
         changed = [
             rebinding.patch.name
             for rebinding in self.rebindings.values()
@@ -134,7 +144,7 @@ class PatchSession:
         ]
         if changed and patch.after != changed[-1]:
             raise PatchError(
-                f"several patches on {patch.target} ({', '.join([*changed, patch.name])}) and no one order: say "
+                f"several patches replace {patch.target} ({', '.join([*changed, patch.name])}) without an order: set "
                 f"after={changed[-1]!r} on {patch.name}, or undo the other"
             )
 
@@ -150,8 +160,8 @@ class PatchSession:
         return "waits for its module" if name in self._waiting else "NOT APPLIED"
 
     def _is_in_place(self, rebinding: Rebinding) -> bool:
-        """Whether the target is what was put there, by this patch or by one on top of it. A module that was loaded
-        again has its own again."""
+        """Returns whether the target still is what this patch, or one on top of it, put there. A module that was
+        reloaded has its own definition again."""
         owner, attribute, _, _ = rebinding.places[0]
         put = [
             after
@@ -160,31 +170,31 @@ class PatchSession:
             if place is owner and name == attribute
         ]
         try:
-            return find(rebinding.patch)[2] is put[-1]
+            return find_target(rebinding.patch)[2] is put[-1]
         except PatchError:
             return False
 
     def _remedy(self, patch: Patch, verdict: Verdict) -> str:
         if verdict.outcome is Outcome.UNEXAMINED:
-            remedy = f"Install a vLLM that is {patch.versions}, or a version of the plugin that knows this one"
+            remedy = f"Install vLLM {patch.versions}, or a version of the plugin that supports this vLLM"
         else:
             remedy = (
                 f"Adapt the patch and record the new fingerprint ('vllm-patchbay show {patch.name}' prints it; "
-                "'vllm-patchbay diff' fetches the old source to show both)"
+                f"'vllm-patchbay diff {patch.name}' downloads the old source and compares both)"
             )
-        return f"{remedy}, or set {self.drift_setting} to apply it as it is."
+        return f"{remedy}, or set {self.drift_setting} to apply the patch unchanged."
 
     def undo(self, names: Iterable[str] | None = None) -> None:
-        """Put back what was there, last applied first; by default everything."""
-        wanted = {*self.rebindings, *self._waiting} if names is None else set(names)
-        self._waiting -= wanted
-        for name in [name for name in reversed(list(self.rebindings)) if name in wanted]:
+        """Restores what the named patches replaced, last applied first; by default all of them."""
+        selected = {*self.rebindings, *self._waiting} if names is None else set(names)
+        self._waiting -= selected
+        for name in [name for name in reversed(list(self.rebindings)) if name in selected]:
             self.rebindings[name].undo()
             del self.rebindings[name], self.verdicts[name]
 
 
-class _Faults:
-    """Collects what goes wrong in each of its blocks, so that the rest goes on; raised together at the end."""
+class _FaultCollector:
+    """Collects the exceptions of several ``with`` blocks, so that later blocks run, and raises them together."""
 
     def __init__(self) -> None:
         self._found: list[Exception] = []
@@ -199,6 +209,7 @@ class _Faults:
         return False
 
     def raise_all(self) -> None:
+        """Raises the exception that was collected, or one PatchError with the texts of several."""
         if len(self._found) == 1:
             raise self._found[0]
         if self._found:

@@ -1,7 +1,7 @@
-"""A patch is a declaration beside its code.
+"""Defines `Patch`, the declaration of a patch beside its code.
 
-Everything that a comment block would say is a field, and a field that is missing or empty is an error when the module
-is imported: a patch cannot be written without its reason, its link and its end.
+What would otherwise be a comment is a field, and a field that is missing or empty is an error when the module is
+imported. A patch cannot be written without its reason, its upstream link and the condition for its removal.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _NO_LINK = "none:"
 
 
 class Process(Enum):
-    """Where a patch is needed; it is applied there at the latest."""
+    """The process that needs a patch. The patch is applied there at the latest."""
 
     PLATFORM = "platform"
-    """The API or main process, and every other, as soon as the platform is chosen."""
+    """The API server or main process, and every other process, as soon as vLLM chooses the platform."""
     ENGINE = "engine"
-    """The engine core's process."""
+    """The process of the engine core."""
     WORKER = "worker"
     """The processes that run the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What the target's source was: a digest of the whole, and one of each line.
+    """A digest of the target's source, and one of each of its lines.
 
-    Lines are kept as digests so that a drift can be shown line by line without a copy of vLLM's source.
+    The digests of lines locate a drift line by line, without a copy of vLLM's source.
     """
 
     digest: str
@@ -46,8 +46,9 @@ class Fingerprint:
 
     @classmethod
     def parse(cls, text: str) -> Fingerprint:
+        """Returns the fingerprint that a text of hexadecimal digits contains. Raises PatchError if it is none."""
         if not _FINGERPRINT.match(text):
-            raise PatchError(f"{text!r} is not a fingerprint; 'vllm-patchbay new' writes one")
+            raise PatchError(f"{text!r} is not a fingerprint; 'vllm-patchbay show' prints that of a patch's target")
         digest, *lines = text.split()
         return cls(digest, tuple(lines))
 
@@ -57,43 +58,50 @@ class Fingerprint:
 
 @dataclass(eq=False)
 class Patch:
-    """A change to one attribute of one module or class. `original` is what it replaced, once applied."""
+    """A change of one attribute of one module or class."""
 
     target: str
-    """package.module:Qualified.name"""
+    """Attribute to replace, as ``package.module:Qualified.name``."""
     process: Process
     versions: str
-    """vLLM versions it is for, as a specifier: ``>=0.32,<0.33``."""
+    """vLLM versions that the patch is for, as a specifier: ``>=0.32,<0.33``."""
     why: str
+    """What is wrong with the target."""
     how: str
+    """What the replacement does differently."""
     upstream: str
     """Link to the issue or change upstream; or ``none: `` and the reason that there is none."""
     remove_when: str
-    """The condition under which the patch goes away, in words."""
+    """Condition for the removal of the patch, in words."""
     fingerprints: Mapping[str, str]
-    """Source of the target that this was written against, by vLLM version."""
+    """Fingerprint of the target that the patch was written against, by vLLM version."""
     expires: str | None = None
-    """vLLM versions that need it no more, as a specifier; there it is reported as expired and not applied."""
+    """vLLM versions that no longer need the patch, as a specifier. There it is reported as expired and not applied."""
     tolerates_change: str | None = None
-    """Why a changed target is no reason to stop; leave it out and a drift is an error."""
+    """Reason why the patch may be applied to a changed target. Without it, a drift is an error."""
     after: str | None = None
-    """Name of another patch on the same target that this one goes on top of."""
+    """Name of the patch of the same target that this one is applied on top of."""
     on_import: bool = False
-    """Apply when the target's module is imported: for a patch of one model or feature, which then costs the others
-    nothing and cannot stop them."""
+    """Whether the patch belongs to one model or feature. It is then verified and applied when the target's module is
+    imported, and its failure affects only code that imports that module."""
     replacement: Any = field(default=None, init=False)
     is_decorated: bool = field(default=False, init=False)
-    """The replacement is a function or class, and not a value."""
+    """Whether the replacement is a function or class, and not a value."""
     name: str = field(default="", init=False)
     module: str = field(default="", init=False)
+    """Module that declares the patch."""
     original: Any = field(default=None, init=False)
+    """What the patch replaced, once it has been applied."""
     in_place: bool = field(default=False, init=False)
+    """Whether the patch is applied at present."""
 
     def __post_init__(self) -> None:
         for text in ("target", "versions", "why", "how", "upstream", "remove_when"):
             value = getattr(self, text)
             if not isinstance(value, str) or not value.strip():
-                raise PatchError(f"the patch of {self.target or 'nothing'!r} does not say {text!r}")
+                raise PatchError(
+                    f"the patch of {self.target or 'no target'!r}: the field {text!r} is empty; fill it in"
+                )
         if not _TARGET.match(self.target):
             raise PatchError(f"{self.target!r} is not a target; write package.module:Qualified.name")
         if not isinstance(self.process, Process):
@@ -104,23 +112,29 @@ class Patch:
                 if not specifier.strip():
                     raise PatchError(f"{self.target}: expires is empty; leave it out, or write it as '>=0.33'")
                 try:
-                    wanted = SpecifierSet(specifier)
+                    allowed = SpecifierSet(specifier)
                 except InvalidSpecifier as fault:
                     raise PatchError(f"{self.target}: {fault}; write versions as '>=0.32,<0.33'") from None
-                if _is_empty(wanted):
-                    raise PatchError(f"{self.target}: no version is {specifier!r}; write versions as '>=0.32,<0.33'")
+                if _is_empty(allowed):
+                    raise PatchError(
+                        f"{self.target}: no version satisfies {specifier!r}; write versions as '>=0.32,<0.33'"
+                    )
         if not self.fingerprints:
-            raise PatchError(f"{self.target}: no fingerprints; 'vllm-patchbay new' writes them")
+            raise PatchError(f"{self.target}: fingerprints is empty; 'vllm-patchbay new' writes them")
         for version, text in self.fingerprints.items():
             try:
                 Version(version)
             except InvalidVersion:
-                raise PatchError(f"{self.target}: {version!r} is not the version that a fingerprint is of") from None
+                raise PatchError(
+                    f"{self.target}: {version!r} in fingerprints is not a version; write one such as '0.32.0'"
+                ) from None
             Fingerprint.parse(text)
         if self.after is not None and not self.after.strip():
-            raise PatchError(f"{self.target}: after is empty; leave it out, or name the patch that goes before")
+            raise PatchError(f"{self.target}: after is empty; leave it out, or name the patch to go after")
         if self.tolerates_change is not None and not self.tolerates_change.strip():
-            raise PatchError(f"{self.target}: tolerates_change is empty; say why a changed target is harmless")
+            raise PatchError(
+                f"{self.target}: tolerates_change is empty; leave it out, or write why a change is harmless"
+            )
 
     @property
     def target_module(self) -> str:
@@ -130,12 +144,16 @@ class Patch:
     def target_name(self) -> str:
         return self.target.partition(":")[2]
 
-    def known(self) -> dict[str, Fingerprint]:
+    def known_fingerprints(self) -> dict[str, Fingerprint]:
+        """Returns the parsed fingerprints, by vLLM version."""
         return {version: Fingerprint.parse(text) for version, text in self.fingerprints.items()}
 
     def __call__(self, replacement: Any) -> Patch:
-        """As a decorator: the function or class that takes the target's place. For a class it may be a function that
-        takes the original and returns a subclass; then declaring the patch imports nothing of vLLM."""
+        """Declares, as a decorator, the function or class that replaces the target.
+
+        A class can also be replaced by a function that takes the original and returns a subclass. Declaring such a
+        patch imports nothing of vLLM.
+        """
         if self.name:
             raise PatchError(f"{self.name} already has its replacement")
         self.replacement = replacement
@@ -145,33 +163,34 @@ class Patch:
         return self
 
     def value(self, name: str, value: Any, module: str) -> Patch:
-        """For a module constant: the value that takes its place."""
+        """Declares the value that replaces a module constant."""
         if self.name:
             raise PatchError(f"{self.name} already has its replacement")
         self.replacement, self.name, self.module = value, name, module
         return self
 
 
-def _is_empty(wanted: SpecifierSet) -> bool:
-    """Whether the lower bounds of a range lie beyond its upper ones. Tried are the versions it names, and what comes
-    right after them: if a range has any, it has one of these."""
-    named = [Version(each.version.removesuffix(".*")) for each in wanted if each.operator != "==="]
+def _is_empty(allowed: SpecifierSet) -> bool:
+    """Returns whether no version satisfies a range, because its lower bounds are above its upper ones. It tries the
+    versions in the range's text and those right after them: a range that is not empty contains one of these."""
+    named = [Version(each.version.removesuffix(".*")) for each in allowed if each.operator != "==="]
     tried = [Version("0.0.1.dev0"), Version("99999"), *named]
     tried += [Version(f"{version.public}.post1") for version in named if version.post is None and version.dev is None]
     tried += [Version(".".join(map(str, (*version.release, 0, 1)))) for version in named]
-    return bool(named) and not any(wanted.contains(version, prereleases=True) for version in tried)
+    return bool(named) and not any(allowed.contains(version, prereleases=True) for version in tried)
 
 
 def check_link(target: str, upstream: str) -> None:
-    says_why = upstream.startswith(_NO_LINK) and upstream.removeprefix(_NO_LINK).strip()
-    if not says_why and not _LINK.match(upstream):
-        raise PatchError(f"{target}: upstream is neither a link nor '{_NO_LINK} ' and a reason")
+    """Raises PatchError if `upstream` is neither a link nor the reason that there is none."""
+    has_reason = upstream.startswith(_NO_LINK) and upstream.removeprefix(_NO_LINK).strip()
+    if not has_reason and not _LINK.match(upstream):
+        raise PatchError(f"{target}: upstream is {upstream!r}, neither a link nor '{_NO_LINK} ' and a reason")
 
 
 def patches_of(namespace: Mapping[str, Any]) -> list[Patch]:
-    """The patches that a module declares; one without a replacement is an error."""
+    """Returns the patches in a module's namespace. Raises PatchError for one without a replacement."""
     found = [value for value in namespace.values() if isinstance(value, Patch)]
     for patch in found:
         if not patch.name:
-            raise PatchError(f"the patch of {patch.target} has no replacement: decorate one with it")
+            raise PatchError(f"the patch of {patch.target} has no replacement: decorate a function or class with it")
     return list(dict.fromkeys(found))

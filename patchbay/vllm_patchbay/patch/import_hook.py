@@ -1,4 +1,7 @@
-"""Runs a function when a module has been imported, now or later: for patches that belong to one model or feature."""
+"""Runs a function when a module has been imported: at once, or after a later import.
+
+Patches use it to wait for the module of their target.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ Action = Callable[[], None]
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
-    """Stands first on the path, finds nothing by itself, and wraps the loader of the modules it waits for."""
+    """Wraps the loaders of the modules that actions wait for. It is first in ``sys.meta_path``, and the other finders
+    find the modules."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Action]] = {}
@@ -33,12 +37,14 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
+    """Runs the waiting actions after the module's own loader has executed it."""
+
     def __init__(self, loader: importlib.abc.Loader, watcher: _Watcher) -> None:
         self._loader = loader
         self._watcher = watcher
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._loader, name)  # get_source, get_filename and others that tools ask for
+        return getattr(self._loader, name)  # get_source, get_filename and others that tools use
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -48,14 +54,14 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         for action in list(self._watcher.waiting.get(module.__name__, ())):
-            # One that raises ends this import, and stays: a second import must not succeed without it.
+            # An action that raises fails this import and stays registered: a second import must not succeed without it.
             action()
         self._watcher.waiting.pop(module.__name__, None)
 
 
-class _EndingSpec(importlib.machinery.ModuleSpec):
-    """Of a module that is half way through its import: the import system notes in the spec when that has ended, and
-    nowhere else."""
+class _PendingSpec(importlib.machinery.ModuleSpec):
+    """Runs actions at the end of an import that is in progress. The import system records that end only in the spec, by
+    setting ``_initializing`` to False."""
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
@@ -64,9 +70,9 @@ class _EndingSpec(importlib.machinery.ModuleSpec):
             self.__class__ = importlib.machinery.ModuleSpec  # type: ignore[assignment]
             while actions:
                 try:
-                    when_imported(self.name, actions[0])  # if the import failed, the next one is waited for
+                    when_imported(self.name, actions[0])  # after a failed import, the action waits for the next
                 except BaseException:
-                    # As in _Loader: this import ends here, and the next must not succeed without what is left.
+                    # As in _Loader: this import fails, and the next must not succeed without the remaining actions.
                     sys.modules.pop(self.name, None)
                     for action in actions:
                         when_imported(self.name, action)
@@ -78,12 +84,12 @@ _watcher = _Watcher()
 
 
 def when_imported(module: str, action: Action) -> None:
-    """Call `action` at once if the module is there, else right after it has been imported."""
+    """Calls `action` at once if the module has been imported, else right after its import."""
     present = sys.modules.get(module)
     spec = present.__spec__ if present is not None else None
     if spec is not None and getattr(spec, "_initializing", False):
-        if not isinstance(spec, _EndingSpec):
-            spec.__class__ = _EndingSpec
+        if not isinstance(spec, _PendingSpec):
+            spec.__class__ = _PendingSpec
         spec.__dict__.setdefault("_actions", []).append(action)
     elif present is not None:
         action()

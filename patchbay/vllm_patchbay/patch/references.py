@@ -1,7 +1,8 @@
-"""Which modules of this process hold an object that another module defines, because they imported it by name.
+"""Finds the modules of this process that imported an object by name from the module that defines it.
 
-Most objects are told by their identity. Equal numbers and strings are often one object, and so is a class under
-another name, so for those the text of the modules decides: what they import, through re-exports and stars.
+Most objects are recognised by identity. That does not work for numbers and strings, of which equal ones are often the
+same object, nor for a class that has a second name. For those the source of the modules decides: what they import,
+through re-exports and star imports.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 
 def holders(owner: Any, attribute: str, value: Any) -> list[tuple[ModuleType, str]]:
-    """(module, name) of everyone but `owner` who imported its `attribute`, which is `value`."""
+    """Returns (module, name) of every module but `owner` that imported its `attribute`, whose value is `value`."""
     if not isinstance(owner, ModuleType):
         return []
     held = [
@@ -26,24 +27,25 @@ def holders(owner: Any, attribute: str, value: Any) -> list[tuple[ModuleType, st
         for name, there in list(vars(module).items())
         if there is value
     ]
-    return held if _is_known_by_identity(owner, attribute, value) else list(_importers(owner, attribute, held))
+    return held if _is_unique_object(owner, attribute, value) else list(_importers(owner, attribute, held))
 
 
-def _is_known_by_identity(owner: ModuleType, attribute: str, value: Any) -> bool:
+def _is_unique_object(owner: ModuleType, attribute: str, value: Any) -> bool:
+    """Returns whether every module that holds the object can have it only from `owner`."""
     if isinstance(value, Enum):
         return False
     home = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if home != (owner.__name__, attribute) and all(isinstance(part, str) for part in home):
         module, name = str(home[0]), str(home[1])
         if getattr(sys.modules.get(module), name, None) is value:
-            return False  # it is defined there, under that name, and held by others for that
+            return False  # it is defined in another module, and modules may have it from there
     return callable(value) or hasattr(value, "__dict__") or isinstance(value, (list, dict, set, bytearray))
 
 
 def _importers(
     owner: ModuleType, attribute: str, held: list[tuple[ModuleType, str]]
 ) -> Iterator[tuple[ModuleType, str]]:
-    """Those of the holders whose text leads to the name that `owner` has, directly or through one another."""
+    """Yields those holders whose source imports the name from `owner`, directly or through one another."""
     texts = {module.__name__: _text(module) for module, _ in held}
     imports: dict[str, list[tuple[str, str, str]]] = {}
     found = {(owner.__name__, attribute)}
@@ -70,12 +72,12 @@ def _importers(
 def _text(module: ModuleType) -> str:
     try:
         return inspect.getsource(module)
-    except (OSError, TypeError):  # a C module or a generated one, which imports no constants
+    except (OSError, TypeError):  # an extension or a generated module, which imports no constants
         return ""
 
 
 def _imports(module: ModuleType, text: str) -> Iterator[tuple[str, str, str]]:
-    """(module, name there, name here) of what a module imports by name; both names are * for a star."""
+    """Yields (origin, imported name, bound name) for each import by name; both names are * for a star import."""
     try:
         pending: list[ast.AST] = [ast.parse(text)]
     except SyntaxError:

@@ -1,4 +1,4 @@
-"""A new patch and its two tests, with everything filled in that can be read off vLLM."""
+"""Writes a new patch and its two tests, with every field filled in that vLLM's source determines."""
 
 from __future__ import annotations
 
@@ -14,67 +14,71 @@ from packaging.version import Version
 from vllm_patchbay.errors import PatchError
 from vllm_patchbay.patch import templates
 from vllm_patchbay.patch.declaration import check_link
-from vllm_patchbay.patch.verification import made_on_demand, no_attribute, take_fingerprint
+from vllm_patchbay.patch.verification import absence_reason, on_demand_reason, take_fingerprint
 from vllm_patchbay.upstream import SymbolIndex
-from vllm_patchbay.upstream.modules import Binds, Calling, Symbol
+from vllm_patchbay.upstream.modules import Binds, MethodKind, Symbol
 
-EXPLANATIONS = ("why", "how", "upstream", "remove_when")
+TEXT_FIELDS = ("why", "how", "upstream", "remove_when")
+"""Fields of a patch that its author writes in words."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What `patches new` was asked for."""
+class NewPatch:
+    """The arguments of ``vllm-patchbay new``."""
 
     target: str
     process: str
     package: str
     on_import: bool = False
-    explained: Mapping[str, str] = field(default_factory=dict)
-    """Of `EXPLANATIONS`; what is missing is left empty, and the patch cannot be imported before it is filled in."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Values of `TEXT_FIELDS`. A missing one is left empty, and the patch cannot be imported before it is filled in."""
 
 
-def write(wanted: Wanted, index: SymbolIndex, version: str, root: Path) -> list[Path]:
-    """Write three files; refuse to overwrite one."""
-    module, _, qualified = wanted.target.partition(":")
+def write_skeleton(new: NewPatch, index: SymbolIndex, version: str, root: Path) -> list[Path]:
+    """Writes a patch, its unit test and its end-to-end test below `root`, and returns their paths.
+
+    Raises PatchError if the target cannot be patched, or if one of the files exists.
+    """
+    module, _, qualified = new.target.partition(":")
     if not qualified:
-        raise PatchError(f"{wanted.target!r} names a module only; add what to patch in it: {wanted.target}:NAME")
-    if not all(part.isidentifier() for part in wanted.package.split(".")):
-        raise PatchError(f"{wanted.package!r} is not the dotted name of a package, such as my_plugin.patches")
-    if wanted.explained.get("upstream"):
-        check_link(wanted.target, wanted.explained["upstream"])
+        raise PatchError(f"{new.target!r} names only a module; add the name to patch in it: {new.target}:NAME")
+    if not all(part.isidentifier() for part in new.package.split(".")):
+        raise PatchError(f"{new.package!r} is not the dotted name of a package, such as my_plugin.patches")
+    if new.texts.get("upstream"):
+        check_link(new.target, new.texts["upstream"])
     found = index.resolve(module, qualified)
     if not found.is_found or found.symbol is None:
-        unfit = made_on_demand(index, module, qualified, found) if found.is_found else ""
-        if unfit:
-            raise PatchError(f"{wanted.target}: {unfit}")
-        raise PatchError(f"{wanted.target} does not exist in vLLM {version} ({found.reason or 'it is no definition'})")
+        reason = on_demand_reason(index, module, qualified, found) if found.is_found else ""
+        if reason:
+            raise PatchError(f"{new.target}: {reason}")
+        raise PatchError(f"{new.target} does not exist in vLLM {version} ({found.reason or 'it is not a definition'})")
     if (found.module, found.qualname) != (module, qualified):
         where = "inherited" if "." in qualified else "imported"
-        raise PatchError(f"{wanted.target} is {where} from {found.path}; patch it there")
-    unfit = no_attribute(index, found)
-    if unfit:
-        raise PatchError(f"{wanted.target} does not exist in vLLM {version} ({unfit}); an assignment would do nothing")
-    unfit = made_on_demand(index, module, qualified, found)
-    if unfit:
-        raise PatchError(f"{wanted.target}: {unfit}")
-    stem = _stem(module, root / Path(*wanted.package.split(".")) / wanted.process)
+        raise PatchError(f"{new.target} is {where} from {found.path}; patch it there")
+    reason = absence_reason(index, found)
+    if reason:
+        raise PatchError(f"{new.target} does not exist in vLLM {version} ({reason})")
+    reason = on_demand_reason(index, module, qualified, found)
+    if reason:
+        raise PatchError(f"{new.target}: {reason}")
+    stem = _stem(module, root / Path(*new.package.split(".")) / new.process)
     name = re.sub(r"\W|(?<=[a-z])(?=[A-Z])", "_", qualified).lower()
     source = index.normalised_source_of(found.module, found.qualname)
-    declaration = _declaration(name, found.symbol, source, _fields(wanted, source, version))
-    why = wanted.explained.get("why") or "in one line, what is wrong with it here."
+    declaration = _declaration(name, found.symbol, source, _fields(new, source, version))
+    why = new.texts.get("why") or "Write here in one line what is wrong with it."
     read = templates.READ.format(name=name) if found.symbol.binds is Binds.PROPERTY else ""
-    names = {"name": name, "package": wanted.package, "process": wanted.process, "module": stem, "read": read}
-    folder = root / Path(*wanted.package.split(".")) / wanted.process
+    names = {"name": name, "package": new.package, "process": new.process, "module": stem, "read": read}
+    folder = root / Path(*new.package.split(".")) / new.process
     files = {
         folder / f"patch_{stem}.py": templates.PATCH.format(
-            target=wanted.target, why_line=_in_docstring(why), declaration=declaration.strip("\n")
+            target=new.target, why_line=_in_docstring(why), declaration=declaration.strip("\n")
         ),
-        root / "tests" / "unit" / "patch" / f"test_patch_{stem}.py": templates.UNIT.format(**names),
+        root / "tests" / "unit" / "patches" / f"test_patch_{stem}.py": templates.UNIT.format(**names),
         root / "tests" / "e2e" / f"test_patch_{stem}_running.py": templates.E2E.format(**names),
     }
     for path in files:
         if path.exists():
-            raise PatchError(f"{path} exists; add the patch there by hand")
+            raise PatchError(f"{path} exists; add the patch to it by hand")
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,8 +91,8 @@ def write(wanted: Wanted, index: SymbolIndex, version: str, root: Path) -> list[
 
 
 def _stem(module: str, folder: Path) -> str:
-    """What the file is called after: the module, and the package it is in where another module of that name has its
-    patches there already."""
+    """Returns the name of the files after ``patch_``: that of the module, with the names of its packages in front where
+    a patch file of another module has that name already."""
     parts = module.split(".")
     for count in range(1, len(parts) + 1):
         stem = "_".join(parts[-count:])
@@ -99,21 +103,21 @@ def _stem(module: str, folder: Path) -> str:
 
 
 def _in_docstring(text: str) -> str:
-    line = text.partition("\n")[0].replace("\\", "\\\\").replace('"""', "'''")
-    return f"{line} " if line.endswith('"') else line
+    """Returns the first line of a text, escaped for a docstring."""
+    return text.partition("\n")[0].replace("\\", "\\\\").replace('"""', "'''")
 
 
-def _fields(wanted: Wanted, source: str, version: str) -> str:
+def _fields(new: NewPatch, source: str, version: str) -> str:
     release = Version(version)
     return templates.FIELDS.format(
-        target=wanted.target,
-        process=wanted.process.upper(),
+        target=new.target,
+        process=new.process.upper(),
         low=f"{release.major}.{release.minor}",
         high=f"{release.major}.{release.minor + 1}",
         version=version,
-        fingerprint=_folded(str(take_fingerprint(source))),
-        on_import="\n    on_import=True," if wanted.on_import else "",
-        **{each: json.dumps(wanted.explained.get(each) or "", ensure_ascii=False) for each in EXPLANATIONS},
+        fingerprint=_wrapped(str(take_fingerprint(source))),
+        on_import="\n    on_import=True," if new.on_import else "",
+        **{each: json.dumps(new.texts.get(each) or "", ensure_ascii=False) for each in TEXT_FIELDS},
     )
 
 
@@ -133,16 +137,16 @@ def _declaration(name: str, symbol: Symbol, source: str, fields: str) -> str:
 
 
 def _parameters(symbol: Symbol) -> str:
-    """Of a replacement that takes whatever the original takes; also what it passes on."""
+    """Returns the parameters of a replacement that accepts and passes on whatever the original accepts."""
     first = symbol.signature.parameters[0].name if symbol.signature and symbol.signature.parameters else ""
     if symbol.binds is Binds.PROPERTY:
         return first
-    takes_owner = symbol.calling is not Calling.NOTHING and first in ("self", "cls")
+    takes_owner = symbol.method_kind is not MethodKind.STATIC and first in ("self", "cls")
     return f"{first}, *args, **kwargs" if takes_owner else "*args, **kwargs"
 
 
 def _value(source: str) -> str:
-    """What a constant is now, if it is written out."""
+    """Returns the present value of a constant if it is a literal, else ``None``."""
     [statement, *_] = ast.parse(source).body
     value = getattr(statement, "value", None)
     try:
@@ -151,7 +155,8 @@ def _value(source: str) -> str:
         return "None"
 
 
-def _folded(fingerprint: str, width: int = 95) -> str:
+def _wrapped(fingerprint: str, width: int = 95) -> str:
+    """Returns a fingerprint as string literals of limited width, one per line."""
     lines, line = [], ""
     for word in fingerprint.split():
         if len(line) + len(word) + 1 > width:

@@ -1,9 +1,10 @@
-"""Reading a vLLM, or any package, from its source alone, without importing it.
+"""Reads vLLM, or any other package, from its source, without importing it.
 
-`open_tree` finds the source, `SymbolIndex` says what a name in it means, and `fingerprint` whether it changed.
+`open_tree` opens a source tree, `SymbolIndex` resolves names in it, and `fingerprint` shows whether a definition
+changed. The modules of this folder import nothing of Patchbay but its cache folder and its errors.
 """
 
-from vllm_patchbay.upstream.locate import installed_tree, kept_tree, open_tree, published_tree, version_of
+from vllm_patchbay.upstream.locate import cached_tree, installed_tree, open_tree, published_tree, version_of
 from vllm_patchbay.upstream.normalized import fingerprint, normalised
 from vllm_patchbay.upstream.signatures import Mismatch, Signature, mismatches
 from vllm_patchbay.upstream.source import SourceError, SourceTree
@@ -18,12 +19,12 @@ __all__ = [
     "SourceError",
     "SourceTree",
     "SymbolIndex",
+    "cached_tree",
     "fingerprint",
     "in_range",
     "installed_tree",
     "installed_version",
     "is_beyond",
-    "kept_tree",
     "mismatches",
     "normalised",
     "open_tree",

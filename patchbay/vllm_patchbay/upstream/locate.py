@@ -1,4 +1,4 @@
-"""From what a person writes (a path, a version, 'installed') to a source tree."""
+"""Opens the source tree that a user names by a path, by a version or as 'installed'."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from vllm_patchbay.errors import PatchbayError
-from vllm_patchbay.upstream.fetch import Progress, kept_archive, silent, source_archive
+from vllm_patchbay.upstream.fetch import Progress, cached_archive, no_progress, source_archive
 from vllm_patchbay.upstream.source import FolderTree, SdistTree, SourceTree, WheelTree
 from vllm_patchbay.upstream.versions import (
     VERSION_VARIABLE,
     installed_folder,
     installed_version,
-    parsed,
-    version_of_variable,
+    parse_version,
+    version_override,
 )
 
 INSTALLED = "installed"
 
-_STATED = re.compile(r"([0-9][^@/\\]*)@(.+)")
+_VERSION_AT_PATH = re.compile(r"([0-9][^@/\\]*)@(.+)")
 
 
-def open_tree(spec: str, progress: Progress = silent) -> SourceTree:
-    """The source tree that `spec` names.
+def open_tree(spec: str, progress: Progress = no_progress) -> SourceTree:
+    """Returns the source tree that `spec` names.
 
-    A path: a wheel, a source archive, the folder of the package, or a folder that has it in it (a checkout, an unpacked
-    wheel). ``installed``: what Python would import. A version: the installed vLLM if it has that version, else the
-    published one. ``VERSION@PATH``: a tree that does not say its version itself.
+    A path is that of a wheel, of a source archive, of the package's folder, or of a folder that contains it (a checkout
+    or an unpacked wheel). ``installed`` is the vLLM that Python would import. A version is the installed vLLM if it has
+    that version, else the published one. ``VERSION@PATH`` is for a tree that does not contain its version.
     """
-    stated = _STATED.fullmatch(spec)
-    if stated:
-        version = parsed(stated[1], f"{spec!r}", "write VERSION@PATH with a version such as 0.32.0")
-        return _at(Path(stated[2]), str(version))
+    versioned = _VERSION_AT_PATH.fullmatch(spec)
+    if versioned:
+        version = parse_version(versioned[1], f"{spec!r}", "write VERSION@PATH with a version such as 0.32.0")
+        return _tree_at(Path(versioned[2]), str(version))
     if spec == INSTALLED:
         return installed_tree()
     path = Path(spec).expanduser()
     if path.exists():
-        return _at(path)
+        return _tree_at(path)
     try:
         version = Version(spec)
     except InvalidVersion:
@@ -50,19 +50,20 @@ def open_tree(spec: str, progress: Progress = silent) -> SourceTree:
     return published_tree(str(version), progress)
 
 
-def published_tree(version: str, progress: Progress = silent) -> SourceTree:
-    """The vLLM of that version as it was published, fetched if it has not been before."""
+def published_tree(version: str, progress: Progress = no_progress) -> SourceTree:
+    """Returns the published vLLM of a version, and downloads it if the cache does not have it."""
     return WheelTree(source_archive(Version(version), progress), version)
 
 
-def kept_tree(version: str) -> SourceTree | None:
-    """The published vLLM of a version, if it has been fetched before; nothing is downloaded."""
-    archive = kept_archive(parsed(version, "a fingerprint", "name the version that it was taken of, such as 0.32.0"))
+def cached_tree(version: str) -> SourceTree | None:
+    """Returns the published vLLM of a version if the cache has it, else None. It downloads nothing."""
+    remedy = "name the version that it was taken from, such as 0.32.0"
+    archive = cached_archive(parse_version(version, "a fingerprint", remedy))
     return WheelTree(archive, version) if archive.is_file() else None
 
 
 def installed_tree() -> SourceTree:
-    """The vLLM of this environment, found without importing it."""
+    """Returns the vLLM of this environment, without importing it."""
     version = installed_version()
     folder = installed_folder()
     if folder is None:
@@ -73,19 +74,19 @@ def installed_tree() -> SourceTree:
 
 
 def version_of(tree: SourceTree) -> str:
-    """What a tree says it is; for one that says nothing, what the variable says."""
+    """Returns the version that a tree declares, or that of the environment variable if it declares none."""
     if tree.version:
-        return str(parsed(tree.version, tree.name, "write VERSION@PATH with a version such as 0.32.0"))
-    stated = version_of_variable()
-    if stated is None:
+        return str(parse_version(tree.version, tree.name, "write VERSION@PATH with a version such as 0.32.0"))
+    override = version_override()
+    if override is None:
         raise PatchbayError(
-            f"the source tree {tree.name} does not say which version it is; write VERSION@PATH, such as 0.32.0@PATH, "
-            f"or set {VERSION_VARIABLE}"
+            f"the source tree {tree.name} does not declare its version; write VERSION@PATH, such as 0.32.0@PATH, or "
+            f"set {VERSION_VARIABLE}"
         )
-    return str(stated)
+    return str(override)
 
 
-def _at(path: Path, version: str = "") -> SourceTree:
+def _tree_at(path: Path, version: str = "") -> SourceTree:
     if not path.exists():
         raise PatchbayError(f"{path} does not exist; give the path of a wheel or of a source tree")
     if path.is_dir():

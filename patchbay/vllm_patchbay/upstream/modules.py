@@ -1,6 +1,6 @@
-"""What one module binds, read from its syntax tree: names, classes and their members, imports, lazy names.
+"""Reads what one module binds from its syntax tree: names, classes and their members, imports, lazy names.
 
-The tree itself is not kept. A definition is remembered by its lines, and read again when its source is wanted.
+The syntax tree is not kept. A definition is recorded by its line numbers, and its source is read again when needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_patchbay.upstream.signatures import Signature, signature_of_node
 
 
 class Binds(StrEnum):
-    """How a name comes to be."""
+    """The kind of statement that binds a name."""
 
     CLASS = "class"
     FUNCTION = "function"
@@ -25,61 +25,66 @@ class Binds(StrEnum):
     INSTANCE = "instance attribute"
 
 
-class Calling(StrEnum):
-    """What a method gets as its first argument."""
+class MethodKind(StrEnum):
+    """Whether a method gets the instance, the class or neither as its first argument."""
 
     INSTANCE = "instance"
     CLASS = "class"
-    NOTHING = "nothing"
+    STATIC = "static"
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """One binding of a name. A name bound in several branches has several."""
+    """One binding of a name. A name that several branches bind has several."""
 
     name: str
     binds: Binds
     line: int
     end_line: int
     for_type_checkers: bool = False
-    """Bound only under ``if TYPE_CHECKING``: not there at run time."""
+    """Whether it is bound only under ``if TYPE_CHECKING``, and so does not exist at run time."""
     conditional: bool = False
-    """Bound in a branch, so perhaps not at all."""
+    """Whether it is bound in a branch, which may not run."""
     target: str = ""
-    """Of an import: the module. Of ``X = a.b``: ``a.b`` as written."""
+    """Module of an import; for ``X = a.b``, the text ``a.b``."""
     attribute: str = ""
-    """Of ``from target import attribute``."""
+    """Imported name, for ``from target import attribute``."""
     signature: Signature | None = None
-    calling: Calling = Calling.INSTANCE
+    method_kind: MethodKind = MethodKind.INSTANCE
     body: ClassBody | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ClassBody:
+    """The bases and the members of a class."""
+
     bases: tuple[str, ...]
-    """As written, subscripts removed. An empty string for an expression that is not a dotted name."""
+    """Base classes as written, without subscripts; an empty string for an expression that is not a dotted name."""
     metaclass: str
     members: Mapping[str, tuple[Symbol, ...]]
 
     @property
-    def answers_for_any_name(self) -> bool:
+    def has_dynamic_attributes(self) -> bool:
+        """Returns whether ``__getattr__`` or ``__getattribute__`` may provide an attribute of any name."""
         return "__getattr__" in self.members or "__getattribute__" in self.members
 
 
 @dataclass(slots=True)
 class ModuleSymbols:
+    """The names that one module binds."""
+
     name: str
     is_package: bool
     names: dict[str, list[Symbol]] = field(default_factory=dict)
     star_imports: list[str] = field(default_factory=list)
     exported: frozenset[str] | None = None
-    """``__all__`` if it is a literal."""
+    """Names in ``__all__`` if that is a literal, else None."""
     dictionaries: dict[str, frozenset[str]] = field(default_factory=dict)
-    """Keys (or elements) of literals bound at module level that hold nothing but strings there."""
+    """Keys or elements of the literals at module level that have only string keys or elements."""
     is_lazy: bool = False
-    """It has a ``__getattr__``."""
+    """Whether the module has a ``__getattr__``."""
     lazy_names: frozenset[str] | None = None
-    """Names its ``__getattr__`` knows, if that can be told; None if it may answer for any."""
+    """Names that its ``__getattr__`` provides; None if the source does not show them, so that it may provide any."""
 
     @property
     def package(self) -> str:
@@ -87,7 +92,8 @@ class ModuleSymbols:
 
 
 def read_module(name: str, source: str, *, is_package: bool) -> ModuleSymbols:
-    """Raises SyntaxError, ValueError, RecursionError or MemoryError for source that Python would not take either."""
+    """Returns what a module binds. Raises SyntaxError, ValueError, RecursionError or MemoryError for source that Python
+    cannot parse."""
     module = ModuleSymbols(name, is_package)
     tree = ast.parse(source)
     _Reader(module).block(tree.body, conditional=False, for_type_checkers=False)
@@ -96,8 +102,8 @@ def read_module(name: str, source: str, *, is_package: bool) -> ModuleSymbols:
 
 
 def children(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes directly below, those without content (Load, Add, Eq…) excepted. Several times faster than
-    ``ast.iter_child_nodes``, and most of the time goes there."""
+    """Yields the child nodes, except those without fields (Load, Add, Eq…). It is several times faster than
+    ``ast.iter_child_nodes``, and reading a tree spends most of its time here."""
     for name in node._fields:
         value = getattr(node, name, None)
         if type(value) is list:
@@ -109,7 +115,7 @@ def children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """The node and all below it, in no particular order."""
+    """Yields a node and all nodes below it, in no particular order."""
     pending = [node]
     while pending:
         node = pending.pop()
@@ -123,7 +129,8 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def dotted(node: ast.expr) -> str:
-    """``a.b.c`` as text, or an empty string. Subscripts are dropped: ``Base[T]`` is ``Base``."""
+    """Returns the text of a dotted name such as ``a.b.c``, or an empty string. Subscripts are dropped: ``Base[T]`` is
+    ``Base``."""
     if isinstance(node, ast.Subscript):
         return dotted(node.value)
     if isinstance(node, ast.Name):
@@ -135,7 +142,8 @@ def dotted(node: ast.expr) -> str:
 
 
 def absolute(package: str, level: int, module: str | None) -> str:
-    """The module that ``from ..module import`` means inside `package`; empty if it leaves the top."""
+    """Returns the module that ``from ..module import`` refers to inside `package`, or an empty string if it is above
+    the top-level package."""
     if level == 0:
         return module or ""
     parts = package.split(".") if package else []
@@ -145,10 +153,12 @@ def absolute(package: str, level: int, module: str | None) -> str:
 
 
 def is_type_checking(test: ast.expr) -> bool:
+    """Returns whether the test of an ``if`` is ``TYPE_CHECKING``."""
     return dotted(test).rpartition(".")[2] == "TYPE_CHECKING"
 
 
 def bound_names(target: ast.expr) -> Iterator[str]:
+    """Yields the names that an assignment target binds."""
     if isinstance(target, ast.Name):
         yield target.id
     elif isinstance(target, (ast.Tuple, ast.List)):
@@ -159,7 +169,8 @@ def bound_names(target: ast.expr) -> Iterator[str]:
 
 
 def strings_in(node: ast.expr | None) -> frozenset[str] | None:
-    """Keys of a dictionary, elements of a list, tuple or set; None if one of them is not a literal string."""
+    """Returns the keys of a dictionary or the elements of a list, tuple or set; None if one of them is not a literal
+    string."""
     if isinstance(node, ast.Dict):
         elements: Iterable[ast.expr | None] = node.keys
     elif isinstance(node, (ast.List, ast.Tuple, ast.Set)):
@@ -177,7 +188,7 @@ def strings_in(node: ast.expr | None) -> frozenset[str] | None:
 
 
 class _Reader:
-    """Walks the statements that run when the module is imported."""
+    """Reads the statements that run when the module is imported."""
 
     def __init__(self, module: ModuleSymbols) -> None:
         self.module = module
@@ -191,23 +202,23 @@ class _Reader:
                     conditional=conditional or not checking,
                     for_type_checkers=for_type_checkers or checking,
                 )
-                # After 'if TYPE_CHECKING: … else: …' the second branch is the one that runs.
+                # Of 'if TYPE_CHECKING: … else: …', the second branch runs.
                 self.block(
                     statement.orelse, conditional=conditional or not checking, for_type_checkers=for_type_checkers
                 )
             else:
                 for nested, is_branch in _blocks(statement):
                     self.block(nested, conditional=conditional or is_branch, for_type_checkers=for_type_checkers)
-                self._star(statement)
+                self._record_star_import(statement)
                 for symbol in symbols_of(statement, self.module.package, conditional, for_type_checkers):
                     self.module.names.setdefault(symbol.name, []).append(symbol)
-                self._literal(statement)
+                self._record_literal(statement)
 
-    def _star(self, statement: ast.stmt) -> None:
+    def _record_star_import(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.ImportFrom) and any(alias.name == "*" for alias in statement.names):
             self.module.star_imports.append(absolute(self.module.package, statement.level, statement.module))
 
-    def _literal(self, statement: ast.stmt) -> None:
+    def _record_literal(self, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Assign):
             targets, value = statement.targets, statement.value
         elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
@@ -230,7 +241,7 @@ class _Reader:
 
 
 def _blocks(statement: ast.stmt) -> Iterator[tuple[list[ast.stmt], bool]]:
-    """The blocks inside a statement other than `if`, and whether each is a branch that may not run."""
+    """Yields the blocks inside a statement other than ``if``, and whether each is a branch that may not run."""
     if isinstance(statement, (ast.Try, ast.TryStar)):
         yield statement.body, True
         for handler in statement.handlers:
@@ -250,7 +261,7 @@ def _blocks(statement: ast.stmt) -> Iterator[tuple[list[ast.stmt], bool]]:
 def symbols_of(
     statement: ast.stmt, package: str, conditional: bool = False, for_type_checkers: bool = False
 ) -> Iterator[Symbol]:
-    """The names that one statement binds, those inside its blocks excepted."""
+    """Yields the names that one statement binds, except those that the blocks inside it bind."""
     line, end_line = statement.lineno, statement.end_lineno or statement.lineno
 
     def symbol(name: str, binds: Binds, **more: object) -> Symbol:
@@ -275,9 +286,9 @@ def symbols_of(
         if decorators & {"setter", "deleter"}:
             yield symbol(statement.name, Binds.PROPERTY)
             return
-        calling = Calling.CLASS if "classmethod" in decorators else Calling.INSTANCE
-        calling = Calling.NOTHING if "staticmethod" in decorators else calling
-        yield symbol(statement.name, Binds.FUNCTION, signature=signature_of_node(statement), calling=calling)
+        kind = MethodKind.CLASS if "classmethod" in decorators else MethodKind.INSTANCE
+        kind = MethodKind.STATIC if "staticmethod" in decorators else kind
+        yield symbol(statement.name, Binds.FUNCTION, signature=signature_of_node(statement), method_kind=kind)
     elif isinstance(statement, ast.ClassDef):
         line = min([line, *(decorator.lineno for decorator in statement.decorator_list)])
         yield symbol(statement.name, Binds.CLASS, body=class_body(statement, package))
@@ -312,7 +323,7 @@ def symbols_of(
 
 
 def class_body(node: ast.ClassDef, package: str, *, instances: bool = True) -> ClassBody:
-    """What a class binds; with `instances`, also what its methods set on their first argument."""
+    """Returns what a class binds; with `instances`, also the attributes that its methods set on `self`."""
     members: dict[str, list[Symbol]] = {}
 
     def collect(statements: Iterable[ast.stmt], conditional: bool, for_type_checkers: bool) -> None:
@@ -327,10 +338,10 @@ def class_body(node: ast.ClassDef, package: str, *, instances: bool = True) -> C
             for symbol in symbols_of(statement, package, conditional, for_type_checkers):
                 members.setdefault(symbol.name, []).append(symbol)
             if instances and isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                for name, line, for_certain in _self_attributes(statement):
+                for name, line, always_set in _self_attributes(statement):
                     known = members.get(name)
-                    if known is None or (for_certain and known[-1].binds is Binds.INSTANCE):
-                        members[name] = [Symbol(name, Binds.INSTANCE, line, line, conditional=not for_certain)]
+                    if known is None or (always_set and known[-1].binds is Binds.INSTANCE):
+                        members[name] = [Symbol(name, Binds.INSTANCE, line, line, conditional=not always_set)]
 
     collect(node.body, False, False)
     metaclass = next((dotted(keyword.value) for keyword in node.keywords if keyword.arg == "metaclass"), "")
@@ -342,9 +353,10 @@ def class_body(node: ast.ClassDef, package: str, *, instances: bool = True) -> C
 
 
 def _self_attributes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, int, bool]]:
-    """Name, line, and whether every instance has it set when it is made."""
-    makes = function.name in ("__init__", "__post_init__")
-    top = {id(statement) for statement in function.body} if makes else set()
+    """Yields the attributes that a method sets on its first argument: name, line, and whether creating an instance
+    always sets it."""
+    is_initializer = function.name in ("__init__", "__post_init__")
+    top = {id(statement) for statement in function.body} if is_initializer else set()
     certain = {
         id(target)
         for statement in function.body
@@ -354,13 +366,13 @@ def _self_attributes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterat
     first = [*function.args.posonlyargs, *function.args.args]
     if not first:
         return
-    me = first[0].arg
+    receiver = first[0].arg
     for node in walk(function):
         if (
             isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)
             and isinstance(node.value, ast.Name)
-            and node.value.id == me
+            and node.value.id == receiver
         ):
             yield node.attr, node.lineno, id(node) in certain
 
@@ -370,7 +382,8 @@ def _called(node: ast.expr) -> ast.expr:
 
 
 def _read_lazy_names(module: ModuleSymbols, tree: ast.Module) -> None:
-    """A ``__getattr__`` that looks a name up in literals of its module and raises otherwise knows just those names."""
+    """Records the names that the module's ``__getattr__`` provides. They are known if it looks the name up in literals
+    of the module, and raises AttributeError for every other name."""
     if "__getattr__" not in module.names:
         return
     functions = [n for n in walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "__getattr__"]
@@ -380,27 +393,29 @@ def _read_lazy_names(module: ModuleSymbols, tree: ast.Module) -> None:
     module.is_lazy = True
     known: set[str] = set()
     for function in functions:
-        names = _names_known_to(function, module.dictionaries)
+        names = _names_provided_by(function, module.dictionaries)
         if names is None:
             return
         known |= names
     module.lazy_names = frozenset(known)
 
 
-def _names_known_to(function: ast.FunctionDef, literals: Mapping[str, frozenset[str]]) -> set[str] | None:
-    asked = function.args.args[0].arg
+def _names_provided_by(function: ast.FunctionDef, literals: Mapping[str, frozenset[str]]) -> set[str] | None:
+    """Returns the names that a ``__getattr__`` compares its argument with or looks up; None if they are not literals,
+    or if the function does not raise AttributeError."""
+    argument = function.args.args[0].arg
     known: set[str] = set()
     raises = False
     for node in walk(function):
         if isinstance(node, ast.Raise):
             raises = raises or (node.exc is not None and dotted(_called(node.exc)) == "AttributeError")
-        elif isinstance(node, ast.Compare) and dotted(node.left) == asked:
+        elif isinstance(node, ast.Compare) and dotted(node.left) == argument:
             for operator, side in zip(node.ops, node.comparators, strict=True):
-                names = _compared(operator, side, literals)
+                names = _compared_names(operator, side, literals)
                 if names is None:
                     return None
                 known |= names
-        elif isinstance(node, ast.Call) and node.args and dotted(node.args[0]) == asked:
+        elif isinstance(node, ast.Call) and node.args and dotted(node.args[0]) == argument:
             table, _, method = dotted(node.func).rpartition(".")
             if method == "get":
                 if table not in literals:
@@ -409,7 +424,8 @@ def _names_known_to(function: ast.FunctionDef, literals: Mapping[str, frozenset[
     return known if raises else None
 
 
-def _compared(operator: ast.cmpop, side: ast.expr, literals: Mapping[str, frozenset[str]]) -> set[str] | None:
+def _compared_names(operator: ast.cmpop, side: ast.expr, literals: Mapping[str, frozenset[str]]) -> set[str] | None:
+    """Returns the names on the other side of a comparison, or None if they are not literals."""
     if isinstance(operator, (ast.Eq, ast.NotEq)):
         return {side.value} if isinstance(side, ast.Constant) and isinstance(side.value, str) else None
     if not isinstance(operator, (ast.In, ast.NotIn)):

@@ -1,7 +1,7 @@
-"""Source reduced to what it does: comments, docstrings, layout and quoting do not count.
+"""Normalises and fingerprints source, so that comments, docstrings, layout and quoting make no difference.
 
-A fingerprint is taken from the syntax tree in a form of our own, because neither ``ast.unparse`` nor ``ast.dump`` gives
-the same text under every version of Python, and a fingerprint is compared years after it was written down.
+A fingerprint is taken from the syntax tree in a form of Patchbay's own: neither ``ast.unparse`` nor ``ast.dump`` gives
+the same text under every version of Python, and a fingerprint is compared years after it was recorded.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import hashlib
 from collections.abc import Iterator
 
 _IGNORED = frozenset({"ctx", "kind", "type_comment", "type_ignores", "lineno", "col_offset", "end_lineno"})
-_LENGTH = 16
+_DIGITS = 16
 
 
 def normalised(source: str) -> str:
-    """The source of one or more statements without comments and docstrings, laid out by ``ast.unparse``."""
-    tree = _parsed(source)
-    return ast.unparse(tree)
+    """Returns the source of one or more statements without comments and docstrings, laid out by ``ast.unparse``."""
+    return ast.unparse(_parse(source))
 
 
 def fingerprint(source: str) -> str:
-    """16 hexadecimal digits. Equal for `source` and ``normalised(source)``."""
-    text = "".join(_canonical(_parsed(source)))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_LENGTH]
+    """Returns a digest of 16 hexadecimal digits, which is equal for `source` and ``normalised(source)``."""
+    text = "".join(_canonical(_parse(source)))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGITS]
 
 
-def _parsed(source: str) -> ast.Module:
+def _parse(source: str) -> ast.Module:
+    """Returns the syntax tree of some statements, indented or not, without docstrings."""
     if source[:1] in (" ", "\t"):
         # A method, cut out of its class. Removing the indentation would change strings that span lines.
         wrapped = ast.parse(f"if 1:\n{source}").body[0]
@@ -43,6 +43,7 @@ def _parsed(source: str) -> ast.Module:
 
 
 def _canonical(node: object) -> Iterator[str]:
+    """Yields the parts of a text that stands for a syntax tree and is the same under every version of Python."""
     if isinstance(node, ast.JoinedStr):
         yield "(f"
         yield from _joined(node.values)
@@ -50,7 +51,7 @@ def _canonical(node: object) -> Iterator[str]:
     elif isinstance(node, ast.AST):
         yield f"({type(node).__name__}"
         for name, value in ast.iter_fields(node):
-            # Fields that a newer Python added are empty for source that an older one could read.
+            # Fields that a newer Python added are empty for source that an older Python can parse.
             if name not in _IGNORED and value is not None and value != []:
                 yield f" {name}="
                 yield from _canonical(value)
@@ -66,7 +67,8 @@ def _canonical(node: object) -> Iterator[str]:
 
 
 def _joined(values: list[ast.expr]) -> Iterator[str]:
-    """Adjacent and empty literal parts of an f-string are split differently by different versions of Python."""
+    """Yields the parts of an f-string, with adjacent literal parts joined and empty ones left out: versions of Python
+    differ in how they split them."""
     literal = ""
     for value in values:
         if isinstance(value, ast.Constant):

@@ -1,7 +1,7 @@
-"""Signatures read from source, and whether one function can stand where callers expect another.
+"""Reads signatures from source, and compares whether one function accepts every call that another accepts.
 
-Compared is what a caller can do: how many arguments by position, which by name, which may be left out. Annotations and
-the values of defaults do not count.
+The comparison is about what a caller can pass: how many arguments by position, which by name, and which can be left
+out. It ignores annotations and the values of defaults.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
+    """The kind of a parameter, as in `inspect.Parameter.kind`."""
+
     POSITIONAL_ONLY = "positional-only"
     NORMAL = "normal"
     VAR_POSITIONAL = "*"
@@ -22,6 +24,8 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
+    """One parameter of a function."""
+
     name: str
     kind: Kind
     has_default: bool = False
@@ -33,9 +37,11 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
+    """The parameters of a function, and whether a call of it has to be awaited."""
+
     parameters: tuple[Parameter, ...]
     is_async: bool = False
-    """Calling it gives something to await. An asynchronous generator does not."""
+    """Whether a call returns an awaitable. A call of an asynchronous generator function does not."""
 
     @property
     def positional(self) -> tuple[Parameter, ...]:
@@ -54,7 +60,7 @@ class Signature:
         return any(p.kind is Kind.VAR_KEYWORD for p in self.parameters)
 
     def without_first(self) -> Signature:
-        """As seen by the caller of a bound method."""
+        """Returns the signature that the caller of a bound method sees: without `self` or `cls`."""
         if self.parameters and self.parameters[0].kind in (Kind.POSITIONAL_ONLY, Kind.NORMAL):
             return replace(self, parameters=self.parameters[1:])
         return self
@@ -75,6 +81,7 @@ class Signature:
 
 
 def signature_of_node(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Signature:
+    """Returns the signature of a function, its first parameter included."""
     arguments = node.args
     positional = [(a.arg, Kind.POSITIONAL_ONLY) for a in arguments.posonlyargs]
     positional += [(a.arg, Kind.NORMAL) for a in arguments.args]
@@ -88,11 +95,11 @@ def signature_of_node(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     ]
     if arguments.kwarg:
         found.append(Parameter(arguments.kwarg.arg, Kind.VAR_KEYWORD))
-    return Signature(tuple(found), isinstance(node, ast.AsyncFunctionDef) and not _gives_a_stream(node))
+    return Signature(tuple(found), isinstance(node, ast.AsyncFunctionDef) and not _is_async_generator(node))
 
 
-def _gives_a_stream(node: ast.AsyncFunctionDef) -> bool:
-    """Whether calling it gives an asynchronous iterator, told by a yield or, for a stub, by its annotation."""
+def _is_async_generator(node: ast.AsyncFunctionDef) -> bool:
+    """Returns whether a call gives an asynchronous iterator: the body has a yield, or a stub's annotation is one."""
     pending: list[ast.AST] = list(node.body)
     while pending:
         inner = pending.pop()
@@ -106,7 +113,7 @@ def _gives_a_stream(node: ast.AsyncFunctionDef) -> bool:
 
 
 class Fault(StrEnum):
-    """What a caller of the original does that fails with the replacement."""
+    """Names what a caller of the original does that fails with the replacement."""
 
     ANY_CALL = "any call"
     OMITS = "leaves the argument out"
@@ -125,49 +132,51 @@ class Mismatch:
     what: str
     parameter: str = ""
     index: int = -1
-    """Of the parameter, among those that can be passed by position."""
+    """Place of the parameter among those that can be passed by position."""
 
     @property
     def is_about_arguments(self) -> bool:
+        """Returns whether it concerns the parameters, and not whether the function is asynchronous."""
         return not self.what.startswith("upstream is ")
 
     @property
     def certain(self) -> bool:
-        """Every call fails, and not only one of a certain form."""
+        """Returns whether every call fails, and not only calls of some form."""
         return self.fault is Fault.ANY_CALL
 
 
 def mismatches(original: Signature, replacement: Signature) -> tuple[Mismatch, ...]:
-    """What callers of `original` cannot do with `replacement`; empty if it can stand in its place.
+    """Returns the calls of `original` that fail with `replacement`; empty if it can take the original's place.
 
-    Both as the caller sees them: `without_first()` for methods.
+    Both signatures are those that the caller sees: `without_first()` for methods.
     """
     found: list[Mismatch] = []
     if original.is_async and not replacement.is_async:
-        # A plain function may return something to await.
+        # A plain function can return an awaitable, so not every call fails.
         found.append(Mismatch(Fault.PASSES_MORE, "upstream is async and the override is not"))
     elif replacement.is_async and not original.is_async:
         found.append(Mismatch(Fault.ANY_CALL, "upstream is not async and the override is"))
     if original.takes_any_positional and original.takes_any_keyword:
-        # It promises nothing: a placeholder for overrides of any shape.
+        # (*args, **kwargs) is a placeholder: overrides may have any parameters.
         return tuple(found)
-    return (*found, *_not_accepted(original, replacement), *_demanded(original, replacement))
+    return (*found, *_not_accepted(original, replacement), *_required(original, replacement))
 
 
 def _not_accepted(original: Signature, replacement: Signature) -> Iterator[Mismatch]:
+    """Yields the arguments that the original accepts and the replacement does not."""
     accepted = {p.name: p for p in replacement.parameters if p.kind in (Kind.NORMAL, Kind.KEYWORD_ONLY)}
     places = replacement.positional
     for index, parameter in enumerate(original.positional):
         name = parameter.name
         instead = places[index] if index < len(places) else None
         by_place = instead is not None or replacement.takes_any_positional
-        # '**kwargs' takes the name, but what is in its place is then not given.
+        # '**kwargs' accepts the name, but then the parameter at its position gets no argument.
         by_name = name in accepted or (replacement.takes_any_keyword and (instead is None or instead.has_default))
         if parameter.kind is Kind.POSITIONAL_ONLY:
             if not by_place:
-                yield _refused(parameter, index)
+                yield _rejected(parameter, index)
         elif not by_place and not by_name:
-            yield _refused(parameter, index)
+            yield _rejected(parameter, index)
         elif not by_place:
             yield Mismatch(Fault.BY_POSITION, f"{name!r} is not accepted by position", name, index)
         elif not by_name:
@@ -177,7 +186,7 @@ def _not_accepted(original: Signature, replacement: Signature) -> Iterator[Misma
             yield Mismatch(Fault.BY_POSITION, f"{name!r} is at another position", name, index)
     for parameter in original.keyword_only:
         if parameter.name not in accepted and not replacement.takes_any_keyword:
-            yield _refused(parameter, -1)
+            yield _rejected(parameter, -1)
     if original.takes_any_positional and not replacement.takes_any_positional:
         yield Mismatch(Fault.PASSES_MORE, "further positional arguments are not accepted")
     elif original.takes_any_positional:
@@ -188,12 +197,14 @@ def _not_accepted(original: Signature, replacement: Signature) -> Iterator[Misma
         yield Mismatch(Fault.PASSES_MORE, "further keyword arguments are not accepted")
 
 
-def _refused(parameter: Parameter, index: int) -> Mismatch:
+def _rejected(parameter: Parameter, index: int) -> Mismatch:
+    """Returns the mismatch of a parameter that the replacement accepts neither by position nor by name."""
     fault = Fault.PASSES if parameter.has_default else Fault.ANY_CALL
     return Mismatch(fault, f"{parameter.name!r} is not accepted", parameter.name, index)
 
 
-def _demanded(original: Signature, replacement: Signature) -> Iterator[Mismatch]:
+def _required(original: Signature, replacement: Signature) -> Iterator[Mismatch]:
+    """Yields the arguments that the replacement requires and callers of the original need not pass."""
     given = {p.name: p for p in original.parameters if p.kind in (Kind.NORMAL, Kind.KEYWORD_ONLY)}
     places = original.positional
     for index, parameter in enumerate([*replacement.positional, *replacement.keyword_only]):

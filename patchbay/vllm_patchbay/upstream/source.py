@@ -1,7 +1,7 @@
-"""A package's Python source, read without importing it: from a folder, from a wheel, from a source archive.
+"""Reads the Python source of a package from a folder, a wheel or a source archive, without importing it.
 
-Archives are read in place. Nothing in them is believed: an entry is used only if its name is a plain relative path, and
-only up to a size that no honest module has.
+Archives are read in place and are not trusted: an entry is read only if its name is a relative path that stays below
+the archive's root, and only up to a size far above that of any real module.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vllm_patchbay.errors import PatchbayError
-from vllm_patchbay.upstream.versions import stated_version, version_in
+from vllm_patchbay.upstream.versions import declared_version, version_in
 
-LARGEST_MODULE = 16 * 2**20
-"""Bytes. vLLM's largest module has about 0.3 MiB."""
+MAX_MODULE_BYTES = 16 * 2**20
+"""Limit of one module. vLLM's largest has about 0.3 MiB."""
 
-MOST_SOURCE = 1024 * 2**20
-"""Bytes of all modules of an archive together."""
+MAX_SOURCE_BYTES = 1024 * 2**20
+"""Limit of all modules of an archive together."""
 
-MOST_ENTRIES = 200_000
+MAX_ENTRIES = 200_000
 
 COMPILED = (".so", ".pyd")
+"""Suffixes of compiled modules."""
 
 
 class SourceError(PatchbayError):
@@ -37,46 +38,47 @@ class SourceError(PatchbayError):
 
 
 class SourceTree(ABC):
-    """The Python modules of one version of a package, by dotted name."""
+    """Gives access to the Python modules of one version of a package, by dotted name."""
 
     name: str
-    """What to call it in a report, such as ``vllm 0.32.0``."""
+    """Name of the tree in reports, such as ``vllm 0.32.0``."""
 
     version: str
-    """Empty if the tree does not say."""
+    """Version of the package; empty if the tree does not declare one."""
 
     package: str
 
     @abstractmethod
     def modules(self) -> Iterable[str]:
-        """Names of all modules that have Python source, packages included."""
+        """Returns the names of all modules that have Python source, packages included."""
 
     @abstractmethod
     def read(self, module: str) -> str | None:
-        """The source of a module, or None if it has none. SourceError if it is there and cannot be read."""
+        """Returns the source of a module, or None if it has none. Raises SourceError if its file cannot be read."""
 
     @abstractmethod
     def is_package(self, module: str) -> bool:
-        """Whether the module can have modules below it. A folder without ``__init__.py`` is one too."""
+        """Returns whether the module can contain modules. A folder without ``__init__.py`` is a package too."""
 
     @abstractmethod
     def is_compiled(self, module: str) -> bool:
-        """Whether the module is there as machine code, so that nothing can be said about its content."""
+        """Returns whether the module is a compiled extension, so that its names cannot be read."""
 
     @abstractmethod
     def file_of(self, module: str) -> str:
-        """The path of the module's file within the tree, for people to read."""
+        """Returns the path of the module's file within the tree, for reports."""
 
     @cached_property
     def derived(self) -> dict[str, Any]:
-        """What was worked out from the source, kept with it so that it is worked out once. Not sent to other
-        processes."""
+        """Holds results that were computed from the source, so that each is computed once per process. It is left out
+        when the tree is pickled."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "derived"}
 
     def has(self, module: str) -> bool:
+        """Returns whether the module exists, as source, as a package or as a compiled extension."""
         return module in self.module_names or self.is_package(module) or self.is_compiled(module)
 
     @cached_property
@@ -88,16 +90,16 @@ class SourceTree(ABC):
 
 
 class FolderTree(SourceTree):
-    """`folder` is the package itself: it has the ``__init__.py``."""
+    """Reads a package from its own folder: the one that has the ``__init__.py``."""
 
     def __init__(self, folder: Path, version: str = "", package: str = "vllm") -> None:
         self.folder = folder
         self.package = package
-        self.version = version or version_in(folder) or _version_of_neighbour(folder, package)
+        self.version = version or version_in(folder) or _version_beside(folder, package)
         self.name = f"{package} {self.version or f'in {folder}'}"
 
     def modules(self) -> Iterator[str]:
-        # Links are not followed: a loop would never end, and a package has no need of them.
+        # Links are not followed: a loop of links would never end, and packages do not need them.
         for folder, folders, files in os.walk(self.folder):
             folders[:] = sorted(name for name in folders if name.isidentifier())
             parts = [self.package, *Path(folder).relative_to(self.folder).parts]
@@ -110,10 +112,10 @@ class FolderTree(SourceTree):
         path = self._path(module)
         for candidate in (path / "__init__.py", path.with_name(path.name + ".py")):
             if candidate.is_file():
-                if candidate.stat().st_size > LARGEST_MODULE:
-                    raise SourceError(f"{candidate} has more than {LARGEST_MODULE >> 20} MiB; it is not read")
+                if candidate.stat().st_size > MAX_MODULE_BYTES:
+                    raise SourceError(f"{candidate} is not read: it has more than {MAX_MODULE_BYTES >> 20} MiB")
                 try:
-                    return decoded(candidate.read_bytes(), str(candidate))
+                    return decode_source(candidate.read_bytes(), str(candidate))
                 except OSError as fault:
                     raise SourceError(f"{candidate} cannot be read: {fault.strerror}") from fault
         return None
@@ -145,7 +147,7 @@ class FolderTree(SourceTree):
 
 
 class _ArchiveTree(SourceTree):
-    """Over a mapping from module to the name of its entry."""
+    """Reads a package from an archive, through a mapping from module names to the names of entries."""
 
     location: Path
     _entries: Mapping[str, str]
@@ -168,14 +170,15 @@ class _ArchiveTree(SourceTree):
         entry = self._entries.get(module)
         if entry is None:
             return None
-        return decoded(self.content(entry), f"{entry} in {self.location.name}")
+        return decode_source(self.content(entry), f"{entry} in {self.location.name}")
 
     @abstractmethod
     def content(self, entry: str) -> bytes:
-        """One entry of the archive. SourceError if it is damaged or too large."""
+        """Returns one entry of the archive. Raises SourceError if it is damaged or too large."""
 
-    def _arrange(self, names: Iterable[str], package: str) -> None:
-        """Sort entries, given as paths below the folder that holds the package."""
+    def _index_entries(self, names: Iterable[str], package: str) -> None:
+        """Sorts the entries into modules, packages and compiled extensions. Names are relative to the folder that
+        holds the package."""
         entries: dict[str, str] = {}
         compiled = set()
         for name in names:
@@ -197,38 +200,43 @@ class _ArchiveTree(SourceTree):
 
 
 class Wheel:
-    """A wheel, or any zip file laid out like one. Opened once per process: a position in an open file is shared with
-    children, and two readers would disturb each other."""
+    """Reads a wheel, or any zip file with the layout of one.
+
+    Each process opens the file for itself: a forked child shares the position in an open file with its parent, and two
+    readers would disturb each other.
+    """
 
     def __init__(self, location: Path) -> None:
         self.location = location
         self._opened: tuple[int, zipfile.ZipFile] | None = None
         infos = self._archive().infolist()
-        if len(infos) > MOST_ENTRIES:
-            raise SourceError(f"{location} has {len(infos)} entries; more than {MOST_ENTRIES} are not read")
-        plain = [info for info in infos if is_plain(info.filename)]
-        source = sum(info.file_size for info in plain if info.filename.endswith(".py"))
-        if source > MOST_SOURCE:
-            raise SourceError(f"{location} would unpack to {source >> 20} MiB of Python; it is not read")
-        self.names = tuple(info.filename for info in plain)
+        if len(infos) > MAX_ENTRIES:
+            raise SourceError(f"{location} is not read: it has {len(infos)} entries, more than {MAX_ENTRIES}")
+        safe = [info for info in infos if is_safe_path(info.filename)]
+        source = sum(info.file_size for info in safe if info.filename.endswith(".py"))
+        if source > MAX_SOURCE_BYTES:
+            raise SourceError(f"{location} is not read: it would unpack to {source >> 20} MiB of Python")
+        self.names = tuple(info.filename for info in safe)
 
     def content(self, entry: str) -> bytes:
-        """One entry. SourceError if it is damaged or too large."""
+        """Returns one entry. Raises SourceError if it is damaged or too large."""
         try:
             with self._archive().open(entry) as stream:
-                # What the directory says of a size need not be so.
-                content = stream.read(LARGEST_MODULE + 1)
+                # The size in the archive's directory can be wrong, so it is not relied on.
+                content = stream.read(MAX_MODULE_BYTES + 1)
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as fault:
             raise SourceError(f"{entry} in {self.location.name} is damaged: {fault}") from fault
-        if len(content) > LARGEST_MODULE:
-            raise SourceError(f"{entry} in {self.location.name} has more than {LARGEST_MODULE >> 20} MiB; not read")
+        if len(content) > MAX_MODULE_BYTES:
+            raise SourceError(
+                f"{entry} in {self.location.name} is not read: it has more than {MAX_MODULE_BYTES >> 20} MiB"
+            )
         return content
 
     def metadata(self, file: str) -> str:
-        """The text of a file of the wheel's ``.dist-info`` folder, or an empty string."""
+        """Returns the text of a file of the wheel's ``.dist-info`` folder, or an empty string."""
         for name in self.names:
             if name.count("/") == 1 and name.endswith(f".dist-info/{file}"):
-                return decoded(self.content(name), name)
+                return decode_source(self.content(name), name)
         return ""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -246,14 +254,16 @@ class Wheel:
 
 
 class WheelTree(_ArchiveTree):
+    """Reads a package from a wheel."""
+
     def __init__(self, location: Path, version: str = "", package: str = "vllm") -> None:
         self.location = location
         self._wheel = Wheel(location)
-        self._arrange(self._wheel.names, package)
+        self._index_entries(self._wheel.names, package)
         self.version = (
             version
             or _version_in_metadata(self._wheel.metadata("METADATA"))
-            or stated_version(self.read(f"{package}._version") or "")
+            or declared_version(self.read(f"{package}._version") or "")
         )
         self.name = f"{package} {self.version or f'in {location.name}'}"
 
@@ -262,7 +272,10 @@ class WheelTree(_ArchiveTree):
 
 
 class SdistTree(_ArchiveTree):
-    """A ``.tar.gz``. It cannot be read at random, so the modules are kept, compressed, in memory."""
+    """Reads a package from a source archive (``.tar.gz``).
+
+    The modules are kept in memory, compressed, because a tar file has no random access.
+    """
 
     def __init__(self, archive: Path, version: str = "", package: str = "vllm") -> None:
         self.location = archive
@@ -272,26 +285,28 @@ class SdistTree(_ArchiveTree):
         try:
             with tarfile.open(archive, "r:*") as tar:
                 for count, member in enumerate(tar):
-                    if count > MOST_ENTRIES:
-                        raise SourceError(f"{archive} has more than {MOST_ENTRIES} entries; it is not read")
+                    if count > MAX_ENTRIES:
+                        raise SourceError(f"{archive} is not read: it has more than {MAX_ENTRIES} entries")
                     # The first folder is NAME-VERSION.
                     name = member.name.partition("/")[2]
-                    if not member.isfile() or not is_plain(name) or member.size > LARGEST_MODULE:
+                    if not member.isfile() or not is_safe_path(name) or member.size > MAX_MODULE_BYTES:
                         continue
                     if name == "PKG-INFO":
                         metadata = _member(tar, member).decode("utf-8", "replace")
                     elif name.startswith(f"{package}/") and name.endswith(".py"):
                         total += member.size
-                        if total > MOST_SOURCE:
-                            raise SourceError(f"{archive} has more than {MOST_SOURCE >> 20} MiB of Python")
+                        if total > MAX_SOURCE_BYTES:
+                            raise SourceError(
+                                f"{archive} is not read: it has more than {MAX_SOURCE_BYTES >> 20} MiB of Python"
+                            )
                         self._contents[name] = zlib.compress(_member(tar, member), 1)
                     elif name.endswith(COMPILED):
                         compiled.append(name)
         except (tarfile.TarError, EOFError, OSError, zlib.error) as fault:
             raise SourceError(f"{archive} is not an archive that can be read ({fault}); download it again") from fault
-        self._arrange([*self._contents, *compiled], package)
+        self._index_entries([*self._contents, *compiled], package)
         self.version = (
-            version or _version_in_metadata(metadata) or stated_version(self.read(f"{package}._version") or "")
+            version or _version_in_metadata(metadata) or declared_version(self.read(f"{package}._version") or "")
         )
         self.name = f"{package} {self.version or f'in {archive.name}'}"
 
@@ -299,8 +314,22 @@ class SdistTree(_ArchiveTree):
         return zlib.decompress(self._contents[entry])
 
 
-def decoded(content: bytes, origin: str) -> str:
-    """Python source as text, by the rules for Python source: a declared encoding, else UTF-8."""
+def module_texts(tree: SourceTree, unreadable: list[tuple[str, str]] | None = None) -> Iterator[tuple[str, str]]:
+    """Yields the name and the source of every module that can be read, and appends the file of each other module and
+    the reason to `unreadable`."""
+    for module in tree.modules():
+        try:
+            text = tree.read(module)
+        except SourceError as fault:
+            if unreadable is not None:
+                unreadable.append((tree.file_of(module), str(fault)))
+        else:
+            if text is not None:
+                yield module, text
+
+
+def decode_source(content: bytes, origin: str) -> str:
+    """Returns Python source as text, in the encoding that it declares, else in UTF-8. `origin` names it in errors."""
     if b"\0" in content:
         raise SourceError(f"{origin} contains NUL bytes; it is not Python source")
     try:
@@ -310,25 +339,26 @@ def decoded(content: bytes, origin: str) -> str:
         raise SourceError(f"{origin} is not text in the encoding it declares (UTF-8 if none): {fault}") from fault
 
 
-def is_plain(name: str) -> bool:
-    """Whether an entry's name stays below the folder it would be unpacked into."""
+def is_safe_path(name: str) -> bool:
+    """Returns whether an entry's name stays below the folder that it would be unpacked into."""
     path = PurePosixPath(name)
     return bool(name) and "\\" not in name and not path.is_absolute() and ".." not in path.parts
 
 
 def _member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     stream = tar.extractfile(member)
-    return stream.read(LARGEST_MODULE) if stream is not None else b""
+    return stream.read(MAX_MODULE_BYTES) if stream is not None else b""
 
 
 def _compiled_name(path: str) -> str:
-    """``vllm/_C.abi3.so`` is imported as ``vllm._C``."""
+    """Returns the module name of a compiled file: ``vllm/_C.abi3.so`` is imported as ``vllm._C``."""
     folder, _, file = path.rpartition("/")
     return f"{folder.replace('/', '.')}.{file.partition('.')[0]}"
 
 
-def _version_of_neighbour(folder: Path, package: str) -> str:
-    """From metadata next to the package, as an unpacked wheel and an unpacked source archive have it."""
+def _version_beside(folder: Path, package: str) -> str:
+    """Returns the version in the metadata beside the package, which unpacked wheels and source archives have, or an
+    empty string."""
     for pattern in (f"{package}*.dist-info/METADATA", "PKG-INFO"):
         for file in sorted(folder.parent.glob(pattern)):
             name = file.parent.name.partition("-")[0] if pattern.endswith("METADATA") else package
@@ -338,6 +368,7 @@ def _version_of_neighbour(folder: Path, package: str) -> str:
 
 
 def _version_in_metadata(metadata: str) -> str:
+    """Returns the version in the text of a METADATA or PKG-INFO file, or an empty string."""
     for line in metadata.split("\n\n", 1)[0].splitlines():
         if line.startswith("Version:"):
             return line.partition(":")[2].strip()

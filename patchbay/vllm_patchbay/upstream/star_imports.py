@@ -1,7 +1,7 @@
-"""What ``from x import *`` brings into a module, through any number of modules, in circles or not.
+"""Resolves the names that ``from x import *`` brings into a module, through any chain of modules, circular ones too.
 
-Worked out once per module: a package may have hundreds of star imports, and asking each of them for every name would
-take longer than everything else.
+The result is computed once per module: a package can have hundreds of star imports, and a search of each of them for
+every name would take longer than everything else.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from vllm_patchbay.upstream.source import SourceTree
 
 
 @dataclass(frozen=True, slots=True)
-class Starred:
+class StarImports:
+    """The names that the star imports of one module bring in."""
+
     origins: Mapping[str, tuple[str, ...]]
     """Modules that a name may come from, nearest first."""
     unknown: tuple[str, ...]
-    """Why other names may come too."""
+    """Reasons why further names may be imported that the source does not show."""
 
 
-NOTHING = Starred({}, ())
+NO_STAR_IMPORTS = StarImports({}, ())
 
 
-def starred(
+def resolve_star_imports(
     content: ModuleSymbols,
     read: Callable[[str], ModuleSymbols | str],
     tree_of: Callable[[str], SourceTree | None],
-) -> Starred:
+) -> StarImports:
+    """Returns what the star imports of a module bring in. `read` gives the content of a module or why there is none,
+    and `tree_of` the source tree that a module belongs to."""
     origins: dict[str, list[str]] = {}
     unknown: list[str] = []
     seen = {content.name}
@@ -49,19 +53,20 @@ def starred(
         if isinstance(module, str):
             unknown.append(module)
             continue
-        for name in _brought(module):
+        for name in _exported_names(module):
             origins.setdefault(name, []).append(origin)
         for name in _children(tree).get(origin, ()):
-            # Only those that someone has imported, which cannot be told.
+            # At run time only submodules that have been imported; the source does not show which.
             origins.setdefault(name, []).append(origin)
         if module.exported is None:
             pending += module.star_imports
             if module.is_lazy and module.lazy_names is None:
-                unknown.append(f"{origin} makes names up on demand (__getattr__)")
-    return Starred({name: tuple(modules) for name, modules in origins.items()}, tuple(unknown))
+                unknown.append(f"{origin} creates names on demand (__getattr__)")
+    return StarImports({name: tuple(modules) for name, modules in origins.items()}, tuple(unknown))
 
 
-def _brought(module: ModuleSymbols) -> Iterable[str]:
+def _exported_names(module: ModuleSymbols) -> Iterable[str]:
+    """Returns the names that ``from module import *`` imports."""
     if module.exported is not None:
         return module.exported
     bound = (
@@ -73,7 +78,7 @@ def _brought(module: ModuleSymbols) -> Iterable[str]:
 
 
 def _children(tree: SourceTree) -> dict[str, list[str]]:
-    """Names of the modules directly below each package."""
+    """Returns the names of the modules directly below each package."""
     found: dict[str, list[str]] | None = tree.derived.get("children")
     if found is None:
         found = tree.derived["children"] = {}

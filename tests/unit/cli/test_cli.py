@@ -1,4 +1,4 @@
-"""The command `vllm-backplane`, up to the moment it becomes vLLM."""
+"""The command `vllm-backplane`, up to the point where `serve` runs vLLM's own command."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _plain_environment(monkeypatch):
 
 @pytest.fixture
 def prepared(tmp_path, monkeypatch):
-    """Folders that count as prepared, so that nothing is downloaded to see a command line."""
+    """Creates folders that look prepared, so that tests of the command line download nothing."""
     monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path))
     for model in models():
         folder = prepared_folder(model)
@@ -40,7 +40,7 @@ def prepared(tmp_path, monkeypatch):
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """vLLM's arguments after 'serve', and the variables that would be set."""
+    """Returns vLLM's arguments after 'serve', and the variables that would be set."""
     assert main(["serve", *arguments, "--dry-run", "--json"]) == 0
     launch = json.loads(capsys.readouterr().out)
     assert launch["command"][:2] == ["vllm", "serve"]
@@ -63,6 +63,35 @@ def test_every_module_of_the_package_is_a_command():
         assert command.HELP
         assert "\n" not in command.HELP
         assert command.__doc__, f"{name} has no description"
+
+
+def test_the_auditor_is_a_command_of_its_own_now(capsys):
+    assert main(["audit", "my plugin", "--vllm", "0.10.2", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "vllm-backplane: error: the auditor is the command 'vllm-patchbay audit' now; "
+        "run: vllm-patchbay audit 'my plugin' --vllm 0.10.2 --json\n"
+    )
+    assert "audit" not in cli.commands()
+    assert "audit" not in cli.build_parser().format_help()
+
+
+def test_the_line_that_replaces_the_auditor_is_a_command_line_of_vllm_patchbay(tmp_path):
+    """The installed script prints the line, and a shell runs it up to the parser of vllm-patchbay."""
+    folder = os.path.dirname(sys.executable)
+    done = subprocess.run(
+        [os.path.join(folder, "vllm-backplane"), "audit", "--help"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    command = done.stderr.partition("run: ")[2]
+    pasted = subprocess.run(command, shell=True, capture_output=True, text=True, env={**os.environ, "PATH": folder})
+    assert (pasted.returncode, pasted.stderr) == (0, "")
+    assert pasted.stdout.startswith("usage: vllm-patchbay audit")
+
+
+def test_an_error_of_patchbay_is_one_line(capsys):
+    assert "no_such_patch" in refused(capsys, "patches", "show", "no_such_patch")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["model", "list", "--json"]])
@@ -97,21 +126,22 @@ def test_a_wrong_command_line_ends_with_status_2(arguments, capsys):
 
 
 @pytest.mark.parametrize(
-    ("status", "told", "code"), [(None, "", 0), (0, "", 0), (3, "", 3), ("'its engine died'", "its engine died\n", 1)]
+    ("status", "message", "code"),
+    [(None, "", 0), (0, "", 0), (3, "", 3), ("'its engine died'", "its engine died\n", 1)],
 )
-def test_leaving_is_an_exit_but_for_what_takes_long(status, told, code):
+def test_leaving_is_an_exit_but_for_what_takes_long(status, message, code):
     program = (
         "import atexit\n"
-        "from vllm_backplane.cli.serve import leave\n"
+        "from vllm_backplane.cli.serve import exit_without_teardown\n"
         "class Large:\n"
         "    def __del__(self):\n"
         "        print('taken apart')\n"
         "kept = Large()\n"
         "atexit.register(print, 'registered')\n"
-        f"leave({status})\n"
+        f"exit_without_teardown({status})\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "registered\n", told)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "registered\n", message)
 
 
 class TestSockets:
@@ -124,7 +154,7 @@ class TestSockets:
     def test_they_have_a_folder_that_goes_at_the_end(self, monkeypatch, at_exit):
         base = tempfile.mkdtemp()
         monkeypatch.setenv("VLLM_RPC_BASE_PATH", base)
-        serve.keep_sockets_together()
+        serve.use_own_socket_folder()
         folder = os.environ["VLLM_RPC_BASE_PATH"]
         assert os.path.dirname(folder) == base and os.listdir(base) == [os.path.basename(folder)]
         for (function, *arguments), options in at_exit:
@@ -136,13 +166,13 @@ class TestSockets:
         long = tmp_path / ("x" * 60)
         long.mkdir()
         monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(long))
-        serve.keep_sockets_together()
+        serve.use_own_socket_folder()
         assert os.environ["VLLM_RPC_BASE_PATH"] == str(long) and not at_exit
 
     def test_a_folder_that_is_not_there_is_told(self, tmp_path, monkeypatch, at_exit):
         monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path / "nowhere"))
-        with pytest.raises(BackplaneError, match=r"VLLM_RPC_BASE_PATH names .*nowhere"):
-            serve.keep_sockets_together()
+        with pytest.raises(BackplaneError, match=r"VLLM_RPC_BASE_PATH is .*nowhere, which is not a folder"):
+            serve.use_own_socket_folder()
 
 
 class TestServe:
@@ -158,9 +188,9 @@ class TestServe:
         (prepared_folder(DEFAULT) / "config.json").write_text("[]")
         monkeypatch.setenv("PIP_NO_INDEX", "1")
         assert main(["serve", "--dry-run"]) == 1
-        told = capsys.readouterr().err
-        assert "preparing smollm2 again: config.json has changed" in told
-        assert "could not download" in told
+        output = capsys.readouterr().err
+        assert "preparing smollm2 again: config.json has changed" in output
+        assert "could not download" in output
 
     def test_a_bundled_name_becomes_its_folder(self, prepared, capsys):
         arguments, _ = planned(capsys, "minilm")
@@ -196,9 +226,9 @@ class TestServe:
 
     def test_a_device_that_contradicts_the_environment_is_refused(self, prepared, capsys, monkeypatch):
         monkeypatch.setenv("BACKPLANE_DEVICE", "sim")
-        told = refused(capsys, "serve", "--device", "cpu", "--dry-run")
-        assert "'cpu'" in told
-        assert "'sim'" in told
+        output = refused(capsys, "serve", "--device", "cpu", "--dry-run")
+        assert "'cpu'" in output
+        assert "'sim'" in output
 
     @pytest.mark.parametrize(
         ("variable", "value", "remedy"),
@@ -213,9 +243,9 @@ class TestServe:
         self, prepared, capsys, monkeypatch, variable, value, remedy
     ):
         monkeypatch.setenv(variable, value)
-        told = refused(capsys, "serve", "--dry-run")
-        assert variable in told
-        assert remedy in told
+        output = refused(capsys, "serve", "--dry-run")
+        assert variable in output
+        assert remedy in output
 
     def test_a_plugin_list_with_ours_in_it_is_fine(self, prepared, capsys, monkeypatch):
         monkeypatch.setenv("VLLM_PLUGINS", "other,backplane")
@@ -241,26 +271,26 @@ class TestServe:
         assert "'a model'" in line
 
     def test_it_becomes_vllm_with_the_variables_set(self, prepared, monkeypatch):
-        became: list[tuple[list[str], str]] = []
+        started: list[tuple[list[str], str]] = []
 
-        def become(launch: serve.Launch) -> NoReturn:
-            became.append((launch.command, os.environ["BACKPLANE_DEVICE"]))
+        def run_vllm(launch: serve.Launch) -> NoReturn:
+            started.append((launch.command, os.environ["BACKPLANE_DEVICE"]))
             raise SystemExit(0)
 
-        monkeypatch.setattr(serve, "become", become)
+        monkeypatch.setattr(serve, "run_vllm", run_vllm)
         monkeypatch.setattr(os, "environ", os.environ.copy())
         with pytest.raises(SystemExit):
             main(["serve", "x", "--device", "cpu"])
-        ((command, device),) = became
+        ((command, device),) = started
         assert command[:3] == ["vllm", "serve", "x"]
         assert device == "cpu"
 
     def test_vllm_sees_its_own_arguments(self, tmp_path):
-        """The real command, up to vLLM's own parser."""
+        """Runs the real command up to vLLM's own parser."""
         script = "import sys; from vllm_backplane.cli import main; sys.exit(main(['serve', 'x', '--no-such-option']))"
-        told = programs.run([sys.executable, "-c", script], cwd=tmp_path)
-        assert told.returncode == 2
-        assert "--no-such-option" in told.stderr
+        output = programs.run([sys.executable, "-c", script], cwd=tmp_path)
+        assert output.returncode == 2
+        assert "--no-such-option" in output.stderr
 
 
 class TestModel:
@@ -288,9 +318,9 @@ class TestModel:
     def test_verify_compares_contents_and_changes_nothing(self, prepared, capsys):
         (prepared_folder(DEFAULT) / "config.json").write_text("[]")
         assert main(["model", "verify", "smollm2", "--json"]) == 1
-        told = json.loads(capsys.readouterr().out)
-        assert told["whole"] is False
-        assert "config.json has changed" in told["fault"]
+        output = json.loads(capsys.readouterr().out)
+        assert output["whole"] is False
+        assert "config.json has changed" in output["fault"]
         assert (prepared_folder(DEFAULT) / "config.json").read_text() == "[]"
         assert main(["model", "verify", "smollm2"]) == 1
         assert "model path smollm2 --verify" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`vllm-backplane ops`, and that what it says about layers and operators is so."""
+"""`vllm-backplane ops` reports the operators of layers and their implementations as they are."""
 
 from __future__ import annotations
 
@@ -52,27 +52,27 @@ def test_the_table_has_a_line_for_every_caller():
 
 def test_a_forced_reference_is_shown_as_one_and_why():
     done = run("--json", "--family", "linear", BACKPLANE_DEVICE="cpu", BACKPLANE_REFERENCE_OPS="linear")
-    told = json.loads(done.stdout)
-    assert set(told) == {"device", "reason", "operators", "linear"}
-    assert told["device"] == "cpu"
-    assert told["reason"] == "asked for by BACKPLANE_DEVICE"
-    lines = {line["operator"]: line for line in told["operators"]}
+    report = json.loads(done.stdout)
+    assert set(report) == {"device", "reason", "operators", "linear"}
+    assert report["device"] == "cpu"
+    assert report["reason"] == "requested by BACKPLANE_DEVICE"
+    lines = {line["operator"]: line for line in report["operators"]}
     linear, other = lines["linear"], lines["blocked_linear"]
     assert other["implementation"] == "kernel"
     assert linear["implementation"] == "reference"
     assert linear["provider"] == "vllm_backplane.ops.linear"
-    assert linear["reason"] == "asked for by option reference_ops"
+    assert linear["reason"] == "forced by option reference_ops"
     assert {"kind": "layer", "layer": "QKVParallelLinear"} in linear["called_by"]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit is of x86")
 def test_it_says_what_multiplies_by_weights_of_a_type():
-    told = json.loads(run("--json", BACKPLANE_DEVICE="cpu", ONEDNN_MAX_CPU_ISA="AVX512_CORE").stdout)
-    assert told["linear"] == {"float32": "linear", "bfloat16": "blocked_linear", "float16": "blocked_linear"}
+    report = json.loads(run("--json", BACKPLANE_DEVICE="cpu", ONEDNN_MAX_CPU_ISA="AVX512_CORE").stdout)
+    assert report["linear"] == {"float32": "linear", "bfloat16": "blocked_linear", "float16": "blocked_linear"}
 
 
 def test_what_it_says_is_what_the_dispatcher_does():
-    """In a process of its own: kernels, once loaded, stay."""
+    """Runs in a subprocess, because kernels cannot be unloaded."""
     program = (
         "import torch\n"
         "from vllm_backplane.cli import main\n"
@@ -86,10 +86,10 @@ def test_what_it_says_is_what_the_dispatcher_does():
     )
     done = programs.run([sys.executable, "-c", program])
     assert done.returncode == 0, done.stderr
-    told, _, dispatched = done.stdout.partition("---")
+    report, _, dispatched = done.stdout.partition("---")
     uses_default = dict(line.split() for line in dispatched.split("\n") if line)
     assert set(uses_default.values()) <= {"True", "False"}
-    assert {line["operator"]: line["implementation"] for line in json.loads(told)["operators"]} == {
+    assert {line["operator"]: line["implementation"] for line in json.loads(report)["operators"]} == {
         name: "reference" if default == "True" else "kernel" for name, default in uses_default.items()
     }
 
@@ -98,7 +98,7 @@ def test_what_it_says_is_what_the_dispatcher_does():
     ("arguments", "words"),
     [
         (["--family", "norm"], ["no operators of family 'norm'", "did you mean 'norms'?"]),
-        (["--device", "cpuu"], ["--device asks for device 'cpuu'", "did you mean 'cpu'?"]),
+        (["--device", "cpuu"], ["--device requests device 'cpuu'", "did you mean 'cpu'?"]),
     ],
 )
 def test_what_is_not_there_is_an_error(arguments, words, capsys):
@@ -123,7 +123,8 @@ def test_every_operator_is_called_by_something_and_nothing_calls_an_unknown_one(
 
 
 def calls_of(module: str) -> dict[str, set[str]]:
-    """Operators that each top-level class or function of a module calls: ``ops.NAME(…)``, ``ops.NAME.call(…)``."""
+    """Returns the operators that each top-level class or function of a module calls (``ops.NAME(…)`` or
+    ``ops.NAME.call(…)``)."""
     source = (PACKAGE.parent / Path(*module.split("."))).with_suffix(".py").read_text()
     return {
         node.name: {
@@ -176,6 +177,6 @@ def test_hooks_of_registries_are_those_that_are_registered():
 def test_a_device_that_counts_tells_what_the_host_did():
     done = run("--device", "sim", "--family", "sampling")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("None of the references needs the host")
-    told = json.loads(run("--device", "sim", "--family", "sampling", "--json").stdout)
-    assert [line["fell_back"] for line in told["operators"]] == [{}] * len(told["operators"])
+    assert done.stdout.splitlines()[-1].startswith("No reference runs a PyTorch operator on the host")
+    report = json.loads(run("--device", "sim", "--family", "sampling", "--json").stdout)
+    assert [line["fell_back"] for line in report["operators"]] == [{}] * len(report["operators"])

@@ -1,4 +1,4 @@
-"""On a device without streams async scheduling is off unless somebody asks for it."""
+"""Tests that async scheduling is off on a device without streams unless the user asks for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def settled(device: Any, explicit: bool | None) -> bool:
     record(SimpleNamespace(async_scheduling=explicit, enable_prefix_caching=None))
     value = True if explicit is None else explicit
     config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=value))
-    scheduling.settle(config, device)
+    scheduling.set_async_scheduling(config, device)
     return bool(config.scheduler_config.async_scheduling)
 
 

@@ -1,4 +1,4 @@
-"""What a device cannot do is refused while vLLM is configured, by the name of the option that asks for it.
+"""Tests that options which a device cannot fulfil are refused while vLLM is configured, by the name of the option.
 
 Refusals that engine arguments reach on the device `cpu` are in tests/e2e/test_startup_failures.py.
 """
@@ -20,21 +20,21 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from vllm_backplane.attention.implementation import BackplaneAttentionImpl
-from vllm_backplane.attention.selection import BACKEND, OVER_LATENT, backend_path
+from vllm_backplane.attention.selection import BACKEND, MLA_BACKEND, backend_path
 from vllm_backplane.config import graphs, refusals, stages
 from vllm_backplane.device import Device, MemoryInfo, Probe
 from vllm_backplane.devices.cpu import CpuDevice
 from vllm_backplane.errors import BackplaneError, OptionError
 from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
 from vllm_backplane.ops.resolution import Resolution
-from vllm_backplane.runner.decode_graphs import unrecordable
+from vllm_backplane.runner.decode_graphs import uncapturable
 from vllm_backplane.runtime import Runtime, choose, configured
 from vllm_backplane.settings.explicit_arguments import record
 from vllm_backplane.worker.worker import BackplaneWorker
 
 
 class Card(Device):
-    """It claims nothing."""
+    """A device without optional capabilities."""
 
     name = "card"
     torch_type = "cpu"
@@ -49,7 +49,7 @@ class Card(Device):
 
 
 def cards() -> Runtime:
-    """As if the process had started on the device above."""
+    """Returns the runtime of a process that has started on the device above."""
     chosen = configured({})
     return replace(chosen, device=Card(), selection=replace(chosen.selection, probe=Card.probe()))
 
@@ -65,8 +65,10 @@ def test_more_workers_than_cards(chosen: Any) -> None:
     chosen = chosen()
     count, name = chosen.selection.probe.count, chosen.device.name
     refusals.refuse_unsupported(workers(count), chosen)
-    told = rf"{count + 1} workers were asked for .* device '{name}' has {count} card\(s\); lower --tensor-parallel-size"
-    with pytest.raises(BackplaneError, match=told):
+    expected = (
+        rf"{count + 1} workers were requested .* device '{name}' has {count} card\(s\); lower --tensor-parallel-size"
+    )
+    with pytest.raises(BackplaneError, match=expected):
         refusals.refuse_unsupported(workers(count + 1), chosen)
 
 
@@ -79,19 +81,21 @@ def test_the_hosts_memory_is_one_card_for_any_number_of_workers() -> None:
 )
 def test_adapters_of_experts(named: Any) -> None:
     config = mixture(named)
-    told = r"experts of MixtralForCausalLM take no LoRA adapters here; .* --lora-target-modules q_proj .*--enable-lora"
-    with pytest.raises(BackplaneError, match=told):
-        refusals.refuse_adapted_experts(config)
+    expected = (
+        r"experts of MixtralForCausalLM take no LoRA adapters here; .* --lora-target-modules q_proj .*--enable-lora"
+    )
+    with pytest.raises(BackplaneError, match=expected):
+        refusals.refuse_expert_adapters(config)
 
 
 def test_adapters_beside_experts() -> None:
-    refusals.refuse_adapted_experts(mixture(["q_proj", "shared_experts"]))
+    refusals.refuse_expert_adapters(mixture(["q_proj", "shared_experts"]))
     dense = mixture(None)
     dense.model_config.is_moe = False
-    refusals.refuse_adapted_experts(dense)
+    refusals.refuse_expert_adapters(dense)
     plain = mixture(None)
     plain.lora_config = None
-    refusals.refuse_adapted_experts(plain)
+    refusals.refuse_expert_adapters(plain)
 
 
 def mixture(named: list[str] | None) -> Any:
@@ -103,22 +107,22 @@ def mixture(named: list[str] | None) -> Any:
 
 def test_the_second_runner_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(BackplaneError, match="device 'cpu' has none; set VLLM_USE_V2_MODEL_RUNNER=0"):
+    with pytest.raises(BackplaneError, match="device 'cpu' has no Triton; set VLLM_USE_V2_MODEL_RUNNER=0"):
         VllmConfig()
 
 
 def test_graphs_on_a_device_without_them() -> None:
     asked = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
     config = VllmConfig(compilation_config=asked)
-    with pytest.raises(BackplaneError, match=r"\(-cc\.cudagraph_mode\), and device 'card' has none; remove it"):
+    with pytest.raises(BackplaneError, match=r"device 'card' does not support graphs; remove -cc\.cudagraph_mode"):
         graphs.set_compilation_defaults(config, cards())
 
 
 def test_graphs_of_what_no_graph_can_contain() -> None:
     config = VllmConfig(compilation_config=CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY))
-    assert graphs.settle_graphs(config, Card(), [])
-    with pytest.raises(BackplaneError, match=r"paged_attention on device 'card' go by .*; remove -cc\.cudagraph_mode"):
-        graphs.settle_graphs(config, Card(), ["paged_attention"])
+    assert graphs.finalize_graphs(config, Card(), [])
+    with pytest.raises(BackplaneError, match=r"paged_attention on device 'card' read .*; remove -cc\.cudagraph_mode"):
+        graphs.finalize_graphs(config, Card(), ["paged_attention"])
     assert config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
 
 
@@ -138,11 +142,11 @@ def test_what_no_graph_can_contain(implementation: str, experts: list[bool], exp
         Resolution("rms_norm", "norm", "reference", "here", "no kernel"),
     ]
     model = torch.nn.ModuleList(torch.nn.Identity() for _ in experts)
-    for module, one_operator in zip(model, experts, strict=True):
-        # Of a layer, it needs no more than to be known as one.
-        body = {"__init__": torch.nn.Module.__init__, "one_operator": one_operator}
+    for module, uses_fused_operator in zip(model, experts, strict=True):
+        # Only the type of the method matters here, so its constructor is left out.
+        body = {"__init__": torch.nn.Module.__init__, "uses_fused_operator": uses_fused_operator}
         module.quant_method = type("Method", (BackplaneFusedMoEMethod,), body)()
-    assert unrecordable(model, table) == expected
+    assert uncapturable(model, table) == expected
 
 
 def test_a_type_of_the_kv_cache_that_the_device_does_not_list() -> None:
@@ -160,7 +164,7 @@ def test_a_type_that_the_device_cannot_compute_in() -> None:
 
 
 def test_a_stateless_group_over_a_backend_that_the_device_does_not_bring() -> None:
-    with pytest.raises(BackplaneError, match=r"'cpu' offers no stateless process group over 'nccl'; set Device\.coll"):
+    with pytest.raises(BackplaneError, match=r"'cpu' has no stateless process group over 'nccl'; set Device\.coll"):
         current_platform.stateless_init_device_torch_dist_pg("nccl", None, 0, 1, timedelta(seconds=1))
 
 
@@ -187,22 +191,23 @@ def test_a_group_size_that_nothing_reads(of_model: str | None, of_target: str | 
     """A draft model's configuration has the target's beside it."""
     drafting = SimpleNamespace(target_model_config=model(of_target)) if of_target else None
     config: Any = SimpleNamespace(model_config=model(of_model), speculative_config=drafting)
-    refusals.refuse_idle_group(config, configured({}))
+    refusals.refuse_unused_group_size(config, configured({}))
     if idle:
         with pytest.raises(
             BackplaneError, match=r"quantization_group is 64 .* add --quantization int8 or int4, or rem"
         ):
-            refusals.refuse_idle_group(config, configured(GROUP))
+            refusals.refuse_unused_group_size(config, configured(GROUP))
     else:
-        refusals.refuse_idle_group(config, configured(GROUP))
+        refusals.refuse_unused_group_size(config, configured(GROUP))
 
 
 # --- layers with states -------------------------------------------------------------------------------------------
 
 
-def with_states(hybrid: bool, said: Any = None, **cache: Any) -> Any:
-    """As much of vLLM's configuration as is asked for states. vLLM's default for prefixes is on for hybrids alone."""
-    record(SimpleNamespace(async_scheduling=None, enable_prefix_caching=said))
+def with_states(hybrid: bool, explicit: Any = None, **cache: Any) -> Any:
+    """Returns the parts of vLLM's configuration that concern recurrent states. vLLM turns prefix caching on by default
+    for hybrid models only."""
+    record(SimpleNamespace(async_scheduling=None, enable_prefix_caching=explicit))
     model = SimpleNamespace(
         is_hybrid=hybrid,
         has_inner_state=True,
@@ -220,29 +225,31 @@ def with_states(hybrid: bool, said: Any = None, **cache: Any) -> Any:
 
 def test_prefixes_of_a_hybrid_that_nobody_asked_for_are_off() -> None:
     config = with_states(hybrid=True)
-    stages.set_states(config)
+    stages.set_prefix_caching(config)
     cache = config.cache_config
     assert (cache.enable_prefix_caching, cache.mamba_cache_mode, cache.mamba_block_size) == (False, "none", 512)
 
 
 @pytest.mark.parametrize(
-    ("hybrid", "cache", "said"),
+    ("hybrid", "cache", "explicit"),
     [
         (True, {}, True),
         (True, {"mamba_cache_mode": "all"}, None),
-        (False, {}, None),  # vLLM's default is off, so somebody asked
+        (False, {}, None),  # vLLM's default is off, so the user asked for it
     ],
     ids=["stated", "cache mode", "no hybrid"],
 )
-def test_prefixes_that_were_asked_for_are_refused(hybrid: bool, cache: dict[str, Any], said: bool | None) -> None:
-    with pytest.raises(BackplaneError, match=r"SomeForCausalLM carries a state .* remove --enable-prefix-caching"):
-        stages.set_states(with_states(hybrid, said, **cache))
+def test_prefixes_that_were_asked_for_are_refused(hybrid: bool, cache: dict[str, Any], explicit: bool | None) -> None:
+    with pytest.raises(
+        BackplaneError, match=r"SomeForCausalLM carries a recurrent state.* remove --enable-prefix-caching"
+    ):
+        stages.set_prefix_caching(with_states(hybrid, explicit, **cache))
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_without_prefixes_states_are_as_vllm_has_them(hybrid: bool) -> None:
     config = with_states(hybrid, enable_prefix_caching=False, mamba_cache_mode="none", mamba_block_size=7)
-    stages.set_states(config)
+    stages.set_prefix_caching(config)
     assert config.cache_config.mamba_block_size == 7
 
 
@@ -250,12 +257,12 @@ def test_without_prefixes_states_are_as_vllm_has_them(hybrid: bool) -> None:
 
 
 def test_balancing_the_load_of_experts_is_refused() -> None:
-    """By vLLM, for every platform out of its tree; should it stop, by us."""
+    """vLLM refuses it for every out-of-tree platform; Backplane refuses it too, in case vLLM stops doing so."""
     with pytest.raises(ValueError, match="load balancing is only supported on CUDA"):
         ParallelConfig(enable_eplb=True, enable_expert_parallel=True, tensor_parallel_size=2)
     config = VllmConfig()
     config.parallel_config.enable_eplb = True
-    with pytest.raises(BackplaneError, match="experts stay where they were loaded; remove --enable-eplb"):
+    with pytest.raises(BackplaneError, match="expert load balancing is not supported; remove --enable-eplb"):
         refusals.refuse_unsupported(config, configured({}))
 
 
@@ -263,7 +270,7 @@ def test_balancing_the_load_of_experts_is_refused() -> None:
 
 
 def speculating(method: str, drafts: int, **more: Any) -> Any:
-    """As much of vLLM's configuration as is asked for graphs."""
+    """Returns the parts of vLLM's configuration that concern graphs."""
     return SimpleNamespace(
         speculative_config=SimpleNamespace(method=method, num_speculative_tokens=drafts) if method else None,
         model_config=SimpleNamespace(enforce_eager=False, runner_type="generate", is_encoder_decoder=False),
@@ -319,8 +326,8 @@ def attention(**asked: Any) -> AttentionSelectorConfig:
 def test_another_attention_backend() -> None:
     assert backend_path(None, attention(), CpuDevice()) == BACKEND
     assert backend_path(AttentionBackendEnum.CUSTOM, attention(), CpuDevice()) == BACKEND
-    assert backend_path(None, attention(use_mla=True), CpuDevice()) == OVER_LATENT
-    with pytest.raises(BackplaneError, match=r"FLASH_ATTN was asked for, .* CUSTOM only; remove --attention-backend"):
+    assert backend_path(None, attention(use_mla=True), CpuDevice()) == MLA_BACKEND
+    with pytest.raises(BackplaneError, match=r"FLASH_ATTN was requested, .* CUSTOM only; remove --attention-backend"):
         backend_path(AttentionBackendEnum.FLASH_ATTN, attention(), CpuDevice())
 
 
@@ -330,7 +337,7 @@ def test_another_attention_backend() -> None:
         ({"use_mla": True, "use_sparse": True}, "sparse"),
         ({"use_mla": True, "kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"use_sparse": True}, "sparse"),
-        ({"use_mm_prefix": True}, "partial multimodal token"),  # Gemma 3, PaliGemma: docs/model-families.md
+        ({"use_mm_prefix": True}, "partial multimodal token"),  # Gemma 3, PaliGemma: docs/serve/model-families.md
         ({"use_batch_invariant": True}, "batch invariance"),
         ({"dtype": torch.float64}, r"compute in torch\.fl"),
     ],
@@ -341,16 +348,19 @@ def test_attention_that_is_not_there(asked: dict[str, Any], reason: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected"),
     [
-        ({"num_kv_heads": 4}, "6 heads cannot share 4 key/value heads evenly; choose a --tensor-parallel-size"),
-        ({"sinks": torch.zeros(5)}, "5 attention sinks for 6 heads; the checkpoint does not fit its configuration"),
+        ({"num_kv_heads": 4}, "6 query heads are not a multiple of 4 key/value heads; choose a --tensor-parallel-size"),
+        (
+            {"sinks": torch.zeros(5)},
+            "has 5 attention sinks for 6 heads, which does not match its configuration; choose",
+        ),
         ({"kv_cache_dtype": "nvfp4"}, "KV cache dtype 'nvfp4' is not supported; choose among auto, fp8"),
     ],
 )
-def test_heads_sinks_and_storage_that_do_not_fit(given: dict[str, Any], told: str) -> None:
+def test_heads_sinks_and_storage_that_do_not_fit(given: dict[str, Any], expected: str) -> None:
     BackplaneAttentionImpl(6, 64, 1.0, num_kv_heads=3, sinks=torch.zeros(6))
-    with pytest.raises(BackplaneError, match=told):
+    with pytest.raises(BackplaneError, match=expected):
         BackplaneAttentionImpl(6, 64, 1.0, **given)
 
 
@@ -362,7 +372,9 @@ def test_heads_sinks_and_storage_that_do_not_fit(given: dict[str, Any], told: st
 def test_weights_are_shared_in_the_hosts_memory_alone(load_format: str) -> None:
     config = VllmConfig(load_config=LoadConfig(load_format=load_format))
     refusals.refuse_unsupported(config, configured({}))
-    with pytest.raises(BackplaneError, match=r"on device 'sim' each has its weights in .* its own card; remove the"):
+    with pytest.raises(
+        BackplaneError, match=r"on device 'sim' each worker has its weights in .* its own card; remove the"
+    ):
         refusals.refuse_unsupported(config, choose(name="sim"))
 
 
@@ -388,7 +400,7 @@ def fetching(**extra: Any) -> VllmConfig:
 
 def test_weights_are_fetched_from_an_address_that_is_stated() -> None:
     refusals.refuse_unfetchable(fetching(peer="127.0.0.1:9100"), configured({}))
-    with pytest.raises(ValueError, match="lacks 'peer', where a running server offers its weights; add"):
+    with pytest.raises(ValueError, match="lacks 'peer', the address at which a running server offers its weights; add"):
         fetching()
 
 
@@ -398,31 +410,33 @@ def test_weights_are_offered_at_an_address_of_this_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
-        ({"quantization": "int8"}, r"weights_listen is for .* not for quantized ones \(int8\)"),
+        ({"quantization": "int8"}, r"weights_listen does not support quantized weights \(int8\)"),
         ({"enable_sleep_mode": True}, r"remove it, or --enable-sleep-mode"),
     ],
 )
-def test_models_that_are_not_offered(change: dict[str, Any], told: str) -> None:
+def test_models_that_are_not_offered(change: dict[str, Any], expected: str) -> None:
     config = VllmConfig()
     given = {"quantization": None, "enable_sleep_mode": False}
     config.model_config = SimpleNamespace(**given)  # type: ignore[assignment]
     refusals.refuse_unfetchable(config, offering())
     config.model_config = SimpleNamespace(**given | change)  # type: ignore[assignment]
     refusals.refuse_unfetchable(config, configured({}))
-    with pytest.raises(BackplaneError, match=told):
+    with pytest.raises(BackplaneError, match=expected):
         refusals.refuse_unfetchable(config, offering())
 
 
 def test_weights_of_several_replicas_or_with_adapters_are_not_offered() -> None:
     config = VllmConfig()
     config.parallel_config.data_parallel_size = 2
-    with pytest.raises(BackplaneError, match="weights_listen is for one replica; remove it, or --data-parallel-size"):
+    with pytest.raises(
+        BackplaneError, match="weights_listen supports one replica only; remove it, or --data-parallel-size"
+    ):
         refusals.refuse_unfetchable(config, offering())
     config = VllmConfig()
     config.lora_config = SimpleNamespace()  # type: ignore[assignment]
-    with pytest.raises(BackplaneError, match="without adapters; remove it, or --enable-lora"):
+    with pytest.raises(BackplaneError, match="does not support LoRA adapters; remove it, or --enable-lora"):
         refusals.refuse_unfetchable(config, offering())
 
 
@@ -431,7 +445,7 @@ def test_weights_of_several_replicas_or_with_adapters_are_not_offered() -> None:
 
 @pytest.mark.parametrize(("rank", "replica", "card"), [(0, 0, 0), (1, 0, 1), (0, 1, 1), (2, 0, None), (1, 1, None)])
 def test_a_worker_for_which_there_is_no_card(rank: int, replica: int, card: int | None) -> None:
-    worker = BackplaneWorker.__new__(BackplaneWorker)  # what starts a process is left out
+    worker = BackplaneWorker.__new__(BackplaneWorker)  # without starting a process
     worker.runtime = cards()
     worker.accelerator = worker.runtime.device
     worker.parallel_config = ParallelConfig()
@@ -440,8 +454,10 @@ def test_a_worker_for_which_there_is_no_card(rank: int, replica: int, card: int 
     if card is not None:
         assert worker._card() == card
         return
-    told = rf"worker {rank + replica} is to use card 2, and device 'card' has 2; .* or correct BACKPLANE_VISIBLE_CARDS"
-    with pytest.raises(BackplaneError, match=told):
+    expected = (
+        rf"worker {rank + replica} is to use card 2, and device 'card' has 2; .* or correct BACKPLANE_VISIBLE_CARDS"
+    )
+    with pytest.raises(BackplaneError, match=expected):
         worker._card()
 
 
@@ -449,8 +465,8 @@ def test_graphs_that_hold_fewer_tokens_than_a_draft() -> None:
     config, chosen = speculating("ngram", 4), choose(name="cpu")
     config.compilation_config.max_cudagraph_capture_size = 4
     graphs.set_compilation_defaults(config, chosen)
-    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE, "nobody asked for them"
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE, "the user did not ask for graphs"
     config = speculating("ngram", 16)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-    with pytest.raises(BackplaneError, match="at most 16 tokens: lower num_speculative_tokens, or remove -cc"):
+    with pytest.raises(BackplaneError, match="at most 16 tokens; lower num_speculative_tokens, or remove -cc"):
         graphs.set_compilation_defaults(config, choose(name="sim"))

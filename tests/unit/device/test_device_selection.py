@@ -1,4 +1,4 @@
-"""Finding devices and choosing one: with entry points as an installed wheel has them."""
+"""Tests how devices are discovered and selected, with entry points like those of an installed wheel."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_probe_that_raises_means_unavailable_with_the_cause():
         ("gone", "Gone", "AttributeError"),
         ("notadevice", "NotADevice", "not a subclass"),
         ("nameless", "Nameless", "does not define 'name'"),
-        ("quick", "Fast", "calls itself 'fast'"),
+        ("quick", "Fast", "whose name is 'fast'"),
     ],
 )
 def test_a_broken_offer_is_unavailable_and_says_why(name, target, cause):
@@ -170,7 +170,7 @@ def test_memory_in_use_is_what_is_not_free():
 
 
 def install(folder, distribution: str, device: str, target: str) -> None:
-    """What pip leaves of a wheel, as far as entry points go."""
+    """Writes the metadata that pip leaves of a wheel with an entry point."""
     info = folder / f"{distribution.replace('-', '_')}-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""A fork after parallel work: without the release of OpenMP's threads the child hangs."""
+"""Tests that a child forked after parallel work computes; if OpenMP kept its threads, the child would hang."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Vocabularies of odd sizes for compare_cpu_kernels.py: penalties, the masks of grammars and of min-p, the random draw.
+"""Cases of the sampling kernels for compare_cpu_kernels.py: penalties, masks and the random draw, at odd sizes.
 
-All to the last bit: a seed is to give the tokens that the references give.
+Results must be equal to the last bit, so that a seed gives the same tokens with the kernels as with the references.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from special_numbers import INF, NAN
 SIZES = (1, 5, 31, 32, 33, 100, 2047, 2049, 70_001)
 ROWS = 6
 SHARES = (0.0, 0.1, 0.1, 0.1, 0.3, 0.02), (1.0, 0.5, NAN, 0.0, 1e-30, NAN), (2.0, -1.0, INF, 0.5, 1.0, 1.0)
-"""Min-p of each row: usual ones, and ones that a server would refuse."""
+"""min_p of each row: usual values, and values that a server would reject."""
 
 
 def odd_logits(size: int) -> torch.Tensor:
@@ -26,7 +26,7 @@ def odd_logits(size: int) -> torch.Tensor:
 
 
 def spread(rows: torch.Tensor) -> torch.Tensor:
-    """The same numbers, none beside its neighbour."""
+    """Returns the same numbers with a stride of two."""
     return torch.stack((rows, rows), -1)[..., 0]
 
 
@@ -48,7 +48,7 @@ def forbidden_tokens() -> Iterator[str]:
             min_p = torch.tensor(shares)
             for given, share in ((logits, min_p), (spread(logits), min_p[:, None]), (logits[5:], min_p[5:])):
                 yield from compare(ops.min_p_mask, (given, share), f"{size} tokens, {shares}")
-        equal = logits.bfloat16().float()  # likeliest tokens that are alike all stay
+        equal = logits.bfloat16().float()  # of several equally likely best tokens, all stay
         yield from compare(ops.min_p_mask, (equal, torch.ones(ROWS)), f"{size} tokens, coarse")
 
 
@@ -78,7 +78,7 @@ def drawn_tokens() -> Iterator[str]:
     before = torch.get_num_threads()
     for size in SIZES:
         probs, noise = (torch.randn(ROWS, size) * 3).softmax(-1), torch.empty(ROWS, size).exponential_()
-        probs[0], noise[0] = 0.25, 1.0  # all alike: the first
+        probs[0], noise[0] = 0.25, 1.0  # all are equal, so the first is drawn
         probs[1, size // 2], noise[2, size // 3], noise[4, size // 2 :] = NAN, 0.0, INF
         probs[3, size // 2 :] = noise[3, size // 2 :] = 0.0
         for given in (noise, noise.double(), spread(noise), noise.t().contiguous().t()):
@@ -91,7 +91,7 @@ def drawn_tokens() -> Iterator[str]:
 
 
 def wrong_choices() -> list[tuple[Any, tuple[Any, ...], str]]:
-    """Calls that are refused, with a word of what is said."""
+    """Returns calls that raise an error, with a part of its text."""
     from vllm_backplane import ops
 
     logits, ids, one = torch.zeros(2, 40), torch.zeros(2, 3, dtype=torch.int64), torch.ones(2)

@@ -1,7 +1,7 @@
-"""Compares the C++ kernels of the cpu device with the references: the script that test_cpu_kernels.py runs.
+"""Compares the C++ kernels of the cpu device with the references; test_cpu_kernels.py runs this script.
 
-python compare_cpu_kernels.py 1                          # prints, as JSON, what differs with AVX2, by part
-python compare_cpu_kernels.py 0 tests/unit/ops -q        # runs tests with the kernels for the base of the processor
+python compare_cpu_kernels.py 1                          # prints the differences with AVX2, by part, as JSON
+python compare_cpu_kernels.py 0 tests/unit/ops -q        # runs tests with the kernels for the baseline instruction set
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from special_numbers import special
 
 OPERATOR_TESTS = Path(__file__).resolve().parents[1] / "ops"
 NAN, INF = float("nan"), float("inf")
-FLOAT32_BOUND = 4e-6  # products of some hundred terms, summed in another order
+FLOAT32_BOUND = 4e-6  # for dot products of some hundred terms, summed in another order
 NO_SUCH_ISA = 77
 EXPECTED_KERNELS = {
     "allowed_tokens_mask", "apply_penalties", "blocked_linear", "compute_slot_mapping", "fatrelu_and_mul",
@@ -40,7 +40,7 @@ Report = dict[str, list[str]]
 
 
 def worker(isa: int) -> Report | None:
-    """Everything compared, by part: what failed. None where the machine lacks the instruction set."""
+    """Returns the failures of every part, or None if the machine lacks the instruction set."""
     sys.path.insert(0, str(OPERATOR_TESTS))
     from vllm_backplane.devices.cpu import native
 
@@ -62,7 +62,10 @@ def outcome(function: Callable[..., Any], args: tuple[Any, ...], written: list[i
 
 
 def compare(operator: Any, args: tuple[Any, ...], label: str, bound: float = FLOAT32_BOUND) -> Iterator[str]:
-    """Kernel against reference: values within the operator's tolerance (float32: `bound`), types and strides alike."""
+    """Yields the differences between kernel and reference: dtypes, strides, and values beyond the tolerance.
+
+    The tolerance is the operator's; for float32 it is `bound`.
+    """
     from operator_checks import written
 
     from vllm_backplane.ops.operator import EXACT, Tolerance
@@ -231,7 +234,7 @@ def paged(
     sinks: bool = False,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[Any, ...]:
-    """Slots that hold no context are poisoned, unused entries of the table are junk, two rows belong to nobody."""
+    """Returns a sample with NaN in unused slots, arbitrary unused table entries and two rows of padding."""
     used = [-(-length // block_size) for length in lengths]
     blocks = sum(used) + 2
     width = head + value_head
@@ -334,7 +337,7 @@ def ragged_batches() -> Iterator[str]:
 
 
 def compare_masks(args: tuple[Any, ...], label: str) -> Iterator[str]:
-    """Which of several equal logits stay at the border of top-p is not defined; how many of them is."""
+    """Compares counts, because it is not defined which of several equal logits stay at the limit of top-p."""
     from vllm_backplane import ops
 
     (actual,) = outcome(ops.top_k_top_p_mask.call, args, [0])
@@ -351,7 +354,7 @@ def sampling_rows() -> Iterator[str]:
     from vllm_backplane import ops
 
     for size in (1, 5, 31, 64, 100, 1000, 4097, 40_000, 70_001):
-        for coarse in (False, True):  # logits of a 16-bit model are full of equal ones
+        for coarse in (False, True):  # a 16-bit model has many equal logits
             logits = torch.randn(6, size) * 3
             logits = logits.bfloat16().float() if coarse else logits
             k = torch.randint(1, size + 1, (6,), dtype=torch.int32)
@@ -380,7 +383,7 @@ def sampling_rows() -> Iterator[str]:
 
 
 def thread_counts() -> Iterator[str]:
-    """The same bits whatever the number of threads: work is cut by the request, not by the machine."""
+    """Checks that results have the same bits for any number of threads, because work is split by request."""
     from operator_checks import same_bits
 
     from vllm_backplane import ops
@@ -392,7 +395,7 @@ def thread_counts() -> Iterator[str]:
         dtype=torch.bfloat16, stored=torch.bfloat16,
     )  # fmt: skip
     wide = torch.randn(300, 2048).bfloat16()
-    blocks = native.arranged((torch.randn(200, 2048) / 45).bfloat16())
+    blocks = native.to_blocks((torch.randn(200, 2048) / 45).bfloat16())
     angles = torch.rand(64, 64)
     calls: list[tuple[Any, tuple[Any, ...], list[int]]] = [
         (ops.paged_attention, args, [14]),
@@ -460,7 +463,7 @@ def refusals() -> Iterator[str]:
             operator(*args)
         except RuntimeError as error:
             if message not in str(error):
-                yield f"{operator.name}: says {error}, not {message!r}"
+                yield f"{operator.name}: the error is {error}, not {message!r}"
         else:
             yield f"{operator.name}: accepted what should have been refused with {message!r}"
 
@@ -488,7 +491,7 @@ def main() -> int:
     if force(isa) != isa:
         return NO_SUCH_ISA
     assert has_kernel("paged_attention", "CPU")
-    # What holds for every operator takes longest, and does not depend on the instruction set.
+    # test_every_operator.py takes longest and does not depend on the instruction set.
     skipped = [] if is_best else [f"--ignore={OPERATOR_TESTS / 'test_every_operator.py'}"]
     return int(pytest.main([*arguments, *skipped]))
 

@@ -1,6 +1,6 @@
-"""quantized_linear's C++ products against integers and float64: the script that test_cpu_quantized.py runs.
+"""Compares the C++ kernels of quantized_linear with integer and float64 arithmetic; test_cpu_quantized.py runs it.
 
-python compare_quantized_products.py     # prints, as JSON, what differs with each set that the machine has
+python compare_quantized_products.py     # prints the differences with each dot-product kernel of the machine, as JSON
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def integers(low: int, high: int, *shape: int) -> torch.Tensor:
 
 
 class Weight:
-    """Codes [features, positions] and numbers [features, groups], and the same as the operator takes them."""
+    """Codes [features, positions] and scales and offsets [features, groups], also in the operator's layout."""
 
     def __init__(
         self, bits: int, out: int, fan_in: int, group: int, offsets: bool, layout: CodeLayout, dtype: torch.dtype
@@ -50,7 +50,7 @@ class Weight:
 
         def by_block(values: torch.Tensor) -> torch.Tensor:
             blocks = -(-self.out // width)
-            # What fills the last block must not be seen, whatever it is.
+            # The padding of the last block must not affect results, so it is NaN.
             filling = torch.full((blocks * width - self.out, values.shape[1]), NAN, dtype=values.dtype)
             return torch.cat((values, filling)).view(blocks, width, -1).transpose(1, 2).contiguous()
 
@@ -59,8 +59,8 @@ class Weight:
         return codes, by_block(self.scales), offsets, self.bits, self.out
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """The result in float64, and the size of what was added up."""
-        if 0 < native.decoded_from(self.bits) <= x.shape[0]:
+        """Returns the result in float64, and the sum of the terms' magnitudes."""
+        if 0 < native.dequantizing_rows(self.bits) <= x.shape[0]:
             return self.decoded_product(x, bias)
         rows, groups = x.shape[0], self.padded // self.group
         values = numpy.zeros((rows, self.padded), numpy.float32)
@@ -79,7 +79,7 @@ class Weight:
         terms = self.scales.double().numpy() * dots * x_scales[:, None]
         if not self.symmetric:
             terms = terms + self.offsets.double().numpy() * sums * x_scales[:, None]
-        # Sums may be taken in pieces, and of codes less 128 or not: before anything cancels.
+        # The magnitude before any cancellation: kernels may sum in parts, with or without 128 subtracted from codes.
         largest = numpy.maximum(self.codes.numpy(), 2 ** (self.bits - 1)).astype(numpy.int64)
         reached = numpy.einsum("rgi,ogi->rog", abs(codes), largest.reshape(weight.shape))
         sizes = numpy.abs(self.scales.double().numpy() * reached * x_scales[:, None])
@@ -88,7 +88,7 @@ class Weight:
         return terms.sum(-1) + extra, sizes.sum(-1) + numpy.abs(extra)
 
     def decoded_product(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """The same where weight and input are rounded to bfloat16."""
+        """Returns the same for weight and input rounded to bfloat16."""
         by_group = self.codes.double().view(self.out, -1, self.group)
         scales = self.scales.double().unsqueeze(-1)
         if self.symmetric:
@@ -99,7 +99,7 @@ class Weight:
         values = x.float().bfloat16().double()
         values[~x.float().isfinite().all(-1)] = NAN
         extra = 0.0 if bias is None else bias.double().numpy()
-        # Ten times as much as what compare() allows of it: sums are float32 from the first position on.
+        # Ten times the tolerance of compare(), because all sums over positions are in float32.
         size = 10 * (values.abs() @ weight.abs().T).numpy()
         return (values @ weight.T).numpy() + extra, size + numpy.abs(extra)
 
@@ -119,7 +119,7 @@ def compare(weight: Weight, x: torch.Tensor, bias: torch.Tensor | None, label: s
     if (numpy.isnan(answer) != numpy.isnan(expected)).any():
         yield f"{label}: NaN in {int(numpy.isnan(answer).sum())} places, not in {int(numpy.isnan(expected).sum())}"
         return
-    # float32 sums of as many terms as there are groups, then one rounding to the type of the result.
+    # float32 sums with one term per group, then one rounding to the dtype of the result.
     allowed = size * 5e-7 + numpy.abs(expected) * rounding * 1.001 + 1e-7
     wrong = numpy.abs(answer - expected) > allowed
     wrong &= ~numpy.isnan(expected)
@@ -138,7 +138,7 @@ def shapes(layout: CodeLayout) -> Iterator[str]:
             if fan_in > 1000 and rows not in (1, 7, 33, 150):
                 continue
             dtype, scale_type = floats[(index + height_index) % 3], floats[(index // 2 + height_index) % 3]
-            # Scales in half precision may have products of their own, in several chunks here.
+            # Kernels may have a code path for half-precision scales; these sizes need several chunks.
             for numbers in {scale_type, torch.float16} if fan_in > 4000 and rows > 1 else {scale_type}:
                 weight = Weight(bits, out, fan_in, group, offsets, layout, numbers)
                 x = torch.randn(rows, fan_in, generator=generator).to(dtype)
@@ -221,10 +221,10 @@ def threads(layout: CodeLayout) -> Iterator[str]:
 def rows_alone(layout: CodeLayout) -> Iterator[str]:
     """A step that is padded has other rows beside it, and the tokens are to stay. Sums of tiles are rounded in another
     way, and the matrix instruction of ARMv8.6 adds offsets in another order."""
-    if native.dot_products() == "amx":
+    if native.dot_kernel() == "amx":
         return
     for (fan_in, group), bits, offsets in itertools.product(((256, 32), (576, 64), (4096, 32)), (8, 4), (False, True)):
-        if offsets and native.dot_products() == "i8mm":
+        if offsets and native.dot_kernel() == "i8mm":
             continue
         weight = Weight(bits, 50, fan_in, group, offsets, layout, torch.float16)
         x = torch.randn(40, fan_in, generator=generator)
@@ -255,7 +255,7 @@ def refusals(layout: CodeLayout) -> Iterator[str]:
             ops.quantized_linear(*arguments)
         except RuntimeError as error:
             if message not in str(error):
-                yield f"says {error}, not {message!r}"
+                yield f"the error is {error}, not {message!r}"
         else:
             yield f"accepted what should have been refused with {message!r}"
 
@@ -268,11 +268,11 @@ def main() -> None:
     assert fault is None, fault
     for unknown in ("avx1024", "AMX", "amx,avx2"):
         with pytest.raises(DeviceUnavailable, match="use one of: "):
-            native.use_dot_products(unknown)
+            native.use_dot_kernel(unknown)
     found = {}
-    for name in native.known_dot_products():
-        native.use_dot_products(name)
-        assert native.dot_products() == name
+    for name in native.available_dot_kernels():
+        native.use_dot_kernel(name)
+        assert native.dot_kernel() == name
         generator.manual_seed(5)
         layout = native.quantized_layout()
         assert layout is not None

@@ -1,4 +1,4 @@
-"""Experts of odd sizes for compare_cpu_kernels.py: no token, one, many; ids twice, or of no expert; NaN."""
+"""Cases of the expert kernels for compare_cpu_kernels.py: no, one or many tokens, repeated or invalid ids, NaN."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from lora_kernel_cases import FLOATS
 
 SHAPES = ((0, 8, 4, 3, 2), (1, 33, 17, 5, 2), (3, 1, 1, 1, 1), (40, 64, 48, 8, 3), (200, 24, 40, 4, 4))
-"""Tokens, hidden, inner, experts, experts of a token."""
+"""Tokens, hidden size, inner size, experts, experts per token."""
 
 
 def expert_shapes() -> Iterator[str]:
@@ -27,7 +27,7 @@ def expert_shapes() -> Iterator[str]:
     x[2, 3], x[4, 0] = float("nan"), float("inf")
     yield from compare(ops.moe_experts, (x, *rest), "NaN and infinity", 1e-4)
     for n, top_k in ((1, 1), (7, 3), (64, 8), (256, 8)):
-        logits = torch.randn(9, n).mul(3).round()  # many are equal
+        logits = torch.randn(9, n).mul(3).round()  # many logits are equal
         logits[1, 0], logits[2] = float("nan"), -float("inf")
         logits[3, n // 2] = float("inf")
         for scoring in ("softmax", "sigmoid", "sqrtsoftplus"):
@@ -37,7 +37,7 @@ def expert_shapes() -> Iterator[str]:
 
 
 def wrong_experts() -> list[tuple[Any, tuple[Any, ...], str]]:
-    """Calls that are refused, with a word of what is said."""
+    """Returns calls that raise an error, with a part of its text."""
     from vllm_backplane import ops
 
     good = experts(4, 8, 8, 3, 2, "silu", torch.float32)
@@ -60,7 +60,7 @@ def experts(
     from vllm_backplane.ops.moe import PLAIN
 
     width = inner if activation in PLAIN else 2 * inner
-    ids = torch.randint(-1, count + 1, (tokens, top_k), dtype=torch.int32)  # twice, or none that there is
+    ids = torch.randint(-1, count + 1, (tokens, top_k), dtype=torch.int32)  # some ids repeat, some are of no expert
     return (
         torch.randn(tokens, hidden).to(dtype),
         (torch.randn(count, width, hidden) / hidden**0.5).to(dtype),

@@ -1,4 +1,4 @@
-"""Adapters of odd sizes for compare_cpu_kernels.py: batches of every small number, mixed, without any, with NaN."""
+"""Cases of the LoRA kernels for compare_cpu_kernels.py: small batches with mixed adapters, no adapter, or NaN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SLOTS = 3
 MIXED = (0, 2, -1, 1, 1, SLOTS, 0, 2, 2, 1 << 20, 0, 0, 1)
-"""Slots, and numbers that are none."""
+"""Slots, and numbers that are not slots."""
 
 
 def lora_shapes() -> Iterator[str]:

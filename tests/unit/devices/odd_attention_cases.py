@@ -1,7 +1,7 @@
-"""Attention over keys and values that are no numbers, for compare_cpu_kernels.py.
+"""Cases of attention over keys and values that are NaN or infinite, for compare_cpu_kernels.py.
 
-Whoever sees one has it in the result, and nobody else: not the rows of the same prompt that come before it or whose
-window it has left, and not the other requests. That is asked of the kernels and of the references.
+Such a value must reach the results of the queries that see it, and no others: neither earlier rows of the same prompt,
+nor rows whose window excludes it, nor other requests. Both the kernels and the references are checked.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import torch
 from special_numbers import INF, NAN
 
 KEYS, VALUES = 1, 2
-"""Places of the arguments, of both operators."""
+"""Indices of the arguments, the same for both operators."""
 FEW = ((1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1))
 MANY = ((2, 4), (9, 1), (9, 3), (40, 2))
-"""Rows and query heads per key head. So many queries are taken together; the first are up to four."""
+"""Rows, and query heads per key head. Their product is the number of queries that a kernel takes together; those in FEW
+are at most four."""
 STORED = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @contextmanager
 def spoilt(held: torch.Tensor, number: torch.Tensor) -> Iterator[None]:
-    """One number of one position, in every head, being another."""
+    """Replaces one number of one position, in every head, inside the context."""
     before = held.clone()
     held.copy_(number.expand(held.shape).to(held.dtype))
     yield
@@ -39,11 +40,11 @@ def sees(at: int, position: int, window: int, causal: bool) -> bool:
 def wrong_rows(
     operator: Any, args: tuple[Any, ...], held: list[torch.Tensor], seeing: list[bool], choose: Callable[[Any], Any]
 ) -> Iterator[str]:
-    """What is wrong if a part of the keys or of the values is none; `seeing` tells of every row whether it sees it."""
+    """Yields the errors if one key or value is NaN or infinite; `seeing` has for every row whether it sees it."""
     from compare_cpu_kernels import compare, outcome
 
     side, chosen = choose(((KEYS, NAN), (KEYS, INF), (KEYS, -INF), (VALUES, NAN), (VALUES, INF), (VALUES, -INF)))
-    number = torch.tensor(chosen).to(held[0].dtype).float()  # a type may have no infinities
+    number = torch.tensor(chosen).to(held[0].dtype).float()  # a dtype may have no infinities
     written = [len(args) - 1]
     label = f"{tuple(args[0].shape)}, {held[0].dtype}, {number.item()} among {'keys' if side == KEYS else 'values'}"
     bound = TOLERANCE[args[0].dtype]
@@ -69,7 +70,7 @@ def attention_of_odd_numbers() -> Iterator[str]:
 
 
 def paged_odd_numbers() -> Iterator[str]:
-    """Contexts of one tile, of several, behind a window, and long ones that few queries cut into pieces and merge."""
+    """Contexts of one tile, of several, behind a window, and long ones that a kernel splits and merges."""
     from compare_cpu_kernels import paged
 
     from vllm_backplane import ops
@@ -111,7 +112,7 @@ def ragged_odd_numbers() -> Iterator[str]:
 
 
 def long_prompts() -> Iterator[str]:
-    """Without a cache: more scores than the reference takes at once."""
+    """Attention without a cache, with more scores than the reference computes at once."""
     from compare_cpu_kernels import compare
 
     from vllm_backplane import ops

@@ -1,4 +1,4 @@
-"""Numbers that are none, and contexts longer than any test's model has, for compare_cpu_kernels.py."""
+"""Cases with NaN, infinite and extreme numbers, and with very long contexts, for compare_cpu_kernels.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from special_numbers import INF, NAN, special
 
 SMALL = (NAN, INF, -INF, 0.0, -0.0, 6e-8, 1e-40)
 LARGE = (65504.0, -3.3e38)
-"""The second is infinite in half precision, and its square in every type."""
+"""The second number is infinite in half precision, and its square in every dtype."""
 
 
 def odd_rows(width: int, dtype: torch.dtype, alone: tuple[float, ...], throughout: tuple[float, ...]) -> torch.Tensor:
-    """Rows of ordinary numbers with one odd one each, somewhere; rows of nothing else; a row of all kinds."""
+    """Returns rows of ordinary numbers with one odd number each, rows of one odd number, and a row of all kinds."""
     rows = torch.randn(len(alone) + len(throughout) + 1, width)
     for place, number in enumerate(alone):
         rows[place, place * 7 % width] = number
@@ -48,10 +48,11 @@ def norms_of_odd_numbers() -> Iterator[str]:
 
 
 def rotations_of_odd_numbers() -> Iterator[str]:
-    """Also by odd angles: a table of a model that was damaged.
+    """Yields the differences for odd numbers and odd angles, as in the table of a damaged model.
 
-    A kernel may add a product that it has not rounded. So large numbers have no large partner here: of two that cancel
-    the rest depends on it, and of two products that overflow whether the result is infinite or none.
+    A kernel may use a fused multiply-add, which does not round the product. So no two large numbers are combined here:
+    if they cancelled, the remainder would depend on that rounding, and if both products overflowed, whether the result
+    is infinite or NaN would.
     """
     from compare_cpu_kernels import compare
 
@@ -73,8 +74,8 @@ def rotations_of_odd_numbers() -> Iterator[str]:
 
 
 def products_of_odd_numbers() -> Iterator[str]:
-    """An odd number of the input reaches its row and no other, one of the weights its column and no other; what a block
-    is filled up with is multiplied by nothing."""
+    """Yields the errors for odd numbers in a GEMM: one in the input must affect only its row, one in the weights only
+    its column, and none the padding of a block."""
     from compare_cpu_kernels import compare
 
     from vllm_backplane import ops
@@ -93,11 +94,11 @@ def products_of_odd_numbers() -> Iterator[str]:
                 label = f"{made}, {rows} x {inner} -> {outer}, {dtype}"
                 yield from compare(ops.linear, (left, right), label)
                 yield from compare(ops.logits, (left, right), label)
-                yield from compare(ops.blocked_linear, (left, native.arranged(right), outer), label)
+                yield from compare(ops.blocked_linear, (left, native.to_blocks(right), outer), label)
 
 
 def long_contexts() -> Iterator[str]:
-    """A token each, and a piece of a prompt each, over contexts that are cut many times."""
+    """Decode steps and chunks of prompts over contexts that kernels split many times."""
     from compare_cpu_kernels import compare, paged
 
     from vllm_backplane import ops

@@ -1,4 +1,4 @@
-"""Numbers that kernels get wrong first."""
+"""Numbers for which kernels are most often wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def special(*shape: int) -> torch.Tensor:
-    """Numbers over the range of half precision, with NaN, infinities, zeros and subnormals among them."""
+    """Returns numbers over the range of half precision, including NaN, infinities, zeros and subnormals."""
     values = torch.randn(shape) * torch.exp2(torch.randint(-28, 18, shape).float())
     flat = values.flatten()
     for number in (NAN, INF, -INF, 0.0, -0.0, 6e-8, -5.9e-8, 65504.0, 65519.0, 65520.0, 3.4e38, 1e-40):

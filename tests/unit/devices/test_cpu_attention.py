@@ -1,4 +1,4 @@
-"""Attention of many queries on the cpu device against float64, with the processor's bfloat16 tiles and without them."""
+"""Tests attention of many queries on the cpu device against float64, with and without the processor's AMX tiles."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ results = []
 for given in json.load(sys.stdin):
     kind = getattr(torch, given.pop("dtype"))
     results.append(case(kind, **given))
-print(json.dumps({"tiles": native.has_tiles(), "results": results}))
+print(json.dumps({"tiles": native.has_amx_tiles(), "results": results}))
 """
 
 PLAIN = {"heads": 6, "kv_heads": 2, "head": 64, "value_head": 64}
@@ -131,7 +131,7 @@ def outcome(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def test_every_case_is_within_rounding_of_float64(outcome: dict[str, Any]) -> None:
-    # One rounding of the result; with tiles also one of every weight of the softmax.
+    # One rounding of the result; with tiles, also one of every softmax weight.
     bounds = {"bfloat16": 2**-7 if outcome["tiles"] else 2**-8, "float16": 2**-10, "float32": 1e-5}
     for case, found in zip(CASES, outcome["results"], strict=True):
         for each in found:

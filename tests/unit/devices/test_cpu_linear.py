@@ -1,4 +1,4 @@
-"""The C++ products for 16-bit weights, against float64, with the processor's own 16-bit instructions and without."""
+"""Tests the C++ GEMM for 16-bit weights against float64, with and without the processor's 16-bit instructions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ for dtype, rows, inner, outer, bias in json.load(sys.stdin):
     x = torch.randn(rows, inner, generator=generator).to(kind)
     weight = torch.randn(outer, inner, generator=generator).to(kind)
     offset = torch.randn(outer, generator=generator).to(kind) if bias else None
-    products = [ops.linear(x, weight, offset), ops.blocked_linear(x, native.arranged(weight), outer, offset)]
+    products = [ops.linear(x, weight, offset), ops.blocked_linear(x, native.to_blocks(weight), outer, offset)]
     exact = x.double() @ weight.double().T + (offset.double() if bias else 0)
     scale = (x.double().abs() @ weight.double().abs().T).clamp_min(1e-30)
     for got in products:
@@ -64,7 +64,7 @@ CASES = [
     for inner, outer in ((1, 1), (7, 3), (16, 4), (64, 65), (100, 33), (577, 130))
     for bias in (False, True)
 ]
-# Many rows, over depths that fit the libraries' blocks and that do not, and over some chunks of the first cache.
+# Many rows, at depths that are multiples of the blocks or not, and that exceed the first-level cache.
 CASES += [
     [dtype, rows, inner, outer, bias]
     for dtype in ("bfloat16", "float32")
@@ -95,7 +95,7 @@ def test_every_shape_is_within_rounding_of_float64(outcome: dict[str, Any]) -> N
         assert shape == [rows, outer], case
         assert dtype == f"torch.{name}", case
         assert finite, case
-        # One rounding to the result's type (2^-8, 2^-11 or 2^-24 relative) and float32 sums.
+        # One rounding to the result's dtype (2^-8, 2^-11 or 2^-24 relative) and float32 sums.
         assert error <= {"bfloat16": 2**-8, "float16": 2**-10, "float32": 2**-19}[name], case
 
 

@@ -1,4 +1,4 @@
-"""Memory of the host, bounded by control groups."""
+"""Tests of the host's memory: limits by control groups, peak memory, released pages and huge pages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 
 from vllm_backplane.device import host
 from vllm_backplane.device.host import (
+    collapse_to_huge_pages,
     control_group_cores,
     control_group_limits,
-    forget,
-    gather_pages,
+    drop_unused_storage,
     host_memory,
     without_huge_pages,
 )
@@ -88,7 +88,7 @@ assert grown - own_peak_memory() > 48 << 20
 
 
 def test_peak_follows_what_was_allocated_and_starts_again() -> None:
-    """In a process of its own: what others have given back lies about in this one."""
+    """It runs in a process of its own, because this one has free memory that other tests left."""
     run = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
 
@@ -103,16 +103,16 @@ def test_the_cache_is_zero_and_costs_nothing_until_it_is_written() -> None:
 
 
 def test_freed_memory_goes_back_to_the_system() -> None:
-    """Every second of many blocks is freed, so that none of it lies at the heap's end.
+    """Every second of many blocks is freed, so that the free memory is not at the end of the heap.
 
-    The blocks are the C library's: PyTorch's builds for ARM have an allocator of their own, which gives pages back by
-    itself and cannot be asked to.
+    The blocks come from the C library: PyTorch's builds for ARM have an allocator of their own, which returns pages
+    when it chooses and cannot be asked to.
     """
     program = (
         "import gc, numpy\n"
         "from vllm_backplane.devices.cpu import CpuDevice\n"
         "device = CpuDevice()\n"
-        "blocks = [numpy.ones(1 << 13) for _ in range(2000)]\n"  # 64 KiB each: from the heap, not mapped
+        "blocks = [numpy.ones(1 << 13) for _ in range(2000)]\n"  # 64 KiB each, small enough to come from the heap
         "kept = blocks[::2]\n"
         "del blocks\n"
         "gc.collect()\n"
@@ -127,12 +127,12 @@ def test_freed_memory_goes_back_to_the_system() -> None:
 def test_memory_is_given_back_when_nobody_looks_at_it() -> None:
     tensor = torch.ones(1 << 20, dtype=torch.uint8)
     storage = tensor.untyped_storage()
-    forget(storage)
-    assert bool(tensor.all()), "somebody looks at it"
+    drop_unused_storage(storage)
+    assert bool(tensor.all()), "a tensor uses it"
     del tensor
-    forget(storage)
+    drop_unused_storage(storage)
     left = torch.empty(0, dtype=torch.uint8).set_(storage)
-    assert int(left.sum()) < 2 * mmap.PAGESIZE, "only what shares a page with others stays"
+    assert int(left.sum()) < 2 * mmap.PAGESIZE, "only bytes that share a page with other memory stay"
 
 
 def test_memory_that_is_locked_stays() -> None:
@@ -141,21 +141,23 @@ def test_memory_that_is_locked_stays() -> None:
     if ctypes.CDLL(None).mlock(place, size) != 0:
         pytest.skip("this process may lock no memory (ulimit -l)")
     try:
-        forget(storage)
+        drop_unused_storage(storage)
         assert all(torch.empty(0, dtype=torch.uint8).set_(storage))
     finally:
         ctypes.CDLL(None).munlock(place, size)
 
 
 def test_pages_that_stay_small_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a system that does not know the request."""
+    """The system is made to reject the request, as one without MADV_COLLAPSE does."""
     monkeypatch.setattr(host, "_huge_pages_of_system", lambda: "[madvise]")
     storage = torch.ones(8 << 20, dtype=torch.uint8).untyped_storage()
     monkeypatch.setattr(host, "_COLLAPSE", 9999)
-    assert gather_pages(storage) == "MADV_COLLAPSE, which Linux knows from 6.1 on: Invalid argument"
-    assert gather_pages(torch.ones(8, dtype=torch.uint8).untyped_storage()) == "", "it is smaller than a huge page"
+    assert collapse_to_huge_pages(storage) == "MADV_COLLAPSE, which requires Linux 6.1: Invalid argument"
+    assert collapse_to_huge_pages(torch.ones(8, dtype=torch.uint8).untyped_storage()) == "", (
+        "it is smaller than a huge page"
+    )
     monkeypatch.setattr(host, "_huge_pages_of_system", lambda: "[never]")
-    assert gather_pages(storage) == ""
+    assert collapse_to_huge_pages(storage) == ""
 
 
 def test_huge_pages_are_used_again_afterwards() -> None:

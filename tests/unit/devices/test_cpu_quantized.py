@@ -1,4 +1,4 @@
-"""The C++ products of quantized linear layers, with every instruction set that the machine has."""
+"""Tests the C++ kernels of quantized linear layers with every instruction set of the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Report = dict[str, list[str]]
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Report]:
-    """By set of instructions; one process uses one after another."""
+    """Returns the differences by dot-product kernel; one process uses one kernel after another."""
     run = subprocess.run(
         [sys.executable, str(HERE / "compare_quantized_products.py")],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -1,8 +1,7 @@
-"""The C++ products of quantized linear layers for ARM processors that this machine is not, under an emulator."""
+"""Tests the C++ kernels of quantized linear layers for other ARM processors than this machine's, under an emulator."""
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
@@ -10,25 +9,26 @@ from pathlib import Path
 
 import pytest
 
+from tests import compiled
+
+pytestmark = [pytest.mark.compiler, pytest.mark.exhaustive]
+
 HERE = Path(__file__).resolve().parent
-SOURCES = HERE.parents[2] / "csrc" / "cpu"
+SOURCES = compiled.ROOT / "csrc" / "cpu"
 SETS = ("i8mm", "dotprod", "neon", "portable")
 ON_ARM = platform.machine() == "aarch64"
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which(os.environ.get("CXX", "g++") if ON_ARM else "aarch64-linux-gnu-g++")
-    if compiler is None:
+def program() -> Path:
+    command = compiled.compiler() if ON_ARM else (shutil.which("aarch64-linux-gnu-g++"),)
+    if command[0] is None:
         pytest.skip("no C++ compiler for ARM: install g++-aarch64-linux-gnu (on ARM g++)")
-    result = tmp_path_factory.mktemp("emulated") / "check"
-    products = (file for file in SOURCES.glob("dot_*.cpp") if file.name != "dot_kernels.cpp")
+    kernels = sorted(file for file in SOURCES.glob("dot_*.cpp") if file.name != "dot_kernels.cpp")
     # Static, so that the emulator needs no libraries of the other machine.
-    options = ["-std=c++20", "-O2", "-Wno-psabi", "-static", f"-I{SOURCES}", "-o", str(result)]
-    command = [compiler, *options, str(HERE / "dot_products_check.cpp"), *map(str, products)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=800)
-    assert built.returncode == 0, built.stderr[-4000:]
-    return result
+    options = ["-std=c++20", "-O2", "-Wno-psabi", "-static", f"-I{SOURCES}"]
+    check = HERE / "dot_products_check.cpp"
+    return compiled.build("emulated_check", [*options, check, *kernels], [SOURCES, check], command)
 
 
 def as_processor(name: str, runs: int) -> list[str]:

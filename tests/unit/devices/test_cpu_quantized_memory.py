@@ -1,19 +1,20 @@
-"""The C++ products of quantized linear layers under the sanitizers for addresses and undefined behaviour."""
+"""Tests the C++ kernels of quantized linear layers under the sanitizers for addresses and undefined behaviour."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests import compiled
+
+pytestmark = [pytest.mark.compiler, pytest.mark.exhaustive]
 
 HERE = Path(__file__).resolve().parent
-SOURCES = HERE.parents[2] / "csrc" / "cpu"
-OPTIONS = ("-std=c++20", "-O1", "-Wno-psabi", "-fopenmp")
+SOURCES = compiled.ROOT / "csrc" / "cpu"
+OPTIONS = ("-std=c++20", "-O1", "-Wno-psabi", "-fopenmp", f"-I{SOURCES}")
 # Of undefined behaviour what addresses, sizes and numbers can bring about and the address sanitizer does not see; the
 # rest would take the compiler twice as long.
 SANITIZED = (
@@ -21,25 +22,13 @@ SANITIZED = (
     "-fno-sanitize-recover=all",
 )
 OUT_OF_LINE = ("--param", "asan-instrumentation-with-call-threshold=0")
-"""Each access is checked by a call: written out, the checks make functions in which GCC spends minutes."""
+"""GCC checks each access by a call. Inlined checks make functions in which GCC spends minutes."""
 FLAGS = {"dot_i8mm": "i8mm", "dot_amx": "amx_int8", "dot_amx_bf16": "amx_bf16"}
-"""Of the processor, for products that not every one has, and that take long to compile with checks nobody would see."""
+"""Files that need a processor flag. They take long to compile, and without the flag their checks would never run."""
 
 
-@cache
-def compiler() -> tuple[list[str], list[str]]:
-    """The command, and what it takes for checks."""
-    found = shutil.which(os.environ.get("CXX", "g++"))
-    assert found is not None, "install a C++ compiler, or name one by CXX"
-    told = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
-    return [found, *OPTIONS], [*SANITIZED, *(() if "clang" in told else OUT_OF_LINE)]
-
-
-def compile_in(folder: Path, *arguments: str | Path, checked: bool = True) -> None:
-    command, checks = compiler()
-    command = [*command, *(checks if checked else ()), f"-I{SOURCES}", *map(str, arguments)]
-    built = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800)
-    assert built.returncode == 0, built.stderr[-4000:]
+def checks() -> tuple[str, ...]:
+    return (*SANITIZED, *(() if compiled.is_clang(compiled.compiler()) else OUT_OF_LINE))
 
 
 def run(program: Path) -> str:
@@ -51,35 +40,45 @@ def run(program: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def products(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The products of every instruction set, compiled once: that takes longest."""
-    folder = tmp_path_factory.mktemp("products")
-    files = {file.stem: file for file in SOURCES.glob("dot_*.cpp") if file.name != "dot_kernels.cpp"}
+def kernels() -> list[Path]:
+    """The dot-product kernels of every instruction set."""
     processor = Path("/proc/cpuinfo").read_text().split()
-    others = [files.pop(name) for name, flag in FLAGS.items() if flag not in processor]
-    compile_in(folder, "-c", *files.values())
-    if others:
-        compile_in(folder, "-c", *others, checked=False)
-    # Of what several have, the linker takes the first.
-    return [folder / f"{source.stem}.o" for source in (*files.values(), *others)]
+    found = []
+    for source in sorted(SOURCES.glob("dot_*.cpp")):
+        if source.name == "dot_kernels.cpp":
+            continue
+        runs = source.stem not in FLAGS or FLAGS[source.stem] in processor
+        arguments = [*OPTIONS, *(checks() if runs else ()), "-c", source]
+        headers = [path for path in SOURCES.iterdir() if path.suffix == ".h"]
+        found.append((runs, compiled.build(f"{source.stem}.o", arguments, [source, *headers])))
+    # Of what several define, the linker takes the first: one with checks.
+    return [path for _, path in sorted(found, key=lambda one: not one[0])]
 
 
-def test_products_stay_within_their_memory(products: list[Path], tmp_path: Path) -> None:
-    """The products alone, without PyTorch."""
-    compile_in(tmp_path, HERE / "dot_products_check.cpp", *products, "-o", "check")
-    said = run(tmp_path / "check")
-    assert "portable: " in said and "products as expected" in said
+def test_kernels_stay_within_their_memory(kernels: list[Path]) -> None:
+    """The kernels alone, without PyTorch."""
+    check = HERE / "dot_products_check.cpp"
+    program = compiled.build(
+        "kernel_check", [*OPTIONS, *checks(), check, *kernels], [SOURCES, check, HERE / "fuzzed_tensors.h"]
+    )
+    output = run(program)
+    assert "portable: " in output and "products as expected" in output
 
 
-def test_layers_stay_within_their_memory(products: list[Path], tmp_path: Path) -> None:
+def test_layers_stay_within_their_memory(kernels: list[Path]) -> None:
     """The operator as a whole: rounding of the input, chunks, tiles, results."""
-    torch_folder = Path(torch.__file__).parent
-    include = [f"-I{torch_folder}/include", f"-I{torch_folder}/include/torch/csrc/api/include"]
-    libraries = [f"-L{torch_folder}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
-    # What has PyTorch's headers is compiled together: they take longer than all the rest.
+    # Files with PyTorch's headers are compiled together: the headers take longer than all the rest.
     together = [SOURCES / "quantize_rows.cpp", SOURCES / "quantized_linear.cpp", HERE / "quantized_linear_check.cpp"]
-    (tmp_path / "together.cpp").write_text("".join(f'#include "{source}"\n' for source in together))
-    sources = [SOURCES / "dot_kernels.cpp", SOURCES / "isa.cpp", "together.cpp"]
-    compile_in(tmp_path, *include, *sources, *products, *libraries, "-o", "check")
-    said = run(tmp_path / "check")
-    assert "portable: " in said and "layers as expected" in said
+    included = [part for path in together for part in ("-include", path)]
+    sources = [SOURCES / "dot_kernels.cpp", SOURCES / "isa.cpp"]
+    joined = compiled.build(
+        "together.o", [*OPTIONS, *checks(), *compiled.TORCH_INCLUDES, *included, "-c", "-x", "c++", "/dev/null"],
+        [SOURCES, HERE / "quantized_linear_check.cpp", HERE / "fuzzed_tensors.h"],
+    )  # fmt: skip
+    program = compiled.build(
+        "layer_check",
+        [*OPTIONS, *checks(), *compiled.TORCH_INCLUDES, *sources, joined, *kernels, *compiled.TORCH_LIBRARIES],
+        [SOURCES, HERE / "quantized_linear_check.cpp", HERE / "fuzzed_tensors.h"],
+    )
+    output = run(program)
+    assert "portable: " in output and "layers as expected" in output

@@ -1,4 +1,4 @@
-"""Memory of the host sleeps: pages go back to the system, tensors stay where they are, and what is kept comes back."""
+"""Tests of sleep mode on the CPU: pages go back to the system, tensors keep their addresses, saved contents return."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import pytest
 import torch
 
 from vllm_backplane.device import MemoryInfo, host
-from vllm_backplane.devices.cpu import CpuDevice
-from vllm_backplane.devices.cpu import memory_ledger as promised
-from vllm_backplane.devices.cpu import sleep as sleeping
-from vllm_backplane.devices.cpu.sleep import SMALLEST, Mapping, SleepPool, anonymous_parts, folder_on_disk
+from vllm_backplane.devices.cpu import CpuDevice, memory_ledger, sleep
+from vllm_backplane.devices.cpu.sleep import SMALLEST, Mapping, SleepPool, anonymous_ranges, folder_on_disk
 from vllm_backplane.errors import BackplaneError
 
 MIB = 1 << 20
@@ -28,10 +26,10 @@ def pool(tmp_path: Path) -> SleepPool:
 
 
 @pytest.fixture(autouse=True)
-def _own_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("unwritten", "promise", "withdraw"):
-        function = getattr(promised, name)
-        monkeypatch.setattr(function, "__defaults__", (tmp_path / "promised",))
+def _own_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("unwritten_bytes", "reserve", "cancel"):
+        function = getattr(memory_ledger, name)
+        monkeypatch.setattr(function, "__defaults__", (tmp_path / "ledger",))
 
 
 def resident() -> int:
@@ -49,11 +47,11 @@ def test_what_is_kept_comes_back_to_where_it_was(pool: SleepPool) -> None:
     pool.release(keep=True)
     asleep = resident()
     assert before - asleep > 0.95 * (weights.weight.nbytes + arranged.nbytes)
-    assert not arranged.any(), "they stay mapped, and empty"
+    assert not arranged.any(), "the pages stay mapped, and empty"
     pool.restore()
     assert places == (weights.weight.data_ptr(), arranged.data_ptr())
     assert all(map(torch.equal, (weights.weight, arranged, view), expected))
-    # Not what it was before: memory that was free already went back too.
+    # The total may be lower than before, because memory that was free before the release went back as well.
     assert resident() - asleep > 0.95 * (weights.weight.nbytes + arranged.nbytes)
 
 
@@ -63,7 +61,7 @@ def test_what_is_not_kept_does_not(pool: SleepPool, tmp_path: Path) -> None:
     pool.release(keep=False)
     pool.restore()
     assert not large[2000:-2000].any()
-    assert small.all(), "too small to be worth it"
+    assert small.all(), "it is smaller than SMALLEST"
     large.fill_(3)
     assert (large == 3).all()
 
@@ -75,7 +73,7 @@ def test_only_what_was_made_meanwhile_and_lives_sleeps(pool: SleepPool) -> None:
         freed_while_asleep = torch.ones(MIB)
     after = torch.ones(MIB)
     del gone
-    others = torch.ones(MIB)  # where that was, perhaps
+    others = torch.ones(MIB)  # perhaps at the same address
     pool.release(keep=True)
     del freed_while_asleep
     reused = torch.full((MIB,), 2.0)
@@ -131,14 +129,14 @@ def test_waking_waits_for_memory(pool: SleepPool, monkeypatch: pytest.MonkeyPatc
     pool.release(keep=True)
     with monkeypatch.context() as little:
         little.setattr(host, "host_memory", lambda: MemoryInfo(total=64 << 30, free=MIB))
-        with pytest.raises(BackplaneError, match=r"waking takes 0\.00 GiB .* wake up again"):
+        with pytest.raises(BackplaneError, match=r"waking up needs 0\.00 GiB .* wake up again"):
             pool.restore()
     pool.restore()
     assert weights.all()
 
 
 def test_pages_of_a_file_are_left_alone(pool: SleepPool, tmp_path: Path) -> None:
-    """Other processes may share them, and some cannot be written to again."""
+    """Other processes may share the pages, and some files cannot be written to."""
     file = tmp_path / "weights"
     file.write_bytes(numpy.ones(MIB, dtype=numpy.float32).tobytes())
     mapped = torch.from_numpy(numpy.memmap(file, dtype=numpy.float32, mode="c"))
@@ -150,19 +148,19 @@ def test_pages_of_a_file_are_left_alone(pool: SleepPool, tmp_path: Path) -> None
     assert (part == 2).all()
 
 
-def test_the_cache_of_the_device_sleeps_with_its_promise(tmp_path: Path) -> None:
+def test_the_cache_of_the_device_sleeps_with_its_reservation(tmp_path: Path) -> None:
     device = CpuDevice({"sleep_folder": str(tmp_path)})
     count = 64 * MIB
     with device.sleep_pool("cache"):
         cache = device.zeroed_bytes(count)
-    assert promised.unwritten() > 0.9 * count
+    assert memory_ledger.unwritten_bytes() > 0.9 * count
     cache.fill_(1)
     before = resident()
     device.release("cache", keep=False)
     assert before - resident() > 0.95 * count
-    assert promised.unwritten() == 0, "others may have it"
+    assert memory_ledger.unwritten_bytes() == 0, "other processes may use it"
     device.restore("cache")
-    assert promised.unwritten() > 0.9 * count
+    assert memory_ledger.unwritten_bytes() > 0.9 * count
     assert not cache[MIB:-MIB].any()
 
 
@@ -182,17 +180,17 @@ def test_a_folder_in_memory_is_none(tmp_path: Path, mounts: Path) -> None:
 
 def test_a_folder_that_is_none_is_told_before_weights_are_loaded(tmp_path: Path) -> None:
     device = CpuDevice({"sleep_folder": str(tmp_path / "nothing")})
-    with pytest.raises(BackplaneError, match="nothing is no folder"), device.sleep_pool("weights"):
+    with pytest.raises(BackplaneError, match="nothing is not a folder"), device.sleep_pool("weights"):
         pass
 
 
 def test_parts_of_mappings() -> None:
     own, file = (lambda start, end: Mapping(start, end, True)), (lambda start, end: Mapping(start, end, False))
     mappings = [own(0, 10), file(10, 20), own(20, 30), own(30, 40), file(50, 60)]
-    assert list(anonymous_parts(mappings, 5, 35)) == [(5, 10), (20, 30), (30, 35)]
-    assert list(anonymous_parts(mappings, 12, 18)) == []
-    assert list(anonymous_parts(mappings, 30, 30)) == []
-    assert list(anonymous_parts(mappings, 45, 55)) == []
+    assert list(anonymous_ranges(mappings, 5, 35)) == [(5, 10), (20, 30), (30, 35)]
+    assert list(anonymous_ranges(mappings, 12, 18)) == []
+    assert list(anonymous_ranges(mappings, 30, 30)) == []
+    assert list(anonymous_ranges(mappings, 45, 55)) == []
 
 
 def test_own_mappings_know_memory_of_a_file(tmp_path: Path) -> None:
@@ -200,7 +198,7 @@ def test_own_mappings_know_memory_of_a_file(tmp_path: Path) -> None:
     with (tmp_path / "file").open("r+b") as opened, mmap.mmap(opened.fileno(), mmap.PAGESIZE) as shared:
         of_file = ctypes.addressof(ctypes.c_char.from_buffer(shared))
         of_process = torch.empty(MIB).data_ptr()
-        found = {one.start: one for one in sleeping.own_mappings()}
+        found = {one.start: one for one in sleep.own_mappings()}
         assert not found[of_file].anonymous
         inside = [one for one in found.values() if one.start <= of_process < one.end]
         assert [one.anonymous for one in inside] == [True]

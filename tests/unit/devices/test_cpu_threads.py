@@ -1,4 +1,4 @@
-"""How many threads a worker on the CPU computes with, and on which cores, on machines that are folders here."""
+"""Tests of the threads and cores of a CPU worker, on machines whose topology is a folder of files."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-    runtime.cache_clear()  # its device has settings that were refused
+    runtime.cache_clear()  # its device has the settings of this test
 
 
 def tree(root: Path, nodes: list[list[list[int]]]) -> Path:
-    """/sys/devices/system of a machine: of each node the cores, of each core its hardware threads."""
+    """Writes /sys/devices/system of a machine; `nodes` lists the cores of each node as lists of hardware threads."""
     for number, node in enumerate(nodes):
         (root / f"node/node{number}").mkdir(parents=True)
         listed = ",".join(str(cpu) for core in node for cpu in core)
@@ -94,7 +94,7 @@ def test_physical_cores_are_divided_among_workers(
 def test_a_quota_and_an_affinity_are_kept_to(tmp_path: Path) -> None:
     rationed = made(tmp_path / "quota", TWO_NODES, quota=6)
     assert share(rationed, 0, 1, None, "auto") == Share(6, None)
-    # Containers of one host would all bind themselves to the same cores.
+    # With a quota nothing is bound: all containers of a host would bind themselves to the same cores.
     assert [share(rationed, index, 2, None, "auto") for index in range(2)] == [Share(3, None)] * 2
     limited = made(tmp_path / "affinity", TWO_NODES, allowed={2, 3, 8, 9, 18})
     assert [core.cpus for core in limited.cores] == [(2, 18), (3,), (8,), (9,)]
@@ -109,7 +109,7 @@ def test_one_worker_or_one_node_is_not_bound(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [2, 4, 3])
 def test_workers_on_two_nodes_get_cores_of_one_each(workers: int, tmp_path: Path) -> None:
-    """Tensor-parallel workers and those of data-parallel replicas are numbered alike, through the whole host."""
+    """Workers of tensor parallelism and of data-parallel replicas are numbered together, across the whole host."""
     machine = made(tmp_path, TWO_NODES)
     bound = [share(machine, index, workers, None, "auto") for index in range(workers)]
     node_of = {cpu: core.node for core in machine.cores for cpu in core.cpus}
@@ -157,7 +157,7 @@ def test_option_then_variable_then_share_of_the_cores(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     machine = made(tmp_path, PLAIN[8])
-    monkeypatch.setattr(threads, "machine", lambda: machine)
+    monkeypatch.setattr(threads, "this_machine", lambda: machine)
     device = CpuDevice({"threads": option, "bind": "auto"})
     device.place_worker(0, workers)
     torch.set_num_threads(7)
@@ -180,11 +180,11 @@ def test_a_configuration_is_refused_before_workers_start(tmp_path: Path, monkeyp
     config = VllmConfig(parallel_config=ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="mp"))
     chosen = configured({})
     machine = made(tmp_path, PLAIN[8])
-    monkeypatch.setattr(threads, "machine", lambda: machine)
+    monkeypatch.setattr(threads, "this_machine", lambda: machine)
     eight = replace(chosen, device=CpuDevice({**chosen.device.settings, "threads": 3}))
     refusals.refuse_unsupported(config, eight)
     config.parallel_config.data_parallel_size_local = 2
-    with pytest.raises(OptionError, match=r"cpu.threads is 3 for each of 4 workers.*state at most 2"):
+    with pytest.raises(OptionError, match=r"cpu.threads is 3 for each of 4 workers.*set at most 2"):
         refusals.refuse_unsupported(config, eight)
 
 
@@ -211,7 +211,7 @@ def test_as_many_threads_as_the_machine_has_are_no_fault(tmp_path: Path, monkeyp
 
 
 def test_this_machine_refuses_threads_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the door that every process of vLLM comes in by."""
+    """It is tested through `configured`, which every vLLM process calls."""
     with pytest.raises(OptionError, match=r"cpu\.threads is 5000, and this process may use"):
         configured({"backplane": {"cpu": {"threads": 5000}}})
     monkeypatch.setenv("OMP_NUM_THREADS", "5000")
@@ -222,7 +222,7 @@ def test_this_machine_refuses_threads_it_lacks(monkeypatch: pytest.MonkeyPatch) 
 def test_stated_cores_are_bound_and_divided(tmp_path: Path) -> None:
     machine = made(tmp_path, TWO_NODES)
     assert share(machine, 0, 1, None, (4, 5, 6)) == Share(3, frozenset({4, 5, 6}))
-    assert share(machine, 0, 1, None, tuple(range(8))).threads == 8  # none is kept free of those that were named
+    assert share(machine, 0, 1, None, tuple(range(8))).threads == 8  # of cores that the user names, none is left free
     assert [cpus_of(share(machine, i, 2, None, (4, 20, 5, 21))) for i in range(2)] == [{4, 20}, {5, 21}]
     assert share(machine, 0, 2, None, "off") == Share(7, None)
 
@@ -241,7 +241,7 @@ def test_a_binding_that_is_none_is_refused(given: Any) -> None:
 
 
 def test_binding_holds_for_threads_there_are_and_threads_to_come() -> None:
-    """A process that was bound so, by a container for example, takes no more either."""
+    """A process that is bound, for example by a container, also reports no more cores."""
     script = """
 import os, threading, torch
 from vllm_backplane.devices.cpu import threads
@@ -254,10 +254,10 @@ threads.bind(frozenset({one}))
 threading.Thread(target=waiting.wait, daemon=True).start()
 found = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
 assert len(found) >= 3 and all(cpus == {one} for cpus in found), found
-assert threads.machine().threads == 1 and threads.machine().cpus == {one}
-assert threads.share(threads.machine(), 0, 1, None, "auto") == threads.Share(1, None)
-[(what, remedy)] = threads.faults(threads.machine(), 2, "auto")
-assert "may use 1 core " in what, what
+assert threads.this_machine().threads == 1 and threads.this_machine().cpus == {one}
+assert threads.share(threads.this_machine(), 0, 1, None, "auto") == threads.Share(1, None)
+[(problem, remedy)] = threads.faults(threads.this_machine(), 2, "auto")
+assert "may use 1 core " in problem, problem
 """
     done = subprocess.run(
         [sys.executable, "-c", script], env=dict(os.environ), capture_output=True, text=True, timeout=200

@@ -1,4 +1,4 @@
-"""Graphs of the cpu device: a replay gives what calling again gives, and what cannot be replayed is told."""
+"""Tests of the CPU's graphs: a replay gives the results of a call, and a call that cannot be replayed is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from vllm_backplane import ops
 from vllm_backplane.device.graph import CapturedCalls
 from vllm_backplane.devices.cpu import native
-from vllm_backplane.devices.cpu.graphs import CpuGraph, memories
+from vllm_backplane.devices.cpu.graphs import CpuGraph, live_graph_memories
 from vllm_backplane.errors import GraphError
 
 WIDTH = 32
@@ -66,12 +66,12 @@ def types(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def masks(x: torch.Tensor) -> torch.Tensor:
-    """Temporary memory whose size depends on values; the result's does not."""
+    """Computes with temporary memory whose size depends on values; the size of the result does not."""
     return torch.index_put(x, (x > 0.3,), torch.zeros(()).add_(7)) + torch.where(x < 0, x, 2 * x)
 
 
 def by_reference(x: torch.Tensor) -> torch.Tensor:
-    """An operator that is a Python function, whose own operators are recorded."""
+    """Calls an operator that is a Python function; the operators inside it are recorded."""
     return ops.embedding.call(x.argmax(dim=1) % 4, x) * 2
 
 
@@ -82,7 +82,7 @@ def layers(x: torch.Tensor) -> torch.Tensor:
 
 
 def halves(x: torch.Tensor) -> torch.Tensor:
-    """Products for which oneDNN, where PyTorch uses it, asks the allocator for memory without an owner."""
+    """Computes bfloat16 GEMMs. If PyTorch uses oneDNN, they allocate memory that belongs to no tensor."""
     wide = torch.cat([x] * 4, dim=1).repeat(4, 1).bfloat16()
     for weight in WEIGHTS:
         square = weight.repeat(4, 4).bfloat16()
@@ -168,36 +168,36 @@ def test_views_are_not_replayed_and_memory_is_used_again() -> None:
 
     x = numbers()
     graph, _ = captured(call, x)
-    figures = graph.figures()
-    assert figures["operators"] == 100
-    assert figures["views"] >= 300
-    assert figures["bytes"] <= 3 * x.numel() * 4
+    statistics = graph.statistics()
+    assert statistics["operators"] == 100
+    assert statistics["views"] >= 300
+    assert statistics["bytes"] <= 3 * x.numel() * 4
     graph.replay()
-    assert graph.figures()["copies"] == 0, "results lie in their places without being copied"
+    assert graph.statistics()["copies"] == 0, "results are computed in place, without copies"
 
 
 def test_a_timed_replay_computes_the_same_and_names_what_it_ran() -> None:
     x = numbers()
     graph, result = captured(lambda x: torch.relu(x @ x.t()), x)
     x.copy_(numbers(seed=4))
-    told = graph.timed_replay()
+    timed = graph.timed_replay()
     assert torch.equal(result, torch.relu(x @ x.t()))
     shape = " ".join(map(str, result.shape))
-    assert [name for name, _ in told] == [f"aten::matmul -> {shape}", f"aten::relu -> {shape}"]
-    assert all(0 < seconds < 60 for _, seconds in told)
+    assert [name for name, _ in timed] == [f"aten::matmul -> {shape}", f"aten::relu -> {shape}"]
+    assert all(0 < seconds < 60 for _, seconds in timed)
 
 
 def test_memory_goes_with_the_graph_and_what_it_gave() -> None:
-    before = memories()
+    before = live_graph_memories()
     graph, result = captured(layers, numbers())
-    assert memories() == before + 1
+    assert live_graph_memories() == before + 1
     kept = result[1:].clone()
     del graph
     gc.collect()
-    assert memories() == before + 1, "a result holds it"
+    assert live_graph_memories() == before + 1, "a result holds the memory"
     assert torch.equal(result[1:], kept)
     del result
-    assert memories() == before
+    assert live_graph_memories() == before
 
 
 def test_a_stale_input_is_told() -> None:
@@ -211,7 +211,7 @@ def test_a_stale_input_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "reason"),
     [
         (lambda x: x.sum().item(), "aten::item gives the host a value"),
         (lambda x: x.tolist(), "lets Python read a tensor's values"),
@@ -229,10 +229,10 @@ def test_a_stale_input_is_told() -> None:
         (lambda x: x.to_sparse(), "aten::"),
     ],
 )
-def test_what_cannot_be_replayed_is_told(call: Call, told: str) -> None:
-    with pytest.raises(GraphError, match="cannot be a graph: .*" + told):
+def test_what_cannot_be_replayed_is_told(call: Call, reason: str) -> None:
+    with pytest.raises(GraphError, match="cannot be a graph: .*" + reason):
         captured(call, numbers())
-    graph, result = captured(layers, numbers())  # and the next one is none the worse for it
+    graph, result = captured(layers, numbers())  # the next capture works
     graph.replay()
     assert torch.equal(result, layers(numbers()))
 
@@ -276,7 +276,7 @@ def test_captures_do_not_nest_and_want_no_gradients() -> None:
 
 
 def test_threads_record_what_is_theirs() -> None:
-    """Two captures at once, and a third thread that allocates and computes all the time."""
+    """Two threads capture at once, and a third thread allocates and computes all the time."""
     done, stop, both = {}, threading.Event(), threading.Barrier(2)
 
     def noise() -> None:

@@ -1,4 +1,4 @@
-"""What all workers do or none: who tells, and what happens where the way back fails too."""
+"""Checks actions of all ranks or none: which rank raises, and that the workers exit if undoing fails too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_backplane.distributed import all_or_none as agreement
+from vllm_backplane.distributed import all_or_none
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.worker.worker import BackplaneWorker
 
@@ -17,8 +17,8 @@ TWO: Any = SimpleNamespace(world_size=2)
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this rank says is what all have agreed on."""
-    monkeypatch.setattr(agreement, "agree", lambda failure: failure)
+    """Makes the failure of this rank that of all ranks."""
+    monkeypatch.setattr(all_or_none, "gather_failure", lambda failure: failure)
 
 
 def failing(text: str) -> Callable[[], None]:
@@ -30,16 +30,16 @@ def failing(text: str) -> Callable[[], None]:
 
 def test_the_last_rank_tells_what_was_undone() -> None:
     undone: list[int] = []
-    agreement.together(TWO, 0, failing("full"), lambda: undone.append(0))
+    all_or_none.run_all_or_none(TWO, 0, failing("full"), lambda: undone.append(0))
     with pytest.raises(BackplaneError, match="rank 1: full"):
-        agreement.together(TWO, 1, failing("full"), lambda: undone.append(1))
+        all_or_none.run_all_or_none(TWO, 1, failing("full"), lambda: undone.append(1))
     assert undone == [0, 1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_ends_where_nothing_is_known_any_more(rank: int) -> None:
     with pytest.raises(SystemExit, match=r"full; and it could not be undone: rank .: gone"):
-        agreement.together(TWO, rank, failing("full"), failing("gone"))
+        all_or_none.run_all_or_none(TWO, rank, failing("full"), failing("gone"))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,8 @@ def test_a_worker_ends_where_nothing_is_known_any_more(rank: int) -> None:
 def test_a_sleep_without_a_way_back_is_refused_before_anything_is_given_up(
     enabled: bool, load_format: str, reason: str
 ) -> None:
-    """`dummy` stands for any load format that vLLM cannot load from again; that of GGUF files is ours."""
+    """`dummy` stands for any load format of vLLM's that cannot load weights again; the format for GGUF files is
+    ours."""
     from vllm.config import LoadConfig
 
     from vllm_backplane.quantization.gguf.loader import register

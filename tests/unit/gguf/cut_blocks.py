@@ -1,9 +1,9 @@
-"""Cuts some rows of each quantized type out of files that llama-quantize made: python cut_blocks.py FILE...
+"""Extracts some rows of each quantized type from files that llama-quantize wrote: python cut_blocks.py FILE...
 
-smollm2-blocks.gguf beside this program was made by it, of the files in which `make bench ARGS="--only formats"` has
-SmolLM2-135M-Instruct (Apache-2.0) in Q2_K to Q6_K and IQ4_NL. A tensor is named as its type is, and holds whole rows of
-one matrix. Where rows do not divide into the type's blocks the files have Q4_0, Q5_0, Q5_1 and Q8_0; none has Q4_1,
-which the default model's own file is in.
+This program wrote smollm2-blocks.gguf in the same folder. Its input were the files of SmolLM2-135M-Instruct
+(Apache-2.0) in Q2_K to Q6_K and IQ4_NL that `make bench ARGS="--only formats"` makes. Each tensor has the name of its
+type and holds whole rows of one matrix. Where rows do not divide into the type's blocks, llama-quantize writes Q4_0,
+Q5_0, Q5_1 and Q8_0. None of the files has Q4_1, the type of the default model's own file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
                 found.setdefault(tensor.tensor_type, tensor.data[ROWS].copy())
     missing = [kind.name for kind in KINDS if kind not in found]
     if missing:
-        sys.exit(f"none of these files has {', '.join(missing)} in its layer 14; name more of them")
+        sys.exit(f"none of these files has {', '.join(missing)} in its layer 14; give more files")
     writer = gguf.GGUFWriter(RESULT, "llama")
     for kind in KINDS:
         writer.add_tensor(kind.name, found[kind], raw_dtype=kind)

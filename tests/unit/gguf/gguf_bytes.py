@@ -1,4 +1,4 @@
-"""GGUF files put together byte by byte, sound or with one thing wrong: the gguf package writes no wrong ones."""
+"""Builds GGUF files byte by byte, valid or with one error, because the gguf package writes only valid files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tensor(name: str | bytes, dimensions: list[int], kind: int, offset: int, cou
 
 @dataclass
 class File:
-    """A small sound file; a test changes one field."""
+    """A small valid file; a test changes one field."""
 
     magic: bytes = b"GGUF"
     version: int = 3

@@ -1,6 +1,6 @@
-"""A small coverage-guided fuzzer: inputs that reach new pairs of successive lines are kept and mutated further.
+"""Implements a small coverage-guided fuzzer: inputs that reach new pairs of successive lines are mutated further.
 
-Bounded by its number of runs and seeded, so a failure comes again.
+The number of runs is bounded and the random generator is seeded, so a failure is reproducible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ INTERESTING = (0, 1, 2, 7, 8, 9, 31, 32, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (
 
 
 class Coverage:
-    """Pairs of successive lines within the files whose path contains `marker`."""
+    """Records the pairs of successive lines executed in files whose path contains `marker`."""
 
     def __init__(self, marker: str) -> None:
         self._marker = marker
@@ -63,7 +63,7 @@ def mutated(data: bytes, others: list[bytes], chance: random.Random) -> bytes:
 
 
 def fuzz(target: Callable[[bytes], None], seeds: Iterable[bytes], runs: int, marker: str, seed: int = 0) -> Coverage:
-    """Run `target` on mutations of the seeds; what it raises ends the run. The coverage that was reached."""
+    """Runs `target` on mutations of the seeds and returns the coverage. An exception of `target` ends the run."""
     chance, kept, reached = random.Random(seed), list(seeds), Coverage(marker)
     for data in kept:
         with reached:

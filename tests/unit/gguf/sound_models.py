@@ -1,6 +1,7 @@
-"""Sound models of one layer and four tokens, one of each kind that is described in its own way, and changes to them.
+"""Builds valid GGUF models of one layer and four tokens, one per kind of architecture, and mutations of them.
 
-Orders are bytes: the first says which model, each two that follow what is changed, and into what.
+A mutation is encoded in bytes for the fuzzer (`orders`): the first byte selects the model, and each following pair of
+bytes selects what is changed and the new value.
 """
 
 from __future__ import annotations
@@ -83,10 +84,10 @@ PHI2: dict[str, list[int]] = {
 class Model:
     architecture: str
     layer: dict[str, list[int]]
-    """Shapes as a file has them, the innermost dimension first."""
+    """Shapes in the order of the file: the innermost dimension first."""
     top: dict[str, list[int]] = field(default_factory=lambda: TOP)
     more: dict[str, Any] = field(default_factory=dict)
-    """Metadata beside what all have."""
+    """Metadata in addition to METADATA and TOKENIZER."""
     parts: int = 1
 
     @property
@@ -102,7 +103,7 @@ class Model:
 _ROUTED = {"expert_count": 2, "expert_used_count": 1}
 MODELS = {
     "llama": Model("llama", {**ATTENTION, **GATED}),
-    # With this base all of Llama 3.1's factors are 1, which is what tensors hold here.
+    # With this base all factors of Llama 3.1 are 1, the value of all tensors here.
     "llama, biases, factors": Model(
         "llama",
         {**ATTENTION, **GATED, **QKV_BIASES, **GATED_BIASES, "attn_output.bias": [32]},
@@ -136,10 +137,10 @@ VALUES: list[Any] = [
     *("", "linear", "yarn", "llama", "no_vocab", "qwen2", "smollm"),
     *(["a", "a", "ab", "<s>"], ["b a"], ["a"] * 9, [1, 2], [1.0, 2.0, 3.0, 4.0], ["x" * 600]),
 ]
-"""Of metadata."""
+"""New values of metadata."""
 TYPES = [getattr(GGMLQuantizationType, name) for name in ("F16", "BF16", "Q8_0", "Q4_0", "IQ4_XS", "TQ1_0")]
 FATES = 4 + len(TYPES)
-"""Of a tensor: it is gone, has one column, has a column more, of two bytes as well, or is of another type."""
+"""Number of changes to a tensor: it is removed, has one column, has a column more, the same in F16, or another type."""
 OTHERS = ("general.architecture", "another layer")
 
 
@@ -148,25 +149,28 @@ def places(model: Model) -> list[str]:
 
 
 def single_changes() -> list[bytes]:
-    """Each by itself: a check is met only where all before it are passed. Of what models share, to the first alone, and
-    of values other than words every third: there are many that say the same of a number."""
+    """Returns orders with one change each, because a check is reached only if all checks before it pass.
+
+    Parts that several models share are changed only in the first. Values other than strings get every third new value,
+    because many of those test the same check of a number.
+    """
     orders, seen = [], set()
     for number, model in enumerate(MODELS.values()):
         for what, place in enumerate(places(model)):
             if place not in seen:
-                named = isinstance(model.metadata.get(place), str) or place in OTHERS
+                is_text = isinstance(model.metadata.get(place), str) or place in OTHERS
                 into = (
                     range(FATES)
                     if place in model.shapes
-                    else range(0 if named else what % 3, len(VALUES), 1 if named else 3)
+                    else range(0 if is_text else what % 3, len(VALUES), 1 if is_text else 3)
                 )
                 orders += [bytes((number, what, one)) for one in into]
             seen.add(place)
     return orders
 
 
-def made(orders: bytes) -> list[bytes]:
-    """The file, or its parts, of a sound model with changes."""
+def mutated_model(orders: bytes) -> list[bytes]:
+    """Returns the file, or the parts, of a valid model with the changes of `orders`."""
     model = list(MODELS.values())[orders[0] % len(MODELS) if orders else 0]
     metadata, shapes, types = model.metadata, model.shapes, dict.fromkeys(model.shapes, GGMLQuantizationType.F32)
     architecture: Any = model.architecture
@@ -180,7 +184,7 @@ def made(orders: bytes) -> list[bytes]:
         elif place == "another layer":
             shapes[f"blk.{into}.attn_norm.weight"] = [32]
         else:
-            _befall(place, into % FATES, shapes, types)
+            _change_tensor(place, into % FATES, shapes, types)
     keys = [key("general.architecture", *value(architecture))]
     for name, one in metadata.items():
         full = name if name.startswith(("tokenizer.", "split.")) else f"{architecture}.{name}"
@@ -193,9 +197,9 @@ def made(orders: bytes) -> list[bytes]:
     return [_file(keys, first, types), _file(later, second, types)]
 
 
-def _befall(place: str, fate: int, shapes: dict[str, list[int]], types: dict[str, Any]) -> None:
+def _change_tensor(place: str, fate: int, shapes: dict[str, list[int]], types: dict[str, Any]) -> None:
     if place not in shapes:
-        return  # it is gone
+        return  # an earlier change has removed it
     if fate == 0:
         del shapes[place]
     elif fate <= 3:
@@ -218,7 +222,7 @@ def _file(keys: list[bytes], shapes: dict[str, list[int]], types: dict[str, Any]
 
 
 def value(given: Any) -> tuple[int, bytes]:
-    """Kind and bytes, as metadata have them."""
+    """Returns the type number and the bytes of a metadata value."""
     match given:
         case bool():
             return BOOL, bytes([given])

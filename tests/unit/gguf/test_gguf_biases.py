@@ -1,4 +1,4 @@
-"""Biases of a GGUF file: in the order of the weight's rows, and none that the model would pass over."""
+"""Biases of a GGUF file are reordered like the rows of their weight, and a bias that vLLM would ignore is refused."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gguf import GGMLQuantizationType as Type
 from test_gguf_description import write
 
 from vllm_backplane.errors import CheckpointError
-from vllm_backplane.gguf.architectures import named
+from vllm_backplane.gguf.architectures import checkpoint_tensors
 from vllm_backplane.gguf.configuration import configuration
 from vllm_backplane.gguf.lazy_tensor import weights
-from vllm_backplane.gguf.model_files import opened
+from vllm_backplane.gguf.model_files import open_model
 
 HEADS, HEAD, WIDTH = 4, 16, 32
 
 
 def converted(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """What llama.cpp's converter makes of the rows of Q and K, and of their biases: pairs, of the halves of a head."""
+    """Reorders rows of Q and K, and their biases, as llama.cpp's converter does: the halves of a head become pairs."""
     return values.reshape(HEADS, 2, HEAD // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
@@ -38,7 +38,7 @@ def test_those_of_queries_and_keys_are_put_in_order(tmp_path: Path, kind: Type) 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = dict(pair for one in named(opened(tmp_path / "m.gguf")) for pair in weights(one))
+    found = dict(pair for one in checkpoint_tensors(open_model(tmp_path / "m.gguf")) for pair in weights(one))
     assert found.keys() == held.keys()
     for name, tensor in found.items():
         loaded = torch.zeros(tensor.shape).copy_(tensor).numpy()
@@ -50,7 +50,7 @@ GATED = {"blk.0.ffn_gate.bias": (64,), "blk.0.ffn_up.bias": (64,), "blk.0.ffn_do
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said"),
+    ("tensors", "flags"),
     [
         ({}, (False, False, False)),
         (QKV, (True, False, False)),
@@ -58,10 +58,10 @@ GATED = {"blk.0.ffn_gate.bias": (64,), "blk.0.ffn_up.bias": (64,), "blk.0.ffn_do
         ({**QKV, **GATED, "blk.0.attn_output.bias": (32,)}, (True, True, True)),
     ],
 )
-def test_vllm_is_told_which_there_are(tmp_path: Path, tensors: Any, said: tuple[bool, ...]) -> None:
-    """In vLLM's Llama, the word for attention is the output's alone where there is one for queries, keys and values."""
-    made = configuration(opened(write(tmp_path / "m.gguf", tensors=tensors)))
-    assert (made["qkv_bias"], made["attention_bias"], made["mlp_bias"]) == said
+def test_vllm_is_told_which_there_are(tmp_path: Path, tensors: Any, flags: tuple[bool, ...]) -> None:
+    """In vLLM's Llama, attention_bias applies only to the output projection if the configuration has qkv_bias."""
+    config = configuration(open_model(write(tmp_path / "m.gguf", tensors=tensors)))
+    assert (config["qkv_bias"], config["attention_bias"], config["mlp_bias"]) == flags
 
 
 @pytest.mark.parametrize(
@@ -74,19 +74,19 @@ def test_vllm_is_told_which_there_are(tmp_path: Path, tensors: Any, said: tuple[
     ],
 )
 def test_one_that_the_model_would_pass_over_is_refused(tmp_path: Path, architecture: str, name: str) -> None:
-    model = opened(write(tmp_path / "m.gguf", architecture, tensors={name: (32,)}))
-    with pytest.raises(CheckpointError, match=f"a tensor '{name}', which models of architecture '{architecture}'"):
-        list(named(model))
+    model = open_model(write(tmp_path / "m.gguf", architecture, tensors={name: (32,)}))
+    with pytest.raises(CheckpointError, match=f"a tensor '{name}', which is not part of architecture '{architecture}'"):
+        list(checkpoint_tensors(model))
 
 
 def test_experts_beside_attention_with_biases_are_refused(tmp_path: Path) -> None:
-    """Files of Mixtral say llama, and vLLM's Mixtral has no biases."""
+    """Files of Mixtral have the architecture "llama", and vLLM's Mixtral has no biases."""
     dense = dict.fromkeys(("blk.0.ffn_gate", "blk.0.ffn_up", "blk.0.ffn_down"))
-    model = opened(write(tmp_path / "m.gguf", tensors={**QKV, **dense}, expert_count=2))
+    model = open_model(write(tmp_path / "m.gguf", tensors={**QKV, **dense}, expert_count=2))
     with pytest.raises(CheckpointError, match=r"blk\.0\.attn_q\.bias"):
-        list(named(model))
+        list(checkpoint_tensors(model))
 
 
 def test_one_of_three_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no blk\.0\.ffn_down\.bias"):
-        configuration(opened(write(tmp_path / "m.gguf", tensors={"blk.0.ffn_up.bias": (64,)})))
+        configuration(open_model(write(tmp_path / "m.gguf", tensors={"blk.0.ffn_up.bias": (64,)})))

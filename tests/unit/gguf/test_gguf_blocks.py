@@ -1,4 +1,4 @@
-"""Dequantization, bit for bit as the gguf package has it in numpy, and the form that the operator multiplies."""
+"""Dequantization is bit-equal to that of the gguf package, and so are the weights packed for `quantized_linear`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import CheckpointError
-from vllm_backplane.gguf.blocks import LAYOUTS, SERVED, Type, dequantized, grouped, insist_on_served
+from vllm_backplane.gguf.blocks import LAYOUTS, SERVED, Type, dequantized, grouped, require_served_type
 from vllm_backplane.gguf.file import GgufFile
-from vllm_backplane.gguf.model_files import Placed
-from vllm_backplane.gguf.packing import mapped, packed_rows
+from vllm_backplane.gguf.model_files import TensorLocation
+from vllm_backplane.gguf.packing import mapped_rows, packed_rows
 from vllm_backplane.ops.quantized_linear import dequantized as from_packed
 
 ROWS, BLOCKS = 7, 6
@@ -24,12 +24,12 @@ CODE_LAYOUTS = (CodeLayout(4), CodeLayout(16), CodeLayout(16, signed=True))
 
 
 def random_blocks(kind: Type, rows: int = ROWS, blocks: int = BLOCKS, seed: int = 0) -> np.ndarray:
-    """Bytes of any value: scales that are infinite, NaN, subnormal or negative are among them."""
+    """Returns random bytes; infinite, NaN, subnormal and negative scales are among them."""
     return np.random.default_rng(seed).integers(0, 256, (rows, blocks * gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
 
 
 def same_bits(found: torch.Tensor, expected: np.ndarray) -> bool:
-    """NaNs may differ in what they carry."""
+    """Returns whether all values have equal bits; any two NaNs count as equal."""
     ours, theirs = found.numpy(), expected.astype(np.float32, copy=False)
     both_nan = np.isnan(ours) & np.isnan(theirs)
     return ours.shape == theirs.shape and bool(((ours.view(np.uint32) == theirs.view(np.uint32)) | both_nan).all())
@@ -48,7 +48,7 @@ def test_dequantization_is_bit_equal_to_the_gguf_package(kind: Type) -> None:
 @pytest.mark.parametrize("layout", CODE_LAYOUTS)
 def test_the_operators_form_holds_the_same_values(kind: Type, layout: CodeLayout) -> None:
     raw = random_blocks(kind, rows=21)
-    made = packed_rows([torch.from_numpy(raw)], kind, layout, piece=1000)
+    made = packed_rows([torch.from_numpy(raw)], kind, layout, chunk=1000)
     found = from_packed(made.codes, made.scales, made.offsets, LAYOUTS[kind].bits)
     assert same_bits(found[:21], gguf.quants.dequantize(raw, kind))
     assert not made.scales[-1, :, 21 % layout.width :].any()
@@ -56,13 +56,13 @@ def test_the_operators_form_holds_the_same_values(kind: Type, layout: CodeLayout
 
 @pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind != Type.Q4_1], ids=lambda kind: kind.name)
 def test_what_llama_quantize_made_is_bit_equal(kind: Type) -> None:
-    """Dequantized, and in the operator's form; the gguf package reads the file on its own."""
+    """Both dequantized and packed for the operator; the expected values come from the gguf package's own reader."""
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(REAL).tensors}[kind.name]
     assert theirs.tensor_type == kind
     expected = gguf.quants.dequantize(theirs.data, kind)
     assert np.isfinite(expected).all() and 0.01 < expected.std() < 1, "weights of a model"
     file = GgufFile(REAL)
-    rows = mapped(Placed(file, file.tensors[kind.name]))
+    rows = mapped_rows(TensorLocation(file, file.tensors[kind.name]))
     assert same_bits(dequantized(rows, kind), expected)
     for layout in CODE_LAYOUTS:
         made = packed_rows([rows], kind, layout)
@@ -80,26 +80,26 @@ def test_codes_and_groups_are_what_the_layout_says(kind: Type) -> None:
 
 
 def test_other_types_are_refused_with_those_that_are_served() -> None:
-    with pytest.raises(CheckpointError, match=r"the tensor x is of type IQ2_XXS.*Q4_0.*IQ4_NL.*BF16"):
-        insist_on_served(Type.IQ2_XXS, "the tensor x")
+    with pytest.raises(CheckpointError, match=r"the tensor x has the type IQ2_XXS.*Q4_0.*IQ4_NL.*BF16"):
+        require_served_type(Type.IQ2_XXS, "the tensor x")
 
 
 @pytest.mark.models
 def test_a_real_file_is_dequantized_bit_equal() -> None:
-    """Rows of every tensor of the default model's file, which the gguf package reads on its own."""
-    from vllm_backplane.gguf.model_files import opened
+    """Compares rows of every tensor of the default model with those that the gguf package's reader returns."""
+    from vllm_backplane.gguf.model_files import open_model
     from vllm_backplane.models import obtain
 
-    model = opened(obtain("smollm2"))
+    model = open_model(obtain("smollm2"))
     reader = gguf.GGUFReader(model.path)
     assert {tensor.name for tensor in reader.tensors} == model.tensors.keys()
     kinds = set()
     for tensor in reader.tensors:
         rows = tensor.data.reshape(-1, tensor.data.shape[-1])[-64:]
         expected = gguf.quants.dequantize(rows, tensor.tensor_type)
-        placed = model.tensors[tensor.name]
-        assert same_bits(dequantized(mapped(placed)[-64:], placed.tensor.type), expected), tensor.name
-        kinds.add(placed.tensor.type)
+        location = model.tensors[tensor.name]
+        assert same_bits(dequantized(mapped_rows(location)[-64:], location.tensor.type), expected), tensor.name
+        kinds.add(location.tensor.type)
     assert Type.Q4_1 in kinds and Type.F32 in kinds
 
 
@@ -108,16 +108,16 @@ def test_a_real_file_is_dequantized_bit_equal() -> None:
     "kind", [Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.F16, Type.BF16], ids=lambda k: k.name
 )
 def test_real_weights_in_a_file_of_each_type_are_dequantized_bit_equal(tmp_path: Path, kind: Type) -> None:
-    """The default model's weights, quantized by the gguf package, which cannot quantize to the others."""
-    from vllm_backplane.gguf.model_files import opened
+    """The gguf package quantizes the default model's weights; it cannot quantize to the other types."""
+    from vllm_backplane.gguf.model_files import open_model
     from vllm_backplane.models import obtain
 
     names = ("token_embd.weight", "blk.0.attn_q.weight", "blk.14.ffn_down.weight", "blk.29.attn_output.weight")
-    model, writer = opened(obtain("smollm2")), gguf.GGUFWriter(tmp_path / "some.gguf", "llama")
+    model, writer = open_model(obtain("smollm2")), gguf.GGUFWriter(tmp_path / "some.gguf", "llama")
     expected = {}
     for name in names:
-        placed = model.tensors[name]
-        values = gguf.quants.dequantize(mapped(placed)[:512].numpy(), placed.tensor.type)
+        location = model.tensors[name]
+        values = gguf.quants.dequantize(mapped_rows(location)[:512].numpy(), location.tensor.type)
         raw = gguf.quants.quantize(values, kind)
         writer.add_tensor(name, raw, raw_dtype=kind)
         expected[name] = gguf.quants.dequantize(raw, kind)
@@ -129,4 +129,4 @@ def test_real_weights_in_a_file_of_each_type_are_dequantized_bit_equal(tmp_path:
     for name in names:
         tensor = file.tensors[name]
         assert tensor.type == kind
-        assert same_bits(dequantized(mapped(Placed(file, tensor)), kind), expected[name]), name
+        assert same_bits(dequantized(mapped_rows(TensorLocation(file, tensor)), kind), expected[name]), name

@@ -1,4 +1,4 @@
-"""What vLLM is told of a GGUF file: configuration, tokenizer, and the folder that holds both."""
+"""The configuration, the tokenizer and the folder that are made from a GGUF file for vLLM."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf import tokenizer as vocabularies
-from vllm_backplane.gguf.architectures import ARCHITECTURES, named
+from vllm_backplane.gguf.architectures import ARCHITECTURES, checkpoint_tensors
 from vllm_backplane.gguf.configuration import configuration
-from vllm_backplane.gguf.folder import described, source
-from vllm_backplane.gguf.model_files import is_model, opened
+from vllm_backplane.gguf.folder import config_folder, open_source
+from vllm_backplane.gguf.model_files import is_model, open_model
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -31,7 +31,7 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""From the tokenizer.json of that model."""
+"""The pre-tokenizer pattern in the tokenizer.json of Qwen2."""
 
 SIZES: dict[str, Any] = {
     "context_length": 128,
@@ -67,8 +67,11 @@ def write(
     matrices: type[np.floating[Any]] = np.float32,
     **changes: Any,
 ) -> Path:
-    """A file of one layer, in the shapes of SIZES. `changes`: keys with two underscores for dots; None leaves one out;
-    `queries`: rows of attn_q; `rows`: of the embedding, if not one for each token; `tensors`: other shapes, or none."""
+    """Writes a file of one layer with the shapes of SIZES.
+
+    `changes` are metadata with two underscores for dots; None omits a key. `queries` is the number of rows of attn_q,
+    and `rows` that of the embedding if it is not one per token. `tensors` has other shapes; None omits a tensor.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     sizes = {**SIZES, **{key.replace("__", "."): value for key, value in changes.items()}}
     for key, value in sizes.items():
@@ -101,23 +104,23 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_configuration_says_what_the_file_says(tmp_path: Path) -> None:
-    made = configuration(opened(write(tmp_path / "m.gguf", rope__freq_base=500000.0)))
+    made = configuration(open_model(write(tmp_path / "m.gguf", rope__freq_base=500000.0)))
     assert made["hidden_size"] == 32 and made["vocab_size"] == 8 and made["head_dim"] == 8
     assert made["num_key_value_heads"] == 2 and made["rms_norm_eps"] == 1e-5
     assert made["rope_parameters"] == {"rope_type": "default", "rope_theta": 500000.0}
     assert made["tie_word_embeddings"] is True
-    wide = configuration(opened(write(tmp_path / "m.gguf", queries=64, rope__dimension_count=16)))
-    assert wide["head_dim"] == 16, "from the weights, where the file does not say it"
+    wide = configuration(open_model(write(tmp_path / "m.gguf", queries=64, rope__dimension_count=16)))
+    assert wide["head_dim"] == 16, "from the weights, where the metadata has no head size"
 
 
 def test_a_file_in_half_precision_says_so(tmp_path: Path) -> None:
-    """vLLM's `--dtype auto` rounds what says float32 to bfloat16."""
-    assert configuration(opened(write(tmp_path / "m.gguf", matrices=np.float16)))["torch_dtype"] == "float16"
-    assert configuration(opened(write(tmp_path / "m.gguf")))["torch_dtype"] == "float32"
+    """vLLM's `--dtype auto` rounds a float32 model to bfloat16."""
+    assert configuration(open_model(write(tmp_path / "m.gguf", matrices=np.float16)))["torch_dtype"] == "float16"
+    assert configuration(open_model(write(tmp_path / "m.gguf")))["torch_dtype"] == "float32"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"block_count": None}, "block_count"),
         ({"block_count": 0}, "block_count"),
@@ -129,37 +132,37 @@ def test_a_file_in_half_precision_says_so(tmp_path: Path) -> None:
         ({"context_length": 1 << 31}, "context_length"),
         ({"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, "yarn"),
         ({"rope__dimension_count": 4}, "rotated"),
-        # Far more than the tensors are: vLLM would take memory for all of it before it asked for one of them.
+        # Far more than the tensors have: vLLM would allocate memory for all of it before it loads a tensor.
         ({"block_count": 1_000_000}, "1000000 layers"),
-        ({"block_count": 2}, "announces 2 layers .* has tensors of 1"),
+        ({"block_count": 2}, "has 2 layers .* does not match its tensors of 1 layers"),
         ({"context_length": 10_000_000}, "context_length is 10000000"),
-        ({"context_length": 1 << 20, "rope__scaling__type": "linear", "rope__scaling__factor": 1e6}, "stretched by 1e"),
+        ({"context_length": 1 << 20, "rope__scaling__type": "linear", "rope__scaling__factor": 1e6}, "scaled by 1e"),
         ({"feed_forward_length": (1 << 31) - 1}, "feed_forward_length"),
         ({"feed_forward_length": 1 << 20}, r"blk.0.ffn_gate.weight has the shape \(64, 32\)"),
         ({"attention__head_count": (1 << 31) - 1}, "attention.head_count"),
-        ({"attention__head_count": 1 << 20}, "1048576 heads of 0"),
+        ({"attention__head_count": 1 << 20}, "1048576 heads of size 0"),
         ({"attention__head_count": 2}, "attn_k.weight has the shape"),
-        ({"attention__head_count_kv": 1}, r"attn_k.weight has the shape \(16, 32\), .* it would be \(8, 32\)"),
-        ({"attention__head_count_kv": 3}, "4 heads cannot share 3"),
+        ({"attention__head_count_kv": 1}, r"attn_k.weight has the shape \(16, 32\), .* requires \(8, 32\)"),
+        ({"attention__head_count_kv": 3}, "4 attention heads are not a multiple of its 3"),
         ({"attention__key_length": 1 << 20}, "attn_q.weight has the shape"),
-        ({"attention__key_length": 7}, "4 heads of 7"),
+        ({"attention__key_length": 7}, "4 heads of size 7"),
         ({"rope__freq_base": -1.0}, "freq_base"),
         ({"rope__scaling__factor": -2.0}, "factor"),
-        ({"tokenizer": {"ggml.tokens": ["a"] * 9}, "rows": 8}, "9 tokens, and 8 rows"),
+        ({"tokenizer": {"ggml.tokens": ["a"] * 9}, "rows": 8}, "9 tokens, and its embedding 8 rows"),
         ({"tensors": {"output": (9, 32)}}, "output.weight has the shape"),
         ({"tensors": {"output_norm": (31,)}}, "output_norm.weight has the shape"),
         ({"tensors": {"blk.0.attn_norm": None}}, "no blk.0.attn_norm.weight"),
         ({"tensors": {"output_norm": None}}, "no output_norm.weight"),
         ({"tensors": {"blk.0.attn_q.bias": (32,), "blk.0.attn_v.bias": (16,)}}, "no blk.0.attn_k.bias"),
-        ({"tensors": {"blk.7.attn_norm": (32,)}}, "announces 1 layers .* has tensors of 2"),
+        ({"tensors": {"blk.7.attn_norm": (32,)}}, "has 1 layers .* does not match its tensors of 2 layers"),
         ({"tensors": {"rope_freqs": (5,)}}, "rope_freqs.weight is not 4 factors in F32"),
         ({"tensors": {"rope_freqs": (1, 3)}, "matrices": np.float16}, "rope_freqs.weight is not 4 factors in F32"),
         ({"tensors": {"rope_freqs": (4,)}, "rope__freq_base": 5e5}, "not those of Llama 3.1 or 3.2"),
     ],
 )
-def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
-        configuration(opened(write(tmp_path / "m.gguf", **changes)))
+def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        configuration(open_model(write(tmp_path / "m.gguf", **changes)))
 
 
 _PHI2_TENSORS: dict[str, tuple[int, ...] | None] = {
@@ -184,7 +187,7 @@ _PHI2_FUSED: dict[str, tuple[int, ...] | None] = {
 
 
 def phi2(path: Path, **tensors: tuple[int, ...] | None) -> Path:
-    """Half of a head's 8 features are rotated; norms subtract the mean."""
+    """Writes a Phi-2 file: half of the 8 features of a head are rotated, and norms subtract the mean."""
     sizes = {"attention__layer_norm_epsilon": 1e-5, "attention__layer_norm_rms_epsilon": None}
     return write(path, "phi2", tensors={**_PHI2_TENSORS, **tensors}, rope__dimension_count=4, **sizes)
 
@@ -195,49 +198,49 @@ def phi2(path: Path, **tensors: tuple[int, ...] | None) -> Path:
 def test_phi2_has_biases_and_rotates_a_part(
     tmp_path: Path, tensors: dict[str, tuple[int, ...] | None], queries: str
 ) -> None:
-    model = opened(phi2(tmp_path / "m.gguf", **tensors))
+    model = open_model(phi2(tmp_path / "m.gguf", **tensors))
     made = configuration(model)
     assert made["architectures"] == ["PhiForCausalLM"] and made["hidden_act"] == "gelu_new"
     assert made["layer_norm_eps"] == 1e-5 and "rms_norm_eps" not in made and not made["tie_word_embeddings"]
     assert made["rope_parameters"]["partial_rotary_factor"] == 0.5
-    names = {one.name for one in named(model)}
+    names = {one.name for one in checkpoint_tensors(model)}
     assert {"model.final_layernorm.bias", "lm_head.bias", f"model.layers.0.self_attn.{queries}.bias"} <= names
 
 
 @pytest.mark.parametrize("missing", ["output", "output.bias", "output_norm.bias", "blk.0.ffn_up.bias"])
 def test_phi2_without_one_of_its_biases_is_refused(tmp_path: Path, missing: str) -> None:
     with pytest.raises(CheckpointError, match=rf"it has no {re.escape(missing)}"):
-        configuration(opened(phi2(tmp_path / "m.gguf", **{missing: None})))
+        configuration(open_model(phi2(tmp_path / "m.gguf", **{missing: None})))
 
 
 def test_another_architecture_is_refused_with_those_that_are_served(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="'mamba'.*" + ".*".join(ARCHITECTURES)):
-        described(write(tmp_path / "m.gguf", "mamba"))
+        config_folder(write(tmp_path / "m.gguf", "mamba"))
     with pytest.raises(CheckpointError, match="mixture of experts"):
-        described(write(tmp_path / "m.gguf", "qwen2", expert_count=4))
+        config_folder(write(tmp_path / "m.gguf", "qwen2", expert_count=4))
 
 
 def test_a_folder_is_made_once_and_again_when_it_is_damaged(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
-    folder = described(path)
+    folder = config_folder(path)
     config, made = folder / "config.json", (folder / "config.json").stat().st_mtime_ns
-    assert described(path) == folder and config.stat().st_mtime_ns == made
+    assert config_folder(path) == folder and config.stat().st_mtime_ns == made
     whole = config.read_text()
     config.write_text(whole.replace("32", "33"))  # of the same length
-    assert described(path) == folder and config.read_text() == whole
+    assert config_folder(path) == folder and config.read_text() == whole
     (folder / "backplane-manifest.json").unlink()
-    assert described(path) == folder and config.read_text() == whole
+    assert config_folder(path) == folder and config.read_text() == whole
 
 
 def test_a_file_that_changed_is_another_model(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
-    folder = described(path)
-    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
-    assert source(stated).path == path
+    folder = config_folder(path)
+    declared = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert open_source(declared).path == path
     write(path, context_length=64)
     with pytest.raises(CheckpointError, match="has changed"):
-        source(stated)
-    assert described(path) != folder
+        open_source(declared)
+    assert config_folder(path) != folder
 
 
 def test_paths_that_are_no_models_are_left_to_vllm(tmp_path: Path) -> None:
@@ -245,7 +248,7 @@ def test_paths_that_are_no_models_are_left_to_vllm(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert is_model(tmp_path) and is_model(tmp_path / "m.gguf")
     (tmp_path / "config.json").write_text("{}")
-    assert is_model(tmp_path), "as other programs want it beside a GGUF file"
+    assert is_model(tmp_path), "other programs expect a config.json beside a GGUF file"
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model-00001-of-00002.bin", "model.pt", "model.pth"])
@@ -272,7 +275,7 @@ def ours(folder: Path) -> Any:
 def test_byte_level_vocabularies_split_as_their_name_says(
     tmp_path: Path, name: str, pattern: str | None, digits: bool
 ) -> None:
-    """Against a tokenizer that the tokenizers library trained, with its own byte-level split where that is GPT-2's."""
+    """Compares with a tokenizer that the tokenizers library trained, with the library's own split for GPT-2."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     trained = Tokenizer(models.BPE())
@@ -296,7 +299,7 @@ def test_byte_level_vocabularies_split_as_their_name_says(
         "ggml.eos_token_id": 0,
         "chat_template": "{{ messages }}",
     }
-    folder = described(write(tmp_path / "m.gguf", tokenizer=tokenizer))
+    folder = config_folder(write(tmp_path / "m.gguf", tokenizer=tokenizer))
     made = ours(folder)
     for text in [*TEXTS, "unseen words: xyzzy 77 <|end|>tail"]:
         assert made.encode(text).ids == trained.encode(text).ids
@@ -305,9 +308,9 @@ def test_byte_level_vocabularies_split_as_their_name_says(
     assert settings["chat_template"] == "{{ messages }}" and settings["eos_token"] == "<|end|>"
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [0]}
     with pytest.raises(CheckpointError, match="'babble'"):
-        described(write(tmp_path / "m.gguf", tokenizer={**tokenizer, "ggml.pre": "babble"}))
+        config_folder(write(tmp_path / "m.gguf", tokenizer={**tokenizer, "ggml.pre": "babble"}))
     with pytest.raises(CheckpointError, match="merges"):
-        described(write(tmp_path / "m.gguf", tokenizer={**tokenizer, "ggml.merges": ["no such"]}))
+        config_folder(write(tmp_path / "m.gguf", tokenizer={**tokenizer, "ggml.merges": ["no such"]}))
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -342,7 +345,7 @@ def test_scored_vocabularies_encode_as_sentencepiece_does(tmp_path: Path, prefix
         "ggml.unknown_token_id": 0,
         "ggml.add_space_prefix": prefix,
     }
-    made = ours(described(write(tmp_path / "m.gguf", tokenizer=tokenizer)))
+    made = ours(config_folder(write(tmp_path / "m.gguf", tokenizer=tokenizer)))
     for text in [*TEXTS, "unseen words: xyzzy 77 ß"]:
         assert made.encode(text).ids == [1, *trained.encode(text)]
         assert made.decode(made.encode(text).ids) == text
@@ -371,19 +374,19 @@ SOUND: dict[str, Any] = {
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_metadata_of_a_wrong_kind_is_used_or_refused(tmp_path: Path, kind: str) -> None:
     sound = {**SOUND, "ggml.model": kind}
-    assert (described(write(tmp_path / "m.gguf", tokenizer=sound)) / "tokenizer.json").exists()
+    assert (config_folder(write(tmp_path / "m.gguf", tokenizer=sound)) / "tokenizer.json").exists()
     refused = 0
     for key in sound:
         for value in (*WRONG, ["a", "b", "", "<s>"], ["", "", "", ""], ["a  b"], [9, 9, 9, 9]):
             path = write(tmp_path / "m.gguf", tokenizer={**sound, key: value})
             try:
-                described(path)
+                config_folder(path)
             except CheckpointError:
                 refused += 1
     for key in (*SIZES, "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.dimension_count"):
         for value in WRONG:
             try:
-                described(write(tmp_path / "m.gguf", **{key.replace(".", "__"): value}))
+                config_folder(write(tmp_path / "m.gguf", **{key.replace(".", "__"): value}))
             except CheckpointError:
                 refused += 1
     assert refused > 100
@@ -391,40 +394,40 @@ def test_metadata_of_a_wrong_kind_is_used_or_refused(tmp_path: Path, kind: str) 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_vocabulary_beyond_all_measure_is_refused(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scored piece is tried at each of its characters: one of 16 MiB would take hours."""
+    """A scored token is split at each of its characters: a token of 16 MiB would take hours."""
     sound = {**SOUND, "ggml.model": kind}
-    with pytest.raises(CheckpointError, match="has 513 characters, and 512 are possible"):
-        described(write(tmp_path / "m.gguf", tokenizer={**sound, "ggml.tokens": ["a", "b", "ab", "x" * 513]}))
-    monkeypatch.setattr("vllm_backplane.gguf.tokenizer._LOOKED_FOR", 2)
-    with pytest.raises(CheckpointError, match="control tokens have 3 characters, and 2 are possible"):
-        described(write(tmp_path / "m.gguf", tokenizer=sound))
-    monkeypatch.setattr("vllm_backplane.gguf.tokenizer._ALTOGETHER", 6)
-    with pytest.raises(CheckpointError, match="vocabulary has 7 characters, and 6 are possible"):
-        described(write(tmp_path / "m.gguf", tokenizer=sound))
+    with pytest.raises(CheckpointError, match="has 513 characters, more than the limit of 512"):
+        config_folder(write(tmp_path / "m.gguf", tokenizer={**sound, "ggml.tokens": ["a", "b", "ab", "x" * 513]}))
+    monkeypatch.setattr("vllm_backplane.gguf.tokenizer._MAX_SPECIAL_CHARACTERS", 2)
+    with pytest.raises(CheckpointError, match="control tokens have 3 characters, more than the limit of 2"):
+        config_folder(write(tmp_path / "m.gguf", tokenizer=sound))
+    monkeypatch.setattr("vllm_backplane.gguf.tokenizer._MAX_VOCABULARY_CHARACTERS", 6)
+    with pytest.raises(CheckpointError, match="vocabulary has 7 characters, more than the limit of 6"):
+        config_folder(write(tmp_path / "m.gguf", tokenizer=sound))
 
 
 LONG = "long" * (1 << 20)
 LONG_TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({}, "architecture 'long.*Served: llama"),
-    "scaling of positions": ({"rope__scaling__type": LONG}, "scaled by 'long"),
-    "kind of vocabulary": ({"tokenizer": {**SOUND, "ggml.model": LONG}}, "of kind 'long"),
-    "splitting": ({"tokenizer": {**SOUND, "ggml.pre": LONG}}, "splits text as 'long"),
+    "RoPE scaling": ({"rope__scaling__type": LONG}, "RoPE scaling 'long"),
+    "tokenizer model": ({"tokenizer": {**SOUND, "ggml.model": LONG}}, "tokenizer model is 'long"),
+    "pre-tokenizer": ({"tokenizer": {**SOUND, "ggml.pre": LONG}}, "pre-tokenizer is 'long"),
     "merges": ({"tokenizer": {**SOUND, "ggml.merges": [f"a {LONG}"]}}, "merges 'a' and 'long"),
 }
 
 
 @pytest.mark.parametrize("case", LONG_TEXTS)
 def test_a_long_text_makes_a_short_message_and_takes_little_memory(tmp_path: Path, case: str) -> None:
-    """Neither is it compared with the words that it might have meant, which takes 35 times its size."""
-    changes, said = LONG_TEXTS[case]
+    """A long text is not compared with similar names either, which would take 35 times its size."""
+    changes, message = LONG_TEXTS[case]
     path = write(tmp_path / "m.gguf", **changes)
     if case == "architecture":
-        stated = gguf_bytes.key("general.architecture", gguf_bytes.STRING, gguf_bytes.text(LONG))
-        path.write_bytes(gguf_bytes.File(keys=[stated]).build())
-    model = opened(path)
+        declared = gguf_bytes.key("general.architecture", gguf_bytes.STRING, gguf_bytes.text(LONG))
+        path.write_bytes(gguf_bytes.File(keys=[declared]).build())
+    model = open_model(path)
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match=said) as fault:
+        with pytest.raises(CheckpointError, match=message) as fault:
             vocabularies.write(model, tmp_path, configuration(model)["max_position_embeddings"])
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -434,7 +437,7 @@ def test_a_long_text_makes_a_short_message_and_takes_little_memory(tmp_path: Pat
 
 @pytest.fixture
 def nothing_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files go, for a user whose home is beside it."""
+    """Unsets BACKPLANE_CACHE and returns the user's folder among temporary files."""
     monkeypatch.delenv("BACKPLANE_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home/.cache"))
@@ -445,25 +448,25 @@ def nothing_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_nothing_goes_to_the_users_home(tmp_path: Path, nothing_stated: Path) -> None:
-    folder = described(write(tmp_path / "m.gguf"))
+    folder = config_folder(write(tmp_path / "m.gguf"))
     assert folder.parent == nothing_stated / "gguf"
     assert nothing_stated.stat().st_mode & 0o777 == 0o700
-    assert described(tmp_path / "m.gguf") == folder
+    assert config_folder(tmp_path / "m.gguf") == folder
     assert list((tmp_path / "home").iterdir()) == []
 
 
 def test_a_folder_that_others_can_open_is_not_believed(tmp_path: Path, nothing_stated: Path) -> None:
     nothing_stated.mkdir()
     nothing_stated.chmod(0o755)
-    with pytest.raises(BackplaneError, match=r"you alone can write to .* BACKPLANE_CACHE"):
-        described(write(tmp_path / "m.gguf"))
+    with pytest.raises(BackplaneError, match=r"only you can read and write.* BACKPLANE_CACHE"):
+        config_folder(write(tmp_path / "m.gguf"))
 
 
 def test_a_link_to_a_folder_is_not_believed(tmp_path: Path, nothing_stated: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     nothing_stated.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(BackplaneError, match="you alone can write to"):
-        described(write(tmp_path / "m.gguf"))
+    with pytest.raises(BackplaneError, match="only you can read and write"):
+        config_folder(write(tmp_path / "m.gguf"))
 
 
 def test_a_folder_of_somebody_else_is_not_believed(
@@ -472,5 +475,5 @@ def test_a_folder_of_somebody_else_is_not_believed(
     nobody = os.getuid() + 1
     nothing_stated.with_name(f"vllm-backplane-{nobody}").mkdir(mode=0o700)
     monkeypatch.setattr(os, "getuid", lambda: nobody)
-    with pytest.raises(BackplaneError, match="you alone can write to"):
-        described(write(tmp_path / "m.gguf"))
+    with pytest.raises(BackplaneError, match="only you can read and write"):
+        config_folder(write(tmp_path / "m.gguf"))

@@ -1,5 +1,4 @@
-"""The parser, and what is made of its result, under a bounded, coverage-guided fuzzer: any bytes give a model or a
-CheckpointError, and nothing else."""
+"""Fuzzes the GGUF parser and everything made from its result: any input gives a model or a `CheckpointError`."""
 
 from __future__ import annotations
 
@@ -14,21 +13,19 @@ import pytest
 import torch
 from gguf_bytes import ARRAY, STRING, File, array, key, text
 from guided import Coverage, fuzz
-from sound_models import MODELS, made, single_changes
+from sound_models import MODELS, mutated_model, single_changes
 from test_gguf_hostile import HOSTILE
 
 from vllm_backplane.errors import CheckpointError
-from vllm_backplane.gguf import architectures, configuration, file, folder, header, tokenizer
-from vllm_backplane.gguf import consistency as agreement
-from vllm_backplane.gguf import lazy_tensor as stored
+from vllm_backplane.gguf import architectures, configuration, consistency, file, folder, header, lazy_tensor, tokenizer
 from vllm_backplane.gguf.file import GgufFile
 from vllm_backplane.gguf.header import Limits
-from vllm_backplane.gguf.model_files import opened
+from vllm_backplane.gguf.model_files import open_model
 
 RUNS = 6000
-DESCRIBED = 200
+MODEL_RUNS = 200
 SMALL = Limits(objects=24, nesting=2)
-"""Within the reach of a fuzzer; the code is the same."""
+"""Limits small enough for a fuzzer to exceed."""
 
 
 def test_any_bytes_are_read_or_refused(tmp_path: Path) -> None:
@@ -47,18 +44,18 @@ def test_any_bytes_are_read_or_refused(tmp_path: Path) -> None:
             assert len(model.bytes_of(one)) == one.size
             assert one.row_bytes * prod(one.shape[:-1]) == one.size
 
-    # A few hostile ones: from them the fuzzer finds the others.
+    # A few hostile files are enough: the fuzzer derives the others from them.
     seeds = [File().build(), File(keys=[key("a", ARRAY, array(STRING, 16, text("b") * 16))]).build()]
     seeds.append(File(keys=[key("a", ARRAY, array(ARRAY, 2, array(ARRAY, 0, b"") * 2))]).build())
-    seeds += [content for content, _said in list(HOSTILE.values())[::8] if len(content) < 4096]
+    seeds += [content for content, _message in list(HOSTILE.values())[::8] if len(content) < 4096]
     reached = fuzz(target, seeds, RUNS, "vllm_backplane/gguf")
     assert outcomes["read"] > 100 and outcomes["refused"] > 1000
-    # Not all: a big-endian version, say, takes four certain bytes.
-    insist_on_reach(reached, ("raise cursor.fault(", "raise self.fault("), header, file, missed=0.2)
+    # Some checks are out of reach: a big-endian version, for example, takes four exact bytes.
+    require_coverage(reached, ("raise cursor.fault(", "raise self.fault("), header, file, missed=0.2)
 
 
-def insist_on_reach(reached: Coverage, refusal: tuple[str, ...], *modules: Any, missed: float) -> None:
-    """Of the lines of `modules` that refuse, no more than that share was not run."""
+def require_coverage(reached: Coverage, refusal: tuple[str, ...], *modules: Any, missed: float) -> None:
+    """Asserts that at most the share `missed` of the raising lines of `modules` was never executed."""
     lines = {(name, line) for name, _before, line in reached.seen}
     refusals = [
         (inspect.getsourcefile(module), number)
@@ -71,14 +68,16 @@ def insist_on_reach(reached: Coverage, refusal: tuple[str, ...], *modules: Any, 
 
 
 def test_any_model_is_described_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configuration, names, tokenizer, and tensors as a worker takes them: what is made of a file before vLLM computes.
-    Bytes at random seldom pass the parser, so these are orders to change a sound model. No size that comes out is more
-    than the file has."""
+    """Fuzzes the configuration, the names, the tokenizer and the tensors as a worker loads them.
+
+    Random bytes seldom pass the parser, so the fuzzer mutates valid models. No size in a configuration exceeds that of
+    the file.
+    """
     monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path / "cache"))
-    outcomes = {"described": 0, "refused": 0}
+    outcomes = {"accepted": 0, "refused": 0}
 
     def target(orders: bytes) -> None:
-        contents = made(orders[:9])
+        contents = mutated_model(orders[:9])
         count = len(contents)
         paths = [
             tmp_path / (f"m-{one:05}-of-{count:05}.gguf" if count > 1 else "m.gguf") for one in range(1, count + 1)
@@ -86,24 +85,24 @@ def test_any_model_is_described_or_refused(tmp_path: Path, monkeypatch: pytest.M
         for path, content in zip(paths, contents, strict=True):
             path.write_bytes(content)
         try:
-            result = folder.described(paths[0])
+            result = folder.config_folder(paths[0])
         except CheckpointError:
             outcomes["refused"] += 1
             return
-        outcomes["described"] += 1
+        outcomes["accepted"] += 1
         config = json.loads((result / "config.json").read_text())
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "head_dim"):
             assert 0 < config[name] <= sum(map(len, contents)), name
         shutil.rmtree(result)
-        for one in architectures.named(opened(paths[0])):
-            for name, loaded in stored.weights(one):
+        for one in architectures.checkpoint_tensors(open_model(paths[0])):
+            for name, loaded in lazy_tensor.weights(one):
                 assert "{" not in name
                 torch.zeros(loaded.shape).copy_(loaded)
 
     for number in range(len(MODELS)):
         target(bytes([number]))
-    assert outcomes == {"described": len(MODELS), "refused": 0}
-    reached = fuzz(target, single_changes(), DESCRIBED, "vllm_backplane/gguf")
-    assert outcomes["described"] > 100 and outcomes["refused"] > 300, outcomes
+    assert outcomes == {"accepted": len(MODELS), "refused": 0}
+    reached = fuzz(target, single_changes(), MODEL_RUNS, "vllm_backplane/gguf")
+    assert outcomes["accepted"] > 100 and outcomes["refused"] > 300, outcomes
     refusals = ("raise reader.fault(", "raise self.fault(", "raise _fault(", "raise CheckpointError(")
-    insist_on_reach(reached, refusals, agreement, architectures, configuration, tokenizer, missed=0.3)
+    require_coverage(reached, refusals, consistency, architectures, configuration, tokenizer, missed=0.3)

@@ -1,4 +1,4 @@
-"""Files that are damaged or made to do harm: each a clear error, with little memory taken and no crash."""
+"""Damaged and hostile GGUF files raise a clear error, without a crash and without taking much memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gguf_bytes import ARRAY, BOOL, F32, Q4_0, STRING, U8, U32, U64, File, array
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.file import GgufFile
 from vllm_backplane.gguf.header import Limits
-from vllm_backplane.gguf.model_files import opened
+from vllm_backplane.gguf.model_files import open_model
 
 HUGE = 1 << 60
 
@@ -58,28 +58,28 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "version of tomorrow": (_file(version=4), "version 4"),
     "big-endian": (_file(version=3 << 24), "big-endian"),
     "no counts": (_file()[:12], "bytes are left|are left"),
-    "tensor count": (_file(tensor_count=HUGE), "announces .* tensors"),
-    "key count": (_file(key_count=HUGE), "announces .* metadata keys"),
-    "one key more than there are": (_file(key_count=6, tensors=[], data=b""), "a metadata key|can hold|sound"),
-    "key length": (_file(keys=[u64(HUGE)]), "announces|left"),
+    "tensor count": (_file(tensor_count=HUGE), "declares .* tensors"),
+    "key count": (_file(key_count=HUGE), "declares .* metadata keys"),
+    "one key more than there are": (_file(key_count=6, tensors=[], data=b""), "a metadata key|can hold|valid"),
+    "key length": (_file(keys=[u64(HUGE)]), "declares|left"),
     "key of megabytes": (_file(keys=[key("k" * 70000, U8, b"\x00")]), "more than 65535"),
     "empty key": (_file(keys=[key("", U8, b"\x00")]), "empty"),
     "key twice": (_file(keys=[key("a", U8, b"\x00"), key("a", U8, b"\x01")]), "twice"),
     "long key twice": (_file(keys=[key("k" * 65535, U8, b"\x00")] * 2), "'kkk.*twice"),
     "key that is not UTF-8": (_file(keys=[key(b"\xff\xfe", U8, b"\x00")]), "UTF-8"),
-    "text length": (_file(keys=[key("a", STRING, u64(HUGE))]), "announces"),
+    "text length": (_file(keys=[key("a", STRING, u64(HUGE))]), "declares"),
     "text past the end": (_file(keys=[key("a", STRING, u64(5000))]), "are left"),
     "text that is not UTF-8": (_file(keys=[key("a", STRING, text(b"\xff"))]), "UTF-8"),
     "word that is not UTF-8": (_file(keys=[key("a", ARRAY, array(STRING, 2, text("b") + text(b"\xff")))]), "UTF-8"),
     "word past the end": (_file(keys=[key("a", ARRAY, array(STRING, 1, u64(9999)))]), "are left"),
-    "unknown kind": (_file(keys=[key("a", 13, b"\x00" * 8)]), "unknown kind 13"),
-    "array of an unknown kind": (_file(keys=[key("a", ARRAY, array(99, 1, b"\x00" * 8))]), "unknown kind 99"),
-    "array of too many numbers": (_file(keys=[key("a", ARRAY, array(U32, HUGE, b""))]), "announces"),
-    "array of too many words": (_file(keys=[key("a", ARRAY, array(STRING, HUGE, b""))]), "announces"),
-    "array of too many arrays": (_file(keys=[key("a", ARRAY, array(ARRAY, HUGE, b""))]), "announces"),
-    "size that overflows": (_file(keys=[key("a", ARRAY, array(U64, 1 << 61, b""))]), "announces"),
+    "unknown kind": (_file(keys=[key("a", 13, b"\x00" * 8)]), "unknown type 13"),
+    "array of an unknown kind": (_file(keys=[key("a", ARRAY, array(99, 1, b"\x00" * 8))]), "unknown type 99"),
+    "array of too many numbers": (_file(keys=[key("a", ARRAY, array(U32, HUGE, b""))]), "declares"),
+    "array of too many words": (_file(keys=[key("a", ARRAY, array(STRING, HUGE, b""))]), "declares"),
+    "array of too many arrays": (_file(keys=[key("a", ARRAY, array(ARRAY, HUGE, b""))]), "declares"),
+    "size that overflows": (_file(keys=[key("a", ARRAY, array(U64, 1 << 61, b""))]), "declares"),
     "arrays in arrays": (_file(keys=[key("a", ARRAY, _deep(5000))]), "deep"),
-    "truth of 2": (_file(keys=[key("a", BOOL, b"\x02")]), "truth"),
+    "truth of 2": (_file(keys=[key("a", BOOL, b"\x02")]), "boolean"),
     "alignment 0": (_file(keys=[key("general.alignment", U32, u32(0))]), "alignment"),
     "alignment 24": (_file(keys=[key("general.alignment", U32, u32(24))]), "alignment"),
     "alignment of gigabytes": (_file(keys=[key("general.alignment", U32, u32(1 << 31))]), "alignment"),
@@ -102,7 +102,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "tensor twice": (_file(tensors=[tensor("a", [4], F32, 0), tensor("a", [4], F32, 32)]), "twice"),
     "unknown type": (_file(tensors=[tensor("t", [32], 4, 0)]), "unknown type 4"),
     "type of tomorrow": (_file(tensors=[tensor("t", [32], 4096, 0)]), "unknown type 4096"),
-    "part of a block": (_file(tensors=[tensor("t", [31], Q4_0, 0)]), "no multiple"),
+    "part of a block": (_file(tensors=[tensor("t", [31], Q4_0, 0)]), "not a multiple"),
     "long name": (_file(tensors=[tensor("n" * 600, [4], F32, 0)]), "more than 512"),
     "name that is not UTF-8": (_file(tensors=[tensor(b"\xc3\x28", [4], F32, 0)]), "UTF-8"),
 }
@@ -110,9 +110,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_files_are_refused(case: str, tmp_path: Path) -> None:
-    content, said = HOSTILE[case]
+    content, message = HOSTILE[case]
     path = write(tmp_path, content)
-    with pytest.raises(CheckpointError, match=said) as fault:
+    with pytest.raises(CheckpointError, match=message) as fault:
         GgufFile(path)
     assert str(path) in str(fault.value) and len(str(fault.value)) < 1000
 
@@ -126,7 +126,7 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 
 
 def test_refusals_take_little_memory(tmp_path: Path) -> None:
-    """Also where the announced counts would fit into a file that is large: here of 64 MiB, with holes."""
+    """The declared counts would fit into a large file, here a sparse file of 64 MiB."""
     paths = []
     for name, content in (
         ("words", _file(keys=[key("a", ARRAY, array(STRING, 1 << 23, b""))], tensors=[])),
@@ -136,7 +136,7 @@ def test_refusals_take_little_memory(tmp_path: Path) -> None:
     ):
         paths.append(write(tmp_path, content, name))
         os.truncate(paths[-1], 1 << 26)
-    GgufFile(write(tmp_path, File().build()))  # what is imported or compiled at first use
+    GgufFile(write(tmp_path, File().build()))  # imports what the first use imports
     tracemalloc.start()
     try:
         for path in paths:
@@ -152,20 +152,20 @@ def test_limits_are_for_the_whole_file(tmp_path: Path) -> None:
     words = array(STRING, 6, text("") * 6)
     path = write(tmp_path, _file(keys=[key(name, ARRAY, words) for name in "ab"]))
     assert len(GgufFile(path, Limits(objects=12)).metadata) == 2
-    with pytest.raises(CheckpointError, match="above 11"):
+    with pytest.raises(CheckpointError, match="more than 11 strings"):
         GgufFile(path, Limits(objects=11))
 
 
 def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
-    for name, said in (("absent.gguf", "No such file"), ("pipe.gguf", "regular"), (".", "no GGUF file")):
-        with pytest.raises(CheckpointError, match=said):
-            opened(tmp_path / name)
+    for name, message in (("absent.gguf", "No such file"), ("pipe.gguf", "regular"), (".", "no GGUF file")):
+        with pytest.raises(CheckpointError, match=message):
+            open_model(tmp_path / name)
 
 
-def _part(number: int, count: int, total: int, name: str, *, stated: int | None = None) -> bytes:
+def _part(number: int, count: int, total: int, name: str, *, declared: int | None = None) -> bytes:
     keys = [
-        key("split.no", 2, (number if stated is None else stated).to_bytes(2, "little")),
+        key("split.no", 2, (number if declared is None else declared).to_bytes(2, "little")),
         key("split.count", 2, count.to_bytes(2, "little")),
         key("split.tensors.count", 5, total.to_bytes(4, "little")),
     ]
@@ -182,10 +182,10 @@ def _split(folder: Path, names: tuple[str, ...] = ("a", "b", "c"), total: int = 
 def test_parts_are_found_from_any_of_them_and_from_their_folder(tmp_path: Path) -> None:
     second = _split(tmp_path)
     for given in (second, tmp_path):
-        model = opened(given)
+        model = open_model(given)
         assert list(model.tensors) == ["a", "b", "c"]
-        placed = model.tensors["c"]
-        assert bytes(placed.file.bytes_of(placed.tensor)) == b"\x02" * 16
+        location = model.tensors["c"]
+        assert bytes(location.file.bytes_of(location.tensor)) == b"\x02" * 16
 
 
 def test_missing_and_foreign_parts_are_refused(tmp_path: Path) -> None:
@@ -194,20 +194,20 @@ def test_missing_and_foreign_parts_are_refused(tmp_path: Path) -> None:
     kept = third.read_bytes()
     third.unlink()
     with pytest.raises(CheckpointError, match=r"m-00003-of-00003\.gguf"):
-        opened(second)
+        open_model(second)
     third.write_bytes(kept)
-    _split(tmp_path, stated=2)
+    _split(tmp_path, declared=2)
     with pytest.raises(CheckpointError, match="named part 2"):
-        opened(second)
+        open_model(second)
     _split(tmp_path, names=("a", "a", "c"))
     with pytest.raises(CheckpointError, match="do not belong together"):
-        opened(second)
+        open_model(second)
     _split(tmp_path, total=4)
-    with pytest.raises(CheckpointError, match="4 are announced"):
-        opened(second)
+    with pytest.raises(CheckpointError, match="declares 4"):
+        open_model(second)
     second.rename(tmp_path / "alone.gguf")
     with pytest.raises(CheckpointError, match="one of 3 parts"):
-        opened(tmp_path / "alone.gguf")
+        open_model(tmp_path / "alone.gguf")
 
 
 def test_numbers_of_parts_that_are_arrays_are_refused(tmp_path: Path) -> None:
@@ -219,8 +219,8 @@ def test_numbers_of_parts_that_are_arrays_are_refused(tmp_path: Path) -> None:
         whole = {"split.no": (2, bytes(2)), "split.count": (2, b"\x03\x00"), "split.tensors.count": (5, u32(3))}
         keys = [key(other, *(whole[other] if other != name else (ARRAY, pair))) for other in whole]
         first.write_bytes(_file(keys=keys, tensors=[tensor("a", [4], F32, 0)], data=bytes(16)))
-        with pytest.raises(CheckpointError, match=r"named part 1|None are announced"):
-            opened(second)
+        with pytest.raises(CheckpointError, match=r"named part 1|declares None"):
+            open_model(second)
         first.write_bytes(kept)
 
 
@@ -228,9 +228,9 @@ def test_a_folder_of_several_models_is_refused_by_name(tmp_path: Path) -> None:
     for name in ("one.gguf", "two.gguf"):
         write(tmp_path, File().build(), name)
     with pytest.raises(CheckpointError, match=r"one\.gguf, two\.gguf"):
-        opened(tmp_path)
+        open_model(tmp_path)
     (tmp_path / "two.gguf").rename(tmp_path / "mmproj-two.gguf")
-    assert opened(tmp_path).path.name == "one.gguf"
+    assert open_model(tmp_path).path.name == "one.gguf"
 
 
 def test_the_reader_needs_neither_torch_nor_vllm() -> None:

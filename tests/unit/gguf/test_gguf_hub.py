@@ -1,4 +1,4 @@
-"""Names of the hub: those of GGUF repositories are refused with what to do, all others pass."""
+"""Names of GGUF repositories of the hub are refused with the download command; all other names pass."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ REPOSITORIES = {
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names that the hub was asked about."""
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records the repositories whose files are requested from the hub."""
     names: list[str] = []
 
     def listed(_self: Any, name: str, **_options: Any) -> list[str]:
@@ -44,21 +44,21 @@ def test_parts_are_fetched_together_and_projectors_are_no_models() -> None:
         refuse_repository("org/gguf-in-parts")
 
 
-def test_a_form_after_the_name_is_refused_without_asking(asked: list[str]) -> None:
+def test_a_form_after_the_name_is_refused_without_asking(lookups: list[str]) -> None:
     with pytest.raises(CheckpointError, match=r"'org/m-GGUF:Q4_K_M' .*hf download org/m-GGUF FILE\.gguf"):
         refuse_repository("org/m-GGUF:Q4_K_M")
-    assert asked == []
+    assert lookups == []
 
 
 @pytest.mark.parametrize("name", ["org/gguf-and-more", "org/gguf-tools", "org/gguf-that-cannot-be-listed"])
-def test_what_has_other_weights_or_is_not_known_is_left_to_vllm(asked: list[str], name: str) -> None:
+def test_what_has_other_weights_or_is_not_known_is_left_to_vllm(lookups: list[str], name: str) -> None:
     refuse_repository(name)
-    assert asked == [name]
+    assert lookups == [name]
 
 
-def test_nothing_is_asked_about_other_names_and_paths(asked: list[str], tmp_path: Path) -> None:
+def test_nothing_is_asked_about_other_names_and_paths(lookups: list[str], tmp_path: Path) -> None:
     (tmp_path / "m.gguf").touch()
     elsewhere = ("s3://bucket/m-gguf", "gs://bucket/m-gguf/", "/models/missing.gguf", "models/in/gguf:more")
     for name in ("org/model", "smollm2", str(tmp_path / "m.gguf"), *elsewhere):
         refuse_repository(name)
-    assert asked == []
+    assert lookups == []

@@ -1,8 +1,7 @@
-"""How a byte-level vocabulary splits text, for each name that files give it: the tokens of the tokenizer that the name
-stands for.
+"""Each pre-tokenizer name of a GGUF file gives the tokens of the tokenizer that the name stands for.
 
-Those are put together here as the models' own tokenizer.json has them. The vocabulary was trained on text that is not
-split, so it has tokens across the ends of words, and another splitting gives other tokens.
+The expected tokenizers are built here as in the models' own tokenizer.json. The vocabulary is trained on text without
+pre-tokenization, so it has tokens across word boundaries, and a wrong pre-tokenizer gives different tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf import tokenizer as made
-from vllm_backplane.gguf.model_files import opened
+from vllm_backplane.gguf.model_files import open_model
 
 TEXTS = (
     "It's 12345 o'clock; WE'LL see, they've 3.14159 and I'd 7.",
@@ -36,7 +35,7 @@ TEXTS = (
 )
 
 WHOLE = "Ġplugh"
-"""A word of the vocabulary that no merges lead to."""
+"""A token of the vocabulary that no sequence of merges produces."""
 
 CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -74,19 +73,19 @@ def _split(pattern: str) -> Callable[[], Any]:
     )
 
 
-class Meant(NamedTuple):
-    splits: Callable[[], Any]
+class Expected(NamedTuple):
+    pre_tokenizer: Callable[[], Any]
     pieces: str
-    """Of PROBE, worked out by hand."""
-    composes: bool = False
-    whole_words: bool = False
+    """How PROBE is split, derived by hand."""
+    nfc: bool = False
+    ignore_merges: bool = False
 
 
 PROBE = "WE'LL camelCase 1234!\n/x"
-_GPT2 = Meant(_gpt2, "WE ' LL ĠcamelCase Ġ1234 ! Ċ / x")
-_DIGITS = Meant(_digits, "WE ' LL ĠcamelCase Ġ 1 2 3 4 ! Ċ / x")
-_LLAMA3 = Meant(_split(CL100K), "WE 'LL ĠcamelCase Ġ 123 4 !Ċ /x", whole_words=True)
-_QWEN2 = Meant(_split(QWEN2), "WE 'LL ĠcamelCase Ġ 1 2 3 4 !Ċ /x", composes=True)
+_GPT2 = Expected(_gpt2, "WE ' LL ĠcamelCase Ġ1234 ! Ċ / x")
+_DIGITS = Expected(_digits, "WE ' LL ĠcamelCase Ġ 1 2 3 4 ! Ċ / x")
+_LLAMA3 = Expected(_split(CL100K), "WE 'LL ĠcamelCase Ġ 123 4 !Ċ /x", ignore_merges=True)
+_QWEN2 = Expected(_split(QWEN2), "WE 'LL ĠcamelCase Ġ 1 2 3 4 !Ċ /x", nfc=True)
 
 NAMES = {
     "gpt-2": _GPT2,
@@ -96,11 +95,11 @@ NAMES = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
-    "dbrx": _LLAMA3._replace(whole_words=False),
+    "dbrx": _LLAMA3._replace(ignore_merges=False),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    "tekken": Meant(_split(TEKKEN), "WE 'LL Ġcamel Case Ġ 1 2 3 4 !Ċ/ x", whole_words=True),
-    "gpt-4o": Meant(_split(O200K), "WE'LL Ġcamel Case Ġ 123 4 !Ċ/ x"),
+    "tekken": Expected(_split(TEKKEN), "WE 'LL Ġcamel Case Ġ 1 2 3 4 !Ċ/ x", ignore_merges=True),
+    "gpt-4o": Expected(_split(O200K), "WE'LL Ġcamel Case Ġ 123 4 !Ċ/ x"),
 }
 
 
@@ -122,19 +121,19 @@ def vocabulary() -> Vocabulary:
     return Vocabulary({**state["vocab"], WHOLE: len(state["vocab"])}, merges)
 
 
-def expected(meant: Meant) -> Any:
+def expected(wanted: Expected) -> Any:
     known = vocabulary()
-    tokenizer = Tokenizer(models.BPE(vocab=known.ids, merges=known.merges, ignore_merges=meant.whole_words))
-    if meant.composes:
+    tokenizer = Tokenizer(models.BPE(vocab=known.ids, merges=known.merges, ignore_merges=wanted.ignore_merges))
+    if wanted.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = meant.splits()
+    tokenizer.pre_tokenizer = wanted.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
     return tokenizer
 
 
 def written(folder: Path, name: str | None) -> Any:
-    """What is made of a file with that vocabulary."""
+    """Writes a file with the vocabulary and the pre-tokenizer `name`, and returns the tokenizer made from the file."""
     known = vocabulary()
     tokens = sorted(known.ids, key=lambda token: known.ids[token])
     writer = gguf.GGUFWriter(folder / "m.gguf", "llama")
@@ -150,29 +149,29 @@ def written(folder: Path, name: str | None) -> Any:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    made.write(opened(folder / "m.gguf"), folder, 128)
+    made.write(open_model(folder / "m.gguf"), folder, 128)
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def test_every_name_that_is_known_is_looked_at() -> None:
-    assert set(NAMES) == set(made.SPLITTINGS)
+    assert set(NAMES) == set(made.PRE_TOKENIZERS)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_the_tokenizer_that_the_name_stands_for(tmp_path: Path, name: str) -> None:
-    meant, ours = NAMES[name], written(tmp_path, name)
-    theirs = expected(meant)
+    wanted, ours = NAMES[name], written(tmp_path, name)
+    theirs = expected(wanted)
     for text in TEXTS:
         found = ours.encode(text)
         assert found.ids == theirs.encode(text).ids, text
-        if not meant.composes:
+        if not wanted.nfc:
             assert ours.decode(found.ids, skip_special_tokens=False) == text
-    assert [piece for piece, _place in ours.pre_tokenizer.pre_tokenize_str(PROBE)] == meant.pieces.split(" ")
-    assert (WHOLE in ours.encode("xyzzy plugh").tokens) is meant.whole_words
+    assert [piece for piece, _place in ours.pre_tokenizer.pre_tokenize_str(PROBE)] == wanted.pieces.split(" ")
+    assert (WHOLE in ours.encode("xyzzy plugh").tokens) is wanted.ignore_merges
 
 
 def test_the_texts_tell_the_splittings_apart() -> None:
-    """Or equal tokens would say nothing."""
+    """Otherwise equal tokens would not show that the right pre-tokenizer is used."""
     kinds = {
         name: tuple(tuple(expected(NAMES[name]).encode(text).ids) for text in TEXTS)
         for name in ("gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o")
@@ -182,10 +181,10 @@ def test_the_texts_tell_the_splittings_apart() -> None:
 
 @pytest.mark.parametrize("name", ["glm4", "qwen35", "default"])
 def test_a_name_that_is_not_known_is_told(tmp_path: Path, name: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"splits text as '{name}'.*known are gpt-2, .*gpt-4o; use the model's"):
+    with pytest.raises(CheckpointError, match=rf"pre-tokenizer is '{name}'.*served are gpt-2, .*gpt-4o; use"):
         written(tmp_path, name)
 
 
 def test_a_file_that_names_none_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"does not say how .*tokenizer\.ggml\.pre.*current converter"):
+    with pytest.raises(CheckpointError, match=r"does not name its pre-tokenizer .*tokenizer\.ggml\.pre.*current"):
         written(tmp_path, None)

@@ -1,4 +1,4 @@
-"""What Backplane adds to a server's middlewares, and what a server that sleeps answers."""
+"""Tests which middlewares Backplane adds to a server, and the responses of `SleepGate` while the engine sleeps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_other_commands_get_none() -> None:
 
 
 class Engine:
-    """What the middleware asks of vLLM's client, and a server around it."""
+    """The methods of vLLM's engine client that the middleware calls, and a server around them."""
 
     def __init__(self, enabled: bool = True, servers: int = 1) -> None:
         self.vllm_config = SimpleNamespace(
@@ -42,10 +42,10 @@ class Engine:
         self.errored = False
         self.paused = False
         self.failing = False
-        self.questions = 0
+        self.is_sleeping_calls = 0
 
     async def is_sleeping(self) -> bool:
-        self.questions += 1
+        self.is_sleeping_calls += 1
         return self.paused
 
     async def wake_up(self, _tags: Any) -> bool:
@@ -67,7 +67,7 @@ class Engine:
 class Client:
     def __init__(self, engine: Engine) -> None:
         self.app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
-        self.door = SleepGate(engine.server)
+        self.gate = SleepGate(engine.server)
 
     async def post(self, path: str, query: str = "", method: str = "POST") -> tuple[int, str]:
         sent: list[Any] = []
@@ -76,7 +76,7 @@ class Client:
             sent.append(message)
 
         scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "app": self.app}
-        await self.door(scope, None, collect)  # type: ignore[arg-type]
+        await self.gate(scope, None, collect)  # type: ignore[arg-type]
         return sent[0]["status"], sent[1]["body"].decode()
 
 
@@ -95,9 +95,9 @@ def test_asleep_requests_are_told_so_until_all_is_awake() -> None:
         await client.post("/wake_up", "tags=weights")
         assert (await client.post("/v1/completions"))[0] == 503
         await client.post("/wake_up")
-        asked = engine.questions
+        calls = engine.is_sleeping_calls
         assert await client.post("/v1/completions") == (200, "done")
-        assert engine.questions == asked, "requests cost no question"
+        assert engine.is_sleeping_calls == calls, "a request does not query the engine"
 
     asyncio.run(run())
 

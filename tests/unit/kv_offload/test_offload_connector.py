@@ -1,4 +1,4 @@
-"""The second KV tier as vLLM knows it: registered once, and refused where blocks are not what their tokens say."""
+"""Checks the registration of the KV offload connector, and which models and options it refuses."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def groups(*specs: Any) -> Any:
 
 
 def test_layers_that_attend_to_everything_are_served() -> None:
-    assert connector._insist_on_full_attention(groups(FULL)) == 16
+    assert connector._require_full_attention(groups(FULL)) == 16
 
 
 @pytest.mark.parametrize("specs", [(WINDOW,), (FULL, WINDOW), (FULL, FULL), ()])
 def test_other_layers_are_refused(specs: tuple[Any, ...]) -> None:
     with pytest.raises(BackplaneError, match="remove --kv-transfer-config"):
-        connector._insist_on_full_attention(groups(*specs))
+        connector._require_full_attention(groups(*specs))
 
 
 @pytest.mark.parametrize(
@@ -46,15 +46,15 @@ def test_other_layers_are_refused(specs: tuple[Any, ...]) -> None:
 )
 def test_parts_of_a_block_are_refused(sizes: dict[str, int]) -> None:
     one = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
-    connector._insist_on_one_stage(SimpleNamespace(**one))
+    connector._require_one_stage(SimpleNamespace(**one))
     with pytest.raises(BackplaneError, match="remove the option"):
-        connector._insist_on_one_stage(SimpleNamespace(**one | sizes))
+        connector._require_one_stage(SimpleNamespace(**one | sizes))
 
 
 def test_prompts_that_are_computed_as_a_whole_are_refused() -> None:
-    connector._insist_on_prefix_caching(SimpleNamespace(enable_prefix_caching=True))
+    connector._require_prefix_caching(SimpleNamespace(enable_prefix_caching=True))
     with pytest.raises(BackplaneError, match="prefix caching is off"):
-        connector._insist_on_prefix_caching(SimpleNamespace(enable_prefix_caching=False))
+        connector._require_prefix_caching(SimpleNamespace(enable_prefix_caching=False))
 
 
 def transferring(name: str, **extra: Any) -> Any:
@@ -67,7 +67,7 @@ def test_what_cannot_be_loaded_is_computed() -> None:
     for config in (ours, theirs, SimpleNamespace(kv_transfer_config=None)):
         set_kv_offload(config)
     assert ours.kv_transfer_config.kv_load_failure_policy == "recompute"
-    assert theirs.kv_transfer_config.kv_load_failure_policy == "fail", "it is not ours to change"
+    assert theirs.kv_transfer_config.kv_load_failure_policy == "fail", "settings of another connector must not change"
 
 
 def test_bad_settings_are_told_before_an_engine_starts() -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler's side of the second KV tier promises and keeps, step by step."""
+"""Checks which blocks the scheduler side of KV offload loads and saves, step by step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_backplane.kv_offload.metadata import Orders
-from vllm_backplane.kv_offload.scheduler import Planner
+from vllm_backplane.kv_offload.metadata import StepMetadata
+from vllm_backplane.kv_offload.scheduler import OffloadScheduler
 
 SIZE = 4
 
@@ -27,9 +27,9 @@ def request(name: str, tokens: Sequence[int], **more: Any) -> Any:
     return SimpleNamespace(request_id=name, all_token_ids=ids, num_tokens=len(ids), **{**fields, **more})
 
 
-def step(planner: Planner, new: Sequence[tuple[Any, list[int], int, int]] = ()) -> Orders:
-    """New requests, each with its blocks, what it has, and what is computed."""
-    return planner.orders(
+def step(scheduler: OffloadScheduler, new: Sequence[tuple[Any, list[int], int, int]] = ()) -> StepMetadata:
+    """Runs a step of new requests, each with its block IDs, its computed tokens and its scheduled tokens."""
+    return scheduler.build_metadata(
         SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(req_id=one.request_id, block_ids=(blocks,), num_computed_tokens=computed)
@@ -45,9 +45,9 @@ def step(planner: Planner, new: Sequence[tuple[Any, list[int], int, int]] = ()) 
 
 
 def go_on(
-    planner: Planner, name: str, computed: int, scheduled: int, blocks: list[int], resumed: bool = False
-) -> Orders:
-    return planner.orders(
+    scheduler: OffloadScheduler, name: str, computed: int, scheduled: int, blocks: list[int], resumed: bool = False
+) -> StepMetadata:
+    return scheduler.build_metadata(
         SimpleNamespace(
             scheduled_new_reqs=[],
             scheduled_cached_reqs=SimpleNamespace(
@@ -63,111 +63,114 @@ def go_on(
 
 
 @pytest.fixture
-def planner() -> Planner:
-    made = Planner(SIZE)
-    made.provide(8)
+def scheduler() -> OffloadScheduler:
+    made = OffloadScheduler(SIZE)
+    made.set_slots(8)
     return made
 
 
-def run(planner: Planner, one: Any, blocks: list[int]) -> Orders:
-    """All of a prompt in one step."""
-    assert planner.loadable(one, 0) == 0
-    planner.allocated(one, blocks, 0)
-    return step(planner, [(one, blocks, 0, one.num_tokens)])
+def run(scheduler: OffloadScheduler, one: Any, blocks: list[int]) -> StepMetadata:
+    """Computes a whole prompt in one step."""
+    assert scheduler.num_matched_tokens(one, 0) == 0
+    scheduler.plan_load(one, blocks, 0)
+    return step(scheduler, [(one, blocks, 0, one.num_tokens)])
 
 
-def saved(orders: Orders) -> list[int]:
-    return [save.block_id for save in orders.saves]
+def saved(metadata: StepMetadata) -> list[int]:
+    return [save.block_id for save in metadata.saves]
 
 
-def test_full_blocks_are_kept_and_promised(planner: Planner) -> None:
-    assert saved(run(planner, request("a", range(10)), [5, 6, 7])) == [5, 6]
-    assert planner.loadable(request("b", range(10)), 0) == 8
-    assert planner.loadable(request("c", range(10)), SIZE) == 4, "vLLM has the first itself"
-    assert planner.loadable(request("d", [0, 1, 2, 3, 99, 5, 6, 7, 8]), 0) == 4
-    assert planner.loadable(request("e", range(8)), 0) == 4, "the last token is to be computed"
-    assert planner.loadable(request("f", range(10), cache_salt="mine"), 0) == 0
+def test_full_blocks_are_kept_and_promised(scheduler: OffloadScheduler) -> None:
+    assert saved(run(scheduler, request("a", range(10)), [5, 6, 7])) == [5, 6]
+    assert scheduler.num_matched_tokens(request("b", range(10)), 0) == 8
+    assert scheduler.num_matched_tokens(request("c", range(10)), SIZE) == 4, "the first is in vLLM's own cache"
+    assert scheduler.num_matched_tokens(request("d", [0, 1, 2, 3, 99, 5, 6, 7, 8]), 0) == 4
+    assert scheduler.num_matched_tokens(request("e", range(8)), 0) == 4, "the last token is to be computed"
+    assert scheduler.num_matched_tokens(request("f", range(10), cache_salt="mine"), 0) == 0
 
 
 @pytest.mark.parametrize(
     "other", [{"lora_request": "one"}, {"mm_features": ["an image"]}, {"prompt_embeds": "some"}, {"resumable": True}]
 )
-def test_what_tokens_do_not_describe_is_left_alone(planner: Planner, other: dict[str, Any]) -> None:
-    run(planner, request("a", range(10)), [5, 6, 7])
+def test_what_tokens_do_not_describe_is_left_alone(scheduler: OffloadScheduler, other: dict[str, Any]) -> None:
+    run(scheduler, request("a", range(10)), [5, 6, 7])
     special = request("b", range(10), **other)
-    assert saved(run(planner, special, [1, 2, 3])) == []
+    assert saved(run(scheduler, special, [1, 2, 3])) == []
 
 
-def test_tokens_that_were_only_guessed_are_not_kept(planner: Planner) -> None:
+def test_tokens_that_were_only_guessed_are_not_kept(scheduler: OffloadScheduler) -> None:
     one = request("a", range(6))
-    assert planner.loadable(one, 0) == 0
-    assert saved(step(planner, [(one, [5, 6, 7], 0, 6)])) == [5]
+    assert scheduler.num_matched_tokens(one, 0) == 0
+    assert saved(step(scheduler, [(one, [5, 6, 7], 0, 6)])) == [5]
     one.all_token_ids.append(6)
     one.num_tokens = 7
-    assert saved(go_on(planner, "a", 6, 1 + 3, [])) == [], "three of these are guesses"
+    assert saved(go_on(scheduler, "a", 6, 1 + 3, [])) == [], "three of these are draft tokens"
     one.all_token_ids.append(7)
     one.num_tokens = 8
-    assert saved(go_on(planner, "a", 7, 1 + 3, [])) == [6]
+    assert saved(go_on(scheduler, "a", 7, 1 + 3, [])) == [6]
 
 
-def test_blocks_of_a_request_that_was_put_off_are_its_new_ones(planner: Planner) -> None:
+def test_blocks_of_a_request_that_was_put_off_are_its_new_ones(scheduler: OffloadScheduler) -> None:
     one = request("a", range(10))
-    assert planner.loadable(one, 0) == 0
-    assert saved(step(planner, [(one, [1, 2, 3], 0, 4)])) == [1]
-    assert saved(go_on(planner, "a", 0, 10, [7, 8, 9], resumed=True)) == [8], "the first is kept already"
+    assert scheduler.num_matched_tokens(one, 0) == 0
+    assert saved(step(scheduler, [(one, [1, 2, 3], 0, 4)])) == [1]
+    assert saved(go_on(scheduler, "a", 0, 10, [7, 8, 9], resumed=True)) == [8], "the first is stored already"
 
 
-def load(planner: Planner, one: Any, blocks: list[int]) -> Orders:
-    promised = planner.loadable(one, 0)
-    planner.allocated(one, blocks, promised)
-    return step(planner)
+def load(scheduler: OffloadScheduler, one: Any, blocks: list[int]) -> StepMetadata:
+    matched = scheduler.num_matched_tokens(one, 0)
+    scheduler.plan_load(one, blocks, matched)
+    return step(scheduler)
 
 
-def test_a_load_goes_into_the_blocks_of_the_request(planner: Planner) -> None:
-    run(planner, request("a", range(10)), [5, 6, 7])
-    orders = load(planner, request("b", range(10)), [1, 2, 3])
-    [one] = orders.loads
-    assert (one.request_id, [piece.block_id for piece in one.pieces]) == ("b", [1, 2])
-    assert orders.idle
-    assert step(planner).loads == [], "once"
+def test_a_load_goes_into_the_blocks_of_the_request(scheduler: OffloadScheduler) -> None:
+    run(scheduler, request("a", range(10)), [5, 6, 7])
+    metadata = load(scheduler, request("b", range(10)), [1, 2, 3])
+    [one] = metadata.loads
+    assert (one.request_id, [block.block_id for block in one.blocks]) == ("b", [1, 2])
+    assert metadata.idle
+    assert step(scheduler).loads == [], "once"
 
 
-def test_a_block_that_failed_is_not_promised_again_and_kept_anew(planner: Planner) -> None:
-    run(planner, request("a", range(14)), [5, 6, 7, 8])
+def test_a_block_that_failed_is_not_promised_again_and_kept_anew(scheduler: OffloadScheduler) -> None:
+    run(scheduler, request("a", range(14)), [5, 6, 7, 8])
     one = request("b", range(14))
-    load(planner, one, [1, 2, 3, 4])
-    planner.failed({2})
-    planner.loaded(["b"])
-    assert planner.loadable(request("c", range(14)), 0) == 4
-    assert saved(step(planner, [(one, [1, 2, 3, 4], 4, 10)])) == [2]
-    assert planner.loadable(request("d", range(14)), 0) == 12
+    load(scheduler, one, [1, 2, 3, 4])
+    scheduler.handle_failed_blocks({2})
+    scheduler.finish_loads(["b"])
+    assert scheduler.num_matched_tokens(request("c", range(14)), 0) == 4
+    assert saved(step(scheduler, [(one, [1, 2, 3, 4], 4, 10)])) == [2]
+    assert scheduler.num_matched_tokens(request("d", range(14)), 0) == 12
 
 
 def test_a_block_that_is_being_loaded_stays_where_it_is() -> None:
-    planner = Planner(SIZE)
-    planner.provide(2)
-    run(planner, request("a", range(10)), [5, 6, 7])
-    load(planner, request("b", range(10)), [1, 2, 3])
-    assert saved(run(planner, request("c", range(100, 110)), [8, 9, 10])) == [], "there is no slot to be had"
-    planner.loaded(["b"])
-    assert saved(run(planner, request("d", range(200, 210)), [8, 9, 10])) == [8, 9]
-    assert planner.take_evicted() == 2
+    scheduler = OffloadScheduler(SIZE)
+    scheduler.set_slots(2)
+    run(scheduler, request("a", range(10)), [5, 6, 7])
+    load(scheduler, request("b", range(10)), [1, 2, 3])
+    assert saved(run(scheduler, request("c", range(100, 110)), [8, 9, 10])) == [], "no slot is free"
+    scheduler.finish_loads(["b"])
+    assert saved(run(scheduler, request("d", range(200, 210)), [8, 9, 10])) == [8, 9]
+    assert scheduler.take_evicted() == 2
 
 
-def test_forgetting_is_also_for_what_runs(planner: Planner) -> None:
+def test_forgetting_is_also_for_what_runs(scheduler: OffloadScheduler) -> None:
     one = request("a", range(12))
-    assert planner.loadable(one, 0) == 0
-    step(planner, [(one, [1, 2, 3], 0, 8)])
-    planner.forget()
-    orders = go_on(planner, "a", 8, 4, [])
-    assert orders.forget
-    assert saved(orders) == []
-    assert planner.loadable(request("b", range(12)), 0) == 0
+    assert scheduler.num_matched_tokens(one, 0) == 0
+    step(scheduler, [(one, [1, 2, 3], 0, 8)])
+    scheduler.reset()
+    metadata = go_on(scheduler, "a", 8, 4, [])
+    assert metadata.reset
+    assert saved(metadata) == []
+    assert scheduler.num_matched_tokens(request("b", range(12)), 0) == 0
 
 
-def test_of_a_prompt_whose_every_token_is_wanted_nothing_is_loaded(planner: Planner) -> None:
+def test_of_a_prompt_whose_every_token_is_wanted_nothing_is_loaded(scheduler: OffloadScheduler) -> None:
     first = request("first", range(9))
-    assert planner.loadable(first, 0) == 0
-    step(planner, [(first, [0, 1, 2], 0, 9)])
-    assert planner.loadable(request("again", range(9)), 0) == 8
-    assert planner.loadable(request("logprobs of the prompt", range(9), skip_reading_prefix_cache=True), 0) == 0
+    assert scheduler.num_matched_tokens(first, 0) == 0
+    step(scheduler, [(first, [0, 1, 2], 0, 9)])
+    assert scheduler.num_matched_tokens(request("again", range(9)), 0) == 8
+    assert (
+        scheduler.num_matched_tokens(request("logprobs of the prompt", range(9), skip_reading_prefix_cache=True), 0)
+        == 0
+    )

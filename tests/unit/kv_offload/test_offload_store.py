@@ -1,4 +1,4 @@
-"""Names, slots and checksums of the second KV tier, without an engine."""
+"""Checks keys, slots and checksums of KV offload, without an engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from vllm_backplane.errors import BackplaneError, OptionError
 from vllm_backplane.kv_offload.block_index import BlockIndex
 from vllm_backplane.kv_offload.block_keys import KeyChain
-from vllm_backplane.kv_offload.cache_rows import Pages
+from vllm_backplane.kv_offload.cache_rows import CacheRows
 from vllm_backplane.kv_offload.settings import parse
 from vllm_backplane.kv_offload.slots import FileSlots, MemorySlots, Slots
-from vllm_backplane.kv_offload.store import BlockStore, Outcome, Unusable
+from vllm_backplane.kv_offload.store import BlockStore, BlockUnavailable, Outcome
 
 SIZE = 64
 
@@ -28,7 +28,7 @@ def key(number: int) -> bytes:
     return KeyChain(1, None).up_to([number], 1)[0]
 
 
-# --- names
+# --- keys
 
 
 def test_a_key_stands_for_everything_before_it() -> None:
@@ -36,7 +36,7 @@ def test_a_key_stands_for_everything_before_it() -> None:
     keys = KeyChain(4, None).up_to(tokens, 3)
     assert len(set(keys)) == 3
     assert KeyChain(4, None).up_to([99, *tokens[1:]], 3)[2] != keys[2], "the first token differs"
-    assert KeyChain(4, None).up_to(tokens[4:8], 1)[0] != keys[1], "nothing comes before"
+    assert KeyChain(4, None).up_to(tokens[4:8], 1)[0] != keys[1], "no block comes before"
     assert KeyChain(4, "mine").up_to(tokens, 3)[0] != keys[0]
     assert KeyChain(4, "").up_to(tokens, 1)[0] != keys[0]
     assert KeyChain(2, None).up_to(tokens, 2)[1] != keys[0]
@@ -52,41 +52,41 @@ def test_keys_grow_with_the_sequence() -> None:
         chain.up_to(tokens, 3)
 
 
-# --- which block lies where
+# --- slots of blocks
 
 
 def test_what_was_used_longest_ago_makes_room() -> None:
     index = BlockIndex(2)
-    slots = [index.place(key(number)) for number in range(2)]
+    slots = [index.allocate(key(number)) for number in range(2)]
     index.touch(key(0))
-    assert index.place(key(2)) == slots[1]
+    assert index.allocate(key(2)) == slots[1]
     assert [index.find(key(number)) for number in range(3)] == [slots[0], None, slots[1]]
     assert (len(index), index.evicted) == (2, 1)
 
 
 def test_a_slot_that_is_read_is_not_given_away() -> None:
     index = BlockIndex(1)
-    slot = index.place(key(0))
+    slot = index.allocate(key(0))
     assert slot is not None
     index.pin(slot)
     index.pin(slot)
-    assert index.place(key(1)) is None
-    index.drop(key(0))  # found damaged: gone, and its slot still being read
+    assert index.allocate(key(1)) is None
+    index.remove(key(0))  # damaged, while its slot is still being read
     index.unpin(slot)
-    assert index.place(key(1)) is None
+    assert index.allocate(key(1)) is None
     index.unpin(slot)
-    assert index.place(key(1)) == slot
+    assert index.allocate(key(1)) == slot
 
 
 def test_clearing_gives_all_slots_back_but_those_being_read() -> None:
     index = BlockIndex(2)
-    first, _ = index.place(key(0)), index.place(key(1))
+    first, _ = index.allocate(key(0)), index.allocate(key(1))
     assert first is not None
     index.pin(first)
     index.clear()
     assert len(index) == 0
-    assert index.place(key(2)) == 1 - first
-    assert index.place(key(3)) == 1 - first, "the other is pinned"
+    assert index.allocate(key(2)) == 1 - first
+    assert index.allocate(key(3)) == 1 - first, "the other is pinned"
 
 
 # --- bytes
@@ -114,10 +114,10 @@ def test_one_changed_bit_is_noticed(slots: Slots, place: int, bit: int) -> None:
     changed = row(0)
     changed[place] ^= 1 << bit
     slots.write(1, changed)
-    with pytest.raises(Unusable, match="does not hold what was written") as refused:
+    with pytest.raises(BlockUnavailable, match="fails its checksum") as refused:
         store.read(key(0))
     assert refused.value.outcome is Outcome.DAMAGED
-    with pytest.raises(Unusable) as refused:  # it is not looked at again
+    with pytest.raises(BlockUnavailable) as refused:  # it is removed from the store
         store.read(key(0))
     assert refused.value.outcome is Outcome.MISSING
     store.close()
@@ -127,7 +127,7 @@ def test_another_block_in_the_slot_is_noticed(slots: Slots) -> None:
     store = BlockStore(slots)
     store.write(key(0), 0, row(0))
     store.write(key(1), 0, row(1))
-    with pytest.raises(Unusable):
+    with pytest.raises(BlockUnavailable):
         store.read(key(0))
     assert (store.read(key(1)) == row(1)).all()
     store.write(key(1), 2, row(1))  # moved
@@ -148,7 +148,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="no space"):
         store.write(key(1), 0, row(1))
     for number in range(2):
-        with pytest.raises(Unusable):
+        with pytest.raises(BlockUnavailable):
             store.read(key(number))
     store.close()
 
@@ -157,7 +157,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_file_has_no_name(tmp_path: Path) -> None:
-    """So nothing has to be removed, and nothing is left when the process is killed."""
+    """The system removes an unnamed file, also when the process is killed."""
     slots = FileSlots(tmp_path, 1, SIZE)
     slots.write(0, row(0))
     assert list(tmp_path.iterdir()) == []
@@ -179,40 +179,40 @@ def test_more_than_there_is_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
 def test_a_block_comes_back_in_either_layout(order: tuple[int, ...]) -> None:
-    """Also where layers share a cache."""
+    """Layers may share a cache."""
     shape = (4, 2, 3, 5)
     made = [torch.randn([shape[dim] for dim in order]) for _ in range(2)]
     caches = [cache.permute([order.index(dim) for dim in range(4)]) for cache in made]
-    pages = Pages([*caches, caches[0]], blocks=4)
-    assert pages.row_bytes == 2 * 2 * 3 * 5 * 4
-    kept, expected = pages.read(2), [cache[2].clone() for cache in caches]
+    rows = CacheRows([*caches, caches[0]], blocks=4)
+    assert rows.row_bytes == 2 * 2 * 3 * 5 * 4
+    kept, expected = rows.read(2), [cache[2].clone() for cache in caches]
     others = [cache[1].clone() for cache in caches]
     for cache in caches:
         cache[3] = 0
-    pages.write(3, kept)
+    rows.write(3, kept)
     for cache, wanted, other in zip(caches, expected, others, strict=True):
         assert torch.equal(cache[3], wanted)
         assert torch.equal(cache[1], other)
 
 
 def test_a_cache_that_is_not_in_blocks_is_refused() -> None:
-    with pytest.raises(BackplaneError, match="does not lie block by block"):
-        Pages([torch.zeros(2, 4, 3).transpose(0, 1)], blocks=4)
+    with pytest.raises(BackplaneError, match="each block is contiguous"):
+        CacheRows([torch.zeros(2, 4, 3).transpose(0, 1)], blocks=4)
 
 
 # --- options
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({}, "lacks 'capacity'"),
         ({"capacity": "much"}, "a number of bytes"),
         ({"capacity": "1GiB", "foldr": "/tmp"}, "did you mean 'folder'"),
         ({"capacity": "1GiB", "folder": "tmp"}, "absolute path"),
-        ({"capacity": "1GiB", "folder": "/nowhere/at/all"}, "is no folder"),
+        ({"capacity": "1GiB", "folder": "/nowhere/at/all"}, "is not a folder"),
     ],
 )
-def test_what_settings_cannot_say_is_an_error(given: dict[str, object], told: str) -> None:
-    with pytest.raises(OptionError, match=told):
+def test_what_settings_cannot_say_is_an_error(given: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         parse(given)

@@ -1,4 +1,4 @@
-"""Linear layers whose weights the device arranges: the layer's results, before and after."""
+"""Tests linear layers whose weights the device rearranges, against float64 results."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import subprocess
 import pytest
 
 from tests import programs
+
+pytestmark = pytest.mark.process
 
 SCRIPT = """
 import json, sys, torch

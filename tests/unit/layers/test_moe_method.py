@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers built and run by vLLM, against plain loops in numpy float64."""
+"""Tests mixture-of-experts layers, built and run by vLLM, against plain loops in numpy float64."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def silu_and_mul(h: np.ndarray) -> np.ndarray:
 
 
 def expected(runner: Any, choose: Any, activation: Any = silu_and_mul, on_input: bool = False) -> np.ndarray:
-    """`choose` gives the pairs (expert, weight) of one token's logits."""
+    """Returns the outputs in float64. `choose` returns the pairs (expert, weight) for the logits of one token."""
     layer = runner.routed_experts
     x, logits = inputs()
     out = np.zeros((x.shape[0], HIDDEN))
@@ -215,7 +215,7 @@ def test_every_gated_activation_of_vllm_is_bound(config: VllmConfig, activation:
 
 @pytest.mark.parametrize("activation", PLAIN)
 def test_vllm_itself_refuses_experts_without_gate_out_of_tree(config: VllmConfig, activation: MoEActivation) -> None:
-    """The operator computes them. When vLLM lets them through, this fails and the layer is to be tested."""
+    """The operator supports them. If vLLM accepts them, this test fails and the layer needs a test of its own."""
     assert activation.value in PLAIN_ACTIVATIONS
     with pytest.raises(NotImplementedError, match="is_act_and_mul=False"):
         build(activation=activation.value, ckpt_names=("up_proj", "down_proj", None))

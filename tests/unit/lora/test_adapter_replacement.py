@@ -1,4 +1,4 @@
-"""An adapter that cannot take another's place leaves that one where it is."""
+"""Tests that an adapter which cannot replace another one leaves that one loaded."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from vllm_backplane.lora import adapters
+from vllm_backplane.lora import validation
 from vllm_backplane.lora.http_errors import AdapterRefused
 
 NUMBER = 7
 
 
 class Runner:
-    """As much of vLLM's runner as is asked: adapters by number."""
+    """The parts of vLLM's runner that the validation uses: adapters by number."""
 
     def __init__(self, held: Any) -> None:
         self.held = {NUMBER: held} if held is not None else {}
@@ -30,12 +30,12 @@ class Runner:
 def add(runner: Runner, load: Any) -> bool:
     request: Any = SimpleNamespace(lora_int_id=NUMBER, lora_name="mine", lora_path="nowhere")
     parallel: Any = SimpleNamespace(world_size=1, pipeline_parallel_size=1)
-    return adapters.add(runner, request, parallel, 0, load)
+    return validation.add_validated(runner, request, parallel, 0, load)
 
 
 @pytest.fixture(autouse=True)
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "agree", lambda failure: failure)
+    monkeypatch.setattr(validation, "gather_failure", lambda failure: failure)
 
 
 def failing(error: Exception) -> Any:
@@ -71,7 +71,7 @@ def test_one_that_cannot_be_judged_leaves_nothing(monkeypatch: pytest.MonkeyPatc
         runner.held[NUMBER] = SimpleNamespace(loras={})
         return True
 
-    monkeypatch.setattr(adapters, "_rank", failing(OSError("the description is gone")))
+    monkeypatch.setattr(validation, "_rank", failing(OSError("the description is gone")))
     with pytest.raises(RuntimeError, match="the description is gone"):
         add(runner, load)
     assert runner.held == {}

@@ -1,4 +1,4 @@
-"""The refusal of an adapter, told by a worker in words, becomes a 400; nothing else is touched."""
+"""Tests that a rejected adapter becomes a 400 with the reason, and that other responses pass unchanged."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def through(
     kind: bytes = b"application/json; charset=utf-8",
     answered: bytes = b"application/json",
 ) -> tuple[int, bytes, dict[bytes, bytes]]:
-    """What a client gets of an answer that the server gives in parts, and who has `asked`, where somebody wants to know
-    that, of a server with a certain `state`."""
+    """Returns status, body and headers that a client receives from a server with the given `state`, which sends its
+    response in `parts`. `asked` is the request body, or None if no code may read it."""
     parts = list(parts)
 
     async def server(_scope: Any, receive: Any, send: Any) -> None:
@@ -46,7 +46,7 @@ def through(
         sent.append(message)
 
     async def request() -> Any:
-        assert asked is not None, "nobody asks for the request"
+        assert asked is not None, "the request body must not be read"
         return {"type": "http.request", "body": asked}
 
     headers = [(b"content-type", kind)]
@@ -103,7 +103,7 @@ def test_other_connections_pass() -> None:
 
 
 class Engine:
-    """As much of vLLM's client as is asked: it can load an adapter, or says why not."""
+    """The part of vLLM's engine client that the middleware uses: it loads an adapter, or raises `fault`."""
 
     errored = False
 

@@ -1,4 +1,4 @@
-"""Which scheduler is chosen, and how it ends requests that a worker could not serve."""
+"""Tests which scheduler is chosen, and that it fails the requests which a worker marked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chosen(
     )
     scheduling.choose_scheduler(config)
     found: str | None = config.scheduler_config.scheduler_cls
-    assert scheduling.ends_unserved(config) is (found in (scheduling.SCHEDULER, scheduling.ASYNC_SCHEDULER))
+    assert scheduling.can_fail_requests(config) is (found in (scheduling.SCHEDULER, scheduling.ASYNC_SCHEDULER))
     return found
 
 
@@ -91,15 +91,15 @@ class Request:
 
 
 class Upstream:
-    """As much of vLLM's scheduler as is asked; it answers every request that has not ended."""
+    """The parts of vLLM's scheduler that are used; it returns a token for every unfinished request."""
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = {one.request_id: one for one in requests}
-        self.forgotten: set[int] = set()
+        self.evicted: set[int] = set()
         self.blocks = {one.request_id: ([place, 10 + place],) for place, one in enumerate(requests, 1)}
         pool = SimpleNamespace(blocks=[None] * POOL, null_block=SimpleNamespace(block_id=0))
         self.kv_cache_manager = SimpleNamespace(
-            get_block_ids=self.blocks.get, evict_blocks=self.forgotten.update, block_pool=pool
+            get_block_ids=self.blocks.get, evict_blocks=self.evicted.update, block_pool=pool
         )
 
     def finish_requests(self, names: list[str], status: RequestStatus) -> None:
@@ -114,21 +114,21 @@ class Upstream:
         return made
 
 
-class Ending(scheduler._EndsUnserved, Upstream):
+class Ending(scheduler._FailsMarkedRequests, Upstream):
     pass
 
 
 def test_requests_that_were_not_served_end_with_an_error_and_nothing_else() -> None:
     ending = Ending([Request("a", 0), Request("b", 1), Request("c", 0)])
-    output = scheduler.note_unserved(ModelRunnerOutput(req_ids=[], req_id_to_index={}), frozenset({"b", "c"}))
+    output = scheduler.mark_failed_requests(ModelRunnerOutput(req_ids=[], req_id_to_index={}), frozenset({"b", "c"}))
     made = ending.update_from_output(None, output)  # type: ignore[arg-type]
-    told = {
+    found = {
         (client, one.request_id): (one.new_token_ids, one.finish_reason)
         for client, outputs in made.items()
         for one in outputs.outputs
     }
-    assert told == {(0, "a"): ([7], None), (1, "b"): ([], FinishReason.ERROR), (0, "c"): ([], FinishReason.ERROR)}
-    assert ending.forgotten == {2, 12, 3, 13}, "what was computed for them"
+    assert found == {(0, "a"): ([7], None), (1, "b"): ([], FinishReason.ERROR), (0, "c"): ([], FinishReason.ERROR)}
+    assert ending.evicted == {2, 12, 3, 13}, "what was computed for them"
     assert list(ending.requests) == ["a"]
 
 
@@ -145,9 +145,9 @@ def test_where_blocks_were_given_back_the_whole_cache_is_forgotten(what: str) ->
         ending.requests["b"].num_preemptions = 1
     else:
         ending.blocks["b"] = ([0, 12],)
-    output = scheduler.note_unserved(ModelRunnerOutput(req_ids=[], req_id_to_index={}), frozenset({"b"}))
+    output = scheduler.mark_failed_requests(ModelRunnerOutput(req_ids=[], req_id_to_index={}), frozenset({"b"}))
     ending.update_from_output(None, output)  # type: ignore[arg-type]
-    assert ending.forgotten == set(range(POOL))
+    assert ending.evicted == set(range(POOL))
     assert list(ending.requests) == ["a"]
 
 
@@ -167,4 +167,4 @@ def test_other_steps_are_vllms() -> None:
     ending = Ending([Request("a", 0)])
     made = ending.update_from_output(None, ModelRunnerOutput(req_ids=[], req_id_to_index={}))  # type: ignore[arg-type]
     assert [one.new_token_ids for one in made[0].outputs] == [[7]]
-    assert ending.forgotten == set()
+    assert ending.evicted == set()

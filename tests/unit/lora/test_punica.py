@@ -1,4 +1,4 @@
-"""vLLM's adapter arithmetic against matrix products request by request in numpy float64."""
+"""Compares the LoRA adapter arithmetic with matrix products per request in numpy float64."""
 
 from __future__ import annotations
 

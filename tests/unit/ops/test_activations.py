@@ -17,7 +17,7 @@ erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def sigmoid(x: Array) -> Array:
-    # tanh, because exp(-x) overflows where the float32 reference does not.
+    # By tanh, because exp(-x) overflows for values for which the float32 reference does not.
     return (np.tanh(x / 2) + 1) / 2
 
 
@@ -75,7 +75,7 @@ def test_over_samples(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["gelu_new", "gelu_fast"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_negative_tail_is_not_lost_to_cancellation(name: str, dtype: torch.dtype) -> None:
-    """gelu(-3) is -0.0036; 1 + tanh evaluated in half precision leaves one digit or none of it."""
+    """gelu(-3) is -0.0036; 1 + tanh, evaluated in half precision, keeps at most one digit of it."""
     x = torch.tensor([[-3.0, -2.5, -2.0, -1.5]], dtype=dtype)
     (result,) = run(getattr(ops, name), (x,)).returned
     expected = gelu(x.double().numpy(), "tanh")

@@ -28,7 +28,7 @@ class Layer:
 def one_row(
     query: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, head: int, layer: Layer
 ) -> np.ndarray:
-    """One query head at one position over [length, head] keys: written out, nothing vectorised."""
+    """Returns attention of one query head at one position over [length, head] keys, computed by plain loops."""
     scores: dict[int, float] = {}
     for at in range(len(keys)):
         if layer.causal and at > position:
@@ -58,7 +58,7 @@ def ragged(
     out: np.ndarray,
     layer: Layer,
 ) -> np.ndarray:
-    """contexts[i] = keys, values [length, kv_heads, head] of request i."""
+    """Returns attention of every row; contexts[i] has the keys and values [length, kv_heads, head] of request i."""
     out = out.copy()
     for i, (keys, values) in enumerate(contexts):
         rows = starts[i + 1] - starts[i]
@@ -127,7 +127,7 @@ def paged(
     window: int = 0,
     sinks: bool = False,
 ) -> list[Any]:
-    """Arguments of paged_attention with blocks drawn in random order; unused slots hold `fill`."""
+    """Returns the arguments of paged_attention with blocks in random order; unused slots hold `fill`."""
     source = space(dtype, seed=7)
     counts = [-(-n // block_size) for n in lengths]
     blocks = sum(counts) + 2
@@ -181,7 +181,7 @@ def test_slots_outside_a_context_do_not_matter(rows: list[int], fill: float, win
 
 @pytest.mark.parametrize("rows", [[1, 1], [4, 2]], ids=["decode", "prefill"])
 def test_slots_behind_the_window_do_not_matter(rows: list[int]) -> None:
-    """vLLM frees such blocks: the table still names them, and another request may have filled them."""
+    """vLLM frees such blocks: the table still has them, and another request may have written them."""
     args = paged([90, 70], rows, window=20)
     expected = paged_expected(tuple(args))
     for request, (length, count) in enumerate(zip([90, 70], rows, strict=True)):
@@ -234,13 +234,13 @@ def test_a_request_without_context_yields_zeros() -> None:
 
 
 def test_fewer_keys_than_rows() -> None:
-    """Cross-attention: not causal, so rows need not be part of the context."""
+    """Cross-attention is not causal, so its rows need not be part of the context."""
     args = paged([3, 2], [5, 1], causal=False)
     check_paged(args, "cross-attention")
 
 
 def test_decode_and_prefill_agree() -> None:
-    """The same rows computed as one request's prefill and as decode steps of it."""
+    """The same rows are computed as the prefill of one request and as its decode steps."""
     prefill = paged([37], [37], sinks=True)
     together = run(ops.paged_attention, tuple(prefill)).args[-1]
     for position in (0, 15, 16, 36):
@@ -275,7 +275,7 @@ def test_a_sink_takes_its_share_only_from_the_denominator() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_written_to_the_cache_and_read_back(dtype: torch.dtype) -> None:
-    """kv_cache_write and paged_attention share one meaning of scale: fp8 costs precision, nothing else."""
+    """kv_cache_write and paged_attention use the scale in the same way, so fp8 costs only precision."""
     source = space(torch.float32)
     key, value, query = (source.normal(24, 2, 16) for _ in range(3))
     cache = torch.zeros(8, 2, 4, 32).to(dtype)

@@ -1,4 +1,4 @@
-"""`logits` is tested with `linear`: the formula is the same."""
+"""Tests of `embedding`; test_linear.py tests `logits` together with `linear`, which has the same formula."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ FP8 = {torch.float8_e4m3fn: (4, 7, 448.0), torch.float8_e5m2: (5, 15, 57344.0)}
 
 
 def fp8_values(dtype: torch.dtype) -> np.ndarray:
-    """The non-negative finite numbers of a format by code, from its definition."""
+    """Returns the non-negative finite numbers of a format in the order of their codes, from its definition."""
     exponent_bits, bias, largest = FP8[dtype]
     mantissa_bits = 7 - exponent_bits
     values = []
@@ -28,7 +28,7 @@ def fp8_values(dtype: torch.dtype) -> np.ndarray:
 
 
 def to_fp8(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Nearest representable number, ties to the even code, saturated."""
+    """Returns the nearest representable number, with ties to the even code and saturation."""
     values = fp8_values(dtype)
     out = np.empty(x.shape)
     for index, number in np.ndenumerate(x):
@@ -103,7 +103,7 @@ def test_every_fp8_number_survives_a_round_trip(dtype: torch.dtype) -> None:
     numbers = torch.from_numpy(np.concatenate([values, -values])).float().view(-1, 1, 2)
     cache = torch.zeros(numbers.shape[0], 1, 1, 4).to(dtype)
     slots = torch.randperm(numbers.shape[0], generator=torch.Generator().manual_seed(0))
-    # A power of two as scale changes no digit.
+    # The scale is a power of two, which changes no digit.
     ops.kv_cache_write(numbers * 0.5, numbers * 4, cache[..., :2], cache[..., 2:], slots, 0.5, 4.0)
     assert torch.equal(cache[slots, :, 0, :2].float(), numbers)
     assert torch.equal(cache[slots, :, 0, 2:].float(), numbers)

@@ -42,7 +42,7 @@ def test_blocks_hold_the_weight_transposed_and_zeros() -> None:
     weight = space(torch.float32).normal(5, 3)
     blocks = blocked(weight, 4)
     assert blocks.shape == (2, 4, 3)
-    assert blocks.stride() == (12, 1, 4), "rows of a block lie side by side"
+    assert blocks.stride() == (12, 1, 4), "rows of a block are interleaved"
     assert torch.equal(blocks.reshape(8, 3)[:5], weight)
     assert not blocks[1, 1:].any()
 
@@ -61,7 +61,7 @@ def test_pairs_lie_side_by_side() -> None:
     assert torch.equal(pairs.reshape(8, 1), weight)
     assert pairs.permute(0, 4, 1, 3, 2).is_contiguous()
     assert pairs.permute(0, 4, 1, 3, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    with pytest.raises(OperatorError, match="do not divide"):
+    with pytest.raises(OperatorError, match="is not a multiple of 2"):
         blocked(weight, 8, lanes=3)
 
 
@@ -74,7 +74,7 @@ def test_bias_may_be_left_out(op: Operator) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_long_sums_keep_their_small_terms(dtype: torch.dtype) -> None:
-    """Half-precision accumulation of 4096 ones would stop at 256 (bfloat16) or 2048 (float16)."""
+    """A half-precision sum of 4096 ones would stop at 256 (bfloat16) or 2048 (float16)."""
     x = torch.full((1, 4096), 1.0, dtype=dtype)
     (result,) = run(ops.linear, (x, x, None)).returned
     assert result.item() == 4096

@@ -1,4 +1,4 @@
-"""Adapters against matrix products token by token in numpy float64."""
+"""Tests the LoRA operators against matrix products per token in numpy float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixture of experts against plain loops in numpy float64."""
+"""Tests the operators for mixture of experts against plain loops in numpy float64."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_route(
     scoring: str, renormalize: bool, with_bias: bool, groups: int, top_groups: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(9)
-    # Distinct steps, so that rounding to bfloat16 makes no ties.
+    # Values are far enough apart that rounding to bfloat16 makes no ties.
     logits = torch.stack([torch.randperm(16, generator=generator) for _ in range(12)]).to(dtype) / 4 - 2
     bias = torch.randn(16, generator=generator) if with_bias else None
     weights, ids = ops.moe_route(logits, 4, renormalize, scoring, bias, groups, top_groups, 2.5)

@@ -60,7 +60,7 @@ def test_weight_of_a_wider_type_keeps_its_precision() -> None:
     x, weight = space(torch.bfloat16).normal(2, 16), space(torch.float32).normal(16)
     (result,) = run(ops.rms_norm, (x, weight, 1e-6)).returned
     assert result.dtype == torch.bfloat16
-    # One rounding only: within half a step of bfloat16.
+    # The result is rounded once, so the error is at most half a unit in the last place of bfloat16.
     assert_near(result, plain(exact(x), exact(weight), 1e-6), "mixed types", rtol=2**-8, atol=0.0)
 
 

@@ -12,7 +12,7 @@ from vllm_backplane.ops.quantized_linear import packed, packed_codes, padded_siz
 
 
 def code(codes: np.ndarray, bits: int, feature: int, position: int) -> int:
-    """Where the code of a feature at a position lies, by the definition of the layout."""
+    """Returns the index of a feature's code at an input position, by the definition of the layout."""
     block, column = divmod(feature, codes.shape[2])
     if bits == 8:
         stored = int(codes[block, position // 4, column, position % 4])
@@ -39,7 +39,7 @@ def weights(
 
 
 def rounded(row: np.ndarray, group: int) -> np.ndarray:
-    """One row of x after dynamic quantization, group by group."""
+    """Returns one row of x after dynamic quantization, group by group."""
     out = np.zeros(len(row))
     for start in range(0, len(row), group):
         part = row[start : start + group].astype(np.float32)
@@ -106,14 +106,14 @@ def test_packing_is_within_half_a_step(bits: int, group: int, width: int, dtype:
         reached = np.abs(whole).max()
         step = reached / (7 if bits == 4 else 128)
         difference = abs(back[feature, position] - exact(weight)[feature, position])
-        # What lies at the far end of the range, where there is one code less, loses up to a step.
+        # Weights at the end of the range that has one code less lose up to a step.
         allowed = 1.0 * step if abs(exact(weight)[feature, position]) > 0.7 * reached else 0.52 * step
         assert difference <= allowed, (feature, position)
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.006), (4, 0.105)])
 def test_packing_loses_little(bits: int, bound: float) -> None:
-    """Relative error of normally distributed weights."""
+    """Returns the relative quantization error of normally distributed weights."""
     weight = space(torch.float32).normal(64, 512)
     made = packed(weight, bits, 32, CodeLayout(16))
     back = weights(made.codes.numpy(), made.scales.double().numpy(), None, bits, 64, 512)
@@ -128,19 +128,19 @@ def test_with_offsets_packing_is_within_half_a_step(bits: int) -> None:
     assert made.offsets.shape == made.scales.shape
     back = weights(made.codes.numpy(), made.scales.double().numpy(), made.offsets.double().numpy(), bits, 21, 70)
     for feature, position in np.ndindex(21, 70):
-        # The end of a row is filled up with zeros, which count as weights there.
+        # The end of a row is padded with zeros, which count as weights of its last group.
         whole = [
             *exact(weight)[feature, position // 32 * 32 : (position // 32 + 1) * 32],
             *([0.0] if position > 63 else []),
         ]
         step = (max(whole) - min(whole)) / (2**bits - 1)
-        # Half a step, and what float16 loses in the offset and over all steps.
+        # Half a step, plus the rounding of offset and scale to float16.
         allowed = 0.5 * step + 2.0**-11 * (abs(min(whole)) + max(whole) - min(whole))
         assert abs(back[feature, position] - exact(weight)[feature, position]) <= allowed, (feature, position)
 
 
 def test_weights_that_lie_on_a_grid_are_kept() -> None:
-    """Such as those of a checkpoint that was made from 4-bit codes with offsets."""
+    """A checkpoint that was made from 4-bit codes with offsets has such weights."""
     random = space(torch.float32)
     codes = random.integers(16, 6, 2, 32)
     codes[..., 0], codes[..., 1] = 0, 15

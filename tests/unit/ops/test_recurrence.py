@@ -1,4 +1,4 @@
-"""States carried from token to token, against a loop over each row's tokens in numpy float64."""
+"""Tests the operators of recurrent layers against a loop over each row's tokens in numpy float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from vllm_backplane import ops
 
 LENGTHS, BEFORE, SLOTS = [1, 5, 2, 0], [6, 0, 3, 0], [2, 4, 1, 0]
-"""A decoding row, a prompt, a prompt that goes on, and padding."""
+"""A decode row, a prompt, a chunk of a prompt, and padding."""
 TOKENS = sum(LENGTHS)
 STARTS = [sum(LENGTHS[:row]) for row in range(len(LENGTHS) + 1)]
 PLACES = (
@@ -25,7 +25,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def rows() -> list[tuple[range, int, bool]]:
-    """Tokens, slot, and whether the slot's state is the row's."""
+    """Returns the tokens and the slot of each row, and whether it continues from the slot's state."""
     found = zip(STARTS, LENGTHS, SLOTS, BEFORE, strict=False)
     return [(range(start, start + length), slot, before > 0) for start, length, slot, before in found if length]
 
@@ -102,7 +102,7 @@ def test_delta_rule() -> None:
 
 
 def test_a_prompt_in_pieces_is_the_prompt() -> None:
-    """As a decoder cuts it: the state after the first piece is where the second begins."""
+    """The state after the first chunk is the initial state of the second."""
     x, weight, whole = draw(6, 3), draw(3, 4, seed=1), torch.zeros(2, 3, 3)
     slot, pieces = torch.tensor([1]), torch.zeros(2, 3, 3)
 

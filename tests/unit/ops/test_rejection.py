@@ -1,4 +1,4 @@
-"""Rejection sampling against the algorithm, one request and one draft at a time."""
+"""Tests rejection sampling against the algorithm, applied to one request and one draft token at a time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_greedy_all_rejected_keeps_the_first_target() -> None:
 
 
 def test_greedy_stops_at_the_first_rejection() -> None:
-    # The third draft agrees again, but after a rejection it does not count.
+    # The third draft token agrees again, but it follows a rejection and does not count.
     assert greedy([3], [5, 6, 7], [5, 1, 7], [8]) == [[5, 1, EMPTY, EMPTY]]
 
 
@@ -150,7 +150,7 @@ def test_random(mode: str, counts: list[int]) -> None:
 
 
 def test_the_output_follows_the_target_distribution() -> None:
-    """The theorem behind it all: whatever is drafted, the first token is distributed as the target."""
+    """The theorem of speculative decoding: for any draft, the first token has the target's distribution."""
     generator = torch.Generator().manual_seed(11)
     trials = 40_000
     target, draft = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.2, 0.7])

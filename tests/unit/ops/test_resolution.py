@@ -1,4 +1,4 @@
-"""The table of what each operator runs on."""
+"""Tests of the table of operator implementations: resolution, forced references and freezing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _line(table: tuple[resolution.Resolution, ...], name: str) -> resolution.Res
 
 
 def test_without_kernels_everything_is_a_reference_and_says_why() -> None:
-    table = resolution.resolve("XLA", "nobody")
+    table = resolution.resolve("XLA", "provider")
     assert {line.operator for line in table} == set(declared())
     assert {line.implementation for line in table} == {"reference"}
     assert _line(table, "rms_norm").reason == "no kernel for dispatch key XLA"
@@ -29,7 +29,7 @@ def test_an_unknown_operator_suggests_the_nearest() -> None:
     with pytest.raises(OperatorError, match="did you mean 'rms_norm'"):
         get("rms_nrm")
     with pytest.raises(OperatorError, match="did you mean 'linear'"):
-        resolution.resolve("XLA", "nobody", ["linaer"])
+        resolution.resolve("XLA", "provider", ["linaer"])
 
 
 def test_an_operator_without_a_docstring_or_declared_twice_is_refused() -> None:
@@ -64,17 +64,17 @@ except OperatorError as error:
 
 table = resolution.resolve("CPU", "library", ["relu2"])
 line = next(l for l in table if l.operator == "relu2")
-assert (line.implementation, line.reason) == ("reference", "asked for by option reference_ops"), line
+assert (line.implementation, line.reason) == ("reference", "forced by option reference_ops"), line
 assert ops.relu2(torch.full((1,), 3.0)).item() == 9
 
 resolution.freeze(table, "CPU")
-resolution.insist_unchanged()
+resolution.require_unchanged()
 assert resolution.frozen() is table
-resolution.insist_on_references(["relu2"])
-for asked in ([], ["relu2", "linear"], ["all"]):
+resolution.require_same_references(["relu2"])
+for requested in ([], ["relu2", "linear"], ["all"]):
     try:
-        resolution.insist_on_references(asked)
-        raise SystemExit(f"an engine that asks for {asked} was accepted")
+        resolution.require_same_references(requested)
+        raise SystemExit(f"an engine that requests {requested} was accepted")
     except OperatorError as error:
         assert "the references of relu2" in str(error) and "another process" in str(error), error
 try:
@@ -82,9 +82,9 @@ try:
     raise SystemExit("a kernel was accepted after freezing")
 except OperatorError as error:
     assert "after start-up" in str(error)
-resolution._kernels.impl("quick_gelu", mine, "CPU")  # as a C++ library would, past `kernel`
+resolution._kernels.impl("quick_gelu", mine, "CPU")  # as a C++ library would, without `kernel`
 try:
-    resolution.insist_unchanged()
+    resolution.require_unchanged()
     raise SystemExit("a change was not noticed")
 except OperatorError as error:
     assert "quick_gelu" in str(error)

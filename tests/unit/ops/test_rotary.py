@@ -8,12 +8,12 @@ from operator_checks import FLOAT_TYPES, assert_near, exact, private, run, sampl
 from vllm_backplane import ops
 from vllm_backplane.errors import OperatorError
 
-# Each product is rounded before the difference, so the error follows the operands, not the result.
+# Each product is rounded before the difference, so the error is relative to the operands, not to the result.
 ABSOLUTE = {torch.float32: 1e-6, torch.float16: 6e-3, torch.bfloat16: 5e-2}
 
 
 def rotated(positions: np.ndarray, x: np.ndarray, table: np.ndarray, head_size: int, neox: bool) -> np.ndarray:
-    """Each pair of dimensions as a complex number, multiplied by exp(i * angle)."""
+    """Returns the rotation, computed with each pair of dimensions as a complex number times exp(i * angle)."""
     half = table.shape[-1] // 2
     out = x.copy().reshape(positions.size, -1, head_size)
     for token, position in enumerate(positions.flatten().astype(int)):
@@ -60,7 +60,7 @@ def test_a_fused_projection_keeps_its_values(neox: bool) -> None:
 
 @pytest.mark.parametrize("neox", [True, False])
 def test_scores_depend_on_distance_alone(neox: bool) -> None:
-    """The point of the whole thing: q(m) . k(n) is a function of m - n."""
+    """The purpose of the embedding is that q(m) . k(n) is a function of m - n."""
     table = angles(64, 16, torch.float32)
     source = space(torch.float32)
     query, key = source.normal(1, 16), source.normal(1, 16)
@@ -101,7 +101,7 @@ def test_query_and_key_may_have_different_numbers_of_heads_and_shapes() -> None:
 
 
 def test_compiled_with_slices_of_one_tensor() -> None:
-    """Functionalisation must put both slices back into the one tensor they came from."""
+    """Functionalisation must write both slices back into the tensor that they are slices of."""
 
     def layer(positions: torch.Tensor, fused: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         fused = fused * 2

@@ -1,4 +1,4 @@
-"""Sampling operators against the definitions, written with Python loops and numpy float64."""
+"""Tests the sampling operators against their definitions, written with Python loops and numpy float64."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_greedy_of_an_empty_batch() -> None:
 
 
 def expected_top_k_top_p(row: list[float], k: int | None, p: float | None) -> set[int]:
-    """The definition, for rows without equal values."""
+    """Returns the masked logits by the definition of top-k and top-p, for rows without equal values."""
     order = sorted(range(len(row)), key=lambda i: -row[i])
     chosen = [i for i in order if row[i] > -INF] if k is None else order[:k]
     if p is None:
@@ -172,7 +172,7 @@ def test_race_draws_with_the_given_probabilities() -> None:
     noise = torch.empty(draws, 4).exponential_(generator=torch.Generator().manual_seed(4))
     drawn = ops.sample_by_race(wanted.repeat(draws, 1), noise)
     counts = torch.bincount(drawn, minlength=4) / draws
-    # Four standard deviations of the largest share.
+    # The bound is four standard deviations of the most frequent token's share.
     assert torch.allclose(counts, wanted, atol=4 * math.sqrt(0.24 / draws))
 
 

@@ -1,4 +1,4 @@
-"""Slot mapping against the meaning of a block table, one token at a time."""
+"""Tests the slot mapping against the definition of a block table, one token at a time."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def expected(
     rank: int,
     interleave: int,
 ) -> list[int]:
-    """Hand positions out to ranks in runs; each rank fills its own blocks in order."""
+    """Distributes positions to ranks in runs; each rank fills its own blocks in order."""
     slots: list[int] = []
     for request, (length, begin) in enumerate(zip(lengths, first, strict=True)):
         filled = 0
@@ -103,6 +103,6 @@ def test_tokens_of_no_request_are_padding() -> None:
 
 def test_a_table_of_smaller_blocks_gives_the_same_memory() -> None:
     coarse = torch.tensor([[7, 2, 5]], dtype=torch.int32)
-    # A block of 8 tokens is four kernel blocks of 2, numbered from four times its number.
+    # Block n of 8 tokens consists of four kernel blocks of 2 tokens, numbered from 4 * n.
     fine = torch.tensor([[4 * block + part for block in (7, 2, 5) for part in range(4)]], dtype=torch.int32)
     assert run([20], [1], coarse, 8) == run([20], [1], fine, 8, table_block_size=2)

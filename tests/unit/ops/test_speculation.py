@@ -1,4 +1,4 @@
-"""Draft-model inputs against their description, one request and one token at a time."""
+"""Tests the inputs of a draft model against their description, one request and one token at a time."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_where_to_sample(drafts: list[int], accepted: list[int]) -> None:
 
 def test_a_prefill_without_drafts_samples_its_last_token() -> None:
     index, rejected = buffer(2), buffer(2)
-    # The second request is a prompt of five tokens of which none counts as sampled yet.
+    # The second request is a prompt of five tokens, none of which was sampled.
     ops.eagle_prepare_inputs_padded(ints([1, 1]), ints([1, 0]), starts([2, 5]), index, rejected)
     assert index.tolist() == [0, 6]
     assert rejected.tolist() == [1, 0]
@@ -129,7 +129,7 @@ def expand_eagle(lengths: list[int], rejected: list[int], slots: int, shift: boo
     }
     end = begin[1:] - 1 - ints(rejected)
     ops.copy_and_expand_eagle_inputs(tokens, positions, following, *out.values(), begin, end, 0, 95, slots, shift)
-    # The description: per request, a list of what stands in each slot.
+    # The description lists the contents of every slot of a request.
     expected: dict[str, Any] = {key: [] for key in out}
     expected["hidden"] = [OLD] * total
     for request, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""`tally_values` against numpy's own counting."""
+"""Tests `tally_values` against numpy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The patch _set_default_chunked_prefill_and_prefix_caching_args, by itself.
+"""Tests the patch _set_default_chunked_prefill_and_prefix_caching_args without an engine.
 
-tests/unit/settings/test_explicit_arguments.py shows what it is for."""
+tests/unit/settings/test_explicit_arguments.py shows its purpose.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +37,16 @@ def test_it_records_before_the_original_fills_in(monkeypatch: pytest.MonkeyPatch
     assert take_recorded() == {"async_scheduling": True}
 
 
-def test_vllm_alone_does_not_tell() -> None:
-    """What the patch is for: when this fails, vLLM has changed and the patch may go."""
+def test_vllm_alone_does_not_distinguish_explicit_arguments() -> None:
+    """The reason for the patch: when this fails, vLLM has changed and the patch may no longer be needed."""
     from vllm.engine.arg_utils import EngineArgs
 
     original = patch.original or EngineArgs._set_default_chunked_prefill_and_prefix_caching_args
     model: Any = SimpleNamespace(
         is_chunked_prefill_supported=True, is_prefix_caching_supported=True, runner_type="generate"
     )
-    asked = SimpleNamespace(enable_prefix_caching=True, enable_chunked_prefill=None)
-    unasked = SimpleNamespace(enable_prefix_caching=None, enable_chunked_prefill=None)
-    for arguments in (asked, unasked):
+    explicit = SimpleNamespace(enable_prefix_caching=True, enable_chunked_prefill=None)
+    default = SimpleNamespace(enable_prefix_caching=None, enable_chunked_prefill=None)
+    for arguments in (explicit, default):
         original(arguments, model)
-    assert asked == unasked
+    assert explicit == default

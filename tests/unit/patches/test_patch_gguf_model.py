@@ -1,21 +1,21 @@
-"""The patch maybe_override_with_speculators, by itself."""
+"""Tests the patch maybe_override_with_speculators without an engine."""
 
 from __future__ import annotations
+
+import pytest
 
 from tests import programs
 from vllm_backplane.patches.platform.patch_gguf_model import maybe_override_with_speculators
 from vllm_patchbay.patch import Outcome, verify
 from vllm_patchbay.upstream import SymbolIndex, installed_tree
 
-APPLIED = """
+APPLY_AND_UNDO = """
 from vllm_backplane.patches.platform.patch_gguf_model import maybe_override_with_speculators
-from vllm_patchbay.patch import PatchSet, PatchSession
-from vllm_patchbay.patch.rebinding import find
-from vllm_patchbay.upstream import SymbolIndex, installed_tree
+from vllm_patchbay.patch import PatchSession, PatchSet
+from vllm_patchbay.patch.rebinding import find_target
 
-tree = installed_tree()
-session = PatchSession(lambda: SymbolIndex(tree), tree.version)
-owner, attribute, before = find(maybe_override_with_speculators)
+session = PatchSession.for_installed_vllm()
+owner, attribute, before = find_target(maybe_override_with_speculators)
 session.apply(PatchSet((maybe_override_with_speculators,)), maybe_override_with_speculators.process)
 assert "maybe_override_with_speculators" in session.rebindings
 assert maybe_override_with_speculators.original is not None
@@ -31,7 +31,8 @@ def test_it_fits_the_installed_vllm() -> None:
     assert verdict.outcome is Outcome.FITS, verdict.detail
 
 
-def test_it_takes_its_targets_place_and_gives_it_back() -> None:
-    """In a process of its own: this one may have applied it already."""
-    done = programs.run(programs.command(APPLIED))
+@pytest.mark.process
+def test_it_replaces_its_target_and_restores_it() -> None:
+    """In a process of its own: this one may have applied the patch already."""
+    done = programs.run(programs.command(APPLY_AND_UNDO))
     assert done.stdout.strip().endswith("applied and undone"), done.stderr

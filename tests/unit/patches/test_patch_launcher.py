@@ -1,4 +1,4 @@
-"""The patch serve_http, by itself: a real uvicorn server whose engine is healthy, dead, or has gone quiet."""
+"""Tests the patch serve_http with a real uvicorn server whose engine is healthy, dead, or no longer produces tokens."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from vllm_patchbay.patch import Outcome, verify
 from vllm_patchbay.upstream import SymbolIndex, installed_tree
 
 DEADLINE = 60
-"""Seconds; against a hang."""
+"""Seconds after which a server that hangs fails the test."""
 
 
 class Engine:
-    """What the launcher asks of an engine client."""
+    """The part of an engine client that the launcher uses."""
 
     def __init__(self) -> None:
         self.vllm_config = SimpleNamespace(shutdown_timeout=0)
@@ -39,12 +39,12 @@ class Engine:
         return not self.errored
 
     def shutdown(self, timeout: float | None = None) -> None:
-        self.errored = True  # as vLLM's client is once its engine has been stopped
+        self.errored = True  # vLLM's client has this state after its engine was stopped
 
 
 @pytest.fixture
 def unpatched() -> Any:
-    """vLLM's function; another test of this process may have applied the patch already."""
+    """Returns vLLM's function, also if another test of this process has applied the patch."""
     return serve_http.original or launcher.serve_http
 
 
@@ -55,12 +55,12 @@ def patched(unpatched: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def serve(function: Any, engine: Engine, event: Any) -> None:
-    """Run `function` as vLLM does until it ends; `event` happens when a stream that never ends has begun."""
+    """Runs `function` as vLLM does until it returns, and calls `event` when a stream without an end has begun."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        del app.state  # as vLLM's application does
+        del app.state  # vLLM's application does this too
 
     async def main() -> None:
         app = FastAPI(lifespan=lifespan)
@@ -108,7 +108,7 @@ def test_it_fits_the_installed_vllm() -> None:
 
 
 def test_a_dead_engine_is_an_error(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And noticed without vLLM's own watchdog, which comes seconds later."""
+    """The patch notices it without vLLM's own watchdog, which would take seconds longer."""
 
     async def never(*_: Any) -> None:
         await asyncio.Event().wait()
@@ -119,17 +119,17 @@ def test_a_dead_engine_is_an_error(patched: Any, monkeypatch: pytest.MonkeyPatch
         serve(patched, engine, lambda: setattr(engine, "errored", True))
 
 
-def test_an_interrupt_is_none_and_waits_for_no_stream(patched: Any) -> None:
+def test_an_interrupt_is_no_error_and_waits_for_no_stream(patched: Any) -> None:
     serve(patched, Engine(), interrupt)
 
 
-def test_an_engine_that_hears_the_interrupt_first_is_no_error(patched: Any) -> None:
-    """A terminal's interrupt reaches every process, in any order."""
+def test_an_engine_that_gets_the_interrupt_first_is_no_error(patched: Any) -> None:
+    """An interrupt from a terminal reaches all processes, in any order."""
     engine = Engine()
     stop = engine.shutdown
 
     def slow(timeout: float | None = None) -> None:
-        # Long enough for vLLM's watchdog to end the server on its own.
+        # Long enough for vLLM's watchdog to end the server.
         time.sleep(8)
         stop(timeout)
 
@@ -143,7 +143,7 @@ def test_an_engine_that_hears_the_interrupt_first_is_no_error(patched: Any) -> N
 
 
 def test_vllm_alone_waits(unpatched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the patch is for: when this fails, vLLM has changed and the patch may go."""
+    """The reason for the patch: when this fails, vLLM has changed and the patch may no longer be needed."""
     monkeypatch.setattr(f"{__name__}.DEADLINE", 2 * patch_launcher.GRACE_SECONDS)
     with pytest.raises(TimeoutError):
         serve(unpatched, Engine(), interrupt)

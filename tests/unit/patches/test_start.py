@@ -1,4 +1,4 @@
-"""The version that decisions are made for, in a process that starts as vLLM's processes do."""
+"""Tests which patches apply, and for which vLLM version, in a process that starts like vLLM's processes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests import programs
 from vllm_patchbay.patch import take_fingerprint
 from vllm_patchbay.upstream import SymbolIndex, installed_tree
+
+pytestmark = pytest.mark.process
 
 START = """
 from vllm.plugins import load_general_plugins
@@ -25,7 +29,7 @@ def _start(program: str = START, **variables: str) -> subprocess.CompletedProces
     return programs.run(programs.command(program), env={**os.environ, **variables})
 
 
-def test_a_stated_version_decides_and_vllm_accepts_the_variable() -> None:
+def test_the_version_variable_decides_and_vllm_accepts_it() -> None:
     done = _start(VLLM_VERSION="0.32.1.dev3+gabcdef0")
     ours = [
         "_set_default_chunked_prefill_and_prefix_caching_args",
@@ -35,11 +39,12 @@ def test_a_stated_version_decides_and_vllm_accepts_the_variable() -> None:
     assert done.stdout.strip() == f"BackplanePlatform 0.32.1.dev3+gabcdef0 {ours}", done.stderr[-2000:]
 
 
-def test_a_version_that_nobody_examined_stops_the_start_and_says_what_to_do() -> None:
+def test_a_version_that_was_not_examined_stops_the_start_with_a_remedy() -> None:
     done = _start(VLLM_VERSION="0.33.0")
     assert done.returncode != 0
-    assert "patch serve_http: it is for vLLM >=0.30,<0.33, and nobody has examined whether 0.33.0" in done.stderr
-    assert "Install a vLLM that is >=0.30,<0.33" in done.stderr
+    assert "patch serve_http: it is for vLLM >=0.30,<0.33, and whether 0.33.0 needs it has not been" in done.stderr
+    assert "Install vLLM >=0.30,<0.33" in done.stderr
+    assert "set BACKPLANE_PATCH_DRIFT=warn" in done.stderr
     done = _start(VLLM_VERSION="0.33.0", BACKPLANE_PATCH_DRIFT="warn")
     assert done.stdout.split()[:2] == ["BackplanePlatform", "0.33.0"], done.stderr[-2000:]
 
@@ -67,7 +72,7 @@ from vllm_patchbay.patch import Patch, Process
     process=Process.WORKER,
     versions=">=0.30",
     why="a test",
-    how="says that it runs",
+    how="shows that it runs",
     upstream="none: a test",
     remove_when="never",
     fingerprints={{"0.32.0": "{fingerprint}"}},
@@ -77,7 +82,7 @@ def first(self, *args, **kwargs):
 """
 
 
-def test_a_workers_patches_are_there_before_anything_of_it_runs(tmp_path: Path) -> None:
+def test_the_patches_of_a_worker_are_applied_before_it_runs(tmp_path: Path) -> None:
     folder = tmp_path / "first_patches" / "worker"
     folder.mkdir(parents=True)
     source = SymbolIndex(installed_tree()).normalised_source_of("vllm.v1.worker.gpu_worker", "Worker.__init__")
@@ -95,11 +100,11 @@ def test_a_workers_patches_are_there_before_anything_of_it_runs(tmp_path: Path) 
 def test_a_version_that_makes_no_sense_stops_the_start() -> None:
     done = _start(VLLM_VERSION="newest")
     assert done.returncode != 0
-    assert "the variable VLLM_VERSION says 'newest', which is not a version" in done.stderr
+    assert "the variable VLLM_VERSION: 'newest' is not a version" in done.stderr
 
 
-def test_a_variable_that_nobody_knows_is_still_refused() -> None:
-    """The check that the above passes is a real one."""
+def test_an_unknown_variable_is_still_refused() -> None:
+    """Shows that the check of variables, which the version variable passes above, is in force."""
     done = _start(VLLM_VERSIONS="0.32.0")
     assert done.returncode != 0
     assert "Unknown vLLM environment variable detected: VLLM_VERSIONS" in done.stderr

@@ -1,4 +1,4 @@
-"""Which sockets a forked process keeps."""
+"""Checks which sockets a forked engine process keeps, and that other forked processes keep all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import multiprocessing, os, socket, sys
-from vllm_backplane.process.forked_sockets import release_in_engines
+from vllm_backplane.process.forked_sockets import release_sockets_in_engines
 
 def look(results):
     names = {}
@@ -20,8 +20,8 @@ def look(results):
             names[name] = False
     results.put(names)
 
-release_in_engines()
-release_in_engines()
+release_sockets_in_engines()
+release_sockets_in_engines()
 bound, listening, unbound = (socket.socket() for _ in range(3))
 bound.bind(("127.0.0.1", 0))
 listening.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Processes of an engine end when their server is killed, at whatever moment."""
+"""Checks that the processes of an engine end when their server is killed, at any moment of their start."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ METHOD = sys.argv[1]
 CONTEXT = multiprocessing.get_context(METHOD)
 
 
-def tell(name):
-    os.write(1, f"{name} {os.getpid()}\\n".encode())  # in one piece
+def report(name):
+    os.write(1, f"{name} {os.getpid()}\\n".encode())  # one write, so that lines of several processes do not mix
 
 
 def stay():
@@ -32,51 +32,51 @@ def stay():
 
 
 def plugin():
-    from vllm_backplane.process import orphan_watchdog as ancestors
+    from vllm_backplane.process import orphan_watchdog
 
-    ancestors.EVERY_SECONDS, ancestors.GRACE_SECONDS = 0.1, 0.5
-    ancestors.follow_in_engines()
+    orphan_watchdog.POLL_SECONDS, orphan_watchdog.GRACE_SECONDS = 0.1, 0.5
+    orphan_watchdog.watch_ancestors_in_engines()
 
 
 def engine():
-    signal.signal(signal.SIGTERM, lambda *_: None)  # vLLM's only takes a note of it while the engine is made
+    signal.signal(signal.SIGTERM, lambda *_: None)  # vLLM's handler only records it while the engine starts
     server = os.getppid()
-    tell("engine")
+    report("engine")
     CONTEXT.Process(target=worker, name="VllmWorker-0").start()
     if METHOD == "spawn":
         while os.getppid() == server:
             time.sleep(0.05)
-        plugin()  # after the system has named another parent, who will not end
+        plugin()  # after another process, which does not end, has adopted this one
     stay()
 
 
 def worker():
-    tell("worker")
+    report("worker")
     stay()
 
 
 if METHOD == "spawn" and multiprocessing.current_process().name.startswith("VllmWorker"):
-    plugin()  # while what the process is to run is imported, before it is told of its parent
+    plugin()  # during the imports of a spawned process, before multiprocessing has set its parent
 
 
 def another():
-    tell("another")
+    report("another")
     stay()
 
 
 if __name__ == "__main__":
-    if METHOD == "fork":  # else every process loads the plugin by itself
+    if METHOD == "fork":  # otherwise every process loads the plugin itself
         plugin()
     CONTEXT.Process(target=engine, name="EngineCore").start()
     CONTEXT.Process(target=another, name="Process-1").start()
-    tell("server")
+    report("server")
     stay()
 """
-"""A server, its engine, the engine's worker, and a process of some other use. Each tells its number and stays."""
+"""A server, its engine, the engine's worker, and an unrelated process. Each prints its process ID and keeps running."""
 
 
 class Family:
-    """The program, and which processes have told of themselves."""
+    """The program, and the processes of it that have printed their ID."""
 
     def __init__(self, folder: Path, method: str) -> None:
         script = folder / "program.py"
@@ -85,12 +85,12 @@ class Family:
             [sys.executable, str(script), method], stdout=subprocess.PIPE, text=True, bufsize=1
         )
         assert self.main.stdout
-        self._told = self.main.stdout
+        self._output = self.main.stdout
         self.members: dict[str, psutil.Process] = {}
 
     def wait_for(self, *names: str) -> None:
         while not self.members.keys() >= set(names):
-            name, pid = self._told.readline().split()
+            name, pid = self._output.readline().split()
             self.members[name] = psutil.Process(int(pid))
 
     def kill_the_server(self) -> None:
@@ -101,7 +101,7 @@ class Family:
         return {name for name, process in self.members.items() if lives(process)}
 
     def alive_in_the_end(self, expected: set[str]) -> set[str]:
-        """Waits for what is expected, but not for ever."""
+        """Returns the processes that are alive, as soon as they are the expected ones or after a minute."""
         end = time.monotonic() + 60
         while self.alive() != expected and time.monotonic() < end:
             time.sleep(0.05)
@@ -113,11 +113,12 @@ class Family:
                 process.kill()
         self.main.kill()
         self.main.wait()
-        self._told.close()
+        self._output.close()
 
 
 def lives(process: psutil.Process) -> bool:
-    """A zombie does not: who reaps it depends on the machine's first process."""
+    """Returns whether a process runs. A zombie does not; whether it is reaped depends on the machine's first
+    process."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -132,9 +133,9 @@ def family(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Family]:
 
 
 def test_a_killed_server_takes_its_engine_along_and_nobody_else(family: Family) -> None:
-    """Forked processes watch from their first moment. A spawned one begins to when it loads the plugin."""
+    """A forked process watches from its start. A spawned one starts to watch when it loads the plugin."""
     family.wait_for("server", "engine", "worker", "another")
     time.sleep(1)
-    assert family.alive() == set(family.members), "nobody had to go yet"
+    assert family.alive() == set(family.members), "no process may end before the server"
     family.kill_the_server()
     assert family.alive_in_the_end({"another"}) == {"another"}

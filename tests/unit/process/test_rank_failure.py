@@ -1,4 +1,4 @@
-"""What a rank raises that nobody listens to ends its process; what is listened to is handed on."""
+"""Checks that an exception of a rank whose output vLLM does not read ends its process, and that others are raised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import async_utils
 
 from tests import programs
-from vllm_backplane.process.rank_failure import EXIT_STATUS, insist_on_being_heard, is_heard, order_after_copy
+from vllm_backplane.process.rank_failure import (
+    EXIT_STATUS,
+    is_output_rank,
+    terminate_on_unread_failure,
+    wait_for_output_copy,
+)
 
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 3)]
 
@@ -30,34 +35,34 @@ def test_the_rank_that_vllm_reads_is_heard_and_no_other(tensor: int, pipeline: i
     config = parallel(tensor, pipeline)
     executor = object.__new__(MultiprocExecutor)
     executor.parallel_config, executor.world_size = config, tensor * pipeline
-    heard = [rank for rank in range(tensor * pipeline) if is_heard(config, rank)]
-    assert heard == [executor._get_output_rank()]
+    output_ranks = [rank for rank in range(tensor * pipeline) if is_output_rank(config, rank)]
+    assert output_ranks == [executor._get_output_rank()]
 
 
 def test_every_process_with_an_engine_of_its_own_is_heard() -> None:
-    assert all(is_heard(parallel(2, 2, "external_launcher"), rank) for rank in range(4))
+    assert all(is_output_rank(parallel(2, 2, "external_launcher"), rank) for rank in range(4))
 
 
 def test_what_is_heard_is_raised() -> None:
-    with pytest.raises(ValueError, match="a card is gone"), insist_on_being_heard(parallel(2, 1), 0, "a step"):
+    with pytest.raises(ValueError, match="a card is gone"), terminate_on_unread_failure(parallel(2, 1), 0, "a step"):
         raise ValueError("a card is gone")
 
 
 def test_a_request_to_end_is_no_failure() -> None:
-    with pytest.raises(SystemExit), insist_on_being_heard(parallel(2, 1), 1, "a step"):
+    with pytest.raises(SystemExit), terminate_on_unread_failure(parallel(2, 1), 1, "a step"):
         sys.exit(3)
 
 
 CHILD = """
 from vllm.config import ParallelConfig
-from vllm_backplane.process.rank_failure import insist_on_being_heard
+from vllm_backplane.process.rank_failure import terminate_on_unread_failure
 
 parallel = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend="mp")
 try:
-    with insist_on_being_heard(parallel, 1, "execute_model"):
+    with terminate_on_unread_failure(parallel, 1, "execute_model"):
         raise ValueError("a card is gone")
 except BaseException:
-    print("it was handed on")
+    print("it was raised")
 print("it goes on")
 """
 
@@ -65,14 +70,14 @@ print("it goes on")
 def test_what_nobody_hears_is_told_and_ends_the_process(tmp_path: Path) -> None:
     done = programs.run(programs.command(CHILD), timeout=120, cwd=tmp_path)
     assert done.returncode == EXIT_STATUS
-    told = done.stdout + done.stderr
-    assert "Rank 1 failed in execute_model" in told
-    assert "ValueError: a card is gone" in told, "with its traceback"
-    assert "handed on" not in told and "goes on" not in told
+    output = done.stdout + done.stderr
+    assert "Rank 1 failed in execute_model" in output
+    assert "ValueError: a card is gone" in output, "with its traceback"
+    assert "was raised" not in output and "goes on" not in output
 
 
-class Answer(AsyncModelRunnerOutput):
-    """An answer that is being copied; what was done with it is in `done`."""
+class Output(AsyncModelRunnerOutput):
+    """An output that is being copied. `done` records the calls."""
 
     def __init__(self, event: str | None) -> None:
         self.done: list[str] = []
@@ -88,17 +93,17 @@ class Answer(AsyncModelRunnerOutput):
 
 @pytest.mark.parametrize("event", ["async_copy_ready_event", "copy_event", None])
 def test_an_answer_that_nobody_reads_is_copied_before_it_is_dropped(event: str | None) -> None:
-    answer = Answer(event)
-    order_after_copy(answer)
-    assert answer.done == ["later work waits" if event else "the host waits"]
-    order_after_copy(None)
+    output = Output(event)
+    wait_for_output_copy(output)
+    assert output.done == ["later work waits" if event else "the host waits"]
+    wait_for_output_copy(None)
 
 
 def test_those_are_the_names_of_vllms_events() -> None:
-    for answer, event in (
+    for output, event in (
         (gpu_model_runner.AsyncGPUModelRunnerOutput, "async_copy_ready_event"),
         (gpu_model_runner.AsyncGPUPoolingModelRunnerOutput, "async_copy_ready_event"),
         (async_utils.AsyncOutput, "copy_event"),
         (async_utils.AsyncPoolingOutput, "copy_event"),
     ):
-        assert f"self.{event} = " in inspect.getsource(answer.__init__)
+        assert f"self.{event} = " in inspect.getsource(output.__init__)

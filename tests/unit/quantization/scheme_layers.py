@@ -1,7 +1,7 @@
-"""Layers of quantized checkpoints as vLLM loads them, for the tests; cases of each scheme.
+"""Helpers that load layers of quantized checkpoints as vLLM does, and test cases for each scheme.
 
-Inputs are whole numbers, and every second one is 127 or -127: rounding to 8 bits changes none, whatever the groups are.
-What is left is the rounding of float32.
+Inputs are integers, and every second input is 127 or -127. Quantizing them to 8 bits changes none of them for any group
+size, so only float32 rounding remains.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODEL: Any = SimpleNamespace(dtype=torch.float32, quantization="gptq", word_embe
 
 
 def configured(config: Mapping[str, Any], **changed: Any) -> Any:
-    """What vLLM makes of a checkpoint's quantization_config; it travels to the workers."""
+    """Returns the configuration that vLLM makes from a quantization_config, pickled as for the workers."""
     described = {**config, **changed}
     name = {"gptq": "auto_gptq", "awq": "auto_awq"}.get(described["quant_method"], described["quant_method"])
     return pickle.loads(pickle.dumps(get_quantization_config(name).from_config(described)))
@@ -34,14 +34,14 @@ def whole_numbers(rows: int, columns: int) -> torch.Tensor:
 
 
 def load(layer: Any, stored: made.Stored, *shard: Any) -> None:
-    """Parameters are looked up before, as vLLM's models do: a layer is packed as soon as it is complete."""
+    """Loads the tensors of a layer. Parameters are looked up first, as vLLM's models do: a complete layer is packed."""
     parameters = {name: getattr(layer, name) for name in stored.tensors}
     for name, tensor in stored.tensors.items():
         parameters[name].weight_loader(parameters[name], tensor, *shard)
 
 
 def process(layer: Any) -> None:
-    """As vLLM does when all layers are loaded."""
+    """Processes a layer as vLLM does when all layers are loaded."""
     finalize_layerwise_processing(layer, MODEL)
     layer.quant_method.process_weights_after_loading(layer)
 

@@ -1,4 +1,4 @@
-"""Experts of GPTQ, AWQ and compressed-tensors checkpoints: vLLM's own loading, our products, the defined weights."""
+"""Tests experts of GPTQ, AWQ and compressed-tensors checkpoints, loaded by vLLM, against the formats' definitions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_backplane.errors import BackplaneError, CheckpointError
 
 @pytest.fixture(autouse=True)
 def _alone(one_worker: None) -> None:
-    """Parameters ask for their rank."""
+    """Initializes a group of one worker: parameters read their rank."""
 
 
 def experts(config: Any, **changed: Any) -> Any:
@@ -82,7 +82,7 @@ def test_experts_multiply_by_what_the_checkpoint_says(case: str) -> None:
             gate, up = (weights[expert, shard] @ x[token].double() for shard in ("w1", "w3"))
             expected[token] += share * (weights[expert, "w2"] @ (gate / (1 + (-gate).exp()) * up))
     error = float((got - expected).norm() / expected.norm())
-    assert error < 0.02, error  # inputs are rounded to 8 bits, twice
+    assert error < 0.02, error  # inputs are quantized to 8 bits, twice
 
 
 def test_experts_are_not_loaded_again() -> None:
@@ -93,7 +93,7 @@ def test_experts_are_not_loaded_again() -> None:
             load_expert(layer, expert, shard, made.awq(*size, 4, 32))
     layer.quant_method.process_weights_after_loading(layer)
     assert not any(name.endswith(("qweight", "qzeros", "scales")) for name, _ in layer.named_parameters())
-    with pytest.raises(BackplaneError, match="cannot be loaded again; start anew"):
+    with pytest.raises(BackplaneError, match="cannot be reloaded; restart the server"):
         first.weight_loader(first, torch.zeros(1), "", "w2", 0)
 
 
@@ -110,14 +110,14 @@ def test_an_expert_that_is_missing_is_told() -> None:
 
 def test_an_expert_of_another_size_is_told() -> None:
     layer = experts(configured(made.AWQ)).routed_experts
-    with pytest.raises(CheckpointError, match=r"\(256, 12\) for qweight .* asks for \(256, 16\)"):
+    with pytest.raises(CheckpointError, match=r"\(256, 12\) for qweight .* requires \(256, 16\)"):
         load_expert(layer, 0, "w1", made.awq(FAN_IN, 96, 4, 32))
 
 
 def test_experts_of_several_schemes_are_refused() -> None:
     config = made.compressed_int8()
     config["ignore"] = ["re:.*down_proj"]
-    with pytest.raises(CheckpointError, match=r"experts of model\.layers\.0\.mlp\.experts, of several schemes"):
+    with pytest.raises(CheckpointError, match=r"several schemes for the experts of model\.layers\.0\.mlp\.experts"):
         experts(configured(config))
 
 
@@ -125,6 +125,8 @@ def test_experts_of_several_schemes_are_refused() -> None:
 def test_experts_are_not_made_without_a_checkpoint(case: str) -> None:
     config, _ = EXPERTS[case]
     dummy = VllmConfig(load_config=LoadConfig(load_format="dummy"))
-    told = r"--load-format dummy makes no weights for the quantized experts of model\.layers\.0\.mlp\.experts; load a"
-    with set_current_vllm_config(dummy), pytest.raises(BackplaneError, match=told):
+    message = (
+        r"--load-format dummy makes no weights for the quantized experts of model\.layers\.0\.mlp\.experts; load a"
+    )
+    with set_current_vllm_config(dummy), pytest.raises(BackplaneError, match=message):
         experts(configured(config))

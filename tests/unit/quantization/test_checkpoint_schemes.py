@@ -1,6 +1,6 @@
-"""Layers of GPTQ, AWQ and compressed-tensors checkpoints: vLLM's own loading, our products, the definitions' weights.
+"""Tests layers of GPTQ, AWQ and compressed-tensors checkpoints, loaded by vLLM, against the formats' definitions.
 
-`scheme_layers.py` says why no rounding but float32's is in the way.
+The inputs are chosen so that only float32 rounding remains (`scheme_layers.py`).
 """
 
 from __future__ import annotations
@@ -40,17 +40,23 @@ from vllm.platforms import current_platform
 
 from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import BackplaneError, CheckpointError
+from vllm_backplane.layers import deferred_weights
 from vllm_backplane.ops.quantized_linear import Packed
-from vllm_backplane.quantization import deferred_weights as collected
-from vllm_backplane.quantization.checkpoint import layer_loading as loading
-from vllm_backplane.quantization.checkpoint.awq import ORDER as AWQ_ORDER
-from vllm_backplane.quantization.checkpoint.repacking import Words, Zeros, adjacent, repacked, split_group
-from vllm_backplane.quantization.online import linear as quantized_linear_layers
+from vllm_backplane.quantization import packed_parameters
+from vllm_backplane.quantization.checkpoint import layer_loading
+from vllm_backplane.quantization.checkpoint.awq import WORD_ORDER as AWQ_WORD_ORDER
+from vllm_backplane.quantization.checkpoint.repacking import (
+    PackedWords,
+    ZeroPoints,
+    grouping_order,
+    repack,
+    split_group,
+)
 
 
 @pytest.fixture(autouse=True)
 def _alone(one_worker: None) -> None:
-    """Parameters ask for their rank."""
+    """Initializes a group of one worker: parameters read their rank."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -78,7 +84,7 @@ def test_parts_of_a_fused_layer_lie_in_their_places(case: str) -> None:
     layer = QKVParallelLinear(FAN_IN, 8, 4, 2, bias=False, quant_config=configured(config), prefix="qkv")
     parts = {"v": make(16, 2), "q": make(32, 3), "k": make(16, 4)}
     for name, part in parts.items():
-        assert in_memory(layer) <= {"g_idx"}, "what is not complete waits in the file"
+        assert in_memory(layer) <= {"g_idx"}, "tensors of an incomplete layer stay in the file"
         load(layer, part, name)
     assert layer.weight.dtype in (torch.uint8, torch.int8), "packed with the last part"
     finish(layer)
@@ -97,7 +103,7 @@ TENSORS = {
 def test_a_tensor_that_is_not_in_the_checkpoint_is_named(case: str, tensor: str) -> None:
     config, make = CASES[case]
     chosen = configured(config)
-    chosen.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # as the model's class says
+    chosen.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # as the model's class declares it
     layer = QKVParallelLinear(FAN_IN, 8, 4, 2, bias=False, quant_config=chosen, prefix="layers.3.qkv_proj")
     for name, part in {"q": make(32, 3), "k": make(16, 4), "v": make(16, 2)}.items():
         if name == "k":
@@ -109,7 +115,7 @@ def test_a_tensor_that_is_not_in_the_checkpoint_is_named(case: str, tensor: str)
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_bias_that_is_not_in_the_checkpoint_is_named(first: bool) -> None:
-    """In files it comes before the other tensors of its layer, and vLLM by itself sees it after one of them."""
+    """A file has the bias before the other tensors of its layer. vLLM alone would buffer it only after one of them."""
     chosen = configured(made.AWQ)
     chosen.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
     layer = MergedColumnParallelLinear(FAN_IN, [24, 40], bias=True, quant_config=chosen, prefix="mlp.gate_up_proj")
@@ -118,7 +124,7 @@ def test_a_bias_that_is_not_in_the_checkpoint_is_named(first: bool) -> None:
     for number, width in enumerate((24, 40)):
         load(layer, made.awq(FAN_IN, width, 4, 32, seed=number), number)
     missing = "mlp.up_proj.bias" if first else "mlp.gate_proj.bias, mlp.up_proj.bias"
-    remedy = "choose a complete one, or, where this architecture has no such bias, one in which"
+    remedy = "choose a complete one, or, if this architecture has no such bias, one in which"
     with pytest.raises(CheckpointError, match=rf"^the checkpoint has no {missing}; {remedy}"):
         process(layer)
 
@@ -133,7 +139,7 @@ def test_zero_points_that_nothing_uses_may_be_missing() -> None:
 
 
 def test_shapes_are_not_counted_as_weights() -> None:
-    """There are three of two numbers, and one parameter; the last scales are four numbers."""
+    """The checkpoint has three shapes of two elements, the layer has one. The last scales have four elements."""
     config = configured(made.compressed(8, -1))
     layer = QKVParallelLinear(FAN_IN, 4, 4, 1, bias=False, quant_config=config, prefix="qkv")
     sizes = {"q": 16, "k": 4, "v": 4}
@@ -147,12 +153,14 @@ def test_shapes_are_not_counted_as_weights() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_columns_of_awq_lie_where_vllm_packs_them(bits: int) -> None:
-    """vLLM has the order of 8 bits too, in what its tests of kernels pack with; its configuration takes 4 alone."""
+    """vLLM's helper for kernel tests packs 8 bits too; its configuration supports 4 bits only."""
     codes = torch.randint(0, 2**bits, (8, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(bits))
     packed = awq_pack(codes, bits, 8, 64)
     order = made.AWQ_COLUMNS[bits]
     assert torch.equal(packed, made.packed(codes.numpy().astype("uint8"), bits, order))
-    assert torch.equal(Words(packed, bits, 1, 1, AWQ_ORDER[bits]).rows(0, 64), codes.t().to(torch.uint8))
+    assert torch.equal(
+        PackedWords(packed, bits, 1, 1, AWQ_WORD_ORDER[bits]).unpack_rows(0, 64), codes.t().to(torch.uint8)
+    )
     if bits == 8:
         with pytest.raises(ValueError, match=r"Unsupported num_bits = 8\. Supported: 4"):
             AutoAWQConfig(8, 64, True, False)
@@ -237,7 +245,7 @@ def test_parts_in_different_orders_are_refused() -> None:
     )
     for seed, (name, size) in enumerate((("q", 32), ("k", 16)), 1):
         load(layer, made.gptq(FAN_IN, size, 4, 32, by_activation=seed), name)
-    with pytest.raises(CheckpointError, match=r"layers\.7\.qkv are ordered .* different ways.*desc_act=False"):
+    with pytest.raises(CheckpointError, match=r"layers\.7\.qkv have different activation orders .*desc_act=False"):
         load(layer, made.gptq(FAN_IN, 16, 4, 32, by_activation=3), "v")
 
 
@@ -276,11 +284,11 @@ REFUSED: dict[str, Mapping[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("told", REFUSED)
-def test_what_cannot_run_is_refused_with_what_can(told: str) -> None:
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_run_is_refused_with_what_can(message: str) -> None:
     with pytest.raises(CheckpointError) as refusal:
-        configured(REFUSED[told])
-    assert told in str(refusal.value)
+        configured(REFUSED[message])
+    assert message in str(refusal.value)
     assert "on device 'cpu'; choose a checkpoint of: GPTQ with 4 or 8 bits" in str(refusal.value)
 
 
@@ -310,21 +318,21 @@ def test_the_platform_knows_the_names() -> None:
 
 
 def test_groups_come_to_lie_side_by_side() -> None:
-    order = adjacent(torch.tensor([1, 0, 2, 0, 1, 2]), 3)
+    order = grouping_order(torch.tensor([1, 0, 2, 0, 1, 2]), 3)
     assert order is not None
     assert order.tolist() == [1, 3, 0, 4, 2, 5]
-    assert adjacent(torch.tensor([0, 0, 1, 1]), 2) is None
+    assert grouping_order(torch.tensor([0, 0, 1, 1]), 2) is None
 
 
 def test_pieces_of_a_weight_fit_together() -> None:
     for stored, packed in ((made.awq(64, 200, 4, 32), 1), (made.gptq(64, 200, 4, 32, symmetric=False), 0)):
-        codes = Words(stored.tensors["qweight"], 4, packed, 1)
-        zeros = Zeros(Words(stored.tensors["qzeros"], 4, 1, 1))
+        codes = PackedWords(stored.tensors["qweight"], 4, packed, 1)
+        zero_points = ZeroPoints(PackedWords(stored.tensors["qzeros"], 4, 1, 1))
         scales = stored.tensors["scales"].t()
-        whole, pieces = (
-            repacked(codes, scales, zeros, fan_in=64, layout=CodeLayout(), piece=piece) for piece in (1 << 20, 1)
+        whole, chunks = (
+            repack(codes, scales, zero_points, fan_in=64, layout=CodeLayout(), chunk=chunk) for chunk in (1 << 20, 1)
         )
-        for one, other in zip(whole, pieces, strict=True):
+        for one, other in zip(whole, chunks, strict=True):
             assert one is not None and torch.equal(one, other)
 
 
@@ -352,14 +360,14 @@ def test_layers_are_loaded_again_at_the_same_addresses(case: str) -> None:
 
 
 def test_weights_that_stay_in_small_pages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(quantized_linear_layers.logger, "info_once", lambda text, reason: told.append(text % reason))
+    logged: list[str] = []
+    monkeypatch.setattr(packed_parameters.logger, "info_once", lambda text, reason: logged.append(text % reason))
     layer = torch.nn.Module()
     packed = Packed(torch.zeros(1, 2, 8, 4, dtype=torch.uint8), torch.zeros(1, 1, 8), None)
     for reason in ("", "no reason"):
-        monkeypatch.setattr(loading.host, "gather_pages", lambda _storage, reason=reason: reason)
-        loading.exchange(layer, (), lambda: packed)
-    assert told == ["Packed weights stay in small pages, which are slower to read (no reason)."]
+        monkeypatch.setattr(packed_parameters.host, "collapse_to_huge_pages", lambda _storage, reason=reason: reason)
+        layer_loading.replace_with_packed(layer, (), lambda: packed)
+    assert logged == ["Packed weights stay in small pages, which are slower to read (no reason)."]
 
 
 @pytest.mark.parametrize(
@@ -367,4 +375,4 @@ def test_weights_that_stay_in_small_pages_are_told(monkeypatch: pytest.MonkeyPat
 )
 def test_parts_of_a_layer_by_the_names_that_loaders_give(shard: object, parts: list[int]) -> None:
     call = cast(BoundArguments, SimpleNamespace(arguments={"loaded_shard_id": shard}))
-    assert list(collected._parts(call, 3)) == parts
+    assert list(deferred_weights._loaded_shards(call, 3)) == parts

@@ -1,4 +1,4 @@
-"""A path of a GGUF file as vLLM's argument: what becomes of it, and what is refused beside it."""
+"""Tests the path of a GGUF file as vLLM's model argument: the resulting configuration, and refused combinations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import pytest
 
 from tests import programs
 
+pytestmark = pytest.mark.process
+
 PROGRAM = """
 import json, sys
-import huggingface_hub
+import huggingface_hub.constants
 huggingface_hub.constants.HF_HUB_OFFLINE = False  # vLLM would look for names in the cache, and for nothing else
 from vllm.engine.arg_utils import EngineArgs
 
@@ -69,7 +72,7 @@ def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> No
     writer.write_tensors_to_file()
     writer.close()
     (tmp_path / "damaged.gguf").write_bytes(path.read_bytes()[:-8])
-    asked = {
+    requests = {
         "plain": {"model": str(path)},
         "named": {"model": str(path), "served_model_name": "mine"},
         "other format": {"model": str(path), "load_format": "safetensors"},
@@ -78,12 +81,12 @@ def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> No
         "damaged": {"model": str(tmp_path / "damaged.gguf")},
     }
     variables = {**os.environ, "BACKPLANE_CACHE": str(tmp_path / "cache")}
-    done = programs.run(programs.command(PROGRAM, json.dumps(asked)), env=variables)
+    done = programs.run(programs.command(PROGRAM, json.dumps(requests)), env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["plain"] == ["gguf", "gguf", str(path), "LlamaForCausalLM"]
     assert found["named"] == ["gguf", "gguf", "mine", "LlamaForCausalLM"]
-    assert "the weights are in a GGUF file" in str(found["other format"])
+    assert "cannot load weights from a GGUF file" in str(found["other format"])
     assert "quantized already (gguf)" in str(found["other quantization"])
     assert "hf download org/model-GGUF FILE.gguf" in str(found["of the hub"])
     assert "CheckpointError" in found["damaged"] and "ends at byte" in found["damaged"]

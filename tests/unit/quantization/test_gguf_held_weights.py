@@ -1,6 +1,6 @@
-"""What a layer holds of a GGUF file's weights: codes of 4 or 8 bits with their scales, for each type that is served.
+"""Tests how much memory a layer takes for each GGUF type: codes of 4 or 8 bits, scales and offsets.
 
-The numbers are those of docs/checkpoints.md, written down here: a form that takes more is to be a decision.
+The numbers are those of docs/serve/checkpoints.md. They are repeated here so that a larger layout is a decision.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
 from vllm_backplane.gguf.blocks import FLOATS, LAYOUTS
-from vllm_backplane.gguf.lazy_tensor import StoredTensor
+from vllm_backplane.gguf.lazy_tensor import LazyTensor
 from vllm_backplane.quantization.gguf.config import GgufConfig
-from vllm_backplane.quantization.gguf.embedding import GgufTableMethod
+from vllm_backplane.quantization.gguf.embedding import GgufEmbeddingMethod
 
 HIDDEN, WIDTH, EXPERTS = 512, 256, 2
 
 
 class Held(NamedTuple):
     codes: int
-    """Bits of a code; 0: values of the model's type."""
-    beside: float
+    """Bits of a code; 0 for values in the model's dtype."""
+    scales_and_offsets: float
     """Bits per weight of scales and offsets."""
 
 
@@ -50,14 +50,14 @@ HELD = {
 
 @pytest.fixture(autouse=True)
 def _alone(one_worker: None) -> None:
-    """Layers ask for their rank."""
+    """Initializes a group of one worker: layers read their rank."""
 
 
-def stored(kind: Type, rows: int, columns: int) -> StoredTensor:
-    """Of any content: what is held does not depend on it."""
+def stored(kind: Type, rows: int, columns: int) -> LazyTensor:
+    """Returns a tensor of random bytes: its memory does not depend on the content."""
     per_block, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = torch.randint(0, 128, (rows, columns // per_block * block_bytes), dtype=torch.uint8)
-    return StoredTensor(blocks, kind, (rows, columns))
+    return LazyTensor(blocks, kind, (rows, columns))
 
 
 def assert_held(layer: torch.nn.Module, kind: Type, weights: int) -> None:
@@ -72,7 +72,7 @@ def assert_held(layer: torch.nn.Module, kind: Type, weights: int) -> None:
     assert sum(each.nbytes for each in codes) == weights * expected.codes / 8
     others = [each for each in parameters if each.dtype not in (torch.uint8, torch.int8)]
     assert {each.dtype for each in others} <= {torch.float16, torch.float32}
-    assert sum(each.nbytes for each in others) == weights * expected.beside / 8
+    assert sum(each.nbytes for each in others) == weights * expected.scales_and_offsets / 8
 
 
 def test_every_type_that_is_served_is_looked_at() -> None:
@@ -81,12 +81,12 @@ def test_every_type_that_is_served_is_looked_at() -> None:
 
 @pytest.mark.parametrize("kind", HELD, ids=lambda kind: kind.name)
 def test_a_layer_holds_codes(kind: Type) -> None:
-    """Of parts that vLLM multiplies at once."""
+    """The layer fuses two weights."""
     layer: Any = MergedColumnParallelLinear(
         HIDDEN, [WIDTH, WIDTH], bias=False, params_dtype=torch.bfloat16, quant_config=GgufConfig(), prefix="up"
     )
     parameter = layer.weight
-    assert parameter.is_meta, "memory for values was taken before anything is known of them"
+    assert parameter.is_meta, "memory was allocated before anything was loaded"
     for part in range(2):
         parameter.weight_loader(parameter, stored(kind, WIDTH, HIDDEN), part)
     assert_held(layer, kind, 2 * WIDTH * HIDDEN)
@@ -104,7 +104,7 @@ def test_experts_hold_codes(kind: Type) -> None:
         prefix="model.layers.0.mlp.experts",
     ).routed_experts
     up, down = layer.w13_weight, layer.w2_weight
-    assert up.is_meta and down.is_meta, "memory for values was taken before anything is known of them"
+    assert up.is_meta and down.is_meta, "memory was allocated before anything was loaded"
     for expert in range(EXPERTS):
         for shard, parameter, shape in (
             *(("w1", up, (WIDTH, HIDDEN)), ("w3", up, (WIDTH, HIDDEN))),
@@ -116,7 +116,7 @@ def test_experts_hold_codes(kind: Type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "multiplied", "padding", "mapped"),
+    ("kind", "used_as_head", "padding", "mapped"),
     [
         (Type.BF16, False, 0, True),
         (Type.BF16, True, 0, False),
@@ -127,18 +127,20 @@ def test_experts_hold_codes(kind: Type) -> None:
         (Type.Q8_0, True, 0, True),
     ],
 )
-def test_an_embedding_is_looked_up_in_the_file(kind: Type, multiplied: bool, padding: int, mapped: bool) -> None:
-    """What it is looked up in is the file's own memory, unless its values are others there: rounded to the model's
-    type, or with rows of zeros below. Where the head multiplies them, floating-point values are copied."""
+def test_an_embedding_is_looked_up_in_the_file(kind: Type, used_as_head: bool, padding: int, mapped: bool) -> None:
+    """The embedding reads the mapped file, unless the table differs from it: another dtype, or padding rows.
+
+    A tied head needs a copy of floating-point values.
+    """
     layer: Any = torch.nn.Module()
     layer.org_vocab_size, layer.embedding_dim = WIDTH, HIDDEN
     layer.shard_indices = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=WIDTH)
-    method: Any = GgufTableMethod("model.embed_tokens", multiplied=multiplied)
+    method: Any = GgufEmbeddingMethod("model.embed_tokens", used_as_head=used_as_head)
     method.create_weights(layer, HIDDEN, [WIDTH + padding], HIDDEN, WIDTH + padding, torch.bfloat16)
     table = stored(kind, WIDTH, HIDDEN)
     layer.weight.weight_loader(layer.weight, table)
     method = getattr(layer, "quant_method", method)
-    held = layer.blocks if multiplied and kind == Type.Q8_0 else layer.weight
+    held = layer.blocks if used_as_head and kind == Type.Q8_0 else layer.weight
     assert (held.data_ptr() == table.rows.data_ptr()) == mapped
     tokens = torch.tensor([0, 7, WIDTH - 1])
     found = method.embedding(layer, tokens)

@@ -1,4 +1,4 @@
-"""The load format `gguf`: what the file has reaches the model, and what it lacks is an error."""
+"""Tests the load format `gguf`: tensors of the file reach the model, and missing ones are errors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
-from vllm_backplane.gguf.architectures import named
+from vllm_backplane.gguf.architectures import checkpoint_tensors
 from vllm_backplane.gguf.file import GgufFile
-from vllm_backplane.gguf.lazy_tensor import StoredTensor, weights
-from vllm_backplane.gguf.model_files import opened
+from vllm_backplane.gguf.lazy_tensor import LazyTensor, weights
+from vllm_backplane.gguf.model_files import open_model
 from vllm_backplane.quantization.gguf.loader import GgufModelLoader
 
 
@@ -57,8 +57,8 @@ def write(path: Path, *norms: str) -> Any:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    stated = {"quant_method": "gguf", "file": str(path), "header": opened(path).header_digest()}
-    return SimpleNamespace(model=str(path), hf_config=SimpleNamespace(quantization_config=stated))
+    quantization_config = {"quant_method": "gguf", "file": str(path), "header": open_model(path).header_digest()}
+    return SimpleNamespace(model=str(path), hf_config=SimpleNamespace(quantization_config=quantization_config))
 
 
 def load(model: torch.nn.Module, config: Any) -> None:
@@ -70,13 +70,13 @@ def test_tensors_arrive_by_name_and_blocks_stay_blocks(tmp_path: Path) -> None:
     load(model, write(tmp_path / "m.gguf", "output_norm", "blk.0.attn_norm"))
     assert model.model_norm_weight.tolist() == [-1, 0, 1, 2], "Gemma's norms have a 1 too much in files"
     up = model.seen["model.layers.0.mlp.up_proj.weight"]
-    assert isinstance(up, StoredTensor) and up.kind.name == "Q8_0" and up.rows.shape == (2, 34)
+    assert isinstance(up, LazyTensor) and up.kind.name == "Q8_0" and up.rows.shape == (2, 34)
     expected = torch.linspace(-1, 1, 64).view(2, 32)
     torch.testing.assert_close(up + 0, expected, rtol=0, atol=0.005)
     assert type(up + 0) is torch.Tensor
     stacked = up.unsqueeze(0)
-    assert isinstance(stacked, StoredTensor) and stacked.shape == (1, 2, 32)
-    assert all(isinstance(one, StoredTensor) for one in stacked.unbind())
+    assert isinstance(stacked, LazyTensor) and stacked.shape == (1, 2, 32)
+    assert all(isinstance(one, LazyTensor) for one in stacked.unbind())
 
 
 @pytest.mark.parametrize("shape", [(32,), (1, 32)])
@@ -88,7 +88,7 @@ def test_a_matrix_of_one_row_may_be_a_vector(tmp_path: Path, shape: tuple[int, .
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    [(name, weight)] = [pair for one in named(opened(tmp_path / "m.gguf")) for pair in weights(one)]
+    [(name, weight)] = [pair for one in checkpoint_tensors(open_model(tmp_path / "m.gguf")) for pair in weights(one)]
     assert name == "model.layers.0.mlp.shared_expert_gate.weight"
     assert (weight + 0).tolist() == [list(range(32))]
 
@@ -100,7 +100,7 @@ def test_what_the_file_lacks_is_an_error(tmp_path: Path) -> None:
 
 def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
     config: Any = SimpleNamespace(model="folder", hf_config=SimpleNamespace())
-    with pytest.raises(BackplaneError, match="folder is none"):
+    with pytest.raises(BackplaneError, match="folder is not a GGUF file; remove the option"):
         load(Small(), config)
 
 
@@ -114,7 +114,7 @@ def test_pages_that_were_read_are_given_back_unless_memory_is_locked(
     config = write(path, "output_norm", "blk.0.attn_norm")
 
     def place() -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
-        rows = cast(StoredTensor, model.seen["model.layers.0.mlp.up_proj.weight"]).rows
+        rows = cast(LazyTensor, model.seen["model.layers.0.mlp.up_proj.weight"]).rows
         return ctypes.c_void_p(rows.data_ptr()), ctypes.c_size_t(1)
 
     def load_weights_alone(loader: Any, _vllm_config: Any, model_config: Any, _prefix: str) -> torch.nn.Module:
@@ -123,12 +123,12 @@ def test_pages_that_were_read_are_given_back_unless_memory_is_locked(
             pytest.skip("this process may lock no memory (ulimit -l)")
         return model
 
-    def noted(file: GgufFile, forget: Callable[[GgufFile], None] = GgufFile.forget_pages) -> None:
+    def recorded(file: GgufFile, forget: Callable[[GgufFile], None] = GgufFile.forget_pages) -> None:
         forget(file)
         given_back.append(file.path)
 
     monkeypatch.setattr(BaseModelLoader, "load_model", load_weights_alone)
-    monkeypatch.setattr(GgufFile, "forget_pages", noted)
+    monkeypatch.setattr(GgufFile, "forget_pages", recorded)
     loader = GgufModelLoader(LoadConfig(load_format="gguf", use_tqdm_on_load=False))
     try:
         assert loader.load_model(cast(Any, None), config) is model

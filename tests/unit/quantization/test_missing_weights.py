@@ -1,4 +1,4 @@
-"""What a quantized checkpoint lacks beside its codes and scales, through vLLM's own loader of files."""
+"""Tests that tensors missing from a quantized checkpoint are named, through vLLM's own model loader."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PARTS = {"q": ("q_proj", 32), "k": ("k_proj", 16), "v": ("v_proj", 16)}
 
 @pytest.fixture(autouse=True)
 def _alone(one_worker: None) -> None:
-    """Parameters ask for their rank."""
+    """Initializes a group of one worker: parameters read their rank."""
 
 
 class Small(torch.nn.Module):
-    """Of each kind of layer one."""
+    """A model with one layer of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,8 +59,8 @@ class Small(torch.nn.Module):
         return loaded | AutoWeightsLoader(self).load_weights(others)
 
 
-def load(folder: Path, missing: Iterable[str], **said: bool) -> None:
-    """As the worker has vLLM do it. Files have tensors in the order of their names."""
+def load(folder: Path, missing: Iterable[str], **extra_config: bool) -> None:
+    """Loads a checkpoint as the worker does. The file has its tensors in the order of their names."""
     tensors = {
         "embed_tokens.weight": torch.zeros(64, FAN_IN),
         "norm.weight": torch.zeros(FAN_IN),
@@ -71,7 +71,7 @@ def load(folder: Path, missing: Iterable[str], **said: bool) -> None:
         tensors |= {f"{part}.{last}": tensor for last, tensor in stored.items()}
     save_file({name: one for name, one in tensors.items() if name not in missing}, folder / "model.safetensors")
     config: Any = SimpleNamespace(
-        load_config=LoadConfig(use_tqdm_on_load=False, model_loader_extra_config=dict(said)),
+        load_config=LoadConfig(use_tqdm_on_load=False, model_loader_extra_config=dict(extra_config)),
         model_config=SimpleNamespace(
             model=str(folder),
             revision=None,
@@ -84,7 +84,7 @@ def load(folder: Path, missing: Iterable[str], **said: bool) -> None:
         speculative_config=None,
     )
     missing_weights.track_loaded_weights(config)
-    with missing_weights.remedy_named():
+    with missing_weights.error_with_remedy():
         model = Small()
         get_model_loader(config.load_config).load_weights(model, config.model_config)
         finalize_layerwise_processing(model, config.model_config)
@@ -109,9 +109,9 @@ def test_a_complete_checkpoint_is_loaded(tmp_path: Path) -> None:
     ids=" ".join,
 )
 def test_what_is_missing_is_named(tmp_path: Path, missing: list[str]) -> None:
-    with pytest.raises(CheckpointError, match=r"the checkpoint has no .*; choose a complete one") as told:
+    with pytest.raises(CheckpointError, match=r"the checkpoint has no .*; choose a complete one") as error:
         load(tmp_path, missing)
-    assert all(name in str(told.value) for name in missing)
+    assert all(name in str(error.value) for name in missing)
 
 
 def test_a_user_may_do_without_the_check(tmp_path: Path) -> None:
@@ -119,19 +119,19 @@ def test_a_user_may_do_without_the_check(tmp_path: Path) -> None:
 
 
 def test_another_error_is_left_as_it_is() -> None:
-    with pytest.raises(ValueError, match="another"), missing_weights.remedy_named():
+    with pytest.raises(ValueError, match="another"), missing_weights.error_with_remedy():
         raise ValueError("another")
 
 
 def test_the_option_is_given_to_the_loader_that_has_it() -> None:
-    """Every other one of vLLM's refuses it."""
+    """Every other loader of vLLM refuses the option."""
     known = upstream._LOAD_FORMAT_TO_MODEL_LOADER
     default = {name for name, loader in known.items() if issubclass(loader, DefaultModelLoader)}
     assert default - set(missing_weights.FORMATS) == set()
     assert set(missing_weights.FORMATS) & set(known) <= default
 
 
-def asked(
+def is_tracked(
     quantization: str | None,
     drafts: Callable[[Any], Any] | None = None,
     load_format: str = "auto",
@@ -147,12 +147,17 @@ def asked(
 
 
 def test_which_checkpoints_are_compared() -> None:
-    assert asked("auto_awq") and asked("compressed-tensors") and asked("int8") and asked("gptq", load_format="pt")
-    assert not asked("gguf"), "its loader compares by itself"
-    assert not asked(None), "vLLM compares by itself"
-    assert not asked("auto_awq", load_format="dummy")
-    assert not asked("auto_awq", convert="classify"), "vLLM does not count the bias of the head that it adds"
-    # A head that drafts takes its embedding from the model. n-grams have the model's own configuration.
-    assert not asked("auto_awq", lambda _target: SimpleNamespace(quantization="auto_awq"))
-    assert asked("auto_awq", lambda _target: SimpleNamespace(quantization=None))
-    assert asked("auto_awq", lambda target: target)
+    assert (
+        is_tracked("auto_awq")
+        and is_tracked("compressed-tensors")
+        and is_tracked("int8")
+        and is_tracked("gptq", load_format="pt")
+    )
+    assert not is_tracked("gguf"), "its loader checks this itself"
+    assert not is_tracked(None), "vLLM checks this itself"
+    assert not is_tracked("auto_awq", load_format="dummy")
+    assert not is_tracked("auto_awq", convert="classify"), "vLLM does not count the bias of the head that it adds"
+    # A draft head takes its embedding from the target model. n-gram drafts have the target model's configuration.
+    assert not is_tracked("auto_awq", lambda _target: SimpleNamespace(quantization="auto_awq"))
+    assert is_tracked("auto_awq", lambda _target: SimpleNamespace(quantization=None))
+    assert is_tracked("auto_awq", lambda target: target)

@@ -1,5 +1,4 @@
-"""Experts that are quantized while they are loaded, against weights that are quantized, decoded and multiplied here, in
-numpy, by the definition of the formats."""
+"""Tests experts that are quantized while they are loaded, against a numpy implementation of the formats' definition."""
 
 from __future__ import annotations
 
@@ -31,16 +30,16 @@ from vllm_backplane.runtime import runtime
 CONFIGS = (Int8Config, Int4Config)
 GROUPS = {8: 64, 4: 32}
 EXPERTS, HIDDEN, INNER, TOP_K, TOKENS = 6, 128, 80, 2, 9
-"""Neither rows nor groups of the second product fill what they lie in."""
+"""Sizes for which the rows and groups of the down projection need padding."""
 CPU = torch.device("cpu")
 NEAR = 2e-3
-"""Of results, by their norms: an input or a weight that lies between two codes may fall on either side."""
+"""Largest relative error of results: a value between two codes may be rounded either way."""
 MODEL: Any = SimpleNamespace(dtype=torch.float32, quantization="int8", word_embeddings_untied_by_checkpoint=False)
 
 
 @pytest.fixture(autouse=True)
 def _alone(one_worker: None) -> None:
-    """Parameters ask for their rank."""
+    """Initializes a group of one worker: parameters read their rank."""
 
 
 def build(config: type[OnlineConfig], **changes: Any) -> Any:
@@ -62,7 +61,7 @@ def build(config: type[OnlineConfig], **changes: Any) -> Any:
 
 
 class Weights:
-    """Of each expert: gate, up and down."""
+    """Random gate, up and down weights of each expert."""
 
     def __init__(self, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
@@ -78,7 +77,7 @@ class Weights:
 
 
 def load(runner: Any, weights: Weights, experts: Iterable[int] = range(EXPERTS)) -> None:
-    """As files have them: names in alphabetical order, so that w2 comes between the parts of the other product."""
+    """Loads experts in the order of a file, where w2 comes between the two parts of w13."""
     layer = runner.routed_experts
     for expert in experts:
         for shard in ("w1", "w2", "w3"):
@@ -93,7 +92,7 @@ def finish(runner: Any) -> None:
 
 
 def decoded(weight: np.ndarray, bits: int) -> np.ndarray:
-    """What codes stand for, by docs/quantization.md: groups along the input, scales and offsets in float16."""
+    """Returns the dequantized weight (docs/serve/quantization.md): groups along the input, scales in float16."""
     rows, size = weight.shape
     group = GROUPS[bits]
     padded = np.pad(weight.astype(np.float64), ((0, 0), (0, -size % group))).reshape(rows, -1, group)
@@ -108,7 +107,7 @@ def decoded(weight: np.ndarray, bits: int) -> np.ndarray:
 
 
 def rounded(x: np.ndarray, bits: int) -> np.ndarray:
-    """Inputs in 8 bits, one scale per group of the weight."""
+    """Returns inputs quantized to 8 bits, with one scale per group of the weight."""
     group = GROUPS[bits]
     padded = np.pad(x, (0, -len(x) % group)).reshape(-1, group)
     scale = np.maximum(np.abs(padded).max(-1, keepdims=True), 1e-30) / 127
@@ -133,7 +132,7 @@ def expected(
     experts: Iterable[int] = range(EXPERTS),
     on_input: bool = False,
 ) -> np.ndarray:
-    """With `bits` None: without any rounding."""
+    """Returns the outputs in float64, without quantization if `bits` is None."""
 
     def multiplied(weight: np.ndarray, x: np.ndarray) -> np.ndarray:
         return weight.astype(np.float64) @ x if bits is None else decoded(weight, bits) @ rounded(x, bits)
@@ -195,9 +194,9 @@ def test_one_expert_is_in_memory_at_a_time() -> None:
     runner, weights = build(Int8Config), Weights()
     method = runner.routed_experts.quant_method
     load(runner, weights, range(2))
-    assert not method._waiting, "parts that were quantized are kept"
+    assert not method._incomplete, "parts that were quantized are kept"
     assert runner.routed_experts.w13_weight.is_meta
-    assert set(method._made) == {"w13", "w2"}
+    assert set(method._packed) == {"w13", "w2"}
 
 
 def test_an_expert_that_is_not_in_the_checkpoint_is_named() -> None:
@@ -242,7 +241,7 @@ def test_a_worker_keeps_its_own_experts() -> None:
 
 
 def test_biases_and_another_activation() -> None:
-    """As GPT-OSS has them: its model copies all experts into place by itself."""
+    """GPT-OSS has both. Its model copies all experts into the parameters itself."""
     runner, weights = build(Int8Config, has_bias=True, activation="swigluoai"), Weights()
     layer, random = runner.routed_experts, np.random.default_rng(1)
     biases = random.normal(size=(EXPERTS, 2 * INNER)), random.normal(size=(EXPERTS, HIDDEN))
@@ -289,7 +288,7 @@ def test_dummy_weights_are_quantized_too() -> None:
 
 @pytest.mark.parametrize("kind", [GateLinear, ReplicatedLinear])
 def test_a_router_keeps_its_type(kind: type[ReplicatedLinear]) -> None:
-    """Qwen3-MoE, for one, gives it to be quantized."""
+    """Qwen3-MoE, for example, passes its quantization configuration to the router."""
     router = kind(HIDDEN, EXPERTS, bias=False, quant_config=Int4Config(), prefix="model.layers.0.mlp.gate")
     assert router.weight.dtype == torch.float32 and not router.weight.is_meta
     other = ReplicatedLinear(HIDDEN, EXPERTS, bias=False, quant_config=Int4Config(), prefix="model.layers.0.mlp.up")
@@ -297,6 +296,6 @@ def test_a_router_keeps_its_type(kind: type[ReplicatedLinear]) -> None:
 
 
 def test_the_head_of_a_classifier_keeps_its_type() -> None:
-    """vLLM gives it a bias where its weight is, once one is read."""
+    """vLLM adds a bias on the device of its weight when the checkpoint has one."""
     head = ReplicatedLinear(HIDDEN, 3, bias=False, quant_config=Int4Config(), prefix="score")
     assert head.weight.dtype == torch.float32 and not head.weight.is_meta

@@ -1,4 +1,4 @@
-"""Weights that are quantized while they are loaded: where they go, what is refused, and what a second loading does."""
+"""Tests layers that are quantized while they are loaded: results, refusals and reloading."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _alone(one_worker: None) -> None:
-    """Parameters ask for their rank."""
+    """Initializes a group of one worker: parameters read their rank."""
 
 
 def matrix(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -49,7 +49,7 @@ def assert_quantized(layer: torch.nn.Module, bits: int) -> None:
 
 
 def assert_product(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bits: int) -> None:
-    """Results near one; the error of normally distributed weights and inputs is 0.01 and 0.1 of them."""
+    """The relative error of normally distributed weights and inputs is about 0.01 with 8 bits and 0.1 with 4."""
     exact = x.double() @ weight.double().T
     error = float((got.double() - exact).norm() / exact.norm())
     assert 1e-4 < error < (0.02 if bits == 8 else 0.13), error
@@ -96,7 +96,7 @@ def test_a_layer_that_is_not_in_the_checkpoint_is_named() -> None:
 
 def test_a_part_of_a_fused_layer_that_is_not_in_the_checkpoint_is_named() -> None:
     config = Int8Config()
-    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # as the model's class says
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # as the model's class declares it
     layer = QKVParallelLinear(64, 8, 4, 2, bias=True, quant_config=config, prefix="layers.3.qkv_proj")
     for name, rows in (("q", 32), ("v", 16)):
         layer.bias.weight_loader(layer.bias, torch.zeros(rows), name)
@@ -144,9 +144,9 @@ def test_a_head_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize(("group", "groups"), [(None, 4), (16, 8), (64, 2), (0, 1)])
 def test_the_option_sets_how_many_weights_share_a_scale(group: int | None, groups: int) -> None:
-    """Of 128 along the input; by itself int4 has 32. The head is 8 bits wide and by itself has 64."""
-    told = {} if group is None else {"backplane": {"quantization_group": group}}
-    with set_current_vllm_config(VllmConfig(additional_config=told)):
+    """The input size is 128. The default group is 32 for int4, and 64 for the head, which has 8 bits."""
+    additional = {} if group is None else {"backplane": {"quantization_group": group}}
+    with set_current_vllm_config(VllmConfig(additional_config=additional)):
         layer = RowParallelLinear(128, 32, bias=False, quant_config=Int4Config(), prefix="down")
         head = ParallelLMHead(64, 128, quant_config=Int4Config(), prefix="lm_head")
     weight, table = matrix(32, 128), matrix(64, 128, 1)
@@ -176,7 +176,7 @@ def test_a_tied_head_is_a_quantized_copy_of_the_table() -> None:
     assert_quantized(model.lm_head, 8)
     assert torch.equal(model.embed_tokens(torch.tensor([5, 7])), table[[5, 7]]), "the embedding itself is not rounded"
     assert_product(model.lm_head.quant_method.apply(model.lm_head, x), x, table, 8)
-    # Loaded again, as by the worker's reload_weights: new values at the same addresses.
+    # A reload, as by the worker's reload_weights: new values at the same addresses.
     addresses = [model.lm_head.weight.data_ptr(), model.lm_head.weight_scale.data_ptr()]
     initialize_layerwise_reload(model)
     load(model.embed_tokens, -2 * table)
@@ -213,7 +213,7 @@ def test_the_names_are_vllms() -> None:
     register()
     for config in CONFIGS:
         assert get_quantization_config(config.name) is config
-        assert type(pickle.loads(pickle.dumps(config()))) is config  # it travels to the workers
+        assert type(pickle.loads(pickle.dumps(config()))) is config  # it is sent to the workers
         current_platform.verify_quantization(config.name)
     with pytest.raises(BackplaneError, match=r"quantization fp8 .* --quantization int8 or int4"):
         current_platform.verify_quantization("fp8")

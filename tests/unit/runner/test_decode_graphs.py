@@ -1,4 +1,4 @@
-"""A replayed step is refused where a tensor that it reads is another than at the capture: all are looked at."""
+"""Tests that the replay of a step is refused if any tensor that it reads is not the captured one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 
 
 class Recording(Graph):
-    """The host records nothing; what is tested is what may be replayed."""
+    """A graph that captures nothing; the tests are about which steps may be replayed."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -104,7 +104,7 @@ def swapped(field: str, layer: int) -> Callable[[Step], None]:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "told"),
+    ("mistake", "error"),
     [
         pytest.param(swapped_argument, "input 0 is another tensor", id="argument"),
         pytest.param(swapped_keyword, "input positions is another tensor", id="keyword"),
@@ -114,13 +114,13 @@ def swapped(field: str, layer: int) -> Callable[[Step], None]:
         pytest.param(swapped_slots, f"input slots of {LAYERS[1]} is another tensor", id="slot mapping"),
     ],
 )
-def test_any_other_tensor_is_refused(graphs: StepGraphs, mistake: Callable[[Step], None], told: str) -> None:
+def test_any_other_tensor_is_refused(graphs: StepGraphs, mistake: Callable[[Step], None], error: str) -> None:
     step = Step()
     step.take(graphs)
     step.take(graphs)
     assert (len(graphs.calls), graphs.calls.replays) == (1, 1)
     mistake(step)
-    with pytest.raises(GraphError, match=told):
+    with pytest.raises(GraphError, match=error):
         step.take(graphs)
     assert graphs.calls.replays == 1
 

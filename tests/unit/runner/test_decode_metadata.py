@@ -1,6 +1,6 @@
-"""What decode steps are told is kept only where it stays the same, and padding is written every time.
+"""Tests that the metadata of decode steps is cached only where it stays the same, and that padding is always written.
 
-That it is what vLLM makes of them is compared step by step in tests/e2e/test_cpu_graphs.py.
+tests/e2e/test_cpu_graphs.py compares the metadata with vLLM's own, step by step.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from vllm_backplane.attention.metadata import BackplaneMetadataBuilder
 from vllm_backplane.runner import decode_inputs
-from vllm_backplane.runner.decode_metadata import DecodeMetadata
+from vllm_backplane.runner.decode_metadata import DecodeMetadataCache
 
 
 class Another(BackplaneMetadataBuilder):
-    """What a vendor adds is not known."""
+    """The metadata builder of a vendor, whose fields are unknown."""
 
 
 class Table:
@@ -66,32 +66,32 @@ def sizes(count: int, padded: int | None = None) -> dict[str, Any]:
     }
 
 
-def asked(metadata: DecodeMetadata, count: int = 2, padded: int = 4) -> list[object]:
-    """What three questions of a step give."""
+def results(metadata: DecodeMetadataCache, count: int = 2, padded: int = 4) -> list[object]:
+    """Returns the three results that a step requests."""
     given = sizes(count, padded)
     return [metadata.mode(object, given), metadata.slots(object, given), metadata.attention(object, given)]
 
 
-def is_kept(before: list[object], after: list[object]) -> list[bool]:
+def is_cached(before: list[object], after: list[object]) -> list[bool]:
     return [one is other for one, other in zip(before, after, strict=True)]
 
 
 def test_as_many_sequences_are_told_the_same() -> None:
-    metadata = DecodeMetadata(runner())
-    first, other = asked(metadata), asked(metadata, 3)
-    assert is_kept(first, asked(metadata)) == [True] * 3
-    assert is_kept(first, other) == [False] * 3
-    assert is_kept(first[1:], asked(metadata, 2, 8)[1:]) == [False] * 2
+    metadata = DecodeMetadataCache(runner())
+    first, other = results(metadata), results(metadata, 3)
+    assert is_cached(first, results(metadata)) == [True] * 3
+    assert is_cached(first, other) == [False] * 3
+    assert is_cached(first[1:], results(metadata, 2, 8)[1:]) == [False] * 2
 
 
 def test_padding_is_written_every_time() -> None:
-    """A larger step before may have left something there; the first time vLLM itself writes it."""
+    """An earlier, larger step may have left values there; the first time vLLM itself writes the padding."""
     given = runner()
-    metadata = DecodeMetadata(given)
-    asked(metadata)
+    metadata = DecodeMetadataCache(given)
+    results(metadata)
     tables = given.input_batch.block_table.block_tables
     assert all((table.rows == 77).all() for table in tables)
-    asked(metadata)
+    results(metadata)
     for table in tables:
         assert table.slot_mapping.gpu.tolist() == [77, 77, -1, -1, 77, 77, 77, 77]
         assert table.rows[:, 0].tolist() == [77, 77, 0, 0, 77, 77, 77, 77]
@@ -99,7 +99,7 @@ def test_padding_is_written_every_time() -> None:
 
 def test_a_step_without_padding_writes_nothing() -> None:
     given = runner()
-    metadata = DecodeMetadata(given)
+    metadata = DecodeMetadataCache(given)
     for _ in range(2):
         metadata.attention(object, sizes(3))
         metadata.slots(object, sizes(3, 3))
@@ -109,10 +109,10 @@ def test_a_step_without_padding_writes_nothing() -> None:
 @pytest.mark.parametrize("part", ["input_batch", "kv_cache_config"])
 def test_with_other_buffers_everything_is_made_again(part: str) -> None:
     given = runner()
-    metadata = DecodeMetadata(given)
-    first = asked(metadata)
+    metadata = DecodeMetadataCache(given)
+    first = results(metadata)
     setattr(given, part, batch() if part == "input_batch" else caches())
-    assert is_kept(first, asked(metadata)) == [False] * 3
+    assert is_cached(first, results(metadata)) == [False] * 3
 
 
 @pytest.mark.parametrize(
@@ -130,13 +130,13 @@ def test_with_other_buffers_everything_is_made_again(part: str) -> None:
     ],
 )
 def test_what_may_change_is_made_every_time(changes: dict[str, Any]) -> None:
-    metadata = DecodeMetadata(runner(**changes))
-    assert is_kept(asked(metadata), asked(metadata)) == [False] * 3
+    metadata = DecodeMetadataCache(runner(**changes))
+    assert is_cached(results(metadata), results(metadata)) == [False] * 3
 
 
 def test_with_several_replicas_each_step_decides_with_the_others() -> None:
-    metadata = DecodeMetadata(runner(parallel_config=SimpleNamespace(data_parallel_size=2)))
-    assert is_kept(asked(metadata), asked(metadata)) == [False, True, True]
+    metadata = DecodeMetadataCache(runner(parallel_config=SimpleNamespace(data_parallel_size=2)))
+    assert is_cached(results(metadata), results(metadata)) == [False, True, True]
 
 
 @pytest.mark.parametrize("part", ["use_ubatching", "kv_sharing_fast_prefill"])
@@ -153,6 +153,6 @@ def test_steps_that_need_more_are_left_to_vllm(part: str, monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(decode_inputs.compat, "has_known_decode_inputs", lambda: True)
     monkeypatch.setattr(decode_inputs.DecodeInputs, "__init__", lambda self, runner: None)
-    assert decode_inputs.DecodeInputs.of(given) is not None
+    assert decode_inputs.DecodeInputs.create_if_supported(given) is not None
     setattr(given.parallel_config if part == "use_ubatching" else given.cache_config, part, True)
-    assert decode_inputs.DecodeInputs.of(given) is None
+    assert decode_inputs.DecodeInputs.create_if_supported(given) is None

@@ -1,4 +1,4 @@
-"""Masks of structured output by our operator leave the logits that vLLM's own way leaves."""
+"""Tests that masks of structured output give the same logits with Backplane's operator as with vLLM's code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whatever is drafted, what the rejection sampler lets through is distributed as the target says.
+"""Tests that the tokens of the rejection sampler follow the target's distribution, whatever the draft tokens are.
 
-vLLM's rejection sampler as the runner has it: our operators for its kernels, our sampler for the bonus token. Three
-wrong samplers are held against the same bound, which each of them must fail.
+The rejection sampler is vLLM's, as the runner uses it: with Backplane's operators for its kernels, and Backplane's
+sampler for the bonus token. Three wrong samplers must fail the same bound.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_runner_kernels import metadata
+from test_triton_kernels import metadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from tests.statistics_of_draws import UNLIKELY, p_value
 from vllm_backplane import ops
-from vllm_backplane.runner import triton_kernels as runner_kernels
+from vllm_backplane.runner import triton_kernels
 from vllm_backplane.runner.sampler import BackplaneSampler
 
 CPU = torch.device("cpu")
@@ -27,18 +27,19 @@ TEMPERATURE = 0.8
 
 @pytest.fixture(autouse=True)
 def _kernels_replaced() -> None:
-    runner_kernels.register()
+    triton_kernels.register()
 
 
 def logits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the target at three places, and of the drafter at two, where it is wrong by a good deal but not hopeless."""
+    """Returns logits of the target at three positions, and of the drafter at two, where many draft tokens are
+    rejected."""
     random = torch.Generator().manual_seed(5)
     target = torch.randn(DRAFTS + 1, VOCABULARY, generator=random)
     return target, target[:DRAFTS] + torch.randn(DRAFTS, VOCABULARY, generator=random)
 
 
 def processed(target: torch.Tensor, top_k: int | None) -> torch.Tensor:
-    """Probabilities, worked out here."""
+    """Returns the expected probabilities, computed independently of vLLM."""
     scaled = target / TEMPERATURE
     if top_k is not None:
         kept = scaled >= scaled.topk(top_k, dim=-1).values[:, -1:]
@@ -47,16 +48,16 @@ def processed(target: torch.Tensor, top_k: int | None) -> torch.Tensor:
 
 
 def draw(certain: bool, top_k: int | None) -> torch.Tensor:
-    """Tokens of all requests [REQUESTS, DRAFTS + 1], -1 after a rejection."""
+    """Returns the tokens of all requests, [REQUESTS, DRAFTS + 1], with -1 after a rejection."""
     torch.manual_seed(17)
     target, drafter = logits()
-    if certain:  # as of an n-gram: no probabilities, and always the same guess
-        guesses, probabilities = drafter.argmax(-1).repeat(REQUESTS, 1), None
+    if certain:  # as with n-grams: no probabilities, and always the same draft tokens
+        draft_tokens, probabilities = drafter.argmax(-1).repeat(REQUESTS, 1), None
     else:
         shares = drafter.softmax(-1)
-        guesses = torch.stack([torch.multinomial(one, REQUESTS, replacement=True) for one in shares], dim=1)
+        draft_tokens = torch.stack([torch.multinomial(one, REQUESTS, replacement=True) for one in shares], dim=1)
         probabilities = shares.repeat(REQUESTS, 1)
-    described = SpecDecodeMetadata.make_dummy(guesses.tolist(), CPU)
+    described = SpecDecodeMetadata.make_dummy(draft_tokens.tolist(), CPU)
     rows = torch.arange(REQUESTS * (DRAFTS + 1)).view(REQUESTS, DRAFTS + 1)
     described.target_logits_indices = rows[:, :DRAFTS].reshape(-1).int()
     described.bonus_logits_indices = rows[:, DRAFTS].int()
@@ -67,7 +68,8 @@ def draw(certain: bool, top_k: int | None) -> torch.Tensor:
 
 
 def fits(drawn: torch.Tensor, top_k: int | None) -> list[float]:
-    """The p-value at each place, of the requests that got there: logits here do not depend on what came before."""
+    """Returns the p-value at each position, over the requests that reached it. Logits do not depend on earlier tokens
+    here."""
     target = processed(logits()[0], top_k).double()
     found = []
     for place in range(DRAFTS + 1):
@@ -101,7 +103,7 @@ def everything_accepted(right: Callable[..., None]) -> Callable[..., None]:
 
 
 def recovered_from_the_target(right: Callable[..., None]) -> Callable[..., None]:
-    """Not from what the draft left of it."""
+    """Samples from the target's distribution, instead of its remainder after the draft token."""
 
     def wrong(output: Any, ends: Any, drafts: Any, draft_probs: Any, target_probs: Any, noise: Any) -> None:
         right(output, ends, torch.full_like(drafts, -1), None, target_probs, noise)
@@ -110,7 +112,7 @@ def recovered_from_the_target(right: Callable[..., None]) -> Callable[..., None]
 
 
 def accepted_by_the_target_alone(right: Callable[..., None]) -> Callable[..., None]:
-    """Without dividing by what the draft was drawn with."""
+    """Accepts without dividing by the draft token's probability."""
 
     def wrong(output: Any, ends: Any, drafts: Any, draft_probs: Any, target_probs: Any, *rest: Any) -> None:
         right(output, ends, drafts, None, target_probs, *rest)
@@ -136,7 +138,7 @@ def test_a_wrong_sampler_is_found(
 
 
 def test_the_drafters_own_distribution_does_not_fit() -> None:
-    """Or the bound would not tell the two apart."""
+    """Otherwise the bound could not distinguish the two distributions."""
     _, drafter = logits()
     counts = torch.bincount(draw(False, None)[:, 0].long(), minlength=VOCABULARY)
     assert p_value(counts.tolist(), drafter[0].softmax(-1).tolist()) < UNLIKELY

@@ -1,4 +1,4 @@
-"""The sampler on operators must give the very tokens of vLLM's own PyTorch path, seeds included."""
+"""Tests that the sampler gives exactly the tokens of vLLM's own PyTorch path, with and without seeds."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def run(sampler: Sampler, changes: dict[str, Any], steps: int = 3) -> list[Any]:
-    """Several steps, so that generators have to be left in the same state too."""
+    """Runs several steps, so that the state of the generators is compared too."""
     changes = copy.deepcopy(changes)
     if "generators" in changes:
         changes["generators"] = seeded(*changes["generators"])
@@ -166,7 +166,7 @@ def test_min_p_is_upstreams(config: VllmConfig) -> None:
 
 
 def runner(config: VllmConfig, sampler: Any = None) -> Any:
-    """The parts of a model runner that are exchanged, real ones."""
+    """Returns the real parts of a model runner that `replace_sampler` replaces."""
     sampler = sampler or Sampler("processed_logprobs", True)
     return SimpleNamespace(
         sampler=sampler,

@@ -1,4 +1,4 @@
-"""What was asked for is told apart from what vLLM fills in, for a command line and for Python alike."""
+"""Tests that explicit engine arguments are distinguished from vLLM's defaults, on the command line and in Python."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_async_scheduling_is_on_where_it_is_asked_for(
     """On a device without streams."""
     made = arguments(dense, **options)
     assert made.create_engine_config().scheduler_config.async_scheduling is expected
-    again = made.create_engine_config()  # by now vLLM has filled in what nobody said
+    again = made.create_engine_config()  # by now vLLM has filled in its defaults
     assert again.scheduler_config.async_scheduling is expected
     assert again.cache_config.enable_prefix_caching is True
     assert "enable_prefix_caching" not in state_of(again).explicit_arguments
@@ -68,12 +68,14 @@ def test_async_scheduling_is_on_where_it_is_asked_for(
 @BOTH
 def test_prefixes_of_a_hybrid_are_refused_where_they_are_asked_for(arguments: Arguments, hybrid: Path) -> None:
     assert arguments(hybrid).create_engine_config().cache_config.enable_prefix_caching is False
-    with pytest.raises(BackplaneError, match=r"JambaForCausalLM carries a state .* remove --enable-prefix-caching"):
+    with pytest.raises(
+        BackplaneError, match=r"JambaForCausalLM carries a recurrent state.* remove --enable-prefix-caching"
+    ):
         arguments(hybrid, enable_prefix_caching=True).create_engine_config()
 
 
 def test_what_a_user_gave_is_left_as_it_was(dense: Path) -> None:
-    """It may be given to the next engine too."""
+    """The user may pass the same dictionary to the next engine."""
     own = {"backplane": {"memory_share": 0.2}}
     first = by_python(dense, additional_config=own, async_scheduling=True).create_engine_config()
     second = by_python(dense, additional_config=own).create_engine_config()
@@ -82,7 +84,7 @@ def test_what_a_user_gave_is_left_as_it_was(dense: Path) -> None:
 
 
 def test_the_state_travels_with_a_configuration(dense: Path) -> None:
-    """vLLM pickles a configuration for its processes, copies it for replicas and replaces parts of it for drafts."""
+    """vLLM pickles a configuration for its processes, copies it for replicas and replaces parts for draft models."""
     config = by_python(dense, async_scheduling=True).create_engine_config()
     state_of(config).workers_on_host = 3
     for copied in (

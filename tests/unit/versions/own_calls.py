@@ -1,6 +1,6 @@
-"""Reads off the source of a vLLM whether our calls of it would be accepted: imported names, super() and self.
+"""Compares our calls of vLLM's functions with their signatures in a vLLM's source: imported names, super() and self.
 
-Only what is written out is compared: how many arguments by position, and which by name.
+Only literal arguments are compared: the number of positional ones and the names of keyword arguments.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_patchbay.upstream import Resolution, Signature, SymbolIndex
-from vllm_patchbay.upstream.modules import Binds, Calling, dotted
+from vllm_patchbay.upstream.modules import Binds, MethodKind, dotted
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A call whose function is vLLM's, and what is wrong with it; empty if nothing is."""
+class CheckedCall:
+    """A call of a function of vLLM."""
 
     where: str
     function: str
     fault: str
+    """Why the call is wrong; empty if it is right."""
 
 
-def calls(package: Path, index: SymbolIndex) -> Iterator[Found]:
-    """`index` holds the package too."""
+def calls(package: Path, index: SymbolIndex) -> Iterator[CheckedCall]:
+    """Yields every call of vLLM in `package`. `index` must contain the package and vLLM."""
     for file in sorted(package.rglob("*.py")):
         tree = ast.parse(file.read_text())
         name = file.relative_to(package).as_posix()
@@ -36,11 +37,11 @@ def calls(package: Path, index: SymbolIndex) -> Iterator[Found]:
                 continue
             signature = _as_called(index, upstream, node)
             if signature is not None:
-                yield Found(f"{name}:{node.lineno}", upstream.path, misfit(signature, node))
+                yield CheckedCall(f"{name}:{node.lineno}", upstream.path, mismatch(signature, node))
 
 
-def misfit(signature: Signature, node: ast.Call) -> str:
-    """Why Python would refuse the call, or an empty string."""
+def mismatch(signature: Signature, node: ast.Call) -> str:
+    """Returns why Python would reject the call, or an empty string."""
     given = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
     open_ended = len(given) < len(node.keywords) or any(isinstance(each, ast.Starred) for each in node.args)
     places = signature.positional
@@ -65,7 +66,7 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def _calls(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.Call]]:
-    """Every call, with the class around it."""
+    """Yields every call with the name of the class that contains it."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Call):
             yield owner, node
@@ -83,8 +84,8 @@ def _function(
     if not owner or not isinstance(function, ast.Attribute):
         return None
     if isinstance(function.value, ast.Call) and dotted(function.value.func) == "super" and not function.value.args:
-        line = index.ancestors(module, owner)
-        for where, name, body in line.classes[1:] if line is not None else ():
+        ancestry = index.ancestors(module, owner)
+        for where, name, body in ancestry.classes[1:] if ancestry is not None else ():
             if function.attr in body.members:
                 return index.resolve(where, f"{name}.{function.attr}")
         return None
@@ -94,7 +95,7 @@ def _function(
 
 
 def _as_called(index: SymbolIndex, upstream: Resolution, node: ast.Call) -> Signature | None:
-    """The signature without what Python passes itself; None if it cannot be told."""
+    """Returns the signature without the argument that Python passes itself, or None if it is unknown."""
     if upstream.is_class:
         constructor = index.member(upstream, "__init__")
         symbol = constructor.symbol
@@ -103,4 +104,8 @@ def _as_called(index: SymbolIndex, upstream: Resolution, node: ast.Call) -> Sign
     if symbol is None or symbol.binds is not Binds.FUNCTION or symbol.signature is None:
         return None
     is_member = "." in upstream.qualname
-    return symbol.signature.without_first() if is_member and symbol.calling is not Calling.NOTHING else symbol.signature
+    return (
+        symbol.signature.without_first()
+        if is_member and symbol.method_kind is not MethodKind.STATIC
+        else symbol.signature
+    )

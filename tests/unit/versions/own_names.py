@@ -1,6 +1,6 @@
-"""Reads off the source of a vLLM whether every name that our package binds, overrides or relies on is there.
+"""Checks in a vLLM's source that every name exists that our package binds, overrides or uses.
 
-Neither side is imported to be judged: the package is read from a folder, vLLM from a wheel or a tree.
+Neither side is imported: the package is read from a folder, and vLLM from a wheel or a source tree.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from vllm_patchbay.audit.facts import ClassFact
 from vllm_patchbay.audit.plugin import Plugin
 from vllm_patchbay.audit.plugin_files import collect
 from vllm_patchbay.audit.run import read_one
-from vllm_patchbay.audit.vllm_target import Judge, Target
+from vllm_patchbay.audit.vllm_target import ConditionEvaluator, VllmTarget
 from vllm_patchbay.upstream import Resolution, SourceTree, SymbolIndex, mismatches
 from vllm_patchbay.upstream.call_sites import calls_of
 from vllm_patchbay.upstream.signatures import Kind
 from vllm_patchbay.upstream.source import FolderTree
 
 REPLACEABLE = {"CustomOp", "PluggableLayer"}
-"""Classes whose instantiation looks replacements up."""
+"""Base classes whose instantiation looks up a registered replacement."""
 
 
 def index_of(package: Path, tree: SourceTree) -> SymbolIndex:
     return SymbolIndex(tree, FolderTree(package, "0", package.name))
 
 
-# --- what binding/registry.py and binding/hooks.py list
+# --- the declarations in binding/registry.py and binding/hooks.py
 
 
 def faults_of_bindings(index: SymbolIndex, bindings: Iterable[Binding]) -> Iterator[str]:
     for binding in bindings:
-        line = index.ancestors(*binding.upstream.split(":"))
-        if line is None:
+        ancestry = index.ancestors(*binding.upstream.split(":"))
+        if ancestry is None:
             yield f"{binding.upstream}: there is no such class"
-        elif not REPLACEABLE & {name for _, name, _ in line.classes}:
-            yield f"{binding.upstream}: it never asks for a replacement"
+        elif not REPLACEABLE & {name for _, name, _ in ancestry.classes}:
+            yield f"{binding.upstream}: it never looks up a replacement"
         else:
             yield from _not_derived(index, binding.replacement, binding.upstream)
 
@@ -62,14 +62,15 @@ def faults_of_hooks(index: SymbolIndex, hooks: Iterable[Hook]) -> Iterator[str]:
 
 
 def _not_derived(index: SymbolIndex, replacement: str, upstream: str) -> Iterator[str]:
-    line = index.ancestors(*replacement.split(":"))
+    ancestry = index.ancestors(*replacement.split(":"))
     found = index.resolve(*upstream.split(":"))
-    if line is None or (found.module, found.qualname) not in {(module, name) for module, name, _ in line.classes}:
+    classes = {(module, name) for module, name, _ in ancestry.classes} if ancestry is not None else set()
+    if (found.module, found.qualname) not in classes:
         yield f"{replacement}: not a subclass of {upstream}"
 
 
 def _unknown_arguments(index: SymbolIndex, hook: Hook) -> Iterator[str]:
-    """An adapter's parameter without a default is one that every supported vLLM must have."""
+    """Yields the adapter's parameters without a default that the kernel lacks; every supported vLLM must have them."""
     kernel, adapter = (index.signature_of(*path.split(":")) for path in (hook.upstream, hook.replacement))
     if kernel is None or adapter is None:
         yield f"{hook.upstream}: not a function, here or upstream"
@@ -80,11 +81,11 @@ def _unknown_arguments(index: SymbolIndex, hook: Hook) -> Iterator[str]:
             yield f"{hook.upstream}: it has no argument {parameter.name}"
 
 
-# --- methods and attributes of classes that derive from vLLM's
+# --- methods and attributes of classes that are derived from vLLM's classes
 
 
 class Presence:
-    """For each member of ours that derives from a class of vLLM: which of the given vLLMs have it."""
+    """Records, for each member of our classes derived from vLLM's classes, which of the given releases have it."""
 
     def __init__(self, package: Path, trees: Sequence[SourceTree]) -> None:
         collection = collect(package, [])
@@ -93,15 +94,15 @@ class Presence:
         self.plugin.gather([read_one(file, collection.wheel, roots) for file in self.plugin.files])
         self.trees = trees
         self.defined: dict[str, dict[str, Resolution]] = {}
-        """'file:Class.method' to what it overrides, by version."""
+        """Maps 'file:Class.method' to the overridden method, by version."""
         self.read: dict[str, dict[str, Resolution]] = {}
-        """The same for attributes of itself that a class reads and does not set."""
+        """Maps 'file:Class.attribute' to vLLM's attribute, for attributes of self that a class reads and never sets."""
         for tree in trees:
-            self._look(Target(tree, self.plugin))
+            self._record(VllmTarget(tree, self.plugin))
 
-    def _look(self, target: Target) -> None:
+    def _record(self, target: VllmTarget) -> None:
         for file, facts in self.plugin.facts.items():
-            context = Context(file, facts, target, Judge(target, facts), False, {}, {}, set(), [])
+            context = Context(file, facts, target, ConditionEvaluator(target, facts), False, {}, {}, set(), [])
             for _, fact, _ in context.each(ClassFact):
                 bases = _bases(context, fact)
                 if not any(_reaches_vllm(context, base) for base in bases):
@@ -115,8 +116,8 @@ class Presence:
                         where = self.read.setdefault(f"{file}:{fact.name}.{use.name}", {})
                         where[target.label] = inherited(context, bases, use.name)
 
-    def partly_there(self) -> dict[str, str]:
-        """What some of the vLLMs have and others do not: 'module:Class.name' of vLLM, and where we use it."""
+    def not_in_every_release(self) -> dict[str, str]:
+        """Maps 'module:Class.name' of vLLM, which only some of the releases have, to our use of it."""
         return {
             next(each.path for each in by_version.values() if each.is_found): ours
             for ours, by_version in {**self.read, **self.defined}.items()
@@ -124,25 +125,26 @@ class Presence:
             and not all(each.is_found for each in by_version.values())
         }
 
-    def faults(self, partly_there: Mapping[str, str]) -> Iterator[str]:
-        found = self.partly_there()
+    def faults(self, declared: Mapping[str, str]) -> Iterator[str]:
+        """Yields what is wrong; `declared` is compat.NOT_IN_EVERY_RELEASE."""
+        found = self.not_in_every_release()
         for upstream, ours in found.items():
-            if upstream not in partly_there:
-                yield f"{ours}: {upstream} is not in every vLLM, and compat.PARTLY_THERE does not say so"
-        for upstream in partly_there.keys() - found.keys():
-            yield f"compat.PARTLY_THERE: {upstream} is in all of them, in none, or not used"
+            if upstream not in declared:
+                yield f"{ours}: {upstream} is not in every vLLM, and compat.NOT_IN_EVERY_RELEASE does not list it"
+        for upstream in declared.keys() - found.keys():
+            yield f"compat.NOT_IN_EVERY_RELEASE: {upstream} is in every vLLM, in none, or not used"
         for ours, by_version in self.defined.items():
             if not any(each.is_found for each in by_version.values()):
-                yield from self._unheard(ours, ours.rpartition(".")[2])
+                yield from self._uncalled(ours, ours.rpartition(".")[2])
         for ours, by_version in self.read.items():
             if all(each.is_missing for each in by_version.values()):
                 yield f"{ours} is read, and nothing sets it"
 
-    def _unheard(self, ours: str, name: str) -> Iterator[str]:
-        """A method that no class of vLLM has: we call it ourselves, or vLLM calls it without a base class for it."""
+    def _uncalled(self, ours: str, name: str) -> Iterator[str]:
+        """Yields a fault for a method that no class of vLLM has, if neither our code nor vLLM's calls it."""
         if name in self.plugin.attributes_read or name.startswith("__"):
             return
         for tree in self.trees:
             calls = calls_of(tree, [name])[name]
             if not calls.keywords and not calls.positional:
-                yield f"{ours}: no class of vLLM {tree.version} has it, and nobody calls it"
+                yield f"{ours}: no class of vLLM {tree.version} has it, and nothing calls it"

@@ -1,4 +1,4 @@
-"""The runner of the version matrix, with commands that take no time in place of vLLM's."""
+"""The runner of the version matrix, with instant commands in place of those of vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_backplane.settings.releases import RELEASES, Release
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """What each step runs, as Python; a step that is not in it passes."""
+    """The Python code that each step runs; a step without code passes."""
     programs: dict[str, str] = {}
 
     def command(release: Release, step: str, folder: Path) -> list[str]:
@@ -62,12 +62,12 @@ def test_without_its_environment_nothing_of_a_version_is_run(
 ) -> None:
     scripted["environment"] = "raise SystemExit('no compiler')"
     assert matrix.main(["0.30.0", "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert [(each["step"], each["status"]) for each in told] == [
+    outcomes = json.loads(capsys.readouterr().out)
+    assert [(each["step"], each["status"]) for each in outcomes] == [
         ("environment", "failed"),
         *((step, "not run") for step in steps.STEPS[1:]),
     ]
-    assert {each["version"] for each in told} == {"0.30.0"}
+    assert {each["version"] for each in outcomes} == {"0.30.0"}
 
 
 def test_a_step_that_hangs_is_ended_with_what_it_started(
@@ -76,7 +76,7 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(
     note = tmp_path / "pid"
     scripted["chat"] = (
         "import pathlib, signal, subprocess, time\n"
-        # In the background of a shell it is ignored, and waited for in vain.
+        # A shell ignores SIGINT for its background jobs, and this process would inherit that.
         "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"
         "child = subprocess.Popen(['sleep', '600'])\n"
         f"pathlib.Path({str(note)!r}).write_text(str(child.pid))\n"
@@ -85,7 +85,7 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(
     command = steps.command
 
     def limited(release: Release, step: str, folder: Path) -> list[str]:
-        # Waited for once, and long enough for the step to start what it starts on a busy machine.
+        # The limit is reached once, and is long enough for the step to start its child on a busy machine.
         monkeypatch.setattr(steps, "LIMIT_SECONDS", 8 if step == "chat" else 300)
         return command(release, step, folder)
 
@@ -98,7 +98,7 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(
 
 
 def lives(pid: int) -> bool:
-    """A zombie does not: who reaps it depends on the machine's first process."""
+    """Returns whether a process runs. A zombie does not; the machine's init process decides when it is reaped."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -109,7 +109,7 @@ def test_a_version_that_is_not_served(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as end:
         matrix.main(["0.29.0"])
     assert end.value.code == 2
-    assert "0.29.0 is not served; there are 0.30.0, 0.31.0, 0.32.0" in capsys.readouterr().err
+    assert "0.29.0 is not supported; supported: 0.30.0, 0.31.0, 0.32.0" in capsys.readouterr().err
 
 
 def test_the_real_commands() -> None:

@@ -1,4 +1,4 @@
-"""Every release that we serve, read from its wheel: our patches fit, our package audits clean, every name is there."""
+"""Our package fits every supported vLLM release, read from its wheel: patches, names, calls and the auditor's rules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VERSIONS = [
 
 @pytest.fixture(scope="module")
 def index_with() -> Callable[[str], SymbolIndex]:
-    """Of our package and a version of vLLM. What one test has read of them the next need not."""
+    """Returns an index of our package and a version of vLLM, which tests share."""
     return cache(lambda version: index_of(PACKAGE, open_tree(version)))
 
 
@@ -44,10 +44,10 @@ def trees() -> list[SourceTree]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_our_patches_fit(version: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["patches", "check", "--package", "vllm_patchbay.patch", "--vllm", version, "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert (status, told["vllm"]) == (0, version)
-    assert {patch["outcome"] for patch in told["patches"]} <= {"fits", "not needed"}
+    status = main(["patches", "check", "--vllm", version, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (status, found["vllm"]) == (0, version)
+    assert {patch["outcome"] for patch in found["patches"]} <= {"fits", "not needed"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -59,11 +59,11 @@ def test_our_package_audits_clean(version: str) -> None:
 
 @pytest.mark.download
 def test_what_changed_upstream_is_what_we_know_of(trees: list[SourceTree]) -> None:
-    """The kernel lost two arguments in 0.32; its adapter binds by name and does without them."""
+    """The kernel lost two arguments in 0.32; its adapter binds arguments by name and does not need them."""
     report = audit(PACKAGE, trees)
-    told = [(f.rule_id, f.severity, f.vllm, f.message.partition(" changed")[0]) for f in report.findings]
+    found = [(f.rule_id, f.severity, f.vllm, f.message.partition(" changed")[0]) for f in report.findings]
     kernel = "vllm.v1.worker.block_table:ComputeSlotMappingKernel.kernel"
-    assert told == [("BP202", Severity.WARNING, "0.32.0", kernel)]
+    assert found == [("BP202", Severity.WARNING, "0.32.0", kernel)]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -78,17 +78,17 @@ def test_every_override_is_of_something(trees: list[SourceTree]) -> None:
     presence = Presence(PACKAGE, trees)
     assert len(presence.defined) > 100
     assert len(presence.read) > 30
-    assert list(presence.faults(compat.PARTLY_THERE)) == []
+    assert list(presence.faults(compat.NOT_IN_EVERY_RELEASE)) == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_our_calls_are_accepted(version: str, index_with: Callable[[str], SymbolIndex]) -> None:
     found = list(calls(PACKAGE, index_with(version)))
     assert len(found) > 30
-    assert [each for each in found if each.fault and not each.where.startswith("compat.py:")] == []
+    assert [each for each in found if each.fault and not each.where.startswith("settings/compat.py:")] == []
 
 
-# --- that the above can fail
+# --- the checks above can fail
 
 
 def test_a_wrong_binding_is_found() -> None:
@@ -96,10 +96,10 @@ def test_a_wrong_binding_is_found() -> None:
     gone = dataclasses.replace(BINDINGS[0], upstream=BINDINGS[0].upstream + "s")
     never = dataclasses.replace(BINDINGS[0], upstream="vllm.v1.worker.gpu_worker:Worker")
     other = dataclasses.replace(BINDINGS[0], replacement=BINDINGS[1].replacement)
-    told = list(faults_of_bindings(index, [gone, never, other]))
-    assert [each.partition(": ")[2].partition(" of")[0] for each in told] == [
+    found = list(faults_of_bindings(index, [gone, never, other]))
+    assert [each.partition(": ")[2].partition(" of")[0] for each in found] == [
         "there is no such class",
-        "it never asks for a replacement",
+        "it never looks up a replacement",
         "not a subclass",
     ]
 
@@ -133,12 +133,12 @@ def test_a_wrong_name_in_a_class_is_found(tmp_path: Path) -> None:
         },
     )
     tree = open_tree("installed")
-    told = list(Presence(copy, [tree]).faults({}))
-    nobody = f"no class of vLLM {tree.version} has it, and nobody calls it"
-    assert sorted(told) == [
-        f"attention/implementation.py:BackplaneAttentionImpl.do_kv_cache_updates: {nobody}",
-        f"platform.py:BackplanePlatform.get_punica_wraper: {nobody}",
-        "runner/v1.py:BackplaneModelRunnerV1._zero_blocks_by_id: " + nobody,
+    found = list(Presence(copy, [tree]).faults({}))
+    uncalled = f"no class of vLLM {tree.version} has it, and nothing calls it"
+    assert sorted(found) == [
+        f"attention/implementation.py:BackplaneAttentionImpl.do_kv_cache_updates: {uncalled}",
+        f"platform.py:BackplanePlatform.get_punica_wraper: {uncalled}",
+        "runner/v1.py:BackplaneModelRunnerV1._zero_blocks_by_id: " + uncalled,
         "worker/worker.py:BackplaneWorker.rank_on_host is read, and nothing sets it",
     ]
     found = {(f.rule_id, f.file, f.severity) for f in audit(copy, [tree]).findings}
@@ -166,7 +166,7 @@ def test_a_wrong_call_is_found(tmp_path: Path) -> None:
 
 
 def test_what_only_some_vllms_have_must_be_declared(tmp_path: Path) -> None:
-    """Two trees that differ in one method, in place of two releases."""
+    """Two source trees that differ in one method stand for two releases."""
     for version, method in (("1.0", "step"), ("2.0", "walk")):
         folder = tmp_path / version / "vllm"
         folder.mkdir(parents=True)
@@ -179,15 +179,15 @@ def test_what_only_some_vllms_have_must_be_declared(tmp_path: Path) -> None:
     )
     trees = [open_tree(f"{version}@{tmp_path / version}") for version in ("1.0", "2.0")]
     presence = Presence(package, trees)
-    assert presence.partly_there() == {"vllm.core:Engine.step": "__init__.py:Mine.step"}
+    assert presence.not_in_every_release() == {"vllm.core:Engine.step": "__init__.py:Mine.step"}
     assert list(presence.faults({"vllm.core:Engine.step": "why"})) == []
     [undeclared, stale] = presence.faults({"vllm.core:Engine.run": "why"})
     assert "Engine.step is not in every vLLM" in undeclared
-    assert stale.startswith("compat.PARTLY_THERE: vllm.core:Engine.run")
+    assert stale.startswith("compat.NOT_IN_EVERY_RELEASE: vllm.core:Engine.run")
 
 
 def _copy(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
-    """Our package with a name in each of these files replaced, which must be there."""
+    """Copies our package and replaces a pattern in each of the given files; every pattern must match."""
     package = folder / "vllm_backplane"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for file, (old, new) in changes.items():
@@ -201,16 +201,19 @@ def _copy(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
 
 
 def test_versions_are_stated_in_one_place() -> None:
-    """The Makefile cannot import it, so it is compared."""
-    stated = dict(re.findall(r"^(VLLM_VERSION|TORCH_VERSION) := (\S+)$", (ROOT / "Makefile").read_text(), re.M))
-    assert stated == {"VLLM_VERSION": NEWEST.version, "TORCH_VERSION": NEWEST.torch}
-    assert [release.covered == FULL for release in RELEASES] == [release is NEWEST for release in RELEASES]
+    """The Makefile cannot import settings/releases.py, so its versions are compared."""
+    declared = dict(re.findall(r"^(VLLM_VERSION|TORCH_VERSION) := (\S+)$", (ROOT / "Makefile").read_text(), re.M))
+    assert declared == {"VLLM_VERSION": NEWEST.version, "TORCH_VERSION": NEWEST.torch}
+    assert [release.coverage == FULL for release in RELEASES] == [release is NEWEST for release in RELEASES]
 
 
 def test_differences_are_asked_for_in_compat_alone() -> None:
-    """Outside of what reads or judges versions for a living, no code of ours looks at vLLM's."""
-    readers = ("upstream/", "audit/", "patch/", "diagnosis/", "cli/", "supported.py")
-    looks = re.compile(r"vllm\.__version__|installed_version|in_range\(|vllm_version|VLLM_VERSION")
+    """Only settings/ and the commands that report versions depend on vLLM's version; others call compat.
+
+    `compat.vllm_version()` is allowed: peers exchange it.
+    """
+    readers = ("doctor/", "cli/", "settings/compat.py", "settings/releases.py")
+    looks = re.compile(r"vllm\.__version__|installed_version|in_range\(|(?<!compat\.)vllm_version|VLLM_VERSION")
     found = [
         file.relative_to(PACKAGE).as_posix()
         for file in sorted(PACKAGE.rglob("*.py"))

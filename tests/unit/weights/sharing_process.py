@@ -1,5 +1,7 @@
-"""A process with a small model whose weights it shares, for test_shared_memory.py: tells what came of it as JSON, then
-what its memory looks like for each line that it is sent, until there are no more."""
+"""Runs a process that shares the weights of a small model, for test_shared_memory.py.
+
+It prints the result of sharing as JSON, and then its memory use for each line that it reads, until its input ends.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from typing import Any
 
 import torch
 
-from vllm_backplane.weights.deduplication import share
+from vllm_backplane.weights.deduplication import share_weights
 from vllm_backplane.weights.sealed_memory import NAME, Segment
-from vllm_backplane.weights.shared_registry import Board
+from vllm_backplane.weights.shared_registry import WeightsRegistry
 
 WIDTH, LAYERS = 2048, 6
 BYTES = LAYERS * WIDTH * WIDTH * 4
@@ -28,7 +30,7 @@ def made(seed: int) -> torch.nn.Module:
 
 
 def memory() -> dict[str, int]:
-    """Kilobytes of the mappings of shared weights, and of all anonymous memory."""
+    """Returns kilobytes of the mappings of shared weights, and of all anonymous memory."""
     listing = Path("/proc/self/smaps").read_text()
     mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", listing, flags=re.MULTILINE)
     found = {"Rss": 0, "Pss": 0, "Private_Dirty": 0, "anonymous": 0}
@@ -42,27 +44,27 @@ def memory() -> dict[str, int]:
 
 
 def whole() -> int:
-    """Kilobytes that are this process's part of all memory but that of files, by the system's own account."""
+    """Returns the proportional share of this process in all memory except files, in kilobytes, as Linux counts it."""
     counted = dict(re.findall(r"^(\w+): +(\d+) kB$", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE))
     return int(counted["Pss_Anon"]) + int(counted["Pss_Shmem"])
 
 
-class Watched:
-    """What a process has in memory while it moves its weights, whenever some have been written."""
+class PeakMemory:
+    """Records the peak memory of this process while it moves its weights, measured after every write to a segment."""
 
     def __init__(self) -> None:
-        self.most = 0
+        self.kilobytes = 0
         write = Segment.write
 
-        def watched(segment: Segment, place: int, data: memoryview) -> None:
-            write(segment, place, data)
-            shared = os.fstat(segment.handle).st_blocks * 512
-            self.most = max(self.most, memory()["anonymous"] + shared // 1024)
+        def measured_write(segment: Segment, offset: int, data: memoryview) -> None:
+            write(segment, offset, data)
+            shared = os.fstat(segment.descriptor).st_blocks * 512
+            self.kilobytes = max(self.kilobytes, memory()["anonymous"] + shared // 1024)
 
-        Segment.write = watched  # type: ignore[method-assign]
+        Segment.write = measured_write  # type: ignore[method-assign]
 
 
-def answer(model: torch.nn.Module) -> dict[str, Any]:
+def measure(model: torch.nn.Module) -> dict[str, Any]:
     result = float(model(torch.ones(1, WIDTH)).double().sum())
     return memory() | {"result": result, "whole": whole()}
 
@@ -71,12 +73,12 @@ if __name__ == "__main__":
     folder, seed = sys.argv[1:]
     bare = whole()
     model = made(int(seed))
-    watched, before = Watched(), memory()["anonymous"]
-    outcome = share(model, Board(Path(folder)))
+    peak, before = PeakMemory(), memory()["anonymous"]
+    result = share_weights(model, WeightsRegistry(Path(folder)))
     after = memory()["anonymous"]
-    told = {"bare": bare, "before": before, "after": after, "most": watched.most}
-    print(json.dumps(asdict(outcome) | told), flush=True)
+    measured = {"bare": bare, "before": before, "after": after, "peak": peak.kilobytes}
+    print(json.dumps(asdict(result) | measured), flush=True)
     for line in sys.stdin:
         if line.startswith("write"):
             next(model.parameters()).zero_()
-        print(json.dumps(answer(model)), flush=True)
+        print(json.dumps(measure(model)), flush=True)

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint tell about the memory that its weights take."""
+"""Checks the memory that a model's weights take, as computed from the headers of its checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.gguf.model_files import opened
+from vllm_backplane.gguf.model_files import open_model
 from vllm_backplane.weights.checkpoint_size import weight_bytes
 
 
-def told(folder: Path, dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> int | None:
+def computed(folder: Path, dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> int | None:
     model: Any = SimpleNamespace(model=str(folder), revision=None, dtype=dtype, quantization=quantization)
     return weight_bytes(model)
 
@@ -27,20 +27,20 @@ def test_numbers_count_in_the_models_type(tmp_path: Path) -> None:
     save_file(
         {"a": torch.zeros(30, 10), "b": torch.zeros(7, dtype=torch.float16)}, tmp_path / "m.safetensors", {"x": "y"}
     )
-    assert told(tmp_path) == 307 * 2
-    assert told(tmp_path, torch.float32) == 307 * 4
+    assert computed(tmp_path) == 307 * 2
+    assert computed(tmp_path, torch.float32) == 307 * 4
 
 
 def test_a_tensor_in_two_files_counts_once(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(100)}, tmp_path / "model-00001-of-00001.safetensors")
     save_file({"a": torch.zeros(100)}, tmp_path / "consolidated.safetensors")
-    assert told(tmp_path) == 200
+    assert computed(tmp_path) == 200
 
 
 def test_quantized_numbers_stay_what_they_are(tmp_path: Path) -> None:
     weights = {"a": torch.zeros(100, dtype=torch.uint8), "b": torch.zeros(8, dtype=torch.float8_e4m3fn)}
     save_file(weights, tmp_path / "m.safetensors")
-    assert told(tmp_path, torch.float32) == 108
+    assert computed(tmp_path, torch.float32) == 108
 
 
 def test_what_will_be_quantized_counts_as_codes_and_scales(tmp_path: Path) -> None:
@@ -52,8 +52,8 @@ def test_what_will_be_quantized_counts_as_codes_and_scales(tmp_path: Path) -> No
     }
     save_file(weights, tmp_path / "m.safetensors")
     unquantized = (64 + 1010 * 64) * 2
-    assert told(tmp_path, quantization="int4") == 100 * (32 + 2 * 4) + unquantized
-    assert told(tmp_path, quantization="int8") == 100 * (64 + 2) + unquantized
+    assert computed(tmp_path, quantization="int4") == 100 * (32 + 2 * 4) + unquantized
+    assert computed(tmp_path, quantization="int8") == 100 * (64 + 2) + unquantized
 
 
 def test_of_two_layouts_the_one_in_the_index_counts(tmp_path: Path) -> None:
@@ -61,20 +61,20 @@ def test_of_two_layouts_the_one_in_the_index_counts(tmp_path: Path) -> None:
     save_file({"layers.a": torch.zeros(100)}, tmp_path / "consolidated.safetensors")
     index = {"weight_map": {"model.a": "model-00001-of-00001.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert told(tmp_path) == 200
+    assert computed(tmp_path) == 200
 
 
 def test_pickled_weights_count_in_the_models_type_and_nothing_beside_them(tmp_path: Path) -> None:
     weights = {"a": torch.zeros(30, 10, dtype=torch.bfloat16), "b": torch.zeros(6, dtype=torch.int8)}
     torch.save(weights, tmp_path / "pytorch_model.bin")
     torch.save({"state": torch.zeros(5000)}, tmp_path / "optimizer.pt")
-    assert told(tmp_path) == 606
-    assert told(tmp_path, torch.float32) == 1206
+    assert computed(tmp_path) == 606
+    assert computed(tmp_path, torch.float32) == 1206
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gguf_file_counts_as_it_is_multiplied(tmp_path: Path, tied: bool) -> None:
-    """Blocks of 5 bits take 8, and an embedding that is only looked up stays in the file."""
+    """Codes of 5 bits take 8 in memory, and an embedding that is not tied to the head stays in the file."""
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     for name, rows, kind in (("token_embd", 50, "Q8_0"), ("blk.0.ffn_up", 10, "Q4_1"), ("blk.0.ffn_down", 6, "Q5_0")):
@@ -86,7 +86,7 @@ def test_a_gguf_file_counts_as_it_is_multiplied(tmp_path: Path, tied: bool) -> N
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    stated = {"quant_method": "gguf", "file": str(path), "header": opened(path).header_digest()}
+    stated = {"quant_method": "gguf", "file": str(path), "header": open_model(path).header_digest()}
     config = SimpleNamespace(quantization_config=stated, tie_word_embeddings=tied)
     model: Any = SimpleNamespace(model=str(tmp_path), dtype=torch.bfloat16, quantization="gguf", hf_config=config)
     embedding = 50 * (64 + 2 * 2) if tied else 0
@@ -94,22 +94,22 @@ def test_a_gguf_file_counts_as_it_is_multiplied(tmp_path: Path, tied: bool) -> N
 
 
 def test_nothing_tells_nothing(tmp_path: Path) -> None:
-    assert told(tmp_path) is None
+    assert computed(tmp_path) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{", b"too few"])
 def test_a_broken_header_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.safetensors").write_bytes(content)
     with pytest.raises(BackplaneError, match=f"{tmp_path}.* again"):
-        told(tmp_path)
+        computed(tmp_path)
 
 
 def test_a_broken_pickle_is_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"no weights")
     with pytest.raises(BackplaneError, match=f"{tmp_path}.* again"):
-        told(tmp_path)
+        computed(tmp_path)
 
 
 def test_a_place_that_cannot_be_reached_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert told(Path("s3://bucket/model")) is None
+    assert computed(Path("s3://bucket/model")) is None

@@ -1,4 +1,4 @@
-"""When a worker has got other weights, nothing stays that was made with the old ones."""
+"""Checks that a worker with new weights discards everything that was computed with the old ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_backplane.worker.worker import BackplaneWorker
 
 
 class Recording(Graph):
-    """The host records nothing."""
+    """A graph of the host, which records nothing."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -30,9 +30,9 @@ class Recording(Graph):
 
 
 def captured(*, while_serving: bool) -> StepGraphs:
-    """A model with one captured step."""
+    """Returns a model with one captured step."""
     graphs = StepGraphs(lambda: None, VllmConfig(), CpuDevice(), 0)
-    graphs.while_serving = while_serving
+    graphs.captures_while_serving = while_serving
     graphs.calls = CapturedCalls(Recording)
     graphs.calls.capture("step", lambda: None, {})
     return graphs
@@ -43,15 +43,15 @@ def captured(*, while_serving: bool) -> StepGraphs:
 def test_graphs_and_kept_blocks_are_forgotten(
     monkeypatch: pytest.MonkeyPatch, update: str, while_serving: bool
 ) -> None:
-    """Graphs only where they can be captured again while the worker serves."""
-    told: list[str] = []
+    """Graphs are discarded only if they can be captured again while the worker serves."""
+    called: list[str] = []
     graphs = captured(while_serving=while_serving)
     worker: Any = object.__new__(BackplaneWorker)
     worker.model_runner = SimpleNamespace(model=graphs)
-    worker.offered_weights = SimpleNamespace(changed=lambda: told.append("those who load from here"))
-    tier = SimpleNamespace(weights_changed=lambda: told.append("the second tier"))
-    monkeypatch.setattr(module, "connector_of_worker", lambda: tier)
-    monkeypatch.setattr(Worker, update, lambda _self: told.append("vLLM"))
+    worker.offered_weights = SimpleNamespace(invalidate=lambda: called.append("offered weights"))
+    connector = SimpleNamespace(weights_changed=lambda: called.append("KV offload"))
+    monkeypatch.setattr(module, "connector_of_worker", lambda: connector)
+    monkeypatch.setattr(Worker, update, lambda _self: called.append("vLLM"))
     getattr(worker, update)()
-    assert told == ["vLLM", "those who load from here", "the second tier"]
+    assert called == ["vLLM", "offered weights", "KV offload"]
     assert len(graphs.calls) == (0 if while_serving else 1)

@@ -1,4 +1,4 @@
-"""Weights are saved as they lie in memory only where a loader would find them as they were loaded."""
+"""Checks that weights are saved only if a loader can read them, which needs the layout in which they were loaded."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def worker(*, arranged: bool = False, quantization: str | None = None, rank: int
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What vLLM's own methods have written, by workers that agree."""
+    """Returns the paths that vLLM's own methods have written. All workers have the same failure."""
     found: list[str] = []
-    monkeypatch.setattr(saving, "agree", lambda failure: failure)
+    monkeypatch.setattr(saving, "gather_failure", lambda failure: failure)
     for method in METHODS:
         monkeypatch.setattr(Worker, method, lambda _self, path: found.append(path))
     return found
@@ -45,16 +45,16 @@ def test_weights_as_they_were_loaded_are_written(written: list[str], method: str
 
 
 @pytest.mark.parametrize(
-    ("form", "told"),
+    ("form", "message"),
     [
-        ({"arranged": True}, "1 weights, such as weight, were put in another order"),
+        ({"arranged": True}, "1 weights, such as weight, were rearranged for this device"),
         ({"quantization": "gptq"}, r"quantized \(gptq\)"),
     ],
 )
 @pytest.mark.parametrize("method", METHODS)
-def test_others_are_refused_with_the_remedy(written: list[str], method: str, form: Any, told: str) -> None:
-    """By the last worker, which speaks for all."""
-    with pytest.raises(BackplaneError, match=rf"{method} .*{told}.*Load the checkpoint itself"):
+def test_others_are_refused_with_the_remedy(written: list[str], method: str, form: Any, message: str) -> None:
+    """The last rank raises for all."""
+    with pytest.raises(BackplaneError, match=rf"{method} .*{message}.*Load the original checkpoint"):
         getattr(worker(rank=1, **form), method)("here")
     getattr(worker(rank=0, **form), method)("here")
     assert written == []

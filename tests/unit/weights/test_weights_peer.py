@@ -1,4 +1,4 @@
-"""Weights that go from one model to another over loopback, and everything that can go wrong on the way."""
+"""Checks the transfer of weights from one model to another over loopback, with all faults that can occur in it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from tests.breaking_relay import Fault, Relay
 from tests.ports import free_address
 from vllm_backplane.errors import BackplaneError, OptionError
 from vllm_backplane.peering.addresses import Address
-from vllm_backplane.weights import peer_client as weights_peer
+from vllm_backplane.weights import peer_client, peer_server
 from vllm_backplane.weights import peer_loader as loader
-from vllm_backplane.weights import peer_server as weights_listener
-from vllm_backplane.weights.load_formats import PeerSettings, parse
+from vllm_backplane.weights.load_formats import PeerSettings, parse_peer_settings
 from vllm_backplane.weights.model_state import state_of
-from vllm_backplane.weights.peer_client import WeightsPeer
+from vllm_backplane.weights.peer_client import WeightsClient
 from vllm_backplane.weights.peer_protocol import Kind
-from vllm_backplane.weights.peer_server import WeightsListener, listed
+from vllm_backplane.weights.peer_server import WeightsServer, build_manifest
 
 SECONDS = 5.0
 DESCRIPTION: dict[str, Any] = {"model": {"layers": 2}, "--dtype": "torch.float32"}
@@ -41,30 +40,30 @@ def made(seed: int) -> torch.nn.Module:
 
 
 @pytest.fixture
-def told() -> list[str]:
+def warnings() -> list[str]:
     return []
 
 
 @pytest.fixture
-def listener() -> Iterator[tuple[WeightsListener, Address]]:
+def server() -> Iterator[tuple[WeightsServer, Address]]:
     address = free_address()
-    made_listener = WeightsListener(address, *listed(made(1), DESCRIPTION), lambda: None, lambda _: None)
-    yield made_listener, address
-    made_listener.close()
+    made_server = WeightsServer(address, *build_manifest(made(1), DESCRIPTION), lambda: None, lambda _: None)
+    yield made_server, address
+    made_server.close()
 
 
 @pytest.fixture
-def relay(listener: tuple[WeightsListener, Address], monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
-    monkeypatch.setattr(weights_peer, "PAUSE_SECONDS", 0.01)
-    made_relay = Relay(listener[1])
+def relay(server: tuple[WeightsServer, Address], monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    monkeypatch.setattr(peer_client, "RETRY_SECONDS", 0.01)
+    made_relay = Relay(server[1])
     yield made_relay
     made_relay.close()
 
 
-def fetch(address: Address, told: list[str], attempts: int = 3) -> torch.nn.Module:
-    peer, model = WeightsPeer(address, SECONDS, attempts, told.append), made(2)
-    listing = peer.listing()
-    peer.fill(listing, loader.fitting(listing, model, str(address)))
+def fetch(address: Address, warnings: list[str], attempts: int = 3) -> torch.nn.Module:
+    client, model = WeightsClient(address, SECONDS, attempts, warnings.append), made(2)
+    manifest = client.fetch_manifest()
+    client.fetch_tensors(manifest, loader.matching_tensors(manifest, model, str(address)))
     return model
 
 
@@ -74,9 +73,9 @@ def assert_same(model: torch.nn.Module) -> None:
     assert all(torch.equal(expected[path], got[path]) for path in expected)
 
 
-def test_all_that_a_model_holds(relay: Relay, told: list[str]) -> None:
-    assert_same(fetch(relay.address, told))
-    assert not told and relay.connections == 2
+def test_all_that_a_model_holds(relay: Relay, warnings: list[str]) -> None:
+    assert_same(fetch(relay.address, warnings))
+    assert not warnings and relay.connections == 2
 
 
 @pytest.mark.parametrize(
@@ -84,56 +83,58 @@ def test_all_that_a_model_holds(relay: Relay, told: list[str]) -> None:
     [Fault(after=20_000), Fault(after=0), Fault(after=40_000, flip=True), Fault(after=20_000, hang=2 * SECONDS)],
     ids=["cut", "cut at once", "damaged", "hangs"],
 )
-def test_what_breaks_off_is_asked_for_again(relay: Relay, told: list[str], fault: Fault) -> None:
+def test_what_breaks_off_is_asked_for_again(relay: Relay, warnings: list[str], fault: Fault) -> None:
     relay.faults = {1: fault}
-    assert_same(fetch(relay.address, told))
+    assert_same(fetch(relay.address, warnings))
     assert relay.connections == 3
-    [line] = told
+    [line] = warnings
     # A weight has 16384 bytes, a bias 256.
     reached = {0: 0, 20_000: 3, 40_000: 5}[fault.after]
     assert f"from tensor {reached} on" in line and str(relay.address) in line
 
 
-def test_a_peer_that_keeps_breaking_off_is_given_up(relay: Relay, told: list[str]) -> None:
+def test_a_peer_that_keeps_breaking_off_is_given_up(relay: Relay, warnings: list[str]) -> None:
     relay.faults = {number: Fault(after=100) for number in range(1, 20)}
-    with pytest.raises(BackplaneError, match=rf"could not be had from {relay.address}: the connection ended .*3 att"):
-        fetch(relay.address, told)
+    with pytest.raises(
+        BackplaneError, match=rf"could not be fetched from {relay.address}: the peer closed the connection .*3 att"
+    ):
+        fetch(relay.address, warnings)
     assert relay.connections == 4
 
 
-def test_a_peer_that_gets_on_is_not_given_up(relay: Relay, told: list[str]) -> None:
-    """Each attempt brings some tensors."""
+def test_a_peer_that_gets_on_is_not_given_up(relay: Relay, warnings: list[str]) -> None:
+    """Each attempt receives some tensors."""
     relay.faults = {number: Fault(after=17_000) for number in range(1, 6)}
-    assert_same(fetch(relay.address, told, attempts=2))
+    assert_same(fetch(relay.address, warnings, attempts=2))
     assert relay.connections > 4
 
 
-def test_nobody_is_there(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_peer, "PAUSE_SECONDS", 0.01)
+def test_nobody_is_there(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_client, "RETRY_SECONDS", 0.01)
     address = free_address()
-    with pytest.raises(BackplaneError, match=rf"{address}: .*refused .* see to it that it runs, or load from the"):
-        fetch(address, told)
-    assert len(told) == 2
+    with pytest.raises(BackplaneError, match=rf"{address}: .*refused .* check that the server runs, or load from the"):
+        fetch(address, warnings)
+    assert len(warnings) == 2
 
 
-def test_other_weights_meanwhile(listener: tuple[WeightsListener, Address], relay: Relay, told: list[str]) -> None:
-    relay.faults = {1: Fault(after=20_000, then=listener[0].weights_changed)}
-    with pytest.raises(BackplaneError, match=r"has been given other weights .* start it again"):
-        fetch(relay.address, told)
+def test_other_weights_meanwhile(server: tuple[WeightsServer, Address], relay: Relay, warnings: list[str]) -> None:
+    relay.faults = {1: Fault(after=20_000, then=server[0].invalidate)}
+    with pytest.raises(BackplaneError, match=r"has reloaded its weights .* restart it"):
+        fetch(relay.address, warnings)
 
 
-def test_too_many_at_once_wait(listener: tuple[WeightsListener, Address], relay: Relay, told: list[str]) -> None:
-    taken = [listener[0]._places.acquire() for _ in range(8)]
+def test_too_many_at_once_wait(server: tuple[WeightsServer, Address], relay: Relay, warnings: list[str]) -> None:
+    taken = [server[0]._free_places.acquire() for _ in range(8)]
     assert all(taken)
-    with pytest.raises(BackplaneError, match="it has too many to answer"):
-        fetch(relay.address, told)
-    listener[0]._places.release()
-    assert_same(fetch(relay.address, told))
+    with pytest.raises(BackplaneError, match="the server is busy"):
+        fetch(relay.address, warnings)
+    server[0]._free_places.release()
+    assert_same(fetch(relay.address, warnings))
     for _ in taken[1:]:
-        listener[0]._places.release()
+        server[0]._free_places.release()
 
 
-def test_something_else_listens(told: list[str]) -> None:
+def test_something_else_listens(warnings: list[str]) -> None:
     address = free_address()
     with socket.create_server((address.host, address.port)) as other:
 
@@ -145,22 +146,22 @@ def test_something_else_listens(told: list[str]) -> None:
                     connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(BackplaneError, match="72 is no status"):
-            WeightsPeer(address, SECONDS, 2, told.append).listing()
+        with pytest.raises(BackplaneError, match="72 is not a known status"):
+            WeightsClient(address, SECONDS, 2, warnings.append).fetch_manifest()
 
 
-def test_a_question_that_is_none(listener: tuple[WeightsListener, Address], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Longer than one that listens waits for the rest of a question, which is not what is to end it.
-    monkeypatch.setattr(weights_listener, "QUESTION_SECONDS", 300.0)
-    with socket.create_connection((listener[1].host, listener[1].port)) as connection:
+def test_a_question_that_is_none(server: tuple[WeightsServer, Address], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Long enough that the server closes the connection because of its content, and not because of the deadline.
+    monkeypatch.setattr(peer_server, "REQUEST_SECONDS", 300.0)
+    with socket.create_connection((server[1].host, server[1].port)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n" + bytes(100))
         connection.settimeout(60)
-        with contextlib.suppress(ConnectionResetError):  # there was more than it read
+        with contextlib.suppress(ConnectionResetError):  # the server had not read all bytes
             assert connection.recv(10) == b""
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "difference"),
     [
         ("rows", 65, "rows is '64' there and '65' here"),
         ("more", torch.ones(2), r"more is None there and \('torch.float32', \(2,\)\) here"),
@@ -169,24 +170,26 @@ def test_a_question_that_is_none(listener: tuple[WeightsListener, Address], monk
     ],
     ids=["number", "tensor", "shape", "type"],
 )
-def test_what_was_made_of_the_weights_differs(name: str, value: Any, told: str) -> None:
-    listing, _ = listed(made(1), DESCRIPTION)
+def test_what_was_made_of_the_weights_differs(name: str, value: Any, difference: str) -> None:
+    manifest, _ = build_manifest(made(1), DESCRIPTION)
     model = made(2)
-    assert loader.fitting(listing, model, "here")
+    assert loader.matching_tensors(manifest, model, "here")
     setattr(model, name, value)
-    with pytest.raises(BackplaneError, match=f"is not what this one would: {told}; load from the checkpoint"):
-        loader.fitting(listing, model, "here")
+    with pytest.raises(
+        BackplaneError, match=f"in another way than this server would: {difference}; load from the checkpoint"
+    ):
+        loader.matching_tensors(manifest, model, "here")
 
 
 def test_what_a_head_reads_is_not_compared() -> None:
-    """vLLM sets it when loading is over: in the server that offers, and not yet in the one that compares."""
+    """vLLM sets it after loading: the running server has it, and the new one does not have it yet."""
     offered, model = made(1), made(2)
     offered.aux_hidden_state_layers, model.aux_hidden_state_layers = (2, 5, 8), ()
-    assert loader.fitting(listed(offered, DESCRIPTION)[0], model, "here")
+    assert loader.matching_tensors(build_manifest(offered, DESCRIPTION)[0], model, "here")
 
 
 def configured(tokens: int, scale: torch.Tensor) -> torch.nn.Module:
-    """With configurations of vLLM's experts, of which one holds a tensor."""
+    """Returns a model with two configurations of vLLM's MoE layers, one of which holds a tensor."""
     experts, quantized = FusedMoEConfig.__new__(FusedMoEConfig), FusedMoEQuantConfig.__new__(FusedMoEQuantConfig)
     experts.max_num_tokens, experts.is_lora_enabled = tokens, tokens > 64
     quantized._w1, quantized._a1 = FusedMoEQuantDesc(scale=scale), FusedMoEQuantDesc()
@@ -197,10 +200,12 @@ def configured(tokens: int, scale: torch.Tensor) -> torch.nn.Module:
 
 def test_options_that_do_not_touch_weights_are_not_compared() -> None:
     offered, model = configured(64, torch.ones(3)), configured(128, torch.zeros(3))
-    listing, _ = listed(offered, DESCRIPTION)
-    tensors = dict(zip((one.path for one in listing.tensors), loader.fitting(listing, model, "here"), strict=True))
+    manifest, _ = build_manifest(offered, DESCRIPTION)
+    tensors = dict(
+        zip((one.path for one in manifest.tensors), loader.matching_tensors(manifest, model, "here"), strict=True)
+    )
     assert tensors["moe_quant_config._w1.scale"] is model.moe_quant_config._w1.scale
-    assert not any("moe" in path or "tokens" in path for path in listing.numbers)
+    assert not any("moe" in path or "tokens" in path for path in manifest.scalars)
 
 
 def test_one_number_that_stands_for_many() -> None:
@@ -208,19 +213,23 @@ def test_one_number_that_stands_for_many() -> None:
     offered.spread = torch.ones(3, 4)
     model.spread = torch.ones(1, 4).expand(3, 4)
     with pytest.raises(BackplaneError, match=r"spread cannot be received: .* \(an expanded tensor\); load from the"):
-        loader.fitting(listed(offered, DESCRIPTION)[0], model, "here")
+        loader.matching_tensors(build_manifest(offered, DESCRIPTION)[0], model, "here")
 
 
 def test_another_model_or_another_way() -> None:
-    loader.insist_on_same(DESCRIPTION, dict(DESCRIPTION), "here")
-    with pytest.raises(BackplaneError, match="at here serves another model: layers is 2 there and 3 here; name one"):
-        loader.insist_on_same(DESCRIPTION, DESCRIPTION | {"model": {"layers": 3}}, "here")
-    with pytest.raises(BackplaneError, match=r"in another way: --dtype is .*float32' there and .*bfloat16' here"):
-        loader.insist_on_same(DESCRIPTION, DESCRIPTION | {"--dtype": "torch.bfloat16"}, "here")
+    loader.require_compatible(DESCRIPTION, dict(DESCRIPTION), "here")
+    with pytest.raises(
+        BackplaneError, match="at here serves another model: layers is 2 there and 3 here; name a server"
+    ):
+        loader.require_compatible(DESCRIPTION, DESCRIPTION | {"model": {"layers": 3}}, "here")
+    with pytest.raises(
+        BackplaneError, match=r"make its weights different: --dtype is .*float32' there and .*bfloat16' here"
+    ):
+        loader.require_compatible(DESCRIPTION, DESCRIPTION | {"--dtype": "torch.bfloat16"}, "here")
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({}, "lacks 'peer'"),
         ({"peer": "10.0.0.1:9"}, "expected an address of this host"),
@@ -229,7 +238,7 @@ def test_another_model_or_another_way() -> None:
         ({"peer": "127.0.0.1:9", "timeout": 0}, "'timeout' .* expected seconds"),
     ],
 )
-def test_settings(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(OptionError, match=told):
-        parse(given)
-    assert parse({"peer": "127.0.0.1:9", "timeout": 2}) == PeerSettings(Address("127.0.0.1", 9), 2.0, 4)
+def test_settings(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        parse_peer_settings(given)
+    assert parse_peer_settings({"peer": "127.0.0.1:9", "timeout": 2}) == PeerSettings(Address("127.0.0.1", 9), 2.0, 4)

@@ -1,4 +1,4 @@
-"""The numeric guard on small modules: what it names, what it leaves alone."""
+"""Tests which modules, values and requests the numeric guard reports, on small models."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from vllm_backplane.device import Device, MemoryInfo, Probe
 from vllm_backplane.devices.cpu import CpuDevice
 from vllm_backplane.errors import NumericFault
 from vllm_backplane.worker import numeric_guard
-from vllm_backplane.worker.numeric_guard import NumericGuard, borders
+from vllm_backplane.worker.numeric_guard import NumericGuard, watched_modules
 
 TOKENS, WIDTH = 6, 8
 
 
 class Part(nn.Module):
-    """x + 1, or what a test plants."""
+    """Computes x * weight + 1, or the values that a test plants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,12 +75,12 @@ def step(
     model: nn.Module,
     *,
     tokens: int = TOKENS,
-    parts: bool = True,
+    submodules: bool = True,
     x: torch.Tensor | None = None,
     requests: Mapping[str, int] | None = None,
 ) -> str:
-    """What the guard says of one step; empty if nothing."""
-    guard = NumericGuard(model, torch.device("cpu"), "rank 1 on card 1 of test", parts=parts)
+    """Returns the error of one step, or an empty string."""
+    guard = NumericGuard(model, torch.device("cpu"), "rank 1 on card 1 of test", submodules=submodules)
     try:
         guard.begin(tokens, lambda: TOKENS)
         with torch.inference_mode():
@@ -98,7 +98,7 @@ def test_a_clean_step_says_nothing() -> None:
 
 
 def flipped(value: float) -> float:
-    """With the highest bit of its exponent changed."""
+    """Returns the value with the highest bit of its exponent flipped."""
     return (torch.tensor(value).view(torch.int32) ^ 0x40000000).view(torch.float32).item()
 
 
@@ -106,17 +106,17 @@ def flipped(value: float) -> float:
 def test_a_flipped_exponent_is_named_where_it_happened(value: float) -> None:
     model = Model()
     model.layers[1].mlp.plant = put((2, 3), value=flipped(value))
-    said = step(model)
-    assert "is that of layers.1.mlp (Part): " in said
-    assert "Its inputs had no such values" in said
+    error = step(model)
+    assert "is that of layers.1.mlp (Part): " in error
+    assert "Its inputs had no such values" in error
 
 
 def test_a_number_that_is_only_huge_is_told_as_such() -> None:
     model = Model()
     model.layers[1].mlp.plant = put((2, 3), value=-2e30)
-    said = step(model)
-    assert "the first output with values that are too large for a model is that of layers.1.mlp" in said
-    assert "numbers beyond 1e+30 in its output (float32 [6, 8]; finite values from -2e+30 to" in said
+    error = step(model)
+    assert "the first output with values that are too large for a model is that of layers.1.mlp" in error
+    assert "numbers beyond 1e+30 in its output (float32 [6, 8]; finite values from -2e+30 to" in error
 
 
 @pytest.mark.parametrize("value", [9e29, -9e29])
@@ -130,39 +130,39 @@ def test_the_first_of_several_is_named_with_what_is_known() -> None:
     model = Model()
     model.layers[1].mlp.plant = put((2, 3), (2, 5), (4, 0))
     model.layers[2].norm.plant = put((0, 0), value=torch.inf)
-    said = step(model, requests={"a": 2, "b": 1, "c": 3})
-    assert "rank 1 on card 1 of test, step 1" in said
-    assert "is that of layers.1.mlp (Part): 3 NaN in its output (float32 [6, 8]; finite values from" in said
-    assert "in 2 tokens, the first 2 and the last 4 of 6 (some of the requests b, c)" in said
+    error = step(model, requests={"a": 2, "b": 1, "c": 3})
+    assert "rank 1 on card 1 of test, step 1" in error
+    assert "is that of layers.1.mlp (Part): 3 NaN in its output (float32 [6, 8]; finite values from" in error
+    assert "in 2 tokens, the first 2 and the last 4 of 6 (some of the requests b, c)" in error
     # Embedding, three parts of one layer and two of the next have added one each: 0 to 47 has become 6 to 53.
-    assert "Its inputs had no such values (input[0] float32 [6, 8]: finite values from 6 to 53)" in said
-    assert "its parameters are finite" in said
+    assert "Its inputs had no such values (input[0] float32 [6, 8]: finite values from 6 to 53)" in error
+    assert "its parameters are finite" in error
 
 
 def test_infinities_count_and_one_row_has_one_request() -> None:
     model = Model()
     model.embed.plant = put((3, 1), value=-torch.inf)
-    said = step(model, requests={"a": 2, "b": 1, "c": 3})
-    assert "embed (Part): 1 Inf in its output" in said
-    assert "in token 3 of 6 (request c)" in said
+    error = step(model, requests={"a": 2, "b": 1, "c": 3})
+    assert "embed (Part): 1 Inf in its output" in error
+    assert "in token 3 of 6 (request c)" in error
 
 
 def test_what_came_in_is_told_from_what_arose() -> None:
     model = Model()
     model.layers[2].between = lambda x: x.index_fill(0, torch.tensor([5]), torch.nan)
-    said = step(model)
-    assert "is that of layers.2.mlp (Part): 8 NaN" in said
-    assert "They were in its inputs already (input[0] with 8 NaN): no module's output had them before" in said
-    assert "after layers.2.rotary (Part), whose output was finite" in said
+    error = step(model)
+    assert "is that of layers.2.mlp (Part): 8 NaN" in error
+    assert "They were in its inputs already (input[0] with 8 NaN): no module's output had them before" in error
+    assert "after layers.2.rotary (Part), whose output was finite" in error
 
 
 def test_bad_inputs_of_the_model_are_seen_where_they_enter() -> None:
     x = torch.zeros(TOKENS, WIDTH)
     x[1, 1] = torch.nan
-    said = step(Model(), x=x)
-    assert "is that of embed (Part): 1 NaN" in said
-    assert "already (input[0] with 1 NaN), first in an input of the model (Model)" in said
-    assert "so they came into the model with the step" in said
+    error = step(Model(), x=x)
+    assert "is that of embed (Part): 1 NaN" in error
+    assert "already (input[0] with 1 NaN), first in an input of the model (Model)" in error
+    assert "so they came into the model with the step" in error
 
 
 def test_a_bad_input_alone_is_no_alarm() -> None:
@@ -177,9 +177,9 @@ def test_bad_parameters_are_named() -> None:
     model = Model()
     with torch.no_grad():
         model.layers[0].mlp.weight[3] = torch.nan
-    said = step(model)
-    assert "is that of layers.0.mlp (Part): 6 NaN" in said
-    assert "its own parameters are bad: weight (1 values)" in said
+    error = step(model)
+    assert "is that of layers.0.mlp (Part): 6 NaN" in error
+    assert "its own parameters are bad: weight (1 values)" in error
 
 
 def test_a_shared_module_has_the_name_of_the_layer_that_calls_it() -> None:
@@ -217,10 +217,10 @@ def test_rows_as_many_as_requests_are_theirs() -> None:
 def test_layers_alone_are_named_without_their_parts() -> None:
     model = Model()
     model.layers[1].norm.plant = put((0, 0))
-    said = step(model, parts=False)
-    assert "is that of layers.1 (Layer): 1 NaN in its output[0]" in said
-    assert "numeric_guard=modules looks at its parts" in said
-    named = {name for border in borders(model, parts=False) for name in border.names}
+    error = step(model, submodules=False)
+    assert "is that of layers.1 (Layer): 1 NaN in its output[0]" in error
+    assert "numeric_guard=modules checks its submodules" in error
+    named = {name for watched in watched_modules(model, submodules=False) for name in watched.names}
     assert named == {"", "embed", "layers.0", "layers.1", "layers.2", "norm"}
 
 
@@ -236,8 +236,8 @@ def test_layers_alone_are_named_without_their_parts() -> None:
 def test_tensors_inside_of_results_are_found(made: Any, label: str) -> None:
     model = nn.Sequential(Part(), Part())
     model[1].plant = lambda x, result: made(put((1, 1))(x, result))
-    said = step(model)
-    assert f"is that of 1 (Part): 1 NaN in its {label} (" in said
+    error = step(model)
+    assert f"is that of 1 (Part): 1 NaN in its {label} (" in error
 
 
 def test_integers_are_ignored() -> None:
@@ -248,7 +248,7 @@ def test_integers_are_ignored() -> None:
 
 def test_runs_that_are_no_steps_are_not_looked_at() -> None:
     model = Model()
-    guard = NumericGuard(model, torch.device("cpu"), "here", parts=True)
+    guard = NumericGuard(model, torch.device("cpu"), "here", submodules=True)
     model.embed.plant = put((0, 0))
     model(torch.zeros(TOKENS, WIDTH))
     guard.finish()
@@ -263,15 +263,15 @@ def test_runs_that_are_no_steps_are_not_looked_at() -> None:
 
 def test_a_fault_stays() -> None:
     model = Model()
-    guard = NumericGuard(model, torch.device("cpu"), "here", parts=True)
-    guard.insist()
+    guard = NumericGuard(model, torch.device("cpu"), "here", submodules=True)
+    guard.raise_if_failed()
     model.norm.plant = put((0, 0))
     guard.begin(TOKENS, lambda: TOKENS)
     model(torch.zeros(TOKENS, WIDTH))
     with pytest.raises(NumericFault, match=r"that of norm \(Part\)") as found:
         guard.finish()
     with pytest.raises(NumericFault, match=re.escape(str(found.value))):
-        guard.insist()
+        guard.raise_if_failed()
 
 
 def test_more_tensors_than_a_table_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ def test_more_tensors_than_a_table_has_rows(monkeypatch: pytest.MonkeyPatch) -> 
 def test_hooks_do_not_change_results() -> None:
     model, x = Model(), torch.randn(TOKENS, WIDTH)
     expected = model(x)
-    guard = NumericGuard(model, torch.device("cpu"), "here", parts=True)
+    guard = NumericGuard(model, torch.device("cpu"), "here", submodules=True)
     guard.begin(TOKENS, lambda: TOKENS)
     assert torch.equal(model(x), expected)
     guard.finish()
@@ -302,5 +302,5 @@ def test_a_device_that_checks_no_copies_says_why() -> None:
         def memory(self, index: int = 0) -> MemoryInfo:
             return MemoryInfo(total=1, free=1)
 
-    assert Bare().check_copies() == "the device does not offer it (Device.check_copies)"
+    assert Bare().check_copies() == "the device does not support it (Device.check_copies)"
     assert "nothing is copied" in (CpuDevice().check_copies() or "")

@@ -1,4 +1,4 @@
-"""The memory budget of a worker."""
+"""Tests the memory budget of a worker and its error messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_workers_that_share_the_host_divide_its_memory() -> None:
 def test_the_cache_never_exceeds_the_share_of_what_is_free_now() -> None:
     card = Card()
     budget = Budget.at_start(card, 0, share=0.5, workers=1)
-    card.free = 2 * GIB  # somebody else took the rest meanwhile
+    card.free = 2 * GIB  # another process took the rest meanwhile
     assert budget.kv_cache_bytes(None, activations=0) == GIB
 
 
@@ -64,7 +64,7 @@ def test_nothing_left_is_an_error_with_the_numbers() -> None:
 
 def test_asking_for_more_than_there_is_names_both_numbers() -> None:
     budget = Budget.at_start(Card(), 0, share=0.5, workers=1)
-    with pytest.raises(BackplaneError, match=r"20\.00 GiB was asked for, and 9\.00 GiB of 16\.00 GiB is free"):
+    with pytest.raises(BackplaneError, match=r"20\.00 GiB was requested, and 9\.00 GiB of 16\.00 GiB is free"):
         budget.kv_cache_bytes(20 * GIB, activations=GIB)
     assert budget.kv_cache_bytes(3 * GIB, activations=GIB) == 3 * GIB
 
@@ -77,28 +77,28 @@ def test_the_host_keeps_some_whatever_is_asked_for() -> None:
         assert budget.allowed == 10 * GIB - kept
         assert f"{share:.2f} of that, all but 0.50 GiB at most = 9.50 GiB" in budget.describe()
         assert budget.kv_cache_bytes(None, activations=0) <= 10 * GIB - kept
-        with pytest.raises(BackplaneError, match=r"10\.00 GiB was asked for, and 9\.50 GiB of"):
+        with pytest.raises(BackplaneError, match=r"10\.00 GiB was requested, and 9\.50 GiB of"):
             budget.kv_cache_bytes(10 * GIB, activations=0)
     assert "at most" not in Budget.at_start(card, 0, share=0.5, workers=1).describe()
 
 
-def told(fault: pytest.ExceptionInfo[BackplaneError]) -> str:
+def message(fault: pytest.ExceptionInfo[BackplaneError]) -> str:
     return str(fault.value)
 
 
 @pytest.mark.parametrize("share", [0.97, 1.0])
 def test_what_is_kept_for_the_host_is_told_and_no_share_would_help(share: float) -> None:
-    """10 GiB less 0.5 GiB, of which two workers get 4.75 GiB each."""
+    """Of 10 GiB less 0.5 GiB, two workers get 4.75 GiB each."""
     card = HostCard()
     budget = Budget.at_start(card, 0, share=share, workers=2)
     with pytest.raises(BackplaneError) as fault:
         budget.refuse_weights(5 * GIB)
-    terms = "(10.00 GiB free at start less 0.50 GiB kept for the host / 2 workers)"
-    assert f"take 5.00 GiB per worker, and 4.75 GiB may be used on card {terms}; choose a smaller" in told(fault)
+    terms = "(10.00 GiB free at start less 0.50 GiB reserved for the host / 2 workers)"
+    assert f"take 5.00 GiB per worker, and 4.75 GiB may be used on card {terms}; choose a smaller" in message(fault)
     card.own = 5 * GIB
     with pytest.raises(BackplaneError) as fault:
         budget.kv_cache_bytes(None, activations=GIB)
-    assert f"4.75 GiB allowed {terms}, weights took 5.00 GiB and a largest step needs 1.00 GiB; lower" in told(fault)
+    assert f"4.75 GiB allowed {terms}, weights took 5.00 GiB and a largest step needs 1.00 GiB; lower" in message(fault)
 
 
 @pytest.mark.parametrize(
@@ -111,18 +111,18 @@ def test_a_larger_share_is_advised_where_it_is_enough(expected: int, helps: bool
         BackplaneError, match=r"5\.00 GiB may be used on card \(share 0\.50 of 10\.00 GiB free"
     ) as fault:
         budget.refuse_weights(expected)
-    assert ("raise BACKPLANE_MEMORY_SHARE" in told(fault)) == helps
+    assert ("raise BACKPLANE_MEMORY_SHARE" in message(fault)) == helps
     card.own = expected - GIB // 2
     with pytest.raises(BackplaneError, match=r"5\.00 GiB allowed \(share 0\.50 of 10\.00 GiB free") as fault:
         budget.kv_cache_bytes(None, activations=GIB // 2 - 1)
-    assert ("raise BACKPLANE_MEMORY_SHARE" in told(fault)) == helps
+    assert ("raise BACKPLANE_MEMORY_SHARE" in message(fault)) == helps
 
 
 def test_what_others_took_meanwhile_is_told() -> None:
     card = HostCard()
     budget = Budget.at_start(card, 0, share=0.5, workers=1)
     card.free = GIB
-    with pytest.raises(BackplaneError, match=r"5\.00 GiB allowed .* beside which 0\.00 GiB is free now; lower"):
+    with pytest.raises(BackplaneError, match=r"5\.00 GiB allowed .* and 0\.00 GiB is free beside them now; lower"):
         budget.kv_cache_bytes(None, activations=GIB)
 
 
@@ -139,8 +139,8 @@ def test_the_option_that_asked_for_too_much_is_named() -> None:
 def test_the_messages_show_share_and_size() -> None:
     budget = Budget.at_start(HostCard(), 0, share=0.5, workers=2)
     assert "0.50 of that / 2 workers = 2.50 GiB" in budget.describe()
-    assert budget.describe_kv_cache(GIB, None, GIB // 2).startswith("KV cache: 1.00 GiB; 0.50 GiB are kept")
-    assert "as asked for" in budget.describe_kv_cache(GIB, GIB, 0)
+    assert budget.describe_kv_cache(GIB, None, GIB // 2).startswith("KV cache: 1.00 GiB; 0.50 GiB are reserved")
+    assert "as requested" in budget.describe_kv_cache(GIB, GIB, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Ranges of modules are there while a trace is taken, inside of each other, and gone after it."""
+"""Tests that module ranges exist only while a trace is recorded, and are nested like the modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm.config import ProfilerConfig
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.worker import profiling
-from vllm_backplane.worker.profiling import ModuleRanges, activities, insist_on_folder, unseen_by_vllm
+from vllm_backplane.worker.profiling import ModuleRanges, activities, profiler_hidden_from_vllm, require_writable_folder
 from vllm_backplane.worker.worker import BackplaneWorker
 
 
@@ -79,25 +79,25 @@ def test_activities_that_cannot_be_recorded_are_refused(tmp_path: Path) -> None:
 def test_the_configuration_is_back_whatever_happens(tmp_path: Path) -> None:
     given = ProfilerConfig(profiler="torch", torch_profiler_dir=str(tmp_path))
     config: Any = SimpleNamespace(profiler_config=given)
-    with unseen_by_vllm(config):
+    with profiler_hidden_from_vllm(config):
         assert config.profiler_config.profiler is None
     assert config.profiler_config is given
-    with pytest.raises(ArithmeticError), unseen_by_vllm(config):
+    with pytest.raises(ArithmeticError), profiler_hidden_from_vllm(config):
         raise ArithmeticError
     assert config.profiler_config is given
 
 
 def test_a_folder_is_made_or_refused(tmp_path: Path) -> None:
-    insist_on_folder(str(tmp_path / "a" / "b"))
+    require_writable_folder(str(tmp_path / "a" / "b"))
     assert (tmp_path / "a" / "b").is_dir()
-    insist_on_folder("s3://bucket/traces")
+    require_writable_folder("s3://bucket/traces")
     (tmp_path / "file").write_text("")
     with pytest.raises(BackplaneError, match=r"traces cannot be written to .*torch_profiler_dir"):
-        insist_on_folder(str(tmp_path / "file"))
+        require_writable_folder(str(tmp_path / "file"))
 
 
 def worker(model: nn.Module, folder: Path) -> BackplaneWorker:
-    """As much of one as takes traces: what starts a process is left out."""
+    """Returns a worker that can record traces, made without starting a process."""
     made = BackplaneWorker.__new__(BackplaneWorker)
     made.profiler_config = ProfilerConfig(
         profiler="torch", torch_profiler_dir=str(folder), torch_profiler_with_stack=False
@@ -110,16 +110,16 @@ def worker(model: nn.Module, folder: Path) -> BackplaneWorker:
 
 
 def calls_of_a_step(made: BackplaneWorker, model: nn.Module) -> Counter[str]:
-    """Calls of Python functions that have to do with traces, ours and PyTorch's, while a model computes."""
+    """Counts the calls of profiling functions, Backplane's and PyTorch's, while a model computes."""
     found: Counter[str] = Counter()
 
-    def heard(frame: Any, event: str, _: Any) -> None:
+    def count_call(frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename in (profiling.__file__, torch.autograd.profiler.__file__):
             found[frame.f_code.co_name] += 1
 
-    sys.setprofile(heard)
+    sys.setprofile(count_call)
     try:
-        with made._named("step"):
+        with made._trace_range("step"):
             model(torch.ones(2, 4))
     finally:
         sys.setprofile(None)
@@ -127,14 +127,14 @@ def calls_of_a_step(made: BackplaneWorker, model: nn.Module) -> Counter[str]:
 
 
 def test_without_a_trace_a_step_meets_nothing_of_it(tmp_path: Path) -> None:
-    """Neither before the first one nor after it: no hook, no range, no call."""
+    """Before the first trace and after it, a step has no hook, no range and no call of the profiler."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     made = worker(model, tmp_path)
 
     def off() -> None:
         assert hooks(model) == 0 and calls_of_a_step(made, model) == {}
         assert made.profiler is made.trace is made.ranges is None
-        assert isinstance(made._named("step"), nullcontext)
+        assert isinstance(made._trace_range("step"), nullcontext)
 
     off()
     made._begin_trace(None, {})

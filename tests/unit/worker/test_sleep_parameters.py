@@ -1,4 +1,4 @@
-"""Which parameters a deep sleep keeps, by vLLM's option."""
+"""Tests which parameters --sleep-preserve-parameter-names selects for sleep level 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host's own processor as a device: the default, available everywhere."""
+"""Implements the device `cpu`, the host's processor, which is the default and available everywhere."""
 
 from vllm_backplane.devices.cpu.device import CpuDevice
 

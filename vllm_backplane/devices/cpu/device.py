@@ -1,4 +1,4 @@
-"""CpuDevice: identity, probe, memory and threads of the host processor."""
+"""Defines `CpuDevice`, which implements the device contract for the host's processor."""
 
 from __future__ import annotations
 
@@ -18,50 +18,53 @@ from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, 
 from vllm_backplane.device.graph import Graph
 from vllm_backplane.devices.cpu import memory_ledger, native, threads
 from vllm_backplane.devices.cpu.graphs import CpuGraph
-from vllm_backplane.devices.cpu.sleep import SleepPool, folder_on_disk, unfit
+from vllm_backplane.devices.cpu.sleep import SleepPool, folder_on_disk, unfit_reason
 from vllm_backplane.settings.options import Option, integer, text
 
 
 class CpuDevice(Device):
+    """The host's processor as one card."""
+
     name: ClassVar[str] = "cpu"
     torch_type: ClassVar[str] = "cpu"
     dispatch_key: ClassVar[str] = "CPU"
-    priority: ClassVar[int] = 0  # last: any accelerator that is there is preferred
+    priority: ClassVar[int] = 0  # below every accelerator, so that an available one is preferred
     capabilities: ClassVar[Capabilities] = Capabilities(
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         kv_cache_dtypes=("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
         graphs=True,
-        graph_sizes=tuple(range(1, 65)),  # padding would be computed, so every size has a graph of its own
+        graph_sizes=tuple(range(1, 65)),  # padding costs time like real rows, so every size has its own graph
         capture_computes=True,
         sleep=True,
         fork=True,  # see fork_safety.py
         host_memory=True,
         profile_tokens=128,
-        default_memory_share=0.5,  # the rest stays with the system and with what else runs on it
+        default_memory_share=0.5,  # the rest is left to the system and to other processes
     )
     options: ClassVar[tuple[Option[Any], ...]] = (
         Option(
             "threads",
             None,
             integer(1),
-            "Threads per worker; default: OMP_NUM_THREADS, or a worker's share of the cores where that is less; "
-            "without it, the physical cores that this process may use, divided among the workers of the host, one of "
-            "them kept free where a share is 8 or more. More than there are hardware threads is an error, for all "
-            "workers together. docs/parallel.md says more.",
+            "Threads per worker. Default: OMP_NUM_THREADS, at most a worker's share of the cores; if the variable is "
+            "not set, the physical cores that this process may use, divided among the workers of the host, with one "
+            "core left free if a share is 8 or more. It is an error if all workers together have more threads than "
+            "there are hardware threads. See docs/serve/parallel.md.",
         ),
         Option(
             "bind",
             threads.AUTO,
             threads.binding,
-            "Cores that the workers of the host are bound to, such as 0-7,16-23, divided among them in that order; "
-            "off: none; auto: several workers on a machine of several NUMA nodes get cores of their own, each of one "
-            "node where workers divide evenly among nodes, unless a container's quota says that others use them too.",
+            "Cores that the workers of the host are bound to, such as 0-7,16-23, divided among them in that order. off "
+            "binds none. auto binds several workers on a machine with several NUMA nodes to cores of their own, each "
+            "to one node if the workers divide evenly among the nodes; it does not bind under a container's CPU quota, "
+            "because the cores are then shared with others.",
         ),
         Option(
             "sleep_folder",
             None,
             text,
-            "Where weights are while the server sleeps at level 1: a folder on a disk; default: the one for temporary "
+            "Folder on a disk for the weights while the server sleeps at level 1; default: the folder for temporary "
             "files, or /var/tmp.",
         ),
     )
@@ -69,7 +72,7 @@ class CpuDevice(Device):
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(settings)
         self._pools: dict[str, SleepPool] = {}
-        self._allocating: SleepPool | None = None
+        self._active_pool: SleepPool | None = None
 
     @classmethod
     def probe(cls) -> Probe:
@@ -90,10 +93,10 @@ class CpuDevice(Device):
 
     def faulty_settings(self) -> tuple[tuple[str, str], ...]:
         found = threads.faults(self._machine, self.settings["threads"], self.settings["bind"])
-        stated = self.settings["sleep_folder"]
-        reason = unfit(Path(stated)) if stated else None
+        folder = self.settings["sleep_folder"]
+        reason = unfit_reason(Path(folder)) if folder else None
         if reason is not None:
-            found = (*found, (f"cpu.sleep_folder: {stated} {reason}", "name a folder on a disk"))
+            found = (*found, (f"cpu.sleep_folder: {folder} {reason}", "give a folder on a disk"))
         return found
 
     def refuse_workers(self, workers_on_host: int) -> None:
@@ -104,7 +107,7 @@ class CpuDevice(Device):
 
     def memory(self, index: int = 0) -> MemoryInfo:
         now = host.host_memory()
-        return MemoryInfo(total=now.total, free=max(now.free - memory_ledger.unwritten(), 0))
+        return MemoryInfo(total=now.total, free=max(now.free - memory_ledger.unwritten_bytes(), 0))
 
     def own_memory(self, index: int = 0) -> int:
         return host.own_resident_memory()
@@ -116,36 +119,37 @@ class CpuDevice(Device):
         return host.own_peak_memory()
 
     def empty_cache(self) -> None:
-        host.give_unused_back()
+        host.trim_heap()
 
     def arrange_linear(self, weight: torch.Tensor) -> torch.Tensor | None:
-        return native.arranged(weight) if native.wants_blocks(weight.dtype) else None
+        return native.to_blocks(weight) if native.wants_blocks(weight.dtype) else None
 
     def quantized_layout(self, bits: int) -> CodeLayout:
         return native.quantized_layout() or super().quantized_layout(bits)
 
     def zeroed_bytes(self, count: int, index: int = 0) -> torch.Tensor:
-        # numpy asks the system for zero pages, which become memory when they are first written; torch.zeros would
-        # write the whole cache at start, seconds per gigabyte-scale cache that most of the time stays half empty.
-        memory_ledger.promise(count, host.host_memory().free)
+        # numpy requests zero pages from the system, which become resident when they are first written. torch.zeros
+        # would write the whole cache at start, which takes seconds for gigabytes, although much of it often stays
+        # unused.
+        memory_ledger.reserve(count, host.host_memory().free)
         pages = numpy.zeros(count, dtype=numpy.int8)
-        weakref.finalize(pages, memory_ledger.withdraw, count).atexit = False
+        weakref.finalize(pages, memory_ledger.cancel, count).atexit = False
         tensor = torch.from_numpy(pages)
-        if self._allocating is not None:
-            self._allocating.note(tensor)
-            self._allocating.note_promised(pages, count)
+        if self._active_pool is not None:
+            self._active_pool.add(tensor)
+            self._active_pool.add_reservation(pages, count)
         return tensor
 
     @contextmanager
     def sleep_pool(self, tag: str, index: int = 0) -> Iterator[None]:
-        self._sleep_folder()  # a folder that cannot be used is told at start rather than at the first sleep
+        self._sleep_folder()  # raises at start rather than at the first sleep if the folder cannot be used
         pool = self._pools.setdefault(tag, SleepPool(self._sleep_folder))
-        before, self._allocating = self._allocating, pool
+        before, self._active_pool = self._active_pool, pool
         try:
             with pool.in_use():
                 yield
         finally:
-            self._allocating = before
+            self._active_pool = before
 
     def release(self, tag: str, keep: bool, index: int = 0) -> None:
         self._pools[tag].release(keep)
@@ -170,9 +174,10 @@ class CpuDevice(Device):
 
     def place_worker(self, index: int, workers_on_host: int) -> None:
         cpus = self._share_of(index, workers_on_host).cpus
-        # A process that is the user's own has other things to do than ours, so there it must be asked for.
-        is_ours = multiprocessing.parent_process() is not None
-        if cpus is not None and (is_ours or self.settings["bind"] != threads.AUTO):
+        # With one worker, vLLM may run it in the user's own process, which has other work too. Such a process is bound
+        # only if the user asks for it.
+        is_worker_process = multiprocessing.parent_process() is not None
+        if cpus is not None and (is_worker_process or self.settings["bind"] != threads.AUTO):
             threads.bind(cpus)
 
     def prepare_worker(self, workers_on_host: int) -> None:
@@ -183,8 +188,8 @@ class CpuDevice(Device):
 
     @cached_property
     def _machine(self) -> threads.Machine:
-        """As it is before a worker is bound to a part of it."""
-        return threads.machine()
+        """The usable cores, read before a worker is bound to some of them."""
+        return threads.this_machine()
 
     @cached_property
     def _model_name(self) -> str:

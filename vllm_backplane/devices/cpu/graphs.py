@@ -1,6 +1,6 @@
-"""Graphs of the host's processor: the library notes a call's operators and computes them again without Python.
+"""Captures and replays graphs on the CPU: the C++ library records a call's operators and runs them without Python.
 
-The capture computes as it records, so what the captured call returns is the result for what its inputs hold.
+The capture computes as it records, so the captured call returns valid results.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from vllm_backplane.device.graph import Graph
 from vllm_backplane.devices.cpu import native
 from vllm_backplane.errors import GraphError
 
-_FIGURES = ("operators", "views", "bytes", "copies")
+_STATISTICS = ("operators", "views", "bytes", "copies")
+"""Names of the library's statistics, in the order of its numbers."""
 
 
 @cache
 def _library() -> ctypes.CDLL:
     if (fault := native.fault()) is not None:
-        raise GraphError(f"{fault[0]}, and graphs are part of it; {fault[1]}, or start with -cc.cudagraph_mode=none")
+        raise GraphError(f"{fault[0]}, and it contains the graphs; {fault[1]}, or start with -cc.cudagraph_mode=none")
     library = native.library()
     library.backplane_cpu_graph_error.restype = ctypes.c_char_p
     library.backplane_cpu_graph_memories.restype = ctypes.c_int64
@@ -37,13 +38,16 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _insist(status: int, doing: str) -> None:
+def _check(status: int, failure: str) -> None:
+    """Raises a GraphError with the library's reason unless the status is 0."""
     if status != 0:
         reason = _library().backplane_cpu_graph_error().decode(errors="replace")
-        raise GraphError(f"{doing}: {reason}; start without graphs (-cc.cudagraph_mode=none)")
+        raise GraphError(f"{failure}: {reason}; start without graphs (-cc.cudagraph_mode=none)")
 
 
 class CpuGraph(Graph):
+    """A graph of the C++ library."""
+
     def __init__(self) -> None:
         self._library = _library()
         self._handle = ctypes.c_void_p()
@@ -51,42 +55,42 @@ class CpuGraph(Graph):
     @contextmanager
     def capture(self) -> Iterator[None]:
         if self._handle:
-            raise GraphError("a graph is captured once; make another one")
-        _insist(self._library.backplane_cpu_graph_begin(), "the capture cannot begin")
+            raise GraphError("this graph was captured already; create another one")
+        _check(self._library.backplane_cpu_graph_begin(), "the capture cannot begin")
         try:
             yield
         except BaseException:
             self._library.backplane_cpu_graph_abandon()
             raise
         status = self._library.backplane_cpu_graph_end(ctypes.byref(self._handle))
-        _insist(status, "what was computed cannot be a graph")
+        _check(status, "the captured call cannot be a graph")
         weakref.finalize(self, self._library.backplane_cpu_graph_destroy, self._handle)
 
     def replay(self) -> None:
         if not self._handle:
             raise GraphError("this graph was never captured")
         if self._library.backplane_cpu_graph_replay(self._handle) != 0:
-            _insist(-1, "the replay failed")
+            _check(-1, "the replay failed")
 
     def timed_replay(self) -> list[tuple[str, float]]:
-        """Replays, and says how many seconds each operator took, in their order; the shape is that of its result."""
+        """Replays and returns the name, result shape and seconds of each operator, in order."""
         if not self._handle:
             raise GraphError("this graph was never captured")
-        _insist(self._library.backplane_cpu_graph_replay_timed(self._handle), "the replay failed")
+        _check(self._library.backplane_cpu_graph_replay_timed(self._handle), "the replay failed")
         found: list[tuple[str, float]] = []
         seconds = ctypes.c_double()
         while label := self._library.backplane_cpu_graph_step(self._handle, len(found), ctypes.byref(seconds)):
             found.append((label.decode(), seconds.value))
         return found
 
-    def figures(self) -> dict[str, int]:
-        """Operators of a replay, those that it does without, bytes of memory, results that had to be moved so far."""
+    def statistics(self) -> dict[str, int]:
+        """Returns the number of replayed operators, of omitted views, of bytes, and of results copied so far."""
         if not self._handle:
             raise GraphError("this graph was never captured")
         count = self._library.backplane_cpu_graph_figure
-        return {name: int(count(self._handle, place)) for place, name in enumerate(_FIGURES)}
+        return {name: int(count(self._handle, index)) for index, name in enumerate(_STATISTICS)}
 
 
-def memories() -> int:
-    """Graphs of this process whose memory is held, by themselves or by a tensor that they gave."""
+def live_graph_memories() -> int:
+    """Returns how many graphs of this process still have memory, held by the graph or by one of its result tensors."""
     return int(_library().backplane_cpu_graph_memories())

@@ -1,8 +1,9 @@
-"""Memory that processes of this host have been promised and have not written to yet.
+"""Keeps a ledger of the memory that processes of this host have reserved but not written yet.
 
-A KV cache is zero pages, which become memory when they are first written. Until then the system counts them as free,
-and a second server would be granted them again; under load both would fill up, and the OOM killer would end one. So a
-process leaves a note of what it was promised, and everybody counts the notes' unwritten part as taken.
+A KV cache consists of zero pages, which become resident when they are first written. Until then the system counts them
+as free, and a second server would use them as well; under load both would fill up, and the OOM killer would end one of
+them. So each process writes an entry with its reservation to a shared folder, and every process treats the unwritten
+part of all entries as used.
 """
 
 from __future__ import annotations
@@ -20,111 +21,118 @@ import psutil
 
 from vllm_backplane.errors import BackplaneError
 
-FOLDER = Path(tempfile.gettempdir()) / "vllm-backplane-promised"
-"""Shared by all users: memory is."""
+FOLDER = Path(tempfile.gettempdir()) / "vllm-backplane-memory-ledger"
+"""The folder of the ledger. All users share it, because they share the memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class Reservation:
+    """One process's entry in the ledger."""
+
     bytes: int
+    """Bytes that the process has reserved and not written."""
     resident: int
-    """Of the process, when it was made: what it has grown by since is taken as written."""
+    """The process's resident memory at the time of the entry. Growth since then counts as written."""
     begun: float
-    """When the process began: its number may belong to another by now."""
+    """Start time of the process, which distinguishes it from a later process with the same number."""
 
 
-def unwritten(folder: Path = FOLDER) -> int:
-    """Bytes that living processes, this one included, may still write to."""
-    return sum(_left(pid, promise) for pid, promise in _living(folder))
+def unwritten_bytes(folder: Path = FOLDER) -> int:
+    """Returns the bytes that running processes, this one included, have reserved and not written yet."""
+    return sum(_unwritten(pid, reservation) for pid, reservation in _entries(folder))
 
 
-def promise(count: int, free: int, folder: Path = FOLDER) -> None:
-    """Note that this process will write to `count` bytes; `free` is what the system has, promises not deducted.
+def reserve(count: int, free: int, folder: Path = FOLDER) -> None:
+    """Adds `count` bytes to the reservation of this process; `free` is the system's free memory, without the ledger.
 
-    An error if others have been promised too much of it by now: they may have started at the same time.
+    Raises a BackplaneError if other processes have reserved too much of it, which happens if they start at the same
+    time.
     """
-    with _only_one(folder):
-        left = free - unwritten(folder)
+    with _locked(folder):
+        left = free - unwritten_bytes(folder)
         if count > left:
             raise BackplaneError(
-                f"the memory for a KV cache of {count / 2**30:.2f} GiB was free and {max(left, 0) / 2**30:.2f} GiB are "
-                "left of it: another server was started meanwhile; start this one again, or lower "
+                f"a KV cache of {count / 2**30:.2f} GiB no longer fits: {max(left, 0) / 2**30:.2f} GiB are left, "
+                "because another server was started in the meantime; start this one again, or lower "
                 "BACKPLANE_MEMORY_SHARE"
             )
-        _note(_own(folder) + count, folder)
+        _write_entry(_own_bytes(folder) + count, folder)
 
 
-def withdraw(count: int, folder: Path = FOLDER) -> None:
-    """The memory of a promise was given back, or will not be used."""
-    with _only_one(folder):
-        _note(_own(folder) - count, folder)
+def cancel(count: int, folder: Path = FOLDER) -> None:
+    """Removes `count` bytes from the reservation of this process, when memory was released or will not be used."""
+    with _locked(folder):
+        _write_entry(_own_bytes(folder) - count, folder)
 
 
-def _own(folder: Path) -> int:
-    return sum(_left(pid, promise) for pid, promise in _living(folder) if pid == os.getpid())
+def _own_bytes(folder: Path) -> int:
+    return sum(_unwritten(pid, reservation) for pid, reservation in _entries(folder) if pid == os.getpid())
 
 
-def _note(count: int, folder: Path) -> None:
-    # Another user's process may have had this number and left a note, which only that user may replace.
-    note = folder / f"{os.getpid()}-{os.getuid()}"
+def _write_entry(count: int, folder: Path) -> None:
+    # The name includes the user: a process of another user may have had the same number and left an entry, which this
+    # user may not replace.
+    entry = folder / f"{os.getpid()}-{os.getuid()}"
     process = psutil.Process()
-    made = {"bytes": count, "resident": process.memory_info().rss, "begun": process.create_time()}
-    fresh = note.with_name("." + note.name)
+    values = {"bytes": count, "resident": process.memory_info().rss, "begun": process.create_time()}
+    temporary = entry.with_name("." + entry.name)
     try:
         if count <= 0:
-            note.unlink(missing_ok=True)
+            entry.unlink(missing_ok=True)
             return
-        fresh.write_text(json.dumps(made))
-        fresh.replace(note)
+        temporary.write_text(json.dumps(values))
+        temporary.replace(entry)
     except OSError as fault:
         raise _unusable(folder, fault) from fault
 
 
-def _left(pid: int, promise: Promise) -> int:
+def _unwritten(pid: int, reservation: Reservation) -> int:
     try:
         resident = psutil.Process(pid).memory_info().rss
-    except psutil.Error:  # it ended while we looked
+    except psutil.Error:  # the process ended in the meantime
         return 0
-    return min(max(promise.bytes - max(resident - promise.resident, 0), 0), promise.bytes)
+    return min(max(reservation.bytes - max(resident - reservation.resident, 0), 0), reservation.bytes)
 
 
-def _living(folder: Path) -> list[tuple[int, Promise]]:
+def _entries(folder: Path) -> list[tuple[int, Reservation]]:
+    """Returns (process, reservation) of every running process, and removes the entries of processes that ended."""
     found = []
-    for note in folder.glob("[0-9]*") if folder.is_dir() else ():
-        made = _read(note)
-        if made is None:
+    for entry in folder.glob("[0-9]*") if folder.is_dir() else ():
+        reservation = _read(entry)
+        if reservation is None:
             continue
         try:
-            pid = int(note.name.partition("-")[0])
-            # Both count from the system's start, of which the system's own account wavers by a second.
-            same = abs(psutil.Process(pid).create_time() - made.begun) < 2
-        except (psutil.Error, ValueError, OverflowError):  # ended, or a name that is no number
-            same = False
-        if same:
-            found.append((pid, made))
+            pid = int(entry.name.partition("-")[0])
+            # Start times derive from the boot time, which Linux reports with an error of up to a second.
+            is_running = abs(psutil.Process(pid).create_time() - reservation.begun) < 2
+        except (psutil.Error, ValueError, OverflowError):  # the process ended, or the name is not a number
+            is_running = False
+        if is_running:
+            found.append((pid, reservation))
         else:
-            _forget(note)
+            _remove(entry)
     return found
 
 
-def _read(note: Path) -> Promise | None:
+def _read(entry: Path) -> Reservation | None:
     try:
-        told = json.loads(note.read_text())
-        made = Promise(int(told["bytes"]), int(told["resident"]), float(told["begun"]))
-    except (OSError, ValueError, KeyError, TypeError):  # being removed, or not of ours: the folder is open to all
+        values = json.loads(entry.read_text())
+        reservation = Reservation(int(values["bytes"]), int(values["resident"]), float(values["begun"]))
+    except (OSError, ValueError, KeyError, TypeError):  # being removed, or not an entry: every user may write here
         return None
-    return made if made.bytes > 0 else None
+    return reservation if reservation.bytes > 0 else None
 
 
-def _forget(note: Path) -> None:
+def _remove(entry: Path) -> None:
     try:
-        note.unlink()
-    except OSError:  # another user's; it says nothing about a living process, so it counts for nothing
+        entry.unlink()
+    except OSError:  # another user's entry; it belongs to no running process, so it is ignored anyway
         return
 
 
 @contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
+    """Creates the folder if needed, and holds its lock."""
     old = os.umask(0)
     try:
         folder.mkdir(mode=0o1777, exist_ok=True)
@@ -142,6 +150,6 @@ def _only_one(folder: Path) -> Iterator[None]:
 
 def _unusable(folder: Path, fault: OSError) -> BackplaneError:
     return BackplaneError(
-        f"{folder} cannot be used ({fault}), where servers note how much memory they were promised; remove it, or "
-        "set TMPDIR to a folder that can be written to"
+        f"{folder}, where servers record their memory reservations, cannot be used ({fault}); remove it, or set TMPDIR "
+        "to a writable folder"
     )

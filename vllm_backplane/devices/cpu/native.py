@@ -1,4 +1,4 @@
-"""The C++ kernels of the CPU device: a shared library that registers itself with PyTorch when loaded."""
+"""Loads the C++ kernels of the CPU device, a shared library that registers its kernels with PyTorch when loaded."""
 
 from __future__ import annotations
 
@@ -14,32 +14,36 @@ from vllm_backplane.ops.linear import blocked
 
 LIBRARY_NAME = "libbackplane_cpu.so"
 _TYPE_CODES = (torch.float32, torch.bfloat16, torch.float16)
-"""In the order of the library's own list."""
+"""Dtypes in the order of the library's own numbers for them."""
 _PATH = Path(__file__).with_name(LIBRARY_NAME)
 
 
 def built() -> bool:
+    """Returns whether the library was built."""
     return _PATH.exists()
 
 
 @cache
 def load() -> bool:
-    """Whether the library was built, and then it is loaded. One that is there and does not load is an error: whoever
-    built it counts on it."""
+    """Loads the library if it was built, and returns whether it was.
+
+    A library that exists and does not load is an error rather than a fallback to the references, because a user who
+    built it expects it to be used.
+    """
     if not built():
         return False
     try:
         torch.ops.load_library(str(_PATH))
     except OSError as error:
         raise BackplaneError(
-            f"the CPU kernel library cannot be loaded ({error}); it was built for another PyTorch: reinstall with "
+            f"the CPU kernel library cannot be loaded ({error}). It was built for another PyTorch; reinstall it: "
             "pip install --force-reinstall --no-deps ."
         ) from error
     return True
 
 
 def fault() -> tuple[str, str] | None:
-    """(what is wrong, remedy), or None when the kernels are there."""
+    """Returns (problem, remedy) if the library was not built, else None."""
     if load():
         return None
     return (
@@ -50,54 +54,56 @@ def fault() -> tuple[str, str] | None:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Its C functions, once it is loaded."""
+    """Returns the library's C functions. The library must have been loaded."""
     return ctypes.CDLL(str(_PATH))
 
 
 def wants_blocks(dtype: torch.dtype) -> bool:
-    """Whether weights of this type are multiplied faster in blocks than by PyTorch's own product."""
+    """Returns whether the blocked GEMM is faster than PyTorch's own for weights of this dtype."""
     return load() and dtype in _TYPE_CODES and bool(library().backplane_cpu_wants_blocks(_TYPE_CODES.index(dtype)))
 
 
-def arranged(weight: torch.Tensor) -> torch.Tensor:
-    """The weight in the blocks that the kernels of this machine read; 16-bit ones lie in pairs."""
+def to_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """Returns the weight in the blocked layout of this machine's kernels; rows of 16-bit weights are paired."""
     lanes = 0 if weight.dtype == torch.float32 else library().backplane_cpu_block_lanes()
     return blocked(weight, library().backplane_cpu_block_width(), lanes)
 
 
-def has_tiles() -> bool:
-    """Whether attention of many bfloat16 queries uses the processor's tiles (AMX)."""
+def has_amx_tiles() -> bool:
+    """Returns whether attention of many bfloat16 queries uses the processor's AMX tiles."""
     return load() and bool(library().backplane_cpu_has_tiles())
 
 
 def quantized_layout() -> CodeLayout | None:
-    """How codes of 8 or 4 bits lie for the products of this machine."""
+    """Returns the layout of 8- and 4-bit codes for the dot-product kernels of this machine."""
     if not load():
         return None
     return CodeLayout(library().backplane_cpu_quantized_width(), bool(library().backplane_cpu_quantized_signed()))
 
 
-def decoded_from(bits: int) -> int:
-    """Rows of an input from which quantized weights are decoded to bfloat16 instead; 0: never."""
+def dequantizing_rows(bits: int) -> int:
+    """Returns the number of input rows from which weights are dequantized to bfloat16 before the GEMM; 0: never."""
     return int(library().backplane_cpu_decoded_from(bits))
 
 
-def known_dot_products() -> tuple[str, ...]:
-    """The sets of products of 8-bit numbers that this machine can run, the best first."""
+def available_dot_kernels() -> tuple[str, ...]:
+    """Returns the names of the 8-bit dot-product kernels that this machine can run, the fastest first."""
     return tuple(_text("backplane_cpu_known_dot_products").split(","))
 
 
-def dot_products() -> str:
-    """The set in use."""
+def dot_kernel() -> str:
+    """Returns the name of the 8-bit dot-product kernel in use."""
     return _text("backplane_cpu_dot_products")
 
 
-def use_dot_products(name: str) -> None:
-    """Use a set by its name, or with an empty one the best again. Weights packed for another layout are rearranged
-    at every call."""
+def use_dot_kernel(name: str) -> None:
+    """Switches to a dot-product kernel by its name; an empty name selects the fastest.
+
+    Weights that are packed for another layout are rearranged at every call.
+    """
     if library().backplane_cpu_force_dot_products(name.encode()) != 0:
-        known = ", ".join(known_dot_products())
-        raise DeviceUnavailable(f"this machine cannot run products with {name!r}; use one of: {known}")
+        known = ", ".join(available_dot_kernels())
+        raise DeviceUnavailable(f"this machine cannot run the dot-product kernel {name!r}; use one of: {known}")
 
 
 def _text(function: str) -> str:

@@ -1,9 +1,10 @@
-"""Memory of the host that sleeps: its pages go back to the system, and the tensors keep their addresses.
+"""Implements sleep mode for host memory: pages go back to the system while the tensors keep their addresses.
 
-PyTorch's allocator of the host has no pools. So what is allocated meanwhile is noted as operators return it, and a
-release tells the kernel to drop the pages inside of those that are still alive (madvise): they stay mapped, empty, so
-graphs and views that hold addresses stay good. What is to be kept is written to a file without a name first, on a disk:
-it goes when the process does, whatever ends it. Tensors of less than SMALLEST stay where they are.
+PyTorch's CPU allocator has no pools. So a dispatch mode records the tensors that operators return while a pool is
+active, and `release` lets the kernel drop the pages of those that are still alive (madvise). The pages stay mapped and
+empty, so graphs and views that hold addresses stay valid. Contents that must survive are first written to an unnamed
+file on a disk, which the system deletes when the process ends for any reason. Tensors smaller than SMALLEST keep their
+memory.
 """
 
 from __future__ import annotations
@@ -26,105 +27,111 @@ from vllm_backplane.devices.cpu import memory_ledger
 from vllm_backplane.errors import BackplaneError
 
 SMALLEST = 64 << 10
+"""Bytes of the smallest storage that is released."""
 IN_MEMORY = ("tmpfs", "ramfs")
-"""File systems that give nothing back."""
+"""File systems in memory: writing weights to them would release nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Whole pages inside of one tensor's memory."""
+    """Whole pages inside a tensor's storage."""
 
     storage: weakref.ref[torch.UntypedStorage]
-    of: int
-    """Where the tensor's memory began when they were dropped."""
+    storage_address: int
+    """Address of the storage when the pages were dropped."""
     start: int
     length: int
 
-    def are_still_its(self) -> bool:
+    def are_valid(self) -> bool:
+        """Returns whether the storage is still alive and at the same address."""
         storage = self.storage()
-        return storage is not None and storage.data_ptr() == self.of
+        return storage is not None and storage.data_ptr() == self.storage_address
 
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
+    """A mapped address range of this process."""
+
     start: int
     end: int
     anonymous: bool
-    """Private memory of this process that may be written to; it is in no file."""
+    """Whether it is private, writable memory that belongs to no file."""
 
 
 class SleepPool:
-    """What is released and restored together."""
+    """Storages that are released and restored together."""
 
     def __init__(self, folder: Callable[[], Path]) -> None:
-        """`folder` says where what is kept is to be written, or raises."""
+        """`folder` returns the folder for saved contents, or raises if there is none."""
         self._folder = folder
-        self._noted: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._promised: list[tuple[weakref.ref[Any], int]] = []
-        self._kept: tuple[IO[bytes], list[Pages]] | None = None
-        self._asleep = 0
-        """Bytes that are kept."""
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._reservations: list[tuple[weakref.ref[Any], int]] = []
+        self._saved: tuple[IO[bytes], list[Pages]] | None = None
+        self._saved_bytes = 0
 
     def in_use(self) -> TorchDispatchMode:
-        """Tensors that this thread's operators return meanwhile are in the pool."""
-        return _Notes(self)
+        """Returns a context in which the tensors that this thread's operators return are added to the pool."""
+        return _AddResults(self)
 
-    def note(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: torch.Tensor) -> None:
+        """Adds the storage of a tensor to the pool, if it is large enough."""
         storage = tensor.untyped_storage()
         if storage.nbytes() >= SMALLEST:
-            self._noted[storage.data_ptr()] = weakref.ref(storage)
+            self._storages[storage.data_ptr()] = weakref.ref(storage)
 
-    def note_promised(self, owner: Any, count: int) -> None:
-        """Memory that becomes some when it is written to (memory_ledger.py), for as long as `owner` lives."""
-        self._promised.append((weakref.ref(owner), count))
+    def add_reservation(self, owner: Any, count: int) -> None:
+        """Adds a reservation in the memory ledger, which lasts as long as `owner` lives."""
+        self._reservations.append((weakref.ref(owner), count))
 
     def release(self, keep: bool) -> None:
+        """Returns the pool's pages to the system; with `keep`, their contents are saved to a file first."""
         pages = list(self._pages())
-        self._kept = (self._written(pages), pages) if keep and pages else None
+        self._saved = (self._save(pages), pages) if keep and pages else None
         try:
             for one in pages:
                 host.drop_pages(one.start, one.length)
         except BaseException:
             self._read_back()
             raise
-        self._asleep = sum(one.length for one in pages) if keep else 0
-        for count in self._alive_promises():
-            memory_ledger.withdraw(count)
+        self._saved_bytes = sum(one.length for one in pages) if keep else 0
+        for count in self._live_reservations():
+            memory_ledger.cancel(count)
 
     def restore(self) -> None:
-        """May be called again when it has failed."""
-        free = host.host_memory().free - memory_ledger.unwritten()
-        wanted = self._asleep + sum(self._alive_promises())
+        """Reads the saved contents back and renews the reservations. It may be called again after it has failed."""
+        free = host.host_memory().free - memory_ledger.unwritten_bytes()
+        wanted = self._saved_bytes + sum(self._live_reservations())
         if wanted > free:
             raise BackplaneError(
-                f"waking takes {wanted / 2**30:.2f} GiB of memory, and {max(free, 0) / 2**30:.2f} GiB are free; end "
-                "what else uses memory, and wake up again"
+                f"waking up needs {wanted / 2**30:.2f} GiB of memory, and {max(free, 0) / 2**30:.2f} GiB are free; end "
+                "other processes that use memory, and wake up again"
             )
         self._read_back()
-        for count in self._alive_promises():
-            memory_ledger.promise(count, host.host_memory().free)
+        for count in self._live_reservations():
+            memory_ledger.reserve(count, host.host_memory().free)
 
-    def _alive_promises(self) -> list[int]:
-        return [count for owner, count in self._promised if owner() is not None]
+    def _live_reservations(self) -> list[int]:
+        return [count for owner, count in self._reservations if owner() is not None]
 
     def _pages(self) -> Iterator[Pages]:
-        """Of what is alive."""
+        """Yields the anonymous whole pages of every storage that is alive."""
         mappings = own_mappings()
-        for reference in self._noted.values():
+        for reference in self._storages.values():
             storage = reference()
             if storage is None:
                 continue
             base = storage.data_ptr()
             first, last = host.whole_pages(base, base + storage.nbytes())
-            for start, end in anonymous_parts(mappings, first, last):
+            for start, end in anonymous_ranges(mappings, first, last):
                 yield Pages(reference, base, start, end - start)
 
-    def _written(self, pages: Sequence[Pages]) -> IO[bytes]:
+    def _save(self, pages: Sequence[Pages]) -> IO[bytes]:
+        """Writes the contents of the pages to an unnamed file and returns it."""
         folder, count = self._folder(), sum(one.length for one in pages)
         try:
-            file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # until it is read back
+            file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # open until it is read back
             try:
-                os.posix_fallocate(file.fileno(), 0, count)  # a full disk is found before anything is written
+                os.posix_fallocate(file.fileno(), 0, count)  # fails on a full disk before anything is written
                 for one in pages:
                     view = _view(one)
                     while view:
@@ -135,23 +142,25 @@ class SleepPool:
         except OSError as fault:
             raise BackplaneError(
                 f"weights of {count / 2**30:.2f} GiB cannot be written to {folder} ({fault}); make room there, set "
-                "BACKPLANE_CPU_SLEEP_FOLDER to a folder on another disk, or sleep at level 2, which keeps none"
+                "BACKPLANE_CPU_SLEEP_FOLDER to a folder on another disk, or sleep at level 2, which saves no weights"
             ) from fault
         return file
 
     def _read_back(self) -> None:
-        if self._kept is not None:
-            file, pages = self._kept
+        if self._saved is not None:
+            file, pages = self._saved
             offset = 0
             for one in pages:
-                if one.are_still_its():
+                if one.are_valid():
                     _fill(file, offset, one)
                 offset += one.length
             file.close()
-        self._kept, self._asleep = None, 0
+        self._saved, self._saved_bytes = None, 0
 
 
-class _Notes(TorchDispatchMode):
+class _AddResults(TorchDispatchMode):
+    """Adds the tensors that operators return to a pool."""
+
     def __init__(self, pool: SleepPool) -> None:
         super().__init__()
         self._pool = pool
@@ -159,14 +168,14 @@ class _Notes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for one in result if isinstance(result, (tuple, list)) else (result,):
-            # Subclasses hold others, which are noted themselves, or none.
+            # A tensor subclass has no storage of its own; the plain tensors inside it are returned by operators too.
             if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "cpu" and not one.is_sparse:
-                self._pool.note(one)
+                self._pool.add(one)
         return result
 
 
 def own_mappings(listing: Path = Path("/proc/self/maps")) -> list[Mapping]:
-    """Of this process, in the order of addresses."""
+    """Returns the mapped address ranges of this process, sorted by address."""
     found = []
     for line in listing.read_text().splitlines():
         addresses, rights, _, _, file, *_ = line.split()
@@ -175,11 +184,13 @@ def own_mappings(listing: Path = Path("/proc/self/maps")) -> list[Mapping]:
     return found
 
 
-def anonymous_parts(mappings: Sequence[Mapping], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """What of the addresses from `first` to `last` is this process's own. Pages of a file are left to the system, which
-    can take them back as it is, and other processes may share them."""
-    place = bisect_right(mappings, first, key=lambda one: one.start) - 1
-    for one in mappings[max(place, 0) :]:
+def anonymous_ranges(mappings: Sequence[Mapping], first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yields the (start, end) of anonymous memory between the addresses `first` and `last`.
+
+    Pages of a file are left out: the system can reclaim them anyway, and other processes may share them.
+    """
+    index = bisect_right(mappings, first, key=lambda one: one.start) - 1
+    for one in mappings[max(index, 0) :]:
         if one.start >= last:
             return
         start, end = max(first, one.start), min(last, one.end)
@@ -187,24 +198,28 @@ def anonymous_parts(mappings: Sequence[Mapping], first: int, last: int) -> Itera
             yield start, end
 
 
-def folder_on_disk(stated: str | None, mounts: Path = Path("/proc/self/mountinfo")) -> Path:
-    """Where what is kept is written: the user's choice, or the first folder for temporary files that is on a disk."""
-    candidates = [stated] if stated else [tempfile.gettempdir(), "/var/tmp"]
+def folder_on_disk(configured: str | None, mounts: Path = Path("/proc/self/mountinfo")) -> Path:
+    """Returns the configured folder, or else the first folder for temporary files that is on a disk.
+
+    Raises a BackplaneError if it cannot be used.
+    """
+    candidates = [configured] if configured else [tempfile.gettempdir(), "/var/tmp"]
     reasons = []
     for name in candidates:
-        reason = unfit(Path(name), mounts)
+        reason = unfit_reason(Path(name), mounts)
         if reason is None:
             return Path(name)
         reasons.append(f"{name} {reason}")
     raise BackplaneError(
-        f"no folder for what sleeps: {'; '.join(reasons)}. Set BACKPLANE_CPU_SLEEP_FOLDER to a folder on a disk"
+        f"there is no folder for sleeping weights: {'; '.join(reasons)}. Set BACKPLANE_CPU_SLEEP_FOLDER to a folder on "
+        "a disk"
     )
 
 
-def unfit(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """Why nothing can be kept there, if so."""
+def unfit_reason(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
+    """Returns the reason why weights cannot be saved in a folder, or None if they can."""
     if not folder.is_dir():
-        return "is no folder"
+        return "is not a folder"
     if not os.access(folder, os.W_OK | os.X_OK):
         return "cannot be written to"
     device = os.stat(folder).st_dev
@@ -212,7 +227,7 @@ def unfit(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | No
     for line in mounts.read_text().splitlines():
         mounted, _, kind = line.partition(" - ")
         if mounted.split()[2] == number and kind.split()[0] in IN_MEMORY:
-            return f"is in memory ({kind.split()[0]}), so nothing would be given back"
+            return f"is in memory ({kind.split()[0]}), so no memory would be released"
     return None
 
 
@@ -221,9 +236,10 @@ def _view(pages: Pages) -> memoryview:
 
 
 def _fill(file: IO[bytes], offset: int, pages: Pages) -> None:
-    view, place = _view(pages), offset
+    """Reads the contents of the pages from an offset of the file."""
+    view, position = _view(pages), offset
     while view:
-        read = os.preadv(file.fileno(), [view], place)
+        read = os.preadv(file.fileno(), [view], position)
         if read == 0:
-            raise BackplaneError("the file that weights were kept in has become shorter; start the server again")
-        view, place = view[read:], place + read
+            raise BackplaneError("the file with the saved weights has become shorter; start the server again")
+        view, position = view[read:], position + read

@@ -1,11 +1,11 @@
-"""How many threads a worker computes with, and on which cores.
+"""Decides how many threads a worker computes with and which cores it is bound to.
 
-Without being told, a worker takes its share of the physical cores: the second hardware thread of a core adds nothing to
-kernels that keep its arithmetic busy. A single core is the exception, as the smallest machines of clouds have it: its
-second thread reads memory while the first one waits for it. Where there are many, one is left to the processes around
-the workers, for which all threads of a step would otherwise wait. Workers are bound to cores of their own where the
-machine has several nodes of memory; on a single node that would only keep the system from moving them to where nothing
-runs.
+By default a worker gets its share of the physical cores: the second hardware thread of a core adds nothing to kernels
+that keep the core's arithmetic units busy. A machine with a single core, the smallest of a cloud, is the exception: its
+second thread reads memory while the first one waits for memory. If a share is large, one core is left free for the
+other processes of the server; otherwise all threads of a step would wait for the thread that shares its core with them.
+Workers are bound to cores of their own on a machine with several NUMA nodes. On a single node, binding would only
+prevent the system from moving a thread to an idle core.
 """
 
 from __future__ import annotations
@@ -18,57 +18,63 @@ from pathlib import Path
 from typing import Any
 
 from vllm_backplane.device import host
-from vllm_backplane.device.cores import Core, allowed_cpus, parse_list, physical_cores
+from vllm_backplane.device.cores import Core, allowed_cpus, parse_cpu_list, physical_cores
 from vllm_backplane.errors import OptionError
 
 AUTO, OFF = "auto", "off"
 MANY_CORES = 8
-"""Where a worker's share is so large, one core is kept free: of less, a thread would be too much to give."""
+"""Share of a worker, in cores, from which one core is left free; of a smaller share, a whole core would be too much."""
 
 Binding = str | tuple[int, ...]
+"""The value of the option ``bind``: AUTO, OFF, or the system's numbers of hardware threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process may use of the host."""
+    """The part of the host that this process may use."""
 
     cores: tuple[Core, ...]
     threads: int
-    """That may run at once, hardware threads of one core counted each, a container's quota kept to."""
+    """Number of threads that may run at once: every hardware thread counts, and the container's CPU quota applies."""
 
     @property
     def cpus(self) -> frozenset[int]:
+        """Returns the numbers of all hardware threads."""
         return frozenset(cpu for core in self.cores for cpu in core.cpus)
 
     @property
     def units(self) -> int:
-        """Threads that compute at once without being in each other's way."""
+        """Returns how many threads compute at once without slowing each other down."""
         return len(self.cores if len(self.cores) > 1 else self.cpus)
 
     @property
-    def is_rationed(self) -> bool:
-        """By a quota of time rather than a set of cores: others share those cores, and nobody says which are idle."""
+    def has_quota(self) -> bool:
+        """Returns whether a CPU quota limits this process. Then other processes share its cores, and it cannot find out
+        which cores are idle."""
         return self.threads < len(self.cpus)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
+    """The threads and cores of one worker."""
+
     threads: int
     cpus: frozenset[int] | None
-    """Those the worker is bound to; None: it runs wherever the system puts it."""
+    """The hardware threads that the worker is bound to; None if it is not bound."""
 
 
-def machine() -> Machine:
+def this_machine() -> Machine:
+    """Returns the cores and threads that this process may use."""
     return Machine(physical_cores(allowed_cpus()), host.usable_cores())
 
 
 def binding(value: Any) -> Binding:
-    """Parses the option."""
+    """Parses the value of the option ``bind``."""
     expected = f"{AUTO}, {OFF}, or cores as the system numbers them, such as 0-7,16-23"
     if value in (AUTO, OFF):
         return str(value)
     try:
-        cpus = parse_list(value if isinstance(value, str) else ",".join(map(str, value)))
+        cpus = parse_cpu_list(value if isinstance(value, str) else ",".join(map(str, value)))
     except (TypeError, ValueError):
         raise ValueError(expected) from None
     if not cpus:
@@ -76,98 +82,99 @@ def binding(value: Any) -> Binding:
     return cpus
 
 
-def stated_threads() -> int | None:
-    """OMP_NUM_THREADS as the user set it; vLLM sets it too, and then says so."""
-    stated = os.environ.get("OMP_NUM_THREADS", "")
-    return int(stated) or None if stated.isdigit() and "VLLM_OMP_NUM_THREADS_SET_BY_VLLM" not in os.environ else None
+def omp_num_threads() -> int | None:
+    """Returns OMP_NUM_THREADS if the user set it, else None. vLLM sets it as well, and marks that by a variable."""
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    return int(value) or None if value.isdigit() and "VLLM_OMP_NUM_THREADS_SET_BY_VLLM" not in os.environ else None
 
 
-def faults(have: Machine, option: int | None, bound: Binding) -> tuple[tuple[str, str], ...]:
-    """(what is wrong, remedy) pairs: what is asked for and is not there."""
+def faults(machine: Machine, option: int | None, bound: Binding) -> tuple[tuple[str, str], ...]:
+    """Returns (problem, remedy) pairs of settings that request more threads or other cores than the machine has."""
     found = []
-    stated = (("cpu.threads", option), ("OMP_NUM_THREADS", None if option else stated_threads()))
-    for name, threads in stated:
-        if threads is not None and threads > have.threads:
-            limits = "its affinity, and the quota of its control group"
-            what = f"{name} is {threads}, and this process may use {_cores(have.threads)} ({limits})"
-            found.append((what, f"state at most {have.threads}, or leave {name} out"))
-    if not isinstance(bound, str) and (missing := sorted(set(bound) - have.cpus)):
+    requested = (("cpu.threads", option), ("OMP_NUM_THREADS", None if option else omp_num_threads()))
+    for name, threads in requested:
+        if threads is not None and threads > machine.threads:
+            limits = "by its affinity and the quota of its control group"
+            problem = f"{name} is {threads}, and this process may use {_count_of_cores(machine.threads)} ({limits})"
+            found.append((problem, f"set at most {machine.threads}, or leave {name} out"))
+    if not isinstance(bound, str) and (missing := sorted(set(bound) - machine.cpus)):
         found.append(
             (
-                f"cpu.bind names {_cores(len(missing))} that this process may not use: {_numbers(missing)}",
-                f"choose from {_numbers(sorted(have.cpus))}",
+                f"cpu.bind names {_count_of_cores(len(missing))} that this process may not use: {_cpu_list(missing)}",
+                f"choose from {_cpu_list(sorted(machine.cpus))}",
             )
         )
     return tuple(found)
 
 
-def refuse(have: Machine, workers: int, option: int | None, bound: Binding) -> None:
-    """Settings that so many workers on one host cannot have. One thread each they always can."""
-    room = _room(have, bound)
-    if option is not None and option > 1 and option * workers > room:
+def refuse(machine: Machine, workers: int, option: int | None, bound: Binding) -> None:
+    """Raises an OptionError if the settings do not allow this number of workers. One thread each is always allowed."""
+    available = _available_threads(machine, bound)
+    if option is not None and option > 1 and option * workers > available:
         raise OptionError(
-            f"cpu.threads is {option} for each of {workers} workers on this host, which may use {_cores(room)} "
-            f"together; state at most {max(room // workers, 1)}, or start fewer workers"
+            f"cpu.threads is {option} for each of {workers} workers on this host, which may use "
+            f"{_count_of_cores(available)} together; set at most {max(available // workers, 1)}, or start fewer workers"
         )
     if not isinstance(bound, str) and len(bound) < workers:
         raise OptionError(
-            f"cpu.bind names {_cores(len(bound))} for {workers} workers on this host; name at least one for each, or "
-            "start fewer workers"
+            f"cpu.bind names {_count_of_cores(len(bound))} for {workers} workers on this host; name at least one for "
+            "each, or start fewer workers"
         )
 
 
-def share(have: Machine, index: int, workers: int, option: int | None, bound: Binding) -> Share:
-    """Of the worker of this number among those of the host."""
-    refuse(have, workers, option, bound)
-    room = _room(have, bound)
+def share(machine: Machine, index: int, workers: int, option: int | None, bound: Binding) -> Share:
+    """Returns the threads and cores of the `index`-th of the workers on this host."""
+    refuse(machine, workers, option, bound)
+    available = _available_threads(machine, bound)
     if isinstance(bound, str):
-        cores, units = have.cores, min(have.units, room)
+        cores, units = machine.cores, min(machine.units, available)
         if units // workers >= MANY_CORES:
             units -= 1
     else:
-        cores, units = _stated_cores(have, bound), room
-    # Every process inherits the variable, also from places that know nothing of several workers: it is the most that a
-    # worker takes.
-    variable = stated_threads()
-    threads = option or max(min(variable, room // workers) if variable else units // workers, 1)
-    if bound == OFF or (bound == AUTO and not _gains_by_binding(have, workers)):
+        cores, units = _named_cores(machine, bound), available
+    # Every process inherits OMP_NUM_THREADS, which is often set without regard to several workers. So it is only an
+    # upper bound for each worker.
+    variable = omp_num_threads()
+    threads = option or max(min(variable, available // workers) if variable else units // workers, 1)
+    if bound == OFF or (bound == AUTO and not _should_bind(machine, workers)):
         return Share(threads, None)
     own = _slice(cores, index % workers, workers)
     return Share(threads, frozenset(cpu for core in own for cpu in core.cpus))
 
 
 def bind(cpus: frozenset[int]) -> None:
-    """Every thread of this process, those that it will start included."""
+    """Binds every thread of this process; threads that start later inherit the binding."""
     for task in Path("/proc/self/task").iterdir():
         try:
             os.sched_setaffinity(int(task.name), cpus)
-        except ProcessLookupError:  # it has ended since
+        except ProcessLookupError:  # the thread has ended in the meantime
             continue
         except OSError as refused:
             raise OptionError(
-                f"the system does not let this process bind itself to cores {_numbers(sorted(cpus))} ({refused}); set "
+                f"the system does not let this process bind itself to cores {_cpu_list(sorted(cpus))} ({refused}); set "
                 f"cpu.bind to {OFF}"
             ) from refused
 
 
-def _room(have: Machine, bound: Binding) -> int:
-    """Threads that all workers of the host may have together."""
-    return have.threads if isinstance(bound, str) else min(have.threads, len(bound))
+def _available_threads(machine: Machine, bound: Binding) -> int:
+    """Returns how many threads all workers of the host may have together."""
+    return machine.threads if isinstance(bound, str) else min(machine.threads, len(bound))
 
 
-def _gains_by_binding(have: Machine, workers: int) -> bool:
-    nodes = {core.node for core in have.cores}
-    return 1 < workers <= len(have.cores) and len(nodes) > 1 and not have.is_rationed
+def _should_bind(machine: Machine, workers: int) -> bool:
+    """Returns whether AUTO binds: there are several workers, several NUMA nodes and no CPU quota."""
+    nodes = {core.node for core in machine.cores}
+    return 1 < workers <= len(machine.cores) and len(nodes) > 1 and not machine.has_quota
 
 
-def _stated_cores(have: Machine, stated: Sequence[int]) -> tuple[Core, ...]:
-    """The hardware threads that were named, each for itself, in the order of the list: its author knows the machine."""
-    node_of = {cpu: core.node for core in have.cores for cpu in core.cpus}
-    return tuple(Core(node_of[cpu], (cpu,)) for cpu in stated)
+def _named_cores(machine: Machine, cpus: Sequence[int]) -> tuple[Core, ...]:
+    """Returns each hardware thread that the user named as a core of its own, in the user's order."""
+    node_of = {cpu: core.node for core in machine.cores for cpu in core.cpus}
+    return tuple(Core(node_of[cpu], (cpu,)) for cpu in cpus)
 
 
 def _slice(cores: tuple[Core, ...], index: int, workers: int) -> tuple[Core, ...]:
-    """A worker's cores: neighbours, and of one node where workers can be dealt out to nodes evenly."""
+    """Returns a worker's cores: consecutive ones, and of one NUMA node if the workers divide evenly among nodes."""
     nodes = [tuple(group) for _, group in groupby(cores, key=lambda core: core.node)]
     if len({len(node) for node in nodes}) == 1 and workers % len(nodes) == 0:
         per_node = workers // len(nodes)
@@ -176,12 +183,12 @@ def _slice(cores: tuple[Core, ...], index: int, workers: int) -> tuple[Core, ...
     return cores[index * each : (index + 1) * each]
 
 
-def _cores(count: int) -> str:
+def _count_of_cores(count: int) -> str:
     return f"{count} core" if count == 1 else f"{count} cores"
 
 
-def _numbers(cpus: Sequence[int]) -> str:
-    """As the system writes them: 0-3,8."""
+def _cpu_list(cpus: Sequence[int]) -> str:
+    """Returns the numbers in Linux's format, such as 0-3,8."""
     parts = []
     for _, run in groupby(enumerate(cpus), key=lambda pair: pair[1] - pair[0]):
         numbers = [cpu for _, cpu in run]

@@ -1,7 +1,8 @@
-"""A simulated NPU: memory that the host cannot touch, streams, events, graphs, faults, and real arithmetic.
+"""Implements the device `sim`, a simulated NPU with its own memory, streams, events, graphs and faults.
 
-The driver (`csrc/sim/driver`) stands in for a vendor's; the runtime (`csrc/sim/runtime`) makes it a PyTorch device, as
-a vendor's runtime would. What is in this folder is what a device of one's own needs in Python.
+Its arithmetic is real, and the host cannot access the memory of its cards. The driver (`csrc/sim/driver`) takes the
+place of a vendor's driver; the runtime (`csrc/sim/runtime`) makes it a PyTorch device, as a vendor's runtime would.
+This folder has the Python part of such a device.
 """
 
 from vllm_backplane.devices.sim.device import SimDevice

@@ -1,4 +1,4 @@
-"""`torch.bpnpu`: the device module, with the surface that PyTorch and its users expect of an accelerator's."""
+"""Implements `torch.bpnpu`, the device module with the functions that PyTorch expects of an accelerator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# By another name: what is public in this module is `torch.bpnpu`'s.
+# Imported under a private name, because every public name of this module is part of `torch.bpnpu`.
 from vllm_backplane.devices.sim import library as _sim
 
 NAME = "bpnpu"
@@ -23,7 +23,7 @@ def _index(card: _Card) -> int:
     if card is None or card.index is None:
         return current_device()
     if card.type != NAME:
-        raise ValueError(f"a {NAME} device is needed, not {card}")
+        raise ValueError(f"expected a {NAME} device, got {card}")
     return int(card.index)
 
 
@@ -72,7 +72,7 @@ _maybe_exchange_device = _exchange_device
 
 
 class device:
-    """Context manager: another card is the current one."""
+    """Context manager that makes a card the current one."""
 
     def __init__(self, card: _Card) -> None:
         self.idx = _index(card)
@@ -86,14 +86,14 @@ class device:
 
 
 class device_of(device):
-    """Context manager: the card of a tensor is the current one; of a tensor elsewhere, nothing changes."""
+    """Context manager that makes the card of a tensor the current one; for a tensor elsewhere, nothing changes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.device if tensor.device.type == NAME else current_device())
 
 
 def synchronize(card: _Card = None) -> None:
-    """Wait for everything queued on a card."""
+    """Waits for all work queued on a card."""
     _sim.synchronize(_index(card))
 
 
@@ -109,14 +109,14 @@ class _DeviceProperties:
 
 
 def get_device_properties(card: _Card = None) -> _DeviceProperties:
-    """What a program asks that fits its work to a card; compute units are the host threads that one launch may use."""
+    """Returns the name, memory and compute units of a card; compute units are the host threads of one launch."""
     index = _index(card)
     threads = int(_sim.runtime("compute_threads"))
     return _DeviceProperties(get_device_name(index), _sim.memory_stats(index).limit, max(threads, 1))
 
 
 def can_device_access_peer(card: _Card, peer: _Card) -> bool:
-    """Whether memory goes from card to card without the host: between any two of one process."""
+    """Returns whether memory is copied between two cards without the host, which holds for any two of a process."""
     one, other = _index(card), _index(peer)
     for index in (one, other):
         if not 0 <= index < device_count():
@@ -136,19 +136,23 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 
 
 class Stream(torch.Stream):
+    """A stream of a card."""
+
     def __new__(cls, device: _Card = None, priority: int = 0, **given: Any) -> Stream:
         if given:  # an existing stream, by number
             return super().__new__(cls, **given)
         return super().__new__(cls, torch.device(NAME, _index(device)), priority=priority)
 
 
-class _Events(type):
+class _EventType(type):
+    """Makes isinstance(event, Event) true for plain `torch.Event` objects of this device."""
+
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, torch.Event) and instance.device.type == NAME
 
 
-class Event(metaclass=_Events):
-    """Makes plain `torch.Event` objects of this device: PyTorch measures time between no others."""
+class Event(metaclass=_EventType):
+    """Creates plain `torch.Event` objects of this device, because PyTorch measures time only between those."""
 
     def __new__(  # type: ignore[misc]
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
@@ -174,7 +178,7 @@ def set_stream(stream: torch.Stream | None) -> None:
 
 
 class StreamContext:
-    """Context manager: another stream is the current one of its card."""
+    """Context manager that makes a stream the current one of its card."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
@@ -206,7 +210,7 @@ def empty_cache() -> None:
 
 
 def memory_stats(card: _Card = None) -> dict[str, int]:
-    """The driver's own account of a card's memory, and the same by the names that other devices of PyTorch have."""
+    """Returns the driver's statistics of a card's memory, also under the names that PyTorch's other devices use."""
     stats = _sim.memory_stats(_index(card))
     own = {field[0]: int(getattr(stats, field[0])) for field in stats._fields_}
     return {
@@ -241,7 +245,7 @@ def reset_peak_memory_stats(card: _Card = None) -> None:
 
 
 def mem_get_info(card: _Card = None) -> tuple[int, int]:
-    """(free, total); what the cache keeps is not free, as elsewhere in PyTorch."""
+    """Returns (free, total) bytes; memory that the allocator caches is not free, as elsewhere in PyTorch."""
     stats = _sim.memory_stats(_index(card))
     return stats.limit - stats.reserved, stats.limit
 
@@ -289,16 +293,17 @@ def initial_seed() -> int:
     return default_generator().initial_seed()
 
 
-# --- what ran -------------------------------------------------------------------------------------------------------
+# --- counters -------------------------------------------------------------------------------------------------------
 
 
 def launch_counters(card: _Card = None) -> dict[str, float]:
+    """Returns how many launches, copies and graph launches a card has run, and its modelled busy time."""
     counted = _sim.counters(_index(card))
     return {field[0]: getattr(counted, field[0]) for field in counted._fields_}
 
 
 def operators() -> dict[str, Any]:
-    """Calls by operator since the start or the last reset: "launched", "waited", "fell_back"."""
+    """Returns the calls of each operator since the start or the last reset: "launched", "waited", "fell_back"."""
     return _sim.operator_report()
 
 

@@ -1,7 +1,8 @@
-"""Convolutions, which PyTorch leaves to a device of its own to define: as columns and a product, by other operators.
+"""Implements convolutions with other operators, as columns (im2col) and a matrix product.
 
-PyTorch has kernels of its processors alone for them, and asks every other device through one operator, so the driver's
-way of computing behind launches finds nothing there. Encoders of sound and pictures begin with a convolution.
+PyTorch has convolution kernels for its built-in devices only and calls one operator, `convolution_overrideable`, for
+every other device. So there is no CPU kernel that the driver could run behind a launch. Encoders of audio and images
+begin with a convolution.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ def convolution(
     output_padding: list[int],
     groups: int,
 ) -> torch.Tensor:
-    """x [batch, channels, (height,) width]; weight [channels out, channels / groups, (height,) width]."""
+    """Returns the convolution of one or two dimensions.
+
+    x [batch, channels, (height,) width]; weight [channels out, channels / groups, (height,) width].
+    """
     if transposed or x.dim() not in (3, 4):
         raise OperatorError(
-            f"a{' transposed' if transposed else ''} convolution of {x.dim() - 2} dimensions: the simulated NPU has "
-            "those of one and two that are not transposed; choose another device for this model"
+            f"a{' transposed' if transposed else ''} convolution of {x.dim() - 2} dimensions is not supported: the "
+            "simulated NPU has those of one and two dimensions that are not transposed; choose another device for this "
+            "model"
         )
     if x.dim() == 3:
         wide = convolution(
@@ -61,7 +66,7 @@ def convolution(
 
 @cache
 def register(dispatch_key: str) -> torch.library.Library:
-    """Kept by the cache: PyTorch forgets an implementation with the object that made it."""
+    """Registers the implementation. The cache keeps the library alive: PyTorch removes the implementation with it."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("convolution_overrideable", convolution, dispatch_key)
     return library

@@ -1,4 +1,4 @@
-"""SimDevice: the simulated NPU, as Backplane sees it."""
+"""Defines `SimDevice`, which implements the device contract for the simulated NPU."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from vllm_backplane.devices.sim.settings import (
     FALLBACK,
     FAULTS_REMEDY,
     OPTIONS,
+    card_count,
     card_memory,
     driver_config,
-    stated_cards,
     visible_cards,
 )
 from vllm_backplane.devices.sim.sleep import Pool
@@ -36,24 +36,26 @@ COLLECTIVES = "bpccl"
 
 
 class SimDevice(Device):
+    """The simulated NPU. Its cards belong to one process."""
+
     name: ClassVar[str] = "sim"
     torch_type: ClassVar[str] = TORCH_NAME
     dispatch_key: ClassVar[str] = "PrivateUse1"
-    priority: ClassVar[int] = -100  # for rehearsals: never without being asked for, not even before the cpu
+    priority: ClassVar[int] = -100  # below the cpu: it is for tests and used only on request
     collective_backend: ClassVar[str] = COLLECTIVES
     capabilities: ClassVar[Capabilities] = Capabilities(
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         kv_cache_dtypes=("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
         streams=True,
         graphs=True,
-        graph_sizes=(1, 2, 4, 8, 16),  # each is computed once, by a host's cores
+        graph_sizes=(1, 2, 4, 8, 16),  # few, because each is computed once at start, on the host's cores
         pinned_memory=True,
         sleep=True,
-        profile_tokens=128,  # a host's cores compute it
+        profile_tokens=128,  # few, because the host's cores compute them
     )
     options: ClassVar[tuple[Option[Any], ...]] = OPTIONS
     _driver_settings: ClassVar[Mapping[str, Any]] = {}
-    """What the driver of this process was configured with."""
+    """The settings with which the driver of this process was configured."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         super().__init__(settings)
@@ -64,14 +66,14 @@ class SimDevice(Device):
         if not library.PATH.exists():
             return Probe(available=False, reason=f"{library.LIBRARY_NAME} was not built", remedy=library.REBUILD)
         try:
-            count = len(visible_cards(stated_cards()))
+            count = len(visible_cards(card_count()))
         except OptionError as fault:
             return Probe(available=False, reason=str(fault), remedy="correct the variable")
         if count == 0:
             return Probe(
                 available=False,
-                reason=f"{cls.visible_cards_variable} leaves no card",
-                remedy=f"unset it, or name cards: {cls.visible_cards_variable}=0,1",
+                reason=f"{cls.visible_cards_variable} selects no card",
+                remedy=f"unset it, or select cards: {cls.visible_cards_variable}=0,1",
             )
         return Probe(available=True, count=count)
 
@@ -91,10 +93,10 @@ class SimDevice(Device):
 
     def faulty_settings(self) -> tuple[tuple[str, str], ...]:
         found = []
-        if self.settings["cards"] != stated_cards():
+        if self.settings["cards"] != card_count():
             found.append(
                 (
-                    f"sim.cards is {self.settings['cards']} in --additional-config, read after the cards were made",
+                    f"sim.cards is {self.settings['cards']} in --additional-config, which is read too late for it",
                     f"set {CARDS.variable(self.name)} instead",
                 )
             )
@@ -102,25 +104,25 @@ class SimDevice(Device):
             driver("faults_check", (self.settings["faults"] or "").encode())
         except BackplaneError as fault:
             found.append((f"sim.faults is {self.settings['faults']!r}: {fault}", FAULTS_REMEDY))
-        cards = len(visible_cards(stated_cards()))
+        cards = len(visible_cards(card_count()))
         named = map(int, re.findall(r"\bcard=(\d+)", self.settings["faults"] or ""))
         found += [
-            (f"sim.faults names card {card}, and there are {cards}, from 0 on", FAULTS_REMEDY)
+            (f"sim.faults names card {card}, and there are {cards} cards, counted from 0", FAULTS_REMEDY)
             for card in named
             if card >= cards
         ]
-        found += self._late_settings()
+        found += self._changed_driver_settings()
         return tuple(found)
 
-    def _late_settings(self) -> Iterator[tuple[str, str]]:
-        """Of a second engine in the process of a first."""
+    def _changed_driver_settings(self) -> Iterator[tuple[str, str]]:
+        """Yields (problem, remedy) for settings that another engine of the process changes after the driver started."""
         if not runtime("started"):
             return
         for key, running in self._driver_settings.items():
             if self.settings[key] != running:
                 yield (
                     f"sim.{key} is {self.settings[key]!r}, and the cards of this process were started with {running!r}",
-                    "give all engines of a process the same, or start this one in a process of its own",
+                    "give all engines of a process the same value, or start this engine in a process of its own",
                 )
 
     def _configure(self) -> None:
@@ -132,7 +134,7 @@ class SimDevice(Device):
         SimDevice._driver_settings = {key: self.settings[key] for key in DRIVER_OPTIONS}
 
     def load_kernels(self) -> None:
-        """The C++ kernels of the cpu device compute behind launches; operators without one run as their references."""
+        """Registers the C++ kernels of the cpu device, which compute behind launches, for operators that have one."""
         from vllm_backplane.devices.sim import convolution
         from vllm_backplane.ops.operator import declared
         from vllm_backplane.ops.resolution import has_kernel
@@ -184,7 +186,7 @@ class SimDevice(Device):
     # --- the card ---------------------------------------------------------------------------------------------------
 
     def set_current(self, index: int) -> None:
-        self._configure()  # settings may have come since
+        self._configure()  # settings may have changed since load()
         runtime("set_current_card", index)
         _explain_stray_accesses()
 
@@ -192,14 +194,14 @@ class SimDevice(Device):
         library.synchronize(runtime("current_card"))
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)  # of the host, and of every card
+        torch.manual_seed(seed)  # seeds the host and every card
 
     def properties(self, index: int = 0) -> Properties:
         number = visible_cards(self.settings["cards"])[index]
         return Properties(name="Backplane simulated NPU", uuid=f"sim-{number}", compute_units=host.usable_cores())
 
     def wants_graphs(self) -> bool:
-        return True  # a step of one sequence is hundreds of launches, and Python takes longer for them than the card
+        return True  # a decode step is hundreds of launches, and Python needs more time for them than the card
 
     def new_graph(self, index: int = 0) -> Graph:
         return SimGraph(index)
@@ -207,7 +209,7 @@ class SimDevice(Device):
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def memory(self, index: int = 0) -> MemoryInfo:
-        if not runtime("started"):  # asked in a process that computes nothing, which may yet fork
+        if not runtime("started"):  # a process that only queries may fork later, so the driver is not started here
             total = card_memory(self.settings)
             return MemoryInfo(total=total, free=total)
         now = library.memory_stats(index)
@@ -239,7 +241,9 @@ class SimDevice(Device):
 
 
 def _explain_stray_accesses() -> None:
-    """The driver's handler on top again: whoever called faulthandler.enable() since it started has replaced it, and a
-    host that touches a card's memory would die without a word about it. Python's traceback still follows."""
+    """Installs the driver's signal handler again, which explains a crash when the host accesses a card's memory.
+
+    A call of faulthandler.enable() after the driver started has replaced it. Python's traceback is still printed.
+    """
     if runtime("started"):
         driver("install_fault_handler")

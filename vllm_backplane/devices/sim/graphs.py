@@ -1,4 +1,4 @@
-"""Graphs of the simulated NPU: the driver records and replays."""
+"""Captures and replays graphs on the simulated NPU, through its driver."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from vllm_backplane.errors import GraphError
 
 
 class SimGraph(Graph):
+    """A graph of the driver."""
+
     def __init__(self, card: int) -> None:
         self._card = card
         self._handle = 0
@@ -20,13 +22,13 @@ class SimGraph(Graph):
     @contextmanager
     def capture(self) -> Iterator[None]:
         if self._handle:
-            raise GraphError("a graph is captured once; make another one")
+            raise GraphError("this graph was captured already; create another one")
         stream, handle = runtime("current_stream", self._card), c_uint64()
         driver("capture_begin", stream, 0)
         try:
             yield
         except BaseException:
-            # The capture is over either way; what went wrong in it is told, not what its end says of that.
+            # The capture must end in any case. The original error is raised, not a consequential one of ending it.
             if library().bpsim_capture_end(stream, byref(handle)) == 0:
                 driver("graph_destroy", handle.value)
             raise

@@ -1,7 +1,7 @@
-"""The library of the simulated NPU, driver and runtime in one, called through ctypes.
+"""Calls the library of the simulated NPU, which contains driver and runtime, through ctypes.
 
-Loading it registers the device with PyTorch and starts nothing: the driver's threads begin with the first tensor.
-ctypes gives the interpreter's lock back during a call, so nothing here can keep a launch waiting for Python.
+Loading it registers the device with PyTorch and starts nothing: the driver starts its threads with the first tensor.
+ctypes releases the GIL during a call, so no call here makes a launch wait for Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_backplane.errors import BackplaneError, DeviceUnavailable
 LIBRARY_NAME = "libbackplane_sim.so"
 PATH = Path(__file__).with_name(LIBRARY_NAME)
 CPU_KERNELS = Path(__file__).parents[1] / "cpu" / "libbackplane_cpu.so"
-"""The kernels that compute behind the driver's launches: the cpu device's, as a file."""
+"""The kernel library of the cpu device, which computes behind the driver's launches."""
 
 REBUILD = "install a C++ compiler and reinstall: pip install --force-reinstall --no-deps ."
 
@@ -128,8 +128,9 @@ _DRIVER: dict[str, tuple[Any, ...]] = {
     "bpsim_graph_destroy": (c_uint64,),
     "bpsim_blocks": (c_int32, c_uint64, POINTER(BlockInfo), c_uint64, POINTER(c_uint64)),
 }
-"""Calls of the driver that return a status."""
+"""Argument types of the driver's functions that return a status."""
 
+# Result and argument types of the runtime's functions.
 _RUNTIME: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "bpnpu_last_error": (c_char_p, ()),
     "bpnpu_configure": (c_int, (POINTER(Config),)),
@@ -153,7 +154,7 @@ _RUNTIME: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @cache
 def library() -> ctypes.CDLL:
-    """Load it; PyTorch has the device from here on."""
+    """Loads the library, which registers the device with PyTorch, and returns its functions."""
     if not PATH.exists():
         raise DeviceUnavailable(f"{LIBRARY_NAME} was not built; {REBUILD}")
     try:
@@ -161,7 +162,7 @@ def library() -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(PATH))
     except OSError as error:
         raise DeviceUnavailable(
-            f"{LIBRARY_NAME} cannot be loaded ({error}): it was built for another PyTorch; {REBUILD}"
+            f"{LIBRARY_NAME} cannot be loaded ({error}). It was built for another PyTorch; {REBUILD}"
         ) from error
     loaded.bpsim_last_error.restype = c_char_p
     for name, arguments in _DRIVER.items():
@@ -175,7 +176,7 @@ def library() -> ctypes.CDLL:
 
 
 def driver(name: str, *arguments: Any) -> None:
-    """A call of the driver; a status that is an error raises with the driver's own text."""
+    """Calls a function of the driver; raises a BackplaneError with the driver's own text if it fails."""
     loaded = library()
     call: Callable[..., int] = getattr(loaded, f"bpsim_{name}")
     if call(*arguments) not in (OK, NOT_READY):
@@ -183,7 +184,7 @@ def driver(name: str, *arguments: Any) -> None:
 
 
 def runtime(name: str, *arguments: Any) -> Any:
-    """A call of the runtime; those that can fail return -1."""
+    """Calls a function of the runtime and returns its result; raises a BackplaneError if it is -1, a failure."""
     loaded = library()
     result = getattr(loaded, f"bpnpu_{name}")(*arguments)
     if result == -1:
@@ -205,20 +206,20 @@ def memory_stats(card: int) -> MemoryStats:
 
 
 def synchronize(card: int) -> None:
-    """Wait for everything queued on a card; raises what became of it, as PyTorch's error."""
+    """Waits for all work queued on a card; raises its error, if it failed, as an exception of PyTorch."""
     library()
     torch.ops.bpnpu.synchronize(card)
 
 
 def host_resident(card: int) -> int:
-    """Bytes of the host's memory behind a card, as the kernel counts them; slow, for tests."""
+    """Returns the resident bytes of host memory behind a card, as the kernel counts them. It is slow and for tests."""
     count = c_uint64()
     driver("host_resident", card, byref(count))
     return count.value
 
 
 def races_found() -> int:
-    """How often a synchronisation was missing since the start, where that is checked."""
+    """Returns how many missing synchronisations were found since the start, if the option ``races`` is on."""
     count = c_uint64()
     driver("races_found", byref(count))
     return count.value
@@ -232,7 +233,7 @@ def counters(card: int) -> Counters:
 
 
 def operator_report() -> dict[str, Any]:
-    """Calls by operator: "launched", "waited" (the host waited for the result's size), "fell_back" (ran on the host);
-    and the names of all that are "implemented" on the card."""
+    """Returns the calls of each operator: "launched", "waited" (the host waited for the size of the result) and
+    "fell_back" (it ran on the host); and the names of the operators that are "implemented" on the card."""
     report: dict[str, Any] = json.loads(runtime("report"))
     return report

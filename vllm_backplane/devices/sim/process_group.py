@@ -1,8 +1,8 @@
-"""torch.distributed between cards and processes: device tensors are copied to the host, gloo does the rest.
+"""Implements a torch.distributed backend that copies device tensors to the host and uses gloo there.
 
-A collective library would move memory from card to card. Simulated cards share nothing between processes, so each
-operation is an explicit copy down, gloo's operation on the host, and a copy up when it is waited for. Results arrive
-in stream order: a kernel that is queued after the wait sees them.
+A vendor's collective library would move memory from card to card. Simulated cards share no memory between processes, so
+each operation is a copy to the host, gloo's operation there, and a copy back when the caller waits for it. Results
+arrive in stream order: a kernel that is queued after the wait reads them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 Tensors = list[torch.Tensor]
 
-_c10d: Any = torch._C._distributed_c10d  # its stubs lack some of what is there
+_c10d: Any = torch._C._distributed_c10d  # Any, because its type stubs are incomplete
 
 
 class _Work(dist.Work):
-    """Gloo's operation in flight, and what is to be done when it has ended."""
+    """Gloo operations in flight, and a function that is called when they have ended."""
 
     def __init__(self, works: list[dist.Work], staged: Any, finish: Callable[[], None] | None = None) -> None:
         super().__init__()
@@ -54,16 +54,18 @@ class _Work(dist.Work):
         return future
 
 
-def _down(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, or the tensor itself where it is there already and can be sent as it is."""
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous copy on the host, or the tensor itself if it is one already."""
     return tensor.cpu().contiguous()
 
 
-def _room(tensor: torch.Tensor) -> torch.Tensor:
+def _empty_on_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def _up(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+def _copy_back(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+    """Returns a function that copies (target, source) pairs."""
+
     def copy() -> None:
         for target, source in pairs:
             if target is not source:
@@ -73,7 +75,7 @@ def _up(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
 
 
 class StagedProcessGroup(dist.ProcessGroup):
-    """Collectives of one group. Host tensors are taken too, for what PyTorch itself sends over a group."""
+    """The collectives of one group. Host tensors are accepted too, because PyTorch itself sends some over a group."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -84,7 +86,7 @@ class StagedProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return self._backend
 
-    # PyTorch keeps these with the backends inside a group, of which this one has none.
+    # PyTorch stores name and description in the backends of a group. This group has no backends, so it stores them.
 
     def getGroupName(self) -> str:
         return self._group_name
@@ -100,67 +102,67 @@ class StagedProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.BroadcastOptions()
-        staged = [_down(tensor) if self.rank() == opts.rootRank else _room(tensor) for tensor in tensors]
-        return _Work([self._gloo.broadcast(staged, opts)], staged, _up(list(zip(tensors, staged, strict=True))))
+        staged = [_to_host(tensor) if self.rank() == opts.rootRank else _empty_on_host(tensor) for tensor in tensors]
+        return _Work([self._gloo.broadcast(staged, opts)], staged, _copy_back(list(zip(tensors, staged, strict=True))))
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        staged = [_down(tensor) for tensor in tensors]
+        staged = [_to_host(tensor) for tensor in tensors]
         work = self._gloo.allreduce(staged, opts or dist.AllreduceOptions())
-        return _Work([work], staged, _up(list(zip(tensors, staged, strict=True))))
+        return _Work([work], staged, _copy_back(list(zip(tensors, staged, strict=True))))
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
         opts = opts or dist.ReduceOptions()
-        staged = [_down(tensor) for tensor in tensors]
+        staged = [_to_host(tensor) for tensor in tensors]
         work = self._gloo.reduce(staged, opts)
         pairs = list(zip(tensors, staged, strict=True)) if self.rank() == opts.rootRank else []
-        return _Work([work], staged, _up(pairs))
+        return _Work([work], staged, _copy_back(pairs))
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        staged_in = [_down(tensor) for tensor in inputs]
-        staged_out = [[_room(tensor) for tensor in row] for row in outputs]
+        staged_in = [_to_host(tensor) for tensor in inputs]
+        staged_out = [[_empty_on_host(tensor) for tensor in row] for row in outputs]
         work = self._gloo.allgather(staged_out, staged_in, opts or _c10d.AllgatherOptions())
         pairs = [
             pair for row, staged in zip(outputs, staged_out, strict=True) for pair in zip(row, staged, strict=True)
         ]
-        return _Work([work], (staged_in, staged_out), _up(pairs))
+        return _Work([work], (staged_in, staged_out), _copy_back(pairs))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        staged_in = _down(input)
+        staged_in = _to_host(input)
         staged_out = torch.empty((self.size(), *input.shape), dtype=input.dtype)
         work = self._gloo.allgather([list(staged_out.unbind(0))], [staged_in], _c10d.AllgatherOptions())
-        return _Work([work], (staged_in, staged_out), _up([(output, staged_out.view(output.shape))]))
+        return _Work([work], (staged_in, staged_out), _copy_back([(output, staged_out.view(output.shape))]))
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        staged_in = [_down(tensor) for tensor in inputs]
-        staged_out = [[_room(tensor) for tensor in row] for row in outputs]
+        staged_in = [_to_host(tensor) for tensor in inputs]
+        staged_out = [[_empty_on_host(tensor) for tensor in row] for row in outputs]
         work = self._gloo.gather(staged_out, staged_in, opts or dist.GatherOptions())
         pairs = [
             pair for row, staged in zip(outputs, staged_out, strict=True) for pair in zip(row, staged, strict=True)
         ]
-        return _Work([work], (staged_in, staged_out), _up(pairs))
+        return _Work([work], (staged_in, staged_out), _copy_back(pairs))
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        staged_in = [[_down(tensor) for tensor in row] for row in inputs]
-        staged_out = [_room(tensor) for tensor in outputs]
+        staged_in = [[_to_host(tensor) for tensor in row] for row in inputs]
+        staged_out = [_empty_on_host(tensor) for tensor in outputs]
         work = self._gloo.scatter(staged_out, staged_in, opts or dist.ScatterOptions())
-        return _Work([work], (staged_in, staged_out), _up(list(zip(outputs, staged_out, strict=True))))
+        return _Work([work], (staged_in, staged_out), _copy_back(list(zip(outputs, staged_out, strict=True))))
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> dist.Work:  # type: ignore[override]
-        """Gloo has none for lists: the whole is reduced, and each rank keeps its piece."""
+        """Reduces everything and keeps this rank's part, because gloo has no reduce_scatter for lists."""
         opts = opts or dist.ReduceScatterOptions()
         pairs, works, staged = [], [], []
         for output, pieces in zip(outputs, inputs, strict=True):
-            wholes = [_down(piece) for piece in pieces]
+            wholes = [_to_host(piece) for piece in pieces]
             works += [self._gloo.allreduce([whole], _reduction(opts)) for whole in wholes]
             staged.append(wholes)
             pairs.append((output, wholes[self.rank()]))
-        return _Work(works, staged, _up(pairs))
+        return _Work(works, staged, _copy_back(pairs))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        staged = _down(input)
+        staged = _to_host(input)
         work = self._gloo.allreduce([staged], _reduction(opts or dist.ReduceScatterOptions()))
         piece = staged.view(self.size(), *output.shape)[self.rank()]
-        return _Work([work], staged, _up([(output, piece)]))
+        return _Work([work], staged, _copy_back([(output, piece)]))
 
     def all_to_all_single(
         self,
@@ -170,28 +172,30 @@ class StagedProcessGroup(dist.ProcessGroup):
         input_sizes: list[int],
         opts: Any = None,
     ) -> dist.Work:
-        staged_in, staged_out = _down(input), _room(output)
+        staged_in, staged_out = _to_host(input), _empty_on_host(output)
         work = self._gloo.alltoall_base(
             staged_out, staged_in, output_sizes, input_sizes, opts or dist.AllToAllOptions()
         )
-        return _Work([work], (staged_in, staged_out), _up([(output, staged_out)]))
+        return _Work([work], (staged_in, staged_out), _copy_back([(output, staged_out)]))
 
-    # Their names before PyTorch 2.13.
+    # The names of these methods before PyTorch 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
-        staged = [_down(tensor) for tensor in tensors]
+        staged = [_to_host(tensor) for tensor in tensors]
         return _Work([self._gloo.send(staged, dst, tag)], staged)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
-        staged = [_room(tensor) for tensor in tensors]
-        return _Work([self._gloo.recv(staged, src, tag)], staged, _up(list(zip(tensors, staged, strict=True))))
+        staged = [_empty_on_host(tensor) for tensor in tensors]
+        return _Work([self._gloo.recv(staged, src, tag)], staged, _copy_back(list(zip(tensors, staged, strict=True))))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        staged = [_room(tensor) for tensor in tensors]
-        return _Work([self._gloo.recv_anysource(staged, tag)], staged, _up(list(zip(tensors, staged, strict=True))))
+        staged = [_empty_on_host(tensor) for tensor in tensors]
+        return _Work(
+            [self._gloo.recv_anysource(staged, tag)], staged, _copy_back(list(zip(tensors, staged, strict=True)))
+        )
 
     def barrier(self, opts: Any = None) -> dist.Work:
         torch.accelerator.synchronize()
@@ -206,7 +210,7 @@ def _reduction(opts: Any) -> Any:
 
 
 def register(name: str, device: str) -> None:
-    """Make the backend known to torch.distributed, as the default one for tensors of the device."""
+    """Registers the backend with torch.distributed as the default for tensors of the device."""
 
     def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> StagedProcessGroup:
         return StagedProcessGroup(store, rank, size, timeout, name)

@@ -1,4 +1,4 @@
-"""Memory that sleeps: pools of the driver by name, and the contents that were kept on the host."""
+"""Implements sleep mode on the simulated NPU: the driver suspends a memory pool whose contents are kept on the host."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Pool:
         self._handle = handle.value
         self._kept: list[tuple[int, torch.Tensor]] = []
         self._incomplete = False
-        """It is awake, and not all that was kept is back."""
+        """Whether the pool was resumed but a copy back failed, so that `_kept` is not restored completely."""
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Tensors that this thread makes meanwhile are in the pool."""
+        """Allocates this thread's tensors from the pool inside the context."""
         before = runtime("current_pool")
         runtime("set_pool", self._handle)
         try:
@@ -37,6 +37,7 @@ class Pool:
             runtime("set_pool", before)
 
     def release(self, keep: bool) -> None:
+        """Releases the pool's memory; with `keep`, its contents are copied to the host first."""
         driver("card_synchronize", self._card)
         if keep and self._incomplete:
             self.restore()
@@ -45,7 +46,7 @@ class Pool:
         self._kept, self._incomplete = kept, False
 
     def restore(self) -> None:
-        """May be called again when it has failed."""
+        """Allocates the memory again and copies the kept contents back. It may be called again after it has failed."""
         if not self._incomplete:
             driver("pool_resume", self._handle)
         self._incomplete = True

@@ -1,1 +1,1 @@
-"""Patches for the engine core's process. One patch_<module>.py per module of vLLM."""
+"""Patches for the process of the engine core. One patch_<module>.py per module of vLLM."""

@@ -1,1 +1,1 @@
-"""Patches for every process, applied as soon as the platform is chosen. One patch_<module>.py per module of vLLM."""
+"""Patches for every process, applied when vLLM chooses the platform. One patch_<module>.py per module of vLLM."""

@@ -1,4 +1,4 @@
-"""Records explicit engine arguments before vLLM fills in defaults: a platform sees both alike."""
+"""Records explicit engine arguments before vLLM fills in defaults, because a platform cannot distinguish the two."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SOURCE = (
     target="vllm.engine.arg_utils:EngineArgs._set_default_chunked_prefill_and_prefix_caching_args",
     process=Process.PLATFORM,
     versions=">=0.30,<0.33",
-    why="vLLM switches prefix caching and async scheduling on for everyone who says nothing, and shows a platform the "
-    "configuration only afterwards. One that cannot do them could neither refuse what was asked for nor leave out what "
-    "was not. Its hooks see the parser of a command line, and nothing of the arguments that Python gives.",
-    how="Records which of the two were given explicitly, before any default is filled in; everything else is the "
-    "original's.",
+    why="vLLM turns prefix caching and async scheduling on by default, and passes the configuration to a platform only "
+    "afterwards. A platform without these features could neither refuse an explicit argument nor turn a default off. "
+    "Its hooks receive the parser of a command line, but no arguments that are given in Python.",
+    how="Records which of the two were given explicitly, before any default is filled in. Everything else is "
+    "unchanged.",
     upstream="https://github.com/vllm-project/vllm/issues/48283",
-    remove_when="vLLM asks the platform for its defaults, or tells it which arguments were given.",
+    remove_when="vLLM asks the platform for its defaults, or passes it the explicit arguments.",
     fingerprints={"0.30.0": _SOURCE, "0.31.0": _SOURCE, "0.32.0": _SOURCE},
 )
 def _set_default_chunked_prefill_and_prefix_caching_args(self: Any, model_config: Any) -> None:

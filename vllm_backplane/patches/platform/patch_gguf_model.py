@@ -1,4 +1,4 @@
-"""A path of a GGUF file is a model: vLLM reads the configuration before any plugin could say where it is."""
+"""Lets vLLM load a model from the path of a GGUF file, by replacing the path before vLLM reads the configuration."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SINCE_0_31 = "b111ccf44caca4a9 eb26 49d0 5346 9e4c 4afa 4899 5933 8b1b b8e3 06e
     target="vllm.transformers_utils.config:maybe_override_with_speculators",
     process=Process.PLATFORM,
     versions=">=0.30,<0.33",
-    why="vLLM reads the configuration of a model as its first act, and has no hook before it by which a plugin could "
-    "say that a path is a GGUF file and where its configuration is.",
-    how="Puts the folder that describes a GGUF file in the place of its path, and refuses the name of a repository "
-    "that has nothing but GGUF files; any other model passes through unchanged.",
+    why="vLLM reads the configuration of a model first, and has no hook before that in which a plugin could recognize "
+    "the path of a GGUF file and provide its configuration.",
+    how="Replaces the path of a GGUF file by a folder that describes it, and refuses the name of a repository that has "
+    "only GGUF files. Any other model passes through unchanged.",
     upstream="https://github.com/vllm-project/vllm/issues/39583",
     remove_when="vLLM asks a registered config parser about models that it cannot read itself.",
     fingerprints={"0.30.0": _UNTIL_0_30, "0.31.0": _SINCE_0_31, "0.32.0": _SINCE_0_31},
@@ -27,11 +27,11 @@ _SINCE_0_31 = "b111ccf44caca4a9 eb26 49d0 5346 9e4c 4afa 4899 5933 8b1b b8e3 06e
 def maybe_override_with_speculators(model: str, *args: Any, **options: Any) -> Any:
     refuse_repository(model, options.get("revision"), options.get("hf_token"))
     if is_model(model):
-        # Late: most models are none, and these take time to import.
-        from vllm_backplane.gguf.folder import described
+        # Imported late: few models are GGUF files, and these modules take time to import.
+        from vllm_backplane.gguf.folder import config_folder
         from vllm_backplane.quantization.gguf import config, loader
 
-        config.register()  # raises if another plugin has taken the name since
+        config.register()  # raises if another plugin has registered the same name since
         loader.register()
-        model = str(described(model))
+        model = str(config_folder(model))
     return maybe_override_with_speculators.original(model, *args, **options)

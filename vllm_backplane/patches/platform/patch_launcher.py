@@ -1,4 +1,4 @@
-"""vLLM's HTTP server ends without a word to its caller when the engine died, and may not end at all by Ctrl-C."""
+"""Makes vLLM's HTTP server exit with status 1 when its engine died, and limits how long a shutdown waits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from vllm_patchbay.patch import Patch, Process
 
 GRACE_SECONDS = 3
-"""For responses in flight once the engine has stopped: what they still have to say is said in far less."""
-LOOK_SECONDS = 0.5
-"""Between two looks at the engine."""
+"""Seconds for responses in flight after the engine has stopped; they need far less to send what they have."""
+POLL_SECONDS = 0.5
+"""Seconds between two checks of the engine."""
 
 _UNTIL_0_31 = (
     "65b075e11187cbe6 9f0b 7f0b 7484 380a 6ee8 0eba e256 5d6a 7484 5123 380a 6ee8 cb5b e256 e023"
@@ -31,13 +31,13 @@ _SINCE_0_32 = (
     target="vllm.entrypoints.launchers.launcher:serve_http",
     process=Process.PLATFORM,
     versions=">=0.30,<0.33",
-    why="After a worker or the engine died the server exits with status 0, so whoever supervises it sees success. By "
-    "Ctrl-C it waits without limit for streams that no engine feeds any more. At its engine it looks every five "
-    "seconds, which is long for whoever waits for the end of a server that is broken.",
-    how="Gives uvicorn a limit for responses in flight, looks twice a second, and exits with status 1 when the server "
-    "stopped because of its engine; everything else is the original's.",
+    why="After a worker or the engine died, the server exits with status 0, which a supervisor takes for success. "
+    "After Ctrl-C it waits without limit for streams that the engine no longer feeds. It checks its engine every five "
+    "seconds, so the end of a broken server takes long.",
+    how="Gives uvicorn a limit for responses in flight, checks the engine twice a second, and exits with status 1 if "
+    "the server stopped because of its engine. Everything else is unchanged.",
     upstream="https://github.com/vllm-project/vllm/issues/48966",
-    remove_when="vLLM exits with another status than 0 after its engine died and passes a graceful timeout to uvicorn.",
+    remove_when="vLLM exits with a status other than 0 after its engine died and passes a graceful timeout to uvicorn.",
     fingerprints={"0.30.0": _UNTIL_0_31, "0.31.0": _UNTIL_0_31, "0.32.0": _SINCE_0_32},
 )
 async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any, None]:
@@ -48,7 +48,8 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
     stop, stopped = engine.shutdown, False
 
     def shutdown(*args: Any, **options: Any) -> Any:
-        # Called when a signal came. An engine that was stopped counts as errored, as one that died does.
+        # vLLM calls this after a signal. The client reports an engine that was shut down as errored, like one that
+        # died.
         nonlocal stopped
         stopped = True
         return stop(*args, **options)
@@ -58,10 +59,10 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
 
         server = app.state.server  # the original sets it before it first waits
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             if engine.errored:
-                # Ctrl-C reaches all processes, and may have ended the engine before this one knows of it.
-                await asyncio.sleep(LOOK_SECONDS)
+                # Ctrl-C reaches all processes, and may have ended the engine before this process has handled it.
+                await asyncio.sleep(POLL_SECONDS)
                 if not stopped:
                     terminate_if_errored(server, engine)
 
@@ -71,14 +72,15 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
         ending = await serve_http.original(app, *args, **options)
     finally:
         watching.cancel()
-        del engine.shutdown  # the class's own again
-    return _ending(ending, failed=engine.errored and not stopped)
+        del engine.shutdown  # restores the method of the class
+    return _shut_down(ending, failed=engine.errored and not stopped)
 
 
-async def _ending(ending: Coroutine[Any, Any, None], failed: bool) -> None:
+async def _shut_down(ending: Coroutine[Any, Any, None], failed: bool) -> None:
+    """Awaits vLLM's shutdown, and exits with status 1 if the engine died."""
     await ending
     if failed:
         raise SystemExit(
-            "The server ends because its engine died. Where no error above says of what, something outside killed it: "
-            "most often the system, for want of memory (see the kernel's log)."
+            "The server exits because its engine died. If no error above gives the reason, another program killed the "
+            "engine, most often the system for lack of memory (see the kernel log)."
         )

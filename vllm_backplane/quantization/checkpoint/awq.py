@@ -1,7 +1,7 @@
-"""AWQ checkpoints through vLLM's own configuration class.
+"""Loads AWQ checkpoints through subclasses of vLLM's configuration and linear method.
 
-On platforms that it does not know, vLLM would multiply by Triton or by a kernel for NVIDIA's cards; this subclass gives
-every layer the method that asks for a mixed-precision kernel.
+On out-of-tree platforms, vLLM would select Triton or a kernel for NVIDIA GPUs. The configuration here gives every layer
+the method that selects a mixed-precision kernel from vLLM's registry, which is Backplane's.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.quantization.base import AnyDeviceConfig, LinearWeights
 from vllm_backplane.quantization.checkpoint import mixed_precision
-from vllm_backplane.quantization.checkpoint.experts import Layout, SchemeMoEMethod
-from vllm_backplane.quantization.checkpoint.layer_loading import loaded_by_layer
-from vllm_backplane.quantization.checkpoint.refusal import act_dtypes, refused
+from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertLayout
+from vllm_backplane.quantization.checkpoint.layer_loading import CheckpointLinearMethod
+from vllm_backplane.quantization.checkpoint.registration import unsupported
 
-ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
-"""Where in a word the first code is, the second and so on, by bits: even codes in the lower half, odd in the upper."""
+WORD_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
+"""Positions of the codes in a word, by bits of a code: even codes are in the lower half, odd codes in the upper."""
 
 
-class BackplaneAWQConfig(AutoAWQConfig):
-    TYPE_MAP: ClassVar[Mapping[int, Any]] = mixed_precision.WITH_ZEROS
+class BackplaneAWQConfig(AnyDeviceConfig, AutoAWQConfig):
+    TYPE_MAP: ClassVar[Mapping[int, Any]] = mixed_precision.WITH_ZERO_POINTS
 
     def __init__(
         self,
@@ -45,89 +46,62 @@ class BackplaneAWQConfig(AutoAWQConfig):
         full_config: dict[str, Any] | None = None,
     ) -> None:
         if weight_bits not in self.TYPE_MAP:
-            raise refused(f"AWQ with {weight_bits} bits")
+            raise unsupported(f"AWQ with {weight_bits} bits")
         if not zero_point:
-            raise refused("AWQ without zero points")
-        found = str((full_config or {}).get("version", "gemm")).lower()
-        if found != "gemm":
-            raise refused(f"AWQ packed for {found!r}")
+            raise unsupported("AWQ without zero points")
+        version = str((full_config or {}).get("version", "gemm")).lower()
+        if version != "gemm":
+            raise unsupported(f"AWQ packed for {version!r}")
         super().__init__(weight_bits, group_size, zero_point, lm_head_quantized, modules_to_not_convert, full_config)
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return act_dtypes()
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0  # of CUDA's; there is none here
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         mixed_precision.register()
-        head = isinstance(layer, ParallelLMHead)
-        if not isinstance(layer, (LinearBase, RoutedExperts)) and not (head and self.lm_head_quantized):
+        is_head = isinstance(layer, ParallelLMHead)
+        if not isinstance(layer, (LinearBase, RoutedExperts)) and not (is_head and self.lm_head_quantized):
             return None
-        kept = is_layer_skipped(
+        is_unquantized = is_layer_skipped(
             prefix, self.modules_to_not_convert, self.packed_modules_mapping, match_mode="substring"
         )
         if isinstance(layer, RoutedExperts):
-            if kept:
+            if is_unquantized:
                 return UnquantizedFusedMoEMethod(layer.moe_config)
-            return SchemeMoEMethod(layer.moe_config, prefix, self._layout())
-        if kept:
-            return UnquantizedEmbeddingMethod() if head else UnquantizedLinearMethod()
+            return CheckpointMoEMethod(layer.moe_config, prefix, self._expert_layout())
+        if is_unquantized:
+            return UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
         return BackplaneAWQLinearMethod(self)
 
-    def _layout(self) -> Layout:
-        return Layout(
+    def _expert_layout(self) -> ExpertLayout:
+        return ExpertLayout(
             bits=self.weight_bits,
             group=self.group_size,
             codes="qweight",
             scales="scales",
-            zeros="qzeros",
-            has_zeros=True,
-            output=1,
-            packed=1,
-            order=ORDER[self.weight_bits],
+            zero_points="qzeros",
+            has_zero_points=True,
+            output_dim=1,
+            packed_dim=1,
+            word_order=WORD_ORDER[self.weight_bits],
         )
 
 
 @register_weight_loader_v2_supported_method
-class BackplaneAWQLinearMethod(AutoAWQMarlinLinearMethod):
-    uses_meta_device = True
-
+class BackplaneAWQLinearMethod(CheckpointLinearMethod, AutoAWQMarlinLinearMethod):
     def __init__(self, quant_config: BackplaneAWQConfig) -> None:
-        self.quant_config = quant_config  # what vLLM's would do beside asks for Marlin
+        # Without vLLM's constructor, which requires the Marlin kernel.
+        self.quant_config = quant_config
         self.quant_type = quant_config.quant_type
         self.input_dtype = None
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        if self.quant_config.group_size == -1 and input_size != input_size_per_partition:
+    def check_weights(self, weights: LinearWeights) -> None:
+        if self.quant_config.group_size == -1 and weights.is_row_parallel:
             raise BackplaneError(
-                "the scales of this AWQ checkpoint are for whole rows, which cannot be divided among workers; use "
-                "--tensor-parallel-size 1"
+                "this AWQ checkpoint has one scale per output (group_size -1), which cannot be divided among workers; "
+                "use --tensor-parallel-size 1"
             )
-        # In float32, scales are what the checkpoint says, whatever --dtype is.
-        with loaded_by_layer(layer, len(output_partition_sizes), self.quant_config.packed_modules_mapping):
-            super().create_weights(
-                layer,
-                input_size_per_partition,
-                output_partition_sizes,
-                input_size,
-                output_size,
-                torch.float32,
-                **extra_weight_attrs,
-            )
-        self.kernel.word_order = ORDER[self.quant_config.weight_bits]
+
+    def extend_parameters(self, layer: torch.nn.Module, weights: LinearWeights) -> None:
+        self.kernel.word_order = WORD_ORDER[self.quant_config.weight_bits]
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Without vLLM's own repacking: the kernel reads the order of AWQ."""
+        """Packs the weight. vLLM's method would repack it first; Backplane's kernel reads AWQ's word order."""
         self.kernel.process_weights_after_loading(layer)

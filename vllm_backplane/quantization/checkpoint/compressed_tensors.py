@@ -1,7 +1,7 @@
-"""compressed-tensors checkpoints through vLLM's own configuration class.
+"""Loads compressed-tensors checkpoints through subclasses of vLLM's configuration and linear method.
 
-vLLM's class chooses the scheme of each layer, and the schemes ask for a kernel, which is ours. What no kernel of ours
-can multiply is refused when the configuration is read, rather than in a worker.
+vLLM's class chooses the scheme of each layer, and the scheme selects a kernel from vLLM's registry, which is
+Backplane's. Schemes without such a kernel are refused when the configuration is read, before a worker starts.
 """
 
 from __future__ import annotations
@@ -21,132 +21,114 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsEmbeddingWNA16Int,
 )
 
+from vllm_backplane.quantization.base import AnyDeviceConfig, LinearWeights
 from vllm_backplane.quantization.checkpoint import mixed_precision
-from vllm_backplane.quantization.checkpoint.experts import Layout, SchemeMoEMethod
-from vllm_backplane.quantization.checkpoint.layer_loading import loaded_by_layer
-from vllm_backplane.quantization.checkpoint.refusal import refused
+from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertLayout
+from vllm_backplane.quantization.checkpoint.layer_loading import CheckpointLinearMethod
+from vllm_backplane.quantization.checkpoint.registration import unsupported
 from vllm_backplane.settings import compat
 
-_PACKED, _PLAIN = "pack-quantized", "int-quantized"
+_PACK_QUANTIZED, _INT_QUANTIZED = "pack-quantized", "int-quantized"
 
-_INT8 = Layout(
+_W8A8_EXPERTS = ExpertLayout(
     bits=8,
     group=-1,
     codes="weight",
     scales="weight_scale",
-    zeros="",
-    has_zeros=False,
-    output=0,
-    packed=1,
-    plain=True,
+    zero_points="",
+    has_zero_points=False,
+    output_dim=0,
+    packed_dim=1,
+    is_w8a8=True,
 )
 
 
-class BackplaneCompressedTensorsConfig(CompressedTensorsConfig):
+class BackplaneCompressedTensorsConfig(AnyDeviceConfig, CompressedTensorsConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> BackplaneCompressedTensorsConfig:
         try:
-            made = super().from_config(config)
-        except (ValueError, DeprecationWarning) as told:  # orders by activation, sparsity, and what is damaged
-            raise refused(f"this compressed-tensors checkpoint ({told})") from told
-        for target, scheme in made.target_scheme_map.items():
-            if fault := _fault(scheme, scheme.get("format") or made.quant_format):
-                raise refused(f"compressed-tensors for {target!r}: {fault}")
-        if made.transform_config is not None:
-            raise refused("compressed-tensors with transforms")
-        return made
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0  # of CUDA's; there is none here
+            parsed = super().from_config(config)
+        except (ValueError, DeprecationWarning) as error:  # activation order, sparsity, or a damaged configuration
+            raise unsupported(f"this compressed-tensors checkpoint ({error})") from error
+        for target, scheme in parsed.target_scheme_map.items():
+            if reason := _unsupported_scheme(scheme, scheme.get("format") or parsed.quant_format):
+                raise unsupported(f"compressed-tensors for {target!r}: {reason}")
+        if parsed.transform_config is not None:
+            raise unsupported("compressed-tensors with transforms")
+        return parsed
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         mixed_precision.register()
         if isinstance(layer, RoutedExperts):
-            return self._for_experts(layer, prefix)
-        found = super().get_quant_method(layer, prefix)
-        if isinstance(found, CompressedTensorsEmbeddingWNA16Int):
-            raise refused(f"compressed-tensors for the embedding {prefix}")
-        return BackplaneCompressedTensorsMethod(self) if type(found) is CompressedTensorsLinearMethod else found
+            return self._expert_method(layer, prefix)
+        method = super().get_quant_method(layer, prefix)
+        if isinstance(method, CompressedTensorsEmbeddingWNA16Int):
+            raise unsupported(f"compressed-tensors for the embedding {prefix}")
+        return BackplaneCompressedTensorsMethod(self) if type(method) is CompressedTensorsLinearMethod else method
 
-    def _for_experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+    def _expert_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
         self._add_fused_moe_to_target_scheme_map()
-        first, *others = [self.get_scheme_dict(layer, f"{prefix}.0.{part}") for part in compat.expert_parts(layer)]
+        names = compat.expert_weight_names(layer)
+        first, *others = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names]
         if first is None and not any(others):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         if first is None or any(other != first for other in others):
-            raise refused(f"compressed-tensors for the experts of {prefix}, of several schemes")
-        if first.get("input_activations") is not None:  # W8A8, or it would have been refused (_fault)
-            return SchemeMoEMethod(layer.moe_config, prefix, _INT8)
+            raise unsupported(f"compressed-tensors with several schemes for the experts of {prefix}")
+        if first.get("input_activations") is not None:  # W8A8: `from_config` refuses others
+            return CheckpointMoEMethod(layer.moe_config, prefix, _W8A8_EXPERTS)
         weights: Any = first["weights"]
-        layout = Layout(
+        layout = ExpertLayout(
             bits=weights.num_bits,
             group=weights.group_size if _name(weights.strategy) == "group" else -1,
             codes="weight_packed",
             scales="weight_scale",
-            zeros="weight_zero_point",
-            has_zeros=not weights.symmetric,
-            output=0,
-            packed=1,
-            beside=("weight_shape",),
+            zero_points="weight_zero_point",
+            has_zero_points=not weights.symmetric,
+            output_dim=0,
+            packed_dim=1,
+            ignored=("weight_shape",),
         )
-        return SchemeMoEMethod(layer.moe_config, prefix, layout)
+        return CheckpointMoEMethod(layer.moe_config, prefix, layout)
 
 
 @register_weight_loader_v2_supported_method
-class BackplaneCompressedTensorsMethod(CompressedTensorsLinearMethod):
-    uses_meta_device = True
+class BackplaneCompressedTensorsMethod(CheckpointLinearMethod, CompressedTensorsLinearMethod):
+    def __init__(self, quant_config: BackplaneCompressedTensorsConfig) -> None:
+        super().__init__(quant_config)
+        self.quant_config = quant_config
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        # In float32, scales are what the checkpoint says, whatever --dtype is.
-        with loaded_by_layer(layer, len(output_partition_sizes), self.quantization_config.packed_modules_mapping):
-            super().create_weights(
-                layer,
-                input_size_per_partition,
-                output_partition_sizes,
-                input_size,
-                output_size,
-                torch.float32,
-                **extra_weight_attrs,
-            )
-            if (shape := getattr(layer, "weight_shape", None)) is not None:
-                # Nothing reads it. There is one of it for each part that is fused, and vLLM, which counts what is
-                # loaded, would take the others for weights.
-                shape.weight_loader_numel = 0
-        layer.params_dtype = params_dtype  # type: ignore[assignment]
+    def extend_parameters(self, layer: torch.nn.Module, weights: LinearWeights) -> None:
+        if (shape := getattr(layer, "weight_shape", None)) is not None:
+            # The checkpoint has a shape for each fused weight, and the layer has one parameter for it. vLLM counts the
+            # elements that are loaded, and would mistake the further shapes for weights. Nothing reads the parameter.
+            shape.weight_loader_numel = 0
+        layer.params_dtype = weights.params_dtype  # type: ignore[assignment]
 
 
-def _fault(scheme: dict[str, Any], layout: str | None) -> str | None:
-    """Why the weights of a target cannot be served; None if they can."""
+def _unsupported_scheme(scheme: dict[str, Any], layout: str | None) -> str | None:
+    """Returns why a scheme is not supported, or None if it is."""
     weights, inputs = scheme["weights"], scheme.get("input_activations")
     if scheme.get("output_activations"):
         return "quantized outputs"
-    stated = f"{_name(weights.type)} weights of {weights.num_bits} bits by {_name(weights.strategy)}"
+    described = f"{_name(weights.type)} weights of {weights.num_bits} bits by {_name(weights.strategy)}"
     if _name(weights.type) != "int" or weights.dynamic:
-        return stated
+        return described
     if inputs is None:
-        served = layout == _PACKED and weights.num_bits in (4, 8) and _name(weights.strategy) in ("group", "channel")
-        return None if served else f"{stated}, stored as {layout}"
-    stated = f"{stated}, {_name(inputs.type)} inputs of {inputs.num_bits} bits by {_name(inputs.strategy)}"
+        supported = (
+            layout == _PACK_QUANTIZED and weights.num_bits in (4, 8) and _name(weights.strategy) in ("group", "channel")
+        )
+        return None if supported else f"{described}, stored as {layout}"
+    described = f"{described}, {_name(inputs.type)} inputs of {inputs.num_bits} bits by {_name(inputs.strategy)}"
     if not inputs.dynamic or not inputs.symmetric or _name(inputs.strategy) != "token":
-        return f"{stated}, {'dynamic' if inputs.dynamic else 'static'}, symmetric: {inputs.symmetric}"
-    served = (
-        layout == _PLAIN
+        return f"{described}, {'dynamic' if inputs.dynamic else 'static'}, symmetric: {inputs.symmetric}"
+    supported = (
+        layout == _INT_QUANTIZED
         and weights.num_bits == inputs.num_bits == 8
         and _name(inputs.type) == "int"
         and weights.symmetric
         and _name(weights.strategy) in ("channel", "tensor")
     )
-    return None if served else f"{stated}, stored as {layout}, symmetric: {weights.symmetric}"
+    return None if supported else f"{described}, stored as {layout}, symmetric: {weights.symmetric}"
 
 
 def _name(member: Any) -> str:

@@ -1,7 +1,7 @@
-"""GPTQ checkpoints through vLLM's own configuration class.
+"""Loads GPTQ checkpoints through subclasses of vLLM's configuration and linear method.
 
-vLLM's methods ask whether Marlin, a kernel for NVIDIA's cards, has the format, refuse the order by activation and drop
-its `g_idx`; these subclasses do not. Zero points, which vLLM does not read, are served as well.
+vLLM's classes require Marlin, a kernel for NVIDIA GPUs, refuse activation order (desc_act) and drop `g_idx`. The
+subclasses support activation order, and zero points, which vLLM does not read.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import (
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
-from vllm_backplane.layers.deferred_weights import QKV
+from vllm_backplane.layers.deferred_weights import QKV_SHARDS
+from vllm_backplane.quantization.base import AnyDeviceConfig, LinearWeights
 from vllm_backplane.quantization.checkpoint import mixed_precision
-from vllm_backplane.quantization.checkpoint.experts import Layout, SchemeMoEMethod
-from vllm_backplane.quantization.checkpoint.layer_loading import loaded_by_layer
-from vllm_backplane.quantization.checkpoint.refusal import act_dtypes, refused
+from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertLayout
+from vllm_backplane.quantization.checkpoint.layer_loading import CheckpointLinearMethod
+from vllm_backplane.quantization.checkpoint.registration import unsupported
 
-_ZEROS_LESS = {"gptq": 1, "gptq_v2": 0}
-"""What stored zero points are too small by, for each format of a checkpoint."""
+_ZERO_POINT_OFFSET = {"gptq": 1, "gptq_v2": 0}
+"""Difference between a zero point and its stored value, by checkpoint format."""
 
 
-class BackplaneGPTQConfig(AutoGPTQConfig):
+class BackplaneGPTQConfig(AnyDeviceConfig, AutoGPTQConfig):
     TYPE_MAP: ClassVar[Mapping[tuple[int, bool], Any]] = {
-        **{(bits, True): kind for bits, kind in mixed_precision.CENTRED.items()},
-        **{(bits, False): kind for bits, kind in mixed_precision.WITH_ZEROS.items()},
+        **{(bits, True): kind for bits, kind in mixed_precision.SYMMETRIC.items()},
+        **{(bits, False): kind for bits, kind in mixed_precision.WITH_ZERO_POINTS.items()},
     }
 
     def __init__(
@@ -52,134 +53,106 @@ class BackplaneGPTQConfig(AutoGPTQConfig):
         modules_in_block_to_quantize: list[str] | None = None,
     ) -> None:
         if (weight_bits, is_sym) not in self.TYPE_MAP:
-            raise refused(f"GPTQ with {weight_bits} bits")
-        found = str(full_config.get("checkpoint_format") or "gptq")
-        if found not in _ZEROS_LESS:
-            raise refused(f"GPTQ in the format {found!r}")
-        # The order by activation is ours, so vLLM's check does not see it.
+            raise unsupported(f"GPTQ with {weight_bits} bits")
+        checkpoint_format = str(full_config.get("checkpoint_format") or "gptq")
+        if checkpoint_format not in _ZERO_POINT_OFFSET:
+            raise unsupported(f"GPTQ in the format {checkpoint_format!r}")
+        # vLLM's constructor refuses desc_act, in the dynamic rules too, so both are set afterwards.
         super().__init__(
             weight_bits, group_size, False, is_sym, lm_head_quantized, {}, full_config, modules_in_block_to_quantize
         )
         self.dynamic = dynamic
         self.desc_act = desc_act and group_size != -1
-        self.zeros_less = _ZEROS_LESS[found]
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return act_dtypes()
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0  # of CUDA's; there is none here
+        self.zero_point_offset = _ZERO_POINT_OFFSET[checkpoint_format]
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """vLLM's drops g_idx."""
+        """Returns a mapper that keeps all names; vLLM's drops `g_idx`."""
         return WeightsMapper()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         mixed_precision.register()
         if isinstance(layer, RoutedExperts):
-            return self._for_experts(layer, prefix)
+            return self._expert_method(layer, prefix)
         return get_linear_quant_method(self, layer, prefix, BackplaneGPTQLinearMethod)
 
-    def _for_experts(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
+    def _expert_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
         if get_dynamic_override(self, layer_name=prefix) is False:
             return UnquantizedFusedMoEMethod(layer.moe_config)
-        chosen = deepcopy(self)
-        override_config(chosen, prefix=prefix)
-        layout = Layout(
-            bits=chosen.weight_bits,
-            group=chosen.group_size,
+        config = deepcopy(self)
+        override_config(config, prefix=prefix)
+        layout = ExpertLayout(
+            bits=config.weight_bits,
+            group=config.group_size,
             codes="qweight",
             scales="scales",
-            zeros="qzeros",
-            has_zeros=not chosen.is_sym,
-            output=1,
-            packed=0,
-            zeros_less=self.zeros_less,
-            groups_of="g_idx" if chosen.desc_act else None,
-            beside=(() if chosen.desc_act else ("g_idx",)) + (("qzeros",) if chosen.is_sym else ()),
+            zero_points="qzeros",
+            has_zero_points=not config.is_sym,
+            output_dim=1,
+            packed_dim=0,
+            zero_point_offset=self.zero_point_offset,
+            group_index="g_idx" if config.desc_act else None,
+            ignored=(() if config.desc_act else ("g_idx",)) + (("qzeros",) if config.is_sym else ()),
         )
-        return SchemeMoEMethod(layer.moe_config, prefix, layout)
+        return CheckpointMoEMethod(layer.moe_config, prefix, layout)
 
 
 @register_weight_loader_v2_supported_method
-class BackplaneGPTQLinearMethod(AutoGPTQLinearMethod):
-    uses_meta_device = True
-
+class BackplaneGPTQLinearMethod(CheckpointLinearMethod, AutoGPTQLinearMethod):
     def __init__(self, quant_config: BackplaneGPTQConfig) -> None:
-        self.quant_config = quant_config  # what vLLM's would do beside asks for Marlin
+        # Without vLLM's constructor, which requires the Marlin kernel.
+        self.quant_config = quant_config
         self.quant_type = quant_config.quant_type
         self.input_dtype = None
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        if self.quant_config.desc_act and input_size != input_size_per_partition:
+    def check_weights(self, weights: LinearWeights) -> None:
+        if self.quant_config.desc_act and weights.is_row_parallel:
             raise BackplaneError(
-                "this GPTQ checkpoint orders weights by activation (desc_act), so the groups of a layer whose inputs "
-                "are divided among workers are spread over all of them; use --tensor-parallel-size 1, or a checkpoint "
-                "made with desc_act=False"
+                "this GPTQ checkpoint has activation order (desc_act), so each quantization group of a row-parallel "
+                "layer has inputs on several workers; use --tensor-parallel-size 1, or a checkpoint made with "
+                "desc_act=False"
             )
-        # In float32, scales are what the checkpoint says, whatever --dtype is.
-        device = torch.get_default_device()
-        with loaded_by_layer(layer, len(output_partition_sizes), self.quant_config.packed_modules_mapping):
-            super().create_weights(
-                layer,
-                input_size_per_partition,
-                output_partition_sizes,
-                input_size,
-                output_size,
-                torch.float32,
-                **extra_weight_attrs,
-            )
-            # In memory from the start: a row that nothing is loaded into is told by what is in it.
-            groups_of = torch.nn.Parameter(
-                torch.full(
-                    (len(output_partition_sizes), input_size_per_partition), -1, dtype=torch.int32, device=device
-                ),
-                requires_grad=False,
-            )
-            groups_of.weight_loader = self._load_groups  # type: ignore[attr-defined]
-            layer.register_parameter("g_idx", groups_of)
-        self.kernel.zeros_less = self.quant_config.zeros_less
 
-    def _load_groups(self, param: torch.Tensor, loaded: torch.Tensor, shard: str | int | None = None) -> None:
-        """Each part of a fused layer has a row. Where inputs are divided among workers, the order is the plain one
-        (see create_weights), and what is here is not looked at. vLLM counts copies when weights are loaded again."""
-        rows = param.data if shard is None else [param.data[QKV[shard] if isinstance(shard, str) else shard]]
+    def extend_parameters(self, layer: torch.nn.Module, weights: LinearWeights) -> None:
+        """Adds `g_idx`, one row for each fused weight. It has memory from the start: -1 marks a row that the checkpoint
+        does not have."""
+        shape = (len(weights.output_partition_sizes), weights.input_size_per_partition)
+        group_index = torch.nn.Parameter(torch.full(shape, -1, dtype=torch.int32), requires_grad=False)
+        group_index.weight_loader = self._load_group_index  # type: ignore[attr-defined]
+        layer.register_parameter("g_idx", group_index)
+        self.kernel.zero_point_offset = self.quant_config.zero_point_offset
+
+    def _load_group_index(self, param: torch.Tensor, loaded: torch.Tensor, shard: str | int | None = None) -> None:
+        """Copies the group of each input into the row of a fused weight.
+
+        A row-parallel layer has no activation order (see `check_weights`) and does not use the values. It copies as
+        many as its row has, because vLLM counts the copied elements during a reload.
+        """
+        rows = param.data if shard is None else [param.data[QKV_SHARDS[shard] if isinstance(shard, str) else shard]]
         for row in rows:
             row.copy_(loaded[: len(row)])
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if not hasattr(layer, "g_idx"):
             return
-        groups_of: torch.Tensor = layer.g_idx.data  # type: ignore[assignment]
+        group_index: torch.Tensor = layer.g_idx.data  # type: ignore[assignment]
         if self.quant_config.desc_act:
-            self.kernel.groups_of = _common(groups_of, getattr(layer, "prefix", "a layer"))
+            self.kernel.group_index = _common_row(group_index, getattr(layer, "prefix", "a layer"))
         super().process_weights_after_loading(layer)
-        self.kernel.groups_of = None
+        self.kernel.group_index = None
         del layer.g_idx
 
 
-def _common(groups_of: torch.Tensor, prefix: str) -> torch.Tensor:
-    """The row that all parts of a layer have."""
-    if bool((groups_of < 0).any()):
+def _common_row(group_index: torch.Tensor, prefix: str) -> torch.Tensor:
+    """Returns the row that all fused weights of a layer share. Raises CheckpointError if they differ."""
+    if bool((group_index < 0).any()):
         raise CheckpointError(
-            f"this GPTQ checkpoint orders weights by activation (desc_act), and there is no g_idx for {prefix}, or a "
-            "negative one; fetch it again"
+            f"this GPTQ checkpoint has activation order (desc_act), and there is no g_idx for {prefix}, or a negative "
+            "one; download the checkpoint again"
         )
-    if bool((groups_of != groups_of[0]).any()):
+    if bool((group_index != group_index[0]).any()):
         raise CheckpointError(
-            f"the parts of {prefix} are ordered by activation in different ways, and vLLM multiplies them at once; use "
-            "a checkpoint made with desc_act=False"
+            f"the fused weights of {prefix} have different activation orders (g_idx), and vLLM computes them in one "
+            "GEMM; use a checkpoint made with desc_act=False"
         )
-    return groups_of[0]
+    return group_index[0]

@@ -1,51 +1,75 @@
-"""Linear layers of a quantized checkpoint are packed one by one, as soon as all of a layer has been read.
+"""Loads and packs the linear layers of a quantized checkpoint one at a time.
 
-vLLM takes memory for all layers in the checkpoint's form, fills it, and has them packed when the last is loaded.
-Loading by layers, which vLLM has for weights that are quantized while they are loaded, keeps what comes for a layer
-where it is, in the mapped file, until the layer is complete; memory in the checkpoint's form is taken for that layer
-alone, and given back when it is packed.
+vLLM allocates memory for all layers in the checkpoint's layout, fills it, and packs the layers after the last one is
+loaded. vLLM's layerwise loading, made for online quantization, instead leaves the tensors of a layer in the mapped file
+until the layer is complete. Memory in the checkpoint's layout is then allocated for that layer alone, and freed when
+the layer is packed.
 
-Freeing is not enough: PyTorch's allocator in its builds for AArch64 (mimalloc) keeps what is freed, and asks for huge
-pages, which are taken whole. Of 51 MiB of GPTQ weights it made 70 in that way, and left them so.
+Freeing alone is not enough. PyTorch's allocator in its AArch64 builds (mimalloc) keeps freed memory and requests huge
+pages, which the system allocates whole. With it, 51 MiB of GPTQ weights took 70 MiB and did not shrink again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from vllm_backplane.device import host
-from vllm_backplane.layers.deferred_weights import collect, insist_on_loaded
+from vllm_backplane.layers.deferred_weights import defer_loading, require_loaded
 from vllm_backplane.ops.quantized_linear import Packed
-from vllm_backplane.quantization.online.linear import empty, install, into_huge_pages
-from vllm_backplane.runtime import runtime
+from vllm_backplane.quantization.base import LinearQuantizationMethod, LinearWeights
+from vllm_backplane.quantization.packed_parameters import (
+    free_storage,
+    install_packed,
+    move_to_huge_pages,
+    release_freed_memory,
+)
 
 
-@contextmanager
-def loaded_by_layer(layer: torch.nn.Module, parts: int, fused: Mapping[str, list[str]]) -> Iterator[None]:
-    """Parameters created inside have no memory until the layer is complete. The method needs `uses_meta_device`, by
-    which vLLM knows to finish layers of which the checkpoint does not have everything. `parts` and `fused` are those of
-    `collect`."""
-    with torch.device("meta"):
-        yield
-    collect(layer, str(getattr(layer, "prefix", "a layer")), parts, fused)
+class CheckpointLinearMethod(LinearQuantizationMethod):
+    """Adds layerwise loading to vLLM's linear method of a checkpoint format. It precedes vLLM's class in the bases."""
+
+    uses_meta_device = True  # so that vLLM also finishes layers for which the checkpoint lacks tensors
+    quant_config: Any
+
+    def create_parameters(self, layer: torch.nn.Module, weights: LinearWeights) -> None:
+        self.check_weights(weights)
+        with torch.device("meta"):
+            # The scales are float32, so that they keep the checkpoint's values for every --dtype.
+            super(LinearQuantizationMethod, self).create_weights(
+                layer,
+                weights.input_size_per_partition,
+                weights.output_partition_sizes,
+                weights.input_size,
+                weights.output_size,
+                torch.float32,
+                **weights.extra_attributes,
+            )
+        self.extend_parameters(layer, weights)
+        prefix, shards = str(getattr(layer, "prefix", "a layer")), len(weights.output_partition_sizes)
+        defer_loading(layer, prefix, shards, self.quant_config.packed_modules_mapping)
+
+    def check_weights(self, weights: LinearWeights) -> None:
+        """Raises BackplaneError if the layer cannot be divided among ranks."""
+
+    def extend_parameters(self, layer: torch.nn.Module, weights: LinearWeights) -> None:
+        """Changes or adds to the parameters that vLLM's method has created."""
 
 
-def exchange(
-    layer: torch.nn.Module, needed: tuple[str, ...], pack: Callable[[], Packed], beside: tuple[str | None, ...] = ()
+def replace_with_packed(
+    layer: torch.nn.Module, needed: tuple[str, ...], pack: Callable[[], Packed], unused: tuple[str | None, ...] = ()
 ) -> None:
-    """Put packed weights in the place of the parameters that they are made of, and of those `beside` them."""
-    insist_on_loaded(layer, needed)
+    """Replaces the parameters `needed`, from which `pack` makes the packed weights, and removes those `unused`."""
+    require_loaded(layer, needed)
     with host.without_huge_pages():
-        made = pack()
-    for name in (*needed, *beside):
+        packed = pack()
+    for name in (*needed, *unused):
         parameter = None if name is None else getattr(layer, name, None)
         if name is not None and parameter is not None:
             delattr(layer, name)
-            empty(parameter)
-    install(layer, made)
-    into_huge_pages(made.codes)
-    # Freed memory between codes that stay would add up from layer to layer.
-    runtime().device.empty_cache()
+            free_storage(parameter)
+    install_packed(layer, packed)
+    move_to_huge_pages(packed.codes)
+    release_freed_memory()

@@ -1,7 +1,7 @@
-"""The names under which vLLM finds our configuration classes, instead of its own.
+"""Registers Backplane's configurations of quantized checkpoints with vLLM, in the place of vLLM's own.
 
-vLLM's registry takes a class for a name that it has, and then uses that. What is registered here stands for the class:
-importing vLLM's own takes a third of a second, which only a quantized checkpoint is to pay for.
+vLLM's registry lets a plugin replace the class of an existing name. The classes registered here import the real one
+when vLLM calls them: importing vLLM's formats takes a third of a second, which only a quantized checkpoint needs.
 """
 
 from __future__ import annotations
@@ -13,27 +13,47 @@ from typing import Any, ClassVar
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from vllm_backplane.errors import CheckpointError
 from vllm_backplane.quantization.base import BackplaneQuantizationConfig
+from vllm_backplane.runtime import runtime
 
-_HERE = "vllm_backplane.quantization.checkpoint"
+_PACKAGE = "vllm_backplane.quantization.checkpoint"
 CLASSES = {
-    f"{_HERE}.gptq:BackplaneGPTQConfig": ("auto_gptq", "gptq", "gptq_marlin"),
-    f"{_HERE}.awq:BackplaneAWQConfig": ("auto_awq", "awq", "awq_marlin"),
-    f"{_HERE}.compressed:BackplaneCompressedTensorsConfig": ("compressed-tensors",),
+    f"{_PACKAGE}.gptq:BackplaneGPTQConfig": ("auto_gptq", "gptq", "gptq_marlin"),
+    f"{_PACKAGE}.awq:BackplaneAWQConfig": ("auto_awq", "awq", "awq_marlin"),
+    f"{_PACKAGE}.compressed_tensors:BackplaneCompressedTensorsConfig": ("compressed-tensors",),
 }
-"""module:Class of ours, and vLLM's names for the format."""
+"""module:Class of each configuration, and vLLM's names for its format."""
 
 NAMES = tuple(name for names in CLASSES.values() for name in names)
 
+SUPPORTED = (
+    "GPTQ with 4 or 8 bits (desc_act too)",
+    "AWQ with 4 or 8 bits and zero points",
+    "compressed-tensors W4A16 and W8A16 (pack-quantized)",
+    "compressed-tensors W8A8-int8 (inputs per token, symmetric)",
+    "GGUF",
+)
+"""Quantized checkpoints that run on every device: all of them use the operator `quantized_linear`, for which a device
+has a kernel or uses the reference."""
 
-class Standing(BackplaneQuantizationConfig):
-    """For a class that is imported when vLLM asks for something."""
+
+def unsupported(what: str) -> CheckpointError:
+    """Returns the error for a checkpoint that does not run here. It lists those that do."""
+    return CheckpointError(
+        f"{what} does not run on device {runtime().device.name!r}; choose a checkpoint of: {'; '.join(SUPPORTED)}; or "
+        "one in full precision, with --quantization int8 or int4 to quantize it while it is loaded"
+    )
+
+
+class LazyConfig(BackplaneQuantizationConfig):
+    """Placeholder for a configuration class that is imported on first use."""
 
     path: ClassVar[str]
     name: ClassVar[str]
 
     @classmethod
-    def meant(cls) -> type[QuantizationConfig]:
+    def config_class(cls) -> type[QuantizationConfig]:
         module, _, name = cls.path.partition(":")
         found: type[QuantizationConfig] = getattr(importlib.import_module(module), name)
         return found
@@ -44,26 +64,26 @@ class Standing(BackplaneQuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
-        return cls.meant().from_config(config)
+        return cls.config_class().from_config(config)
 
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> Any:
-        return cls.meant().override_quantization_method(hf_quant_cfg, user_quant, hf_config=hf_config)
+        return cls.config_class().override_quantization_method(hf_quant_cfg, user_quant, hf_config=hf_config)
 
     @classmethod
     def get_config_filenames(cls) -> list[str]:
-        return cls.meant().get_config_filenames()
+        return cls.config_class().get_config_filenames()
 
     def get_quant_method(self, layer: Any, prefix: str) -> None:
-        raise NotImplementedError("vLLM asks what from_config made")
+        raise NotImplementedError("vLLM calls get_quant_method on the object that from_config returns")
 
 
 @cache
 def register() -> None:
-    """Once per process."""
+    """Registers the configurations with vLLM, once per process."""
     for path, names in CLASSES.items():
-        standing = type(f"Standing_{names[0]}", (Standing,), {"path": path, "name": names[0]})
+        lazy = type(f"LazyConfig_{names[0]}", (LazyConfig,), {"path": path, "name": names[0]})
         for name in names:
-            register_quantization_config(name)(standing)
+            register_quantization_config(name)(lazy)

@@ -1,3 +1,6 @@
-"""Layers whose weights come from a GGUF file as blocks, on the operator `quantized_linear`."""
+"""Loads models from GGUF files: the load format `gguf`, and the methods that pack blocks for `quantized_linear`.
+
+The package `vllm_backplane.gguf` reads the files; it does not import vLLM.
+"""
 
 from __future__ import annotations

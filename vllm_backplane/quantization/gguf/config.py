@@ -1,4 +1,4 @@
-"""The quantization method `gguf`: vLLM asks it for the method of each layer."""
+"""Configures the quantization `gguf`: selects the method of each layer of a GGUF model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.gguf.configuration import QUANTIZATION
 from vllm_backplane.quantization import base
-from vllm_backplane.quantization.gguf.embedding import GgufHeadMethod, GgufTableMethod
+from vllm_backplane.quantization.gguf.embedding import GgufEmbeddingMethod, GgufHeadMethod
 from vllm_backplane.quantization.gguf.experts import GgufMoEMethod
 from vllm_backplane.quantization.gguf.linear import GgufLinearMethod
 
@@ -28,8 +28,8 @@ class GgufConfig(base.BackplaneQuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> GgufConfig:
         if not {"file", "header"} <= config.keys():
             raise BackplaneError(
-                "this folder calls its weights GGUF and does not say in which file they are; start with the path of "
-                "the GGUF file"
+                "this folder's config declares GGUF weights without naming their file; start with the path of the "
+                "GGUF file"
             )
         return cls()
 
@@ -42,9 +42,10 @@ class GgufConfig(base.BackplaneQuantizationConfig):
             return GgufHeadMethod(prefix)
         if isinstance(layer, VocabParallelEmbedding):
             tied = bool(getattr(get_current_vllm_config().model_config.hf_config, "tie_word_embeddings", False))
-            return GgufTableMethod(prefix, multiplied=tied)
+            return GgufEmbeddingMethod(prefix, used_as_head=tied)
         return None
 
 
 def register() -> None:
+    """Registers the quantization `gguf` with vLLM, once per process."""
     base.register(QUANTIZATION, GgufConfig)

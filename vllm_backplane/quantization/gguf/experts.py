@@ -1,6 +1,6 @@
-"""Experts of a mixture with weights from a GGUF file.
+"""Loads and computes the experts of a mixture with weights from a GGUF file.
 
-Each expert is two products on blocks, of the tokens that were routed to it.
+Each expert is two linear layers on packed blocks, computed for the tokens that are routed to it.
 """
 
 from __future__ import annotations
@@ -9,47 +9,35 @@ from functools import partial
 from typing import Any
 
 import torch
-from gguf import GGML_QUANT_SIZES
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 from vllm_backplane import ops
-from vllm_backplane.errors import BackplaneError, CheckpointError
-from vllm_backplane.gguf.lazy_tensor import StoredTensor
-from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
-from vllm_backplane.quantization.gguf.blocks import Rows, Run, install
+from vllm_backplane.errors import CheckpointError
+from vllm_backplane.quantization.gguf.blocks import (
+    Run,
+    TypedRows,
+    input_shard,
+    install_runs,
+    require_lazy,
+    shape_mismatch,
+)
 from vllm_backplane.quantization.gguf.linear import GgufLinearMethod
-from vllm_backplane.quantization.per_expert_linear import computed
-from vllm_backplane.runtime import runtime
+from vllm_backplane.quantization.packed_parameters import release_freed_memory
+from vllm_backplane.quantization.per_expert_linear import PerExpertMoEMethod, run_experts
 
-_INTO = {"w1": ("up", 0), "w3": ("up", 1), "w2": ("down", 0)}
-"""Which product of an expert a weight belongs to, and its place there."""
+_PROJECTIONS = {"w1": ("up", 0), "w3": ("up", 1), "w2": ("down", 0)}
+"""The linear layer of an expert that each of vLLM's weights belongs to, and the weight's place in it."""
 
 
-class GgufMoEMethod(BackplaneFusedMoEMethod):
-    one_operator = False
+class GgufMoEMethod(PerExpertMoEMethod):
+    source = "GGUF files"
 
     def __init__(self, moe: FusedMoEConfig, prefix: str) -> None:
-        super().__init__(moe)
-        if moe.activation is not MoEActivation.SILU or moe.has_bias:
-            raise BackplaneError(
-                f"the experts of {prefix} have biases or the activation {moe.activation.value!r}; from GGUF, experts "
-                "with SiLU and no bias are served: use the model's original checkpoint"
-            )
-        self._prefix = prefix
-        self._parts: dict[tuple[int, str, int], Rows] = {}
+        super().__init__(moe, prefix)
+        self._loaded: dict[tuple[int, str, int], TypedRows] = {}
         self._runs: list[dict[str, list[Run]]] = []
 
-    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        if layer.expert_map is not None:
-            raise BackplaneError("experts from GGUF are not spread over workers; remove --enable-expert-parallel")
-        if layer.apply_router_weight_on_input:
-            raise BackplaneError(f"{self._prefix} weighs the inputs of experts, which is not served from GGUF")
-        self._device = torch.empty(0).device
-        self._dtype = kwargs["params_dtype"]
-        self._experts, self._width = kwargs["num_experts"], kwargs["intermediate_size_per_partition"]
-        with torch.device("meta"):
-            super().create_weights(layer, *args, **kwargs)
+    def create_parameters(self, layer: Any) -> None:
         for weight in (layer.w13_weight, layer.w2_weight):
             weight.weight_loader = partial(self._load, layer)
 
@@ -63,62 +51,46 @@ class GgufMoEMethod(BackplaneFusedMoEMethod):
         expert_id: int,
         return_success: bool = False,
     ) -> bool | None:
-        if not isinstance(loaded_weight, StoredTensor):
-            raise BackplaneError(
-                f"this model takes the weights of {self._prefix} apart before they are loaded, which blocks of a GGUF "
-                "file do not allow; use the model's original checkpoint"
-            )
-        product, place = _INTO[shard_id]
-        split, rows = layer.moe_config.moe_parallel_config, loaded_weight.rows
-        hidden, whole = layer.hidden_size, self._width * split.tp_size
-        expected = (whole, hidden) if product == "up" else (hidden, whole)
-        if loaded_weight.shape != expected:
-            raise CheckpointError(
-                f"the file has {tuple(loaded_weight.shape)} weights for an expert of {self._prefix}, and its own "
-                f"metadata ask for {expected}; fetch it again, or make it anew with a current converter"
-            )
-        if product == "up":
-            rows = rows[split.tp_rank * self._width : (split.tp_rank + 1) * self._width]
-        elif split.tp_size > 1:
-            per_block, block_bytes = GGML_QUANT_SIZES[loaded_weight.kind]
-            if self._width % per_block:
-                raise CheckpointError(
-                    f"{self._prefix} has {loaded_weight.kind.name} blocks of {per_block}, and each worker's share "
-                    f"would be {self._width} inputs; choose another --tensor-parallel-size"
-                )
-            share = self._width // per_block * block_bytes
-            rows = rows[:, split.tp_rank * share : (split.tp_rank + 1) * share]
-        self._parts[expert_id, product, place] = (loaded_weight.kind, rows)
-        if len(self._parts) == 3 * self._experts:
-            self._finish(layer)
+        tensor = require_lazy(loaded_weight, self._prefix)
+        projection, place = _PROJECTIONS[shard_id]
+        parallel, rows = layer.moe_config.moe_parallel_config, tensor.rows
+        hidden, full = layer.hidden_size, self._intermediate * parallel.tp_size
+        expected = (full, hidden) if projection == "up" else (hidden, full)
+        if tensor.shape != expected:
+            raise shape_mismatch(tensor, f"an expert of {self._prefix}", expected)
+        if projection == "up":
+            rows = rows[parallel.tp_rank * self._intermediate : (parallel.tp_rank + 1) * self._intermediate]
+        elif parallel.tp_size > 1:
+            rows = input_shard(tensor, rows, self._intermediate, parallel.tp_rank, self._prefix)
+        self._loaded[expert_id, projection, place] = (tensor.kind, rows)
+        if len(self._loaded) == len(_PROJECTIONS) * self._experts:
+            self._pack(layer)
         return True if return_success else None
 
-    def _finish(self, layer: Any) -> None:
-        holders = torch.nn.ModuleList()
+    def _pack(self, layer: Any) -> None:
+        modules = torch.nn.ModuleList()
         for expert in range(self._experts):
-            holder, runs = torch.nn.ModuleDict({"up": torch.nn.Module(), "down": torch.nn.Module()}), {}
-            for product, places in (("up", 2), ("down", 1)):
-                parts = [self._parts.pop((expert, product, place)) for place in range(places)]
-                size = self._width * 2 if product == "up" else layer.hidden_size
-                runs[product] = install(holder[product], parts, self._dtype, self._device, size)
-            holders.append(holder)
+            module, runs = torch.nn.ModuleDict({"up": torch.nn.Module(), "down": torch.nn.Module()}), {}
+            for projection, places in (("up", 2), ("down", 1)):
+                parts = [self._loaded.pop((expert, projection, place)) for place in range(places)]
+                size = self._intermediate * 2 if projection == "up" else layer.hidden_size
+                runs[projection] = install_runs(module[projection], parts, self._dtype, self._device, size)
+            modules.append(module)
             self._runs.append(runs)
-        layer.backplane_experts = holders
-        for name in ("w13_weight", "w2_weight"):
-            setattr(layer, name, torch.nn.Parameter(torch.empty(0, device=self._device), requires_grad=False))
-        runtime().device.empty_cache()
+        layer.backplane_experts = modules
+        self._clear_full_weights(layer)
+        release_freed_memory()
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if not self._runs:
             raise CheckpointError(f"the file has no weights, or not all, for {self._prefix}; choose a complete one")
 
     def experts(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        def product(name: str, expert: int, tokens: torch.Tensor) -> torch.Tensor:
-            return GgufLinearMethod.multiply(
-                layer.backplane_experts[expert][name], self._runs[expert][name], tokens, None
-            )
+        def linear(projection: str, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+            module, runs = layer.backplane_experts[expert][projection], self._runs[expert][projection]
+            return GgufLinearMethod.apply_runs(module, runs, tokens, None)
 
         def up(expert: int, tokens: torch.Tensor) -> torch.Tensor:
-            return ops.silu_and_mul.call(product("up", expert, tokens))
+            return ops.silu_and_mul.call(linear("up", expert, tokens))
 
-        return computed(x, weights, ids, self._experts, up, partial(product, "down"))
+        return run_experts(x, weights, ids, self._experts, up, partial(linear, "down"))

@@ -1,4 +1,7 @@
-"""Load format `gguf`: weights straight from the mapped file, each converted when its layer asks for it."""
+"""Model loader of the load format `gguf`: passes the tensors of a mapped file to the model.
+
+A tensor is read from the file and converted when its layer loads it.
+"""
 
 from __future__ import annotations
 
@@ -14,43 +17,44 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from vllm_backplane.device import host
 from vllm_backplane.errors import BackplaneError, BindingError, CheckpointError
-from vllm_backplane.gguf.architectures import named
+from vllm_backplane.gguf.architectures import checkpoint_tensors
 from vllm_backplane.gguf.configuration import QUANTIZATION
 from vllm_backplane.gguf.file import GgufFile
-from vllm_backplane.gguf.folder import source
+from vllm_backplane.gguf.folder import open_source
 from vllm_backplane.gguf.lazy_tensor import weights
-from vllm_backplane.gguf.model_files import Gguf
+from vllm_backplane.gguf.model_files import GgufModel
 
 
 class GgufModelLoader(BaseModelLoader):
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
-        self._read: list[GgufFile] = []
+        self._files: list[GgufFile] = []
 
     def download_model(self, model_config: ModelConfig) -> None:
-        """The file is on this host, or it would not have been described."""
+        """Does nothing: the model's configuration was read from the file, so the file is on this host."""
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
         try:
             return super().load_model(vllm_config, model_config, prefix)
         finally:
-            # Most of it was packed; the embedding stays in the file, and few of its rows are read again.
-            read, self._read = self._read, []
-            for file in read if not host.is_locked() else []:
+            # Most tensors were packed. The embedding is read from the file in the forward pass, a few rows at a time.
+            files, self._files = self._files, []
+            for file in files if not host.memory_is_locked() else []:
                 file.forget_pages()
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        stated = getattr(model_config.hf_config, "quantization_config", None)
-        if not isinstance(stated, dict) or stated.get("quant_method") != QUANTIZATION:
+        config = getattr(model_config.hf_config, "quantization_config", None)
+        if not isinstance(config, dict) or config.get("quant_method") != QUANTIZATION:
             raise BackplaneError(
-                f"--load-format {QUANTIZATION} loads GGUF files, and {model_config.model} is none; remove the option"
+                f"--load-format {QUANTIZATION} loads GGUF files, and {model_config.model} is not a GGUF file; remove "
+                "the option"
             )
-        # What is multiplied as blocks has no memory yet, and its layer insists on it; a tied head has nothing.
-        wanted = {name for name, weight in model.named_parameters() if not weight.is_meta and weight.numel()}
-        file, into = source(stated), cast(Any, model)
-        self._read = file.files
-        loaded = into.load_weights(_weights(file, bool(self.load_config.use_tqdm_on_load)))
-        missing = sorted(wanted - loaded) if loaded is not None else []
+        # Quantized layers have parameters without memory and check themselves what was loaded. A tied head is empty.
+        expected = {name for name, weight in model.named_parameters() if not weight.is_meta and weight.numel()}
+        file = open_source(config)
+        self._files = file.files
+        loaded = cast(Any, model).load_weights(_weights(file, bool(self.load_config.use_tqdm_on_load)))
+        missing = sorted(expected - loaded) if loaded is not None else []
         if missing:
             raise CheckpointError(
                 f"{file.path} has no weights for {', '.join(missing[:4])}{' and others' * (len(missing) > 4)}; choose "
@@ -58,24 +62,25 @@ class GgufModelLoader(BaseModelLoader):
             )
 
 
-def _weights(model: Gguf, shown: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    everything = sum(placed.tensor.size for placed in model.tensors.values())
+def _weights(model: GgufModel, show_progress: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the names and tensors of a model. The first rank shows a progress bar."""
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    total = sum(location.tensor.size for location in model.tensors.values())
     with tqdm(
-        total=everything,
+        total=total,
         desc=f"Loading {model.path.name}",
         unit="B",
         unit_scale=True,
-        disable=not (shown and first),
+        disable=not (show_progress and is_first),
         mininterval=1,
     ) as bar:
-        for one in named(model):
+        for one in checkpoint_tensors(model):
             yield from weights(one)
-            bar.update(one.placed.tensor.size)
+            bar.update(one.location.tensor.size)
 
 
 def register() -> None:
-    """Make the load format known to vLLM, once per process."""
+    """Registers the load format with vLLM, once per process."""
     try:
         present = get_model_loader(LoadConfig(load_format=QUANTIZATION))
     except ValueError:

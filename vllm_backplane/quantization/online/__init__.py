@@ -1,0 +1,3 @@
+"""`--quantization int8` and `int4`: quantizes the weights of a full-precision checkpoint while they are loaded."""
+
+from __future__ import annotations

@@ -1,7 +1,6 @@
-"""`--quantization int8` and `int4`: weights of a full-precision checkpoint are quantized while they are loaded.
+"""Configures `--quantization int8` and `int4`: selects the quantization method of each layer.
 
-vLLM asks a class, registered by name, for the method of each layer. Linear layers, experts and the
-projection to logits are quantized; embeddings, norms and routers keep the type of the model.
+Linear layers, experts and the LM head are quantized. Embeddings, norms and routers keep the model's dtype.
 """
 
 from __future__ import annotations
@@ -41,51 +40,61 @@ class OnlineConfig(base.BackplaneQuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> None:
-        """vLLM asks this of every method when a checkpoint is quantized."""
+        """Raises BackplaneError if the user requested this method for a checkpoint that is quantized already.
+
+        vLLM calls it for every registered method.
+        """
         if user_quant == cls.name:
             raise BackplaneError(_already_quantized(cls.name, hf_quant_cfg))
 
     def maybe_update_config(self, *_args: Any, **_kwargs: Any) -> None:
         if self.online_quantization_config is not None:
             raise BackplaneError(
-                f"--quantization-config describes vLLM's own online quantization, which --quantization {self.name} "
-                "does not read; remove one of them (group sizes are set by the option quantization_group)"
+                f"--quantization-config configures vLLM's own online quantization, and --quantization {self.name} does "
+                "not use it; remove one of them (the option quantization_group sets group sizes)"
             )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if not isinstance(layer, (LinearBase, ParallelLMHead, RoutedExperts)):
             return None
-        if _routes(layer, prefix) or _classifies(layer, prefix):
+        if _is_router(layer, prefix) or _is_classifier_head(layer, prefix):
             return UnquantizedLinearMethod()
         config = get_current_vllm_config()
-        head = isinstance(layer, ParallelLMHead)
-        chosen = formats.HEAD if head else formats.ONLINE[self.name]
+        is_head = isinstance(layer, ParallelLMHead)
+        weight_format = formats.HEAD if is_head else formats.ONLINE[self.name]
         group = configured(config.additional_config).setting("quantization_group")
         if group is not None:
-            chosen = replace(chosen, group=group)
+            weight_format = replace(weight_format, group=group)
         if isinstance(layer, RoutedExperts):
-            return QuantizedMoEMethod(layer.moe_config, chosen, prefix, config.load_config.load_format != "dummy")
-        method = QuantizedHeadMethod if head else QuantizedLinearMethod
-        return method(chosen, prefix, self.packed_modules_mapping)
+            must_be_loaded = config.load_config.load_format != "dummy"
+            return QuantizedMoEMethod(layer.moe_config, weight_format, prefix, must_be_loaded)
+        method = QuantizedHeadMethod if is_head else QuantizedLinearMethod
+        return method(weight_format, prefix, self.packed_modules_mapping)
 
 
-def _routes(layer: torch.nn.Module, prefix: str) -> bool:
-    """Whether it chooses experts: there a rounding changes which, and little is to be saved. Some models give it to be
-    quantized; vLLM 0.30 does not have a class of its own for it everywhere."""
+def _is_router(layer: torch.nn.Module, prefix: str) -> bool:
+    """Returns whether a layer computes router logits. Rounding its small weight would change the choice of experts.
+
+    Some models pass their quantization configuration to the router. vLLM 0.30 has no common class for routers, so the
+    layer's name decides as well.
+    """
     named = isinstance(layer, ReplicatedLinear) and prefix.rpartition(".")[2] in ("gate", "router")
     return named or isinstance(layer, GateLinear)
 
 
-def _classifies(layer: torch.nn.Module, prefix: str) -> bool:
-    """Whether it is the head that vLLM adds to a model in order to classify with it. It may get a bias when one is
-    read, on the device of its weight, which must be there by then."""
+def _is_classifier_head(layer: torch.nn.Module, prefix: str) -> bool:
+    """Returns whether a layer is the head that vLLM adds to a model for classification.
+
+    vLLM may add a bias to it while the checkpoint is read, on the device of its weight. The weight must have memory by
+    then.
+    """
     return isinstance(layer, ReplicatedLinear) and prefix.rpartition(".")[2] == "score"
 
 
 def _already_quantized(name: str, found: dict[str, Any]) -> str:
     return (
-        f"--quantization {name} makes quantized weights of a full-precision checkpoint, and this one is quantized "
-        f"already ({found.get('quant_method', 'unknown method')}); choose the full-precision checkpoint"
+        f"--quantization {name} quantizes a full-precision checkpoint, and this one is quantized already "
+        f"({found.get('quant_method', 'unknown method')}); choose the full-precision checkpoint"
     )
 
 
@@ -98,5 +107,6 @@ class Int4Config(OnlineConfig):
 
 
 def register() -> None:
+    """Registers both values of --quantization with vLLM, once per process."""
     for config in (Int8Config, Int4Config):
         base.register(config.name, config)

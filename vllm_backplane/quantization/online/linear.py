@@ -1,74 +1,57 @@
-"""Linear layers with quantized weights, on the operator `quantized_linear`.
+"""Quantizes linear layers while they are loaded, and computes them on the operator `quantized_linear`.
 
-vLLM offers loading by layers: a weight is created without memory, what the checkpoint has for it is collected, and
-once all of a layer is there, memory is taken, filled and given to `process_weights_after_loading`. So of the
-full-precision model only one layer is in memory at a time.
+vLLM's layerwise loading creates a weight without memory and buffers the checkpoint's tensors for it. When a layer is
+complete, vLLM allocates and fills its weights and calls `process_weights_after_loading`. One layer of the
+full-precision model is therefore in memory at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from vllm_backplane import ops
-from vllm_backplane.device import host
-from vllm_backplane.layers.deferred_weights import collect, insist_on_loaded
-from vllm_backplane.layers.linear import refuse_loading
+from vllm_backplane.layers.deferred_weights import defer_loading, require_loaded
 from vllm_backplane.ops.quantized_linear import Packed, packed
+from vllm_backplane.quantization.base import LinearQuantizationMethod, LinearWeights
 from vllm_backplane.quantization.online.formats import Format
+from vllm_backplane.quantization.packed_parameters import free_storage, install_packed, release_freed_memory
 from vllm_backplane.runtime import runtime
 
-logger = init_logger("vllm." + __name__)
 
-
-class QuantizedLinearMethod(LinearMethodBase):
+class QuantizedLinearMethod(LinearQuantizationMethod, LinearMethodBase):
     uses_meta_device = True
 
-    def __init__(self, chosen: Format, prefix: str, fused: Mapping[str, list[str]]) -> None:
-        """`fused` is that of `collect`."""
-        self.format = chosen
+    def __init__(self, weight_format: Format, prefix: str, packed_modules: Mapping[str, list[str]]) -> None:
+        """`packed_modules` is vLLM's packed_modules_mapping (see `defer_loading`)."""
+        self.format = weight_format
         self._prefix = prefix
-        self._fused = fused
+        self._packed_modules = packed_modules
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        layer.backplane_rows = sum(output_partition_sizes)  # type: ignore[assignment]
+    def create_parameters(self, layer: torch.nn.Module, weights: LinearWeights) -> None:
+        layer.backplane_rows = weights.output_size_per_partition  # type: ignore[assignment]
         weight = ModelWeightParameter(
-            data=torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype, device="meta"),
+            data=weights.meta_weight(),
             input_dim=1,
             output_dim=0,
-            weight_loader=extra_weight_attrs["weight_loader"],
+            weight_loader=weights.extra_attributes["weight_loader"],
         )
         layer.register_parameter("weight", weight)
-        collect(layer, self._prefix, len(output_partition_sizes), self._fused)
+        defer_loading(layer, self._prefix, len(weights.output_partition_sizes), self._packed_modules)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Called as soon as the layer is loaded, and by vLLM once more when all are."""
+        """Quantizes the weight. vLLM calls it when the layer is complete, and again when all layers are loaded."""
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        if hasattr(layer, "weight_scale") or weight.dim() != 2:  # a convolution kept as a linear layer has three
+        if hasattr(layer, "weight_scale") or weight.dim() != 2:  # a convolution stored as a linear layer has three
             return
-        insist_on_loaded(layer, ("weight",))
-        made = self.quantize(weight.data)
-        empty(weight)
-        install(layer, made)
-        # Freed memory between codes that stay would add up from layer to layer.
-        runtime().device.empty_cache()
-
-    def quantize(self, weight: torch.Tensor, out_features: int | None = None) -> Packed:
-        return quantized(self.format, weight, out_features)
+        require_loaded(layer, ("weight",))
+        quantized = quantize(self.format, weight.data)
+        free_storage(weight)
+        install_packed(layer, quantized)
+        release_freed_memory()
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if layer.weight.dtype not in (torch.uint8, torch.int8):
@@ -78,35 +61,14 @@ class QuantizedLinearMethod(LinearMethodBase):
         )
 
 
-def quantized(chosen: Format, weight: torch.Tensor, out_features: int | None = None) -> Packed:
-    layout = runtime().device.quantized_layout(chosen.bits)
-    return packed(weight, chosen.bits, chosen.group, layout, symmetric=chosen.symmetric, out_features=out_features)
-
-
-def empty(parameter: torch.Tensor) -> None:
-    """Free the memory of a parameter that vLLM still refers to while its layer is loaded."""
-    left = parameter.data.untyped_storage()
-    parameter.data = parameter.data.new_empty(0)
-    if parameter.is_cpu:
-        host.forget(left)
-
-
-def into_huge_pages(codes: torch.Tensor) -> None:
-    """Of weights that were made without them, so that no more is taken than they need."""
-    if codes.is_cpu and (reason := host.gather_pages(codes.untyped_storage())):
-        logger.info_once("Packed weights stay in small pages, which are slower to read (%s).", reason)
-
-
-def install(layer: torch.nn.Module, made: Packed, device: torch.device | None = None) -> None:
-    """The codes take the weight's name: vLLM looks there for where a layer is (LoRA, for one)."""
-    for name, tensor in named(made).items():
-        parameter = torch.nn.Parameter(tensor.to(device or tensor.device), requires_grad=False)
-        parameter.weight_loader = refuse_loading  # type: ignore[attr-defined]
-        setattr(layer, name, parameter)
-    if made.offsets is None:
-        layer.register_parameter("weight_offset", None)
-
-
-def named(made: Packed) -> dict[str, torch.Tensor]:
-    found = {"weight": made.codes, "weight_scale": made.scales, "weight_offset": made.offsets}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+def quantize(weight_format: Format, weight: torch.Tensor, out_features: int | None = None) -> Packed:
+    """Returns a weight in the device's packed layout. Outputs beyond its rows, up to `out_features`, are zero."""
+    layout = runtime().device.quantized_layout(weight_format.bits)
+    return packed(
+        weight,
+        weight_format.bits,
+        weight_format.group,
+        layout,
+        symmetric=weight_format.symmetric,
+        out_features=out_features,
+    )

@@ -1,4 +1,4 @@
-"""The checks: one file each, each from facts and one vLLM to findings."""
+"""The checks turn the facts of a plugin and one vLLM into findings. Each file has one check."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ CHECKS: tuple[Callable[[Context], Iterator[Finding]], ...] = (
     overrides.check,
     variables.check,
 )
-"""Each takes the facts of one file. Entry points belong to no file of Python and are checked by themselves."""
+"""Checks of the facts of one Python file. `checks.entry_points` checks the project files."""

@@ -1,4 +1,8 @@
-"""Imports of modules and names that are gone (BP101, BP102)."""
+"""Checks imports: modules (BP101) and names (BP102) that this vLLM does not have.
+
+It also reports what the reader of the files left unresolved (BP901), and modules that the plugin puts into sys.modules
+without effect (BP201).
+"""
 
 from __future__ import annotations
 
@@ -8,50 +12,50 @@ from vllm_patchbay.audit.checks.context import Context
 from vllm_patchbay.audit.facts import ImportFact, ModuleFact, UnresolvedFact
 from vllm_patchbay.audit.findings import Finding
 from vllm_patchbay.audit.rules import Severity
-from vllm_patchbay.audit.vllm_target import Standing
+from vllm_patchbay.audit.vllm_target import Reachability
 
 
 def check(context: Context) -> Iterator[Finding]:
-    for number, fact, standing in context.each(ImportFact):
-        failure = context.judge.failure(number)
+    for number, fact, reachability in context.each(ImportFact):
+        failure = context.evaluator.failure(number)
         if failure is None:
-            if not standing.for_types:
+            if not reachability.type_checking_only:
                 yield _unresolved(context, fact)
         elif failure:
-            yield from _missing(context, fact, standing, failure)
+            yield from _missing(context, fact, reachability, failure)
     for _, doubt, _ in context.each(UnresolvedFact):
         yield context.finding("BP901", doubt.place, doubt.what)
-    for _, module, standing in context.each(ModuleFact):
+    for _, module, reachability in context.each(ModuleFact):
         target = context.target
         if not target.tree.has(module.module) and not target.depends_on_build(module.module):
             yield context.finding(
                 "BP201",
                 module.place,
-                f"sys.modules gets {module.module}, which vLLM does not have and does not import",
+                f"the plugin puts {module.module} into sys.modules, but vLLM neither has nor imports that module",
                 severity=Severity.WARNING,
-                standing=standing,
-                remedy="put the module under the name it has now, or remove the line",
+                reachability=reachability,
+                remedy="use the current name of the module, or remove the line",
             )
 
 
-def _missing(context: Context, fact: ImportFact, standing: Standing, failure: str) -> Iterator[Finding]:
-    swallowed, has_alternative = context.judge.swallowed(fact.place, failure)
-    if swallowed and has_alternative:
+def _missing(context: Context, fact: ImportFact, reachability: Reachability, failure: str) -> Iterator[Finding]:
+    is_caught, has_alternative = context.evaluator.caught_at(fact.place, failure)
+    if is_caught and has_alternative:
         return
     if failure == "ModuleNotFoundError":
         rule, message = "BP101", f"there is no module {fact.module}"
         remedy = _module_hint(context, fact)
     else:
         found = context.target.index.resolve(fact.module, fact.name)
-        if standing.for_types and context.target.is_for_types(found):
+        if reachability.type_checking_only and context.target.is_bound_for_type_checkers(found):
             return
         rule, message = "BP102", found.reason or f"{fact.module} has no {fact.name}"
         remedy = context.home_of(fact.name) or context.similar(found, fact.name)
     severity = None
-    if swallowed:
+    if is_caught:
         severity = Severity.NOTE
-        message += "; the failure is caught, and the plugin goes without"
-    yield context.finding(rule, fact.place, message, severity=severity, standing=standing, remedy=remedy)
+        message += "; the exception is caught, and the plugin runs without the import"
+    yield context.finding(rule, fact.place, message, severity=severity, reachability=reachability, remedy=remedy)
 
 
 def _module_hint(context: Context, fact: ImportFact) -> str:
@@ -68,6 +72,6 @@ def _unresolved(context: Context, fact: ImportFact) -> Finding:
         path = fact.module if not context.target.tree.has(fact.module) else f"{fact.module}.{fact.name}"
         found = context.target.index.resolve(fact.module, fact.name)
         if context.target.depends_on_build(path):
-            return context.finding("BP901", fact.place, f"whether {path} is there depends on how vLLM was built")
+            return context.finding("BP901", fact.place, f"whether {path} exists depends on how vLLM was built")
         return context.finding("BP901", fact.place, f"{path}: {found.reason}")
-    return context.finding("BP901", fact.place, f"{fact.module} cannot be looked into, so {fact.name} is not checked")
+    return context.finding("BP901", fact.place, f"{fact.module} cannot be read, so {fact.name} is not checked")

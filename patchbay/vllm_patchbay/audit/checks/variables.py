@@ -1,4 +1,4 @@
-"""VLLM_* variables that this vLLM does not know (BP601)."""
+"""Checks VLLM_* environment variables that this vLLM does not define (BP601)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def check(context: Context) -> Iterator[Finding]:
     known = context.target.survey.variables
     if not known:
         return
-    for _, fact, standing in context.each(VariableFact):
+    for _, fact, reachability in context.each(VariableFact):
         if fact.name in known or fact.name in context.plugin.variables_declared:
             continue
         if context.target.survey.unreadable:
-            what = f"whether this vLLM knows {fact.name} is not known: some of its files cannot be read"
+            what = f"it is unknown whether this vLLM defines {fact.name}: some of its files cannot be read"
             yield context.finding("BP901", fact.place, what)
             continue
         close = difflib.get_close_matches(fact.name, known, n=1, cutoff=0.85)
         remedy = f"did you mean {close[0]}?" if close else ""
         if fact.name in context.plugin.variables_read:
-            message = f"{fact.name} is the plugin's own: this vLLM does not know it, and warns when it is set"
+            message = f"{fact.name} is the plugin's own variable; this vLLM does not define it and warns if it is set"
             severity = Severity.NOTE
         else:
-            message = f"this vLLM does not know {fact.name}, so setting it has no effect"
+            message = f"this vLLM does not define {fact.name}, so setting it has no effect"
             severity = Severity.WARNING
-        yield context.finding("BP601", fact.place, message, severity=severity, standing=standing, remedy=remedy)
+        yield context.finding("BP601", fact.place, message, severity=severity, reachability=reachability, remedy=remedy)

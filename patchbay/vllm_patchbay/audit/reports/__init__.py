@@ -1,4 +1,4 @@
-"""An audit's report: for people, for programs, and for code-scanning services."""
+"""Formats the report of an audit: as text for people, as JSON for programs, as SARIF for code-scanning services."""
 
 from vllm_patchbay.audit.reports.sarif import as_sarif
 from vllm_patchbay.audit.reports.structured import as_json

@@ -1,4 +1,4 @@
-"""The report as SARIF 2.1.0, which code-scanning services show next to the lines it is about."""
+"""Formats the report as SARIF 2.1.0, which code-scanning services show next to the audited lines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sar
 
 
 def as_sarif(report: Report) -> dict[str, Any]:
+    """Returns the report as a SARIF document."""
     numbers = {rule_id: number for number, rule_id in enumerate(RULES)}
     rules = [_rule(rule) for rule in RULES.values()]
     driver: dict[str, Any] = {"name": "vllm-patchbay audit", "version": __version__, "rules": rules}
@@ -61,6 +62,6 @@ def _result(finding: Finding, number: int) -> dict[str, Any]:
 
 
 def _identity(finding: Finding) -> str:
-    """The same for a finding that only moved within its file."""
+    """Returns a hash that stays the same if the finding only moves within its file."""
     text = "\0".join([finding.rule_id, finding.file, finding.vllm, finding.message])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

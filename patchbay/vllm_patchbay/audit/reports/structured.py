@@ -1,4 +1,4 @@
-"""The report as a JSON document. Fields are added, not renamed."""
+"""Formats the report as a JSON document. New versions add fields, and do not rename or remove any."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from vllm_patchbay.audit.run import Report
 
 
 def as_json(report: Report) -> dict[str, Any]:
+    """Returns the report as a document of JSON values."""
     return {
         "path": report.path,
         "vllm": list(report.versions),

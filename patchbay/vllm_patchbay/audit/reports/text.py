@@ -1,4 +1,4 @@
-"""The report as a table. A finding that holds for every given vLLM takes one line."""
+"""Formats the report as a table. A finding that is the same for several vLLMs takes one row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_patchbay.audit.run import Report
 
 
 def as_text(report: Report, least: Severity = Severity.WARNING) -> Iterator[str]:
-    """Lines. Findings below `least` are counted and not shown."""
+    """Yields the lines of the report. Findings below the severity `least` are counted, but not shown."""
     shown = [(finding, versions) for finding, versions in _merged(report) if finding.severity >= least]
     rows = [
         (
@@ -24,7 +24,7 @@ def as_text(report: Report, least: Severity = Severity.WARNING) -> Iterator[str]
     if rows:
         header = ("WHERE", "SEVERITY", "RULE", "VLLM")
         widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-        # A long path must not push every other line aside.
+        # One long path must not widen the column for all other rows.
         widths[0] = min(widths[0], 60)
         yield _line(header, widths, "WHAT")
         for row, (finding, _) in zip(rows, shown, strict=True):
@@ -53,6 +53,7 @@ def _summary(report: Report, least: Severity) -> str:
 
 
 def _merged(report: Report) -> Iterator[tuple[Finding, list[str]]]:
+    """Yields each finding once, with the versions of the vLLMs that it is about."""
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for finding in report.findings:
         key = (finding.file, finding.line, finding.column, finding.rule_id, finding.severity, finding.message)

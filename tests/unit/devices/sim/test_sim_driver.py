@@ -1,29 +1,26 @@
-"""The driver of the simulated NPU, by its own C++ tests: as it is, and under the address and thread sanitizers.
+"""Runs the C++ tests of the simulated NPU's driver: plain, and under the address and thread sanitizers.
 
-The driver knows nothing of Python, so its tests are a program (csrc/sim/tests). Three builds of it are kept in the
-build folder and made anew when a source changes. What kills a process (a stray access to a card's memory, an exit
-with work queued) is a scenario that the plain build plays in a process of its own.
+The driver does not depend on Python, so its tests are a program (csrc/sim/tests), built in three variants. Scenarios
+that kill a process (a stray access to a card's memory, an exit with queued work) run in a process of their own, with
+the plain build.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[4]
-SIM = ROOT / "csrc/sim"
+from tests import compiled
+
+pytestmark = pytest.mark.compiler
+
+SIM = compiled.ROOT / "csrc" / "sim"
 WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
 FLAGS = ["-std=c++17", "-pthread", *WARNINGS]
 VARIANTS = {
@@ -40,74 +37,25 @@ OPTIONS = {
 DEADLINE = 300
 
 
-def compiler() -> list[str]:
-    chosen = shlex.split(os.environ.get("CXX", ""))
-    if chosen:
-        return chosen
-    for name in ("g++", "c++", "clang++"):
-        if shutil.which(name):
-            return [name]
-    pytest.fail("no C++ compiler; install g++, or name one with CXX")
-
-
 def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)  # type: ignore[call-overload]
     return done
 
 
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """One build of a folder at a time, also between processes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def sources(folder: Path) -> list[Path]:
-    """All but the programs that are not tests. Those of a folder are compiled together, which spares most of the time:
-    that of the standard library's headers. One by one, the build of the library compiles the driver's."""
-    found = [
-        [path for path in sorted((SIM / part).glob("*.cpp")) if path.name != "launch_cost.cpp"]
-        for part in ("driver", "tests")
-    ]
-    together = []
-    for paths in found:
-        together.append(folder / f"all_of_{paths[0].parent.name}.cpp")
-        together[-1].write_text("".join(f'#include "{path}"\n' for path in paths))
-    return together
-
-
 def build(variant: str) -> Path:
-    """The test program, built unless nothing has changed."""
-    cxx = compiler()
-    # Files are compiled together, and a name of one over that of another is none. Clang cannot tell the others apart.
-    shadows = "-Wno-shadow" if "clang" in run([*cxx, "--version"]).stdout else "-Wshadow=local"
+    """Returns the test program. The files of a folder are compiled together, which saves most of the time: that of the
+    standard library's headers. One by one, the build of the library compiles the driver's."""
+    cxx = compiled.compiler()
+    # Files are compiled together, so a name of one may hide a name of another. Clang cannot tell these cases apart.
+    shadows = "-Wno-shadow" if compiled.is_clang(cxx) else "-Wshadow=local"
     flags = [*FLAGS, "-Wno-shadow", shadows, *VARIANTS[variant]]
-    state = hashlib.sha256(shlex.join([*cxx, *flags]).encode())
-    for path in sorted([*(SIM / "driver").iterdir(), *(SIM / "tests").iterdir()]):
-        state.update(path.name.encode() + path.read_bytes())
-    folder = ROOT / "build" / f"sim-driver-{variant}"
-    program, record = folder / "driver_tests", folder / "made-of"
-    with alone(folder):
-        if program.is_file() and record.is_file() and record.read_text() == state.hexdigest():
-            return program
-        probe = run([*cxx, *flags, "-x", "c++", "-", "-o", str(folder / "probe")], input="int main() {}\n")
-        if probe.returncode != 0:
-            pytest.fail(f"{shlex.join(cxx)} has no {variant} sanitizer: {probe.stdout.strip()}")
-
-        def compile_one(source: Path) -> Path:
-            result = folder / f"{source.parent.name}_{source.stem}.o"
-            done = run([*cxx, *flags, "-c", str(source), "-o", str(result)])
-            assert done.returncode == 0, done.stdout
-            return result
-
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            objects = list(pool.map(compile_one, sources(folder)))
-        done = run([*cxx, *flags, *map(str, objects), "-o", str(program)])
-        assert done.returncode == 0, done.stdout
-        record.write_text(state.hexdigest())
-        return program
+    objects = []
+    for part in ("driver", "tests"):
+        files = [path for path in sorted((SIM / part).glob("*.cpp")) if path.name != "launch_cost.cpp"]
+        included = [word for path in files for word in ("-include", str(path))]
+        arguments = [*flags, *included, "-c", "-x", "c++", "/dev/null"]
+        objects.append(compiled.build(f"sim_{part}_{variant}.o", arguments, [SIM / "driver", SIM / "tests"]))
+    return compiled.build(f"driver_tests_{variant}", [*flags, *objects], [SIM / "driver", SIM / "tests"])
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +74,15 @@ def play(program: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_header_is_plain_c() -> None:
-    chosen = compiler()
+    chosen = compiled.compiler()
     done = run([*chosen, "-x", "c", "-std=c11", *WARNINGS, "-fsyntax-only", str(SIM / "driver/driver.h")])
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+SANITIZERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("address", "thread")]
+
+
+@pytest.mark.parametrize("variant", ["plain", *SANITIZERS])
 def test_driver(variant: str) -> None:
     done = play(build(variant))
     assert done.returncode == 0, done.stdout
@@ -139,12 +90,13 @@ def test_driver(variant: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", ["exit_with_work_queued", "exit_while_hanging"])
-@pytest.mark.parametrize("variant", ["address", "thread"])
+@pytest.mark.parametrize("variant", SANITIZERS)
 def test_leaving_in_the_middle_of_work_is_clean(variant: str, scenario: str) -> None:
     done = play(build(variant), "scenario", scenario)
     assert (done.returncode, done.stdout) == (0, "leaving\n")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("variant", "scenario", "report"),
     [
@@ -195,7 +147,7 @@ HOST = r"^backplane sim: the host touched the device address 0x[0-9a-f]+: "
             (scenario, 0, r"^went on\n\n" + EARLY.format("wrote", 0, "copy_h2d", "reads") + r".*\n\Z")
             for scenario in ("neighbours_of_a_copy_are_the_hosts", "reads_beside_many_copies_are_the_hosts")
         ),
-        # Whoever was there before is not robbed: of the device's faults they come second, of others first and only.
+        # Handlers that were installed before still run: second for the device's faults, first and alone for others.
         ("previous_handler_follows", 42, r"(?s)the host touched .* 0 of .* on card 0.*the previous handler"),
         ("handler_comes_back_on_top", 42, r"(?s)the host touched .* on card 0.*the previous handler"),
         (

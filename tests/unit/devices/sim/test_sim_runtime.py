@@ -1,7 +1,7 @@
-"""The simulated NPU as a PyTorch device.
+"""Runs the tests of the simulated NPU as a PyTorch device, in processes of their own.
 
-Loading it gives the whole process an accelerator, for good. So the tests in `inside/` run in processes of their own,
-and this file only starts them.
+Loading the device gives a process an accelerator for the rest of its life. So this file only starts the processes; the
+tests are in `inside/`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 FILES = sorted(path for path in (Path(__file__).parent / "inside").glob("*.py") if path.name != "conftest.py")
 ALONE = ("shared_process", "sleep")
-"""They are about a process: what was started in it at first, and all of its memory."""
+"""Files whose tests need a process of their own, because they test its first start or all of its memory."""
 RUNS = {
     "together": [path for path in FILES if path.stem not in ALONE],
     **{path.stem: [path] for path in FILES if path.stem in ALONE},

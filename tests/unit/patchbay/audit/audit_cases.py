@@ -1,4 +1,4 @@
-"""Reads the corpus: labelled cases, each a small plugin."""
+"""Reads the corpus of labelled cases. Each case is a small plugin with the findings that are expected in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent / "corpus"
 _EXPECT = re.compile(r"#\s*expect: (.*)$")
 
 Label = tuple[str, str, int, bool]
-"""Rule, file, line, whether it is a note."""
+"""Rule, file, line, and whether the finding is a note."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Two versions of a small package called vllm, for what needs two versions to be seen."""
+"""Provides two versions of a small package called vllm, for tests that compare versions."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ del NEW["old_home"]
 
 
 def write_tree(folder: Path, modules: dict[str, str]) -> Path:
-    """A source tree with these modules in its package vllm. Slashes make folders."""
+    """Writes a source tree with these modules in its package vllm. Slashes in their names make folders."""
     for name, source in modules.items():
         path = folder / "vllm" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The command: exit codes, the three reports, and the documentation of the rules."""
+"""Tests the command `vllm-patchbay audit`: exit codes, the three report formats, and the documentation of the rules."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from audit_cases import read_cases
 from audit_trees import NEW, OLD, write_tree
 from sarif_schema import sarif_schema
 
-from vllm_backplane.cli import build_parser, main
 from vllm_patchbay.audit import RULES
+from vllm_patchbay.cli import build_parser, main
 
-ROOT = Path(__file__).resolve().parents[4]
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "plugin"
 
 PLUGIN = """\
 import os
@@ -119,9 +119,9 @@ def test_what_cannot_be_read_is_status_2(arguments, tmp_path, monkeypatch, capsy
     (tmp_path / "README.md").touch()
     (tmp_path / "fine.py").touch()
     assert main(["audit", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("vllm-backplane: error: ")
-    assert "not a wheel that can be read" not in told or "/dev/null" in arguments
+    reported = capsys.readouterr().err
+    assert reported.startswith("vllm-patchbay: error: ")
+    assert "not a wheel that can be read" not in reported or "/dev/null" in arguments
 
 
 def test_a_vllm_that_cannot_be_read_does_not_stop_the_others(plugin, new, tmp_path, capsys):
@@ -129,7 +129,7 @@ def test_a_vllm_that_cannot_be_read_does_not_stop_the_others(plugin, new, tmp_pa
     corrupt.write_bytes(b"PK not a wheel")
     assert main(["audit", plugin, "--vllm", str(corrupt), new, "--json"]) == 2
     shown = capsys.readouterr()
-    assert shown.err.startswith(f"vllm-backplane: error: {corrupt} is not a wheel that can be read")
+    assert shown.err.startswith(f"vllm-patchbay: error: {corrupt} is not a wheel that can be read")
     assert json.loads(shown.out)["vllm"] == ["2.0.0"]
     assert json.loads(shown.out)["counts"]["error"] == 1
 
@@ -192,7 +192,7 @@ def valid():
 
 @pytest.mark.download
 def test_the_schema_is_the_real_one(valid):
-    """It refuses what SARIF does not allow."""
+    """The validator rejects documents that SARIF does not allow."""
 
     def report(results=({"message": {"text": "t"}},), **more):
         return {"version": "2.1.0", "runs": [{"tool": {"driver": {"name": "x"}}, "results": list(results)}], **more}
@@ -233,7 +233,7 @@ def test_sarif(plugin, old, new, tmp_path, capsys, valid):
 
 
 def test_a_file_name_that_is_not_text(plugin, new, tmp_path, capsys):
-    """Linux allows any bytes. In a URI they are escaped one by one."""
+    """Linux allows any bytes in a file name. A URI escapes each of them."""
     name = os.fsdecode(b"odd\xff.py")
     (Path(plugin) / "plug" / name).write_text("from vllm.ops import dropped\n")
     file = tmp_path / "report.sarif"
@@ -254,7 +254,7 @@ def test_sarif_alone_on_stdout(plugin, new, capsys, valid):
 
 @pytest.mark.download
 def test_sarif_of_nothing_and_of_every_rule(tmp_path, capsys, valid):
-    """The whole corpus as one plugin: every rule but one, files at odd places, messages of every kind."""
+    """The whole corpus is one plugin here, with nearly every rule and many kinds of messages and paths."""
     (tmp_path / "fine.py").write_text("import vllm\n")
     main(["audit", str(tmp_path / "fine.py"), "--sarif", "-"])
     valid(json.loads(capsys.readouterr().out))
@@ -281,41 +281,42 @@ def test_rules_have_stable_numbers_and_whole_sentences():
 
 
 def test_every_rule_is_in_the_corpus():
-    """BP902 is about files that no case of the corpus can hold."""
+    """BP902 is about files that a case of the corpus cannot contain."""
     text = "".join(path.read_text() for path in (Path(__file__).parent / "corpus").iterdir())
     assert [rule for rule in RULES if rule not in text] == ["BP902"]
 
 
 def test_the_page_names_every_rule():
-    page = (ROOT / "docs" / "audit.md").read_text()
+    page = (DOCS / "audit-rules.md").read_text()
     for rule in RULES.values():
         assert f"`{rule.id}`" in page and rule.summary in page
 
 
 def test_the_documented_workflow_is_one():
-    """The recipe for CI parses, and every command of ours in it is one that this version has."""
-    page = (ROOT / "docs" / "audit.md").read_text()
+    """The recipe for CI is valid YAML, and its commands are commands of this version."""
+    page = (DOCS / "audit.md").read_text()
     workflow = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
     commands = [
         part.split()[1:]
         for job in workflow["jobs"].values()
         for step in job["steps"]
         for part in step.get("run", "").split(" && ")
-        if part.startswith("vllm-backplane ")
+        if part.startswith("vllm-patchbay ")
     ]
-    assert {command[0] for command in commands} == {"audit", "patches"}
+    assert {command[0] for command in commands} == {"audit", "check"}
     for command in commands:
         assert build_parser().parse_args(command).command == command[0]
 
 
+@pytest.mark.process
 def test_the_documented_use_as_a_library(tmp_path, new):
-    """Without our platform, without vLLM: the auditor is for other projects, too."""
+    """The auditor is for other projects too, so it imports neither vllm_backplane nor vLLM nor PyTorch."""
     program = (
         "import sys\n"
         "from vllm_patchbay.audit import audit\n"
         "from vllm_patchbay.upstream import open_tree\n"
         "report = audit(sys.argv[1], [open_tree(sys.argv[2])])\n"
-        "print([f.rule_id for f in report.findings], {'vllm', 'torch', 'vllm_backplane.platform'} & set(sys.modules))\n"
+        "print([f.rule_id for f in report.findings], {'vllm', 'torch', 'vllm_backplane'} & set(sys.modules))\n"
     )
     (tmp_path / "p.py").write_text("import vllm.nothing\n")
     done = subprocess.run(
@@ -326,7 +327,7 @@ def test_the_documented_use_as_a_library(tmp_path, new):
 
 @pytest.mark.download
 def test_a_real_pair_of_versions(tmp_path, capsys):
-    """0.32 gave the method its seam and changed the kernel; both from reading the two sources."""
+    """vLLM 0.32 added the method `_make_model_runner` and changed `init_device` and the kernel."""
     (tmp_path / "p.py").write_text(
         "from vllm.v1.worker.gpu_worker import Worker\n"
         "from vllm.triton_utils.dispatcher import register_kernels\n"

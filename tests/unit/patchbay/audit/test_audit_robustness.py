@@ -1,4 +1,4 @@
-"""Whatever lies in a plugin's folder: a message for the file, and the rest goes on."""
+"""Tests that a file that cannot be read is reported, and that the rest of the plugin is audited."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from audit_trees import NEW, OLD, write_tree
 
-from vllm_backplane.errors import BackplaneError
 from vllm_patchbay.audit import Finding, audit
 from vllm_patchbay.audit import run as running
 from vllm_patchbay.audit.plugin_files import collect
+from vllm_patchbay.errors import PatchbayError
 from vllm_patchbay.upstream import open_tree
 
 BAD_IMPORT = "from vllm.ops import dropped\n"
@@ -54,12 +54,12 @@ def assert_left_out(findings: dict[str, list[Finding]], file: str, why: str) -> 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"def broken(:\n    pass\n", "not Python"),
-        (b"print 'two'\n", "not Python"),
+        (b"def broken(:\n    pass\n", "not valid Python"),
+        (b"print 'two'\n", "not valid Python"),
         (b"x = 1\n\0y = 2\n", "NUL"),
         (b"# caf\xe9\nx = 1\n", "encoding"),
         (b"# coding: klingon\nx = 1\n", "encoding"),
-        (b"x = " + b"(" * 500 + b")" * 500 + b"\n", "not Python"),
+        (b"x = " + b"(" * 500 + b")" * 500 + b"\n", "not valid Python"),
         (b"x = " + b"-" * 200_000 + b"1\n", "nested too deeply"),
         (b"x = " + b"+".join([b"1"] * 60_000) + b"\n", "nested too deeply"),
         (b"x = 1\n" * 900_000, "MiB"),
@@ -101,7 +101,7 @@ def test_links_in_circles_and_to_nowhere(plugin, new):
     (plugin / "folder.py").mkdir()
     findings = found(plugin.parent, new)
     assert {f.rule_id for f in findings["plug/self.py"]} == {"BP902"}
-    assert_left_out(findings, "plug/gone.py", "leads nowhere")
+    assert_left_out(findings, "plug/gone.py", "broken link")
     assert set(findings) == {"plug/self.py", "plug/gone.py", "plug/good.py"}
 
 
@@ -123,11 +123,11 @@ def test_a_file_without_permission(plugin, new):
 
 def test_a_fifo_does_not_block(plugin, new):
     os.mkfifo(plugin / "pipe.py")
-    assert_left_out(found(plugin.parent, new), "plug/pipe.py", "not a file")
+    assert_left_out(found(plugin.parent, new), "plug/pipe.py", "not a regular file")
 
 
 def test_a_file_that_takes_too_long(plugin, new, monkeypatch):
-    monkeypatch.setattr(running, "SLOWEST_FILE", 0.01)
+    monkeypatch.setattr(running, "MAX_FILE_SECONDS", 0.01)
     (plugin / "slow.py").write_text("x = 1\n" * 100_000)
     assert_left_out(found(plugin.parent, new), "plug/slow.py", "to analyse")
 
@@ -137,8 +137,8 @@ def test_processes_find_the_same_as_one(plugin, old, new, monkeypatch):
     for number in range(30):
         (plugin / f"part_{number}.py").write_text(BAD_IMPORT * 80)
     one = audit(plugin.parent, [old, new], workers=1)
-    monkeypatch.setattr(running, "_WORTH_PROCESSES", 0)
-    monkeypatch.setattr(running, "_CHUNK", 5_000)
+    monkeypatch.setattr(running, "_MIN_PARALLEL_BYTES", 0)
+    monkeypatch.setattr(running, "_CHUNK_BYTES", 5_000)
     two = audit(plugin.parent, [old, new], workers=2)
     assert one == two
     assert len(one.findings) == 2402
@@ -148,12 +148,12 @@ def test_a_file_that_ends_its_process(plugin, monkeypatch):
     for number in range(4):
         (plugin / f"part_{number}.py").write_text(BAD_IMPORT)
     collection = collect(plugin.parent)
-    monkeypatch.setattr(running, "_WORTH_PROCESSES", 0)
-    monkeypatch.setattr(running, "_CHUNK", 30)
+    monkeypatch.setattr(running, "_MIN_PARALLEL_BYTES", 0)
+    monkeypatch.setattr(running, "_CHUNK_BYTES", 30)
     monkeypatch.setattr(running, "_read_chunk", _dies_at_part_2)
     monkeypatch.setattr(running, "read_one", _dies)
     facts = {f.file: f for f in running._read_all(collection, 2)}
-    assert facts["plug/part_2.py"].unreadable == "reading it ended the process that did it"
+    assert facts["plug/part_2.py"].unreadable == "the process that read it crashed"
     assert [name for name, f in facts.items() if not f.unreadable] == [
         name for name in facts if name != "plug/part_2.py"
     ]
@@ -244,7 +244,7 @@ def plugin_wheel(path: Path, **files: bytes) -> Path:
 def test_a_plugins_wheel(tmp_path, new):
     path = plugin_wheel(tmp_path / "plug-1-py3-none-any.whl", **{"plug/odd.py": b"def (:\n", "../evil.py": b"x"})
     findings = found(path, new)
-    assert_left_out(findings, "plug/odd.py", "not Python")
+    assert_left_out(findings, "plug/odd.py", "not valid Python")
     assert [(f.rule_id, f.line) for f in findings["entry_points.txt"]] == [("BP501", 3)]
     assert set(findings) == {"plug/odd.py", "plug/good.py", "entry_points.txt"}
 
@@ -252,7 +252,7 @@ def test_a_plugins_wheel(tmp_path, new):
 def test_a_corrupt_plugin_wheel(tmp_path, new):
     path = tmp_path / "plug.whl"
     path.write_bytes(b"PK nothing")
-    with pytest.raises(BackplaneError, match="download it again"):
+    with pytest.raises(PatchbayError, match="download it again"):
         audit(path, [new])
 
 
@@ -263,12 +263,12 @@ def test_a_project_file_that_cannot_be_read(plugin, new, project):
 
 
 def test_a_plugin_that_is_not_there(new, tmp_path):
-    with pytest.raises(BackplaneError, match="does not exist"):
+    with pytest.raises(PatchbayError, match="does not exist"):
         audit(tmp_path / "nothing", [new])
 
 
 def test_nothing_of_the_plugin_or_of_vllm_is_run(plugin, tmp_path):
-    """Both would leave a file behind."""
+    """The plugin and the vLLM of this test would create a file if they were run."""
     mark = tmp_path / "ran"
     trap = f"open({str(mark)!r}, 'w').close()\n"
     tree = write_tree(tmp_path / "trap", {**NEW, "__init__": trap + NEW["__init__"], "ops": trap + NEW["ops"]})
@@ -285,7 +285,7 @@ def test_an_upstream_module_that_cannot_be_parsed_is_unresolved(plugin, tmp_path
 
 
 def damaged_wheel(path: Path, name: str) -> Path:
-    """A wheel of the small vLLM in which one file is not what its checksum says."""
+    """Writes a wheel of the small vLLM in which the content of one file does not match its checksum."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for module, text in NEW.items():
             archive.writestr(f"vllm/{module}.py", text)

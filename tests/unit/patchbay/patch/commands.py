@@ -1,4 +1,4 @@
-"""Runs `vllm-backplane patches`, here and as another project would."""
+"""Runs ``vllm-patchbay`` in this process, and programs in another one."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from typing import Any
 import pytest
 
 from tests import programs
-from vllm_backplane.cli import main
+from vllm_patchbay.cli import main
 
 TARGET = "vllm.v1.engine.core:EngineCore.step"
-COMMAND = "import sys; from vllm_backplane.cli import main; sys.exit(main(sys.argv[1:]))"
-EXPLAINED = ("--why", "a reason", "--how", "a way", "--upstream", "none: a test", "--remove-when", "never.")
+COMMAND = "import sys; from vllm_patchbay.cli import main; sys.exit(main(sys.argv[1:]))"
+TEXTS = ("--why", "a reason", "--how", "a way", "--upstream", "none: a test", "--remove-when", "never.")
+"""Arguments of ``new`` for the fields that an author writes."""
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    status = main(["patches", *arguments, "--json"])
+    """Returns the exit status of a command and what it prints as JSON."""
+    status = main([*arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 
 
 def python(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """As in another project, without our platform."""
+    """Runs a program in a folder of another project, without Backplane's platform."""
     variables = {**os.environ, "PYTHONPATH": programs.on_path(folder), "VLLM_PLUGINS": ""}
     return programs.run(programs.command(program, *arguments), cwd=folder, env=variables)

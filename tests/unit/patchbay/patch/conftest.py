@@ -1,4 +1,4 @@
-"""A small host package to patch, written to disk and importable, so that source and live objects both exist."""
+"""Provides a small package to patch. It is written to disk and imported, so that it has source and live objects."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ FIELDS: dict[str, Any] = {
 
 
 class Host:
-    """The package, its index, and a maker of patches whose fingerprints are right unless given."""
+    """The package, its index, and a factory of patches. A patch gets the right fingerprint unless one is given."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -114,14 +114,14 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     host = Host(folder)
     yield host
     for session in host.sessions:
-        with suppress(PatchError):  # one test leaves what cannot be undone
+        with suppress(PatchError):  # one test leaves a change that cannot be undone
             session.undo()
     for name in [name for name in sys.modules if name.partition(".")[0] == "host_package"]:
         del sys.modules[name]
 
 
 def applied(host: Host, *patches: Patch, **settings: Any) -> PatchSession:
-    """A session that has applied them."""
+    """Returns a session that has applied the patches."""
     session = host.session(**settings)
     session.apply(PatchSet(patches).checked(), Process.WORKER)
     return session

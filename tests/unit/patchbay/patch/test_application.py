@@ -1,4 +1,4 @@
-"""Applying and undoing: every kind of target, every holder, once."""
+"""Tests that patches are applied and undone: every kind of target, every module that holds it, each once."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_undo_reaches_who_imported_the_replacement_later(host: Host) -> None:
     session.undo()
     assert user.use(5)[:4] == (10, 10, 7, 7)
     assert (user.double, user.twice) == (core.double, core.double)
-    assert kept[0](5) == 15  # a reference that nobody can find still works
+    assert kept[0](5) == 15  # a reference outside any module still works
 
 
 def test_a_module_that_defines_the_replacement_keeps_it(host: Host) -> None:
-    """Found by identity it would be rebound like who imported it."""
+    """By identity alone, it would be rebound like a module that imported it."""
     host.module("core")
     (host.folder / "ours.py").write_text("def ours(x, *, by=2):\n    return 'ours'\n")
     ours = host.module("ours")
@@ -118,7 +118,7 @@ def test_a_class_is_replaced_by_a_subclass_of_it(host: Host) -> None:
     session.undo()
     assert user.use(1)[4] == ("run", 1, False)
     nothing = host.patch("core:Engine")(lambda original: None)
-    with pytest.raises(PatchError, match="puts a NoneType in the place of a class"):
+    with pytest.raises(PatchError, match="replaces a class by a NoneType"):
         applied(host, nothing)
     unrelated = host.patch("core:Engine")(type("Unrelated", (), {}))
     with pytest.raises(PatchError, match="must inherit"):
@@ -176,7 +176,7 @@ def test_constants_and_wrapped_functions_are_followed_through_re_exports_and_sta
     )
     assert state() == [99] * 5 + [43] * 4 + [{1: 2}, "b"]
     assert (package.SEVEN, stars.OTHER, far.LOCAL, stars.OTHER_MODE) == (7, 7, 7, core.Mode.A)
-    assert (stars.NUMBER, int("3")) == (bool, 3)  # who holds int for another reason keeps it
+    assert (stars.NUMBER, int("3")) == (bool, 3)  # modules that hold int for another reason keep it
     session.undo()
     assert state() == before
     assert (stars.NUMBER, bool("3")) == (int, True)
@@ -192,8 +192,8 @@ def test_applying_twice_is_applying_once(host: Host) -> None:
     session = applied(host, one_more)
     session.apply(PatchSet((one_more,)), Process.WORKER)
     assert core.double(1) == 3
-    with pytest.raises(PatchError, match="in its place already"):
-        applied(host, one_more)  # by someone else, who does not know of the first
+    with pytest.raises(PatchError, match="is already applied"):
+        applied(host, one_more)  # by another session
     assert core.double(1) == 3
 
 
@@ -262,9 +262,9 @@ def test_a_replacement_without_source_is_compared_all_the_same(host: Host) -> No
     functions = [lambda x: 0, lambda x, *, by=2: "lambda"]
     with pytest.raises(PatchError, match="does not fit"):
         applied(host, host.patch("core:double")(functions[0]))
-    for right, said in ((made["right"], "right"), (functions[1], "lambda")):
+    for right, returned in ((made["right"], "right"), (functions[1], "lambda")):
         session = applied(host, host.patch("core:double")(right))
-        assert host.module("core").double(1) == said
+        assert host.module("core").double(1) == returned
         session.undo()
 
 
@@ -302,7 +302,7 @@ def test_two_patches_on_one_target_need_an_order(host: Host) -> None:
     def second(x, *, by=2):  # type: ignore[no-untyped-def]
         return second.original(x, by=by) * 100
 
-    with pytest.raises(PatchError, match=r"several patches on host_package.core:double \(first, second\)"):
+    with pytest.raises(PatchError, match=r"several patches replace host_package.core:double \(first, second\)"):
         applied(host, first, second)
     second.after = "first"
     session = applied(host, second, first)
@@ -344,7 +344,7 @@ def test_undo_refuses_to_discard_a_change_made_since(host: Host) -> None:
 
     session = applied(host, mine)
     core.double = lambda x: 1
-    with pytest.raises(PatchError, match="was changed again since"):
+    with pytest.raises(PatchError, match="was changed after the patch"):
         session.undo()
 
 
@@ -359,9 +359,9 @@ def test_an_undo_that_fails_forgets_nothing(host: Host) -> None:
     patched = core.double
     core.double = lambda x: patched(x) * 10
     for _ in range(2):
-        with pytest.raises(PatchError, match="was changed again since"):
+        with pytest.raises(PatchError, match="was changed after the patch"):
             session.undo()
-        session.apply(PatchSet((mine,)), Process.WORKER)  # applied is applied: it must not come to call itself
+        session.apply(PatchSet((mine,)), Process.WORKER)  # it is still applied, and must not come to call itself
         assert core.double(1) == 30
     core.double = patched
     session.undo()

@@ -1,8 +1,7 @@
-"""`vllm-backplane patches`, on a package of patches against the installed vLLM, a fabricated wheel and a tree."""
+"""Tests the commands of ``vllm-patchbay`` for patches, with the installed vLLM, a fabricated wheel and a tree."""
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_backplane.cli import main
+from vllm_patchbay.cli import main
 from vllm_patchbay.errors import PatchError
 from vllm_patchbay.patch import PatchSet, take_fingerprint
 from vllm_patchbay.upstream import SymbolIndex, installed_tree
@@ -55,7 +54,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def _wheel(folder: Path, old: str, new: str, version: str = "0.32.0") -> Path:
-    """A wheel of vLLM with one module, changed."""
+    """Writes a wheel of vLLM that has one module of the installed one, with a change."""
     source = installed_tree().read("vllm.v1.engine.core")
     assert source is not None
     assert old in source
@@ -79,8 +78,26 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str], package: str) -> None
     assert shown["fingerprint"] == shown["fingerprints"]["0.32.0"]
 
 
+def test_the_default_is_every_announced_package(
+    capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path
+) -> None:
+    metadata = tmp_path / "site" / "some_patches-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: some-patches\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[vllm_patchbay.patches]\nsome = {package}\n")
+    status, listed = run(capsys, "list")
+    assert (status, [patch["name"] for patch in listed if patch["target"] == TARGET]) == (0, ["stepping"])
+
+
+def test_every_command_has_a_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], ["audit"], ["list"], ["show"], ["check"], ["diff"], ["docs"], ["new"]):
+        with pytest.raises(SystemExit, match="0"):
+            main([*command, "--help"])
+        assert capsys.readouterr().out.startswith(" ".join(["usage: vllm-patchbay", *command]))
+
+
 def test_an_unknown_name_suggests_the_nearest(capsys: pytest.CaptureFixture[str], package: str) -> None:
-    assert main(["patches", "show", "steping", "--package", package]) != 0
+    assert main(["show", "steping", "--package", package]) != 0
     assert "did you mean 'stepping'" in capsys.readouterr().err
 
 
@@ -101,14 +118,14 @@ def test_check_finds_drift_in_a_wheel_without_importing_it(
     assert "has_no_requests" in checked["patches"][0]["diff"]
 
 
-def test_the_diff_is_whole_where_the_old_source_was_fetched_before(
+def test_the_diff_is_complete_if_the_old_source_is_cached(
     capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATCHBAY_CACHE", str(tmp_path / "cache"))
     old, new = "if not self.scheduler.has_requests():", "if self.scheduler.has_no_requests():"
     changed = _wheel(tmp_path, old, new)
     before = run(capsys, "check", "--package", package, "--vllm", str(changed))[1]["patches"][0]["diff"]
-    assert "lines that were here changed or went" in before
+    assert "removed or changed)" in before
     assert "has_requests()" not in before
     kept = tmp_path / "cache" / "vllm-sources" / "vllm-0.32.0.zip"
     kept.parent.mkdir(parents=True)
@@ -137,7 +154,7 @@ def test_check_finds_a_missing_target_in_a_tree(
         ("0.33.0rc1", 1, "not yet examined"),
     ],
 )
-def test_check_says_which_can_go(
+def test_check_decides_by_version(
     capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path, version: str, status: int, outcome: str
 ) -> None:
     file = tmp_path / "site" / package / "engine" / "patch_core.py"
@@ -150,22 +167,22 @@ def test_check_says_which_can_go(
 def test_a_package_without_patches_is_an_error(
     capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path
 ) -> None:
-    def told(name: str) -> str:
-        assert main(["patches", "check", "--package", name]) == 1
+    def error_of(name: str) -> str:
+        assert main(["check", "--package", name]) == 1
         return capsys.readouterr().err
 
-    assert "json has no patches" in told("json")
-    assert "there is no package 'nope'" in told("nope")
-    assert "the package 'nope.nowhere' cannot be imported" in told("nope.nowhere")
-    assert "there is no package 'this'" in told("this")  # a module
+    assert "json has no patches" in error_of("json")
+    assert "there is no package 'nope'" in error_of("nope")
+    assert "the package 'nope.nowhere' cannot be imported" in error_of("nope.nowhere")
+    assert "there is no package 'this'" in error_of("this")  # a module
     folder = tmp_path / "site" / package
     (folder / "workers").mkdir()
     (folder / "workers" / "patch_core.py").touch()
-    assert "some_patches.workers.patch_core is in no folder of a process" in told(package)
+    assert "some_patches.workers.patch_core is not in a process folder" in error_of(package)
     (folder / "workers" / "patch_core.py").rename(folder / "patch_core.py")
-    assert "some_patches.patch_core lies beside the folders" in told(package)
+    assert "some_patches.patch_core is not in a process folder" in error_of(package)
     (folder / "patch_core.py").rename(folder / "engine" / "core.py")
-    assert "some_patches.engine.core is not called patch_<module>" in told(package)
+    assert "some_patches.engine.core is not called patch_<module>" in error_of(package)
 
 
 @pytest.mark.parametrize(
@@ -188,17 +205,17 @@ def test_a_file_that_cannot_be_loaded_is_a_row_and_the_rest_goes_on(
         ("some_patches.engine.patch_broken", "cannot be loaded"),
     ]
     assert reason in checked["patches"][1]["detail"]
-    assert main(["patches", "list", "--package", package]) == 1
+    assert main(["list", "--package", package]) == 1
     listed = capsys.readouterr()
     assert "stepping" in listed.out
     assert reason in listed.err
-    assert main(["patches", "show", "stepping", "--package", package]) == 0
-    assert main(["patches", "docs", "--package", package]) == 1
+    assert main(["show", "stepping", "--package", package]) == 0
+    assert main(["docs", "--package", package]) == 1
     with pytest.raises(PatchError, match=re.escape(reason)):
         PatchSet.of_package(package)
 
 
-def test_a_tree_that_does_not_say_its_version(
+def test_a_tree_that_does_not_declare_its_version(
     capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with zipfile.ZipFile(_wheel(tmp_path, "def step(self)", "def step(self)")) as archive:
@@ -206,11 +223,11 @@ def test_a_tree_that_does_not_say_its_version(
     for file in tmp_path.glob("tree/*.dist-info/*"):
         file.unlink()
     tree = str(tmp_path / "tree")
-    assert main(["patches", "check", "--package", package, "--vllm", tree]) == 1
-    told = capsys.readouterr().err
-    assert tree in told
-    assert "VERSION@PATH" in told
-    assert "VLLM_VERSION" in told
+    assert main(["check", "--package", package, "--vllm", tree]) == 1
+    error = capsys.readouterr().err
+    assert tree in error
+    assert "VERSION@PATH" in error
+    assert "VLLM_VERSION" in error
     assert run(capsys, "check", "--package", package, "--vllm", f"0.32.0@{tree}")[0] == 0
     monkeypatch.setenv("VLLM_VERSION", "0.32.0")
     assert run(capsys, "check", "--package", package, "--vllm", tree)[0] == 0
@@ -218,14 +235,15 @@ def test_a_tree_that_does_not_say_its_version(
 
 def test_diff_shows_what_changed(capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path) -> None:
     wheel = _wheel(tmp_path, "if not self.scheduler.has_requests():", "if self.scheduler.has_no_requests():")
-    status, told = run(capsys, "diff", "stepping", "--package", package, "--vllm", str(wheel))
+    status, report = run(capsys, "diff", "stepping", "--package", package, "--vllm", str(wheel))
     assert status == 0
-    assert any(line.startswith("+") and "has_no_requests" in line for line in told["diff"])
-    assert any(line.startswith("-") and "has_requests" in line for line in told["diff"])
+    assert any(line.startswith("+") and "has_no_requests" in line for line in report["diff"])
+    assert any(line.startswith("-") and "has_requests" in line for line in report["diff"])
 
 
+@pytest.mark.process
 def test_diff_does_not_take_an_edited_tree_for_what_it_was(package: str, tmp_path: Path) -> None:
-    """An edited vLLM keeps its version. The published one is in the cache."""
+    """An edited vLLM keeps its version. The published source is in the cache."""
     old, new = "if not self.scheduler.has_requests():", "if self.scheduler.has_no_requests():"
     with zipfile.ZipFile(_wheel(tmp_path, old, new)) as archive:
         archive.extractall(tmp_path / "edited")
@@ -235,12 +253,12 @@ def test_diff_does_not_take_an_edited_tree_for_what_it_was(package: str, tmp_pat
     variables = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path / "edited"), *sys.path]),
-        "BACKPLANE_CACHE": str(tmp_path / "cache"),
+        "PATCHBAY_CACHE": str(tmp_path / "cache"),
         "VLLM_VERSION": "0.32.0",
     }
 
     def diff() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", COMMAND, "patches", "diff", "stepping", "--package", package]
+        command = [sys.executable, "-c", COMMAND, "diff", "stepping", "--package", package]
         return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
 
     done = diff()
@@ -248,28 +266,29 @@ def test_diff_does_not_take_an_edited_tree_for_what_it_was(package: str, tmp_pat
     _wheel(tmp_path, old, "if self.something_else:").rename(kept)
     done = diff()
     assert done.returncode == 1
-    assert "is not that of vllm.v1.engine.core:EngineCore.step as it was published" in done.stderr
+    assert "is not that of the published vllm.v1.engine.core:EngineCore.step" in done.stderr
 
 
 def test_docs_have_every_field(capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path) -> None:
-    status, told = run(capsys, "docs", "--package", package)
+    status, report = run(capsys, "docs", "--package", package)
     assert status == 0
     for text in ("stepping", TARGET, "because of this", "in that way", "https://example.org/7", "the thing is fixed."):
-        assert text in told["page"]
+        assert text in report["page"]
     page = tmp_path / "page.md"
-    assert main(["patches", "docs", "--package", package, "--output", str(page)]) == 0
-    assert page.read_text() == told["page"]
+    assert main(["docs", "--package", package, "--output", str(page)]) == 0
+    assert page.read_text() == report["page"]
     page.unlink()
-    assert run(capsys, "docs", "--package", package, "--output", str(page)) == (0, told)
-    assert page.read_text() == told["page"]
-    assert main(["patches", "docs", "--package", package, "--output", str(page / "below")]) == 1
+    assert run(capsys, "docs", "--package", package, "--output", str(page)) == (0, report)
+    assert page.read_text() == report["page"]
+    assert main(["docs", "--package", package, "--output", str(page / "below")]) == 1
     assert "cannot write" in capsys.readouterr().err
 
 
-def test_a_reader_that_has_seen_enough(package: str, tmp_path: Path) -> None:
+@pytest.mark.process
+def test_a_reader_that_closes_the_pipe(package: str, tmp_path: Path) -> None:
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
     child = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "patches", "show", "stepping", "--package", package],
+        [sys.executable, "-c", COMMAND, "show", "stepping", "--package", package],
         env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -282,17 +301,17 @@ def test_a_reader_that_has_seen_enough(package: str, tmp_path: Path) -> None:
     assert child.wait() == 141
 
 
+@pytest.mark.process
 def test_check_imports_nothing_of_vllm(package: str, tmp_path: Path) -> None:
-    """Installed, wheel and tree: only source is read."""
+    """With the installed vLLM, a wheel and a tree, the command reads only source."""
     wheel = _wheel(tmp_path, "def step(self)", "def step(self)")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "tree")
     program = (
         "import sys\n"
-        "from vllm_backplane.cli import main\n"
-        "status = [main(['patches', 'check', '--vllm', spec]) for spec in sys.argv[1:]]\n"
-        "status += [main(['patches', 'check', '--package', 'some_patches', '--vllm', spec]) for spec in sys.argv[1:]]\n"
-        "print(status[-3:], sorted({'vllm', 'torch', 'vllm_backplane.platform'} & set(sys.modules)))\n"
+        "from vllm_patchbay.cli import main\n"
+        "status = [main(['check', '--package', 'some_patches', '--vllm', spec]) for spec in sys.argv[1:]]\n"
+        "print(status, sorted({'vllm', 'torch', 'vllm_backplane'} & set(sys.modules)))\n"
     )
     specs = ["installed", str(wheel), str(tmp_path / "tree")]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
@@ -308,48 +327,5 @@ def test_version_override_and_nonsense(
     monkeypatch.setenv("VLLM_VERSION", "0.32.1.dev3+gabc")
     assert run(capsys, "check", "--package", package)[1]["vllm"] == "0.32.1.dev3+gabc"
     monkeypatch.setenv("VLLM_VERSION", "newest")
-    assert main(["patches", "check", "--package", package]) != 0
+    assert main(["check", "--package", package]) != 0
     assert "VLLM_VERSION" in capsys.readouterr().err
-
-
-def test_our_own_patches_are_documented_counted_and_tested() -> None:
-    root = Path(__file__).resolve().parents[4]
-    from vllm_patchbay.patch.documentation import page
-
-    own = PatchSet.of_packages(["vllm_patchbay.patch"]).whole()
-    assert (root / "docs" / "patches.md").read_text() == page(own), "stale: vllm-backplane patches docs"
-    assert f"patches of vLLM: {len(own.patches)}" in (root / "README.md").read_text()
-    for patch in own.patches:
-        stem = patch.module.rpartition(".")[2]
-        for test in (f"tests/unit/patch/test_{stem}.py", f"tests/e2e/test_{stem}_running.py"):
-            assert patch.name in _tested(root / test), f"{test} has no test of {patch.name}"
-
-
-def _tested(path: Path) -> set[str]:
-    """The names that a file mentions, if it has a test."""
-    tree = ast.parse(path.read_text()) if path.exists() else ast.Module([], [])
-    nodes = list(ast.walk(tree))
-    tests = [n for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")]
-    if not any(isinstance(node, ast.Assert) for test in tests for node in ast.walk(test)):
-        return set()
-    texts = [n.id for n in nodes if isinstance(n, ast.Name)]
-    texts += [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    return {word for text in texts for word in re.findall(r"\w+", text)}
-
-
-@pytest.mark.parametrize(
-    ("text", "tested"),
-    [
-        ("def test_it():\n    assert mine()\n", True),
-        ("def test_it():\n    assert 'mine applied'\n", True),
-        ("def test_it():\n    assert other()\n", False),
-        ("def test_it():\n    mine()\n", False),
-        ("mine()\n", False),
-        ("", False),
-        (None, False),
-    ],
-)
-def test_a_patch_without_a_test_of_its_own_is_noticed(tmp_path: Path, text: str | None, tested: bool) -> None:
-    if text is not None:
-        (tmp_path / "test_patch.py").write_text(text)
-    assert ("mine" in _tested(tmp_path / "test_patch.py")) is tested

@@ -1,4 +1,4 @@
-"""A patch cannot be written without its reason, its link and its end."""
+"""Tests that a patch cannot be declared without its reason, its upstream link and its removal condition."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_missing_field_is_an_error(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"target": "no_colon"}, "package.module:Qualified.name"),
         ({"process": "worker"}, "Process.PLATFORM"),
@@ -43,20 +43,20 @@ def test_a_missing_field_is_an_error(field: str) -> None:
         ({"expires": "later"}, "later"),
         ({"upstream": "see the tracker"}, "neither a link"),
         ({"upstream": "none:"}, "neither a link"),
-        ({"fingerprints": {}}, "no fingerprints"),
+        ({"fingerprints": {}}, "fingerprints is empty"),
         ({"fingerprints": {"0.32.0": "xyz"}}, "not a fingerprint"),
-        ({"fingerprints": {"newest": "0123456789abcdef"}}, "'newest' is not the version"),
+        ({"fingerprints": {"newest": "0123456789abcdef"}}, "'newest' in fingerprints is not a version"),
         ({"expires": " "}, "expires is empty"),
         ({"tolerates_change": " "}, "tolerates_change is empty"),
-        ({"versions": ">=0.33,<0.31"}, "no version is '>=0.33,<0.31'"),
-        ({"versions": ">0.32,<0.32"}, "no version is"),
-        ({"expires": "==0.32.1,<0.32"}, "no version is"),
+        ({"versions": ">=0.33,<0.31"}, "no version satisfies '>=0.33,<0.31'"),
+        ({"versions": ">0.32,<0.32"}, "no version satisfies"),
+        ({"expires": "==0.32.1,<0.32"}, "no version satisfies"),
         ({"after": ""}, "after is empty"),
         ({"upstream": "https://"}, "neither a link"),
     ],
 )
-def test_a_field_that_makes_no_sense_is_an_error(change: dict[str, Any], told: str) -> None:
-    with pytest.raises(PatchError, match=told):
+def test_a_field_that_makes_no_sense_is_an_error(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PatchError, match=message):
         Patch(**{**GOOD, **change})
 
 

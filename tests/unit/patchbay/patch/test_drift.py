@@ -1,4 +1,4 @@
-"""Targets that are not what the patch was written against, and versions that nobody examined."""
+"""Tests targets that changed since the patch was written, and versions that have not been examined."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_patchbay.patch import Outcome
 from .conftest import Host, applied
 
 
-def test_drift_stops_with_a_diff_and_warns_when_told_to(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_drift_stops_with_a_diff_and_warns_on_request(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     known = {"1.0": host.fingerprint("host_package.core:double")}
     host.rewrite("core.py", "return x * by", "extra = by\n    return x * extra")
 
@@ -20,12 +20,14 @@ def test_drift_stops_with_a_diff_and_warns_when_told_to(host: Host, caplog: pyte
 
     with pytest.raises(PatchError) as caught:
         applied(host, drifted)
-    told = str(caught.value)
-    assert "is not what the patch was written against (vLLM 1.0)" in told
-    assert "+     extra = by" in told
-    assert "+     return x * extra" in told
-    assert "1 lines that were here" in told
-    assert "BACKPLANE_PATCH_DRIFT=warn" in told
+    message = str(caught.value)
+    assert "is not what the patch was written against (vLLM 1.0)" in message
+    assert "+     extra = by" in message
+    assert "+     return x * extra" in message
+    assert "- (1 line removed or changed)" in message
+    assert "set PatchSession.drift to 'warn' to apply the patch unchanged" in message
+    with pytest.raises(PatchError, match="or set MY_PLUGIN_DRIFT=warn to apply"):
+        applied(host, drifted, drift_setting="MY_PLUGIN_DRIFT=warn")
     session = applied(host, drifted, drift="warn")
     assert host.module("core").double(1) == 0
     assert session.verdicts["drifted"].outcome is Outcome.DRIFTED
@@ -91,15 +93,15 @@ def test_a_version_that_nobody_examined_stops_the_start(
 
     with pytest.raises(PatchError) as caught:
         applied(host, doubled)
-    told = str(caught.value)
-    assert f"it is for vLLM >=1,<2, and nobody has examined whether {version} needs it" in told
-    assert "the target is as in vLLM 1.0" in told
-    assert "Install a vLLM that is >=1,<2, or" in told
-    assert "BACKPLANE_PATCH_DRIFT=warn" in told
+    message = str(caught.value)
+    assert f"it is for vLLM >=1,<2, and whether {version} needs it has not been examined" in message
+    assert "the target is the same as in vLLM 1.0" in message
+    assert "Install vLLM >=1,<2, or" in message
+    assert "set PatchSession.drift to 'warn'" in message
     assert host.module("core").double(1) == 2
     session = applied(host, doubled, drift="warn")
     assert session.verdicts["doubled"].outcome is Outcome.UNEXAMINED
-    assert "nobody has examined" in caplog.text
+    assert "has not been examined" in caplog.text
     assert host.module("core").double(1) == 0
 
 

@@ -1,4 +1,4 @@
-"""Files of patches that belong to one feature: loaded with it, and of no concern to anyone else."""
+"""Tests patch files of one feature: they are loaded with it, and do not affect users of other features."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from vllm_patchbay.errors import PatchError
 from vllm_patchbay.patch import PatchSession, PatchSet, Process
-from vllm_patchbay.patch.deferral import waits_for
+from vllm_patchbay.patch.collection import waits_for
 
 from .conftest import Host
 
@@ -62,7 +62,7 @@ def put(host: Host, tmp_path: Path) -> Iterator[Put]:
 
 def _start(host: Host) -> PatchSession:
     session = host.session()
-    session.apply(PatchSet.of_packages(["feature_patches"], leave_features=True), Process.WORKER)
+    session.apply(PatchSet.of_packages(["feature_patches"], defer_features=True), Process.WORKER)
     return session
 
 
@@ -78,14 +78,14 @@ def test_it_is_loaded_with_its_feature_and_not_before(host: Host, put: Put) -> N
     late = host.module("late")
     assert _loaded() == ["patch_always", "patch_feature"]
     assert late.feature() == ("patched", "plain")
-    assert set(session.rebindings) == {"feature"}  # nobody has imported the other's target
+    assert set(session.rebindings) == {"feature"}  # the target of the other patch is not imported yet
     assert host.module("core").double(1) == ("patched", 2)
     session.undo()
     assert (late.feature(), host.module("core").double(1)) == ("plain", 2)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"extra": "import no_such_module_anywhere"}, "no_such_module_anywhere"),
         ({"fingerprint": "0123456789abcdef 0123"}, "not what the patch was written against"),
@@ -93,16 +93,16 @@ def test_it_is_loaded_with_its_feature_and_not_before(host: Host, put: Put) -> N
         ({"extra": "always = Patch"}, ""),
     ],
 )
-def test_what_is_wrong_with_it_stops_nobody_else(host: Host, put: Put, wrong: dict[str, str], told: str) -> None:
+def test_what_is_wrong_with_it_stops_nobody_else(host: Host, put: Put, wrong: dict[str, str], message: str) -> None:
     put(**{"target": "late:feature", "name": "feature", **wrong})
     put("core:double", "always", on_import=False)
     _start(host)
     assert host.module("core").double(1) == ("patched", 2)
-    if not told:
+    if not message:
         assert host.module("late").feature() == ("patched", "plain")
         return
     for _ in range(2):
-        with pytest.raises((PatchError, ModuleNotFoundError), match=told):
+        with pytest.raises((PatchError, ModuleNotFoundError), match=message):
             host.module("late")
 
 
@@ -110,10 +110,10 @@ def test_a_rival_is_found_when_it_is_loaded(host: Host, put: Put) -> None:
     put("late:feature", "one", on_import=False)
     put("late:feature", "two")
     _start(host)
-    with pytest.raises(PatchError, match=r"several patches on host_package\.late:feature"):
+    with pytest.raises(PatchError, match=r"several patches replace host_package\.late:feature"):
         host.module("late")
-    with pytest.raises(PatchError, match=r"several patches on host_package\.late:feature"):
-        PatchSet.of_packages(["feature_patches"])  # as 'patches check' sees them
+    with pytest.raises(PatchError, match=r"several patches replace host_package\.late:feature"):
+        PatchSet.of_packages(["feature_patches"])  # as 'vllm-patchbay check' loads them
 
 
 def test_rivals_that_are_both_left_for_their_feature_are_found(host: Host, put: Put) -> None:
@@ -122,10 +122,10 @@ def test_rivals_that_are_both_left_for_their_feature_are_found(host: Host, put: 
     put("core:double", "other")
     session = _start(host)
     for _ in range(2):
-        with pytest.raises(PatchError, match=r"several patches on host_package\.late:feature"):
+        with pytest.raises(PatchError, match=r"several patches replace host_package\.late:feature"):
             host.module("late")
     assert not session.rebindings
-    assert host.module("core").double(1) == ("patched", 2)  # of no concern to another feature
+    assert host.module("core").double(1) == ("patched", 2)  # another feature is not affected
 
 
 @pytest.mark.parametrize("first", ["one", "always"])
@@ -145,7 +145,7 @@ def test_a_namesake_is_found_when_it_is_loaded(host: Host, put: Put) -> None:
     put("core:double", "same", file="two")
     _start(host)
     assert host.module("late").feature() == ("patched", "plain")
-    with pytest.raises(PatchError, match="two patches are called 'same'"):
+    with pytest.raises(PatchError, match="two patches have the name 'same'"):
         host.module("core")
 
 
@@ -159,10 +159,10 @@ def test_files_of_one_feature_fail_by_themselves(host: Host, put: Put) -> None:
 
 
 def test_every_command_sees_every_patch(host: Host, put: Put, capsys: pytest.CaptureFixture[str]) -> None:
-    from vllm_backplane.cli import main
+    from vllm_patchbay.cli import main
 
     put("late:feature", "feature")
-    assert main(["patches", "list", "--package", "feature_patches", "--json"]) == 0
+    assert main(["list", "--package", "feature_patches", "--json"]) == 0
     assert [patch["name"] for patch in json.loads(capsys.readouterr().out)] == ["feature"]
 
 

@@ -1,4 +1,4 @@
-"""Modules that come later, or are half way through their import: patched when they are there."""
+"""Tests modules that are imported later or are in the middle of their import: they are patched at its end."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ if host_package_hook.fails:
 
 @pytest.fixture
 def hook(host: Host) -> Iterator[Any]:
-    """Called by the module 'late' when half of it has been imported."""
+    """Returns a module whose function the module 'late' calls in the middle of its import."""
     hook = ModuleType("host_package_hook")
     hook.meet, hook.fails = lambda: None, False  # type: ignore[attr-defined]
     sys.modules[hook.__name__] = hook
@@ -91,12 +91,12 @@ def test_a_module_that_is_half_way_through_its_import_is_patched_at_its_end(host
     def meet() -> None:
         for _ in range(2):
             session.apply(PatchSet((feature,)), Process.WORKER)
-            seen.append(session.told())
+            seen.append(session.summary())
 
     hook.meet = meet
     assert host.module("late").feature() == "patched"
     assert seen == [["feature waits for its module"]] * 2
-    assert session.told() == ["feature applied"]
+    assert session.summary() == ["feature applied"]
     assert type(host.module("late").__spec__) is ModuleSpec
     session.undo()
     assert host.module("late").feature() == "plain"

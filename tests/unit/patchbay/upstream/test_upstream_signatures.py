@@ -1,4 +1,4 @@
-"""Whether one function can stand in for another, against what calling them says."""
+"""Tests the comparison of signatures against the result of real calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def real(shape: str) -> inspect.Signature:
 
 
 def goes_astray(original: inspect.Signature, replacement: inspect.Signature, call: tuple[int, tuple[str, ...]]) -> bool:
-    """Whether a call fails with the replacement, or gives a parameter of the same name another argument."""
+    """Returns whether a call fails with the replacement, or passes another argument to a parameter of the same name."""
     count, names = call
     if not binds(replacement, count, names):
         return True
@@ -61,13 +61,13 @@ CALLS = [(count, names) for count in range(5) for size in range(4) for names in 
 
 @pytest.mark.parametrize("original", SHAPES)
 def test_a_mismatch_is_found_exactly_where_a_call_fails(original):
-    """Every call that suits the original is tried on the replacement."""
+    """Every call that the original accepts is tried on the replacement."""
     for replacement in SHAPES:
-        promised = [call for call in CALLS if binds(real(original), *call)]
-        failing = [call for call in promised if goes_astray(real(original), real(replacement), call)]
+        accepted = [call for call in CALLS if binds(real(original), *call)]
+        failing = [call for call in accepted if goes_astray(real(original), real(replacement), call)]
         found = mismatches(parsed(original), parsed(replacement))
         if {"*args", "**kwargs"} <= {word.strip() for word in original.split(",")}:
-            assert found == (), "a placeholder for any signature promises nothing"
+            assert found == (), "(*args, **kwargs) is a placeholder for any signature"
             continue
         assert bool(found) == bool(failing), f"({original}) by ({replacement}): {found}, fails {failing[:3]}"
 
@@ -75,10 +75,10 @@ def test_a_mismatch_is_found_exactly_where_a_call_fails(original):
 @pytest.mark.parametrize("original", SHAPES)
 def test_certain_means_that_every_call_fails(original):
     for replacement in SHAPES:
-        promised = [call for call in CALLS if binds(real(original), *call)]
+        accepted = [call for call in CALLS if binds(real(original), *call)]
         found = mismatches(parsed(original), parsed(replacement))
         if any(mismatch.certain for mismatch in found):
-            assert not any(binds(real(replacement), *call) for call in promised), f"({original}) by ({replacement})"
+            assert not any(binds(real(replacement), *call) for call in accepted), f"({original}) by ({replacement})"
 
 
 def test_parameters_are_those_that_python_sees():
@@ -120,7 +120,7 @@ def test_async_functions_and_generators():
     assert mismatches(plain, stream) == ()
 
 
-def test_what_fails_is_said():
+def test_the_mismatches_name_what_fails():
     found = mismatches(parsed("a, b=1"), parsed("x"))
     assert [(m.fault, m.parameter) for m in found] == [(Fault.BY_NAME, "a"), (Fault.PASSES, "b")]
     assert "'x' is in its place" in found[0].what

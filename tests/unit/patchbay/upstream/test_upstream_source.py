@@ -1,4 +1,4 @@
-"""Source trees: folders, wheels, source archives, and everything that can be wrong with them."""
+"""Tests source trees of folders, wheels and source archives, with damaged and hostile ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_backplane.errors import BackplaneError
+from vllm_patchbay.errors import PatchbayError
 from vllm_patchbay.upstream import SourceError, SymbolIndex, open_tree
-from vllm_patchbay.upstream.source import LARGEST_MODULE, FolderTree, SdistTree, WheelTree, decoded
+from vllm_patchbay.upstream.source import MAX_MODULE_BYTES, FolderTree, SdistTree, WheelTree, decode_source
 
 MODULES = {
     "vllm/__init__.py": "from vllm.a import A\n",
@@ -133,7 +133,7 @@ def test_entries_with_tricks_in_their_names_are_ignored(tmp_path, name):
 
 
 def test_a_bomb_is_not_unpacked(tmp_path):
-    path = wheel(tmp_path, **{"vllm/bomb.py": b" " * (LARGEST_MODULE + 1)})
+    path = wheel(tmp_path, **{"vllm/bomb.py": b" " * (MAX_MODULE_BYTES + 1)})
     assert path.stat().st_size < 100_000
     tree = open_tree(str(path))
     with pytest.raises(SourceError, match="not read"):
@@ -143,7 +143,7 @@ def test_a_bomb_is_not_unpacked(tmp_path):
 
 
 def test_a_wheel_that_claims_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("vllm_patchbay.upstream.source.MOST_SOURCE", 10)
+    monkeypatch.setattr("vllm_patchbay.upstream.source.MAX_SOURCE_BYTES", 10)
     with pytest.raises(SourceError, match="would unpack to"):
         WheelTree(wheel(tmp_path))
 
@@ -172,7 +172,7 @@ def test_a_corrupt_archive_is_a_clear_error(tmp_path, kind):
 def test_a_truncated_wheel_is_a_clear_error(tmp_path):
     path = wheel(tmp_path)
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(BackplaneError, match="download it again"):
+    with pytest.raises(PatchbayError, match="download it again"):
         open_tree(str(path))
 
 
@@ -186,18 +186,18 @@ def test_an_archive_of_something_else(tmp_path):
 
 @pytest.mark.parametrize("spec", ["no/such/path.whl", "nonsense", "0.x"])
 def test_a_specification_that_names_nothing(spec):
-    with pytest.raises(BackplaneError, match="neither a path"):
+    with pytest.raises(PatchbayError, match="neither a path"):
         open_tree(spec)
 
 
 def test_a_folder_without_vllm(tmp_path):
-    with pytest.raises(BackplaneError, match="no package vllm"):
+    with pytest.raises(PatchbayError, match="no package vllm"):
         open_tree(str(tmp_path))
 
 
 def test_encodings_are_those_of_python_source():
-    assert decoded("# -*- coding: latin-1 -*-\nX = 'é'\n".encode("latin-1"), "it").endswith("'é'\n")
-    assert decoded(b"\xef\xbb\xbfX = 1\n", "it") == "X = 1\n"
+    assert decode_source("# -*- coding: latin-1 -*-\nX = 'é'\n".encode("latin-1"), "it").endswith("'é'\n")
+    assert decode_source(b"\xef\xbb\xbfX = 1\n", "it") == "X = 1\n"
     for content, what in ((b"X = '\xe9'\n", "encoding"), (b"X\0= 1\n", "NUL"), (b"# coding: nonsense\n", "encoding")):
         with pytest.raises(SourceError, match=what):
-            decoded(content, "it")
+            decode_source(content, "it")

@@ -1,4 +1,4 @@
-"""What names mean: small trees for each rule, and the real vLLM against what importing it says."""
+"""Tests the resolution of names: a small tree for each rule, and the real vLLM compared with its imported modules."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_star_imports_of_star_imports(index):
 
 
 def test_many_modules_that_import_everything_of_each_other(index):
-    """Not a measurement: following every path through them would never end."""
+    """Following every path through them would never end. This is no measurement."""
     names = [f"m{number}" for number in range(40)]
     text = "".join(f"from vllm.{name} import *\n" for name in names)
     found = index(**{name: f"{text}OF_{name.upper()} = 1\n" for name in names})
@@ -219,7 +219,7 @@ def test_the_fingerprint_of_a_method_is_that_of_its_text_anywhere(index):
 
 
 def test_the_fingerprint_is_what_it_was_when_patches_were_written():
-    """Stored fingerprints are compared for years: this one must never change, under no version of Python."""
+    """Fingerprints are compared for years: this one must not change under any version of Python."""
     source = (
         "@d(1)\nasync def f(a, /, b: int = 2, *c, e, **k) -> str:\n    x = [i async for i in g() if i]\n"
         '    return f"{a!r:>{b}} and {k}" \'tail\' + """text"""\n'
@@ -254,7 +254,7 @@ MODULES = [
 
 @pytest.fixture(scope="module")
 def imported():
-    """What vLLM's modules have when they are imported, in a process of its own."""
+    """Returns the names, classes and signatures of vLLM's modules, imported in a process of their own."""
     done = programs.run(programs.command(PROGRAM, json.dumps(MODULES)))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.partition("RESULT")[2])
@@ -265,6 +265,7 @@ def real():
     return SymbolIndex(open_tree("installed"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("module", MODULES)
 def test_nothing_that_vllm_has_is_called_missing(module, imported, real):
     names, classes, _ = imported[module]
@@ -276,6 +277,7 @@ def test_nothing_that_vllm_has_is_called_missing(module, imported, real):
         assert [member for member in lost if not member.startswith("_abc_")] == [], cls
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("module", MODULES)
 def test_what_vllm_does_not_have_is_never_found(module, imported, real):
     names, _, _ = imported[module]
@@ -290,6 +292,7 @@ def test_what_vllm_does_not_have_is_never_found(module, imported, real):
     assert real.resolve(module, "certainly_not_there").is_missing
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("module", MODULES)
 def test_signatures_are_those_of_the_functions(module, imported, real):
     for name, parameters in imported[module][2].items():

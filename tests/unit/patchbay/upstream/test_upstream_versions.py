@@ -1,4 +1,4 @@
-"""Which vLLM this is, and whether something was written for it."""
+"""Tests how the version of the installed vLLM is read, and how versions compare with ranges."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from vllm_backplane.errors import BackplaneError
+from vllm_patchbay.errors import PatchbayError
 from vllm_patchbay.upstream import in_range, installed_version, is_beyond
-from vllm_patchbay.upstream.versions import stated_version
+from vllm_patchbay.upstream.versions import declared_version
 
 
 @pytest.fixture(autouse=True)
@@ -21,12 +21,13 @@ def _no_override(monkeypatch):
     monkeypatch.delenv("VLLM_VERSION", raising=False)
 
 
-def test_it_is_what_vllm_itself_says():
+def test_it_is_the_version_that_vllm_declares():
     spec = find_spec("vllm")
-    said = runpy.run_path(str(Path(spec.origin).with_name("_version.py")))
-    assert installed_version() == Version(said["__version__"])
+    declared = runpy.run_path(str(Path(spec.origin).with_name("_version.py")))
+    assert installed_version() == Version(declared["__version__"])
 
 
+@pytest.mark.process
 def test_vllm_is_not_imported():
     program = (
         "import sys; from vllm_patchbay.upstream import installed_version, installed_tree, SymbolIndex\n"
@@ -45,31 +46,33 @@ def test_the_variable_overrides(monkeypatch):
 @pytest.mark.parametrize("nonsense", ["main", "0.32.x", "v0..1"])
 def test_a_nonsensical_override_is_an_error_that_names_it(monkeypatch, nonsense):
     monkeypatch.setenv("VLLM_VERSION", nonsense)
-    with pytest.raises(BackplaneError, match="VLLM_VERSION") as caught:
+    with pytest.raises(PatchbayError, match="VLLM_VERSION") as caught:
         installed_version()
     assert nonsense in str(caught.value)
 
 
 def other_vllm(folder, files: dict[str, str]) -> str:
-    """What a fresh Python says that finds a vLLM in `folder` first."""
+    """Returns the version, or the error, in a new Python process that finds the vLLM in `folder` first."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     program = (
-        "from vllm_backplane.errors import BackplaneError\n"
+        "from vllm_patchbay.errors import PatchbayError\n"
         "from vllm_patchbay.upstream import installed_version\n"
         "try:\n    print(installed_version())\n"
-        "except BackplaneError as fault:\n    print('error:', fault)\n"
+        "except PatchbayError as fault:\n    print('error:', fault)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=folder)
     return done.stdout.strip()
 
 
+@pytest.mark.process
 def test_a_local_build_is_read_from_its_own_file(tmp_path):
     files = {"vllm/__init__.py": "raise RuntimeError\n", "vllm/_version.py": "__version__ = version = '0.34.1+cpu'\n"}
     assert other_vllm(tmp_path, files) == "0.34.1+cpu"
 
 
+@pytest.mark.process
 def test_a_folder_that_only_has_the_name_is_not_taken(tmp_path):
     assert other_vllm(tmp_path, {"vllm/readme.txt": "not a package"}) == str(installed_version())
 
@@ -119,12 +122,12 @@ def test_what_is_later_than_a_range(version, specifiers, beyond):
 
 
 def test_a_wrong_range_names_a_right_one():
-    with pytest.raises(BackplaneError, match=r">=0\.32"):
+    with pytest.raises(PatchbayError, match=r">=0\.32"):
         in_range("0.32.0", "newer than 0.32")
 
 
 @pytest.mark.parametrize(
-    ("source", "stated"),
+    ("source", "declared"),
     [
         ("__version__ = version = '1.2'\n", "1.2"),
         ("version = '1'\n__version__ = '2'\n", "2"),
@@ -133,5 +136,5 @@ def test_a_wrong_range_names_a_right_one():
         ("", ""),
     ],
 )
-def test_a_generated_version_file(source, stated):
-    assert stated_version(source) == stated
+def test_a_generated_version_file(source, declared):
+    assert declared_version(source) == declared

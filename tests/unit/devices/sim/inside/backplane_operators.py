@@ -1,4 +1,4 @@
-"""Backplane's operators on the card: every sample of every operator, compared with its reference on the host."""
+"""Compares every sample of every operator of Backplane on the card with its reference on the host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def moved(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same arguments on the card, with the same strides; what shared memory still does."""
+    """Returns the same arguments on the card, with the same strides; views of one storage stay views of one storage."""
     storages: dict[int, Tensor] = {}
 
     def move(value: Any) -> Any:
@@ -98,11 +98,11 @@ def test_a_launch_uses_the_cpu_kernel_and_no_other_operator() -> None:
 
 
 def test_arguments_that_do_not_fit_are_refused_by_the_card_itself() -> None:
-    """At the call, and not by an implementation in Python, which would cost more than the launch at every call."""
+    """The dispatcher calls C++ directly; a Python implementation would cost more than the launch at every call."""
     x = torch.ones(2, 16, device=CARD)
     codes, scales = torch.zeros(1, 4, 8, 4, dtype=torch.uint8, device=CARD), torch.ones(1, 1, 8, device=CARD)
     ops = vllm_backplane.ops
-    for call, told in (
+    for call, message in (
         (lambda: ops.linear.call(x, x[:, :8], None), "linear: input of"),
         (lambda: ops.blocked_linear.call(x, torch.ones(1, 8, 15, device=CARD), 5, None), "blocked_linear: input of"),
         (lambda: ops.blocked_linear.call(x, torch.ones(1, 8, 16, device=CARD), 9, None), "with 9 features"),
@@ -111,7 +111,7 @@ def test_arguments_that_do_not_fit_are_refused_by_the_card_itself() -> None:
         (lambda: ops.quantized_linear.call(x, codes, scales, None, 3, 8, None), "of 3 bits"),
         (lambda: ops.greedy_argmax.call(x[0]), "greedy_argmax: rows"),
     ):
-        with pytest.raises(RuntimeError, match=f"backplane::.*{told}"):
+        with pytest.raises(RuntimeError, match=f"backplane::.*{message}"):
             call()
 
 
@@ -125,9 +125,9 @@ def test_what_the_host_does_is_counted_and_told() -> None:
         fell_back(sim, operator)
     runtime("set_fallback", FALLBACK.index("allow"))
     try:
-        told = fell_back(sim, operator)
+        counts = fell_back(sim, operator)
     finally:
         runtime("set_fallback", FALLBACK.index("forbid"))
-    assert len(told) == 1
-    assert set(told.values()) == {2}
+    assert len(counts) == 1
+    assert set(counts.values()) == {2}
     assert fell_back(sim, declared()["apply_penalties"]) == {}

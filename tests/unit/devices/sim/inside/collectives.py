@@ -1,4 +1,4 @@
-"""torch.distributed between simulated cards in two processes, each operation compared with arithmetic on the host."""
+"""Compares every torch.distributed operation between simulated cards of two processes with arithmetic on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANKS = 2
 
 
 def piece(rank: int, *shape: int) -> torch.Tensor:
-    """What a rank contributes; every rank can compute every other's."""
+    """Returns the input of a rank, which every rank can compute for every other."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
 
 
@@ -89,8 +89,8 @@ def test_every_collective(tmp_path: Path) -> None:
     children = [context.Process(target=run, args=(rank, str(tmp_path / "meeting"), answers)) for rank in range(RANKS)]
     for child in children:
         child.start()
-    told = [answers.get(timeout=300) for _ in children]
+    errors = [answers.get(timeout=300) for _ in children]
     for child in children:
         child.join(300)
-    assert told == ["", ""], "\n".join(told)
+    assert errors == ["", ""], "\n".join(errors)
     assert [child.exitcode for child in children] == [0, 0]

@@ -1,4 +1,4 @@
-"""The process of a test file: the simulated NPU is loaded, with little memory, and nothing may run on the host."""
+"""Loads the simulated NPU in the process of a test file, with little memory and without fallback to the host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def device() -> SimDevice:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_running() -> Iterator[None]:
-    """A failure of a launch belongs to the test that made it."""
+    """Synchronizes after each test, so that a failed launch fails the test that made it."""
     yield
     for card in range(torch.bpnpu.device_count()):
         torch.bpnpu.synchronize(card)

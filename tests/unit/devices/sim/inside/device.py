@@ -1,4 +1,4 @@
-"""Memory, streams, events, copies and errors of the simulated NPU, as PyTorch shows them."""
+"""Tests memory, streams, events, copies and errors of the simulated NPU through PyTorch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_module_has_the_usual_surface_and_nothing_else() -> None:
     foreign = [
         name for name, module in ours.items() if module.startswith("vllm_backplane") and module != torch.bpnpu.__name__
     ]
-    assert foreign == [], "helpers of another module, under a name that somebody may call"
+    assert foreign == [], "public names that come from another module"
     usual = (
         "is_available is_initialized init device_count current_device set_device device device_of synchronize "
         "get_device_name get_device_properties can_device_access_peer is_bf16_supported get_amp_supported_dtype "
@@ -210,7 +210,7 @@ def test_out_of_memory_is_pytorchs_error_and_passes() -> None:
 
 
 def test_zeros_take_no_memory_of_the_host_until_written() -> None:
-    """Read from the kernel's count of the pages behind the card."""
+    """The kernel's count of the resident pages behind the card is compared."""
     from ctypes import byref, c_uint64
 
     def resident() -> int:
@@ -374,7 +374,7 @@ def test_streams_run_beside_each_other_and_wait_for_events(hang) -> None:
 
 
 def test_a_missing_synchronisation_reads_stale_data(hang) -> None:
-    """The mistake that a host as device would hide."""
+    """A device in host memory would hide this mistake."""
     total = torch.zeros(4, pin_memory=True)
     values = torch.zeros(4, device=CARD) + 3
     total.copy_(values, non_blocking=True)
@@ -490,7 +490,7 @@ def test_a_fork_after_the_first_tensor_is_told() -> None:
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        told = pipe.read()
+        output = pipe.read()
     os.waitpid(child, 0)
-    assert told.startswith("True")
-    assert "spawn" in told
+    assert output.startswith("True")
+    assert "spawn" in output

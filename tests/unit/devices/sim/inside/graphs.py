@@ -1,4 +1,4 @@
-"""Graphs of the simulated NPU: same results as eager, and the mistakes that graphs invite are caught."""
+"""Tests graphs of the simulated NPU: results equal those of eager steps, and typical mistakes are detected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def calls() -> CapturedCalls:
 
 @pytest.fixture
 def hang() -> Iterator[Callable[[], Callable[[], None]]]:
-    """Call it, and card 0's default stream stops before its next launch; call what it returns, and it goes on."""
+    """Returns a function that stops card 0's default stream before its next launch and returns one that resumes it."""
 
     def release() -> None:
         driver("release_hangs", -1)
@@ -53,10 +53,10 @@ def test_a_replay_computes_what_eager_does(calls: CapturedCalls, weight: torch.T
         x = torch.zeros(rows, 16, device=CARD)
         calls.capture(rows, lambda x=x: layer(x, weight), {"x": x})
         for round in range(3):
-            asked = torch.randn(rows, 16, generator=torch.Generator().manual_seed(round))
-            x.copy_(asked)
+            values = torch.randn(rows, 16, generator=torch.Generator().manual_seed(round))
+            x.copy_(values)
             answer = calls.replay(rows, {"x": x})
-            torch.testing.assert_close(answer.cpu(), layer(asked, weight.cpu()))
+            torch.testing.assert_close(answer.cpu(), layer(values, weight.cpu()))
     assert len(calls) == 3
     assert calls.replays == 9
 
@@ -76,7 +76,7 @@ def test_a_capture_computes_nothing_and_a_replay_is_one_entry(calls: CapturedCal
 
 
 def test_another_tensor_as_input_is_refused(calls: CapturedCalls, weight: torch.Tensor) -> None:
-    """The planted bug: the caller makes a new tensor instead of filling the captured one."""
+    """Planted bug: the caller creates a new tensor instead of filling the captured one."""
     x = torch.ones(2, 16, device=CARD)
     calls.capture("key", lambda: layer(x, weight), {"x": x})
     fresh = x.clone()
@@ -94,7 +94,7 @@ def test_another_tensor_as_input_is_refused(calls: CapturedCalls, weight: torch.
 
 
 def test_an_input_that_is_gone_is_refused(calls: CapturedCalls, weight: torch.Tensor) -> None:
-    """The planted bug: the buffer that a graph reads was freed, and somebody else may hold the memory."""
+    """Planted bug: the buffer that a graph reads was freed, and another tensor may use the memory."""
     x = torch.ones(3, 16, device=CARD)
     held = [torch.full((16,), 2.0, device=CARD)]
     calls.capture("key", lambda: layer(x, weight) * held[0], {"x": x})
@@ -108,7 +108,7 @@ def test_an_input_that_is_gone_is_refused(calls: CapturedCalls, weight: torch.Te
 
 
 def test_waiting_inside_a_capture_is_refused(calls: CapturedCalls, weight: torch.Tensor) -> None:
-    """The planted bug: the step reads a result on the host, which a replay could not do again."""
+    """Planted bug: the step reads a result on the host, which a replay cannot repeat."""
     x = torch.ones(2, 16, device=CARD)
 
     def step() -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_a_copy_of_pageable_memory_inside_a_capture_is_refused(calls: CapturedCa
 
 
 def test_a_result_that_is_not_waited_for_is_stale(calls: CapturedCalls, hang) -> None:
-    """The planted bug: tokens are read from pinned memory before the copy has ended. On a host they would be right."""
+    """Planted bug: tokens are read from pinned memory before the copy has ended. A CPU device would hide it."""
     x = torch.zeros(4, device=CARD)
     tokens = torch.zeros(4, pin_memory=True)
     calls.capture("key", lambda: x * 2, {"x": x})
@@ -160,7 +160,7 @@ def test_a_seed_is_for_what_comes_after_a_replay_in_flight(calls: CapturedCalls)
 
 
 def test_an_input_changed_before_the_replay_has_read_it(calls: CapturedCalls, hang) -> None:
-    """The planted bug: pinned memory is filled for the next step while the copy of this one is still to come."""
+    """Planted bug: pinned memory is filled for the next step before the copy of this step has run."""
     x = torch.zeros(4, device=CARD)
     calls.capture("key", lambda: x + 1, {"x": x})
     staged = torch.full((4,), 5.0, pin_memory=True)

@@ -1,4 +1,4 @@
-"""What a modelled chip is charged with: bytes and operations of a call, not the size of the tables it looks into."""
+"""Tests the modelled cost of calls: bytes and operations of a call, not the size of the tables that it reads from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_backplane.devices.sim.library import Model, driver
 
 CARD = torch.device("bpnpu", 0)
 GB = 1e9
-"""A byte takes a nanosecond."""
+"""A rate of one byte or operation per nanosecond."""
 
 
 def charge(model: Model) -> None:
@@ -40,13 +40,13 @@ def modelled_ns(work: Callable[[], Any]) -> float:
 
 
 def moved(work: Callable[[], Any]) -> float:
-    """Bytes."""
+    """Returns the modelled bytes of a call."""
     charge(Model(on=1, memory_bandwidth=GB, link_bandwidth=GB))
     return modelled_ns(work)
 
 
 def computed(work: Callable[[], Any]) -> float:
-    """Floating-point operations."""
+    """Returns the modelled floating-point operations of a call."""
     charge(Model(on=1, flop_rate=GB))
     return modelled_ns(work)
 
@@ -135,7 +135,7 @@ def test_zeroing_blocks_costs_those_blocks(blocks: int) -> None:
 
 
 def visible(query: int, length: int, rows: int, causal: bool, window: int) -> list[int]:
-    """Keys that one query sees, one by one."""
+    """Returns how many keys a query sees, counted one by one."""
     position = length - rows + query
     return [
         key
@@ -148,7 +148,7 @@ def visible(query: int, length: int, rows: int, causal: bool, window: int) -> li
 @pytest.mark.parametrize("width", [4, 64], ids=lambda width: f"table of {width}")
 @pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, 5), (False, 0)])
 def test_attention_costs_what_it_sees(blocks: int, width: int, causal: bool, window: int) -> None:
-    """Contexts of 5, 11 and 8 tokens, of which 1, 3 and 8 are new."""
+    """Returns a batch with contexts of 5, 11 and 8 tokens, of which 1, 3 and 8 are new."""
     rows, lengths = (1, 3, 8), (5, 11, 8)
     keys, values = cache(blocks)
     query = torch.randn(12, HEADS, HEAD).to(CARD)

@@ -1,4 +1,4 @@
-"""The numeric guard's two halves on the simulated card: modules that are looked at, copies that are checked."""
+"""Tests both parts of the numeric guard on the simulated card: checked module outputs and verified copies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def clean(device: SimDevice) -> Iterator[None]:
 
 def step(fault: str) -> str:
     model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 4)).to(CARD)
-    guard = NumericGuard(model, CARD, "here", parts=True)
+    guard = NumericGuard(model, CARD, "here", submodules=True)
     x = torch.randn(5, 8).to(CARD)
     if fault:
         library.driver("faults_add", fault.encode())
@@ -45,10 +45,10 @@ def test_a_clean_step_is_clean() -> None:
 
 
 def test_a_struck_launch_is_named_by_its_module() -> None:
-    said = step("corrupt@launch=aten::silu*,kind=nan")
-    assert "is that of 1 (SiLU): 1 NaN in its output (float32 [5, 16]" in said
-    assert "in token 2 of 5 (request b)" in said  # the middle one of 80 values
-    assert "Its inputs had no such values" in said
+    error = step("corrupt@launch=aten::silu*,kind=nan")
+    assert "is that of 1 (SiLU): 1 NaN in its output (float32 [5, 16]" in error
+    assert "in token 2 of 5 (request b)" in error  # the middle one of 80 values
+    assert "Its inputs had no such values" in error
 
 
 @pytest.mark.parametrize("way", ["copy_h2d", "copy_d2h", "copy_d2d"])

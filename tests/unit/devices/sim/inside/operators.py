@@ -1,4 +1,4 @@
-"""Operators on the card give what the same call gives on the host, and none of them runs on the host."""
+"""Tests that PyTorch operators on the card give the results of the host, and that none of them runs on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines of one process share: cards that were started once, and cards that only others use."""
+"""Tests several engines in one process, which share cards that were started once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _nothing_is_left_running() -> Iterator[None]:
 
 @pytest.fixture
 def second(device: SimDevice) -> Iterator[SimDevice]:
-    """The device as a later engine finds it: the cards run, and options come once more."""
+    """Returns the device as a later engine gets it: the cards run already, and options are given again."""
     torch.ones(1, device=CARD)
     before = device.settings
     yield device
@@ -62,7 +62,7 @@ def test_options_that_can_change_do(second: SimDevice) -> None:
 
 
 def test_a_lost_card_concerns_those_who_use_it() -> None:
-    """The last test here: it does not come back."""
+    """It is the last test of this file, because the process cannot be used afterwards."""
     held = torch.empty(20 << 20, dtype=torch.uint8, device=CARD)
     driver("faults_add", b"lost@alloc=1,card=1")
     with pytest.raises(torch.AcceleratorError, match="card 1 is lost"):

@@ -1,4 +1,4 @@
-"""Sleep on the simulated NPU: what a level keeps is there again after waking, and what it gives up is not."""
+"""Tests sleep on the simulated NPU: kept contents return after waking up, others do not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_deep_sleep_keeps_buffers_and_what_was_named() -> None:
 
 
 def test_what_was_kept_is_that_of_the_last_sleep() -> None:
-    """A sleep that failed has kept nothing, or a later one would bring it back."""
+    """A sleep that failed must keep no contents, because a later restore would write them back."""
     pool = Pool(0)
     with pool.in_use():
         weights, freed = torch.full((1000,), 1.0, device=CARD), torch.ones(1000, device=CARD)

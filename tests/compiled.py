@@ -1,0 +1,82 @@
+"""Compiles the C++ programs of tests, once for each content: results are kept by a hash of everything they depend on.
+
+The cache is the user's, so a fresh clone finds what another one has compiled. It holds results of the tests alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCH = Path(torch.__file__).parent
+TORCH_INCLUDES = ("-isystem", f"{TORCH}/include", "-isystem", f"{TORCH}/include/torch/csrc/api/include")
+TORCH_LIBRARIES = (f"-L{TORCH}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH}/lib")
+
+
+@cache
+def compiler() -> tuple[str, ...]:
+    """Returns the compiler's command: $CXX, or the first one that is installed."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for name in chosen[:1] or ("g++", "c++", "clang++"):
+        if found := shutil.which(name):
+            return (found, *chosen[1:])
+    raise AssertionError("install a C++ compiler, or name one by CXX")
+
+
+@cache
+def is_clang(command: tuple[str, ...]) -> bool:
+    return "clang" in version(command)
+
+
+@cache
+def version(command: tuple[str, ...]) -> str:
+    return subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def build(
+    name: str, arguments: Sequence[str | Path], depends: Iterable[Path], command: tuple[str, ...] | None = None
+) -> Path:
+    """Returns the file that the compiler makes of `arguments`, from the cache where there is one.
+
+    `depends` are the files and folders whose content decides the result, included ones too.
+    """
+    command = compiler() if command is None else command
+    given = [*command, *map(str, arguments)]
+    state = hashlib.sha256("\0".join([version(command), torch.__version__, str(TORCH), *given]).encode())
+    for path in sorted(_files(depends)):
+        state.update(path.name.encode() + b"\0" + path.read_bytes())
+    folder = _cache() / f"{name}-{state.hexdigest()[:24]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    result = folder / name
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time, also between processes
+        if not result.is_file():
+            partial = result.with_suffix(".partial")
+            done = subprocess.run(
+                [*given, "-o", str(partial)], cwd=folder, capture_output=True, text=True, timeout=1500, check=False
+            )
+            assert done.returncode == 0, done.stderr[-4000:]
+            partial.replace(result)
+    return result
+
+
+def _files(depends: Iterable[Path]) -> set[Path]:
+    found = set()
+    for path in depends:
+        found |= {file for file in path.iterdir() if file.is_file()} if path.is_dir() else {path}
+    return found
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home, "vllm-backplane-tests")

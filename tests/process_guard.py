@@ -1,0 +1,55 @@
+"""Keeps the fast tests fast: a unit test that starts a process without the marker for it fails.
+
+`make check` deselects tests by marker (`slow` in the Makefile). A test without its marker would slow the command
+down unnoticed. Python announces every start of a process to audit hooks, and the hook here remembers it for the test
+that runs at that time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SLOW = frozenset({"process", "compiler", "download", "models", "server", "exhaustive"})
+EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
+HELPERS = ("ldconfig", "gcc", "cc", "ld", "objdump", "lscpu", "uname")
+"""Programs that Python's and PyTorch's own modules start when they are imported, to find libraries and processors."""
+
+_started: list[str] | None = None
+"""Processes that the running test has started; None while no fast test runs."""
+
+
+def _audit(event: str, arguments: tuple[object, ...]) -> None:
+    if _started is not None and event in EVENTS:
+        program = str(arguments[0]) if arguments else event
+        if Path(program.split()[0] if program.split() else program).name not in HELPERS:
+            _started.append(f"{event}: {program}")
+
+
+sys.addaudithook(_audit)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Fixtures count too: what a test needs is part of what it costs."""
+    global _started
+    is_fast = "unit" in item.path.parts and not SLOW & {mark.name for mark in item.iter_markers()}
+    _started = [] if is_fast else None
+    try:
+        return (yield)  # type: ignore[return-value]
+    finally:
+        _started = None
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    yield
+    if _started:
+        pytest.fail(
+            f"this unit test starts processes ({'; '.join(sorted(set(_started)))}) and is not marked for it; add "
+            "@pytest.mark.process, or the marker that fits (pyproject.toml lists them)",
+            pytrace=False,
+        )

@@ -1,0 +1,78 @@
+"""Tests that layers of an adapter which the model lacks are reported, also if only some layers can take an adapter."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.models.utils import PPMissingLayer
+
+from vllm_backplane.lora.validation import mismatches
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = torch.nn.ModuleDict({"qkv_proj": torch.nn.Identity(), "o_proj": torch.nn.Identity()})
+
+
+def stage(first: int, last: int) -> torch.nn.Module:
+    """Returns one pipeline stage of a model of four layers, with vLLM's placeholders for the layers of other stages."""
+    layers = [Layer() if first <= place <= last else PPMissingLayer() for place in range(4)]
+    ends = {"embed_tokens": PPMissingLayer() if first else torch.nn.Identity()}
+    return torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers), **ends})})
+
+
+def reported(
+    model: torch.nn.Module, name: str, *, stages: int = 1, chosen: Any = None, pooling: bool = False
+) -> list[str]:
+    """Returns the mismatches of an adapter for layer `name`. Only one layer of the model can take an adapter."""
+    held = "model.layers.1.self_attn.qkv_proj"
+    manager: Any = SimpleNamespace(
+        model=model,
+        modules={held: SimpleNamespace(base_layer=None)},
+        lora_config=SimpleNamespace(target_modules=chosen),
+        is_pooling_model=pooling,
+    )
+    adapter: Any = SimpleNamespace(loras={held: None, name: None})
+    parallel: Any = SimpleNamespace(pipeline_parallel_size=stages)
+    return list(mismatches(manager, adapter, 8, parallel))
+
+
+O_PROJ = "model.layers.{}.self_attn.o_proj"
+DEEPER = O_PROJ.format(4)
+QUERY = "model.layers.1.self_attn.query"
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "more"),
+    [
+        (stage(0, 3), DEEPER, {}),
+        (stage(0, 1), DEEPER, {"stages": 2}),
+        (stage(2, 3), DEEPER, {"stages": 2}),
+        (stage(0, 3), DEEPER, {"chosen": ["qkv_proj"]}),
+        (stage(2, 3), DEEPER, {"stages": 2, "chosen": ["qkv_proj"]}),
+        (stage(0, 1), QUERY, {"stages": 2}),
+        (stage(0, 3), "transformer.h.1.attn", {"chosen": ["qkv_proj"]}),
+        (stage(0, 3), "layers.4.self_attn.o_proj", {"chosen": ["qkv_proj"], "pooling": True}),
+    ],
+)
+def test_what_the_model_has_nowhere_is_told(model: torch.nn.Module, name: str, more: Any) -> None:
+    assert reported(model, name, **more) == [f"the model has no layer {name!r} that takes an adapter"]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "more"),
+    [
+        (stage(0, 1), O_PROJ.format(3), {"stages": 2}),
+        (stage(2, 3), "model.embed_tokens", {"stages": 2}),
+        (stage(0, 3), O_PROJ.format(3), {"chosen": ["qkv_proj"]}),
+        (stage(0, 3), "model.layers.3.self_attn.q_proj", {"chosen": ["o_proj"]}),
+        (stage(0, 1), O_PROJ.format(3), {"stages": 2, "chosen": ["qkv_proj"]}),
+        (stage(0, 3), "layers.3.self_attn.o_proj", {"chosen": ["qkv_proj"], "pooling": True}),
+    ],
+)
+def test_what_another_stage_has_or_the_user_left_out_is_not(model: torch.nn.Module, name: str, more: Any) -> None:
+    assert reported(model, name, **more) == []
