@@ -128,7 +128,7 @@ e2e: $(plugin) $(tools) $(suffix)  ## Run the tests that start engines and serve
 .PHONY: docs
 docs: $(plugin) $(docs)  ## Build the documentation site into build/site
 	@$(bin)/python docs/generate.py
-	$(bin)/mkdocs build --strict --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict --site-dir build/site
 
 .PHONY: dist
 dist: $(plugin)  ## Build the source distributions, and the wheel of vllm-patchbay, into dist/

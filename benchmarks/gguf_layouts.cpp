@@ -1,9 +1,9 @@
-// Products of GGUF's blocks as they lie in the file, with the dot-product instructions of ARMv8.2.
+// Multiplies by GGUF blocks as they lie in the file, with the dot-product instructions of ARMv8.2.
 //
-// What `quantized_linear` is held against by gguf_layouts.py, which builds this file; nothing is served with it. The
-// input is rounded as csrc/cpu/quantize_rows.cpp does it, so results agree to the rounding of float32. Four rows of x
-// share the decoding of a block. Types with one scale per block go four features at a time: x is loaded once for them,
-// and their sums become one vector. A block of the K-types has so many groups of its own that their sums fill vectors.
+// gguf_layouts.py builds this file and compares `quantized_linear` with it; it is not used for serving. The input is
+// rounded as in csrc/cpu/quantize_rows.cpp, so results agree up to float32 rounding. Four rows of x share the decoding
+// of a block. Types with one scale per block are processed four features at a time: x is loaded once for them, and
+// their sums become one vector. A block of the K-types has so many groups that their sums fill vectors.
 
 #include <arm_neon.h>
 
@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int64_t kAhead = 2048;  // bytes that are asked for before they are used
+constexpr int64_t kAhead = 2048;  // prefetch distance in bytes
 constexpr float kSmallest = 0x1p-100f;
 constexpr float kToInteger = 0x1.8p23f;
 constexpr int32_t kToIntegerBits = 0x4b400000;
@@ -26,8 +26,8 @@ constexpr int32_t kToIntegerBits = 0x4b400000;
 struct Input {
   int64_t groups, stride;
   int8_t* codes;
-  float *scales, *counted;  // counted: scale * sum of codes, what an offset is multiplied by
-  int32_t* biases;          // what is added to sums of products: less the sum of codes * the code that stands for zero
+  float *scales, *counted;  // counted: scale * sum of codes, which an offset is multiplied by
+  int32_t* biases;          // added to sums of products: minus the sum of codes times the zero point
 };
 
 template <int Group>
@@ -77,18 +77,18 @@ INLINE int32x4_t totals(int32x4_t a, int32x4_t b, int32x4_t c, int32x4_t d) {
   return vpaddq_s32(vpaddq_s32(a, b), vpaddq_s32(c, d));
 }
 
-// A zero that the compiler does not copy from another register: made anew it takes less of the vector units.
+// The asm keeps the compiler from copying a zero from another register: setting it anew uses less of the vector units.
 INLINE int32x4_t dot(int8x16_t a, int8x16_t x) {
   int32x4_t zero;
   __asm__ volatile("movi %0.4s, #0" : "=w"(zero));
   return vdotq_s32(zero, a, x);
 }
 
-// An integer of less than 23 bits that was added to the bits of kToInteger becomes a float by a subtraction, which
-// takes a quarter of the time of the instruction that converts.
+// Converts an integer of less than 23 bits that was added to the bits of kToInteger to a float by a subtraction, which
+// takes a quarter of the time of the conversion instruction.
 INLINE float32x4_t number(int32x4_t v) { return vsubq_f32(vreinterpretq_f32_s32(v), vdupq_n_f32(kToInteger)); }
 
-// Four of sixteen bytes, from the byte `first` on, as numbers.
+// Converts four of sixteen bytes, from the byte `first` on, to floats.
 INLINE float32x4_t numbers(uint8x16_t bytes, int first, float zero) {
   const uint32_t at = 0xffffff00;
   const uint32x4_t places = {at + first, at + first + 1, at + first + 2, at + first + 3};
@@ -100,7 +100,7 @@ INLINE float32x4_t numbers(uint8x16_t bytes, int first, float zero) {
 INLINE int8x16_t low_nibbles(uint8x16_t v) { return vreinterpretq_s8_u8(vandq_u8(v, vdupq_n_u8(15))); }
 INLINE int8x16_t high_nibbles(uint8x16_t v) { return vreinterpretq_s8_u8(vshrq_n_u8(v, 4)); }
 
-// Types of 32 weights and one scale: kBytes of a block, the code that stands for zero, and the codes in two vectors.
+// Types with 32 weights and one scale: the bytes of a block, the code of zero, and the codes in two vectors.
 
 struct Q8_0 {
   static constexpr int kBytes = 34, kZero = 0;
@@ -131,7 +131,7 @@ struct IQ4_NL {
   }
 };
 
-// Four features by Rows. A type with one scale per block.
+// Multiplies four features by Rows, for a type with one scale per block.
 template <class Type>
 struct Plain {
   static constexpr int kBytes = Type::kBytes, kWeights = 32, kGroup = 32, kZero = Type::kZero, kFeatures = 4;
@@ -143,7 +143,7 @@ struct Plain {
     int64_t b = 0;
     for (; b + 2 <= x.groups; b += 2) {
       const int64_t place = b * kBytes;
-      // In the order of memory, not of use: what is read here is the next four features.
+      // In memory order, not in order of use: this prefetches the next four features.
       const uint8_t* ahead = weights + 4 * row_bytes + 4 * place;
       if (row == 0)
         for (int line = 0; line < 4 * 2 * kBytes; line += 64) __builtin_prefetch(ahead + line, 0, 2);
@@ -168,7 +168,7 @@ struct Plain {
       Type::decode(at + f * row_bytes, first, second);
       for (int r = 0; r < Rows; ++r) dots[r][f] = vdotq_s32(dot(first, given[r][0]), second, given[r][1]);
     }
-    // Put together by the integer unit, which has nothing else to do.
+    // Assembled by the integer unit, which is otherwise idle.
     const uint64_t bits = half_at(at) | half_at(at + row_bytes) << 16 | half_at(at + 2 * row_bytes) << 32 |
                           half_at(at + 3 * row_bytes) << 48;
     const float32x4_t scales = vcvt_f32_f16(vreinterpret_f16_u64(vcreate_u64(bits)));
@@ -181,7 +181,7 @@ struct Plain {
   }
 };
 
-// One feature by Rows.
+// Multiplies one feature by Rows.
 struct Q4_K {
   static constexpr int kBytes = 144, kWeights = 256, kGroup = 32, kZero = 0, kFeatures = 1;
 
@@ -235,7 +235,7 @@ struct Q4_K {
   }
 };
 
-// One feature by Rows.
+// Multiplies one feature by Rows.
 struct Q6_K {
   static constexpr int kBytes = 210, kWeights = 256, kGroup = 16, kZero = 32, kFeatures = 1;
 
@@ -251,7 +251,7 @@ struct Q6_K {
         for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(at + kAhead + line, 0, 2);
       const float scale = number_at(at + 208);
       float32x4_t sums[Rows] = {};
-      const uint8x16_t all_scales = veorq_u8(vld1q_u8(at + 192), vdupq_n_u8(128));  // signed ones, and 128
+      const uint8x16_t all_scales = veorq_u8(vld1q_u8(at + 192), vdupq_n_u8(128));  // signed scales, plus 128
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         const uint8_t *low = at + half * 64, *high = at + 128 + half * 32;
@@ -290,7 +290,8 @@ struct Q6_K {
   }
 };
 
-// Each of `copies` weights of n features, one behind the other, by the same rows; the results overwrite each other.
+// Multiplies the same rows by each of `copies` weights of n features, one after the other; the results overwrite each
+// other.
 template <class Type>
 void multiply(const float* x, int64_t rows, const uint8_t* weights, int64_t copies, int64_t n, int64_t k, float* out) {
   const int64_t row_bytes = k / Type::kWeights * Type::kBytes;
@@ -302,7 +303,7 @@ void multiply(const float* x, int64_t rows, const uint8_t* weights, int64_t copi
   for (int64_t copy = 0; copy < copies; ++copy) {
     round_rows<Type::kGroup>(x, rows, k, Type::kZero, input);
     const uint8_t* weight = weights + copy * n * row_bytes;
-    // Few features stay in the first cache for all rows.
+    // A few features stay in the L1 cache for all rows.
     for (int64_t f = 0; f < n; f += Type::kFeatures) {
       const uint8_t* at = weight + f * row_bytes;
       int64_t row = 0;

@@ -42,7 +42,7 @@ def table(processes: list[memory.ProcessMemory]) -> str:
     lines = ["| MiB | " + " | ".join(name for name, *_ in columns) + " |", "| --- |" + " ---: |" * len(columns)]
     rows = {part: [parts[part] for _, parts, _ in columns] for part in memory.PARTS}
     rows["all"] = [sum(parts.values()) for _, parts, _ in columns]
-    rows["of which shared with others"] = [shared for *_, shared in columns]
+    rows["shared with others, included above"] = [shared for *_, shared in columns]
     lines += [f"| {name} | " + " | ".join(f"{value / MIB:,.0f}" for value in row) + " |" for name, row in rows.items()]
     return "\n".join(lines)
 

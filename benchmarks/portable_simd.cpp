@@ -1,10 +1,11 @@
-// What a portable SIMD library would give the kernels' arithmetic: Highway beside the compiler's vector types (simd.h).
+// Compares the speed of the kernels' arithmetic in a portable SIMD library, Highway, with the compiler's vector types
+// (simd.h).
 //
 //   apt-get install libhwy-dev
 //   torch=$(python -c "import torch, pathlib; print(pathlib.Path(torch.__file__).parent / 'include')")
 //   g++ -std=c++20 -O3 -march=native -I csrc/cpu -isystem $torch benchmarks/portable_simd.cpp -o /tmp/portable_simd && /tmp/portable_simd
 //
-// Vectors of the architecture's base (four floats), one thread, operands in the first cache.
+// It uses vectors of the architecture's base (four floats), one thread, and operands in the L1 cache.
 
 #include <hwy/contrib/math/math-inl.h>
 #include <hwy/highway.h>

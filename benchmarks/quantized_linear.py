@@ -140,7 +140,7 @@ if torch.backends.kleidiai.is_available():
 
 
 class Limits:
-    """Measures the machine's limits, anew for every line, because other load changes them."""
+    """Measures the machine's limits again for every line, because other load changes them."""
 
     def __init__(self, threads: int, clock: Callable[[], float]) -> None:
         self.threads, self.clock = threads, clock

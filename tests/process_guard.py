@@ -15,7 +15,7 @@ import pytest
 
 SLOW = frozenset({"process", "compiler", "download", "models", "server", "exhaustive"})
 EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
-HELPERS = ("ldconfig", "gcc", "cc", "ld", "objdump", "lscpu", "uname")
+HELPERS = ("ldconfig", "gcc", "cc", "ld", "objdump", "lscpu", "uname", "file")
 """Programs that Python's and PyTorch's own modules start when they are imported, to find libraries and processors."""
 
 _started: list[str] | None = None

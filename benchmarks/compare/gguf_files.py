@@ -1,8 +1,8 @@
 """Writes GGUF files with the same weights that the other engines load.
 
 Every matrix has the one type that the file is named for, including the embedding. `llama-quantize` by default keeps the
-embedding in six bits, so llama.cpp reads slightly less here than usual. Vectors stay float32, as llama.cpp requires. The
-`gguf` package writes the types of `WRITTEN`, and `llama-quantize` the others.
+embedding in six bits, so llama.cpp reads slightly less here than usual. Vectors stay float32, as llama.cpp requires.
+The `gguf` package writes the types of `WRITTEN`, and `llama-quantize` the others.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def describe() -> dict[str, object]:
 
 
 def _arm_name(cpuinfo: str) -> str:
-    """Returns the name of an ARM processor, of which Linux reports only a number."""
+    """Returns the name of an ARM processor. Linux reports only its part number."""
     part = _field(cpuinfo, "CPU part")
     return ARM_PARTS.get(part, part)
 

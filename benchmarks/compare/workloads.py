@@ -64,7 +64,7 @@ def workloads(sequences: tuple[int, ...], prompts: tuple[int, ...], contexts: tu
     return (
         Workload(
             "decode",
-            f"Decode, tokens/s over all sequences (prompts of {DECODE_PROMPT}, {DECODE_ANSWER} tokens each)",
+            f"Decode, tokens/s over all sequences (prompts of {DECODE_PROMPT}, {DECODE_OUTPUT} tokens each)",
             GENERATE,
             tuple(
                 Point(f"{n} sequence{'s' * (n > 1)}", "decode", "tokens/s", n, DECODE_PROMPT, DECODE_OUTPUT)
@@ -79,7 +79,7 @@ def workloads(sequences: tuple[int, ...], prompts: tuple[int, ...], contexts: tu
         ),
         Workload(
             "context",
-            "Decode by context length, ms per token of one sequence",
+            "Growth with context: ms per decoded token, one sequence",
             GENERATE,
             tuple(
                 Point(f"context {n}", "step", "ms", 1, n - CONTEXT_OUTPUT, CONTEXT_OUTPUT) for n in contexts
@@ -88,7 +88,7 @@ def workloads(sequences: tuple[int, ...], prompts: tuple[int, ...], contexts: tu
         ),
         Workload(
             "serve",
-            f"Over HTTP (`vllm bench serve`; at most {SLOTS} requests at once, prompts of 128 tokens, 64 output tokens)",
+            f"Over HTTP (`vllm bench serve`; at most {SLOTS} requests at once, prompts of 128, 64 tokens each)",
             SERVE,
             (
                 Point(f"{SLOTS} at a time", "output_throughput", "tokens/s", SLOTS, 128, 64, requests=2 * SLOTS),
@@ -100,7 +100,7 @@ def workloads(sequences: tuple[int, ...], prompts: tuple[int, ...], contexts: tu
         ),
         Workload(
             "startup",
-            "From the start of the server to its first token, s, files in the page cache",
+            "From starting the server to its first token, s, files in the page cache",
             STARTUP,
             (Point("start-up", "first_token", "s", 1, 16, 4),),
             lower_is_better=True,
@@ -120,11 +120,11 @@ FULL = workloads((1, 4, 16, 64), (128, 1024), (128, 512, 2048, 8192))
 QUICK = workloads((1, 16), (128,), (128, 1024))
 BY_FORMAT = Workload(
     "formats",
-    f"GGUF formats: decode (prompts of {DECODE_PROMPT}, {DECODE_ANSWER} tokens each) and prefill, tokens/s",
+    f"GGUF formats: decode (prompts of {DECODE_PROMPT}, {DECODE_OUTPUT} tokens each) and prefill, tokens/s",
     FORMATS,
     (
-        Point("1 sequence", "decode", "tokens/s", 1, DECODE_PROMPT, DECODE_ANSWER),
-        Point("16 sequences", "decode", "tokens/s", 16, DECODE_PROMPT, DECODE_ANSWER),
+        Point("1 sequence", "decode", "tokens/s", 1, DECODE_PROMPT, DECODE_OUTPUT),
+        Point("16 sequences", "decode", "tokens/s", 16, DECODE_PROMPT, DECODE_OUTPUT),
         Point("prompt of 1024", "prefill", "tokens/s", 1, 1024, 1),
     ),
 )

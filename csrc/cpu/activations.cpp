@@ -6,9 +6,9 @@
 #include <limits>
 
 #include "activations.h"
-#include "each.h"
 #include "isa.h"
 #include "rows.h"
+#include "unroll.h"
 #include "vector_math.h"
 
 namespace backplane::cpu {
@@ -103,10 +103,10 @@ struct GatedRow {
     // A formula is a chain of dependent operations; four independent chains keep the units busy.
     for (; i + 4 * W <= n; i += 4 * W) {
       Floats<W> result[4];
-      each<4>(BACKPLANE_EACH(v) {
+      unroll<4>(BACKPLANE_UNROLL(v) {
         result[v] = Formula::template apply<W>(read<W>(x + i + v * W), read<W>(up + i + v * W), numbers);
       });
-      each<4>(BACKPLANE_EACH(v) { write<W>(out + i + v * W, result[v]); });
+      unroll<4>(BACKPLANE_UNROLL(v) { write<W>(out + i + v * W, result[v]); });
     }
     for (; i + W <= n; i += W)
       write<W>(out + i, Formula::template apply<W>(read<W>(x + i), read<W>(up + i), numbers));

@@ -6,7 +6,7 @@
 // to kFewQueries queries would leave most lanes idle; then keys are the lanes of the softmax, and dot products end with
 // a reduction.
 
-#include "attention_products.h"
+#include "attention_gemm.h"
 #include "attention_softmax.h"
 #include "fp8.h"
 
@@ -133,9 +133,9 @@ BACKPLANE_INLINE void mix(const float* weights, int64_t stride, const float* val
                           int64_t width, float* mixed) {
   int64_t d = 0;
   for (; d + 4 * W <= width; d += 4 * W)
-    product_block<W, M, 4, true, Along::steps>(weights, stride, values + d, step, mixed + d, width, count);
+    gemm_block<W, M, 4, true, Along::steps>(weights, stride, values + d, step, mixed + d, width, count);
   for (; d < width; d += W)
-    product_block<W, M, 1, true, Along::steps>(weights, stride, values + d, step, mixed + d, width, count);
+    gemm_block<W, M, 1, true, Along::steps>(weights, stride, values + d, step, mixed + d, width, count);
 }
 
 inline bool all_finite(const float* values, int64_t step, int64_t count, int64_t width) {
@@ -416,7 +416,7 @@ struct AttendItem {
       low = low / kLanes * kLanes;
       const int64_t high_lanes = padded(high, kLanes);
       gemm<W, false, Along::steps>(keys, width, count, by_dimension + low, lanes, high_lanes - low, scores + low,
-                                      lanes, width);
+                                   lanes, width);
       weigh_by_query<W>(layer, state, low, high_lanes, first, seen, scores, lanes);
       for (int64_t m = low; m < high; ++m) {
         if (state.factor[m] == 1.0f) continue;
@@ -425,7 +425,7 @@ struct AttendItem {
       }
       if (is_seen_by_all(state, low, high_lanes, first, seen) || all_finite(values, value_width, count, value_width))
         gemm<W, true, Along::rows>(scores + low, lanes, high - low, values, value_width, value_width,
-                                      mixed + low * value_width, value_width, count);
+                                   mixed + low * value_width, value_width, count);
       else
         for (int64_t m = low; m < high; ++m)
           mix_seen(state, m, first, count, scores + m, lanes, values, value_width, value_width,

@@ -71,7 +71,7 @@ struct WidenBlock {
     for (int64_t i = 0; i < k; ++i) {
       Floats<W> columns[V];
       read_columns<W, V>(from + i * (V * W), columns);
-      each<V>(BACKPLANE_EACH(v) { store<W>(to + (i * V + v) * W, columns[v]); });
+      unroll<V>(BACKPLANE_UNROLL(v) { store<W>(to + (i * V + v) * W, columns[v]); });
     }
   }
 };
@@ -115,14 +115,14 @@ struct Rearrange {
     static_assert(kPanelRows == 6);
     constexpr std::make_integer_sequence<int, W> lanes;
     Floats<W> pairs[3];
-    each<3>(BACKPLANE_EACH(p) {
+    unroll<3>(BACKPLANE_UNROLL(p) {
       Shorts<W> even, odd;
       std::memcpy(&even, from + 2 * p * k, sizeof even);
       std::memcpy(&odd, from + (2 * p + 1) * k, sizeof odd);
       pairs[p] = bits_as<Floats<W>>(Words<W>(__builtin_convertvector(even, Words<W>) |
                                              __builtin_convertvector(odd, Words<W>) << 16));
     });
-    each<3>(BACKPLANE_EACH(p) {
+    unroll<3>(BACKPLANE_UNROLL(p) {
       const Words<W> words = in_turn<W, p>(pairs, lanes);
       store<W>(to + 2 * p * W, unpaired<W, T, 0>(words, lanes));
       store<W>(to + (2 * p + 1) * W, unpaired<W, T, 1>(words, lanes));

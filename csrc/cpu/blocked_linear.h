@@ -9,8 +9,8 @@
 
 #include <type_traits>
 
-#include "each.h"
 #include "isa.h"
+#include "unroll.h"
 
 namespace backplane::cpu {
 
@@ -49,9 +49,9 @@ constexpr int64_t kBytesAhead = 8 << 10;
 template <int W, int V, class T>
 BACKPLANE_INLINE void read_columns(const T* from, Floats<W>* to) {
   if constexpr (std::is_same_v<T, float>) {
-    each<V>(BACKPLANE_EACH(v) { to[v] = load<W>(from + v * W); });
+    unroll<V>(BACKPLANE_UNROLL(v) { to[v] = load<W>(from + v * W); });
   } else {
-    each<V / 2>(BACKPLANE_EACH(pair) {
+    unroll<V / 2>(BACKPLANE_UNROLL(pair) {
       Words<W> bits;
       std::memcpy(&bits, from + pair * 2 * W, sizeof bits);
       if constexpr (std::is_same_v<T, c10::BFloat16>) {
@@ -105,30 +105,30 @@ struct BlockProduct {
       // their own.
       constexpr int Steps = Rows * V >= 8 ? 1 : Rows * V >= 4 ? 2 : 4;
       Floats<W> sums[Steps * Rows * V];
-      each<Steps * Rows * V>(BACKPLANE_EACH(i) { sums[i] = Floats<W>{}; });
+      unroll<Steps * Rows * V>(BACKPLANE_UNROLL(i) { sums[i] = Floats<W>{}; });
       int64_t i = 0;
       // Where a multiply-add can take its factor from any lane of a register, one load reads four numbers of a row.
       if constexpr (kHasFactors && !Rearranged)
         for (; i + 4 <= k; i += 4) {
           Factors numbers[Rows];
-          each<Rows>(BACKPLANE_EACH(r) { numbers[r] = load_factors(x + r * x_stride + i); });
-          each<4>(BACKPLANE_EACH(s) {
+          unroll<Rows>(BACKPLANE_UNROLL(r) { numbers[r] = load_factors(x + r * x_stride + i); });
+          unroll<4>(BACKPLANE_UNROLL(s) {
             Floats<W> weights[V];
             read_step<W>(block, block_stride, i + s, weights);
-            each<Rows * V>(BACKPLANE_EACH(j) {
+            unroll<Rows * V>(BACKPLANE_UNROLL(j) {
               Floats<W>& sum = sums[s % Steps * Rows * V + j];
               sum = add_product<s>(sum, weights[j % V], numbers[j / V]);
             });
           });
         }
       for (; i + Steps <= k; i += Steps)
-        each<Steps>(BACKPLANE_EACH(s) { step<W, s * Rows * V>(x, x_stride, i + s, block, block_stride, sums); });
+        unroll<Steps>(BACKPLANE_UNROLL(s) { step<W, s * Rows * V>(x, x_stride, i + s, block, block_stride, sums); });
       for (; i < k; ++i) step<W, 0>(x, x_stride, i, block, block_stride, sums);
-      each<Rows * V>(BACKPLANE_EACH(j) {
-        each<Steps - 1>(BACKPLANE_EACH(s) { sums[j] += sums[(s + 1) * Rows * V + j]; });
+      unroll<Rows * V>(BACKPLANE_UNROLL(j) {
+        unroll<Steps - 1>(BACKPLANE_UNROLL(s) { sums[j] += sums[(s + 1) * Rows * V + j]; });
       });
-      if constexpr (kMixed<W, T>) each<Rows * V / 2>(BACKPLANE_EACH(pair) { put_in_order(sums + 2 * pair); });
-      each<Rows * V>(BACKPLANE_EACH(j) {
+      if constexpr (kMixed<W, T>) unroll<Rows * V / 2>(BACKPLANE_UNROLL(pair) { put_in_order(sums + 2 * pair); });
+      unroll<Rows * V>(BACKPLANE_UNROLL(j) {
         store<W>(tile + j * W, more ? load<W>(tile + j * W) + sums[j] : sums[j]);
       });
     } else {
@@ -145,10 +145,10 @@ struct BlockProduct {
     // only ARM has in blocks, is slower with software prefetch (Neoverse-N1).
     if constexpr (!Rearranged && !(Rows == 1 && std::is_same_v<T, float>))
       __builtin_prefetch(block + i * (V * W) + kBytesAhead / sizeof(T));
-    each<Blocks>(BACKPLANE_EACH(b) {
+    unroll<Blocks>(BACKPLANE_UNROLL(b) {
       const T* from = block + b * block_stride + i * (Vectors * W);
       if constexpr (kMixed<W, T>)
-        each<Vectors / 2>(BACKPLANE_EACH(pair) { read_mixed(from + pair * 2 * W, to + b * Vectors + 2 * pair); });
+        unroll<Vectors / 2>(BACKPLANE_UNROLL(pair) { read_mixed(from + pair * 2 * W, to + b * Vectors + 2 * pair); });
       else
         read_columns<W, Vectors>(from, to + b * Vectors);
     });
@@ -162,7 +162,7 @@ struct BlockProduct {
     read_step<W>(block, block_stride, i, weights);
     if constexpr (kHasFactors && Rearranged && Rows >= 4) {
       const Factors front = load_factors(x + i * Rows), back = load_factors(x + i * Rows + Rows - 4);
-      each<Rows * V>(BACKPLANE_EACH(j) {
+      unroll<Rows * V>(BACKPLANE_UNROLL(j) {
         constexpr int r = j / V;
         Floats<W>& sum = sums[First + j];
         if constexpr (r < 4) sum = add_product<r>(sum, weights[j % V], front);
@@ -170,10 +170,10 @@ struct BlockProduct {
       });
       return;
     }
-    each<Rows>(BACKPLANE_EACH(r) {
+    unroll<Rows>(BACKPLANE_UNROLL(r) {
       const float value = Rearranged ? x[i * Rows + r] : x[r * x_stride + i];
       // A scalar times a vector compiles to a broadcast from memory; GCC needs more instructions for all<W>(value).
-      each<V>(BACKPLANE_EACH(v) { sums[First + r * V + v] += value * weights[v]; });
+      unroll<V>(BACKPLANE_UNROLL(v) { sums[First + r * V + v] += value * weights[v]; });
     });
   }
 };

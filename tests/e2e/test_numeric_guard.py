@@ -136,7 +136,7 @@ def test_flipped_bits_are_reported_where_they_make_infinities(runs: dict[str, Ru
 
 def test_a_corrupted_copy_is_reported_as_a_copy(runs: dict[str, Run]) -> None:
     assert "error" in runs["copy"].result
-    assert re.search(r"card 0: copy 'copy_h2d' \(number \d+ .*arrived other than they were sent", runs["copy"].log)
+    assert re.search(r"card 0: copy 'copy_h2d' \(number \d+ .*bytes differ from their source", runs["copy"].log)
     assert "NumericFault" not in runs["copy"].log
 
 

@@ -21,8 +21,8 @@ def test_an_engine_runs_with_it(tmp_path: Path) -> None:
     path = tmp_path / "mistral.gguf"
     model = replace(gguf_models.MISTRAL, types=(gguf_models.Type.F16,)).write(path)
     work = batch([PROMPT], greedy(4, logprobs=0))
-    asked = job(path, work, skip_tokenizer_init=True, max_num_batched_tokens=64, dtype="auto")
-    (result,), log = try_engines(tmp_path, [asked], {"BACKPLANE_CACHE": str(tmp_path / "cache")})
+    engine_job = job(path, work, skip_tokenizer_init=True, max_num_batched_tokens=64, dtype="auto")
+    (result,), log = try_engines(tmp_path, [engine_job], {"BACKPLANE_CACHE": str(tmp_path / "cache")})
     assert "error" not in result, result["error"]
     insist_on_backplane(result)
     assert result["dtype"] == "torch.float16", "what the file holds"

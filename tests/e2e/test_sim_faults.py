@@ -144,7 +144,7 @@ def test_a_hang_of_one_card_at_the_start_ends_it(runs: dict[str, Run]) -> None:
 def test_a_fault_that_cannot_be_understood_is_refused(runs: dict[str, Run]) -> None:
     run = runs["no fault that there is"]
     assert "error" in run.result
-    assert "'melt' is no kind of fault; there are oom, fail, hang, lost, corrupt" in run.log
+    assert "'melt' is not a kind of fault; use one of oom, fail, hang, lost, corrupt" in run.log
 
 
 def test_the_next_start_works(runs: dict[str, Run]) -> None:

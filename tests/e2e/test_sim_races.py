@@ -19,7 +19,7 @@ COUNT = {"ask": "missing_synchronisations"}
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **ASKING}
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
 DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
-MISSING = "backplane sim: a synchronisation is missing: "
+MISSING = "backplane sim: missing synchronisation: "
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_tokens_copied_before_they_are_sampled(reported: tuple[Result, str]) -> 
     told = re.search(
         re.escape(MISSING)
         + r"'copy_d2h' on stream ([1-9]\d*) of card 0 reads bytes 0 to \d+ of the allocation 0x\S+ of "
-        r"card 0, which '\S+' on stream 0 of card 0 writes, .* it may read what was there before\. Record an event on "
+        r"card 0, which '\S+' on stream 0 of card 0 writes, .* it may read the old contents\. Record an event on "
         r"stream 0 of card 0 after '\S+' and let stream \1 of card 0 wait for it",
         log,
     )
@@ -89,7 +89,7 @@ def test_tokens_read_before_they_have_arrived(failing: list[tuple[Result, str]])
     """As an error: the engine ends with it."""
     result, text = failing[1]
     assert "EngineDeadError" in result["error"], result["error"]
-    early = r"the host touched 0x\S+, byte 0 of \d+ in pinned memory that 'copy_d2h' on stream 0 of card 0 writes"
+    early = r"the host accessed 0x\S+, byte 0 of \d+ in pinned memory that 'copy_d2h' on stream 0 of card 0 writes"
     assert MISSING in text, text[-4000:]
     assert re.match(re.escape(MISSING) + early, text[text.index(MISSING) :]), "another one before the mistake"
-    assert re.search(r"AcceleratorError: .*a synchronisation is missing: " + early, text), text[-4000:]
+    assert re.search(r"AcceleratorError: .*missing synchronisation: " + early, text), text[-4000:]

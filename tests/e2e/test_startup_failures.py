@@ -130,7 +130,10 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "group size of weights that are not quantized": (
         {"additional_config": {"backplane": {"quantization_group": 64}}},
-        ("quantization_group is 64 (--additional-config", "add --quantization int8 or int4, or remove it"),
+        (
+            "quantization_group is 64 (--additional-config",
+            "add --quantization int8 or int4, or remove quantization_group",
+        ),
     ),
     "two shares of the memory": (
         {"gpu_memory_utilization": 0.3, "additional_config": {"backplane": {"memory_share": 0.4}}},

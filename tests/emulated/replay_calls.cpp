@@ -1,9 +1,10 @@
-// Makes the calls that record_calls.py wrote with a library of kernels, and compares: the library may be of a processor
-// that this machine is not, where Python and vLLM cannot run but this program can, under an emulator.
+// Repeats the calls that record_calls.py recorded with a library of kernels, and compares the results.
+//
+// The library may be for another processor: under an emulator, Python and vLLM cannot run, but this program can.
 //
 //   replay_calls LIBRARY FOLDER [ISA]
 //
-// Ends with 1 where a result differs. ISA as in csrc/cpu/isa.h; without it the library chooses.
+// Exits with 1 if a result differs. ISA is a level of csrc/cpu/isa.h; without it the library chooses.
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -22,9 +23,9 @@
 
 namespace {
 
-constexpr int kShown = 4;  // differences of an operator
+constexpr int kShown = 4;  // differences shown per operator
 
-// Lists come back untyped; operators want theirs typed.
+// Converts a list to the typed list that the operator requires; loaded lists are untyped.
 c10::IValue as_argument(const c10::IValue& value, const std::string& type) {
   if (value.isList() && type.find("Tensor") != std::string::npos) {
     c10::List<at::Tensor> list;
@@ -40,7 +41,7 @@ c10::IValue as_argument(const c10::IValue& value, const std::string& type) {
   return value;
 }
 
-// What is wrong with a call's results, or nothing.
+// Returns what is wrong with a call's results, or an empty text.
 std::string difference(const std::vector<at::Tensor>& found, c10::ArrayRef<c10::IValue> expected, double rtol,
                        double atol) {
   if (found.size() != expected.size())

@@ -1,41 +1,362 @@
-"""The documentation says what the code says."""
+"""Tests that the documentation matches the code: links, commands, quotations, generated tables, navigation."""
 
 from __future__ import annotations
 
+import argparse
+import functools
+import os
 import re
+import runpy
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import feature_matrix
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "patchbay/README.md", *sorted(DOCS.rglob("*.md"))]
+MOST_WORDS = 1000
 
 
-def test_generated_tables_are_fresh() -> None:
-    run = subprocess.run(
-        [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
-def test_the_example_device_is_as_small_as_the_readme_says() -> None:
+every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """Returns the fenced code blocks of a page."""
+    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [Block(language, text) for language, text in found]
+
+
+def prose(page: Path) -> str:
+    """Returns the text of a page without its fenced code blocks."""
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def spans(page: Path) -> list[str]:
+    """Returns the inline code of a page; a line break inside counts as a space."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(page))]
+
+
+# --- generated text ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def generator() -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "generate.py"))
+
+
+def test_generated_pages_are_current(generator: dict[str, Any]) -> None:
+    stale = []
+    for path in generator["pages"]():
+        name, old = name_of(path), path.read_text()
+        whole = generator["WHOLE_PAGES"].get(name)
+        if old != (whole() if whole else generator["filled"](old, path)):
+            stale.append(name)
+    assert not stale, "run python docs/generate.py"
+
+
+def test_every_generated_block_is_in_some_page(generator: dict[str, Any]) -> None:
+    marked = {block for page in PAGES for block in re.findall(r"<!-- begin ([a-z ]+) -->", page.read_text())}
+    assert marked == set(generator["BLOCKS"])
+
+
+def test_the_example_device_is_as_small_as_the_page_says() -> None:
     source = (ROOT / "examples/minimal_device/minimal_device.py").read_text()
     assert len(source.splitlines()) <= 30
-    assert source.rstrip() in (ROOT / "README.md").read_text()
+    assert source.rstrip() in (DOCS / "chip/first-token.md").read_text()
 
 
-def test_every_linked_file_exists() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-            if not target.startswith(("http://", "https://")):
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+# --- links and navigation ---------------------------------------------------------------------------------------------
+
+
+def links(page: Path) -> Iterator[tuple[str, str]]:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", prose(page)):
+        if not re.match(r"[a-z]+:", target):
+            yield target, anchor
+
+
+@functools.cache
+def anchors(page: Path) -> frozenset[str]:
+    """Returns the anchors that both the site and repository browsers make of a page's headings."""
+    from_site, from_repository = set(), set()
+    for heading in re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+        plain = re.sub(r"[^\w\s-]", "", text)
+        from_site.add(re.sub(r"[-\s]+", "-", plain).strip("-"))
+        from_repository.add(plain.replace(" ", "-"))
+    return frozenset(from_site & from_repository)
+
+
+@every_page
+def test_every_linked_file_exists(page: Path) -> None:
+    for target, anchor in links(page):
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{name_of(page)} links to {target}"
+        assert path.is_relative_to(ROOT), f"{name_of(page)} links to {target}, outside of the repository"
+        if anchor:
+            assert anchor in anchors(path), f"{name_of(page)} links to {target}#{anchor}"
+
+
+def navigated(entries: Any) -> Iterator[str]:
+    for entry in entries:
+        for value in entry.values() if isinstance(entry, dict) else (entry,):
+            yield from (value,) if isinstance(value, str) else navigated(value)
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = list(navigated(config["nav"]))
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+    sections = [next(iter(entry)) for entry in config["nav"]]
+    assert sections[1:4] == ["Serve on a CPU", "Bring up a chip", "Maintain a plugin"]
+
+
+@pytest.mark.process
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed; 'make docs' installs it")
+def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+    built = sorted(tmp_path.rglob("*.html"))
+    assert len(built) > len(list(DOCS.rglob("*.md")))  # and a page for addresses that do not exist
+    loaded = (
+        r"<(?:script|img|iframe)\b[^>]*\bsrc=[\"']?(?:https?:)?//|<link\b[^>]*\brel=\W*(?:stylesheet|preconnect)[^>]*//"
+    )
+    assert [name for name in built if re.search(loaded, name.read_text())] == []
+
+
+def test_the_readme_is_short_and_names_the_test_command() -> None:
+    text = README.read_text()
+    assert len(text.split()) <= MOST_WORDS
+    assert re.search(r"^make test\b", text, flags=re.MULTILINE)
+    tables = re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+    assert all(len(table.splitlines()) <= 2 + 8 for table in tables)
+
+
+# --- files and quotations ---------------------------------------------------------------------------------------------
+
+FOLDERS = sorted(path.name for path in (ROOT / "vllm_backplane").iterdir() if path.is_dir() and path.name[0] != "_")
+NAMED_FILE = re.compile(
+    rf"(?:csrc|tests|vllm_backplane|benchmarks|examples|docs|patchbay|{'|'.join(FOLDERS)})/[\w/.-]+\.\w+"
+)
+
+
+@every_page
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    for span in spans(page):
+        if NAMED_FILE.fullmatch(span):
+            assert (ROOT / span).exists() or (ROOT / "vllm_backplane" / span).exists(), f"{name_of(page)} names {span}"
+
+
+def test_quotations_are_from_the_source() -> None:
+    """A code block whose first line names a file holds lines of that file, one after another."""
+    found = 0
+    for page in PAGES:
+        for block in blocks(page):
+            first, _, quoted = block.text.partition("\n")
+            named = re.fullmatch(r"(?:#|//|/\*) (\S+\.\w+)(?: \*/)?", first)
+            if named is None or not (ROOT / named[1].split("/")[0]).exists():
+                continue
+            found += 1
+            assert quoted.rstrip() in (ROOT / named[1]).read_text(), f"{name_of(page)}: {named[1]} lacks:\n{quoted}"
+    assert found >= 15
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+PROGRAMS = ("vllm-backplane", "vllm-patchbay", "make", "python")
+
+
+class Quoted(NamedTuple):
+    """A command line on a page."""
+
+    page: Path
+    words: tuple[str, ...]
+    is_whole: bool
+    """The command is in a code block, so it has all arguments that it needs."""
+
+    @property
+    def program(self) -> str:
+        return self.words[0]
+
+    def __str__(self) -> str:
+        return f"{name_of(self.page)}: {shlex.join(self.words)}"
+
+
+def commands_of(line: str) -> Iterator[tuple[str, ...]]:
+    """Returns the commands of a shell line that start one of our programs, without variables before them."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:  # the line is not a command
+        return
+    command: list[str] = []
+    for word in [*words, "&&"]:
+        if word in ("&&", "|", ";"):
+            while command and re.fullmatch(r"[A-Z_]+=.*", command[0]):
+                command.pop(0)
+            if command and command[0] in PROGRAMS:
+                yield tuple(command)
+            command = []
+        else:
+            command.append(word)
+
+
+def lines_of(block: Block) -> list[str]:
+    text = re.sub(r"\\\n", " ", block.text)
+    if block.language == "yaml":
+        return re.findall(r"^\s*- run: (.*)$", text, flags=re.MULTILINE)
+    if block.language == "console":
+        return re.findall(r"^\$ (.*)$", text, flags=re.MULTILINE)
+    return text.splitlines() if block.language in ("sh", "bash", "") else []
+
+
+def quoted_commands() -> list[Quoted]:
+    found = []
+    for page in PAGES:
+        for block in blocks(page):
+            found += [Quoted(page, words, True) for line in lines_of(block) for words in commands_of(line)]
+        found += [Quoted(page, words, False) for span in spans(page) for words in commands_of(span)]
+    return found
+
+
+COMMANDS = quoted_commands()
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def flags_of(words: tuple[str, ...]) -> list[str]:
+    return [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+
+
+def check_words(command: Quoted, parser: argparse.ArgumentParser) -> list[str]:
+    """Follows the subcommands of a command line and returns the flags that the last parser does not have."""
+    words = list(command.words[1:])
+    while words and (below := subparsers(parser)):
+        if words[0].startswith("-"):
+            break
+        assert words[0] in below, f"{command}: there is no subcommand {words[0]!r}"
+        parser = below[words.pop(0)]
+    return [flag for flag in flags_of(tuple(words)) if flag not in parser._option_string_actions]
+
+
+@pytest.mark.parametrize("program", ["vllm-backplane", "vllm-patchbay"])
+def test_quoted_commands_have_existing_subcommands_and_flags(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vllm_backplane import cli as backplane
+    from vllm_patchbay import cli as patchbay
+
+    build_parser = {"vllm-backplane": backplane, "vllm-patchbay": patchbay}[program].build_parser
+    mine = [command for command in COMMANDS if command.program == program]
+    assert len(mine) >= 20
+    for command in mine:
+        passed_on = command.words[1:2] == ("serve",)
+        unknown = check_words(command, build_parser())
+        assert passed_on or not unknown, f"{command}: unknown flags {unknown}"
+        if command.is_whole and not passed_on:
+            try:
+                build_parser().parse_args(command.words[1:])
+            except SystemExit:
+                pytest.fail(f"{command}: {capsys.readouterr().err}")
+
+
+def test_flags_that_are_passed_on_are_flags_of_vllm() -> None:
+    from vllm.entrypoints.cli import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from vllm_backplane.cli import build_parser
+
+    parser = FlexibleArgumentParser(prog="vllm")
+    (command_of_vllm,) = serve.cmd_init()
+    command_of_vllm.subparser_init(parser.add_subparsers(dest="subparser"))
+    known = subparsers(parser)["serve"]._option_string_actions
+    serving = [command for command in COMMANDS if command.words[:2] == ("vllm-backplane", "serve")]
+    assert len(serving) >= 20
+    for command in serving:
+        for flag in check_words(command, build_parser()):
+            assert flag.partition(".")[0] in known, f"{command}: {flag}"
+
+
+def test_quoted_make_targets_and_variables_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    mine = [command for command in COMMANDS if command.program == "make"]
+    assert len(mine) >= 20
+    for command in mine:
+        for word in command.words[1:]:
+            name, is_variable, _ = word.partition("=")
+            pattern = rf"^{name} \??:?=" if is_variable else rf"^{re.escape(name)}:"
+            assert re.search(pattern, makefile, flags=re.MULTILINE), f"{command}: {name}"
+
+
+def test_quoted_benchmark_arguments_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks.compare.cli import arguments
+
+    mine = [command for command in COMMANDS if command.words[:2] == ("make", "bench")]
+    for command in mine:
+        for word in command.words[2:]:
+            given = shlex.split(word.removeprefix("ARGS="))
+            if given == ["--help"]:
+                continue
+            try:
+                arguments(given)
+            except SystemExit:
+                pytest.fail(f"{command}: {capsys.readouterr().err}")
+
+
+def test_quoted_programs_exist_and_have_their_flags() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))
+    mine = [command for command in COMMANDS if command.program == "python" and len(command.words) > 1]
+    assert len(mine) >= 20
+    for command in mine:
+        words = [word for word in command.words[1:] if word != "-q"]
+        if words[0] == "-m":
+            module = words[1].replace(".", "/")
+            where = [ROOT / f"{module}.py", ROOT / module, ROOT / "patchbay" / module]
+        elif words[0].startswith("-"):
+            continue  # an option of Python's own
+        else:
+            where = [ROOT / words[0]]
+        assert any(path.exists() for path in where), str(command)
+        if "benchmarks" in words[0] + words[min(1, len(words) - 1)]:
+            for flag in flags_of(tuple(words[1:])):
+                assert flag == "-m" or f'"{flag}"' in sources or flag == "--help", f"{command}: {flag}"
+
+
+# --- features ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_run_has_a_link_or_a_reason() -> None:
-    page = (ROOT / "docs/serve/model-families.md").read_text()
-    table = page.split("## What vLLM locks out or does not run here\n")[1].split("\n## ")[0]
+    page = (DOCS / "serve/model-families.md").read_text()
+    table = page.split("## Not available, and why\n")[1].split("\n## ")[0]
     [head, _, *rows] = [
         [cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines() if line.startswith("|")
     ]
@@ -49,41 +370,14 @@ def test_what_does_not_run_has_a_link_or_a_reason() -> None:
         assert sum(wanted.lower() in what.lower() for what in known) == 1, wanted
     for what, reason, opened, upstream in rows:
         assert reason and re.match(r"(an? )?(hooks?|patch|nothing)\b", opened), what
-        links = re.findall(r"\]\((\S+)\)", upstream)
-        assert links or re.fullmatch(r"none: .{10,}", upstream), what
-        assert all(re.fullmatch(r"https://github\.com/vllm-project/vllm/(issues|pull)/\d+", link) for link in links)
-
-
-def test_every_make_target_in_the_readme_exists() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"`make ([a-z]+)", (ROOT / "README.md").read_text())):
-        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
-
-
-def test_quotations_are_from_the_source() -> None:
-    """A code block whose first line names a file holds lines of that file, one after another."""
-    page = (ROOT / "docs/plug-your-npu.md").read_text()
-    found = 0
-    for block in re.findall(r"^```\w+\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL):
-        first, _, quoted = block.partition("\n")
-        named = re.fullmatch(r"(?:#|//|/\*) (\S+\.\w+)(?: \*/)?", first)
-        if named is None:
-            continue
-        found += 1
-        assert quoted.rstrip() in (ROOT / named[1]).read_text(), f"{named[1]} no longer holds:\n{quoted}"
-    assert found >= 10
-
-
-def test_files_that_the_walk_names_exist() -> None:
-    page = (ROOT / "docs/plug-your-npu.md").read_text()
-    named = set(re.findall(r"`((?:csrc|tests|vllm_backplane|worker)/[\w/.-]+)`", page))
-    assert len(named) >= 10
-    for name in named:
-        assert (ROOT / name).exists() or (ROOT / "vllm_backplane" / name).exists(), name
+        targets = re.findall(r"\]\((\S+)\)", upstream)
+        assert targets or re.fullmatch(r"none: .{10,}", upstream), what
+        assert all(re.fullmatch(r"https://github\.com/vllm-project/vllm/(issues|pull)/\d+", link) for link in targets)
 
 
 def test_the_matrix_has_what_tests_show_and_nothing_else(request: pytest.FixtureRequest) -> None:
-    """As far as tests were collected together with this one; `make test` collects all."""
+    """Compares the record with the marks of the tests that were collected together with this one; `make test` collects
+    all."""
     if request.config.getoption("--features") == feature_matrix.RECORD:
         pytest.skip("features are being recorded")
     recorded = feature_matrix.read(feature_matrix.RECORD)

@@ -132,6 +132,7 @@ assert not gone, gone
 """
 
 
+@pytest.mark.process
 def test_every_override_overrides_something() -> None:
     run = programs.run(programs.command(OVERRIDES), timeout=120)
     assert run.returncode == 0, run.stderr

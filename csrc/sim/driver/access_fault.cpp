@@ -1,3 +1,5 @@
+// Implements the SIGSEGV/SIGBUS handler that explains stray accesses to a card's memory and to pinned memory in use.
+
 #include "access_fault.h"
 
 #include <signal.h>
@@ -16,12 +18,12 @@ namespace {
 
 std::atomic<Driver*> watched{nullptr};
 
-// Ours is installed once per signal and remembers what was there.
+// The handler that was installed before ours, per signal; ours is installed once and remembers it.
 struct Before {
   int signal;
   struct sigaction action;
   std::atomic<bool> known;
-  // Whoever is called after us came later and has us as the one before: it will hand the signal back.
+  // Set if the other handler was installed after ours and calls ours as its predecessor: it will pass the signal back.
   std::atomic<bool> circular;
   std::atomic<bool> entered;
 };
@@ -33,7 +35,7 @@ Before* before_of(int signal) {
   return nullptr;
 }
 
-// Text without malloc, locale or stdio: nothing else is allowed in a handler.
+// Builds a text without malloc, locale or stdio, which a signal handler must not use.
 class Message {
  public:
   Message& operator<<(const char* text) {
@@ -67,7 +69,7 @@ class Message {
   size_t used_ = 0;
 };
 
-void say_where(Message& message, Card& card, uintptr_t address) {
+void describe_address(Message& message, Card& card, uintptr_t address) {
   const Block* const block = card.allocator().table().find_without_lock(address);
   const Segment* const segment = card.allocator().table().segment_at(address);
   if (block && block->is() == BlockState::Used) {
@@ -93,7 +95,7 @@ const char* running_here(const Driver& driver) {
   return name;
 }
 
-// Whether the address was one of a card's.
+// Writes an explanation if the address belongs to a card; returns whether it does.
 bool explain(uintptr_t address) {
   const Driver* const driver = watched.load();
   if (!driver) return false;
@@ -108,14 +110,14 @@ bool explain(uintptr_t address) {
       message << "the launch '" << launch << "' ";
     else
       message << "the host ";
-    message << "touched " << (device ? "the device address " : "memory of a card, seen as a launch sees it, at ");
+    message << "accessed " << (device ? "the device address " : "a card's memory by its kernel address ");
     message.hex(address) << ": ";
-    say_where(message, *card, device ? address : address - static_cast<uintptr_t>(arena.kernel_offset()));
+    describe_address(message, *card, device ? address : address - static_cast<uintptr_t>(arena.kernel_offset()));
     message << ". ";
     if (launch && device)
       message << "A launch must translate device pointers (bpsim_translate) before it uses them.\n";
     else if (launch)
-      message << "It reaches beyond its tensors, or uses one that was freed or put to sleep.\n";
+      message << "It exceeds its tensors, or uses one that was freed or whose pool is suspended.\n";
     else
       message << "The host cannot read or write a card's memory: copy it first (tensor.cpu(), bpsim_copy), or do the "
                  "work in a launch.\n";
@@ -125,10 +127,10 @@ bool explain(uintptr_t address) {
   return false;
 }
 
-// Whether the access was to pinned memory that copies in flight have closed, and may be made now. Who made it is told, and
-// if races are to fail, the card has failed. What is locked and allocated here is not what the host was at: it was using
-// memory that only the user touches.
-bool host_may_go_on(uintptr_t address) {
+// Handles an access to pinned memory that copies in flight have protected: reports it and opens the page, so that the
+// access can be repeated. If races are to fail, the card has failed. Locking and allocating is safe here, because the
+// host was accessing memory that only the user touches, so it holds no lock of the driver or of malloc.
+bool allow_reported_access(uintptr_t address) {
   Driver* const driver = watched.load();
   if (!driver || !driver->races.on()) return false;
   PinnedGuard::Flight copy;
@@ -137,11 +139,11 @@ bool host_may_go_on(uintptr_t address) {
   driver->races.count_host_access();
   const uint64_t card = copy.stream / BPSIM_MAX_STREAMS, stream = copy.stream % BPSIM_MAX_STREAMS;
   Message message;
-  message << "a synchronisation is missing: the host " << (copy.written ? "touched " : "wrote ");
+  message << "missing synchronisation: the host " << (copy.written ? "accessed " : "wrote ");
   message.hex(address) << ", byte " << (address - copy.first) << " of " << (copy.last - copy.first)
                        << " in pinned memory that '" << copy.name << "' on stream " << stream << " of card " << card
                        << (copy.written ? " writes" : " reads")
-                       << ", and has not waited for it. Wait first for an event that is recorded behind the copy, or "
+                       << ", without waiting for it. Wait first for an event that is recorded after the copy, or "
                           "for the stream (event.synchronize, stream.synchronize)";
   if (driver->races.fails()) driver->cards[card]->fail_now(message.text());
   Message line;
@@ -153,13 +155,13 @@ bool host_may_go_on(uintptr_t address) {
 void on_fault(int signal, siginfo_t* info, void* context) {
   const int error = errno;
   Before* const previous = before_of(signal);
-  // si_addr means something only where the kernel has seen the access.
+  // si_addr is valid only if the kernel raised the signal for an access.
   const uintptr_t address = info->si_code > 0 ? reinterpret_cast<uintptr_t>(info->si_addr) : 0;
-  if (address && host_may_go_on(address)) {
+  if (address && allow_reported_access(address)) {
     errno = error;
     return;
   }
-  if (previous->circular.load() && previous->entered.exchange(true)) {  // all has been said
+  if (previous->circular.load() && previous->entered.exchange(true)) {  // the explanation was written before
     struct sigaction usual = {};
     usual.sa_handler = SIG_DFL;
     sigaction(signal, &usual, nullptr);
@@ -173,8 +175,8 @@ void on_fault(int signal, siginfo_t* info, void* context) {
   } else if (!ours && action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN) {
     action.sa_handler(signal);
   } else if (ours || action.sa_handler == SIG_DFL || info->si_code > 0) {
-    // Back to whoever was there: the access is made again on return, and the process dies of it, with a traceback if a
-    // handler for that was there. A signal that was sent is not made again by itself.
+    // Restores the previous handler: the access is repeated on return and ends the process, with a traceback if that
+    // handler prints one. A signal that was sent by a process is not repeated, so it is raised again.
     sigaction(signal, &action, nullptr);
     if (info->si_code <= 0) raise(signal);
   }
@@ -197,7 +199,7 @@ bpsim_status install_access_handler() {
     each.action = current;
     if (each.known.exchange(true)) each.circular.store(true);
     if (sigaction(each.signal, &ours, nullptr) != 0)
-      return fail(BPSIM_SYSTEM, "the system takes no handler for signal %d (%s)", each.signal, std::strerror(errno));
+      return fail(BPSIM_SYSTEM, "the system refused a handler for signal %d (%s)", each.signal, std::strerror(errno));
   }
   return BPSIM_OK;
 }
@@ -209,7 +211,7 @@ void remove_access_handler() {
     sigaction(each.signal, nullptr, &current);
     if (!(current.sa_flags & SA_SIGINFO) || current.sa_sigaction != &on_fault) continue;
     sigaction(each.signal, &each.action, nullptr);
-    each.known.store(each.circular.load());  // nobody else has us as the one before, unless somebody came later
+    each.known.store(each.circular.load());  // no other handler refers to ours, unless one was installed later
   }
 }
 

@@ -1,5 +1,4 @@
-// Explains a stray access to a card's memory, or to pinned memory that a copy may be using, before the process dies of
-// it.
+// Explains a stray access to a card's memory, or to pinned memory that a copy may be using, before it ends the process.
 #pragma once
 
 #include "driver.h"
@@ -8,10 +7,10 @@ namespace backplane::sim::driver {
 
 class Driver;
 
-// Whose memory is watched; null: nobody's.
+// Sets the driver whose memory is watched; null: none.
 void watch_accesses(Driver* driver);
 bpsim_status install_access_handler();
-// Puts back what was there before, unless somebody else is on top by now.
+// Restores the previous handler, unless another one was installed on top of ours.
 void remove_access_handler();
 
 }  // namespace backplane::sim::driver

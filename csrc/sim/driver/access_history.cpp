@@ -1,3 +1,5 @@
+// Implements the access history of memory as a map of non-overlapping address ranges.
+
 #include "access_history.h"
 
 namespace backplane::sim::driver {
@@ -9,7 +11,7 @@ bool unordered(const Access& earlier, uint32_t stream, const Clock& known) {
 
 }  // namespace
 
-// The first piece that ends behind the address.
+// Returns the first piece that ends after the address.
 AccessHistory::Pieces::const_iterator AccessHistory::first_after(uintptr_t address) const {
   auto piece = pieces_.upper_bound(address);
   if (piece != pieces_.begin() && std::prev(piece)->second.end > address) --piece;
@@ -31,7 +33,7 @@ Conflict AccessHistory::conflict(uintptr_t first, uint64_t bytes, bool writes, u
   return {};
 }
 
-// Afterwards no piece reaches across the address.
+// Splits a piece, so that none crosses the address.
 void AccessHistory::cut(uintptr_t at) {
   const auto after = pieces_.lower_bound(at);
   if (after == pieces_.begin()) return;
@@ -61,7 +63,7 @@ void AccessHistory::add(uintptr_t first, uint64_t bytes, bool writes, const Acce
     pieces_[first] = Piece{end, access, {}};
     return;
   }
-  // Between the pieces that are there, too.
+  // Fills the gaps between existing pieces too.
   for (uintptr_t at = first; at < end;) {
     auto piece = pieces_.lower_bound(at);
     if (piece == pieces_.end() || piece->first != at) {

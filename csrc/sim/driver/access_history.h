@@ -1,8 +1,8 @@
-// Who touched which memory last: for every byte its last write, and the reads since, one per stream.
+// Records the last accesses to memory: for every byte its last write, and the reads since, one per stream.
 //
-// Two touches of the same byte, of which one writes, must be in an order that somebody has made: by working on one
-// stream, by an event, or by waiting on the host. Whether they are is a question to a clock, asked when the second one
-// is submitted. So a race is found although, this time, the first had long been done.
+// Two accesses to the same byte, of which one writes, must be ordered: by one stream, by an event, or by a wait on the
+// host. A vector clock decides that when the second access is submitted. So a race is found even if the first access
+// had long finished this time.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct Access {
   bool freed = false;     // the memory was freed since, and this stream was not recorded for it
 };
 
-// Two accesses that nothing orders.
+// Two accesses without an order between them.
 struct Conflict {
   Access earlier;
   bool earlier_writes = false;
@@ -30,11 +30,11 @@ struct Conflict {
 
 class AccessHistory {
  public:
-  // What an access that knows `known` is not ordered after; nothing is changed.
+  // Returns an access that one with the clock `known` is not ordered after; changes nothing.
   Conflict conflict(uintptr_t first, uint64_t bytes, bool writes, uint32_t stream, const Clock& known) const;
   void add(uintptr_t first, uint64_t bytes, bool writes, const Access& access);
-  // Memory that is freed: whoever is given it comes after the work of these streams, by the allocator's own rules, and
-  // after what they know to be done.
+  // Records that memory was freed. By the allocator's rules its next user comes after the work of these streams, and
+  // after everything that their clocks include.
   void free(uintptr_t first, uint64_t bytes, const std::vector<uint32_t>& streams, const Clock& known);
   void forget(uintptr_t first, uint64_t bytes);
   void clear() { pieces_.clear(); }
@@ -45,7 +45,7 @@ class AccessHistory {
     Access write;
     std::vector<Access> reads;
   };
-  using Pieces = std::map<uintptr_t, Piece>;  // by their start; they do not overlap
+  using Pieces = std::map<uintptr_t, Piece>;  // keyed by start; they do not overlap
 
   void cut(uintptr_t at);
   Pieces::const_iterator first_after(uintptr_t address) const;

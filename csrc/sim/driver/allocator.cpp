@@ -1,3 +1,5 @@
+// Implements the life of a block: allocation, splitting, freeing, merging.
+
 #include "allocator.h"
 
 #include <algorithm>
@@ -12,7 +14,7 @@ namespace {
 
 constexpr uint64_t kUnit = 512;
 constexpr uint64_t kSmall = 1u << 20;          // requests up to this are small
-constexpr uint64_t kShared = 10u << 20;        // large ones up to this share segments
+constexpr uint64_t kShared = 10u << 20;        // large requests up to this share segments
 constexpr uint64_t kSharedSegment = 20u << 20;
 
 }  // namespace
@@ -46,11 +48,11 @@ bpsim_status Allocator::allocate(Stream& stream, Pool& pool, uint64_t bytes, voi
     block = find_or_grow(stream, pool, rounded, &status);
   }
   if (!block && status == BPSIM_OUT_OF_MEMORY && waits_for_streams()) {
-    // Memory that is freed already, and only waits for work in flight: wait for it as well.
+    // Freed memory may only be waiting for work in flight: wait for that work as well.
     lock.unlock();
     const bool drained = card_.drain();
     lock.lock();
-    if (pool.asleep.load()) return refuse_asleep();  // since the lock was given up
+    if (pool.asleep.load()) return refuse_asleep();  // the lock was released meanwhile
     if (drained) {
       collect_pending();
       release_cached();
@@ -143,8 +145,9 @@ bpsim_status Allocator::release(void* pointer) {
   std::lock_guard<std::mutex> lock(mutex_);
   Block* const block = block_at(address);
   if (!block || block->is() != BlockState::Used)
-    return fail(BPSIM_INVALID, "free: %p is card %d's memory but not allocated; it was freed before, or never handed out",
-                pointer, card_.index());
+    return fail(BPSIM_INVALID,
+                "free: %p is in card %d's memory but not allocated; it was freed before, or never allocated", pointer,
+                card_.index());
   if (block->start() != address)
     return fail(BPSIM_INVALID, "free: %p is %llu bytes into the allocation %p of card %d: free that one", pointer,
                 static_cast<unsigned long long>(address - block->start()), reinterpret_cast<void*>(block->start()),
@@ -178,7 +181,7 @@ bpsim_status Allocator::record_stream(void* pointer, Stream& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   Block* const block = block_at(reinterpret_cast<uintptr_t>(pointer));
   if (!block || block->is() != BlockState::Used)
-    return fail(BPSIM_INVALID, "record_stream: %p is card %d's memory but not allocated", pointer, card_.index());
+    return fail(BPSIM_INVALID, "record_stream: %p is in card %d's memory but not allocated", pointer, card_.index());
   if (block->stream == &stream) return BPSIM_OK;
   for (const auto& use : block->others)
     if (use.first == &stream) return BPSIM_OK;
@@ -186,7 +189,7 @@ bpsim_status Allocator::record_stream(void* pointer, Stream& stream) {
   return BPSIM_OK;
 }
 
-// The work on a free block is done: it is anybody's.
+// Clears the stream of a free block whose work is done: any stream may use it.
 void Allocator::settle(Block* block) {
   if (block->stream && block->stream->finished(block->sequence)) block->stream = nullptr;
 }
@@ -198,7 +201,7 @@ bool Allocator::can_merge(Block* block, Block* next) {
   return !block->stream || !next->stream || block->stream == next->stream;
 }
 
-// Neither is in a bin; `next` goes into `block`.
+// Merges `next` into `block`. Neither may be in a bin.
 Block* Allocator::merge(Block* block, Block* next) {
   if (!block->stream) {
     block->stream = next->stream;

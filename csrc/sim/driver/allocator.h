@@ -1,11 +1,11 @@
-// The caching allocator of one card.
+// Declares the caching allocator of one card.
 //
-// Memory is taken from the card in segments and handed out in blocks; a freed block stays in the cache. Small blocks
-// (up to 1 MiB) and large ones live in segments of their own, so that a small one does not pin a large segment.
-// A free block carries the stream that used it last and how far that stream must get before the block is anybody's;
-// that stream itself may have it at once, since it works in order.
+// Memory is taken from the card in segments and allocated in blocks; a freed block stays in the cache. Small blocks (up
+// to 1 MiB) and large ones have separate segments, so that a small one does not hold a large segment. A free block
+// carries the stream that used it last and the sequence number that this stream must finish before another stream may
+// use the block. The same stream may use it at once, because it works in order.
 //
-// This file has the life of a block; pool.cpp what happens to whole pools.
+// allocator.cpp implements the life of a block, cache.cpp the cache as a whole, pool.cpp operations on pools.
 #pragma once
 
 #include <map>
@@ -20,9 +20,9 @@ namespace backplane::sim::driver {
 
 class Card;
 
-// What is at an address, copied out of the lock.
+// A copy of what is at an address, valid without the lock.
 struct Located {
-  Block* block = nullptr;  // of the allocation; null where no segment is
+  Block* block = nullptr;  // of the allocation; null if there is no segment
   uintptr_t start = 0;
   uint64_t bytes = 0, requested = 0, serial = 0;
   BlockState state = BlockState::Free;
@@ -44,22 +44,22 @@ class Allocator {
   void reset_peaks();
   uint64_t resident();
   Located locate(uintptr_t address);
-  // Whether the allocation is still the one that had this serial, with memory behind it. Cheap.
+  // Returns whether the allocation still has this serial number and memory behind it. Cheap.
   bool holds(const Block* block, uint64_t serial);
   uint64_t blocks(const Pool* pool, bpsim_block_info* info, uint64_t capacity);
-  // The text and the count of an allocation that cannot be served; `why` says what else is to be said.
+  // Counts an allocation that failed, and returns its status with the error text; `why` is inserted into the text.
   bpsim_status out_of_memory(uint64_t bytes, const char* why);
 
   Pool& general() { return general_; }
   const BlockTable& table() const { return table_; }
 
-  // pool.cpp
+  // Implemented in pool.cpp.
   bpsim_status suspend(Pool& pool);
   bpsim_status resume(Pool& pool);
   void dissolve(Pool& pool);
 
  private:
-  struct Sums {  // of whole segments that nobody uses, and of the largest piece in the others
+  struct Sums {  // bytes of unused segments, and of the largest free piece in the others
     uint64_t releasable = 0, largest_piece = 0;
   };
 

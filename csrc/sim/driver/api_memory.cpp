@@ -1,18 +1,18 @@
-// The C API: memory.
+// Implements the memory functions of the C API.
 #include "process.h"
 
 using namespace backplane::sim::driver;
 
 namespace {
 
-// The pool that an allocation for this stream is drawn from; `held` keeps it.
+// Finds the pool for an allocation on this stream; `held` keeps it alive.
 bpsim_status choose_pool(Driver& driver, Stream& stream, bpsim_pool handle, std::shared_ptr<Pool>* held, Pool** pool) {
   if (handle != 0) {
     const bpsim_status status = driver.find_pool(handle, held);
     if (status != BPSIM_OK) return status;
     if ((*held)->card != &stream.card())
-      return fail(BPSIM_INVALID, "alloc: the pool is of card %d, the stream of card %d", (*held)->card->index(),
-                  stream.card().index());
+      return fail(BPSIM_INVALID, "alloc: the pool belongs to card %d, the stream to card %d: use a pool of that card",
+                  (*held)->card->index(), stream.card().index());
   } else if (stream.capturing.load()) {
     std::lock_guard<std::mutex> lock(stream.submitting());
     if (stream.capture) *held = stream.capture->pool;
@@ -137,7 +137,7 @@ bpsim_status bpsim_pool_destroy(bpsim_pool handle) {
 bpsim_status bpsim_pool_suspend(bpsim_pool handle) {
   return with_pool(handle, [](Driver&, Card& card, const std::shared_ptr<Pool>& pool) {
     bpsim_status status = card.may_synchronize("bpsim_pool_suspend", nullptr);
-    // What works on the pool's memory must be done; whether it went well is for others to ask.
+    // Work on the pool's memory must be done; its failure is reported by other calls.
     if (status == BPSIM_OK) status = card.synchronize();
     if (status != BPSIM_OK && status != BPSIM_LAUNCH_FAILED) return status;
     return card.allocator().suspend(*pool);

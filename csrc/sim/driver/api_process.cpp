@@ -1,4 +1,4 @@
-// The C API: the process, cards, faults and traces.
+// Implements the C API for the process, cards, faults and traces.
 #include "access_fault.h"
 #include "process.h"
 
@@ -23,7 +23,7 @@ const char* bpsim_status_name(bpsim_status status) {
     case BPSIM_SYSTEM: return "BPSIM_SYSTEM";
     case BPSIM_RACE: return "BPSIM_RACE";
   }
-  return "no status of this driver";
+  return "unknown status";
 }
 
 void bpsim_config_default(bpsim_config* config) {
@@ -37,7 +37,7 @@ void bpsim_config_default(bpsim_config* config) {
 
 bpsim_status bpsim_init(const bpsim_config* config) {
   if (!config || config->struct_size != sizeof *config)
-    return fail(BPSIM_INVALID, "bpsim_init: the configuration is not of this version of the driver: fill it with "
+    return fail(BPSIM_INVALID, "bpsim_init: the configuration is of another driver version: fill it with "
                 "bpsim_config_default first");
   try {
     return start_driver(*config);
@@ -107,7 +107,7 @@ bpsim_status bpsim_fault_add(const bpsim_fault* fault) {
     if (fault->kind < BPSIM_FAULT_OOM || fault->kind > BPSIM_FAULT_CORRUPT || fault->site < BPSIM_AT_ALLOC ||
         fault->site > BPSIM_AT_COPY || fault->corruption < BPSIM_CORRUPT_NAN ||
         fault->corruption > BPSIM_CORRUPT_BITFLIP)
-      return fail(BPSIM_INVALID, "bpsim_fault_add: kind, site or corruption is none of its enumeration");
+      return fail(BPSIM_INVALID, "bpsim_fault_add: kind, site or corruption is not a value of its enumeration");
     rule.kind = fault->kind;
     rule.site = fault->site;
     rule.name = fault->name ? fault->name : "";
@@ -167,7 +167,8 @@ bpsim_status bpsim_races_found(uint64_t* count) {
 bpsim_status bpsim_release_hangs(int32_t index) {
   return with_driver([&](Driver& driver) {
     if (index < -1 || index >= static_cast<int32_t>(driver.cards.size()))
-      return fail(BPSIM_INVALID, "there is no card %d: there are %zu, from 0 on", index, driver.cards.size());
+      return fail(BPSIM_INVALID, "there is no card %d: there are %zu cards, numbered from 0", index,
+                  driver.cards.size());
     for (const auto& card : driver.cards) {
       if (index >= 0 && card->index() != index) continue;
       card->releases.fetch_add(1);

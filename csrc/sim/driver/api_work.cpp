@@ -1,4 +1,4 @@
-// The C API: streams, launches, events, copies, graphs.
+// Implements the C API for streams, launches, events, copies and graphs.
 #include "copies.h"
 #include "process.h"
 #include "submission.h"
@@ -12,7 +12,7 @@ bpsim_status with_event(bpsim_event handle, Body&& body) noexcept {
   return with_driver([&](Driver& driver) {
     const std::shared_ptr<Event> event = driver.events.find(handle);
     if (!event)
-      return fail(BPSIM_INVALID, "0x%llx is no event: it was destroyed, or never one",
+      return fail(BPSIM_INVALID, "0x%llx is not an event: it was destroyed, or never created",
                   static_cast<unsigned long long>(handle));
     return body(driver, *event);
   });
@@ -23,7 +23,7 @@ bpsim_status with_graph(bpsim_graph handle, Body&& body) noexcept {
   return with_driver([&](Driver& driver) {
     const std::shared_ptr<Graph> graph = driver.graphs.find(handle);
     if (!graph)
-      return fail(BPSIM_INVALID, "0x%llx is no graph: it was destroyed, or never one",
+      return fail(BPSIM_INVALID, "0x%llx is not a graph: it was destroyed, or never created",
                   static_cast<unsigned long long>(handle));
     return body(driver, graph);
   });
@@ -58,7 +58,7 @@ bpsim_status bpsim_stream_destroy(bpsim_stream handle) {
     if (stream->index() == 0)
       return fail(BPSIM_INVALID, "the default stream of card %d cannot be destroyed", card.index());
     if (stream->capturing.load())
-      return fail(BPSIM_INVALID, "stream %d of card %d captures: end the capture before destroying it",
+      return fail(BPSIM_INVALID, "stream %d of card %d is capturing: end the capture before destroying it",
                   stream->index(), card.index());
     status = card.may_synchronize("bpsim_stream_destroy", stream);
     const HostWait wait(driver, *stream);
@@ -118,13 +118,14 @@ bpsim_status bpsim_stream_modelled_ns(bpsim_stream handle, double* nanoseconds) 
 }
 
 bpsim_status bpsim_enqueue(bpsim_stream handle, const bpsim_launch* launch) {
-  Task task;  // out here: what the launch holds goes after the call has left the driver
+  Task task;  // outside the call, so that the launch's argument is destroyed after the call has left the driver
   task.closure = Closure(*launch);
   return with_stream(handle, [&](Driver& driver, Stream& stream) {
     const bpsim_status status = may_submit(stream, launch->name ? launch->name : "bpsim_enqueue");
     if (status != BPSIM_OK) return status;
     if (!launch->name || !launch->function || (launch->range_count && !launch->ranges))
-      return fail(BPSIM_INVALID, "bpsim_enqueue: a launch needs a name and a function, and ranges if it counts any");
+      return fail(BPSIM_INVALID,
+                  "bpsim_enqueue: a launch needs a name and a function, and ranges if range_count is not 0");
     task.name = launch->name;
     task.bytes = launch->bytes;
     task.flops = launch->flops;
@@ -139,8 +140,8 @@ int bpsim_launch_is_watched(void) {
 
 bpsim_status bpsim_launch_detail(double bytes, double flops, const bpsim_range* output) {
   Stream* const worker = current_worker();
-  if (!worker) return fail(BPSIM_INVALID, "bpsim_launch_detail: only a launch can say what it does");
-  worker->tell_detail(bytes, flops, output);
+  if (!worker) return fail(BPSIM_INVALID, "bpsim_launch_detail: call it inside a launch only");
+  worker->set_detail(bytes, flops, output);
   return BPSIM_OK;
 }
 
@@ -154,7 +155,7 @@ bpsim_status bpsim_event_create(int timing, bpsim_event* event) {
 bpsim_status bpsim_event_destroy(bpsim_event handle) {
   return with_driver([&](Driver& driver) {
     if (driver.events.remove(handle)) return BPSIM_OK;
-    return fail(BPSIM_INVALID, "0x%llx is no event: it was destroyed, or never one",
+    return fail(BPSIM_INVALID, "0x%llx is not an event: it was destroyed, or never created",
                 static_cast<unsigned long long>(handle));
   });
 }

@@ -1,3 +1,5 @@
+// Implements the address ranges and the memory of one card with mmap.
+
 #include "arena.h"
 
 #include <sys/mman.h>
@@ -18,7 +20,7 @@ void* reserve(void* at, uint64_t bytes) {
   return mmap(at, bytes, PROT_NONE, flags, -1, 0);
 }
 
-// Aligned to kChunk, so that huge pages fit.
+// Aligns to kChunk, so that huge pages fit.
 uintptr_t reserve_aligned(uint64_t bytes) {
   void* const whole = reserve(nullptr, bytes + kChunk);
   if (whole == MAP_FAILED) return 0;
@@ -29,8 +31,8 @@ uintptr_t reserve_aligned(uint64_t bytes) {
   return aligned;
 }
 
-// A child cannot use the card, and copying the page tables of its memory would make every fork slow.
-void keep_from_children(void* at, uint64_t bytes) { madvise(at, bytes, MADV_DONTFORK); }
+// A child process cannot use the card, and copying the page tables of its memory would slow down every fork.
+void exclude_from_fork(void* at, uint64_t bytes) { madvise(at, bytes, MADV_DONTFORK); }
 
 }  // namespace
 
@@ -42,11 +44,11 @@ bpsim_status Arena::create(int32_t card, uint64_t limit, std::unique_ptr<Arena>*
     const int error = errno;
     if (device) munmap(reinterpret_cast<void*>(device), bytes);
     return fail(BPSIM_SYSTEM,
-                "card %d: the system gives no %s of address space (%s). A card needs eight times its memory of it "
-                "(not of memory): lower the memory per card, or raise the limit (ulimit -v)",
+                "card %d: the system refused %s of address space (%s). A card reserves eight times its memory as "
+                "address space: lower the memory per card, or raise the limit (ulimit -v)",
                 card, size_text(bytes).c_str(), std::strerror(error));
   }
-  keep_from_children(reinterpret_cast<void*>(kernel), bytes);
+  exclude_from_fork(reinterpret_cast<void*>(kernel), bytes);
   arena->reset(new Arena(card, device, kernel, bytes));
   return BPSIM_OK;
 }
@@ -94,7 +96,7 @@ void Arena::give_back(uintptr_t address, uint64_t bytes) {
 bpsim_status Arena::commit(uintptr_t address, uint64_t bytes) {
   void* const at = kernel_pointer(address);
   if (mprotect(at, bytes, PROT_READ | PROT_WRITE) != 0)
-    return fail(BPSIM_SYSTEM, "card %d: the system gives no %s of memory for a segment (%s)", card_,
+    return fail(BPSIM_SYSTEM, "card %d: the system refused %s of memory for a segment (%s)", card_,
                 size_text(bytes).c_str(), std::strerror(errno));
   madvise(at, bytes, MADV_HUGEPAGE);  // a hint: small pages work as well, only slower
   return BPSIM_OK;
@@ -102,10 +104,10 @@ bpsim_status Arena::commit(uintptr_t address, uint64_t bytes) {
 
 void Arena::decommit(uintptr_t address, uint64_t bytes) {
   void* const at = kernel_pointer(address);
-  // A new mapping also gives back what the system has set aside for the old one. Where it is refused (too many
-  // mappings), the pages still go; only a launch that uses freed memory is then no longer caught.
+  // A new mapping also releases what the system has reserved for the old one. If it is refused (too many mappings), the
+  // pages are still released; only a launch that uses freed memory is then not caught.
   if (reserve(at, bytes) == MAP_FAILED) madvise(at, bytes, MADV_DONTNEED);
-  keep_from_children(at, bytes);
+  exclude_from_fork(at, bytes);
 }
 
 uint64_t Arena::resident() const {
@@ -113,7 +115,7 @@ uint64_t Arena::resident() const {
   constexpr uint64_t step = 64 * kChunk;
   std::vector<unsigned char> present(step / page);
   uint64_t pages = 0;
-  // Holes too: that nothing is left behind them is what is to be shown.
+  // Includes the holes, to verify that no memory remains behind them.
   for (uint64_t done = 0; done < bytes_; done += step) {
     const uint64_t bytes = std::min(step, bytes_ - done);
     if (mincore(kernel_pointer(base_ + done), bytes, present.data()) != 0) continue;

@@ -1,13 +1,13 @@
-// The memory of one card: two ranges of addresses of equal size.
+// Manages the memory of one card: two address ranges of equal size.
 //
-// The device view is what the user gets as device pointers. It has no pages and no access, ever: the host cannot touch
-// it by accident. The kernel view, at a constant distance, is where launches work; pages are behind it only where a
-// segment is committed. As nothing is ever read through the device view, the two need not share pages, and the kernel
-// view is plain anonymous memory: unlike a shared memory file it gets huge pages without a change to the system, and
-// it goes back to the system at once.
+// The device view is what the user gets as device pointers. It never has pages or access rights, so the host cannot
+// access it by accident. Launches use the kernel view, at a constant distance; it has pages only where a segment is
+// committed. Nothing is ever read through the device view, so the two need not share pages, and the kernel view is
+// plain anonymous memory: unlike shared memory it gets huge pages without a change to the system, and it is returned to
+// the system at once.
 //
-// There are four times as many addresses as bytes of memory, so that a hole between segments does not make a card run
-// out of memory before its limit.
+// There are four times as many addresses as bytes of memory, so that fragmentation of the addresses does not exhaust a
+// card before its memory limit.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ constexpr uint64_t kChunk = 2u << 20;  // the unit of segments: one huge page
 
 inline uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Not safe for threads, but for what is const: the allocator's lock guards it.
+// Not thread-safe, except const functions: the allocator's lock guards it.
 class Arena {
  public:
   static bpsim_status create(int32_t card, uint64_t limit, std::unique_ptr<Arena>* arena);
@@ -41,11 +41,11 @@ class Arena {
     return reinterpret_cast<void*>(address + static_cast<uintptr_t>(kernel_offset_));
   }
 
-  // Addresses for a segment (a multiple of kChunk) and memory behind them. BPSIM_OUT_OF_MEMORY, without a text, where
-  // no hole is large enough.
+  // Takes addresses for a segment (a multiple of kChunk) and commits memory behind them. Returns BPSIM_OUT_OF_MEMORY,
+  // without a text, if no hole is large enough.
   bpsim_status take(uint64_t bytes, uintptr_t* address);
   void give_back(uintptr_t address, uint64_t bytes);
-  // Memory behind addresses that stay taken.
+  // Commits memory behind addresses that are already taken; decommit() releases the memory and keeps the addresses.
   bpsim_status commit(uintptr_t address, uint64_t bytes);
   void decommit(uintptr_t address, uint64_t bytes);
 

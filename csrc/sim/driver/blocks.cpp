@@ -1,3 +1,5 @@
+// Implements the lookup of blocks by address and the bins of free blocks.
+
 #include "blocks.h"
 
 #include "stream.h"
@@ -25,7 +27,7 @@ const Block* BlockTable::find_without_lock(uintptr_t address) const {
   const Segment* const segment = segment_at(address);
   if (!segment) return nullptr;
   const Block* block = segment->first.load(std::memory_order_acquire);
-  // Bounded: links that change under the walk could lead in a circle.
+  // Bounded, because links that change during the walk could form a circle.
   for (uint64_t steps = segment->size() / 512 + 1; block && steps; --steps) {
     if (address - block->start() < block->size()) return block;
     block = block->after.load(std::memory_order_acquire);

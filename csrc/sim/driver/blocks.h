@@ -1,8 +1,8 @@
-// What a card's memory is cut into, and where it is looked up.
+// Defines the segments and blocks of a card's memory, and their lookup by address.
 //
-// A segment is a piece of the arena with memory behind it; its blocks lie side by side and cover it. Both come from
-// stores that never give memory back while the driver lives, and what names them is atomic: so the handler of a stray
-// access can walk from an address to its block with no lock and no allocation, whatever other threads do meanwhile.
+// A segment is a piece of the arena with memory behind it; its blocks are adjacent and cover it. Both come from stores
+// that never free memory while the driver lives, and the links between them are atomic. So the signal handler for stray
+// accesses can walk from an address to its block without a lock or an allocation, whatever other threads do meanwhile.
 #pragma once
 
 #include <atomic>
@@ -21,9 +21,9 @@ class Stream;
 struct Segment;
 
 enum class BlockState : uint8_t {
-  Free,    // may be given out, by the rules of its stream
+  Free,    // may be allocated, by the rules of its stream
   Used,    // held by the user
-  Pending  // freed, and another stream than its own may still work on it
+  Pending  // freed, but another stream may still be using it
 };
 
 struct Block {
@@ -38,12 +38,12 @@ struct Block {
   Block* next_in_bin = nullptr;
   Block* previous_in_bin = nullptr;
 
-  uint64_t serial = 0;  // of the allocation: no two have the same
-  // Used: the stream it was allocated for. Free: the work on it is done when `stream` has finished `sequence`; null:
-  // it is done.
+  uint64_t serial = 0;  // unique number of the allocation
+  // Used: the stream it was allocated for. Free: work on it is done when `stream` has finished `sequence`; null: it is
+  // done.
   Stream* stream = nullptr;
   uint64_t sequence = 0;
-  std::vector<std::pair<Stream*, uint64_t>> others;  // that use it too; the sequences are filled in when it is freed
+  std::vector<std::pair<Stream*, uint64_t>> others;  // other streams that use it; sequences are set when it is freed
 
   uintptr_t start() const { return address.load(std::memory_order_relaxed); }
   uint64_t size() const { return bytes.load(std::memory_order_relaxed); }
@@ -56,7 +56,7 @@ struct Segment {
   std::atomic<uintptr_t> address{0};
   std::atomic<uint64_t> bytes{0};
   std::atomic<Block*> first{nullptr};
-  std::atomic<bool> asleep{false};  // its pool is suspended: no memory is behind it
+  std::atomic<bool> asleep{false};  // its pool is suspended: there is no memory behind it
   Pool* pool = nullptr;
   bool small = false;
 
@@ -64,7 +64,7 @@ struct Segment {
   uint64_t size() const { return bytes.load(std::memory_order_relaxed); }
 };
 
-// Objects that stay at their address and stay readable when they are given back.
+// Allocates objects that keep their address and stay readable after they are returned.
 template <class T>
 class Store {
  public:
@@ -84,14 +84,14 @@ class Store {
   std::vector<T*> spare_;
 };
 
-// From an address to its segment and block. Changed under the allocator's lock, read by anybody.
+// Maps an address to its segment and block. Changed under the allocator's lock, read without it.
 class BlockTable {
  public:
   explicit BlockTable(const Arena& arena);
   void enter(Segment* segment);
   void remove(const Segment* segment);
   Segment* segment_at(uintptr_t address) const;
-  // Walks: for the handler of stray accesses; nullptr where there is none, or it changed on the way.
+  // Walks without a lock, for the signal handler; returns null if there is no block or it changed meanwhile.
   const Block* find_without_lock(uintptr_t address) const;
 
  private:
@@ -104,9 +104,9 @@ class Bins {
  public:
   void insert(Block* block);
   void remove(Block* block);
-  // The smallest block in the first bin that has one that is large enough and that `stream` may have at once.
+  // Returns the smallest block in the first bin that has one large enough and usable by `stream` at once.
   Block* find(uint64_t bytes, const Stream* stream) const;
-  // Calls visit(Block*) for each; it must not change the bins.
+  // Calls visit(Block*) for each block; it must not change the bins.
   template <class Visit>
   void each(Visit&& visit) const {
     for (Block* head : heads_)

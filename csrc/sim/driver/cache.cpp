@@ -1,4 +1,4 @@
-// The allocator's cache as a whole: what goes back to the card, and what is said of it.
+// Implements the allocator's cache as a whole: returns segments to the card, and computes statistics.
 #include <algorithm>
 
 #include "allocator.h"
@@ -8,7 +8,7 @@
 
 namespace backplane::sim::driver {
 
-// Neighbours that could not be merged when they were freed, because different streams worked on them.
+// Merges neighbours that could not be merged when they were freed, because different streams were using them.
 void Allocator::tidy() {
   for (const auto& [address, segment] : segments_) {
     Bins& bins = bins_of(segment);
@@ -60,7 +60,7 @@ void Allocator::empty_cache() {
   release_cached();
 }
 
-// Whether waiting for the card's streams would free anything.
+// Returns whether waiting for the card's streams would free any memory.
 bool Allocator::waits_for_streams() {
   if (!pending_.empty()) return true;
   for (const auto& [address, block] : by_address_) {
@@ -135,8 +135,8 @@ bpsim_status Allocator::out_of_memory(uint64_t bytes, const char* why) {
 bpsim_status Allocator::out_of_memory_locked(uint64_t bytes, const char* why) {
   ++counts_.out_of_memory;
   return fail(BPSIM_OUT_OF_MEMORY,
-              "card %d: out of memory%s: asked for %s; free are %s of a limit of %s, the largest free block has %s. In "
-              "use: %s; kept by the cache and by pools: %s; freed but awaiting a stream: %s. Free what is not needed, "
+              "card %d: out of memory%s: requested %s; %s of %s are free, the largest free block has %s. In use: %s; "
+              "kept by the cache and by pools: %s; freed but waiting for a stream: %s. Free memory that is not needed, "
               "use smaller batches or a smaller KV cache, or give the card more memory",
               card_.index(), why, size_text(bytes).c_str(), size_text(limit_ - counts_.in_use).c_str(),
               size_text(limit_).c_str(), size_text(largest_free()).c_str(), size_text(counts_.in_use).c_str(),

@@ -1,3 +1,5 @@
+// Implements a card: its streams, and its failed and lost states.
+
 #include "card.h"
 
 #include "error.h"
@@ -34,7 +36,7 @@ bpsim_status Card::create_stream(Stream** stream) {
     }
     return BPSIM_OK;
   }
-  return fail(BPSIM_INVALID, "card %d: it has %d streams already, which is all there are. Destroy one, or share them",
+  return fail(BPSIM_INVALID, "card %d already has %d streams, the maximum. Destroy one, or share them",
               index_, BPSIM_MAX_STREAMS);
 }
 
@@ -57,17 +59,17 @@ void Card::lose(const char* why) {
     loss_ = why;
     lost_.store(true, std::memory_order_release);
   }
-  wake_everybody();
+  wake_all_streams();
 }
 
-// Of all cards: a stream of another one may wait for this one.
-void Card::wake_everybody() {
+// Wakes the streams of all cards, because a stream of another card may be waiting for this one.
+void Card::wake_all_streams() {
   for (const auto& card : driver_.cards) card->each_stream([](Stream& stream) { stream.wake_all(); });
 }
 
 bpsim_status Card::lost_status() const {
   std::lock_guard<std::mutex> lock(state_mutex_);
-  return fail(BPSIM_LOST, "card %d is lost (%s). It does not come back in this process: restart it", index_,
+  return fail(BPSIM_LOST, "card %d is lost (%s). It cannot be recovered in this process: restart the process", index_,
               loss_.c_str());
 }
 
@@ -113,7 +115,7 @@ bpsim_status Card::synchronize() {
 
 bpsim_status Card::may_synchronize(const char* call, Stream* stream) {
   if (Stream* const worker = current_worker())
-    return fail(BPSIM_INVALID, "%s was called inside a launch ('%s'): it would wait for itself. Only the host waits",
+    return fail(BPSIM_INVALID, "%s was called inside a launch ('%s'): it would wait for itself. Call it on the host",
                 call, worker->running() ? worker->running() : "?");
   if (captures.load(std::memory_order_acquire) == 0) return BPSIM_OK;
   bpsim_status status = BPSIM_OK;
@@ -123,7 +125,7 @@ bpsim_status Card::may_synchronize(const char* call, Stream* stream) {
     if (!each.capture) return;
     if (stream && stream != &each && each.capture->thread != std::this_thread::get_id()) return;
     status = each.capture->spoil(
-        "%s was called while stream %d of card %d captures: nothing runs, so there is nothing to wait for. End the "
+        "%s was called while stream %d of card %d is capturing: nothing runs, so there is nothing to wait for. End the "
         "capture first",
         call, each.index(), index_);
   });

@@ -1,4 +1,4 @@
-// A card: memory, streams, and the state that all of them share: failed, lost.
+// Defines a card: memory, streams, and the state that they share (failed, lost).
 #pragma once
 
 #include <atomic>
@@ -29,7 +29,7 @@ class Card {
 
   Stream& default_stream() { return *streams_[0].load(); }
   bpsim_status create_stream(Stream** stream);
-  // Null for an index that was never used.
+  // Returns null for an index that was never used.
   Stream* stream_at(uint32_t index) const {
     return index < BPSIM_MAX_STREAMS ? streams_[index].load(std::memory_order_acquire) : nullptr;
   }
@@ -42,28 +42,29 @@ class Card {
     }
   }
 
-  // Whether work runs at all.
+  // Returns whether submitted work runs.
   bool runs() const { return !failed_.load(std::memory_order_acquire) && !is_lost(); }
   bool is_lost() const { return lost_.load(std::memory_order_acquire); }
-  // The first failure counts.
+  // Records the failure of a launch; the first one is kept.
   void fail_with(const std::string& text);
-  // So that already the next call says so, and not only the next that waits.
+  // The same, and reports it at the next call already, not only at the next synchronising call.
   void fail_now(const std::string& text);
   void lose(const char* why);
-  // BPSIM_LOST, with its text.
+  // Returns BPSIM_LOST, with its text.
   bpsim_status lost_status() const;
-  // For a call that submits work: a failure is told only when a synchronising call has told it.
+  // The status for a call that submits work: a failure is returned only after a synchronising call has returned it.
   bpsim_status submit_status() const;
-  // For a synchronising call after it has waited.
+  // The status for a synchronising call after it has waited.
   bpsim_status synchronised_status();
   bpsim_status reset();
 
-  // Waits for every stream, quietly; false where that is not possible now (a capture, a worker, a hang).
+  // Waits for every stream without reporting errors; returns false if waiting is impossible now (a capture, a worker, a
+  // hang).
   bool drain();
   bpsim_status synchronize();
 
-  // Refuses a synchronising call: on a worker, or because of a capture, which it makes invalid. `stream` null: of the
-  // whole card.
+  // Refuses a synchronising call on a worker, or during a capture, which the call makes invalid. `stream` null: the
+  // call concerns the whole card.
   bpsim_status may_synchronize(const char* call, Stream* stream);
   std::atomic<int> captures{0};
 
@@ -77,13 +78,13 @@ class Card {
 
  private:
   Card(Driver& driver, int32_t index) : driver_(driver), index_(index) {}
-  void wake_everybody();
+  void wake_all_streams();
 
   Driver& driver_;
   const int32_t index_;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Allocator> allocator_;
-  std::mutex stream_mutex_;  // for making streams
+  std::mutex stream_mutex_;  // for creating streams
   std::atomic<Stream*> streams_[BPSIM_MAX_STREAMS] = {};
 
   mutable std::mutex state_mutex_;  // for the texts

@@ -1,3 +1,5 @@
+// Implements the checksums of copies.
+
 #include "checksum.h"
 
 #include <cstring>
@@ -6,15 +8,15 @@ namespace backplane::sim::driver {
 namespace {
 
 constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;
-constexpr uint64_t kLanes = 4;  // products that do not wait for each other
+constexpr uint64_t kLanes = 4;  // independent multiplications
 
-// Reversible for a given word, so that two different states stay different.
+// Reversible for a given word, so that different states stay different.
 uint64_t mixed(uint64_t state, uint64_t word) {
   state = (state ^ word) * kOdd;
   return state ^ (state >> 29);
 }
 
-// `read(i)` is the i-th word; `rest` holds what follows the last whole one.
+// `read(i)` returns the i-th word; `rest` holds the bytes after the last whole word.
 template <class Read>
 uint64_t summed(uint64_t bytes, uint64_t rest, Read&& read) {
   uint64_t lanes[kLanes] = {1, 2, 3, 4};

@@ -1,4 +1,4 @@
-// What is known to be done: for each stream, up to which of its submissions. (A vector clock.)
+// Defines a vector clock: for each stream, the number of its submissions that are known to precede.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ class Clock {
     if (stream >= done_.size()) done_.resize(stream + 1);
     done_[stream] = position;
   }
-  void learn(const Clock& other) {
+  void merge(const Clock& other) {
     if (done_.size() < other.done_.size()) done_.resize(other.done_.size());
     for (size_t i = 0; i < other.done_.size(); ++i) done_[i] = std::max(done_[i], other.done_[i]);
   }

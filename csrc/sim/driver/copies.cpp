@@ -1,3 +1,5 @@
+// Checks and submits copies and fills.
+
 #include "copies.h"
 
 #include <cstring>
@@ -29,7 +31,7 @@ struct Side {
   const char* what;
   uintptr_t address;
   Card* card = nullptr;              // null: the host
-  std::shared_ptr<const void> keep;  // pinned
+  std::shared_ptr<const void> keep;  // keeps pinned memory alive
 
   void* kernel_pointer() const {
     return card ? card->arena().kernel_pointer(address) : reinterpret_cast<void*>(address);
@@ -47,7 +49,7 @@ bpsim_status check_host(Driver& driver, const char* call, Side& side, uint64_t b
     return fail(BPSIM_INVALID, "%s: %s (%p) must be host memory, but is %s", call, side.what, pointer,
                 driver.describe(pointer).c_str());
   if (pinned && bytes > pinned.bytes - (side.address - pinned.start))
-    return fail(BPSIM_INVALID, "%s: %s (%p, %s) leaves its pinned memory of %s", call, side.what, pointer,
+    return fail(BPSIM_INVALID, "%s: %s (%p, %s) exceeds its pinned memory of %s", call, side.what, pointer,
                 size_text(bytes).c_str(), size_text(pinned.bytes).c_str());
   side.keep = pinned.keep;
   return BPSIM_OK;
@@ -73,12 +75,13 @@ bpsim_status check_sides(Driver& driver, Stream& stream, bpsim_direction directi
     return fail(BPSIM_INVALID, "%s: both sides are card %d's memory: a copy within a card is copy_d2d", call,
                 to.card->index());
   if (to.card != own && from.card != own)
-    return fail(BPSIM_INVALID, "%s: the stream is of card %d, and the copy from card %d to card %d: use a stream of "
-                "either", call, own->index(), from.card->index(), to.card->index());
+    return fail(BPSIM_INVALID,
+                "%s: the stream belongs to card %d, but the copy is from card %d to card %d: use a stream of either",
+                call, own->index(), from.card->index(), to.card->index());
   return BPSIM_OK;
 }
 
-// When nothing is in flight and nobody counts, the caller's own thread is the quickest way to copy.
+// If the stream is idle and no check or model needs the copy, copying on the caller's thread is the fastest way.
 bool can_copy_here(Driver& driver, Stream& stream) {
   return stream.idle() && stream.card().runs() && !stream.capturing.load() && !driver.faults.armed() &&
          !driver.check_copies.load() && !driver.model.load() && !stream.card().trace.on() && !driver.races.on();
@@ -89,7 +92,7 @@ bool can_copy_here(Driver& driver, Stream& stream) {
 bpsim_status copy(Driver& driver, Stream& stream, bpsim_direction direction, void* to_pointer,
                   const void* from_pointer, uint64_t bytes, bool wait) {
   const char* const call = name_of(direction);
-  if (!call) return fail(BPSIM_INVALID, "copy: %d is no direction", static_cast<int>(direction));
+  if (!call) return fail(BPSIM_INVALID, "copy: %d is not a direction", static_cast<int>(direction));
   Card& card = stream.card();
   bpsim_status status = may_submit(stream, call);
   if (status == BPSIM_OK && wait) status = card.may_synchronize("bpsim_copy", &stream);
@@ -106,8 +109,8 @@ bpsim_status copy(Driver& driver, Stream& stream, bpsim_direction direction, voi
     std::lock_guard<std::mutex> lock(stream.submitting());
     if (stream.capture)
       return stream.capture->spoil(
-          "%s: pageable host memory cannot be part of a capture, as each replay would use it again. Use pinned memory, "
-          "or copy outside the capture",
+          "%s: pageable host memory cannot be part of a capture, because each replay would use it again. Use pinned "
+          "memory, or copy outside the capture",
           call);
   }
 
@@ -161,7 +164,7 @@ bpsim_status copy(Driver& driver, Stream& stream, bpsim_direction direction, voi
     return card.synchronised_status();
   }
   if (ticket) {
-    // The memory is the caller's again once this returns.
+    // The caller owns the memory again once this returns.
     std::lock_guard<std::mutex> lock(ticket->mutex);
     ticket->cancelled = true;
   }

@@ -1,4 +1,4 @@
-// Copies and fills.
+// Declares copies and fills.
 #pragma once
 
 #include "driver.h"

@@ -1,3 +1,5 @@
+// Implements injected corruption of results.
+
 #include "corruption.h"
 
 #include <algorithm>
@@ -17,7 +19,7 @@ uint64_t width_of(bpsim_element element) {
   return 1;
 }
 
-// Quiet NaNs, little endian.
+// Returns a quiet NaN, little endian.
 uint64_t nan_of(bpsim_element element) {
   switch (element) {
     case BPSIM_F64: return 0x7ff8000000000000;
@@ -29,7 +31,7 @@ uint64_t nan_of(bpsim_element element) {
   return 0;
 }
 
-// Calls change(address) for the elements that are struck: in the middle of equal parts of the output.
+// Calls change(address) for the elements to corrupt: the middle elements of equal parts of the output.
 template <class Change>
 void spread(void* to, uint64_t bytes, uint64_t width, uint64_t wanted, Change&& change) {
   const uint64_t count = bytes / width;
@@ -51,7 +53,7 @@ void corrupt_elements(void* to, uint64_t bytes, bpsim_element element, const Str
     if (as_nan)
       std::memcpy(at, &nan, width);
     else
-      at[width - 1] ^= 0x40;  // of a float, the highest bit of the exponent
+      at[width - 1] ^= 0x40;  // for a float, the highest bit of the exponent
   });
 }
 

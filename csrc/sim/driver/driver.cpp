@@ -1,4 +1,4 @@
-// One instance of the driver: its parts, and finding things by their names.
+// Implements an instance of the driver: construction, and lookup of cards, streams, pools and pointers.
 #include <sched.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ int64_t cores() {
   return static_cast<int64_t>(std::thread::hardware_concurrency());
 }
 
-// The text is the caller's, and may go.
+// The text belongs to the caller and may be freed.
 bpsim_config without_faults(bpsim_config config) {
   config.faults = nullptr;
   return config;
@@ -32,10 +32,10 @@ Driver::Driver(const bpsim_config& given) : config(without_faults(given)), races
 
 bpsim_status Driver::create(const bpsim_config& config, std::unique_ptr<Driver>* driver) {
   if (config.cards < 1 || config.cards > BPSIM_MAX_CARDS)
-    return fail(BPSIM_INVALID, "bpsim_init: %d cards; there can be 1 to %d", config.cards, BPSIM_MAX_CARDS);
+    return fail(BPSIM_INVALID, "bpsim_init: cards is %d; it must be 1 to %d", config.cards, BPSIM_MAX_CARDS);
   const uint64_t memory = config.memory_bytes / kChunk * kChunk;
   if (memory == 0 || config.memory_bytes > (uint64_t{1} << 43))
-    return fail(BPSIM_INVALID, "bpsim_init: a card cannot have %s of memory; it has 2 MiB to 8 TiB",
+    return fail(BPSIM_INVALID, "bpsim_init: a card cannot have %s of memory; use 2 MiB to 8 TiB",
                 size_text(config.memory_bytes).c_str());
   std::vector<FaultRule> rules;
   bpsim_status status = parse_faults(config.faults, &rules);
@@ -55,7 +55,7 @@ bpsim_status Driver::create(const bpsim_config& config, std::unique_ptr<Driver>*
 }
 
 Driver::~Driver() {
-  // What holds memory of cards goes before them.
+  // Objects that hold memory of cards are destroyed before the cards.
   for (const auto& card : cards) card->each_stream([](Stream& stream) { stream.capture = nullptr; });
   graphs.clear();
   events.clear();
@@ -65,7 +65,7 @@ Driver::~Driver() {
 
 bpsim_status Driver::find_card(int32_t index, Card** card) {
   if (index < 0 || static_cast<size_t>(index) >= cards.size())
-    return fail(BPSIM_INVALID, "there is no card %d: there are %zu, from 0 on", index, cards.size());
+    return fail(BPSIM_INVALID, "there is no card %d: there are %zu cards, numbered from 0", index, cards.size());
   *card = cards[static_cast<size_t>(index)].get();
   return (*card)->is_lost() ? (*card)->lost_status() : BPSIM_OK;
 }
@@ -79,14 +79,14 @@ bpsim_status Driver::find_stream(bpsim_stream handle, Stream** stream) {
       return BPSIM_OK;
     }
   }
-  return fail(BPSIM_INVALID, "0x%llx is no stream: it was destroyed, or never one",
+  return fail(BPSIM_INVALID, "0x%llx is not a stream: it was destroyed, or never created",
               static_cast<unsigned long long>(handle));
 }
 
 bpsim_status Driver::find_pool(bpsim_pool handle, std::shared_ptr<Pool>* pool) {
   *pool = pools.find(handle);
   if (*pool) return BPSIM_OK;
-  return fail(BPSIM_INVALID, "0x%llx is no pool: it was destroyed, or never one",
+  return fail(BPSIM_INVALID, "0x%llx is not a pool: it was destroyed, or never created",
               static_cast<unsigned long long>(handle));
 }
 
@@ -108,8 +108,8 @@ std::string Driver::describe(const void* pointer) {
   }
   for (const auto& card : cards)
     if (card->arena().contains_kernel(address))
-      return "the address at which launches see card " + std::to_string(card->index()) +
-             "'s memory, and not a device pointer";
+      return "a kernel address of card " + std::to_string(card->index()) +
+             "'s memory, not a device pointer";
   bool freed = false;
   if (pinned.find(address, &freed)) return freed ? "freed pinned host memory" : "pinned host memory";
   return "host memory";
@@ -129,8 +129,8 @@ bpsim_status Driver::check_device(const char* call, const char* what, uintptr_t 
     return fail(BPSIM_INVALID, "%s: %s (%p) is %s", call, what, pointer, describe(pointer).c_str());
   const uint64_t offset = address - found.start;
   if (bytes > found.bytes - offset)
-    return fail(BPSIM_INVALID, "%s: %s (%p, %s) leaves its allocation on card %d: it is at byte %llu of %s", call, what,
-                pointer, size_text(bytes).c_str(), card->index(), static_cast<unsigned long long>(offset),
+    return fail(BPSIM_INVALID, "%s: %s (%p, %s) exceeds its allocation on card %d: it begins at byte %llu of %s", call,
+                what, pointer, size_text(bytes).c_str(), card->index(), static_cast<unsigned long long>(offset),
                 size_text(found.requested).c_str());
   return BPSIM_OK;
 }
@@ -138,14 +138,15 @@ bpsim_status Driver::check_device(const char* call, const char* what, uintptr_t 
 bpsim_status Driver::add_faults(const std::vector<FaultRule>& rules) {
   for (const FaultRule& rule : rules)
     if (rule.card >= static_cast<int32_t>(cards.size()))
-      return fail(BPSIM_INVALID, "faults: a rule names card %d, but there are %zu, from 0 on", rule.card, cards.size());
+      return fail(BPSIM_INVALID, "faults: a rule names card %d, but there are %zu cards, numbered from 0", rule.card,
+                  cards.size());
   if (!rules.empty()) faults.add(rules);
   return BPSIM_OK;
 }
 
 bpsim_status Driver::check_races(int mode) {
   if (mode < BPSIM_RACES_OFF || mode > BPSIM_RACES_FAIL)
-    return fail(BPSIM_INVALID, "check_races: %d is no way to check; there are off, report and fail", mode);
+    return fail(BPSIM_INVALID, "check_races: %d is not a mode; use off, report or fail", mode);
   races.set(static_cast<bpsim_races>(mode));
   return BPSIM_OK;
 }

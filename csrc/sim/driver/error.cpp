@@ -1,3 +1,5 @@
+// Implements the per-thread error text.
+
 #include "error.h"
 
 #include <cstdarg>

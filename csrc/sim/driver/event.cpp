@@ -1,3 +1,5 @@
+// Implements recording, waiting for and timing events.
+
 #include "event.h"
 
 #include "card.h"
@@ -10,14 +12,14 @@
 namespace backplane::sim::driver {
 namespace {
 
-// An event that was recorded in a capture stands for no work: whoever waits for it has forgotten that.
+// Refuses to wait for an event that was recorded in a capture: it marks no submitted work.
 bpsim_status refuse_captured(const Event::Record& record, const char* call) {
   constexpr const char* text =
-      "%s: the event was recorded while stream %d of card %d captured, so it stands for a place in a graph and not for "
-      "work. Record it again outside, after bpsim_graph_launch";
+      "%s: the event was recorded while stream %d of card %d was capturing, so it marks a place in a graph and not "
+      "submitted work. Record it again outside the capture, after bpsim_graph_launch";
   if (const auto graph = record.capture.lock()) {
     std::lock_guard<std::mutex> lock(record.stream->submitting());
-    // Only while that capture goes on can it be spoilt.
+    // Only a capture that is still in progress can become invalid.
     if (record.stream->capture == graph)
       return graph->spoil(text, call, record.stream->index(), record.stream->card().index());
   }
@@ -72,7 +74,7 @@ bpsim_status query_event(Event& event) {
   Card& card = record.stream->card();
   if (card.is_lost()) return card.lost_status();
   if (!record.stream->finished(record.sequence)) return BPSIM_NOT_READY;
-  if (record.known) card.driver().races.host_learns(*record.known);
+  if (record.known) card.driver().races.host_waited(*record.known);
   return card.synchronised_status();
 }
 
@@ -84,7 +86,7 @@ bpsim_status synchronize_event(Event& event) {
   if (card.is_lost()) return card.lost_status();
   bpsim_status status = card.may_synchronize("bpsim_event_synchronize", record.stream);
   if (status == BPSIM_OK) status = record.stream->wait(record.sequence);
-  if (status == BPSIM_OK && record.known) card.driver().races.host_learns(*record.known);
+  if (status == BPSIM_OK && record.known) card.driver().races.host_waited(*record.known);
   return status == BPSIM_OK ? card.synchronised_status() : status;
 }
 
@@ -97,16 +99,16 @@ bpsim_status wait_for_event(Driver& driver, Stream& stream, Event& event) {
     if (stream.capture) {
       if (!record.stream || (record.captured && record.capture.lock() == stream.capture)) return BPSIM_OK;
       return stream.capture->spoil(
-          "bpsim_stream_wait_event: stream %d of card %d captures, and the event is of work outside the capture (stream "
-          "%d of card %d), which a replay could not wait for. Wait for it before the capture begins; forks to other "
-          "streams cannot be captured",
+          "bpsim_stream_wait_event: stream %d of card %d is capturing, and the event marks work outside the capture "
+          "(stream %d of card %d), which a replay could not wait for. Wait for it before the capture begins; forks to "
+          "other streams cannot be captured",
           stream.index(), stream.card().index(), record.stream->index(), record.stream->card().index());
     }
   }
   if (!record.stream) return BPSIM_OK;
   if (record.captured) return refuse_captured(record, "bpsim_stream_wait_event");
-  if (record.known) driver.races.stream_learns(stream, *record.known);
-  // A stream waits for itself by working in order.
+  if (record.known) driver.races.stream_waited(stream, *record.known);
+  // A stream works in order, so it need not wait for itself.
   if (record.stream == &stream) return BPSIM_OK;
   if (!driver.model.load() && record.stream->finished(record.sequence)) return BPSIM_OK;
   Work work;

@@ -1,5 +1,6 @@
-// An event: a place in a stream's work. It is nothing but a stream and a sequence; only where somebody will ask for the
-// time does it also take an entry of the queue.
+// Defines an event: a place in a stream's work, given by a stream and a sequence number.
+//
+// An event takes an entry of the queue only if its time is needed.
 #pragma once
 
 #include <memory>
@@ -19,12 +20,12 @@ class Event {
   explicit Event(bool timed) : timing(timed) {}
   const bool timing;
 
-  // What it was last recorded as.
+  // The state of its last record.
   struct Record {
-    Stream* stream = nullptr;  // null: never
+    Stream* stream = nullptr;  // null: never recorded
     uint64_t sequence = 0;
     std::shared_ptr<Mark> mark;
-    std::shared_ptr<const Clock> known;  // what whoever waits for it knows then, where that is asked
+    std::shared_ptr<const Clock> known;  // the clock that a waiter takes over, if races are checked
     bool captured = false;
     std::weak_ptr<Graph> capture;
   };

@@ -1,4 +1,4 @@
-// What a worker does with an entry of its queue.
+// Executes an entry of a stream's queue, on the worker thread.
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -102,7 +102,7 @@ void Stream::run(Task& task, uint64_t number, const Strike* strikes, size_t coun
 
 bool Stream::call(Task& task, uint64_t number) {
   if (task.kind == Task::Kind::Copy) {
-    // Copies within a card may overlap: the user asked for it, and a real engine would not stop either.
+    // Copies within a card may overlap: the user requested it, and a real engine would not refuse either.
     std::memmove(task.to, task.from, task.size);
     return true;
   }
@@ -118,7 +118,7 @@ bool Stream::call(Task& task, uint64_t number) {
   } catch (const std::exception& thrown) {
     std::snprintf(error, sizeof error, "it threw an exception: %s", thrown.what());
   } catch (...) {
-    std::snprintf(error, sizeof error, "it threw something that is no std::exception");
+    std::snprintf(error, sizeof error, "it threw an object that is not a std::exception");
   }
   if (result == 0) return true;
   error[sizeof error - 1] = 0;
@@ -142,13 +142,13 @@ void Stream::corrupt(const Task& task, uint64_t number, const Strike& strike) {
   bool any = spoil(output_);
   for (size_t i = 0; i < task.ranges.size() && !any; ++i)
     any = spoil(task.ranges[i]);  // one output is enough, and harder to find than all
-  // Better loud than a test that believes it has injected something.
+  // An error is better than a test that wrongly assumes the fault was injected.
   if (!any)
     card_.fail_with(named(task, number) +
-                    " was to be corrupted by an injected fault, but names no output (a bpsim_range with written=1)");
+                    " matches a corrupt fault, but names no output (a bpsim_range with written=1)");
 }
 
-void Stream::tell_detail(double bytes, double flops, const bpsim_range* output) {
+void Stream::set_detail(double bytes, double flops, const bpsim_range* output) {
   bytes_ = bytes;
   flops_ = flops;
   if (output) output_ = *output;
@@ -159,7 +159,7 @@ void Stream::check_arrival(const Task& task, uint64_t number, uint64_t sent) {
   if (arrived == sent) return;
   char text[256];
   std::snprintf(text, sizeof text,
-                " failed: %llu bytes arrived other than they were sent (checksum %016llx, sent %016llx). The link, the copy "
+                " failed: %llu bytes differ from their source (checksum %016llx, source %016llx). The link, the copy "
                 "engine or the memory is at fault, not a launch",
                 static_cast<unsigned long long>(task.size), static_cast<unsigned long long>(arrived),
                 static_cast<unsigned long long>(sent));
@@ -176,7 +176,7 @@ void Stream::await(const Work& work) {
   const auto over = [&] {
     return other.finished(work.sequence) || interrupted() || other.card_.is_lost() || stop_.load();
   };
-  // Said only where it does wait: what the other hangs in may come after what is asked for here.
+  // Set only while it really waits: the other stream may hang in work after the sequence that is awaited here.
   if (!over()) {
     awaiting_.store(&other);
     if (!driver_.spin.until(over)) {

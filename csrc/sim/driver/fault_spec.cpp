@@ -1,4 +1,4 @@
-// The one-line language of faults; its grammar is in driver_faults.h.
+// Parses the one-line fault specification; driver_faults.h documents its grammar.
 #include <cctype>
 #include <cerrno>
 #include <cstdlib>
@@ -66,7 +66,7 @@ bool is_name(const std::string& text) {
   return true;
 }
 
-// One rule; `text` is what error texts quote.
+// Parses one rule; error texts quote `text`.
 class RuleParser {
  public:
   explicit RuleParser(std::string text) : text_(std::move(text)) {}
@@ -96,9 +96,9 @@ class RuleParser {
       return wrong("a rule begins with kind@site=which");
     const std::string kind = part.substr(0, at), site = part.substr(at + 1, equals - at - 1);
     if (!look_up(kKinds, kind, &rule->kind))
-      return wrong("'" + kind + "' is no kind of fault; there are " + list(kKinds));
+      return wrong("'" + kind + "' is not a kind of fault; use one of " + list(kKinds));
     if (!look_up(kSites, site, &rule->site))
-      return wrong("'" + site + "' is no site; there are " + list(kSites));
+      return wrong("'" + site + "' is not a site; use one of " + list(kSites));
     const std::string which = part.substr(equals + 1);
     if (is_number(which, UINT64_MAX, &rule->nth)) {
       by_number_ = true;
@@ -114,16 +114,16 @@ class RuleParser {
     const size_t equals = part.find('=');
     if (equals == std::string::npos) return wrong("'" + part + "' is not of the form key=value");
     const std::string name = part.substr(0, equals), value = part.substr(equals + 1);
-    if (!seen_.insert(name).second) return wrong("'" + name + "' is there twice");
+    if (!seen_.insert(name).second) return wrong("'" + name + "' is given twice");
     uint64_t number = 0;
     if (name == "card" || name == "stream") {
-      if (!is_number(value, 1u << 20, &number)) return wrong("'" + value + "' is no number of a " + name);
+      if (!is_number(value, 1u << 20, &number)) return wrong("'" + value + "' is not a " + name + " number");
       (name == "card" ? rule->card : rule->stream) = static_cast<int32_t>(number);
       return BPSIM_OK;
     }
     if (name == "nth") {
-      if (by_number_) return wrong("nth= goes with a name; the number after the site says the same");
-      if (!is_number(value, UINT64_MAX, &rule->nth)) return wrong("nth is a number, not '" + value + "'");
+      if (by_number_) return wrong("nth= needs a name; the number after the site already is the count");
+      if (!is_number(value, UINT64_MAX, &rule->nth)) return wrong("nth must be a number, not '" + value + "'");
       return BPSIM_OK;
     }
     if (name == "times") {
@@ -132,21 +132,21 @@ class RuleParser {
         return BPSIM_OK;
       }
       if (!is_number(value, UINT64_MAX, &rule->times) || rule->times == 0)
-        return wrong("times is a number of at least 1, or always, not '" + value + "'");
+        return wrong("times must be a number of at least 1, or always, not '" + value + "'");
       return BPSIM_OK;
     }
     if (name == "kind" || name == "elements") {
       if (rule->kind != BPSIM_FAULT_CORRUPT) return wrong("'" + name + "' is a key of corrupt only");
       if (name == "kind") {
         if (!look_up(kCorruptions, value, &rule->corruption))
-          return wrong("'" + value + "' is no kind of corruption; there are " + list(kCorruptions));
+          return wrong("'" + value + "' is not a kind of corruption; use one of " + list(kCorruptions));
         return BPSIM_OK;
       }
-      if (!is_number(value, UINT32_MAX, &number)) return wrong("elements is a number, not '" + value + "'");
+      if (!is_number(value, UINT32_MAX, &number)) return wrong("elements must be a number, not '" + value + "'");
       rule->elements = static_cast<uint32_t>(number);
       return BPSIM_OK;
     }
-    return wrong("'" + name + "' is no key; there are card, stream, nth, times, kind, elements");
+    return wrong("'" + name + "' is not a key; use one of card, stream, nth, times, kind, elements");
   }
 
   const std::string text_;

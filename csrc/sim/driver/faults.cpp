@@ -1,3 +1,5 @@
+// Matches submitted work against the fault rules, and checks rules.
+
 #include "faults.h"
 
 #include <cstring>
@@ -7,7 +9,7 @@
 namespace backplane::sim::driver {
 namespace {
 
-// '*' stands for anything, also for nothing.
+// '*' matches any text, including none.
 bool fits(const char* pattern, const char* name) {
   const char* star = nullptr;
   const char* resume = nullptr;
@@ -42,7 +44,8 @@ bpsim_status check_fault(const FaultRule& rule, const char* text) {
                 "oom@alloc=17,card=1", text);
   if (rule.nth == 0) return fail(BPSIM_INVALID, "fault '%s': counting begins at 1, as in fail@launch=1", text);
   if (rule.elements == 0)
-    return fail(BPSIM_INVALID, "fault '%s': elements is at least 1, as in corrupt@launch=matmul*,elements=2", text);
+    return fail(BPSIM_INVALID, "fault '%s': elements must be at least 1, as in corrupt@launch=matmul*,elements=2",
+                text);
   if (rule.card < -1 || rule.card >= BPSIM_MAX_CARDS)
     return fail(BPSIM_INVALID, "fault '%s': there is no card %d; cards are 0 to %d", text, rule.card,
                 BPSIM_MAX_CARDS - 1);

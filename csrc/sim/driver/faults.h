@@ -1,7 +1,7 @@
-// Faults on demand: rules that count what they match and then strike.
+// Declares fault injection: rules that count matching work and then inject their fault.
 //
-// Rules are matched when work is submitted, on the caller's thread, so what they strike does not depend on how threads
-// are scheduled; the strike travels with the work and happens on the worker.
+// Rules are matched when work is submitted, on the caller's thread, so the result does not depend on the scheduling of
+// threads; the fault travels with the work and takes effect on the worker.
 #pragma once
 
 #include <atomic>
@@ -25,19 +25,19 @@ struct FaultRule {
   uint64_t matched = 0, struck = 0;
 };
 
-// fault_spec.cpp: the whole spec, or an error that names the rule and the mistake.
+// Implemented in fault_spec.cpp: parses the whole specification, or fails with the rule and the mistake.
 bpsim_status parse_faults(const char* spec, std::vector<FaultRule>* rules);
-// What holds however a rule was given; `rule` is what the text calls it.
+// Checks what holds for every rule, parsed or not; `text` is its name in the error text.
 bpsim_status check_fault(const FaultRule& rule, const char* text);
 
 class Faults {
  public:
-  // Nothing else is asked while this is false.
+  // While this is false, no other function needs to be called.
   bool armed() const { return armed_.load(std::memory_order_relaxed); }
   void add(const std::vector<FaultRule>& rules);
   void clear();
   uint64_t struck() const { return struck_.load(); }
-  // Counts one event, and appends what strikes it.
+  // Counts one event, and appends the faults that it triggers.
   void match(bpsim_fault_site site, const char* name, int32_t card, int32_t stream, uint64_t node,
              std::vector<Strike>* strikes);
 

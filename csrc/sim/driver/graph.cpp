@@ -1,3 +1,5 @@
+// Implements capture and replay of graphs.
+
 #include "graph.h"
 
 #include <cstdio>
@@ -41,7 +43,7 @@ bpsim_status Graph::record(Driver& driver, Task&& task) {
     if (!owner) continue;
     const Located found = owner->allocator().locate(address);
     if (found.pool == pool.get()) continue;
-    // Serials are per card.
+    // Serial numbers are per card.
     const uint64_t key = found.serial * BPSIM_MAX_CARDS + static_cast<uint64_t>(owner->index());
     if (seen_.insert(key).second) uses_.push_back({owner, found.block, found.serial, found.start, tasks.size()});
   }
@@ -74,13 +76,13 @@ bpsim_status begin_capture(Driver& driver, Stream& stream, bpsim_pool pool) {
     status = driver.find_pool(pool, &into);
     if (status != BPSIM_OK) return status;
     if (into->card != &card)
-      return fail(BPSIM_INVALID, "capture: the pool is of card %d, the stream of card %d", into->card->index(),
+      return fail(BPSIM_INVALID, "capture: the pool belongs to card %d, the stream to card %d", into->card->index(),
                   card.index());
     if (into->asleep.load()) return fail(BPSIM_INVALID, "capture: the pool is suspended: resume it first");
   }
   std::lock_guard<std::mutex> lock(stream.submitting());
   if (stream.capture)
-    return fail(BPSIM_CAPTURE, "capture: stream %d of card %d captures already: end that capture first",
+    return fail(BPSIM_CAPTURE, "capture: stream %d of card %d is already capturing: end that capture first",
                 stream.index(), card.index());
   stream.capture = std::make_shared<Graph>(card, std::move(into), pool == 0);
   stream.capturing.store(true);
@@ -93,7 +95,7 @@ bpsim_status end_capture(Driver& driver, Stream& stream, bpsim_graph* graph) {
   {
     std::lock_guard<std::mutex> lock(stream.submitting());
     if (!stream.capture)
-      return fail(BPSIM_CAPTURE, "capture: stream %d of card %d does not capture: begin one first", stream.index(),
+      return fail(BPSIM_CAPTURE, "capture: stream %d of card %d is not capturing: begin one first", stream.index(),
                   stream.card().index());
     captured = std::move(stream.capture);
     stream.capture = nullptr;
@@ -111,14 +113,14 @@ bpsim_status launch_graph(Driver& driver, Stream& stream, const std::shared_ptr<
   bpsim_status status = may_submit(stream, "bpsim_graph_launch");
   if (status != BPSIM_OK) return status;
   if (&graph->card != &card)
-    return fail(BPSIM_INVALID, "graph launch: the graph was captured on card %d, the stream is of card %d",
+    return fail(BPSIM_INVALID, "graph launch: the graph was captured on card %d, the stream belongs to card %d",
                 graph->card.index(), card.index());
   if (stream.capturing.load()) {
     std::lock_guard<std::mutex> lock(stream.submitting());
     if (stream.capture)
       return stream.capture->spoil(
-          "graph launch: stream %d of card %d captures, and a graph cannot be part of another. Capture its launches "
-          "again instead",
+          "graph launch: stream %d of card %d is capturing, and a graph cannot be part of another. Capture its "
+          "launches again instead",
           stream.index(), card.index());
   }
   status = graph->check_memory();

@@ -1,4 +1,4 @@
-// Names for objects that the user holds: a stale one is noticed.
+// Maps handles to objects that the user holds, and detects stale handles.
 #pragma once
 
 #include <cstdint>
@@ -26,14 +26,14 @@ class Handles {
     return (static_cast<uint64_t>(slot.generation) << 32) | (index + 1);
   }
 
-  // Null for a handle that is none.
+  // Returns null for an invalid handle.
   std::shared_ptr<T> find(uint64_t handle) {
     std::lock_guard<std::mutex> lock(mutex_);
     Slot* const slot = at(handle);
     return slot ? slot->object : nullptr;
   }
 
-  // Returns what was there, so that it can die outside the lock.
+  // Returns the object, so that it is destroyed outside the lock.
   std::shared_ptr<T> remove(uint64_t handle) {
     std::lock_guard<std::mutex> lock(mutex_);
     Slot* const slot = at(handle);

@@ -1,3 +1,5 @@
+// Implements the modelled cost of tasks.
+
 #include "model.h"
 
 #include <algorithm>
@@ -14,7 +16,7 @@ double time_of(double amount, double rate) { return rate > 0 ? amount / rate * 1
 
 double modelled_duration(const bpsim_model& model, bool crosses_link, double bytes, double flops) {
   if (crosses_link) return model.launch_overhead_ns + time_of(bytes, model.link_bandwidth);
-  // Reading and computing overlap on any chip worth modelling: the slower of the two decides.
+  // Every relevant chip overlaps memory traffic and arithmetic, so the slower of the two determines the time.
   return model.launch_overhead_ns +
          std::max(time_of(bytes, model.memory_bandwidth), time_of(flops, model.flop_rate));
 }
@@ -29,7 +31,7 @@ bpsim_status check_model(const bpsim_model& model) {
                 {"launch_overhead_ns", model.launch_overhead_ns}};
   for (const auto& field : fields)
     if (!std::isfinite(field.value) || field.value < 0)
-      return fail(BPSIM_INVALID, "model: %s is %g; it must be a number of at least 0 (0 counts nothing)", field.name,
+      return fail(BPSIM_INVALID, "model: %s is %g; it must be a number of at least 0 (0: not counted)", field.name,
                   field.value);
   return BPSIM_OK;
 }

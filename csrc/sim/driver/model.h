@@ -1,4 +1,4 @@
-// Modelled cost: how long a task would last on the chip that was described.
+// Declares the modelled cost of a task: its duration on the chip that the configuration describes.
 #pragma once
 
 #include "work.h"
@@ -6,7 +6,7 @@
 namespace backplane::sim::driver {
 
 double modelled_duration(const bpsim_model& model, bool crosses_link, double bytes, double flops);
-// BPSIM_INVALID where a rate is negative or no number.
+// Returns BPSIM_INVALID if a rate is negative or not a number.
 bpsim_status check_model(const bpsim_model& model);
 
 }  // namespace backplane::sim::driver

@@ -1,3 +1,5 @@
+// Implements allocation and lookup of pinned host memory.
+
 #include "pinned.h"
 
 #include <cstdlib>
@@ -16,9 +18,9 @@ bpsim_status Pinned::allocate(uint64_t bytes, void** pointer) {
   } else if (posix_memalign(&raw, 4096, bytes) == 0) {
     memory.reset(raw, std::free);
   }
-  if (!memory) return fail(BPSIM_SYSTEM, "the host has no %s for pinned memory", size_text(bytes).c_str());
+  if (!memory) return fail(BPSIM_SYSTEM, "the host could not allocate %s of pinned memory", size_text(bytes).c_str());
   std::lock_guard<std::mutex> lock(mutex_);
-  // What was freed in this range is gone, or the system would not have given it again.
+  // Freed entries in this range are gone, or the system would not have returned the addresses again.
   const uintptr_t start = reinterpret_cast<uintptr_t>(raw);
   entries_.erase(entries_.lower_bound(start), entries_.lower_bound(start + bytes));
   entries_[start] = Entry{memory, memory, bytes};
@@ -27,14 +29,14 @@ bpsim_status Pinned::allocate(uint64_t bytes, void** pointer) {
 }
 
 bpsim_status Pinned::release(void* pointer) {
-  std::shared_ptr<void> last;  // dies after the lock
+  std::shared_ptr<void> last;  // destroyed after the lock is released
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto each = entries_.begin(); each != entries_.end();)
     each = !each->second.hold && each->second.memory.expired() ? entries_.erase(each) : std::next(each);
   const auto found = entries_.find(reinterpret_cast<uintptr_t>(pointer));
   if (found == entries_.end() || !found->second.hold)
-    return fail(BPSIM_INVALID, "host_free: %p is no pinned memory of this driver, or was freed before", pointer);
-  // Copies in flight may use it still; whoever gets the memory next comes after them.
+    return fail(BPSIM_INVALID, "host_free: %p is not pinned memory of this driver, or was freed before", pointer);
+  // Copies in flight may still use it; the next user of the memory comes after them.
   if (races_.on()) races_.forget(found->first, found->second.bytes);
   last = std::move(found->second.hold);
   found->second.hold = nullptr;
@@ -48,7 +50,7 @@ Pinned::Found Pinned::find(uintptr_t address, bool* freed) {
   const auto& [start, entry] = *std::prev(after);
   if (address - start >= entry.bytes) return {};
   std::shared_ptr<const void> memory = entry.memory.lock();
-  if (!memory) return {};  // gone; the address may be anybody's by now
+  if (!memory) return {};  // gone; the address may belong to other memory by now
   *freed = !entry.hold;
   return {std::move(memory), start, entry.bytes};
 }

@@ -1,5 +1,5 @@
-// Pinned host memory: known to the driver, so that copies can tell it from pageable memory, and kept as long as a copy
-// in flight or a graph uses it.
+// Tracks pinned host memory, so that copies can distinguish it from pageable memory, and keeps it as long as a copy in
+// flight or a graph uses it.
 #pragma once
 
 #include <map>
@@ -19,12 +19,12 @@ class Pinned {
   bpsim_status release(void* pointer);
 
   struct Found {
-    std::shared_ptr<const void> keep;  // null where it is not pinned
+    std::shared_ptr<const void> keep;  // null if it is not pinned
     uintptr_t start = 0;
     uint64_t bytes = 0;
     explicit operator bool() const { return keep != nullptr; }
   };
-  // What an address is in; `freed` says that the user has freed it and something still uses it.
+  // Returns the memory that contains an address; `freed` means that the user has freed it and something still uses it.
   Found find(uintptr_t address, bool* freed);
 
  private:

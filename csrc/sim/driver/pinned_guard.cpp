@@ -1,3 +1,5 @@
+// Implements the protection of pinned memory with double mappings and mprotect.
+
 #include "pinned_guard.h"
 
 #include <sys/mman.h>
@@ -8,7 +10,7 @@
 namespace backplane::sim::driver {
 
 PinnedGuard::PinnedGuard() : page_(static_cast<uintptr_t>(sysconf(_SC_PAGESIZE))) {
-  readable_.reserve(64);  // nothing is allocated in a handler
+  readable_.reserve(64);  // a signal handler must not allocate
 }
 
 std::shared_ptr<void> PinnedGuard::map(uint64_t bytes) {
@@ -24,7 +26,7 @@ std::shared_ptr<void> PinnedGuard::map(uint64_t bytes) {
       if (view != MAP_FAILED) munmap(view, whole);
     return nullptr;
   }
-  // A child would write into the parent's memory.
+  // A child process would write into the parent's memory.
   for (void* const view : views) madvise(view, whole, MADV_DONTFORK);
   const auto address = [](void* view) { return reinterpret_cast<uintptr_t>(view); };
   std::lock_guard<std::mutex> lock(mutex_);
@@ -57,8 +59,8 @@ uintptr_t PinnedGuard::for_copies(uintptr_t address) {
 
 void PinnedGuard::add(const Flight& flight) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!mapping_at(flight.first)) return;  // from before the checks were on
-  // The same copy of every step: the last one counts.
+  if (!mapping_at(flight.first)) return;  // allocated before the checks were enabled
+  // The same copy of a later step: the last one counts.
   for (Flight& other : flights_)
     if (other.first == flight.first && other.last == flight.last && other.written == flight.written &&
         other.stream == flight.stream) {
@@ -89,7 +91,7 @@ void PinnedGuard::forget_all() {
   for (const Mapping& mapping : mappings_) protect(mapping.user, mapping.user + mapping.bytes);
 }
 
-// Gives every page of the range what its flights ask for.
+// Sets the access rights of every page in the range to what the copies in flight allow.
 void PinnedGuard::protect(uintptr_t first, uintptr_t last) {
   const uintptr_t start = first / page_ * page_;
   const uintptr_t end = (last + page_ - 1) / page_ * page_;
@@ -119,12 +121,12 @@ bool PinnedGuard::touched(uintptr_t address, Flight* flight) {
   const uintptr_t page = address / page_ * page_;
   for (const Flight& one : flights_)
     if (one.first <= address && address < one.last && (flight->position == 0 || one.written)) *flight = one;
-  // A copy that only reads the byte, in a page that is closed for the sake of another: reading is allowed. Whether this
-  // is a read shows when it is tried again.
+  // A copy in flight only reads the byte, and the page is closed because of another copy: reading is allowed. Whether
+  // the access is a read shows when it is repeated.
   const bool closed = allowed_in(page) == PROT_NONE;
   const bool tried = std::find(readable_.begin(), readable_.end(), page) != readable_.end();
   if (flight->position != 0 && !flight->written && closed && !tried) {
-    if (readable_.size() == readable_.capacity()) {  // the oldest is as it was, and a read of it comes here again
+    if (readable_.size() == readable_.capacity()) {  // protects the oldest again; a later read of it faults again
       const uintptr_t oldest = readable_.front();
       readable_.erase(readable_.begin());
       mprotect(reinterpret_cast<void*>(oldest), page_, allowed_in(oldest));

@@ -1,8 +1,9 @@
-// Pinned host memory that the host may not touch: while a copy may still write it, at all; while one may still read it,
-// not for writing. "May still" means until the host has waited for the copy, not until it happens to be done.
+// Protects pinned host memory from the host while copies use it: no access while a copy may still write it, no writes
+// while a copy may still read it.
 //
-// Such memory is mapped twice. The copies use the second mapping; the pages of the first, which is the user's, are
-// protected. An access to them arrives at the handler of stray accesses, which asks `touched`.
+// "May still" lasts until the host has waited for the copy, not until the copy happens to be done. Such memory is
+// mapped twice. Copies use the second mapping; the pages of the first, which is the user's, are protected. An access to
+// them reaches the signal handler for stray accesses, which calls `touched`.
 #pragma once
 
 #include <cstdint>
@@ -18,12 +19,13 @@ class PinnedGuard {
  public:
   PinnedGuard();
 
-  // Memory mapped twice: the user's, which unmaps both when the last reference goes; null where the system refuses.
+  // Allocates memory that is mapped twice, and returns the user's mapping; both are unmapped when the last reference is
+  // gone. Returns null if the system refuses.
   std::shared_ptr<void> map(uint64_t bytes);
-  // The address at which copies see it; itself for other memory.
+  // Returns the address in the mapping for copies, or the same address for other memory.
   uintptr_t for_copies(uintptr_t address);
 
-  // A copy that was submitted touches the range.
+  // A submitted copy, and the range of host memory that it accesses.
   struct Flight {
     uintptr_t first = 0, last = 0;
     bool written = false;  // by the copy
@@ -32,12 +34,12 @@ class PinnedGuard {
     const char* name = "";
   };
   void add(const Flight& flight);
-  // The host has waited.
+  // Removes the copies that the host has waited for.
   void land(const Clock& known);
   void forget_all();
 
-  // For the handler of a fault: whether the address is in memory that is guarded. If so, its page is open from here on,
-  // and `flight` is the copy that may still use the byte; without a position where only others in the page are.
+  // For the signal handler: returns whether the address is in guarded memory. If so, its page is open from now on, and
+  // `flight` is the copy that may still use the byte; its position is 0 if only other bytes of the page are in use.
   bool touched(uintptr_t address, Flight* flight);
 
  private:
@@ -51,11 +53,11 @@ class PinnedGuard {
   int allowed_in(uintptr_t page) const;
 
   const uintptr_t page_;
-  // Also taken in the handler: whoever holds it must not touch the memory it guards.
+  // Also locked in the signal handler: a thread that holds it must not access the guarded memory.
   std::mutex mutex_;
   std::vector<Mapping> mappings_;
   std::vector<Flight> flights_;
-  std::vector<uintptr_t> readable_;  // pages that were closed, and opened for reading by a fault
+  std::vector<uintptr_t> readable_;  // closed pages that a fault has opened for reading
 };
 
 }  // namespace backplane::sim::driver

@@ -1,3 +1,5 @@
+// Implements pools: creation, suspending, resuming, and moving their segments to the general pool.
+
 #include "pool.h"
 
 #include "allocator.h"
@@ -34,7 +36,7 @@ bool Pools::held(bpsim_pool handle) {
 }
 
 void Pools::drop(bpsim_pool handle) {
-  Entry gone;  // dies after the lock: dissolving a pool takes the allocator's
+  Entry gone;  // destroyed after the lock is released: dissolving a pool takes the allocator's lock
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = entries_.find(handle);
   if (found == entries_.end()) return;
@@ -50,7 +52,7 @@ void Pools::clear() {
 
 bpsim_status Allocator::suspend(Pool& pool) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (pool.asleep.load()) return fail(BPSIM_INVALID, "card %d: the pool is suspended already", card_.index());
+  if (pool.asleep.load()) return fail(BPSIM_INVALID, "card %d: the pool is already suspended", card_.index());
   collect_pending();
   for (const Block* block : pending_)
     if (block->segment->pool == &pool)
@@ -115,9 +117,9 @@ void Allocator::dissolve(Pool& pool) {
     if (segment->pool != &pool) continue;
     Bins& from = bins_of(segment);
     segment->pool = &general_;
-    // What a graph did with its pool is done when the graph is gone.
+    // A graph's accesses to its pool are over when the graph is gone.
     if (card_.driver().races.on()) card_.driver().races.forget(segment->start(), segment->size());
-    // Asleep only when the driver is being torn down: such memory is not to be handed out.
+    // Suspended only if the driver is shutting down: such memory must not be allocated.
     if (segment->asleep.load()) continue;
     Bins& to = bins_of(segment);
     for (Block* block = segment->first.load(); block; block = block->next()) {

@@ -1,4 +1,4 @@
-// A pool: the free blocks of a set of segments that allocations of one kind are drawn from.
+// Defines a pool: a set of segments, with their free blocks, that allocations of one kind are drawn from.
 #pragma once
 
 #include <atomic>
@@ -15,27 +15,27 @@ class Card;
 
 class Pool {
  public:
-  // The general pool of an allocator has no card, and is not dissolved.
+  // The general pool of an allocator has no card and is never dissolved.
   explicit Pool(Card* owner = nullptr) : card(owner) {}
-  // Segments go to the general pool.
+  // Moves the segments to the general pool.
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
   Card* const card;
   bpsim_pool handle = 0;
-  std::atomic<int> graphs{0};       // that were captured into it, or are being: its memory is theirs, freed or not
+  std::atomic<int> graphs{0};       // captured into it or being captured: they own its memory, freed or not
   std::atomic<bool> asleep{false};
   Bins small_blocks, large_blocks;  // under the allocator's lock
 };
 
-// Handles of pools. A pool that the user has made is held here; one of a graph is held by the graph.
+// Handles of pools. Holds the pools that the user has created; a graph holds its own pool.
 class Pools {
  public:
   std::shared_ptr<Pool> create(Card& card, bool held);
-  // Null for a handle that is none.
+  // Returns null for an invalid handle.
   std::shared_ptr<Pool> find(bpsim_pool handle);
-  // Whether the user has made it.
+  // Returns whether the user has created it.
   bool held(bpsim_pool handle);
   void drop(bpsim_pool handle);
   void clear();

@@ -1,3 +1,5 @@
+// Implements the start, fork and shutdown of the driver in a process.
+
 #include "process.h"
 
 #include <pthread.h>
@@ -13,7 +15,7 @@
 namespace backplane::sim::driver {
 namespace {
 
-// None of these has a destructor: they may be asked after static objects are gone.
+// None of these has a destructor, because they may be used after static objects are destroyed.
 std::atomic<Driver*> the_driver{nullptr};
 std::atomic<int64_t> calls_inside{0};
 std::atomic<bool> touched{false};  // from the start of bpsim_init to the end of bpsim_shutdown
@@ -48,12 +50,12 @@ Call::Call() {
     status = after_fork();
     return;
   }
-  // Asked first without being counted: calls that come after the end must not hold it up.
+  // Checked first without counting: calls after the shutdown must not delay it.
   if (!the_driver.load(std::memory_order_relaxed)) {
     status = not_started();
     return;
   }
-  // stop_driver takes the driver away before it looks at this count, so one of the two sees the other.
+  // stop_driver clears the pointer before it reads this count, so one of the two sees the other.
   calls_inside.fetch_add(1, std::memory_order_seq_cst);
   driver = the_driver.load(std::memory_order_seq_cst);
   if (driver) return;
@@ -69,14 +71,15 @@ bool driver_runs() { return !forked.load() && the_driver.load() != nullptr; }
 
 bpsim_status start_driver(const bpsim_config& config) {
   if (forked.load()) return after_fork();
-  touched.store(true);  // before the lock: a child that is forked while it is held must not wait for it
+  touched.store(true);  // before the lock: a child forked while it is held must not wait for it
   std::lock_guard<Monitor> lock(lifecycle);
   if (the_driver.load())
-    return fail(BPSIM_INVALID, "the simulated NPU is initialised already: call bpsim_shutdown before another bpsim_init");
+    return fail(BPSIM_INVALID,
+                "the simulated NPU is already initialised: call bpsim_shutdown before another bpsim_init");
   static const bool prepared = [] {
     return pthread_atfork(nullptr, nullptr, in_forked_child) == 0 && std::atexit(at_exit) == 0;
   }();
-  if (!prepared) return fail(BPSIM_SYSTEM, "the system takes no handler for fork and exit");
+  if (!prepared) return fail(BPSIM_SYSTEM, "the system refused the handlers for fork and exit");
   std::unique_ptr<Driver> driver;
   bpsim_status status = Driver::create(config, &driver);
   if (status == BPSIM_OK && config.fault_handler) {
@@ -108,7 +111,7 @@ bpsim_status stop_driver() {
   const bool stopped = calls_inside.load(std::memory_order_seq_cst) == 0 && driver->join(deadline);
   if (!stopped) {
     left_behind.store(driver.release());
-    return fail(BPSIM_TIMEOUT, "a launch of the simulated NPU did not end: its threads and memory are left behind");
+    return fail(BPSIM_TIMEOUT, "a launch of the simulated NPU did not end: its threads and memory are not freed");
   }
   remove_access_handler();
   watch_accesses(nullptr);
@@ -123,14 +126,14 @@ void Driver::interrupt() {
 }
 
 bool Driver::join(int64_t deadline) {
-  for (const auto& card : cards) card->each_stream([](Stream& stream) { stream.ask_to_stop(); });
+  for (const auto& card : cards) card->each_stream([](Stream& stream) { stream.request_stop(); });
   bool all = true;
   for (const auto& card : cards)
     card->each_stream([&](Stream& stream) {
       const char* const running = stream.running();
       if (stream.join(deadline)) return;
       all = false;
-      std::fprintf(stderr, "backplane sim: launch '%s' on card %d, stream %d does not end; leaving it behind\n",
+      std::fprintf(stderr, "backplane sim: launch '%s' on card %d, stream %d does not end; its thread is abandoned\n",
                    running ? running : "?", card->index(), stream.index());
     });
   return all;

@@ -1,4 +1,4 @@
-// The driver in a process: its one instance, how calls reach it, and how it starts, forks and ends.
+// Declares the driver of a process: its one instance, how calls reach it, and how it starts, forks and shuts down.
 #pragma once
 
 #include <atomic>
@@ -27,26 +27,26 @@ class Driver {
   static bpsim_status create(const bpsim_config& config, std::unique_ptr<Driver>* driver);
   ~Driver();
 
-  // A card by its number; BPSIM_LOST for one that is.
+  // Finds a card by its index; returns BPSIM_LOST for a lost card.
   bpsim_status find_card(int32_t index, Card** card);
-  // An open stream by its handle; of a lost card too, as callers differ in what they do then.
+  // Finds an open stream by its handle; also one of a lost card, because callers handle that differently.
   bpsim_status find_stream(bpsim_stream handle, Stream** stream);
   bpsim_status find_pool(bpsim_pool handle, std::shared_ptr<Pool>* pool);
-  // The card whose device pointers have this address, or null.
+  // Returns the card whose device pointers include this address, or null.
   Card* card_with(uintptr_t address) const;
-  // That [address, address + bytes) is inside one allocation that the user holds; on `card`, if one is given. The text
-  // says what it is instead; `call` and `what` name it.
+  // Checks that [address, address + bytes) lies in one allocation that the user holds; on `card`, if one is given. The
+  // error text states what it is instead, and names `call` and `what`.
   bpsim_status check_device(const char* call, const char* what, uintptr_t address, uint64_t bytes, const Card* card);
-  // "card 1's memory", "host memory", ...
+  // Describes a pointer: "card 1's memory", "host memory", ...
   std::string describe(const void* pointer);
-  // BPSIM_OK, or an error for a rule that names a card that is not there.
+  // Returns an error if a rule names a card that does not exist.
   bpsim_status add_faults(const std::vector<FaultRule>& rules);
   bpsim_status set_model(const bpsim_model& model);
   bpsim_status check_races(int mode);
 
-  // Makes every call that waits return, and drops what is queued.
+  // Makes every waiting call return, and drops what is queued.
   void interrupt();
-  // Ends every thread, when no call is inside; false where one does not end, and then nothing may be freed.
+  // Ends every thread, when no call is inside the driver. Returns false if one does not end; then nothing may be freed.
   bool join(int64_t deadline_ns);
 
   const bpsim_config config;
@@ -55,7 +55,7 @@ class Driver {
   std::atomic<bool> stopping{false};
   std::atomic<bool> check_copies{false};
   std::atomic<const bpsim_model*> model{nullptr};  // null: off
-  Races races;  // before all that holds memory it has mapped
+  Races races;  // declared before everything that holds memory it has mapped
 
   std::vector<std::unique_ptr<Card>> cards;
   Faults faults;
@@ -67,10 +67,10 @@ class Driver {
  private:
   explicit Driver(const bpsim_config& config);
   std::mutex model_mutex_;
-  std::vector<std::unique_ptr<bpsim_model>> models_;  // old ones too: a worker may be reading one
+  std::vector<std::unique_ptr<bpsim_model>> models_;  // including old ones, which a worker may be reading
 };
 
-// For the duration of a call the driver stays.
+// Keeps the driver alive for the duration of a call.
 class Call {
  public:
   Call();
@@ -86,7 +86,7 @@ bpsim_status start_driver(const bpsim_config& config);
 bpsim_status stop_driver();
 bool driver_runs();
 
-// What every function of the API is wrapped in: no exception crosses it.
+// Wraps every function of the API: no exception crosses it.
 template <class Body>
 bpsim_status with_driver(Body&& body) noexcept {
   try {
@@ -106,7 +106,7 @@ bpsim_status with_card(int32_t index, Body&& body) noexcept {
     return status == BPSIM_OK ? body(driver, *card) : status;
   });
 }
-// A stream of a card that is not lost.
+// Calls `body` with a stream of a card that is not lost.
 template <class Body>
 bpsim_status with_stream(bpsim_stream handle, Body&& body) noexcept {
   return with_driver([&](Driver& driver) {

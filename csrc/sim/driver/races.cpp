@@ -1,3 +1,5 @@
+// Implements the detection of missing synchronisation with vector clocks.
+
 #include "races.h"
 
 #include <cstdio>
@@ -25,7 +27,7 @@ void Races::set(bpsim_races mode) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (mode == BPSIM_RACES_OFF || !on()) {
     history_.clear();
-    told_.clear();
+    reported_.clear();
     guard_.forget_all();
   }
   mode_.store(mode);
@@ -70,7 +72,7 @@ bpsim_status Races::submit(Stream& stream, const std::vector<Touch>& touches,
     std::lock_guard<std::mutex> lock(mutex_);
     const uint32_t number = number_of(stream);
     Clock& clock = clock_of(number);
-    clock.learn(host_);
+    clock.merge(host_);
     Access access;
     access.stream = number;
     access.position = clock.of(number) + 1;
@@ -93,11 +95,11 @@ bpsim_status Races::submit(Stream& stream, const std::vector<Touch>& touches,
         flight.position = access.position;
         guard_.add(flight);
       }
-      // The same mistake at every step is one mistake.
-      const auto told = [&](const Found& found) {
-        return !told_.insert({found.conflict.earlier.name, found.access.name}).second;
+      // Reports each pair of names once, although a missing wait recurs at every step.
+      const auto reported = [&](const Found& found) {
+        return !reported_.insert({found.conflict.earlier.name, found.access.name}).second;
       };
-      races.erase(std::remove_if(races.begin(), races.end(), told), races.end());
+      races.erase(std::remove_if(races.begin(), races.end(), reported), races.end());
     }
   }
   if (races.empty()) return BPSIM_OK;
@@ -123,34 +125,34 @@ std::string Races::text(const Found& found) const {
   char first[96], second[96];
   std::snprintf(first, sizeof first, "stream %u of card %u", index_of(earlier.stream), card_of(earlier.stream));
   std::snprintf(second, sizeof second, "stream %u of card %u", index_of(later.stream), card_of(later.stream));
-  std::string text = std::string("a synchronisation is missing: '") + later.name + "' on " + second +
+  std::string text = std::string("missing synchronisation: '") + later.name + "' on " + second +
                      (found.writes ? " writes " : " reads ") + place + ", which '" + earlier.name + "' on " + first +
-                     (found.conflict.earlier_writes ? " writes" : " reads") + ", and nothing makes the one wait for the "
-                     "other: ";
-  text += reads_after_write ? "it may read what was there before. " : "either may come first. ";
+                     (found.conflict.earlier_writes ? " writes" : " reads") + ", and nothing orders the two: ";
+  text += reads_after_write ? "it may read the old contents. " : "either may come first. ";
   if (earlier.freed)
-    return text + "The memory was freed and given out again meanwhile, because the allocator did not know of " + first +
-           ": tell it (tensor.record_stream, bpsim_record_stream)";
+    return text + "The memory was freed and allocated again meanwhile, because its use on " + first +
+           " was not recorded: record it (tensor.record_stream, bpsim_record_stream)";
   return text + "Record an event on " + first + " after '" + earlier.name + "' and let " + second +
-         " wait for it (stream.wait_stream, stream.wait_event, bpsim_stream_wait_event), or let the host wait in between";
+         " wait for it (stream.wait_stream, stream.wait_event, bpsim_stream_wait_event), or let the host wait in "
+         "between";
 }
 
 Clock Races::known_after(const Stream& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   Clock& clock = clock_of(number_of(stream));
-  clock.learn(host_);
+  clock.merge(host_);
   return clock;
 }
 
-void Races::host_learns(const Clock& known) {
+void Races::host_waited(const Clock& known) {
   std::lock_guard<std::mutex> lock(mutex_);
-  host_.learn(known);
+  host_.merge(known);
   guard_.land(host_);
 }
 
-void Races::stream_learns(const Stream& stream, const Clock& known) {
+void Races::stream_waited(const Stream& stream, const Clock& known) {
   std::lock_guard<std::mutex> lock(mutex_);
-  clock_of(number_of(stream)).learn(known);
+  clock_of(number_of(stream)).merge(known);
 }
 
 void Races::freed(uintptr_t first, uint64_t bytes, const std::vector<const Stream*>& streams) {
@@ -158,7 +160,7 @@ void Races::freed(uintptr_t first, uint64_t bytes, const std::vector<const Strea
   for (const Stream* stream : streams) numbers.push_back(number_of(*stream));
   std::lock_guard<std::mutex> lock(mutex_);
   Clock known;
-  for (const uint32_t number : numbers) known.learn(clock_of(number));
+  for (const uint32_t number : numbers) known.merge(clock_of(number));
   history_.free(first, bytes, numbers, known);
 }
 
@@ -172,7 +174,7 @@ HostWait::HostWait(Driver& driver, const Stream& stream) : races_(driver.races),
 }
 
 void HostWait::over() const {
-  if (on_) races_.host_learns(known_);
+  if (on_) races_.host_waited(known_);
 }
 
 }  // namespace backplane::sim::driver

@@ -1,9 +1,9 @@
-// Missing synchronisation: finds work that touches the same memory in an order that nobody has made.
+// Detects missing synchronisation: work that accesses the same memory without an order between the accesses.
 //
-// Every stream has a clock that says which work of other streams comes before what is submitted to it next, and so has
-// the host. Events, waiting and submitting pass that knowledge on; AccessHistory holds what it is compared with, and
-// PinnedGuard watches the one memory that host and copies share. The host is taken for one: what one of its threads
-// has waited for, all have.
+// Every stream has a vector clock of the work of other streams that precedes its next submission, and so has the host.
+// Events, waits and submissions propagate the clocks. AccessHistory holds the accesses that they are compared with, and
+// PinnedGuard watches the memory that host and copies share. All host threads share one clock: what one of them has
+// waited for, all have.
 #pragma once
 
 #include <atomic>
@@ -31,25 +31,26 @@ class Races {
 
   bool on() const { return mode_.load(std::memory_order_relaxed) != BPSIM_RACES_OFF; }
   bool fails() const { return mode_.load(std::memory_order_relaxed) == BPSIM_RACES_FAIL; }
-  // From here on; what was submitted before is not known.
+  // Sets the mode from now on; work submitted earlier is not checked.
   void set(bpsim_races mode);
   uint64_t found() const { return found_.load(); }
   PinnedGuard& guard() { return guard_; }
 
-  // A task or a graph is submitted: BPSIM_RACE where a race is to fail it, and then it counts as not submitted.
+  // Checks a task or a graph at its submission. Returns BPSIM_RACE if a race is to fail; the work then counts as not
+  // submitted.
   bpsim_status submit(Stream& stream, const Task& task, const bpsim_range* ranges, size_t count);
   bpsim_status submit(Stream& stream, const Graph& graph);
 
-  // What whoever waits for all that was submitted to the stream by now will know.
+  // Returns the clock that a waiter for everything submitted to the stream so far takes over.
   Clock known_after(const Stream& stream);
-  void host_learns(const Clock& known);
-  void stream_learns(const Stream& stream, const Clock& known);
+  void host_waited(const Clock& known);
+  void stream_waited(const Stream& stream, const Clock& known);
 
-  // Memory of a card is freed, which these streams were known to use; or is nobody's at all any more.
+  // freed() records that memory was freed which these streams were known to use; forget() drops the history of memory.
   void freed(uintptr_t first, uint64_t bytes, const std::vector<const Stream*>& streams);
   void forget(uintptr_t first, uint64_t bytes);
 
-  // In the handler of a fault.
+  // Called in the signal handler.
   void count_host_access() { found_.fetch_add(1); }
 
  private:
@@ -78,14 +79,14 @@ class Races {
   AccessHistory history_;
   std::vector<Clock> clocks_;  // of streams
   Clock host_;
-  std::set<std::pair<std::string, std::string>> told_;
+  std::set<std::pair<std::string, std::string>> reported_;
 };
 
-// The host waits for all that was submitted to a stream by now.
+// Records a wait of the host for everything submitted to a stream so far.
 class HostWait {
  public:
   HostWait(Driver& driver, const Stream& stream);
-  // The wait has ended.
+  // Call it when the wait has ended.
   void over() const;
 
  private:

@@ -1,3 +1,5 @@
+// Implements a stream: its queue, its worker thread, and waiting with a watchdog.
+
 #include "stream.h"
 
 #include <signal.h>
@@ -18,7 +20,7 @@ namespace {
 
 thread_local Stream* this_worker = nullptr;
 
-// Card, generation, index; never 0, and positive as int64_t.
+// Combines card, generation and index; never 0, and positive as int64_t.
 bpsim_stream make_handle(int32_t card, uint32_t generation, int32_t index) {
   return (static_cast<uint64_t>(card + 1) << 32) | (static_cast<uint64_t>(generation & 0xffffffu) << 8) |
          static_cast<uint64_t>(index);
@@ -53,7 +55,7 @@ bpsim_status Stream::submit(Work&& work, uint64_t* sequence) {
   ring_[place % kQueue] = std::move(work);
   head_.store(place + 1, std::memory_order_seq_cst);
   if (sequence) *sequence = place + 1;
-  // The worker says that it sleeps before it looks at head_ for the last time, so one of the two sees the other.
+  // The worker sets sleeping_ before it reads head_ for the last time, so one of the two sees the other.
   if (sleeping_.load(std::memory_order_seq_cst)) wake_all();
   return BPSIM_OK;
 }
@@ -77,14 +79,14 @@ bpsim_status Stream::wait(uint64_t sequence) {
     uint64_t seen = holder->progress();
     int64_t since = now_ns();
     for (;;) {
-      // Said before done_ is looked at for the last time, as the worker stores done_ before it looks at wanted_.
+      // Set before done_ is read for the last time, as the worker stores done_ before it reads wanted_.
       if (sequence < wanted_.load()) wanted_.store(sequence, std::memory_order_seq_cst);
       if (over()) break;
       if (timeout <= 0) {
         monitor_.wait();
         continue;
       }
-      // In pieces, so that progress restarts the time soon after it was made.
+      // Waits in slices, so that the time-out restarts soon after progress was made.
       monitor_.wait_until(now_ns() + std::max<int64_t>(timeout / 8, 100000));
       const Stream* const holder_now = &held_up_by();
       const uint64_t now_at = holder_now->progress();
@@ -105,7 +107,7 @@ bpsim_status Stream::wait(uint64_t sequence) {
                 "(bpsim_release_hangs), restart the process, or raise the time-out if the work is known to take longer",
                 card_.index(), index_, static_cast<long long>(timeout / 1000000), stuck_text().c_str());
   if (card_.is_lost()) return card_.lost_status();
-  // Asked before whether it is finished: what is queued finishes quickly when it is dropped.
+  // Checked before success: dropped work finishes quickly too.
   if (!driver_.stopping.load(std::memory_order_acquire)) return BPSIM_OK;
   return fail(BPSIM_NOT_INITIALISED, "the driver was shut down while this call waited for card %d, stream %d",
               card_.index(), index_);
@@ -113,8 +115,8 @@ bpsim_status Stream::wait(uint64_t sequence) {
 
 uint64_t Stream::progress() const { return ticks_.load() + done_.load() + card_.releases.load(); }
 
-// The last in the row of streams that wait for each other: while it does not get on, none of them does. This one itself
-// where it waits for no other.
+// Returns the last stream in the chain of streams that wait for each other: without its progress, none of them
+// continues. Returns this stream if it waits for no other.
 const Stream& Stream::held_up_by() const {
   const Stream* last = this;
   for (int step = 0; step < kLongestRow; ++step) {
@@ -125,7 +127,8 @@ const Stream& Stream::held_up_by() const {
   return *last;
 }
 
-// Somebody has waited long enough for what this stream waits for: all that it holds up have been waiting that time.
+// Returns whether a caller has already timed out on the stream that holds this one up: all streams behind it have
+// waited as long.
 bool Stream::known_to_hang() const {
   const Stream& holder = held_up_by();
   return holder.hung_at_.load() == holder.progress();
@@ -140,7 +143,7 @@ std::string Stream::stuck_text(int depth) const {
     return text + other->stuck_text(depth + 1);
   }
   const char* const name = running();
-  if (!name) return "nothing that has a name";
+  if (!name) return "an entry without a name";
   std::snprintf(text, sizeof text, "'%s' (number %llu)", name,
                 static_cast<unsigned long long>(running_number_.load()));
   return text;
@@ -148,7 +151,7 @@ std::string Stream::stuck_text(int depth) const {
 
 bpsim_status Stream::start_worker() {
   ring_.reset(new Work[kQueue]);
-  // Signals of the process are for its own threads; those of a thread's own doing cannot be blocked.
+  // Signals to the process are for its own threads; those that a thread causes itself cannot be blocked.
   sigset_t all, before;
   sigfillset(&all);
   for (const int signal : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP}) sigdelset(&all, signal);
@@ -156,7 +159,7 @@ bpsim_status Stream::start_worker() {
   const int error = pthread_create(&thread_, nullptr, &Stream::worker_main, this);
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error != 0)
-    return fail(BPSIM_SYSTEM, "card %d, stream %d: the system gives no thread (%s)", card_.index(), index_,
+    return fail(BPSIM_SYSTEM, "card %d, stream %d: the system refused to start a thread (%s)", card_.index(), index_,
                 std::strerror(error));
   started_ = true;
   return BPSIM_OK;
@@ -181,7 +184,7 @@ void* Stream::worker_main(void* self) {
   return nullptr;
 }
 
-// Waits for an entry; false when the stream is to stop.
+// Waits for an entry; returns false if the stream is to stop.
 bool Stream::next_is_there() {
   const uint64_t next = done_.load(std::memory_order_relaxed);
   const auto there = [&] {
@@ -201,10 +204,9 @@ void Stream::work() {
     const uint64_t number = done_.load(std::memory_order_relaxed);
     Work& entry = ring_[number % kQueue];
     execute(entry);
-    entry = Work();  // before it counts as finished: who waits for it may rely on its being gone
+    entry = Work();  // destroyed before it counts as finished, so that a waiter can rely on it
     done_.store(number + 1, std::memory_order_seq_cst);
-    // Only when it is what somebody waits for: waking a caller after each of a step's launches would cost more than
-    // the launches.
+    // Only if a caller waits for it: waking a caller after each launch of a step would cost more than the launches.
     if (number + 1 < wanted_.load(std::memory_order_seq_cst)) continue;
     std::lock_guard<Monitor> lock(monitor_);
     wanted_.store(UINT64_MAX);
@@ -212,7 +214,7 @@ void Stream::work() {
   }
 }
 
-void Stream::ask_to_stop() {
+void Stream::request_stop() {
   stop_.store(true);
   wake_all();
 }

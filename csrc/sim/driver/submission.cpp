@@ -1,3 +1,5 @@
+// Implements the submission of tasks: checks, faults, and recording or queueing.
+
 #include "submission.h"
 
 #include "card.h"
@@ -10,7 +12,7 @@ namespace backplane::sim::driver {
 
 bpsim_status may_submit(Stream& stream, const char* call) {
   if (Stream* const worker = current_worker())
-    return fail(BPSIM_INVALID, "%s was called inside a launch ('%s'): only the host submits work", call,
+    return fail(BPSIM_INVALID, "%s was called inside a launch ('%s'): only the host may submit work", call,
                 worker->running() ? worker->running() : "?");
   return stream.card().submit_status();
 }

@@ -1,3 +1,5 @@
+// Implements the trace of a card.
+
 #include "trace.h"
 
 #include <algorithm>

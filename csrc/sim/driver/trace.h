@@ -1,4 +1,4 @@
-// What ran on a card and when, for as long as somebody asks for it.
+// Records what ran on a card and when, while a trace is requested.
 #pragma once
 
 #include <atomic>

@@ -1,7 +1,7 @@
-// Waiting: a clock, a bounded spin, and a condition variable on the monotonic clock.
+// Provides what waiting needs: a clock, a bounded spin, and a condition variable on the monotonic clock.
 //
-// The condition variable is pthread's own because std::condition_variable waits by a call that older thread sanitizers
-// do not know, and then see races where there are none.
+// The condition variable is pthread's, because std::condition_variable waits with a call that older thread sanitizers
+// do not intercept, and they then report races that do not exist.
 #pragma once
 
 #include <pthread.h>
@@ -27,9 +27,9 @@ inline void pause_core() {
 #endif
 }
 
-// How long to look before sleeping. Waking a sleeping thread costs microseconds on both sides, a launch less than
-// one; but a core that looks does not compute, so it looks only for a short time, and with few cores soon hands the
-// core to whoever is ready between two looks.
+// The time to poll before sleeping. Waking a sleeping thread costs microseconds on both sides, a launch less than one;
+// but a core that polls does not compute. So polling is short, and with few cores it soon yields the core between two
+// polls.
 struct SpinPolicy {
   int64_t limit_ns = 0;
   bool yields = true;
@@ -54,7 +54,7 @@ struct SpinPolicy {
   }
 };
 
-// A mutex and its condition; usable with std::lock_guard and std::unique_lock.
+// A mutex and its condition variable; usable with std::lock_guard and std::unique_lock.
 class Monitor {
  public:
   Monitor() {
@@ -76,7 +76,7 @@ class Monitor {
   void unlock() { pthread_mutex_unlock(&mutex_); }
   void notify_all() { pthread_cond_broadcast(&condition_); }
   void wait() { pthread_cond_wait(&condition_, &mutex_); }
-  // False when the time is over.
+  // Returns false on time-out.
   bool wait_until(int64_t deadline_ns) {
     timespec time;
     time.tv_sec = static_cast<time_t>(deadline_ns / 1000000000);

@@ -1,4 +1,4 @@
-// What a stream's queue holds.
+// Defines the entries of a stream's queue.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@ namespace backplane::sim::driver {
 class Graph;
 class Stream;
 
-// The user's function and what it needs, which is destroyed exactly once.
+// The user's function and its argument, which is destroyed exactly once.
 class Closure {
  public:
   Closure() = default;
@@ -41,13 +41,13 @@ class Closure {
   bpsim_destructor destroy_ = nullptr;
 };
 
-// Of a copy whose caller waits because its memory is its own: a caller that gives up waiting takes the copy back.
+// Belongs to a copy whose caller waits because it owns the memory: a caller that times out cancels the copy.
 struct Ticket {
   std::mutex mutex;  // held while the copy runs
   bool cancelled = false;
 };
 
-// One thing that a card does: a launch, a copy or a fill. Also what a graph is made of.
+// One operation of a card: a launch, a copy or a fill. Graphs consist of tasks too.
 struct Task {
   enum class Kind : uint8_t { Launch, Copy, Fill };
 
@@ -57,30 +57,30 @@ struct Task {
   const char* name = "";
   double bytes = 0, flops = 0;
   Closure closure;
-  // Of copies and fills: kernel pointers, or host memory.
+  // For copies and fills: kernel addresses, or host memory.
   void* to = nullptr;
   const void* from = nullptr;
   uint64_t size = 0;
-  // Of launches, with device pointers: only kept where something will ask for them (a graph, a fault).
+  // For launches, with device pointers: only kept if something needs them (a graph, a fault).
   std::vector<bpsim_range> ranges;
-  bpsim_range host{};                // the pinned side of a copy, as the user names it
-  std::unique_ptr<char[]> staged;    // a pageable source, copied when the copy was submitted
-  std::shared_ptr<const void> keep;  // pinned memory that must stay until then
+  bpsim_range host{};                // the pinned side of a copy, at the user's address
+  std::unique_ptr<char[]> staged;    // a copy of a pageable source, made at submission
+  std::shared_ptr<const void> keep;  // keeps pinned memory alive until the copy is done
   std::shared_ptr<Ticket> ticket;
 
   bool counts_as_launch() const { return kind == Kind::Launch; }
 };
 
-// A fault that strikes one task.
+// An injected fault that applies to one task.
 struct Strike {
   uint64_t node = 0;  // of a graph
   bpsim_fault_kind kind = BPSIM_FAULT_FAIL;
   bpsim_corruption corruption = BPSIM_CORRUPT_NAN;
   uint32_t elements = 1;
-  uint64_t releases = 0;  // of the card when it was submitted: a hang ends with the next one
+  uint64_t releases = 0;  // the card's counter at submission: a hang ends when it changes
 };
 
-// The moment at which a stream passed an event.
+// The time at which a stream passed an event.
 struct Mark {
   std::atomic<bool> passed{false};
   std::atomic<int64_t> real_ns{0};
@@ -95,10 +95,10 @@ struct Work {
   Task task;                        // Run
   std::shared_ptr<Graph> graph;     // Replay
   uint64_t launch = 0, copy = 0;    // number of the (first) launch and copy on the card
-  std::vector<Strike> strikes;      // of the task, or of nodes in their order
+  std::vector<Strike> strikes;      // of the task, or of the graph's nodes in order
   std::shared_ptr<Mark> mark;       // Record: to set; Wait: of the event, if it has one
   Stream* awaited = nullptr;        // Wait
-  uint64_t sequence = 0;            // Wait: until it has finished this
+  uint64_t sequence = 0;            // Wait: until the stream has finished this
 };
 
 }  // namespace backplane::sim::driver

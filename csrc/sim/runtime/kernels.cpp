@@ -6,8 +6,8 @@
 
 #include "runtime/control.h"
 #include "runtime/counters.h"
-#include "runtime/details.h"
 #include "runtime/launch.h"
+#include "runtime/launch_detail.h"
 #include "runtime/memory.h"
 #include "runtime/shapes.h"
 

@@ -8,8 +8,8 @@
 
 #include <cstring>
 
-#include "runtime/launch_detail.h"
 #include "runtime/generator.h"
+#include "runtime/launch_detail.h"
 #include "runtime/memory.h"
 #include "runtime/workers.h"
 

@@ -38,7 +38,7 @@ class Placement {
   void offer(void* place, size_t bytes) {
     if (bytes != 0) places_.push_back({place, bytes});
   }
-  // From here on no address is handed out.
+  // Withdraws the offered addresses.
   void close() { places_.clear(); }
   // Returns how many CPU tensors hold an offered address. A kernel that keeps one after its call would later write into
   // memory that belongs to another tensor.

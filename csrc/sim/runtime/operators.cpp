@@ -10,8 +10,8 @@
 #include <cstring>
 
 #include "runtime/counters.h"
-#include "runtime/details.h"
 #include "runtime/launch.h"
+#include "runtime/launch_detail.h"
 #include "runtime/shapes.h"
 
 namespace backplane::sim {

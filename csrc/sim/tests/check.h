@@ -1,4 +1,5 @@
-// Just enough to test with: a list of tests, checks that report and count, and a driver that is up for one test.
+// Provides a minimal test framework: a list of tests, checks that report and count, and a driver for the duration of a
+// test.
 #pragma once
 
 #include <atomic>
@@ -14,7 +15,7 @@ struct Test {
   void (*run)();
 };
 std::vector<Test>& tests();     // run by default
-std::vector<Test>& scenarios();  // run by name, in a process of their own, that they may end
+std::vector<Test>& scenarios();  // run by name, in their own process, which they may end
 inline std::atomic<int> failures{0};
 
 struct Register {
@@ -33,7 +34,7 @@ struct Register {
 #define CHECK(condition) ((condition) ? (void)0 : (void)FAILED("%s does not hold\n", #condition))
 #define CHECK_EQ(left, right) check_equal((left), (right), __FILE__, __LINE__, #left)
 #define CHECK_OK(call) CHECK_STATUS(call, BPSIM_OK, "")
-// The status, and for errors a part of the text.
+// Checks the status and, for errors, a part of the text.
 #define CHECK_STATUS(call, status, part) check_status((call), (status), (part), __FILE__, __LINE__, #call)
 
 template <class Left, class Right>
@@ -49,13 +50,13 @@ inline void check_status(bpsim_status got, bpsim_status wanted, const char* part
   const bool silent = wanted == BPSIM_OK || wanted == BPSIM_NOT_READY;
   if (got == wanted && (silent || std::strstr(bpsim_last_error(), part))) return;
   failures.fetch_add(1);
-  std::printf("%s:%d: %s gave %s, not %s with '%s'. The text: %s\n", file, line, what, bpsim_status_name(got),
+  std::printf("%s:%d: %s returned %s, not %s with '%s'. Its text: %s\n", file, line, what, bpsim_status_name(got),
               bpsim_status_name(wanted), part, got == BPSIM_OK ? "" : bpsim_last_error());
 }
 
 constexpr uint64_t KiB = 1024, MiB = 1024 * KiB;
 
-// The driver for the duration of a test. Two small cards, unless `change` says otherwise.
+// Starts the driver for the duration of a test, with two small cards unless `change` modifies the configuration.
 struct Session {
   explicit Session(void (*change)(bpsim_config&) = nullptr) {
     bpsim_config config;

@@ -1,4 +1,4 @@
-// What tests launch.
+// Provides the launches and helpers that the tests use.
 #pragma once
 
 #include <sched.h>
@@ -15,13 +15,13 @@ inline void doze() {
   nanosleep(&moment, nullptr);
 }
 
-// Waits for something that must come; a test that hangs is ended from outside.
+// Waits for a condition that must become true; the test runner ends a test that hangs.
 template <class Condition>
 void eventually(Condition&& met) {
   while (!met()) doze();
 }
 
-// Launches a C++ function; its destruction is counted.
+// Launches a C++ function, and counts the closures that are not yet destroyed.
 inline std::atomic<int> closures_alive{0};
 struct Closure {
   std::function<int(char*, size_t)> run;
@@ -50,7 +50,7 @@ inline bpsim_status launch(bpsim_stream stream, const char* name, std::function<
   });
 }
 
-// A launch that keeps its stream busy until the gate is opened.
+// Queues a launch that keeps its stream busy until the gate is opened.
 class Gate {
  public:
   explicit Gate(bpsim_stream stream) {
@@ -86,13 +86,13 @@ T* kernel(T* device) {
   return static_cast<T*>(pointer);
 }
 
-// Writes through the driver, as a launch.
+// Writes through the driver, with a launch.
 template <class T>
 void put(bpsim_stream stream, T* device, T value) {
   T* const at = kernel(device);
   CHECK_OK(launch(stream, "put", [at, value] { *at = value; }));
 }
-// Reads by a synchronous copy.
+// Reads with a synchronous copy.
 template <class T>
 T get(bpsim_stream stream, const T* device) {
   T value{};

@@ -1,4 +1,4 @@
-// What a launch and a synchronisation cost. Not a test: prints numbers for a reader.
+// Measures the cost of launches and synchronisation. It is not a test: it prints numbers for a reader.
 //
 //   g++ -std=c++17 -O2 -pthread csrc/sim/tests/launch_cost.cpp csrc/sim/driver/*.cpp -o launch_cost && ./launch_cost
 #include <time.h>
@@ -24,7 +24,7 @@ void must(bpsim_status status) {
   std::exit(1);
 }
 
-// Nanoseconds of `body`, the median of several runs, per `count`.
+// Returns the nanoseconds of `body` per `count`: the median of several runs.
 template <class Body>
 double measured(double count, Body&& body) {
   std::vector<double> times;
@@ -116,14 +116,14 @@ int main(int count, char** words) {
                 must(bpsim_stream_synchronize(stream));
               }));
 
-  // A step: 400 launches of 40 us, and then a wait. The overhead is what the step takes beyond 16 ms of work.
+  // A step: 400 launches of 40 us, and then a wait. The overhead is the time beyond 16 ms of work.
   const double step = measured(1, [&] {
     for (int i = 0; i < 400; ++i) must(bpsim_enqueue(stream, &busy));
     must(bpsim_stream_synchronize(stream));
   });
   std::printf("step of 400 launches of 40 us:    %8.2f ms, %.1f %% above the work\n", step / 1e6,
               (step / (400 * busy_ns) - 1) * 100);
-  // The same where the host needs 20 us between launches, as a Python program does.
+  // The same if the host needs 20 us between launches, as a Python program does.
   const double slow = measured(1, [&] {
     for (int i = 0; i < 400; ++i) {
       spin_for(20000);
@@ -133,7 +133,7 @@ int main(int count, char** words) {
   });
   std::printf("  with 20 us of host work each:   %8.2f ms, %.1f %% above the work\n", slow / 1e6,
               (slow / (400 * busy_ns) - 1) * 100);
-  // And where the host is the slower side: each launch finds the worker idle.
+  // The same if the host is the slower side: each launch finds the worker idle.
   busy_ns = 10000;
   const double bound = measured(1, [&] {
     for (int i = 0; i < 400; ++i) {

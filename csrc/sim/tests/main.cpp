@@ -1,6 +1,8 @@
-// driver_tests              runs every test
-// driver_tests NAME...      runs those tests
-// driver_tests scenario NAME runs what is meant to end the process or to be watched from outside
+// Runs the tests of the driver.
+//
+//   driver_tests               runs every test
+//   driver_tests NAME...       runs those tests
+//   driver_tests scenario NAME runs a scenario, which may end the process or is observed from outside
 #include "check.h"
 
 std::vector<Test>& tests() {
@@ -20,7 +22,7 @@ int main(int count, char** words) {
         scenario.run();
         return failures.load() ? 1 : 0;
       }
-    std::printf("no scenario %s\n", words[2]);
+    std::printf("there is no scenario %s\n", words[2]);
     return 2;
   }
   int run = 0;

@@ -1,4 +1,4 @@
-// Copies: that they copy, in order, and only between the right places.
+// Tests copies: their result, their order, and the checks of their pointers.
 #include <numeric>
 
 #include "helpers.h"
@@ -19,7 +19,7 @@ TEST(copies_carry_bytes_in_every_direction) {
       CHECK_OK(copy(session.stream, BPSIM_PEER, c, b, bytes));
       CHECK_OK(bpsim_card_synchronize(0));
       CHECK_OK(copy(session.other_card, BPSIM_DEVICE_TO_HOST, back.data(), c, bytes));
-      // Pageable memory is there when the call returns.
+      // A copy to pageable memory is complete when the call returns.
       CHECK(back == sent);
     }
     for (char* const each : {a, b, c}) CHECK_OK(bpsim_free(each));
@@ -35,7 +35,7 @@ TEST(asynchronous_is_what_it_says) {
   int pageable = 1;
   *pinned = 1;
   {
-    // Pageable: staged, so a later change of the source does not matter.
+    // Pageable memory is staged, so a later change of the source has no effect.
     Gate gate(session.stream);
     CHECK_OK(bpsim_copy_async(session.stream, BPSIM_HOST_TO_DEVICE, device, &pageable, 4));
     pageable = 2;
@@ -43,8 +43,8 @@ TEST(asynchronous_is_what_it_says) {
     CHECK_EQ(get(session.stream, device), 1);
   }
   {
-    // Pinned: read when the stream gets there. Whoever changes it before has forgotten to synchronise, and sees it here
-    // every time.
+    // Pinned memory is read when the stream reaches the copy. A program that changes it earlier has a missing
+    // synchronisation, and here it shows every time.
     Gate gate(session.stream);
     CHECK_OK(bpsim_copy_async(session.stream, BPSIM_HOST_TO_DEVICE, device, pinned, 4));
     *pinned = 2;
@@ -101,9 +101,9 @@ TEST(pointers_in_the_wrong_place_are_named) {
       {BPSIM_HOST_TO_DEVICE, gone + 100 * MiB, host, 64, "card 0's memory that is not allocated"},
       {BPSIM_HOST_TO_DEVICE, nullptr, host, 64, "but is a null pointer"},
       {BPSIM_HOST_TO_DEVICE, here, nullptr, 64, "must be host memory, but is a null pointer"},
-      {BPSIM_HOST_TO_DEVICE, here, kernel(there), 64, "the address at which launches see card 1's memory"},
-      {BPSIM_HOST_TO_DEVICE, here + 500, host, 64, "leaves its allocation on card 0: it is at byte 500"},
-      {BPSIM_HOST_TO_DEVICE, here, static_cast<char*>(pinned) + 32, 64, "leaves its pinned memory"},
+      {BPSIM_HOST_TO_DEVICE, here, kernel(there), 64, "a kernel address of card 1's memory"},
+      {BPSIM_HOST_TO_DEVICE, here + 500, host, 64, "exceeds its allocation on card 0: it begins at byte 500"},
+      {BPSIM_HOST_TO_DEVICE, here, static_cast<char*>(pinned) + 32, 64, "exceeds its pinned memory"},
       {BPSIM_DEVICE_TO_HOST, here, here, 64, "must be host memory, but is card 0's memory"},
       {BPSIM_DEVICE_TO_HOST, gone, here, 64, "must be host memory, but is freed memory of card 0"},
       {BPSIM_DEVICE_TO_HOST, host, host, 64, "must be card 0's memory, but is host memory"},
@@ -131,7 +131,7 @@ TEST(a_peer_copy_is_for_a_stream_of_either_card) {
   bpsim_stream third = 0;
   CHECK_OK(bpsim_default_stream(2, &third));
   CHECK_STATUS(bpsim_copy_async(third, BPSIM_PEER, a, b, 64), BPSIM_INVALID,
-               "the stream is of card 2, and the copy from card 1 to card 0");
+               "the stream belongs to card 2, but the copy is from card 1 to card 0");
   CHECK_OK(bpsim_copy(session.stream, BPSIM_PEER, a, b, 64));
   CHECK_OK(bpsim_copy(session.other_card, BPSIM_PEER, a, b, 64));
 }
@@ -145,7 +145,7 @@ TEST(freeing_right_after_an_asynchronous_copy_is_right) {
     CHECK_OK(bpsim_memset_async(session.stream, device, i, 64 * KiB));
     CHECK_OK(bpsim_copy_async(session.stream, BPSIM_DEVICE_TO_HOST, pinned, device, 64 * KiB));
     CHECK_OK(bpsim_free(device));
-    // The same memory, for later work on the same stream.
+    // The same memory again, for later work on the same stream.
     char* const next = allocate(session.stream, 64 * KiB);
     CHECK(next == device);
     CHECK_OK(bpsim_memset_async(session.stream, next, 0xee, 64 * KiB));
@@ -156,7 +156,7 @@ TEST(freeing_right_after_an_asynchronous_copy_is_right) {
   CHECK_OK(bpsim_host_free(pinned));
 }
 
-// A copy in each direction, the nth of which is struck; what the driver says of it.
+// Makes a copy in each direction, one of which is corrupted, and checks the error text.
 static void check_struck(const char* faults, const char* text) {
   Session session;
   CHECK_OK(bpsim_faults_add(faults));
@@ -171,7 +171,7 @@ static void check_struck(const char* faults, const char* text) {
     if (status == BPSIM_OK) CHECK_OK(bpsim_memset_async(session.stream, other, 200, bytes));
     if (status == BPSIM_OK) status = bpsim_card_synchronize(0);
     CHECK_STATUS(status, BPSIM_LAUNCH_FAILED, text);
-    CHECK_STATUS(bpsim_card_synchronize(0), BPSIM_LAUNCH_FAILED, "arrived other than they were sent");
+    CHECK_STATUS(bpsim_card_synchronize(0), BPSIM_LAUNCH_FAILED, "bytes differ from their source");
     CHECK_OK(bpsim_card_reset(0));
     CHECK_OK(bpsim_free(device));
     CHECK_OK(bpsim_free(other));
@@ -193,7 +193,7 @@ TEST(whole_copies_pass_the_check) {
     std::vector<char> sent(bytes), back(bytes);
     for (uint64_t i = 0; i < bytes; ++i) sent[i] = static_cast<char>(i * 37);
     CHECK_OK(bpsim_copy_async(session.stream, BPSIM_HOST_TO_DEVICE, device, sent.data(), bytes));
-    // Within itself: the source is no longer what it was.
+    // An overlapping copy: the source has changed afterwards.
     CHECK_OK(bpsim_copy_async(session.stream, BPSIM_DEVICE_TO_DEVICE, device + 5, device, bytes));
     CHECK_OK(bpsim_copy(session.stream, BPSIM_DEVICE_TO_HOST, back.data(), device + 5, bytes));
     CHECK(back == sent);

@@ -1,4 +1,4 @@
-// Injected corruption of results.
+// Tests injected corruption of results.
 #include <algorithm>
 #include <cmath>
 
@@ -6,7 +6,8 @@
 
 static int nothing(char*, size_t) { return 0; }
 
-// Sixteen bytes of 0x3c, "written" by a launch that names them as `element`; which of them are wrong afterwards.
+// Returns sixteen bytes of 0x3c after a launch that names them as an output of type `element`, to show which are
+// corrupted.
 static std::vector<unsigned char> struck(bpsim_stream stream, const char* name, bpsim_element element) {
   std::vector<unsigned char> got(16);
   char* const device = allocate(stream, 16);
@@ -89,7 +90,7 @@ TEST(launches_in_a_replay_are_struck_one_by_one) {
   const bpsim_range range{value, 4, BPSIM_OTHER, 1};
   put(session.stream, value, 0);
   CHECK_OK(bpsim_card_synchronize(0));
-  // What is captured does not count: only what runs does.
+  // Captured launches are not counted, only launches that run.
   CHECK_OK(bpsim_faults_add("corrupt@launch=add,nth=5"));
   CHECK_OK(bpsim_capture_begin(session.stream, 0));
   for (int i = 0; i < 3; ++i)
@@ -131,5 +132,5 @@ TEST(faults_can_be_given_as_a_struct) {
   fault.card = 2;
   CHECK_STATUS(bpsim_fault_add(&fault), BPSIM_INVALID, "names card 2");
   fault.kind = static_cast<bpsim_fault_kind>(7);
-  CHECK_STATUS(bpsim_fault_add(&fault), BPSIM_INVALID, "none of its enumeration");
+  CHECK_STATUS(bpsim_fault_add(&fault), BPSIM_INVALID, "not a value of its enumeration");
 }

@@ -1,4 +1,4 @@
-// Events, the model of cost, and traces.
+// Tests events, the chip model, and traces.
 #include <cmath>
 
 #include "helpers.h"
@@ -10,7 +10,7 @@ TEST(events_order_streams) {
   CHECK_OK(bpsim_event_query(event));        // never recorded: nothing to wait for
   CHECK_OK(bpsim_event_synchronize(event));
   CHECK_OK(bpsim_stream_wait_event(other, event));
-  int value = 0;  // not atomic: the event is what keeps the streams apart
+  int value = 0;  // not atomic: the event orders the streams
   for (int round = 0; round < 50; ++round) {
     CHECK_OK(launch(session.stream, "write", [&value, round] { value = round * 2; }));
     CHECK_OK(bpsim_event_record(event, session.stream));
@@ -33,12 +33,12 @@ TEST(an_event_is_its_last_record_when_waited_for) {
   CHECK_OK(launch(other, "flag", [&] { ran = true; }));
   first.wait_until_reached();
   CHECK_STATUS(bpsim_event_query(event), BPSIM_NOT_READY, "");
-  // Recorded anew and destroyed: what waits already still waits for the first record.
+  // Recorded again and destroyed: work that already waits still waits for the first record.
   CHECK_OK(bpsim_event_record(event, new_stream()));
   CHECK_OK(bpsim_event_query(event));
   CHECK_OK(bpsim_event_destroy(event));
-  CHECK_STATUS(bpsim_event_query(event), BPSIM_INVALID, "is no event");
-  CHECK_STATUS(bpsim_event_destroy(event), BPSIM_INVALID, "is no event");
+  CHECK_STATUS(bpsim_event_query(event), BPSIM_INVALID, "is not an event");
+  CHECK_STATUS(bpsim_event_destroy(event), BPSIM_INVALID, "is not an event");
   for (int i = 0; i < 10; ++i) doze();
   CHECK(!ran.load());
   first.open();
@@ -102,7 +102,7 @@ TEST(modelled_time_is_by_the_stated_rates) {
   CHECK(std::abs(got - expected) < 1e-6);
   CHECK_OK(bpsim_stream_modelled_ns(session.stream, &got));
   CHECK(std::abs(got - expected) < 1e-6);
-  // Another stream that waits for the middle begins there.
+  // Another stream that waits for `middle` begins there.
   CHECK_OK(bpsim_stream_wait_event(other, middle));
   CHECK_OK(launch(other, "short", nothing, nullptr, 0, 100, 0));
   CHECK_OK(bpsim_card_synchronize(0));
@@ -136,12 +136,12 @@ TEST(a_launch_says_what_it_does_when_it_runs) {
   CHECK_OK(bpsim_card_synchronize(0));
   CHECK_OK(bpsim_stream_modelled_ns(session.stream, &got));
   CHECK(std::abs(got - 300) < 1e-6);
-  // What follows says nothing, and counts as queued.
+  // The next launch reports no detail and counts as queued.
   CHECK_OK(launch(session.stream, "by_request", [](char*, size_t) { return 0; }, nullptr, 0, 50, 0));
   CHECK_OK(bpsim_card_synchronize(0));
   CHECK_OK(bpsim_stream_modelled_ns(session.stream, &got));
   CHECK(std::abs(got - 350) < 1e-6);
-  // Every replay of a graph says it anew.
+  // Every replay of a graph reports its detail again.
   CHECK_OK(bpsim_capture_begin(session.stream, 0));
   CHECK_OK(launch(session.stream, "by_data", work, nullptr, 0, 1e9, 1e9));
   bpsim_graph graph = 0;
@@ -161,7 +161,7 @@ TEST(a_launch_says_what_it_does_when_it_runs) {
   CHECK_OK(bpsim_card_synchronize(0));
   CHECK_EQ(watched, 3);
   CHECK_EQ(bpsim_launch_is_watched(), 0);
-  CHECK_STATUS(bpsim_launch_detail(1, 1, nullptr), BPSIM_INVALID, "only a launch");
+  CHECK_STATUS(bpsim_launch_detail(1, 1, nullptr), BPSIM_INVALID, "inside a launch only");
 }
 
 TEST(a_trace_says_what_ran) {

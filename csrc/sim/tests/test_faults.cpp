@@ -1,4 +1,4 @@
-// Faults on demand.
+// Tests fault injection.
 #include "helpers.h"
 
 TEST(fault_specs_are_checked) {
@@ -18,29 +18,29 @@ TEST(fault_specs_are_checked) {
   } wrong[] = {
       {"fail", "begins with kind@site=which"},
       {"fail@launch", "begins with kind@site=which"},
-      {"boom@launch=1", "'boom' is no kind of fault; there are oom, fail, hang, lost, corrupt"},
-      {"fail@lunch=1", "'lunch' is no site; there are alloc, launch, copy"},
+      {"boom@launch=1", "'boom' is not a kind of fault; use one of oom, fail, hang, lost, corrupt"},
+      {"fail@lunch=1", "'lunch' is not a site; use one of alloc, launch, copy"},
       {"fail@launch=", "'' is neither a number nor the name"},
       {"fail@launch=-3", "'-3' is neither a number nor the name"},
       {"fail@launch=3x", "'3x' is neither a number nor the name"},
       {"fail@launch=99999999999999999999999", "is neither a number"},
       {"fail@launch=0", "counting begins at 1"},
       {"fail@launch=mm,nth=0", "counting begins at 1"},
-      {"fail@launch=mm,nth=x", "nth is a number, not 'x'"},
-      {"fail@launch=5,nth=2", "nth= goes with a name"},
+      {"fail@launch=mm,nth=x", "nth must be a number, not 'x'"},
+      {"fail@launch=5,nth=2", "nth= needs a name"},
       {"oom@launch=1", "only an allocation can be out of memory"},
       {"corrupt@alloc=1", "an allocation can only be oom or lost"},
       {"oom@alloc=1,stream=0", "allocations have no name and no stream="},
       {"oom@alloc=matmul", "allocations have no name"},
       {"fail@launch=1,kind=nan", "'kind' is a key of corrupt only"},
-      {"corrupt@launch=1,kind=zero", "'zero' is no kind of corruption; there are nan, bitflip"},
-      {"corrupt@launch=1,elements=0", "elements is at least 1"},
-      {"fail@launch=1,times=0", "times is a number of at least 1, or always"},
-      {"fail@launch=1,card=x", "'x' is no number of a card"},
+      {"corrupt@launch=1,kind=zero", "'zero' is not a kind of corruption; use one of nan, bitflip"},
+      {"corrupt@launch=1,elements=0", "elements must be at least 1"},
+      {"fail@launch=1,times=0", "times must be a number of at least 1, or always"},
+      {"fail@launch=1,card=x", "'x' is not a card number"},
       {"fail@launch=1,card=99", "there is no card 99"},
       {"fail@launch=1,stream=64", "there is no stream 64"},
-      {"fail@launch=1,card=0,card=1", "'card' is there twice"},
-      {"fail@launch=1,color=red", "'color' is no key; there are card, stream, nth, times, kind, elements"},
+      {"fail@launch=1,card=0,card=1", "'card' is given twice"},
+      {"fail@launch=1,color=red", "'color' is not a key; use one of card, stream, nth, times, kind, elements"},
       {"fail@launch=1,card", "'card' is not of the form key=value"},
       {"fail@launch=1;;fail@launch=2", "an empty rule"},
       {"fail@launch=1;", "an empty rule"},
@@ -60,7 +60,7 @@ TEST(fault_specs_are_checked) {
   CHECK_STATUS(bpsim_init(&config), BPSIM_INVALID, "fault 'rubbish'");
   CHECK_EQ(bpsim_is_initialised(), 0);
   Session session;
-  // All or nothing.
+  // If one rule is wrong, none is added.
   CHECK_STATUS(bpsim_faults_add("fail@launch=1;rubbish"), BPSIM_INVALID, "rubbish");
   CHECK_OK(launch(session.stream, "fine", [] {}));
   CHECK_OK(bpsim_card_synchronize(0));
@@ -73,7 +73,7 @@ TEST(the_nth_allocation_is_out_of_memory) {
     CHECK_OK(bpsim_alloc(session.other_card, 0, 100, &pointer));
     if (i == 3)
       CHECK_STATUS(bpsim_alloc(session.stream, 0, 100, &pointer), BPSIM_OUT_OF_MEMORY,
-                   "out of memory (an injected fault): asked for 100 bytes");
+                   "out of memory (an injected fault): requested 100 bytes");
     else
       CHECK_OK(bpsim_alloc(session.stream, 0, 100, &pointer));
   }
@@ -99,9 +99,9 @@ TEST(launches_fail_by_number_and_by_name) {
   const bpsim_stream side = new_stream(1);
   std::atomic<int> ran{0};
   for (int i = 0; i < 5; ++i) {
-    CHECK_OK(launch(session.stream, "matmul_bf16", [&] { ++ran; }));   // another card
+    CHECK_OK(launch(session.stream, "matmul_bf16", [&] { ++ran; }));   // on another card
     CHECK_OK(bpsim_card_synchronize(0));
-    CHECK_OK(launch(side, "matmul_bf16", [&] { ++ran; }));             // another stream
+    CHECK_OK(launch(side, "matmul_bf16", [&] { ++ran; }));             // on another stream
     CHECK_OK(launch(session.other_card, "matmul_f32", [&] { ++ran; }));
     CHECK_OK(bpsim_card_synchronize(1));
     CHECK_OK(launch(session.other_card, "matmul_bf16", [&] { ++ran; }));
@@ -133,7 +133,7 @@ TEST(a_hanging_stream_times_out_and_is_released) {
   CHECK_STATUS(bpsim_stream_query(session.stream), BPSIM_NOT_READY, "");
   CHECK_STATUS(bpsim_stream_synchronize(other), BPSIM_TIMEOUT,
                "it hangs in a wait for card 0, stream 0, which is in 'attention' (number 2)");
-  // A copy that gives up leaves the caller's memory alone from then on.
+  // A copy that times out does not access the caller's memory afterwards.
   char kept[64] = {};
   CHECK_STATUS(bpsim_copy(session.stream, BPSIM_DEVICE_TO_HOST, kept, device, 64), BPSIM_TIMEOUT, where);
   {
@@ -141,7 +141,7 @@ TEST(a_hanging_stream_times_out_and_is_released) {
     CHECK_STATUS(bpsim_copy(session.stream, BPSIM_DEVICE_TO_HOST, mine.get(), device, 64), BPSIM_TIMEOUT, where);
     CHECK_STATUS(bpsim_copy(session.stream, BPSIM_HOST_TO_DEVICE, device, mine.get(), 64), BPSIM_TIMEOUT, where);
   }
-  // A full queue does not block for ever either.
+  // A full queue does not block forever either.
   bpsim_status status = BPSIM_OK;
   for (int i = 0; i < 2000 && status == BPSIM_OK; ++i) status = launch(session.stream, "more", [] {});
   CHECK_STATUS(status, BPSIM_TIMEOUT, where);
@@ -181,7 +181,7 @@ TEST(a_hang_that_was_waited_for_is_told_at_once_to_streams_that_wait_for_it) {
   CHECK_OK(launch(session.stream, "fine", [] {}));
   CHECK_OK(bpsim_event_record(before, session.stream));
   CHECK_OK(launch(session.stream, "stuck", [] {}));
-  // A row of four: each waits for the one before it.
+  // A chain of four: each stream waits for the previous one.
   for (int i = 1; i < 4; ++i) {
     const bpsim_event event = new_event();
     CHECK_OK(bpsim_event_record(event, streams[i - 1]));
@@ -193,7 +193,7 @@ TEST(a_hang_that_was_waited_for_is_told_at_once_to_streams_that_wait_for_it) {
   for (int i = 3; i > 0; --i)
     CHECK_STATUS(bpsim_stream_synchronize(streams[i]), BPSIM_TIMEOUT, "card 0, stream 0, which is in 'stuck'");
   CHECK_STATUS(bpsim_card_synchronize(1), BPSIM_TIMEOUT, "it hangs in a wait for card 0");
-  // What comes before the hang is done, and so is what waits for nothing else.
+  // Work before the hang is done, and so is work that waits only for that.
   CHECK_OK(bpsim_event_synchronize(before));
   const bpsim_stream free = new_stream(1);
   CHECK_OK(bpsim_stream_wait_event(free, before));
@@ -210,7 +210,7 @@ TEST(a_hang_that_is_over_is_not_told_of_later_work) {
     config.faults = "hang@launch=stuck";
     config.sync_timeout_ms = 2000;
   });
-  // As much is finished on the first stream before the hang as on the other one, later, before its slow launch.
+  // The first stream finishes as many entries before the hang as the other one, later, before its slow launch.
   for (int i = 0; i < 3; ++i) CHECK_OK(launch(session.stream, "fine", [] {}));
   CHECK_OK(bpsim_stream_synchronize(session.stream));
   CHECK_OK(launch(session.stream, "stuck", [] {}));
@@ -235,7 +235,7 @@ TEST(a_hang_that_is_over_is_not_told_of_later_work) {
 
 TEST(slow_work_is_no_hang) {
   Session session([](bpsim_config& config) { config.sync_timeout_ms = 2000; });
-  // Each far below the limit, which a busy machine stretches, and three of them above it.
+  // Each is far below the time-out, which a busy machine stretches, and three of them are above it.
   const auto nap = [] {
     const timespec time{0, 700000000};
     nanosleep(&time, nullptr);
@@ -293,13 +293,13 @@ TEST(a_lost_card_answers_nothing_else) {
       bpsim_graph_launch(session.stream, graph), bpsim_lose_card(0), bpsim_trace_start(0, 1),
       bpsim_host_resident(0, &number), bpsim_stream_destroy(extra), bpsim_pool_destroy(pool)};
   for (size_t i = 0; i < sizeof all / sizeof *all; ++i)
-    if (all[i] != BPSIM_LOST) FAILED("call %zu gave %s\n", i, bpsim_status_name(all[i]));
+    if (all[i] != BPSIM_LOST) FAILED("call %zu returned %s\n", i, bpsim_status_name(all[i]));
   CHECK_OK(bpsim_event_destroy(event));
   CHECK_OK(bpsim_graph_destroy(graph));
-  // Nobody waits for a lost card, so what it had queued goes by itself.
+  // No call waits for a lost card, so its queued work is destroyed without one.
   eventually([] { return closures_alive.load() == 0; });
   CHECK_EQ(ran, 1);
-  // The other card lives.
+  // The other card still works.
   char* const there = allocate(session.other_card, 64);
   CHECK_OK(bpsim_copy(session.other_card, BPSIM_HOST_TO_DEVICE, there, host, 64));
   CHECK_OK(bpsim_faults_add("lost@alloc=2,card=1"));

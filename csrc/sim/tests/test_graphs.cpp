@@ -1,4 +1,4 @@
-// Capture and replay.
+// Tests capture and replay of graphs.
 #include "helpers.h"
 
 static bpsim_graph captured(bpsim_stream stream) {
@@ -43,8 +43,8 @@ TEST(a_capture_records_and_a_launch_replays) {
   CHECK_STATUS(bpsim_graph_launch(session.other_card, graph), BPSIM_INVALID, "captured on card 0");
   CHECK_OK(bpsim_graph_destroy(graph));
   CHECK_EQ(closures_alive.load(), 0);
-  CHECK_STATUS(bpsim_graph_launch(session.stream, graph), BPSIM_INVALID, "is no graph");
-  CHECK_STATUS(bpsim_graph_destroy(graph), BPSIM_INVALID, "is no graph");
+  CHECK_STATUS(bpsim_graph_launch(session.stream, graph), BPSIM_INVALID, "is not a graph");
+  CHECK_STATUS(bpsim_graph_destroy(graph), BPSIM_INVALID, "is not a graph");
 }
 
 TEST(a_replay_reads_its_inputs_again) {
@@ -64,7 +64,7 @@ TEST(a_replay_reads_its_inputs_again) {
     CHECK_OK(bpsim_graph_launch(session.stream, graph));
     CHECK_EQ(get(session.stream, output), i * i);
   }
-  // Its pinned memory stays with the graph.
+  // The graph keeps its pinned memory.
   CHECK_OK(bpsim_host_free(pinned));
   CHECK_OK(bpsim_graph_launch(session.stream, graph));
   CHECK_EQ(get(session.stream, output), 9);
@@ -79,7 +79,7 @@ TEST(memory_of_a_capture_is_nobody_elses) {
   CHECK_OK(bpsim_capture_begin(session.stream, 0));
   char* const scratch = allocate(session.stream, 4096);
   CHECK(scratch != cached);
-  CHECK(allocate(other, 4096) == cached);  // another stream is not part of it
+  CHECK(allocate(other, 4096) == cached);  // another stream is not part of the capture
   int* const at = kernel(reinterpret_cast<int*>(scratch));
   CHECK_OK(launch(session.stream, "scribble", [at] { *at = -1; }));
   CHECK_OK(bpsim_free(scratch));
@@ -89,7 +89,7 @@ TEST(memory_of_a_capture_is_nobody_elses) {
   const bpsim_graph graph = captured(session.stream);
   CHECK_OK(bpsim_empty_cache(0));
   CHECK_EQ(memory().segments, 2u);
-  // Everything that others allocate now lies elsewhere, and a replay does not touch it.
+  // Everything allocated from now on lies elsewhere, and a replay does not write to it.
   std::vector<char*> others;
   for (int i = 0; i < 600; ++i) {
     others.push_back(allocate(session.stream, 4096));
@@ -105,8 +105,8 @@ TEST(memory_of_a_capture_is_nobody_elses) {
   CHECK_EQ(info.pool, pool);
   CHECK_STATUS(bpsim_pool_destroy(pool), BPSIM_INVALID, "belongs to a graph");
   CHECK_OK(bpsim_graph_destroy(graph));
-  CHECK_STATUS(bpsim_pool_destroy(pool), BPSIM_INVALID, "is no pool");
-  // What the user holds outlives the graph; the rest is general again.
+  CHECK_STATUS(bpsim_pool_destroy(pool), BPSIM_INVALID, "is not a pool");
+  // Memory that the user holds outlives the graph; the rest returns to the general pool.
   CHECK_OK(bpsim_pointer_info(result, &info));
   CHECK_EQ(int(info.place), int(BPSIM_DEVICE));
   CHECK_OK(bpsim_free(result));
@@ -137,10 +137,10 @@ TEST(graphs_can_share_a_pool) {
   CHECK_OK(bpsim_empty_cache(0));
   CHECK_EQ(memory().segments, 0u);
   CHECK_OK(bpsim_pool_create(1, &pool));
-  CHECK_STATUS(bpsim_capture_begin(session.stream, pool), BPSIM_INVALID, "the pool is of card 1");
+  CHECK_STATUS(bpsim_capture_begin(session.stream, pool), BPSIM_INVALID, "the pool belongs to card 1");
 }
 
-// Planted: each mistake is refused at once, and the capture cannot end as a graph.
+// Each mistake is refused at once, and the capture cannot end with a graph.
 TEST(mistakes_spoil_a_capture) {
   Session session;
   static bpsim_stream stream, other;
@@ -162,7 +162,7 @@ TEST(mistakes_spoil_a_capture) {
     const char* text;
     bpsim_status (*make)();
   } mistakes[] = {
-      {"bpsim_stream_synchronize was called while stream 0 of card 0 captures",
+      {"bpsim_stream_synchronize was called while stream 0 of card 0 is capturing",
        [] { return bpsim_stream_synchronize(stream); }},
       {"bpsim_stream_synchronize was called", [] { return bpsim_stream_synchronize(other); }},
       {"bpsim_card_synchronize was called", [] { return bpsim_card_synchronize(0); }},
@@ -171,9 +171,9 @@ TEST(mistakes_spoil_a_capture) {
       {"pageable host memory", [] { return bpsim_copy_async(stream, BPSIM_HOST_TO_DEVICE, device, host, 64); }},
       {"pageable host memory", [] { return bpsim_copy_async(stream, BPSIM_DEVICE_TO_HOST, host, device, 64); }},
       {"work outside the capture", [] { return bpsim_stream_wait_event(stream, outside); }},
-      {"stands for a place in a graph", [] { return bpsim_stream_wait_event(other, inside); }},
-      {"stands for a place in a graph", [] { return bpsim_event_synchronize(inside); }},
-      {"stands for a place in a graph", [] { return bpsim_event_query(inside); }},
+      {"marks a place in a graph", [] { return bpsim_stream_wait_event(other, inside); }},
+      {"marks a place in a graph", [] { return bpsim_event_synchronize(inside); }},
+      {"marks a place in a graph", [] { return bpsim_event_query(inside); }},
       {"bpsim_event_synchronize was called", [] { return bpsim_event_synchronize(outside); }},
       {"a graph cannot be part of another", [] { return bpsim_graph_launch(stream, ready); }},
   };
@@ -181,7 +181,7 @@ TEST(mistakes_spoil_a_capture) {
     CHECK_OK(bpsim_capture_begin(stream, 0));
     CHECK_OK(launch(stream, "fine", [] {}));
     CHECK_OK(bpsim_event_record(inside, stream));
-    CHECK_OK(bpsim_stream_wait_event(stream, inside));  // its own: nothing to do
+    CHECK_OK(bpsim_stream_wait_event(stream, inside));  // its own event: no effect
     const bpsim_status status = mistake.make();
     if (status != BPSIM_CAPTURE || !std::strstr(bpsim_last_error(), mistake.text))
       FAILED("%s instead of '%s': %s\n", bpsim_status_name(status), mistake.text, bpsim_last_error());
@@ -190,21 +190,21 @@ TEST(mistakes_spoil_a_capture) {
     bpsim_graph none = 0;
     const bpsim_status end = bpsim_capture_end(stream, &none);
     if (end != BPSIM_CAPTURE || none != 0 || !std::strstr(bpsim_last_error(), mistake.text))
-      FAILED("the end gave %s instead of '%s': %s\n", bpsim_status_name(end), mistake.text, bpsim_last_error());
+      FAILED("the end returned %s instead of '%s': %s\n", bpsim_status_name(end), mistake.text, bpsim_last_error());
     CHECK_EQ(closures_alive.load(), 0);
     CHECK_EQ(int(capture_state(stream)), int(BPSIM_CAPTURE_NONE));
   }
   CHECK_STATUS(bpsim_event_synchronize(inside), BPSIM_CAPTURE, "Record it again outside");
   bpsim_graph none = 0;
-  CHECK_STATUS(bpsim_capture_end(stream, &none), BPSIM_CAPTURE, "does not capture");
+  CHECK_STATUS(bpsim_capture_end(stream, &none), BPSIM_CAPTURE, "is not capturing");
   CHECK_OK(bpsim_capture_begin(stream, 0));
-  CHECK_STATUS(bpsim_capture_begin(stream, 0), BPSIM_CAPTURE, "captures already");
+  CHECK_STATUS(bpsim_capture_begin(stream, 0), BPSIM_CAPTURE, "is already capturing");
   CHECK_OK(bpsim_capture_begin(other, 0));
   CHECK_STATUS(bpsim_stream_destroy(other), BPSIM_INVALID, "end the capture");
   CHECK_OK(bpsim_graph_destroy(captured(other)));
   CHECK_OK(bpsim_graph_destroy(captured(stream)));
   CHECK_OK(bpsim_stream_synchronize(stream));
-  // The other card may be waited for while this one captures.
+  // Waiting for the other card is allowed while this one is capturing.
   CHECK_OK(bpsim_capture_begin(stream, 0));
   CHECK_OK(bpsim_card_synchronize(1));
   CHECK_OK(bpsim_graph_destroy(captured(stream)));
@@ -226,7 +226,7 @@ TEST(a_replay_with_memory_that_is_gone_is_refused) {
   CHECK(allocate<int>(session.stream, 4) == weight);
   CHECK_STATUS(bpsim_graph_launch(session.stream, graph), BPSIM_INVALID, "was freed or suspended");
   CHECK_OK(bpsim_graph_destroy(graph));
-  // And memory that is gone cannot be captured with.
+  // Freed memory cannot be captured.
   CHECK_OK(bpsim_free(weight));
   CHECK_OK(bpsim_capture_begin(session.stream, 0));
   CHECK_STATUS(launch(session.stream, "late", [](char*, size_t) { return 0; }, ranges, 2), BPSIM_INVALID,
@@ -260,7 +260,7 @@ TEST(a_graph_does_not_run_asleep) {
   CHECK_OK(bpsim_pool_suspend(own));
   CHECK_STATUS(bpsim_graph_launch(session.stream, graph), BPSIM_INVALID, "the graph's pool is suspended");
   CHECK_STATUS(bpsim_graph_destroy(graph), BPSIM_INVALID, "resume it first");
-  // Left so: shutting down must cope.
+  // Left suspended: the shutdown must handle it.
 }
 
 TEST(a_graph_may_be_destroyed_while_it_runs) {

@@ -1,4 +1,4 @@
-// Allocation, statistics, limits, and reuse in the order of streams.
+// Tests allocation, statistics, limits, and stream-ordered reuse.
 #include <algorithm>
 #include <map>
 #include <random>
@@ -47,16 +47,16 @@ TEST(memory_runs_out_with_numbers) {
   char* const most = allocate(session.stream, 40 * MiB);
   void* none = nullptr;
   CHECK_STATUS(bpsim_alloc(session.stream, 0, 30 * MiB, &none), BPSIM_OUT_OF_MEMORY,
-               "asked for 30.0 MiB (31457280 bytes); free are 24.0 MiB (25165824 bytes) of a limit of 64.0 MiB "
-               "(67108864 bytes), the largest free block has 24.0 MiB (25165824 bytes)");
+               "requested 30.0 MiB (31457280 bytes); 24.0 MiB (25165824 bytes) of 64.0 MiB (67108864 bytes) are free, "
+               "the largest free block has 24.0 MiB (25165824 bytes)");
   CHECK(none == nullptr);
   CHECK_STATUS(bpsim_alloc(session.stream, 0, uint64_t{1} << 60, &none), BPSIM_OUT_OF_MEMORY, "card 0");
   CHECK_EQ(memory().out_of_memory, 2u);
   CHECK_EQ(memory().in_use, 40 * MiB);
-  // The other card is another card.
+  // The other card has its own memory.
   char* const there = allocate(session.other_card, 60 * MiB);
   CHECK_OK(bpsim_free(there));
-  // What the cache keeps is given up for it.
+  // The cache is emptied for it.
   CHECK_OK(bpsim_free(most));
   CHECK_EQ(memory().reserved, 40 * MiB);
   char* const now = allocate(session.stream, 64 * MiB);
@@ -101,7 +101,7 @@ TEST(emptying_the_cache_returns_memory_to_the_system) {
 TEST(a_block_in_flight_goes_to_its_own_stream_only) {
   Session session;
   const bpsim_stream other = new_stream();
-  constexpr uint64_t bytes = 12 * MiB;  // a segment of its own, so that the address says everything
+  constexpr uint64_t bytes = 12 * MiB;  // a segment of its own, so that the address identifies the block
   char* const block = allocate(session.stream, bytes);
   Gate gate(session.stream);
   CHECK_OK(bpsim_free(block));
@@ -116,8 +116,8 @@ TEST(a_block_in_flight_goes_to_its_own_stream_only) {
 }
 
 TEST(work_in_flight_is_never_disturbed) {
-  // Each launch writes its block, and a later one of the same stream looks whether it is still there. Blocks are freed
-  // as soon as the second is queued, on several streams at once: a block handed out too early shows as a wrong number.
+  // Each launch writes its block, and a later one of the same stream checks its contents. Blocks are freed as soon as
+  // the second is queued, on several streams at once: a block allocated too early shows as a wrong number.
   Session session([](bpsim_config& config) { config.memory_bytes = 8 * MiB; });
   std::atomic<int> wrong{0};
   std::vector<std::thread> threads;
@@ -183,12 +183,12 @@ TEST(wrong_frees_are_refused) {
   CHECK_STATUS(bpsim_free(block + 16), BPSIM_INVALID, "16 bytes into the allocation");
   CHECK_STATUS(bpsim_free(&host), BPSIM_INVALID, "is host memory");
   CHECK_STATUS(bpsim_free(kernel(block)), BPSIM_INVALID, "not a device pointer");
-  CHECK_STATUS(bpsim_free(block + 512 * MiB / 4), BPSIM_INVALID, "never handed out");
+  CHECK_STATUS(bpsim_free(block + 512 * MiB / 4), BPSIM_INVALID, "never allocated");
   CHECK_OK(bpsim_free(block));
   CHECK_STATUS(bpsim_free(block), BPSIM_INVALID, "freed before");
   void* none = nullptr;
-  CHECK_STATUS(bpsim_alloc(session.stream + 5, 0, 16, &none), BPSIM_INVALID, "is no stream");
-  CHECK_STATUS(bpsim_alloc(session.stream, 77, 16, &none), BPSIM_INVALID, "is no pool");
+  CHECK_STATUS(bpsim_alloc(session.stream + 5, 0, 16, &none), BPSIM_INVALID, "is not a stream");
+  CHECK_STATUS(bpsim_alloc(session.stream, 77, 16, &none), BPSIM_INVALID, "is not a pool");
   CHECK_STATUS(bpsim_translate(&host, &none), BPSIM_INVALID, "is host memory");
 }
 
@@ -222,7 +222,7 @@ TEST(pointers_say_what_they_are) {
   CHECK_EQ(info.card, -1);
 }
 
-// Against a plain model: live blocks never overlap, and the counters are the sums of what is held.
+// Compares with a plain model: live blocks never overlap, and the counters are the sums of what is held.
 static void churn(bpsim_stream stream, uint32_t seed, int rounds, std::map<uintptr_t, uint64_t>& live) {
   std::mt19937 random(seed);
   std::map<uintptr_t, uint64_t> mine;
@@ -232,7 +232,7 @@ static void churn(bpsim_stream stream, uint32_t seed, int rounds, std::map<uintp
       void* pointer = nullptr;
       const bpsim_status status = bpsim_alloc(stream, 0, bytes, &pointer);
       if (status == BPSIM_OUT_OF_MEMORY) {
-        // Make room: the largest of mine.
+        // Frees the largest of its blocks to make room.
         if (mine.empty()) continue;
         auto largest = std::max_element(mine.begin(), mine.end(),
                                         [](const auto& a, const auto& b) { return a.second < b.second; });

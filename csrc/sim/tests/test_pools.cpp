@@ -1,4 +1,4 @@
-// Pools, sleeping, and pinned memory.
+// Tests pools, suspending, and pinned memory.
 #include <thread>
 
 #include "helpers.h"
@@ -21,10 +21,10 @@ TEST(pools_keep_allocations_apart) {
   CHECK_EQ(count, 1u);
   CHECK(info.base == pooled);
   void* none = nullptr;
-  CHECK_STATUS(bpsim_alloc(session.other_card, pool, 16, &none), BPSIM_INVALID, "the pool is of card 0");
+  CHECK_STATUS(bpsim_alloc(session.other_card, pool, 16, &none), BPSIM_INVALID, "the pool belongs to card 0");
   CHECK_OK(bpsim_pool_destroy(pool));
-  CHECK_STATUS(bpsim_pool_destroy(pool), BPSIM_INVALID, "is no pool");
-  // What is held survives the pool, and its memory is general from then on.
+  CHECK_STATUS(bpsim_pool_destroy(pool), BPSIM_INVALID, "is not a pool");
+  // Memory that the user holds survives the pool, and belongs to the general pool from then on.
   CHECK_OK(bpsim_pointer_info(pooled, &info));
   CHECK_EQ(int(info.place), int(BPSIM_DEVICE));
   CHECK_EQ(info.pool, 0u);
@@ -51,7 +51,7 @@ TEST(a_suspended_pool_gives_its_memory_back) {
   CHECK_EQ(full.reserved - stats.reserved, 16 * MiB);
   CHECK_EQ(full.in_use - stats.in_use, 16 * MiB);
   CHECK_EQ(stats.suspended, 16 * MiB);
-  CHECK_STATUS(bpsim_pool_suspend(pool), BPSIM_INVALID, "suspended already");
+  CHECK_STATUS(bpsim_pool_suspend(pool), BPSIM_INVALID, "already suspended");
   CHECK_STATUS(bpsim_pool_destroy(pool), BPSIM_INVALID, "resume it first");
   void* none = nullptr;
   CHECK_STATUS(bpsim_alloc(session.stream, pool, 16, &none), BPSIM_INVALID, "suspended");
@@ -60,7 +60,7 @@ TEST(a_suspended_pool_gives_its_memory_back) {
   CHECK_OK(bpsim_pointer_info(sleeper, &info));
   CHECK_EQ(int(info.place), int(BPSIM_DEVICE_ASLEEP));
 
-  // Somebody else takes the memory: no waking now.
+  // Another allocation takes the memory: the pool cannot be resumed now.
   char* const greedy = allocate(session.stream, 40 * MiB);
   CHECK_STATUS(bpsim_pool_resume(pool), BPSIM_OUT_OF_MEMORY, "while resuming a pool");
   CHECK_OK(bpsim_free(greedy));
@@ -69,7 +69,7 @@ TEST(a_suspended_pool_gives_its_memory_back) {
   stats = memory();
   CHECK_EQ(stats.in_use, full.in_use);
   CHECK_EQ(stats.suspended, 0u);
-  // The address is the same; the contents are not, and what was awake kept its own.
+  // The address is the same, the contents are not; memory outside the pool kept its contents.
   CHECK_EQ(get(session.stream, sleeper), 0);
   CHECK_EQ(get(session.stream, awake), 0x01010101);
   put(session.stream, sleeper, 7);
@@ -119,7 +119,7 @@ TEST(a_pool_that_another_card_works_on_stays) {
 TEST(a_pool_may_go_to_sleep_while_an_allocation_waits) {
   Session session;
   const bpsim_stream other = new_stream();
-  // The allocation looks at all of them when it has waited; going to sleep is faster, now and then.
+  // The allocation checks all streams when it has waited; sometimes suspending is faster.
   for (int i = 0; i < 50; ++i) new_stream();
   for (int round = 0; round < 40; ++round) {
     bpsim_pool pool = 0;
@@ -138,7 +138,8 @@ TEST(a_pool_may_go_to_sleep_while_an_allocation_waits) {
     gate.open();
     allocating.join();
     suspending.join();
-    // It has its memory, which sleeps; or it was refused. It has none of a pool that sleeps already.
+    // The allocation either succeeded, and its memory is suspended, or it was refused. It gets no memory of a pool that
+    // is already suspended.
     CHECK(status == BPSIM_OK || status == BPSIM_INVALID);
     const bpsim_memory_stats stats = memory();
     CHECK_EQ(stats.in_use, 0u);
@@ -154,7 +155,7 @@ TEST(a_pool_may_go_to_sleep_while_an_allocation_waits) {
 TEST(pinned_memory_where_less_was_freed_is_pinned_as_a_whole) {
   Session session;
   constexpr size_t count = 32;
-  // Where the system puts the large one is its own affair: each of the small ones is freed last once.
+  // The system decides where the large one lies, so each of the small ones is freed last once.
   for (size_t last = 0; last < count; ++last) {
     void *small[count] = {}, *large = nullptr;
     for (void*& each : small) CHECK_OK(bpsim_host_alloc(256 * KiB, &each));
@@ -200,5 +201,5 @@ TEST(pinned_memory_is_known_and_outlives_its_use) {
   CHECK_EQ(int(get(session.stream, device + 9999)), 5);
   CHECK_OK(bpsim_pointer_info(pinned, &info));
   CHECK_EQ(int(info.place), int(BPSIM_HOST));
-  CHECK_STATUS(bpsim_host_free(&info), BPSIM_INVALID, "no pinned memory");
+  CHECK_STATUS(bpsim_host_free(&info), BPSIM_INVALID, "not pinned memory");
 }

@@ -1,4 +1,4 @@
-// Starting, ending, forking; and the scenarios that a watcher looks at from outside.
+// Tests start, shutdown and fork, and defines the scenarios that a test observes from outside the process.
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -24,7 +24,7 @@ TEST(nothing_works_before_init_and_after_shutdown) {
     CHECK_EQ(bpsim_is_initialised(), 1);
     bpsim_config again;
     bpsim_config_default(&again);
-    CHECK_STATUS(bpsim_init(&again), BPSIM_INVALID, "initialised already");
+    CHECK_STATUS(bpsim_init(&again), BPSIM_INVALID, "already initialised");
   }
 }
 
@@ -33,7 +33,7 @@ TEST(the_configuration_is_checked) {
   bpsim_config_default(&config);
   CHECK_EQ(config.cards, 2);
   config.cards = 0;
-  CHECK_STATUS(bpsim_init(&config), BPSIM_INVALID, "0 cards; there can be 1 to 16");
+  CHECK_STATUS(bpsim_init(&config), BPSIM_INVALID, "cards is 0; it must be 1 to 16");
   config.cards = 17;
   CHECK_STATUS(bpsim_init(&config), BPSIM_INVALID, "17 cards");
   bpsim_config_default(&config);
@@ -57,7 +57,7 @@ TEST(shutdown_drops_what_is_queued_and_ends_waits) {
     Session session([](bpsim_config& config) { config.faults = "hang@launch=1"; });
     const bpsim_stream stream = session.stream;
     for (int i = 0; i < 100; ++i) CHECK_OK(launch(stream, "queued", [&ran] { ++ran; }));
-    // Left open: a graph, an event, an allocation, a capture, a stream that waits for the one that hangs.
+    // Left open: a graph, an event, an allocation, a capture, and a stream that waits for the one that hangs.
     const bpsim_event event = new_event(true);
     CHECK_OK(bpsim_event_record(event, stream));
     CHECK_OK(bpsim_stream_wait_event(session.other_card, event));
@@ -110,7 +110,7 @@ TEST(threads_may_call_while_another_shuts_down) {
   }
 }
 
-// In the child, every call says what is wrong, and none waits; not even with work that hangs and locks that are held.
+// In the child every call returns the error, and none waits, not even with work that hangs and locks that are held.
 TEST(a_forked_child_is_told_to_spawn) {
   Session session([](bpsim_config& config) { config.faults = "hang@launch=1"; });
   CHECK_OK(launch(session.stream, "stuck", [] {}));
@@ -155,7 +155,7 @@ TEST(a_forked_child_is_told_to_spawn) {
   int result = -1;
   CHECK(waitpid(child, &result, 0) == child);
   CHECK(WIFEXITED(result) && WEXITSTATUS(result) == 0);
-  // The parent goes on.
+  // The parent continues.
   CHECK_OK(bpsim_release_hangs(-1));
   CHECK_OK(bpsim_stream_synchronize(session.stream));
 }
@@ -175,7 +175,7 @@ TEST(a_child_of_an_idle_process_may_start_its_own) {
 }
 
 static bpsim_stream start(void (*change)(bpsim_config&) = nullptr) {
-  static Session* const session = new Session(change);  // no shutdown: the process ends without
+  static Session* const session = new Session(change);  // no shutdown: the process ends without it
   return session->stream;
 }
 
@@ -251,7 +251,7 @@ SCENARIO(handler_comes_back_on_top) {
   CHECK_OK(bpsim_install_fault_handler());
   std::printf("%d\n", block[0]);
 }
-// As faulthandler does it: restores whoever was there before, which is ours, and raises the signal again.
+// Like faulthandler: restores the previous handler, which is ours, and raises the signal again.
 static struct sigaction whom_it_replaced;
 static void hands_back(int signal, siginfo_t*, void*) {
   static const char text[] = "a later handler\n";
@@ -292,7 +292,7 @@ SCENARIO(exit_with_endless_launch) {
   });
   eventually([] { return running.load(); });
 }
-// Planted: what the sanitizers must find, so that their silence about the rest means something.
+// Deliberate errors that the sanitizers must find, so that their silence about the rest is evidence.
 SCENARIO(planted_race) {
   const bpsim_stream stream = start(), other = new_stream();
   int* const value = kernel(allocate<int>(stream, 4));

@@ -1,4 +1,4 @@
-// Missing synchronisation: found where it is missing, and nowhere else.
+// Tests that missing synchronisation is found where it is missing, and nowhere else.
 #include <unistd.h>
 
 #include <random>
@@ -48,18 +48,18 @@ TEST(a_read_that_does_not_wait_for_the_write_is_a_race) {
   const bpsim_stream other = new_stream();
   const char* const at = allocate(session.stream, 256);
   CHECK_OK(writes(session.stream, at, 256));
-  CHECK_OK(bpsim_stream_query(other));  // of the wrong stream
+  CHECK_OK(bpsim_stream_query(other));  // on the wrong stream
   CHECK_STATUS(reads(other, at + 32), BPSIM_RACE,
-               "a synchronisation is missing: 'reader' on stream 1 of card 0 reads bytes 32 to 96 of the allocation");
+               "missing synchronisation: 'reader' on stream 1 of card 0 reads bytes 32 to 96 of the allocation");
   CHECK_STATUS(reads(other, at), BPSIM_RACE, "which 'writer' on stream 0 of card 0 writes");
   CHECK_STATUS(reads(other, at), BPSIM_RACE, "Record an event on stream 0 of card 0 after 'writer' and let stream 1");
   order(session.stream, other);
   CHECK_OK(reads(other, at));
   CHECK_EQ(races_found(), 3u);
-  // And the other way round: what the reader needs must not be overwritten.
+  // The other direction: memory that is still read must not be overwritten.
   CHECK_OK(reads(session.stream, at));
   CHECK_STATUS(writes(session.stream, at), BPSIM_RACE, "writes bytes 0 to 64 of the allocation");
-  CHECK_OK(writes(session.stream, at + 128));  // which nobody has read
+  CHECK_OK(writes(session.stream, at + 128));  // which no stream has read
   order(other, session.stream);
   CHECK_OK(writes(session.stream, at));
   CHECK_STATUS(writes(other, at), BPSIM_RACE, "either may come first");
@@ -155,19 +155,19 @@ TEST(memory_that_was_freed_too_early_is_a_race) {
     if (told)
       CHECK_OK(writes(session.stream, again));
     else
-      CHECK_STATUS(writes(session.stream, again), BPSIM_RACE, "because the allocator did not know of stream 1");
+      CHECK_STATUS(writes(session.stream, again), BPSIM_RACE, "because its use on stream 1 of card 0 was not recorded");
     gate.open();
     CHECK_OK(bpsim_stream_synchronize(other));
     CHECK_OK(writes(session.stream, again));
     CHECK_OK(bpsim_free(again));
   }
-  // Freed memory that another stream is given was waited for by the allocator.
+  // The allocator has already waited for freed memory that it gives to another stream.
   char* const mine = allocate(session.stream, 1 * MiB);
   CHECK_OK(writes(session.stream, mine));
   CHECK_OK(bpsim_free(mine));
   eventually([&] {
     doze();
-    char* const theirs = allocate(other, 1 * MiB);  // and kept: another one the next time
+    char* const theirs = allocate(other, 1 * MiB);  // kept, so that the next allocation is another block
     CHECK_OK(writes(other, theirs));
     return theirs == mine;
   });
@@ -184,7 +184,7 @@ TEST(memory_whose_owner_waited_for_its_readers_may_be_freed) {
   CHECK_OK(bpsim_free(at));
   eventually([&] {
     doze();
-    char* const theirs = allocate(third, 1 * MiB);  // and kept: another one the next time
+    char* const theirs = allocate(third, 1 * MiB);  // kept, so that the next allocation is another block
     CHECK_OK(writes(third, theirs));
     return theirs == at;
   });
@@ -202,7 +202,7 @@ TEST(copies_race_on_both_sides) {
   char* const elsewhere = allocate(other, 4096);
   CHECK_STATUS(bpsim_copy_async(other, BPSIM_DEVICE_TO_HOST, host, elsewhere, 4096), BPSIM_RACE, "pinned host memory");
   CHECK_OK(bpsim_copy_async(other, BPSIM_HOST_TO_DEVICE, elsewhere, host, 4096));  // both read it
-  CHECK_EQ(static_cast<int>(host[5]), 7);                                          // as the host may
+  CHECK_EQ(static_cast<int>(host[5]), 7);                                          // the host may read it too
   CHECK_OK(bpsim_card_synchronize(0));
   host[5] = 8;
   CHECK_OK(bpsim_copy_async(session.stream, BPSIM_HOST_TO_DEVICE, device, host, 4096));
@@ -219,23 +219,23 @@ TEST(a_report_goes_on_and_off_is_off) {
   const char* const at = allocate(session.stream, 64);
   CHECK_OK(writes(session.stream, at));
   CHECK_OK(reads(other, at));
-  CHECK_STATUS(bpsim_check_races(static_cast<bpsim_races>(3)), BPSIM_INVALID, "off, report and fail");
+  CHECK_STATUS(bpsim_check_races(static_cast<bpsim_races>(3)), BPSIM_INVALID, "off, report or fail");
   CHECK_OK(bpsim_check_races(BPSIM_RACES_FAIL));
-  CHECK_OK(reads(other, at));  // of what was before, nothing is known
+  CHECK_OK(reads(other, at));  // earlier work is not checked
   CHECK_OK(writes(other, at));
   CHECK_OK(bpsim_check_races(BPSIM_RACES_OFF));
   CHECK_OK(reads(session.stream, at));
   CHECK_EQ(races_found(), 0u);
 }
 
-// Random work in all its orders, against the plain definition: two accesses are ordered where a path leads from one to
-// the other. Every access is one byte, so that who touched it last is an array.
+// Compares random work with the plain definition: two accesses are ordered if a path leads from one to the other. Every
+// access is one byte, so that the last accesses are an array.
 TEST(random_work_races_where_no_path_leads) {
   Session session(reporting);
   constexpr int kStreams = 4, kBytes = 6;
   const bpsim_stream streams[kStreams] = {session.stream, new_stream(), new_stream(), session.other_card};
   const char* const at = allocate(session.stream, kBytes);
-  // A node per step of the program; `before` are those that an edge leads from.
+  // A node per step of the program; `before` holds the nodes with an edge to it.
   std::vector<std::vector<size_t>> before;
   const auto node = [&](std::vector<size_t> from) {
     before.push_back(std::move(from));
@@ -311,7 +311,8 @@ TEST(random_work_races_where_no_path_leads) {
   CHECK(racing > 200 && racing < 2000);
 }
 
-// ---- what the host is told; the sanitizers have handlers of their own -------------------------------------------------------------
+// ---- what is reported to the host; the sanitizers have their own handlers
+// ---------------------------------------------
 
 static void host_is_too_early(void (*change)(bpsim_config&), bool into) {
   Session session(change);
@@ -319,7 +320,7 @@ static void host_is_too_early(void (*change)(bpsim_config&), bool into) {
   char* const host = pinned(64);
   const bpsim_direction direction = into ? BPSIM_DEVICE_TO_HOST : BPSIM_HOST_TO_DEVICE;
   CHECK_OK(bpsim_copy_async(session.stream, direction, into ? host : device, into ? device : host, 64));
-  for (int i = 0; i < 20; ++i) doze();  // it is done by now, and nobody has waited
+  for (int i = 0; i < 20; ++i) doze();  // the copy is done by now, but the host has not waited for it
   if (into)
     std::printf("read %d\n", host[3]);
   else
@@ -363,7 +364,7 @@ SCENARIO(neighbours_of_a_copy_are_the_hosts) {
     CHECK_OK(bpsim_copy_async(session.stream, BPSIM_DEVICE_TO_HOST, host, device, 64));
     CHECK_OK(bpsim_copy_async(session.stream, BPSIM_HOST_TO_DEVICE, device, host + 128, 64));
     host[64] = 1;                              // beside both
-    CHECK_EQ(static_cast<int>(host[128]), 0);  // read by the copy, as here
+    CHECK_EQ(static_cast<int>(host[128]), 0);  // the copy reads it too
     CHECK_OK(bpsim_stream_synchronize(session.stream));
     host[0] = host[128] = 0;
   }

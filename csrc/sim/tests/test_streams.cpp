@@ -1,4 +1,4 @@
-// Streams, launches and their failures.
+// Tests streams, launches and their failures.
 #include <stdexcept>
 #include <thread>
 
@@ -36,7 +36,7 @@ TEST(streams_run_at_the_same_time) {
 
 TEST(threads_submit_to_one_stream) {
   Session session;
-  int count = 0;  // not atomic: the stream is what keeps them apart
+  int count = 0;  // not atomic: the stream orders the launches
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t)
     threads.emplace_back([&] {
@@ -51,7 +51,7 @@ TEST(threads_submit_to_one_stream) {
 }
 
 TEST(a_step_like_vllm_has) {
-  // Launches, small copies and synchronisation in turn, as fast as they go: where a wake-up is lost, this hangs.
+  // Launches, small copies and synchronisation in turn, as fast as possible: a lost wake-up would hang here.
   Session session;
   int* const device = allocate<int>(session.stream, 4);
   int* const at = kernel(device);
@@ -81,20 +81,20 @@ TEST(streams_have_names_that_go_stale) {
   CHECK_OK(bpsim_stream_index(all.back(), &number));
   CHECK_EQ(number, BPSIM_MAX_STREAMS - 1);
   bpsim_stream one_more = 0;
-  CHECK_STATUS(bpsim_stream_create(0, &one_more), BPSIM_INVALID, "64 streams already");
+  CHECK_STATUS(bpsim_stream_create(0, &one_more), BPSIM_INVALID, "already has 64 streams");
   bool ran = false;
   CHECK_OK(launch(all[3], "late", [&ran] { ran = true; }));
   CHECK_OK(bpsim_stream_destroy(all[3]));
   CHECK(ran);
-  CHECK_STATUS(bpsim_stream_synchronize(all[3]), BPSIM_INVALID, "is no stream");
-  CHECK_STATUS(bpsim_stream_destroy(all[3]), BPSIM_INVALID, "is no stream");
+  CHECK_STATUS(bpsim_stream_synchronize(all[3]), BPSIM_INVALID, "is not a stream");
+  CHECK_STATUS(bpsim_stream_destroy(all[3]), BPSIM_INVALID, "is not a stream");
   const bpsim_stream renewed = new_stream();
   CHECK(renewed != all[3]);
   CHECK_OK(launch(renewed, "nothing", [] {}));
   CHECK_OK(bpsim_stream_synchronize(renewed));
   CHECK_STATUS(bpsim_stream_destroy(session.stream), BPSIM_INVALID, "default stream");
-  CHECK_STATUS(bpsim_stream_synchronize(0), BPSIM_INVALID, "is no stream");
-  CHECK_STATUS(bpsim_stream_synchronize(~uint64_t{0}), BPSIM_INVALID, "is no stream");
+  CHECK_STATUS(bpsim_stream_synchronize(0), BPSIM_INVALID, "is not a stream");
+  CHECK_STATUS(bpsim_stream_synchronize(~uint64_t{0}), BPSIM_INVALID, "is not a stream");
   CHECK_STATUS(bpsim_card_synchronize(2), BPSIM_INVALID, "there is no card 2: there are 2");
   CHECK_STATUS(bpsim_card_synchronize(-1), BPSIM_INVALID, "there is no card -1");
 }
@@ -112,13 +112,13 @@ TEST(a_failed_launch_is_told_at_the_next_synchronisation) {
   gate.open();
   bpsim_counters counters{};
   eventually([&] { return bpsim_card_counters(0, &counters) == BPSIM_OK && counters.dropped == 2; });
-  // Until somebody asks, work is accepted and dropped.
+  // Until a synchronising call, work is accepted and dropped.
   for (int i = 0; i < 100; ++i) CHECK_OK(launch(session.stream, "after", [&ran] { ++ran; }));
   CHECK_STATUS(bpsim_stream_synchronize(session.stream), BPSIM_LAUNCH_FAILED,
                "card 0: launch 'bad_one' (number 2 of the card, on stream 0) failed: the reason");
   CHECK_EQ(ran, 0);
   CHECK_EQ(closures_alive.load(), 0);
-  // From then on it is told to everybody.
+  // From then on every call returns the failure.
   CHECK_STATUS(launch(session.stream, "after", [&ran] { ++ran; }), BPSIM_LAUNCH_FAILED, "bad_one");
   CHECK_STATUS(bpsim_card_synchronize(0), BPSIM_LAUNCH_FAILED, "bad_one");
   CHECK_STATUS(bpsim_stream_query(session.stream), BPSIM_LAUNCH_FAILED, "bad_one");
@@ -126,7 +126,7 @@ TEST(a_failed_launch_is_told_at_the_next_synchronisation) {
   CHECK_EQ(closures_alive.load(), 0);
   char* const memory_still_works = allocate(session.stream, 16);
   CHECK_OK(bpsim_free(memory_still_works));
-  // The other card does not care.
+  // The other card is not affected.
   CHECK_OK(launch(session.other_card, "fine", [&ran] { ++ran; }));
   CHECK_OK(bpsim_card_synchronize(1));
   CHECK_EQ(ran, 1);
@@ -144,7 +144,7 @@ TEST(exceptions_and_silence_are_failures) {
   CHECK_STATUS(bpsim_card_synchronize(0), BPSIM_LAUNCH_FAILED, "it threw an exception: no such luck");
   CHECK_OK(bpsim_card_reset(0));
   CHECK_OK(launch(session.stream, "odd", []() { throw 5; }));
-  CHECK_STATUS(bpsim_card_synchronize(0), BPSIM_LAUNCH_FAILED, "no std::exception");
+  CHECK_STATUS(bpsim_card_synchronize(0), BPSIM_LAUNCH_FAILED, "not a std::exception");
   CHECK_OK(bpsim_card_reset(0));
   CHECK_OK(launch(session.stream, "mute", [](char*, size_t) { return -1; }));
   const bpsim_event event = new_event();
@@ -190,11 +190,11 @@ TEST(a_launch_needs_a_name_and_a_function) {
   what.arg = &destroyed;
   what.destroy = [](void* arg) { ++*static_cast<int*>(arg); };
   CHECK_STATUS(bpsim_enqueue(session.stream, &what), BPSIM_INVALID, "needs a name and a function");
-  CHECK_STATUS(bpsim_enqueue(12345, &what), BPSIM_INVALID, "is no stream");
+  CHECK_STATUS(bpsim_enqueue(12345, &what), BPSIM_INVALID, "is not a stream");
   what.name = "counted";
   what.function = [](void*, char*, size_t) { return 0; };
   what.range_count = 1;
-  CHECK_STATUS(bpsim_enqueue(session.stream, &what), BPSIM_INVALID, "ranges if it counts any");
+  CHECK_STATUS(bpsim_enqueue(session.stream, &what), BPSIM_INVALID, "ranges if range_count is not 0");
   what.range_count = 0;
   CHECK_OK(bpsim_enqueue(session.stream, &what));
   CHECK_OK(bpsim_stream_synchronize(session.stream));

@@ -50,7 +50,7 @@ class PatchSession:
     def apply(self, patches: PatchSet, process: Process) -> None:
         """Verifies the patches of a process, and applies each as soon as its module is imported.
 
-        Patches of one model or feature come last, and a failure of theirs stops only the import of that feature. A
+        Patches of one model or feature come last, and their failure stops only the import of that feature. A
         patch that fails does not keep the others from being applied; the failures are raised together at the end.
         """
         of_process = patches.for_process(process)

@@ -147,11 +147,11 @@ class SymbolIndex:
         """Returns the text of a definition, with its decorators and its indentation. Definitions in several branches
         follow one another. Raises SourceError if the name is not found or is not a definition."""
         found = self.resolve(module, qualname)
-        wanted = f"{module}:{qualname}"
+        path = f"{module}:{qualname}"
         if not found.is_found:
-            raise SourceError(f"{wanted} is {found.outcome}: {found.reason}")
+            raise SourceError(f"{path} is {found.outcome}: {found.reason}")
         if found.symbol is None:
-            raise SourceError(f"{wanted} is not a definition in the source of {self._tree_name(module)}")
+            raise SourceError(f"{path} is not a definition in the source of {self._tree_name(module)}")
         tree = self.tree_of(found.module)
         text = tree.read(found.module) if tree is not None else None
         assert text is not None

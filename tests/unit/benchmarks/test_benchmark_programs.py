@@ -1,4 +1,4 @@
-"""Every program in benchmarks/ starts in both ways: by its path, and as a module."""
+"""Every program in benchmarks/ can be started by its path and as a module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAMS = sorted(file.stem for file in FOLDER.glob("*.py") if "\ndef main()" in
 
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing of the benchmarks is imported yet; afterwards all is as it was."""
+    """Removes imported modules of the benchmarks for a test, and restores them afterwards."""
     before = {name: module for name, module in sys.modules.items() if _is_ours(name)}
     for name in before:
         del sys.modules[name]
@@ -43,7 +43,7 @@ def test_it_says_what_it_does(
     file = FOLDER / f"{program}.py"
     monkeypatch.setattr(sys, "argv", [str(file), "--help"])
     by_path = way == "by its path"
-    # Python puts the program's folder first, or for a module the folder in which it was started.
+    # Python puts the program's folder first on the path, or for a module the current folder.
     monkeypatch.syspath_prepend(str(FOLDER if by_path else FOLDER.parent))
     start = (
         partial(runpy.run_path, str(file))
@@ -53,5 +53,5 @@ def test_it_says_what_it_does(
     with pytest.raises(SystemExit) as end:
         start(run_name="__main__")
     assert end.value.code == 0
-    told = capsys.readouterr().out
-    assert told.startswith("usage:") and f"benchmarks.{program}" in told.replace("/", ".")
+    output = capsys.readouterr().out
+    assert output.startswith("usage:") and f"benchmarks.{program}" in output.replace("/", ".")

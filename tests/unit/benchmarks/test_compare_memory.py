@@ -1,4 +1,4 @@
-"""The watch over memory sees what a child holds, and that it let go of it; the watch over time sees that it worked."""
+"""Measured memory includes that of child processes and its parts, and measured load excludes the time of children."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_parts_are_told_apart_and_add_up(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        [held] = memory.tree_parts(child.pid)
+        [found] = memory.tree_parts(child.pid)
         whole = memory.tree_pss(child.pid)
         monkeypatch.setattr(sys, "argv", ["memory", "--pid", str(child.pid), "--json"])
         program.main()
@@ -58,22 +58,22 @@ def test_parts_are_told_apart_and_add_up(
         program.main()
     least = {memory.OWN: 50, memory.SHARED: 20, memory.FILES: 30, memory.LIBRARIES: 0.1, memory.HEAP: 0.1}
     for part, size in least.items():
-        assert size * MIB <= held.parts[part] < (size + 15) * MIB, part
-    assert held.all == pytest.approx(whole, rel=0.02)
-    assert 0 <= held.shared < held.all
-    told, _, shown = capsys.readouterr().out.partition("]\n")
-    [line] = json.loads(f"{told}]")
+        assert size * MIB <= found.parts[part] < (size + 15) * MIB, part
+    assert found.all == pytest.approx(whole, rel=0.02)
+    assert 0 <= found.shared < found.all
+    as_json, _, shown = capsys.readouterr().out.partition("]\n")
+    [line] = json.loads(f"{as_json}]")
     assert line["all"] == sum(line["parts"].values()) == pytest.approx(whole, rel=0.02)
     assert f"({child.pid}) | all |" in shown and "| shared memory | 20 | 20 |" in shown
-    assert memory.tree_parts(child.pid) == [], "it has ended"
+    assert memory.tree_parts(child.pid) == [], "the process has ended"
 
 
 def test_what_was_held_at_the_peak_is_kept() -> None:
-    process, at_peak = subprocess.Popen([sys.executable, "-c", PROGRAM]), memory.AtPeak()
-    peak = at_peak(process, 60)
-    assert sum(held.all for held in at_peak.held) == pytest.approx(peak, rel=0.05)
-    assert len(at_peak.held) == 2
-    assert at_peak.held[1].parts[memory.OWN] > HELD
+    process, recorder = subprocess.Popen([sys.executable, "-c", PROGRAM]), memory.PeakRecorder()
+    peak = recorder(process, 60)
+    assert sum(one.all for one in recorder.processes) == pytest.approx(peak, rel=0.05)
+    assert len(recorder.processes) == 2
+    assert recorder.processes[1].parts[memory.OWN] > HELD
 
 
 def test_a_process_that_does_not_end_is_an_error() -> None:
@@ -88,12 +88,12 @@ def test_a_process_that_does_not_end_is_an_error() -> None:
 
 def test_the_work_of_a_child_counts_as_ours_once_it_has_ended() -> None:
     work = "import time\nwhile time.process_time() < 1: pass\nprint(flush=True)\nimport sys; sys.stdin.read()"
-    bystanders = machine.Bystanders()
+    load = machine.OtherLoad()
     with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        # The machine was busy for a second that is not known as ours yet.
-        assert machine._busy_seconds() - bystanders.busy > 0.9
-        assert machine._own_seconds() - bystanders.own < 0.5
-        assert bystanders.share() > 0
-    assert machine._own_seconds() - bystanders.own > 0.9
+        # The machine was busy for a second that does not count as ours yet.
+        assert machine._busy_seconds() - load.busy > 0.9
+        assert machine._own_seconds() - load.own < 0.5
+        assert load.share() > 0
+    assert machine._own_seconds() - load.own > 0.9

@@ -1,4 +1,4 @@
-"""One GGUF file per format, ours beside llama.cpp: what is chosen, what a failure leaves, and the table of it."""
+"""Tests the comparison on one GGUF file per format: the choice of variants, failures, and the table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES = {
 
 
 def measured() -> Run:
-    """Two formats; ours failed on one, and took two samples of the other, whose median counts."""
+    """Returns results of two formats: ours failed on one, and has two samples of the other."""
     rates = {"ours/gguf-q8_0": [30.0, 60.0], "llama.cpp/q8_0": [30.0], "llama.cpp/q4_k": [2000.0]}
     points = [point.name for point in BY_FORMAT.points]
     samples = [
@@ -62,18 +62,18 @@ def test_formats_alone_are_short_and_take_both_ways_to_write_a_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
-        (["--only", "formats", "--formats", "Q4_K_M"], "unknown GGUF format: Q4_K_M; there are F32, "),
-        (["--formats", "Q4_K"], "belongs to --only formats"),
+        (["--only", "formats", "--formats", "Q4_K_M"], "unknown GGUF format: Q4_K_M; formats: F32, "),
+        (["--formats", "Q4_K"], "needs --only formats"),
         (["--only", "formats", "--variants", "ours/fp32"], "use --formats"),
-        (["--only", "formats", "--engines", "vllm-cpu"], "no GGUF files are loaded by vllm-cpu"),
+        (["--only", "formats", "--engines", "vllm-cpu"], "vllm-cpu cannot load GGUF files"),
     ],
 )
-def test_a_wrong_choice_is_told(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_choice_is_told(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(given)
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_table_has_figures_ratios_and_failures_by_format() -> None:
@@ -92,7 +92,7 @@ def test_the_table_goes_to_its_page_and_not_into_the_readme(tmp_path: Path) -> N
     text = by_format.digest(tmp_path)
     assert "SmolLM2-135M-Instruct, on a processor, 2 cores:" in text and "| Q8_0 | Q8_0 | 2 | 45.0 |" in text
     assert "- ours/gguf-q4_k failed: ended with 1: why" in text
-    assert '`make bench ARGS="--only formats"` (2026-01-01, abc, others took 0%)' in text
+    assert '`make bench ARGS="--only formats"` (2026-01-01, abc, other load 0%)' in text
     assert digest(tmp_path) == NOTHING
     page = render(results.load(tmp_path / "one"), tmp_path)
     assert "| Q8_0 | Q8_0 | 2 | 45.0 |" in page and "ours/gguf-q4_k: ended with 1: why" in page
@@ -109,7 +109,9 @@ def test_a_format_without_a_file_fails_alone(tmp_path: Path, monkeypatch: pytest
     run = replace(measured(), samples=[], failures={}, files={})
     prepare(job, choose_formats(["Q4_K", "Q8_0"]), run)
     assert set(run.failures) == {"ours/gguf-q4_k", "llama.cpp/q4_k"}
-    assert run.failures["ours/gguf-q4_k"] == ("llama-quantize made no Q4_K file (exit 3); its last words: no such type")
+    assert run.failures["ours/gguf-q4_k"] == (
+        "llama-quantize wrote no Q4_K file (exit 3); its output ends: no such type"
+    )
     assert list(weights_by_type(job.gguf("Q8_0"))) == ["Q8_0"]
 
 

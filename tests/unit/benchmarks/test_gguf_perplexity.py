@@ -1,4 +1,4 @@
-"""The perplexities that docs/serve/checkpoints.md shows: of every type that is served, and beside llama.cpp's."""
+"""The stored GGUF perplexities cover every served type and agree with llama.cpp's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_ours_is_llama_cpps_within_a_hundredth(name: str) -> None:
 
 
 def test_files_in_half_precision_were_served_in_it() -> None:
-    """As `vllm serve` does by itself; what is stored in blocks was measured in float32."""
+    """`vllm serve` does so by default. Quantized files are measured in float32."""
     halves = {"F16": "float16", "BF16": "bfloat16"}
     for name, found in FORMATS.items():
         assert found["dtype"] == halves.get(name, "float32"), name

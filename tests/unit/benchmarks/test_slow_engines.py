@@ -1,4 +1,4 @@
-"""An engine that takes long for all points together is waited for; what one measured before it failed is kept."""
+"""The time limit of an engine applies to each point, and results from before a failure are kept."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from benchmarks.compare.environments import Environments
 from benchmarks.compare.results import Run
 from benchmarks.compare.subjects import find as subject
 from benchmarks.compare.variants import find
-from benchmarks.compare.vllm_driver import turns
+from benchmarks.compare.vllm_driver import generations
 from benchmarks.compare.workloads import FULL, QUICK
 from vllm_backplane.errors import BackplaneError
 
 A_POINT = """
 import json, pathlib, sys, time
-answer = [{"point": "1 sequence", "figures": {"decode": 5.0}}]
-pathlib.Path(sys.argv[2]).write_text(json.dumps(answer))
+result = [{"point": "1 sequence", "figures": {"decode": 5.0}}]
+pathlib.Path(sys.argv[2]).write_text(json.dumps(result))
 """
 THEN_STUCK = """
 import signal
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # in the background of a shell it is ignored, and waited for in vain
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell ignores SIGINT for its background jobs
 time.sleep(600)
 """
 NOTHING = "print('nothing to say')"
 
 
 class Slow:
-    """A process that is not ended after its time, as often as it is waited for; it may have answered meanwhile."""
+    """A process that runs into every time limit until it ends, and may write a result before each of them."""
 
-    def __init__(self, answer: Path, answers: int, ends_after: int) -> None:
-        self.answer, self.answers, self.ends_after, self.waits = answer, answers, ends_after, 0
+    def __init__(self, result: Path, results: int, ends_after: int) -> None:
+        self.result, self.results, self.ends_after, self.waits = result, results, ends_after, 0
 
     def wait(self, seconds: float) -> None:
         self.waits += 1
         if self.waits == self.ends_after:
             return
-        if self.waits <= self.answers:
-            self.answer.write_text("a point")
-            os.utime(self.answer, (self.waits, self.waits))
+        if self.waits <= self.results:
+            self.result.write_text("a point")
+            os.utime(self.result, (self.waits, self.waits))
         raise subprocess.TimeoutExpired("an engine", seconds)
 
 
 def test_every_answer_gives_an_engine_its_time_again(tmp_path: Path) -> None:
-    slow = Slow(tmp_path / "answer", answers=3, ends_after=4)
-    drivers.wait(cast(Any, slow), 1.0, slow.answer)
+    slow = Slow(tmp_path / "result", results=3, ends_after=4)
+    drivers.wait(cast(Any, slow), 1.0, slow.result)
     assert slow.waits == 4
 
 
 def test_an_engine_that_answers_no_more_is_not_waited_for(tmp_path: Path) -> None:
-    slow = Slow(tmp_path / "answer", answers=2, ends_after=9)
+    slow = Slow(tmp_path / "result", results=2, ends_after=9)
     with pytest.raises(subprocess.TimeoutExpired):
-        drivers.wait(cast(Any, slow), 1.0, slow.answer)
+        drivers.wait(cast(Any, slow), 1.0, slow.result)
     assert slow.waits == 3
 
 
 @pytest.fixture
 def instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Run]:
-    """What is measured when the engine is another program."""
+    """Returns a function that measures with another program in place of the engine."""
     popen = subprocess.Popen
     program = tmp_path / "program.py"
     monkeypatch.setattr(
@@ -84,7 +84,7 @@ def instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 def test_what_was_measured_before_a_failure_is_kept(instead: Callable[[str], Run]) -> None:
     run = instead(A_POINT + THEN_STUCK)
     assert [(sample.point, sample.round, sample.value) for sample in run.samples] == [("1 sequence", 1, 5.0)]
-    assert run.failures == {"ours/fp32": "got no further within 5 s"}
+    assert run.failures == {"ours/fp32": "made no progress within 5 s"}
 
 
 def test_an_engine_that_ends_without_an_answer_has_failed(instead: Callable[[str], Run]) -> None:
@@ -94,9 +94,9 @@ def test_an_engine_that_ends_without_an_answer_has_failed(instead: Callable[[str
 
 
 def test_a_few_tokens_warm_up_unless_nothing_follows() -> None:
-    point = {"name": "peak", "answer": 32}
-    assert [turn["answer"] for turn in turns(point, 2)] == [4, 32, 32]
-    assert turns(point, 0) == [point]
+    point = {"name": "peak", "output": 32}
+    assert [one["output"] for one in generations(point, 2)] == [4, 32, 32]
+    assert generations(point, 0) == [point]
 
 
 def test_points_can_be_chosen_and_unknown_ones_are_named() -> None:

@@ -1,4 +1,4 @@
-"""The shapes as files: the GGUF file says what the folder says, within what its type can hold."""
+"""The GGUF file of a benchmarked shape has the values of its folder, within the precision of its type."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_shape_is_what_it_says(tiny: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "worst"), [("F32", 0.0), ("F16", 5e-4), ("Q8_0", 1 / 127), ("Q4_0", 1 / 7)])
 def test_gguf_round_trip(tiny: Path, tmp_path: Path, kind: str, worst: float) -> None:
-    """`worst`: of a value's error as a share of the largest in its block of 32, from the width of the type."""
+    """`worst` is the largest error of the type, as a share of the largest value in a block of 32."""
     file = tmp_path / "model.gguf"
     gguf_files.from_folder(tiny, file, kind)
     reader = gguf.GGUFReader(file)
@@ -69,7 +69,7 @@ def test_names() -> None:
 
 
 def test_parameters_are_of_the_class_that_the_name_says(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted by the formula of the architecture; the published sizes are 0.494 and 1.544 billion."""
+    """Counts parameters by the formula of the architecture; the published sizes are 0.494 and 1.544 billion."""
     for subject, billions in zip(SUBJECTS[1:], (0.494, 1.544), strict=True):
         shape = subject.shape
         hidden, wide = shape["hidden_size"], shape["intermediate_size"]

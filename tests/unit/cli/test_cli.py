@@ -1,4 +1,4 @@
-"""The command `vllm-backplane`, up to the point where `serve` runs vLLM's own command."""
+"""Tests the command `vllm-backplane`, up to the point where `serve` runs vLLM's own command."""
 
 from __future__ import annotations
 

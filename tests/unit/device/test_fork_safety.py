@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.process
+
 SCRIPT = """
 import os, sys, torch
 torch.set_num_threads(2)

@@ -96,13 +96,13 @@ def wrong_choices() -> list[tuple[Any, tuple[Any, ...], str]]:
 
     logits, ids, one = torch.zeros(2, 40), torch.zeros(2, 3, dtype=torch.int64), torch.ones(2)
     return [
-        (ops.sample_by_race, (logits, logits[:, 1:]), "noise of"),
+        (ops.sample_by_race, (logits, logits[:, 1:]), "noise has shape"),
         (ops.sample_by_race, (logits.half(), logits), "float32"),
         (ops.min_p_mask, (logits, torch.ones(3)), "min_p"),
         (ops.min_p_mask, (logits.double(), one), "float32"),
         (ops.allowed_tokens_mask, (logits, torch.ones(1, 2).int()), "mask"),
         (ops.allowed_tokens_mask, (logits, ids), "int32"),
-        (ops.apply_penalties, (logits, ids[:1], ids, one, one, one), "ids of"),
+        (ops.apply_penalties, (logits, ids[:1], ids, one, one, one), "ids have shape"),
         (ops.apply_penalties, (logits, ids.float(), ids, one, one, one), "integers"),
         (ops.apply_penalties, (logits, ids, ids, one[:1], one, one), "penalty"),
     ]

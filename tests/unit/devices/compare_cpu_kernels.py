@@ -444,7 +444,7 @@ def refusals() -> Iterator[str]:
         (ops.paged_attention, attention(3, good[3].clone().fill_(77)), "block 77"),
         (ops.paged_attention, attention(5, torch.tensor([900])), "table"),
         (ops.paged_attention, attention(4, torch.tensor([0, 50])), "rows"),
-        (ops.paged_attention, attention(0, good[0][:, :3].contiguous()), "fit"),
+        (ops.paged_attention, attention(0, good[0][:, :3].contiguous()), "do not match"),
         (ops.kv_cache_write, (rows, rows, cache, cache, torch.tensor([0, 8]), 1.0, 1.0), "slot 8"),
         (ops.kv_cache_write, (rows, rows, cache.byte(), cache, torch.tensor([0, 1]), 1.0, 1.0), "viewed"),
         (ops.kv_cache_zero_blocks, (cache, torch.tensor([2])), "block 2"),

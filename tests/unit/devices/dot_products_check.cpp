@@ -1,7 +1,10 @@
-// Every set of products that the machine can run, against a loop; needs no PyTorch, so that it runs under an emulator.
+// Compares every set of dot kernels that the machine supports with a plain loop. It needs no PyTorch, so it runs under
+// an emulator.
 //
-// g++ -std=c++20 -O2 -Icsrc/cpu tests/unit/devices/dot_products_check.cpp csrc/cpu/dot_*.cpp -o check   (all but
-// dot_kernels.cpp, which asks PyTorch's headers for the machine's other instructions). Prints what was checked.
+//   g++ -std=c++20 -O2 -Icsrc/cpu tests/unit/devices/dot_products_check.cpp csrc/cpu/dot_*.cpp -o check
+//
+// Leave out dot_kernels.cpp, which needs PyTorch's headers to detect the machine's other instructions. Prints what was
+// checked.
 
 #include <cmath>
 #include <cstdio>
@@ -27,7 +30,7 @@ struct Case {
   bool offsets, extreme;
 };
 
-// A code by the definition of the layout.
+// Reads a code by the definition of the layout.
 int code_at(const std::vector<uint8_t>& codes, const Case& c, bool signed8, int64_t width, int64_t column,
             int64_t position) {
   if (c.bits == 8) return codes[(position / 4 * width + column) * 4 + position % 4] ^ (signed8 ? 0x80 : 0);
@@ -41,10 +44,10 @@ T* aligned(std::vector<T>& memory, size_t count) {
   return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
 }
 
-// With codes as they are, widened first, or as they are beside numbers in half precision.
+// With codes as they are, widened first, or as they are with half-precision scales and offsets.
 enum class Way { plain, wide, halves };
 
-// Exact: the numbers here have few digits, and are zero or normal ones as halves too.
+// Exact: the numbers here have few digits, and are zero or normal in half precision too.
 std::vector<uint16_t> halves_of(const std::vector<float>& numbers) {
   std::vector<uint16_t> halves;
   for (const float number : numbers) {
@@ -62,7 +65,7 @@ bool check(const DotKernels& kernels, const Case& c, Way way) {
   const int64_t readable = (c.rows + kernels.row_multiple - 1) / kernels.row_multiple * kernels.row_multiple;
   std::vector<uint8_t> codes(positions * width * c.bits / 8);
   for (auto& code : codes) code = c.extreme ? (draw(0, 1) ? 255 : 0) : draw(0, 255);
-  // One sign throughout a row of x and one code throughout a feature give the largest sums there can be.
+  // One sign throughout a row of x and one code throughout a feature give the largest possible sums.
   const bool largest = c.extreme && draw(0, 1) == 1;
   if (largest)
     for (size_t i = 0; i < codes.size(); ++i) codes[i] = codes[i % (4 * width)];
@@ -104,7 +107,7 @@ bool check(const DotKernels& kernels, const Case& c, Way way) {
     p.half_offsets = c.offsets ? half_offsets.data() : nullptr;
   } else {
     p.scales = scales.data();
-    if (kernels.counter != 0 && draw(0, 3) > 0) {  // as with scales in half precision, which these could be
+    if (kernels.counter != 0 && draw(0, 3) > 0) {  // as for scales in half precision, which these could be
       for (const float scale : scales) counted.push_back(-kernels.counter * scale);
       p.counted = counted.data();
     }
@@ -132,7 +135,7 @@ bool check(const DotKernels& kernels, const Case& c, Way way) {
         const double weight =
             scales[g * width + column] * double(code - zero) + (c.offsets ? offsets[g * width + column] : 0.0f);
         expected += weight * x_scales[r * c.groups + g] * x[r * stride + i];
-        // Codes may be taken less 128 or 8, or not, and corrected afterwards.
+        // Kernels may subtract 128 or 8 from codes, or not, and correct the sum afterwards.
         const double reached =
             std::abs(scales[g * width + column]) * (1 << c.bits) + std::abs(offsets[g * width + column]);
         size += reached * std::abs(x_scales[r * c.groups + g] * x[r * stride + i]);
@@ -157,7 +160,7 @@ float as_bfloat16(double value) {
   return rounded;
 }
 
-// Weights decoded to bfloat16.
+// Checks weights that are decoded to bfloat16.
 bool check_decoded(const DotKernels& kernels, const Case& c) {
   const int64_t width = kernels.width, positions = c.groups * c.group;
   const int64_t tiled = (positions + 31) / 32 * 32, stride = tiled + 32;

@@ -46,11 +46,11 @@ def wrong_experts() -> list[tuple[Any, tuple[Any, ...], str]]:
         (ops.moe_experts, (*good[:5], "silo"), "unknown activation"),
         (ops.moe_experts, (good[0][:, :7], *good[1:]), "does not fit"),
         (ops.moe_experts, (*good[:4], good[4][:3], "silu"), "ids of"),
-        (ops.moe_experts, (*good, None, None, torch.zeros(1, dtype=torch.int32)), "is not in a map"),
+        (ops.moe_experts, (*good, None, None, torch.zeros(1, dtype=torch.int32)), "is outside the expert map"),
         (ops.moe_route, (logits, 2, True, "sigmoyd"), "unknown scoring"),
-        (ops.moe_route, (logits, 9, True, "softmax"), "9 experts"),
+        (ops.moe_route, (logits, 9, True, "softmax"), "top_k is 9"),
         (ops.moe_route, (logits, 2, True, "softmax", None, 3, 1), "3 groups"),
-        (ops.moe_route, (logits, 2, True, "softmax", torch.zeros(7)), "a bias"),
+        (ops.moe_route, (logits, 2, True, "softmax", torch.zeros(7)), "bias has shape"),
     ]
 
 

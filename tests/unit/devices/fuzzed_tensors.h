@@ -1,4 +1,4 @@
-// Tensors of odd shapes and strides from seeded numbers, and calls that must go through or be refused: for
+// Makes tensors of odd shapes and strides from seeded random numbers, and checks that calls succeed or raise, for
 // paged_memory_check.cpp.
 #pragma once
 
@@ -30,8 +30,8 @@ template <class T>
 T one_of(std::initializer_list<T> choices) { return choices.begin()[below(static_cast<int64_t>(choices.size()))]; }
 float draw() { return std::normal_distribution<float>()(source); }
 
-// Memory that ends where the tensor ends, so that the sanitizer sees the first byte past it; `order` lists dimensions
-// from the outermost, and gaps are left between some.
+// Allocates memory that ends where the tensor ends, so that the sanitizer sees the first byte past it. `order` lists
+// the dimensions from the outermost, and some get gaps between them.
 at::Tensor laid_out(const Sizes& sizes, const Sizes& order, at::ScalarType type) {
   Sizes strides(sizes.size());
   int64_t step = once_in(6) ? 2 : 1;
@@ -59,7 +59,7 @@ at::Tensor integers(const Sizes& sizes, const std::vector<int64_t>& values, at::
   return made;
 }
 
-// A copy to look numbers up in.
+// A contiguous copy for reading single numbers.
 struct Plain {
   at::Tensor wide;
   explicit Plain(const at::Tensor& tensor) : wide(tensor.to(at::kFloat).contiguous()) {}
@@ -83,7 +83,7 @@ int calls = 0, refusals = 0;
   std::exit(1);
 }
 
-// Whether the call went through; where it must not, its results must be as they were.
+// Returns whether the call succeeded; if it must not, checks that its results are unchanged.
 bool goes_through(const char* what, bool should, const std::vector<at::Tensor>& results,
                   const std::function<void()>& call) {
   ++calls;

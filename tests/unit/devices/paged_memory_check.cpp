@@ -1,11 +1,13 @@
-// Attention over a paged cache, and what writes that cache, fed with block tables, lengths and slots that are not to be
-// trusted: each call must come to what a plain loop comes to, or be refused with c10::Error and leave its result alone.
-// For the sanitizers, which see every tensor of this program because PyTorch takes its memory from the C library. The
-// sources are part of this file, so that PyTorch's headers are read once and their functions can be called.
+// Calls attention over a paged KV cache, and the operators that write the cache, with random and invalid block tables,
+// lengths and slots.
+//
+// Each call must give the result of a plain loop, or raise c10::Error and leave its result unchanged. The program is
+// for the sanitizers, which see every tensor because PyTorch takes its memory from the C library. The sources are
+// included in this file, so that PyTorch's headers are parsed once and internal functions can be called.
 
 #include "attention.cpp"
 #include "attention_kernels.cpp"
-#include "attention_tiles.cpp"
+#include "attention_amx.cpp"
 #include "features.cpp"
 #include "isa.cpp"
 #include "kv_cache.cpp"
@@ -39,12 +41,12 @@ struct Style {
   }
 };
 
-// The value of one result, and the sum of the sizes of what it was added up from.
+// The value of one result, and the sum of the magnitudes of its terms.
 struct Sum {
   double value = 0, size = 0;
 };
 
-// One query over keys [0, length): score(key) is a plain product, value(key) a number of the result.
+// Computes one query over keys [0, length): score(key) is a dot product, value(key) a number of the result.
 Sum attended(const Style& style, int64_t head, int64_t position, int64_t length,
              const std::function<double(int64_t)>& score, const std::function<double(int64_t)>& value) {
   std::vector<std::pair<int64_t, double>> seen;
@@ -86,7 +88,7 @@ void check_paged_attention() {
   const int64_t kv_heads = between(1, 3), group = one_of<int64_t>({1, 1, 2, 3, 4, 5, 7, 20}), heads = kv_heads * group;
   const int64_t width = one_of<int64_t>({1, 3, 4, 5, 8, 16, 17, 33, 64, 80});
   const int64_t value_width = once_in(2) ? width : one_of<int64_t>({1, 2, 7, 16, 24, 65});
-  const bool is_long = once_in(12);  // contexts that are cut into pieces
+  const bool is_long = once_in(12);  // contexts that are split into pieces
   const int64_t block_size = is_long ? one_of<int64_t>({13, 16, 32}) : one_of<int64_t>({1, 2, 3, 4, 7, 16});
   const int64_t blocks = between(1, 12), requests = once_in(12) ? 0 : between(1, 4);
   const int64_t columns = is_long ? 600 / block_size + between(0, 3) : between(0, 6);
@@ -100,13 +102,13 @@ void check_paged_attention() {
     const int64_t rows = once_in(6) ? 0 : once_in(10) ? between(1, 40) : once_in(2) ? 1 : some;
     starts.push_back(starts.back() + rows);
     lengths.push_back(length);
-    for (int64_t c = 0; c < columns; ++c) table.push_back(below(blocks));  // some twice, some of another request
+    for (int64_t c = 0; c < columns; ++c) table.push_back(below(blocks));  // some blocks twice, some of another request
   }
   const int64_t tokens = starts.back() + between(0, 2);
   Style style(heads, width);
   if (once_in(3)) style.k_scale = 0.5, style.v_scale = 2.0;
 
-  // One thing may be wrong.
+  // At most one argument is wrong.
   bool fits = true;
   int64_t query_heads = heads, query_width = width, out_width = value_width;
   int64_t table_rows = requests, length_count = requests;
@@ -137,7 +139,8 @@ void check_paged_attention() {
     if (style.sinks) style.sinks = numbers({query_heads}, {0}, at::kFloat);
   }
 
-  // What is read, by the rules above; nothing else of the cache is a number, and nothing else of the table is a block.
+  // Marks what is read, by the rules above; the rest of the cache is NaN, and the rest of the table is not a block
+  // number.
   std::vector<char> is_read(blocks * block_size), is_named(table.size());
   for (int64_t i = 0; i < requests && fits; ++i) {
     if (starts[i] < 0 || starts[i] > starts[i + 1] || starts[i + 1] > tokens) fits = false;
@@ -162,7 +165,7 @@ void check_paged_attention() {
   if (once_in(2)) {
     keys = numbers({blocks, kv_heads, block_size, width}, inner, stored);
     values = numbers({blocks, kv_heads, block_size, value_width}, inner, stored);
-  } else {  // as vLLM has them: side by side
+  } else {  // as in vLLM: side by side
     const at::Tensor both = numbers({blocks, kv_heads, block_size, width + value_width}, inner, stored);
     keys = both.narrow(3, 0, width);
     values = both.narrow(3, width, value_width);
@@ -203,7 +206,7 @@ void check_paged_attention() {
             sum += q({starts[i] + r, h, d}) * k({block(key), h / true_group, key % block_size, d});
           return sum;
         };
-        const int64_t d = below(value_width);  // one number of each result: a wrong key, weight or row is seen in all
+        const int64_t d = below(value_width);  // one number of each result: a wrong key, weight or row affects all
         const auto value = [&](int64_t key) { return v({block(key), h / true_group, key % block_size, d}); };
         const Sum expected = attended(style, h, length - rows + r, length, score, value);
         expect_close(what, got({starts[i] + r, h, d}), expected, type);
@@ -256,7 +259,7 @@ void check_varlen_attention() {
 
 // --- what writes the cache -------------------------------------------------------------------------------------------
 
-// Positions and a table become slots, and rows of keys and values go there.
+// Computes slots from positions and a block table, and writes rows of keys and values there.
 void check_writing() {
   const int64_t requests = below(4), columns = between(0, 5), blocks = between(1, 9);
   const int64_t block_size = one_of<int64_t>({1, 2, 3, 8, 16});
@@ -270,7 +273,7 @@ void check_writing() {
     for (int64_t c = 0; c < columns; ++c)
       table.push_back(once_in(12) ? strange_block(blocks, wide_table) : below(blocks));
   }
-  const int64_t spare = below(3);  // tokens of no request, which may be anywhere
+  const int64_t spare = below(3);  // tokens of no request, with any position
   for (int64_t t = 0; t < spare; ++t) positions.push_back(one_of({int64_t(-1), kMost64, kLeast64, int64_t(0)}));
   const auto tokens = static_cast<int64_t>(positions.size());
   if (once_in(8) && tokens > spare)
@@ -301,7 +304,7 @@ void check_writing() {
   const at::Tensor where = integers({tokens}, positions, at::kLong), ends = integers({requests + 1}, bounds, at::kInt),
                    given = integers({table_rows, columns}, table, wide_table ? at::kLong : at::kInt);
   const at::Tensor slots = integers({room}, std::vector<int64_t>(room, 77), wide_slots ? at::kLong : at::kInt);
-  // A refusal in the middle of the walk leaves the slots before it written; nothing reads them then.
+  // An error in the middle of the loop leaves earlier slots written; nothing reads them then.
   if (!goes_through("compute_slot_mapping", fits, {}, [&] {
         backplane::cpu::compute_slot_mapping(ends, where, given, slots, block_size, -1, ranks, rank, run, std::nullopt);
       }))
@@ -332,7 +335,7 @@ void check_writing() {
     for (int64_t slot = 0; slot < blocks * block_size; ++slot)
       for (int64_t h = 0; h < heads; ++h)
         for (int64_t d = 0; d < width; ++d) {
-          // Two tokens of one slot: any of them may be the last.
+          // If two tokens have one slot, either may be written last.
           const double found = to({slot / block_size, h, slot % block_size, d});
           bool is_one = false, is_named = false;
           for (int64_t t = 0; t < room; ++t)
@@ -386,7 +389,7 @@ void check_rotary() {
                                                       : numbers({tokens, heads * head + wrong_width}, {0, 1}, type);
   const at::Tensor table = numbers({length, columns}, {0, 1}, one_of({at::kFloat, type}));
   const at::Tensor where = integers({tokens}, positions, once_in(2) ? at::kLong : at::kInt), before = query.clone();
-  if (query.dim() == 2 && query.stride(1) != 1 && query.size(0) > 1) return;  // heads are no view of it: refused or not
+  if (query.dim() == 2 && query.stride(1) != 1 && query.size(0) > 1) return;  // heads are not a view: may raise
   if (!goes_through(what, fits, {query}, [&] {
         backplane::cpu::rotary_embedding(where, query, std::nullopt, table, head, neox);
       }))

@@ -1,5 +1,7 @@
-// quantized_linear as a whole, rounding of the input included, against a loop: for the sanitizers, which see every
-// tensor of this program because PyTorch takes its memory from the C library. Prints what was checked.
+// Compares quantized_linear as a whole, including the rounding of the input, with a plain loop.
+//
+// The program is for the sanitizers, which see every tensor because PyTorch takes its memory from the C library. Prints
+// what was checked.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 SCRIPT = """
 import json, math, sys, torch
 import vllm_backplane.ops as ops

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from compare_cpu_kernels import NO_SUCH_ISA, OPERATOR_TESTS, PARTS, Report
 
+pytestmark = pytest.mark.process
+
 SCRIPT = Path(__file__).with_name("compare_cpu_kernels.py")
 ISAS = {"base": 0, "avx2": 1, "avx512": 2}
 """Instruction sets by the library's numbers; processors other than x86 have the first only."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 SCRIPT = """
 import json, sys, itertools, torch
 import vllm_backplane.ops as ops
@@ -115,4 +117,4 @@ def test_layout_and_rank(outcome: dict[str, Any]) -> None:
 
 
 def test_shapes_that_do_not_fit_are_named(outcome: dict[str, Any]) -> None:
-    assert "does not fit a weight of [8, 48]" in outcome["extra"]["mismatch"]
+    assert "does not fit a weight of shape [8, 48]" in outcome["extra"]["mismatch"]

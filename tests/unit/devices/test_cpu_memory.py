@@ -87,6 +87,7 @@ assert grown - own_peak_memory() > 48 << 20
 """
 
 
+@pytest.mark.process
 def test_peak_follows_what_was_allocated_and_starts_again() -> None:
     """It runs in a process of its own, because this one has free memory that other tests left."""
     run = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=120)
@@ -102,6 +103,7 @@ def test_the_cache_is_zero_and_costs_nothing_until_it_is_written() -> None:
     assert not cache[:: 1 << 20].any()
 
 
+@pytest.mark.process
 def test_freed_memory_goes_back_to_the_system() -> None:
     """Every second of many blocks is freed, so that the free memory is not at the end of the heap.
 

@@ -69,6 +69,7 @@ def other(folder: Path) -> Iterator[Other]:
     process.end()
 
 
+@pytest.mark.process
 def test_what_another_process_reserved_is_not_free_until_it_is_written(folder: Path, other: Other) -> None:
     assert memory_ledger.unwritten_bytes(folder) == pytest.approx(256 * MIB, abs=8 * MIB)
     other.does("write")
@@ -77,17 +78,20 @@ def test_what_another_process_reserved_is_not_free_until_it_is_written(folder: P
     )
 
 
+@pytest.mark.process
 def test_what_is_dropped_is_free_again(folder: Path, other: Other) -> None:
     other.does("drop")
     assert memory_ledger.unwritten_bytes(folder) == 0
 
 
+@pytest.mark.process
 def test_a_process_that_was_killed_has_no_reservation(folder: Path, other: Other) -> None:
     other.end()
     assert memory_ledger.unwritten_bytes(folder) == 0
     assert [entry.name for entry in folder.iterdir()] == ["lock"]
 
 
+@pytest.mark.process
 def test_what_is_reserved_cannot_be_reserved_again(folder: Path, other: Other) -> None:
     with pytest.raises(BackplaneError, match=r"0.25 GiB no longer fits: 0.0\d GiB are left.*start this one again"):
         memory_ledger.reserve(256 * MIB, 300 * MIB, folder)
@@ -156,6 +160,7 @@ print(memory_ledger.unwritten_bytes(folder))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+@pytest.mark.process
 def test_a_stale_entry_of_another_user_is_ignored() -> None:
     with tempfile.TemporaryDirectory() as above:  # other users cannot read pytest's own folders
         os.chmod(above, 0o755)

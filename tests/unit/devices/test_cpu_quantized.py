@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from compare_quantized_products import PARTS
 
+pytestmark = pytest.mark.process
+
 HERE = Path(__file__).resolve().parent
 SETS = ("portable", "avx2", "avx-vnni", "avx512-vnni", "amx", "neon", "dotprod", "i8mm")
 

@@ -240,6 +240,7 @@ def test_a_binding_that_is_none_is_refused(given: Any) -> None:
         binding(given)
 
 
+@pytest.mark.process
 def test_binding_holds_for_threads_there_are_and_threads_to_come() -> None:
     """A process that is bound, for example by a container, also reports no more cores."""
     script = """

@@ -9,6 +9,8 @@ import pytest
 
 from tests import programs
 
+pytestmark = pytest.mark.process
+
 # One process imports vLLM, which takes seconds; the ranks are forked from it.
 SCRIPT = """
 import json, os, sys

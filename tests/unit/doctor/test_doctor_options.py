@@ -21,7 +21,7 @@ def findings(section: dict[str, Any] | None = None, **variables: str) -> tuple[F
 @pytest.mark.parametrize(
     ("faults", "text"),
     [
-        ("melt@launch=5", "'melt' is no kind of fault"),
+        ("melt@launch=5", "'melt' is not a kind of fault"),
         ("lost@launch=5,card=2", "names card 2, and there are 2"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The configuration, the tokenizer and the folder that are made from a GGUF file for vLLM."""
+"""Tests the configuration, the tokenizer and the folder that are made from a GGUF file for vLLM."""
 
 from __future__ import annotations
 
@@ -436,7 +436,7 @@ def test_a_long_text_makes_a_short_message_and_takes_little_memory(tmp_path: Pat
 
 
 @pytest.fixture
-def nothing_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def temporary_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Unsets BACKPLANE_CACHE and returns the user's folder among temporary files."""
     monkeypatch.delenv("BACKPLANE_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -447,33 +447,33 @@ def nothing_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "temporary" / f"vllm-backplane-{os.getuid()}"
 
 
-def test_nothing_goes_to_the_users_home(tmp_path: Path, nothing_stated: Path) -> None:
+def test_nothing_goes_to_the_users_home(tmp_path: Path, temporary_cache: Path) -> None:
     folder = config_folder(write(tmp_path / "m.gguf"))
-    assert folder.parent == nothing_stated / "gguf"
-    assert nothing_stated.stat().st_mode & 0o777 == 0o700
+    assert folder.parent == temporary_cache / "gguf"
+    assert temporary_cache.stat().st_mode & 0o777 == 0o700
     assert config_folder(tmp_path / "m.gguf") == folder
     assert list((tmp_path / "home").iterdir()) == []
 
 
-def test_a_folder_that_others_can_open_is_not_believed(tmp_path: Path, nothing_stated: Path) -> None:
-    nothing_stated.mkdir()
-    nothing_stated.chmod(0o755)
+def test_a_folder_that_others_can_open_is_not_believed(tmp_path: Path, temporary_cache: Path) -> None:
+    temporary_cache.mkdir()
+    temporary_cache.chmod(0o755)
     with pytest.raises(BackplaneError, match=r"only you can read and write.* BACKPLANE_CACHE"):
         config_folder(write(tmp_path / "m.gguf"))
 
 
-def test_a_link_to_a_folder_is_not_believed(tmp_path: Path, nothing_stated: Path) -> None:
+def test_a_link_to_a_folder_is_not_believed(tmp_path: Path, temporary_cache: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
-    nothing_stated.symlink_to(tmp_path / "elsewhere")
+    temporary_cache.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BackplaneError, match="only you can read and write"):
         config_folder(write(tmp_path / "m.gguf"))
 
 
 def test_a_folder_of_somebody_else_is_not_believed(
-    tmp_path: Path, nothing_stated: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, temporary_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nobody = os.getuid() + 1
-    nothing_stated.with_name(f"vllm-backplane-{nobody}").mkdir(mode=0o700)
-    monkeypatch.setattr(os, "getuid", lambda: nobody)
+    other_user = os.getuid() + 1
+    temporary_cache.with_name(f"vllm-backplane-{other_user}").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: other_user)
     with pytest.raises(BackplaneError, match="only you can read and write"):
         config_folder(write(tmp_path / "m.gguf"))

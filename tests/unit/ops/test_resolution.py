@@ -91,6 +91,7 @@ except OperatorError as error:
 """
 
 
+@pytest.mark.process
 def test_kernels_are_found_forced_back_and_frozen() -> None:
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", IN_A_PROCESS], capture_output=True, text=True, timeout=120

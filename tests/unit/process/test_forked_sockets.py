@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 SCRIPT = """
 import multiprocessing, os, socket, sys
 from vllm_backplane.process.forked_sockets import release_sockets_in_engines

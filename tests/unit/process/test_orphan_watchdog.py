@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.process
+
 PROGRAM = """
 import multiprocessing
 import os

@@ -67,6 +67,7 @@ print("it goes on")
 """
 
 
+@pytest.mark.process
 def test_what_nobody_hears_is_told_and_ends_the_process(tmp_path: Path) -> None:
     done = programs.run(programs.command(CHILD), timeout=120, cwd=tmp_path)
     assert done.returncode == EXIT_STATUS

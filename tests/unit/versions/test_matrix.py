@@ -1,4 +1,4 @@
-"""The runner of the version matrix, with instant commands in place of those of vLLM."""
+"""Tests the runner of the version matrix with instant commands in place of those of vLLM."""
 
 from __future__ import annotations
 

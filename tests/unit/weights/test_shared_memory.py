@@ -64,6 +64,7 @@ def hold(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
         one.kill()
 
 
+@pytest.mark.process
 def test_processes_share_and_outlive_each_other(hold: Callable[..., Holder]) -> None:
     first = hold()
     assert (first.result["mapped"], first.result["placed"], first.result["private"]) == (0, BYTES, BIASES)
@@ -94,6 +95,7 @@ def test_processes_share_and_outlive_each_other(hold: Callable[..., Holder]) -> 
     assert third.measure()["result"] == alone["result"]
 
 
+@pytest.mark.process
 def test_other_weights_are_not_shared(hold: Callable[..., Holder]) -> None:
     first, second = hold(1), hold(2)
     assert second.result["mapped"] == 0
@@ -104,6 +106,7 @@ def registered(registry: WeightsRegistry) -> list[Path]:
     return sorted(registry.folder.glob("*.json"))
 
 
+@pytest.mark.process
 def test_nothing_is_left_of_a_process_that_ended(hold: Callable[..., Holder], tmp_path: Path) -> None:
     registry = WeightsRegistry(tmp_path / "registry")
     hold().kill()
@@ -114,6 +117,7 @@ def test_nothing_is_left_of_a_process_that_ended(hold: Callable[..., Holder], tm
     assert registered(registry) == [], "the model of this process is deleted, so its file must be removed"
 
 
+@pytest.mark.process
 def test_a_process_that_cannot_be_looked_into(hold: Callable[..., Holder], tmp_path: Path) -> None:
     """As for a process in another container."""
     registry, first = WeightsRegistry(tmp_path / "registry"), hold()
@@ -127,6 +131,7 @@ def test_a_process_that_cannot_be_looked_into(hold: Callable[..., Holder], tmp_p
     assert str(first.process.pid) in reason
 
 
+@pytest.mark.process
 def test_an_offer_that_says_what_is_not_so(hold: Callable[..., Holder], tmp_path: Path) -> None:
     registry, _ = WeightsRegistry(tmp_path / "registry"), hold()
     [file] = registered(registry)
@@ -195,6 +200,7 @@ def test_small_tensors_stay(tmp_path: Path) -> None:
     assert (result.placed, result.private) == (0, 8 * 8 * 4 + 8 * 4)
 
 
+@pytest.mark.process
 def test_one_after_another(tmp_path: Path) -> None:
     """The lock is held by another process."""
     registry, waited = WeightsRegistry(tmp_path / "registry"), threading.Event()

@@ -113,11 +113,11 @@ def test_the_sanitizers_would_find_it(variant: str, scenario: str, report: str) 
 ALLOCATION = r"the allocation 0x[0-9a-f]+ of {bytes} bytes on card {card}\. "
 REMEDY = r"The host cannot read or write a card's memory: copy it first \(tensor\.cpu\(\), bpsim_copy\)"
 EARLY = (
-    "backplane sim: a synchronisation is missing: the host {} 0x[0-9a-f]+, byte {} of 64 in pinned memory that '{}' on "
-    "stream 0 of card 0 {}, and has not waited for it"
+    "backplane sim: missing synchronisation: the host {} 0x[0-9a-f]+, byte {} of 64 in pinned memory that '{}' on "
+    "stream 0 of card 0 {}, without waiting for it"
 )
 WENT_ON = r"(.|\n)*^went on$"
-HOST = r"^backplane sim: the host touched the device address 0x[0-9a-f]+: "
+HOST = r"^backplane sim: the host accessed the device address 0x[0-9a-f]+: "
 
 
 @pytest.mark.parametrize(
@@ -130,17 +130,17 @@ HOST = r"^backplane sim: the host touched the device address 0x[0-9a-f]+: "
         (
             "launch_forgets_to_translate",
             -signal.SIGSEGV,
-            r"the launch 'careless' touched the device address 0x[0-9a-f]+: byte 4 of "
+            r"the launch 'careless' accessed the device address 0x[0-9a-f]+: byte 4 of "
             + ALLOCATION.format(bytes=4096, card=0)
             + r"A launch must translate device pointers",
         ),
         (
             "launch_uses_returned_memory",
             -signal.SIGSEGV,
-            r"the launch 'late' touched memory of a card, .* not allocated: outside every segment of card 0",
+            r"the launch 'late' accessed a card's memory by its kernel address .* not allocated: outside every segment of card 0",
         ),
         # Of pinned memory: the host may touch it when it has waited for the copy, not when the copy happens to be done.
-        ("host_reads_what_a_copy_writes", 0, EARLY.format("touched", 3, "copy_d2h", "writes") + WENT_ON),
+        ("host_reads_what_a_copy_writes", 0, EARLY.format("accessed", 3, "copy_d2h", "writes") + WENT_ON),
         ("host_writes_what_a_copy_reads", 0, EARLY.format("wrote", 3, "copy_h2d", "reads") + WENT_ON),
         ("host_is_told_and_goes_on", 0, EARLY.format("wrote", 3, "copy_h2d", "reads") + WENT_ON),
         *(
@@ -148,12 +148,12 @@ HOST = r"^backplane sim: the host touched the device address 0x[0-9a-f]+: "
             for scenario in ("neighbours_of_a_copy_are_the_hosts", "reads_beside_many_copies_are_the_hosts")
         ),
         # Handlers that were installed before still run: second for the device's faults, first and alone for others.
-        ("previous_handler_follows", 42, r"(?s)the host touched .* 0 of .* on card 0.*the previous handler"),
-        ("handler_comes_back_on_top", 42, r"(?s)the host touched .* on card 0.*the previous handler"),
+        ("previous_handler_follows", 42, r"(?s)the host accessed .* 0 of .* on card 0.*the previous handler"),
+        ("handler_comes_back_on_top", 42, r"(?s)the host accessed .* on card 0.*the previous handler"),
         (
             "handlers_that_hand_back_do_not_take_turns_for_ever",
             -signal.SIGSEGV,
-            r"\A\nbackplane sim: the host touched .* 0 of .* on card 0.*\na later handler\n\Z",
+            r"\A\nbackplane sim: the host accessed .* 0 of .* on card 0.*\na later handler\n\Z",
         ),
         ("other_faults_are_left_alone", 42, r"\Athe previous handler\n\Z"),
         ("other_faults_kill_as_ever", -signal.SIGSEGV, r"\A\Z"),

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 FILES = sorted(path for path in (Path(__file__).parent / "inside").glob("*.py") if path.name != "conftest.py")
 ALONE = ("shared_process", "sleep")
 """Files whose tests need a process of their own, because they test its first start or all of its memory."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import vllm_patchbay
 from vllm_patchbay.cli import main
 from vllm_patchbay.errors import PatchError
 from vllm_patchbay.patch import PatchSet, take_fingerprint
@@ -94,6 +95,13 @@ def test_every_command_has_a_help(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="0"):
             main([*command, "--help"])
         assert capsys.readouterr().out.startswith(" ".join(["usage: vllm-patchbay", *command]))
+
+
+@pytest.mark.process
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "vllm_patchbay", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"vllm-patchbay {vllm_patchbay.__version__}\n"
 
 
 def test_an_unknown_name_suggests_the_nearest(capsys: pytest.CaptureFixture[str], package: str) -> None:

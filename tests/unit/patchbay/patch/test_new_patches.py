@@ -93,6 +93,7 @@ def test_new_writes_patches_of_every_kind_and_unit_tests_that_pass(
         status, report = run(capsys, "new", target, *where, *TEXTS)
         assert (status, report["missing"]) == (0, [])
         tests.append(report["written"][1])
+        assert not any("backplane" in Path(path).read_text() for path in report["written"])
     done = python(tmp_path, EVERY_KIND)
     assert done.stdout.splitlines() == [f"{len(targets)} applied and undone"], done.stderr
     done = _pytest(tmp_path, [tests[-1], tests[list(targets).index("property")]])

@@ -105,11 +105,11 @@ def test_arguments_that_do_not_fit_are_refused_by_the_card_itself() -> None:
     for call, message in (
         (lambda: ops.linear.call(x, x[:, :8], None), "linear: input of"),
         (lambda: ops.blocked_linear.call(x, torch.ones(1, 8, 15, device=CARD), 5, None), "blocked_linear: input of"),
-        (lambda: ops.blocked_linear.call(x, torch.ones(1, 8, 16, device=CARD), 9, None), "with 9 features"),
-        (lambda: ops.quantized_linear.call(x, codes, scales, None, 8, 9, None), "with 9 features of 8 bits"),
+        (lambda: ops.blocked_linear.call(x, torch.ones(1, 8, 16, device=CARD), 9, None), "with 9 output features"),
+        (lambda: ops.quantized_linear.call(x, codes, scales, None, 8, 9, None), "with 9 output features of 8 bits"),
         (lambda: ops.quantized_linear.call(x, codes[:, :3], scales, None, 8, 8, None), "quantized_linear: input of"),
         (lambda: ops.quantized_linear.call(x, codes, scales, None, 3, 8, None), "of 3 bits"),
-        (lambda: ops.greedy_argmax.call(x[0]), "greedy_argmax: rows"),
+        (lambda: ops.greedy_argmax.call(x[0]), "greedy_argmax: expected .rows, columns."),
     ):
         with pytest.raises(RuntimeError, match=f"backplane::.*{message}"):
             call()

@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -83,6 +84,7 @@ def run(rank: int, meeting: str, answers: Any) -> None:
         raise
 
 
+@pytest.mark.process
 def test_every_collective(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()

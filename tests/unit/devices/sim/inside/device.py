@@ -131,6 +131,7 @@ for wait in (torch.bpnpu.synchronize, device.synchronize):
 """
 
 
+@pytest.mark.process
 def test_synchronising_waits_also_before_the_first_tensor() -> None:
     done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -229,6 +230,7 @@ def test_zeros_take_no_memory_of_the_host_until_written() -> None:
     assert used.sum().item() == 1
 
 
+@pytest.mark.process
 def test_the_host_cannot_read_the_memory() -> None:
     import ctypes
 
@@ -258,10 +260,11 @@ ctypes.string_at(held.data_ptr() + 40, 4)
 
 
 @pytest.mark.parametrize("called", ["set_current", "prepare_worker"])
+@pytest.mark.process
 def test_a_stray_access_is_explained_although_faulthandler_came_later(called: str) -> None:
     done = subprocess.run([sys.executable, "-c", STRAY, called], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGSEGV
-    assert re.search(r"the host touched the device address .* byte 40 of .* of 400 bytes on card 1\.", done.stderr)
+    assert re.search(r"the host accessed the device address .* byte 40 of .* of 400 bytes on card 1\.", done.stderr)
     assert "tensor.cpu()" in done.stderr
     assert re.search(r"Fatal Python error: Segmentation fault(.|\n)*in string_at", done.stderr), "a traceback follows"
 
@@ -475,6 +478,7 @@ def test_a_corrupted_cache_write_strikes_a_row_that_was_written(faults) -> None:
     assert cache[37 // 4, :, 37 % 4].isnan().sum().item() == 1
 
 
+@pytest.mark.process
 def test_a_fork_after_the_first_tensor_is_told() -> None:
     torch.ones(1, device=CARD)
     read, write = os.pipe()

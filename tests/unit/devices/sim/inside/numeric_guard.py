@@ -62,7 +62,7 @@ def test_a_struck_copy_is_named_as_one(way: str, count: int) -> None:
 
     there_and_back()
     library.driver("faults_add", f"corrupt@copy={way},kind=bitflip".encode())
-    with pytest.raises(RuntimeError, match=f"copy '{way}' .* {count * 4} bytes arrived other than they were sent"):
+    with pytest.raises(RuntimeError, match=f"copy '{way}' .* {count * 4} bytes differ from their source"):
         there_and_back()
 
 

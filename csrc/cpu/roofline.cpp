@@ -8,9 +8,9 @@
 #include <cstdint>
 
 #include "dot_kernels.h"
-#include "each.h"
 #include "isa.h"
 #include "quantize_rows.h"
+#include "unroll.h"
 
 namespace backplane::cpu {
 namespace {
@@ -52,14 +52,14 @@ struct SpinFloats {
   template <int W>
   static BACKPLANE_INLINE int64_t run(int64_t rounds) {
     Floats<W> sums[kChains], left = all<W>(0.5f), right = left;
-    each<kChains>(BACKPLANE_EACH(c) { sums[c] = right; });
-    each<kChains>(BACKPLANE_EACH(c) { forget<W>(sums[c]); });
+    unroll<kChains>(BACKPLANE_UNROLL(c) { sums[c] = right; });
+    unroll<kChains>(BACKPLANE_UNROLL(c) { forget<W>(sums[c]); });
     for (int64_t round = 0; round < rounds; ++round)
-      each<kLinks * kChains>(BACKPLANE_EACH(i) {
+      unroll<kLinks * kChains>(BACKPLANE_UNROLL(i) {
         forget<W>(left);
         sums[i % kChains] += left * right;
       });
-    each<kChains>(BACKPLANE_EACH(c) { left += sums[c]; });
+    unroll<kChains>(BACKPLANE_UNROLL(c) { left += sums[c]; });
     const volatile float used = left[0];
     static_cast<void>(used);
     return rounds * kLinks * kChains * W;

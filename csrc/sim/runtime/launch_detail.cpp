@@ -1,6 +1,6 @@
 // Computes the bytes and floating-point operations of launches that access only a part of their arguments.
 
-#include "runtime/details.h"
+#include "runtime/launch_detail.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>

@@ -3,8 +3,8 @@
 //   c[i][j] (+)= sum over t of a(i, t) * b[t][j]
 #pragma once
 
-#include "each.h"
 #include "simd.h"
+#include "unroll.h"
 
 namespace backplane::cpu::attention {
 
@@ -34,11 +34,11 @@ BACKPLANE_INLINE void add_steps_by_lanes(const float* a, int64_t a_stride, const
   if constexpr (A == Along::steps) {
     for (; t + 4 <= steps; t += 4) {
       Factors factors[M];
-      each<M>(BACKPLANE_EACH(i) { factors[i] = load_factors(a + i * a_stride + t); });
-      each<4>(BACKPLANE_EACH(q) {
+      unroll<M>(BACKPLANE_UNROLL(i) { factors[i] = load_factors(a + i * a_stride + t); });
+      unroll<4>(BACKPLANE_UNROLL(q) {
         Floats<4> row[N];
-        each<N>(BACKPLANE_EACH(j) { row[j] = load<4>(b + (t + q) * b_stride + j * 4); });
-        each<M * N>(BACKPLANE_EACH(e) {
+        unroll<N>(BACKPLANE_UNROLL(j) { row[j] = load<4>(b + (t + q) * b_stride + j * 4); });
+        unroll<M * N>(BACKPLANE_UNROLL(e) {
           sums[e / N][e % N] = add_product<q>(sums[e / N][e % N], row[e % N], factors[e / N]);
         });
       });
@@ -48,10 +48,10 @@ BACKPLANE_INLINE void add_steps_by_lanes(const float* a, int64_t a_stride, const
     static_assert(M % 4 == 0);
     for (; t < steps; ++t) {
       Factors factors[M / 4];
-      each<M / 4>(BACKPLANE_EACH(i) { factors[i] = load_factors(a + t * a_stride + 4 * i); });
+      unroll<M / 4>(BACKPLANE_UNROLL(i) { factors[i] = load_factors(a + t * a_stride + 4 * i); });
       Floats<4> row[N];
-      each<N>(BACKPLANE_EACH(j) { row[j] = load<4>(b + t * b_stride + j * 4); });
-      each<M * N>(BACKPLANE_EACH(e) {
+      unroll<N>(BACKPLANE_UNROLL(j) { row[j] = load<4>(b + t * b_stride + j * 4); });
+      unroll<M * N>(BACKPLANE_UNROLL(e) {
         constexpr int i = e / N;
         sums[i][e % N] = add_product<i % 4>(sums[i][e % N], row[e % N], factors[i / 4]);
       });
@@ -60,8 +60,8 @@ BACKPLANE_INLINE void add_steps_by_lanes(const float* a, int64_t a_stride, const
 }
 
 template <int W, int M, int N, bool kAdd, Along A>
-BACKPLANE_INLINE void product_block(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
-                                    int64_t c_stride, int64_t steps) {
+BACKPLANE_INLINE void gemm_block(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c,
+                                 int64_t c_stride, int64_t steps) {
   Floats<W> sums[M][N];
   for (int i = 0; i < M; ++i)
     for (int j = 0; j < N; ++j) sums[i][j] = kAdd ? load<W>(c + i * c_stride + j * W) : Floats<W>{};
@@ -75,17 +75,17 @@ BACKPLANE_INLINE void product_block(const float* a, int64_t a_stride, const floa
 
 // Accepts any number of columns that is a multiple of W. Rows are rounded up to a multiple of 8, and c must have them.
 template <int W, bool kAdd, Along A>
-BACKPLANE_INLINE void product(const float* a, int64_t a_stride, int64_t rows, const float* b, int64_t b_stride,
-                              int64_t columns, float* c, int64_t c_stride, int64_t steps) {
+BACKPLANE_INLINE void gemm(const float* a, int64_t a_stride, int64_t rows, const float* b, int64_t b_stride,
+                           int64_t columns, float* c, int64_t c_stride, int64_t steps) {
   constexpr int kVectors = W == 16 || kHasFactors ? 4 : 2;  // x86 has 16 registers below AVX-512
   const auto from = [&](int64_t i) __attribute__((always_inline)) { return a + (A == Along::steps ? i * a_stride : i); };
   int64_t j = 0;
   for (; j + kVectors * W <= columns; j += kVectors * W)
     for (int64_t i = 0; i < rows; i += 4)
-      product_block<W, 4, kVectors, kAdd, A>(from(i), a_stride, b + j, b_stride, c + i * c_stride + j, c_stride, steps);
+      gemm_block<W, 4, kVectors, kAdd, A>(from(i), a_stride, b + j, b_stride, c + i * c_stride + j, c_stride, steps);
   for (; j < columns; j += W)
     for (int64_t i = 0; i < rows; i += 8)
-      product_block<W, 8, 1, kAdd, A>(from(i), a_stride, b + j, b_stride, c + i * c_stride + j, c_stride, steps);
+      gemm_block<W, 8, 1, kAdd, A>(from(i), a_stride, b + j, b_stride, c + i * c_stride + j, c_stride, steps);
 }
 
 }  // namespace backplane::cpu::attention

@@ -10,13 +10,13 @@ namespace backplane::cpu {
 // Calls f(0), f(1), … with compile-time constants. The compiler would unroll a loop too late to keep the accumulators
 // in registers.
 template <int... I, class F>
-BACKPLANE_INLINE void each(std::integer_sequence<int, I...>, const F& f) {
+BACKPLANE_INLINE void unroll(std::integer_sequence<int, I...>, const F& f) {
   (f(std::integral_constant<int, I>{}), ...);
 }
 template <int N, class F>
-BACKPLANE_INLINE void each(const F& f) {
-  each(std::make_integer_sequence<int, N>{}, f);
+BACKPLANE_INLINE void unroll(const F& f) {
+  unroll(std::make_integer_sequence<int, N>{}, f);
 }
-#define BACKPLANE_EACH(NAME) [&](auto NAME) __attribute__((always_inline))
+#define BACKPLANE_UNROLL(NAME) [&](auto NAME) __attribute__((always_inline))
 
 }  // namespace backplane::cpu

@@ -8,8 +8,8 @@
 // Queries are interleaved into pairs and values are transposed once, for all products that use them. The weights of the
 // softmax, between 0 and 1, are rounded to bfloat16 for the second product; their sum is taken before rounding.
 
+#include "amx_tiles.h"
 #include "attention_softmax.h"
-#include "tiles.h"
 
 namespace backplane::cpu {
 
