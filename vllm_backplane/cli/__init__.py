@@ -16,9 +16,9 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol, cast
 
+from vllm_backplane import __version__
 from vllm_backplane.errors import BackplaneError
 from vllm_patchbay.errors import PatchbayError
 
@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Serve models with vLLM on the devices of this machine, and diagnose the installation.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"vllm-backplane {_version()}")
+    parser.add_argument("--version", action="version", version=f"vllm-backplane {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name, command in commands().items():
         # vLLM's arguments pass through, so argparse must not take an option of vLLM for an abbreviation of ours.
@@ -98,10 +98,3 @@ def _report_moved_auditor(arguments: Sequence[str]) -> int:
         f"vllm-backplane: error: the auditor is the command 'vllm-patchbay audit' now; run: {command}", file=sys.stderr
     )
     return 2
-
-
-def _version() -> str:
-    try:
-        return version("vllm-backplane")
-    except PackageNotFoundError:
-        return "(not installed)"

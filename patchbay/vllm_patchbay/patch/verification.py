@@ -107,7 +107,7 @@ def _unexamined(patch: Patch, verdict: Verdict, version: str) -> Verdict:
 
 
 def _verify_target(patch: Patch, index: SymbolIndex, version: str) -> Verdict:
-    """Returns whether the target exists, can be replaced by the patch, and has a source that the patch was written against."""
+    """Returns whether the target exists, can be replaced, and has a source that the patch was written against."""
     target = index.resolve(patch.target_module, patch.target_name)
     absent = target.reason if not target.is_found else absence_reason(index, target)
     if absent:

@@ -137,7 +137,10 @@ HOST = r"^backplane sim: the host accessed the device address 0x[0-9a-f]+: "
         (
             "launch_uses_returned_memory",
             -signal.SIGSEGV,
-            r"the launch 'late' accessed a card's memory by its kernel address .* not allocated: outside every segment of card 0",
+            (
+                r"the launch 'late' accessed a card's memory by its kernel address .* not allocated: "
+                r"outside every segment of card 0"
+            ),
         ),
         # Of pinned memory: the host may touch it when it has waited for the copy, not when the copy happens to be done.
         ("host_reads_what_a_copy_writes", 0, EARLY.format("accessed", 3, "copy_d2h", "writes") + WENT_ON),
