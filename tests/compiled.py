@@ -1,6 +1,7 @@
-"""Compiles the C++ programs of tests, once for each content: results are kept by a hash of everything they depend on.
+"""Compiles the C++ programs of the tests, and caches each result under a hash of everything that it depends on.
 
-The cache is the user's, so a fresh clone finds what another one has compiled. It holds results of the tests alone.
+The cache is in the user's cache folder, so a fresh clone reuses what another clone has compiled. It holds only results
+of the tests.
 """
 
 from __future__ import annotations
@@ -25,30 +26,32 @@ TORCH_LIBRARIES = (f"-L{TORCH}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH
 
 @cache
 def compiler() -> tuple[str, ...]:
-    """Returns the compiler's command: $CXX, or the first one that is installed."""
+    """Returns the command of the compiler: $CXX, or the first known compiler that is installed."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     for name in chosen[:1] or ("g++", "c++", "clang++"):
         if found := shutil.which(name):
             return (found, *chosen[1:])
-    raise AssertionError("install a C++ compiler, or name one by CXX")
+    raise AssertionError("no C++ compiler was found; install one, or set CXX to its command")
 
 
 @cache
 def is_clang(command: tuple[str, ...]) -> bool:
+    """Returns whether the compiler is Clang."""
     return "clang" in version(command)
 
 
 @cache
 def version(command: tuple[str, ...]) -> str:
+    """Returns what the compiler prints for --version."""
     return subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
 
 
 def build(
     name: str, arguments: Sequence[str | Path], depends: Iterable[Path], command: tuple[str, ...] | None = None
 ) -> Path:
-    """Returns the file that the compiler makes of `arguments`, from the cache where there is one.
+    """Returns the file that the compiler makes from `arguments`; takes it from the cache if it is there.
 
-    `depends` are the files and folders whose content decides the result, included ones too.
+    `depends` names the files and folders whose content affects the result, including all headers.
     """
     command = compiler() if command is None else command
     given = [*command, *map(str, arguments)]

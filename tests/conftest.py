@@ -1,9 +1,10 @@
-"""Files of tests that take longest come first, so that those which run side by side end together.
+"""Sorts the test files so that the longest ones start first, and installs the hooks of two helper modules.
 
-Which features they show is recorded (feature_matrix.py).
+With several pytest-xdist workers, all of them then finish at about the same time. pytest-xdist hands out files in this
+order because of `--no-loadscope-reorder`. By default it begins with the files that have the most tests, and a file with
+a single test of one minute would run last, while the other workers are idle.
 
-pytest-xdist hands out files in this order (`--no-loadscope-reorder`; by itself it begins with those that have most
-tests, and a file with one test of a minute comes last, beside nothing).
+The hooks record demonstrated features (feature_matrix.py) and keep unit tests fast (process_guard.py).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ LONGEST = (
     "e2e/test_sim_memory.py",
     "e2e/test_bfloat16.py",
     "e2e/test_embeddings.py",
-    "e2e/test_perceiving_models.py",
+    "e2e/test_multimodal_models.py",
     "e2e/test_shared_weights.py",
     "e2e/test_profiling.py",
     "e2e/test_expert_parallel.py",
@@ -83,12 +84,12 @@ LONGEST = (
     "unit/cli/test_cli.py",
     "unit/patchbay/upstream/test_upstream_symbols.py",
 )
-"""By the time they take; the others follow as they are found."""
+"""Test files in descending order of their duration. All other files follow in the order of collection."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {HERE / name: place for place, name in enumerate(LONGEST)}
     missing = [str(path) for path in places if not path.is_file()]
     if missing:
-        raise pytest.UsageError(f"{__file__} names files that are not there: {', '.join(missing)}")
+        raise pytest.UsageError(f"{__file__} lists files that do not exist: {', '.join(missing)}")
     items.sort(key=lambda item: places.get(item.path, len(places)))

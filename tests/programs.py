@@ -1,4 +1,4 @@
-"""Programs that tests run in an interpreter of their own."""
+"""Runs Python programs of the tests in separate interpreters."""
 
 from __future__ import annotations
 
@@ -18,22 +18,31 @@ _AFTER = "\nimport os, sys; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)\
 
 
 def command(program: str, *arguments: str) -> list[str]:
-    """Runs `program`. Most import vLLM, ten seconds of a core, of which a third is the collector, looking for garbage
-    that imports do not leave, and the interpreter's end: both are left out."""
+    """Returns the command that runs `program` without garbage collection and without interpreter shutdown.
+
+    Most programs import vLLM, which takes ten seconds of a core. A third of that is the garbage collector, which finds
+    nothing during imports, and the shutdown of the interpreter.
+    """
     return [sys.executable, "-c", _BEFORE + program + _AFTER, *arguments]
 
 
 def on_path(*folders: Path) -> str:
-    """A value for PYTHONPATH that finds `folders` before what is there already. All of this process's sys.path would
-    not do: libraries have put folders of their own into it, with which no program could be forked (warm_start.py)."""
+    """Returns a value for PYTHONPATH with `folders` before its current folders.
+
+    It does not contain the whole sys.path of this process, to which libraries have added folders of their own:
+    warm_start.py forks no program whose PYTHONPATH has such folders.
+    """
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run(
     given: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run does with output that is captured, but that nothing is fetched, nothing is left of the program,
-    and most of what vLLM imports is there already if the environment allows it (warm_start.py)."""
+    """Runs a program and returns its result, like subprocess.run with captured output.
+
+    The program is offline, all its processes are killed at its end, and most libraries that vLLM imports are imported
+    already where the environment allows it (warm_start.py).
+    """
     variables = {**(os.environ if env is None else env), **warm_start.OFFLINE}
     where = cwd or Path.cwd()
     with tempfile.TemporaryDirectory() as folder:

@@ -75,6 +75,7 @@ def gptq(
 
 
 def awq(inputs: int, outputs: int, bits: int, group: int, *, seed: int = 0) -> Stored:
+    """Makes an AWQ layer with zero points."""
     codes, zeros, scales = _drawn(inputs, outputs, bits, inputs // group, seed, symmetric=False)
     by_input = [np.repeat(each.astype(np.float64), group, axis=1) for each in (scales, zeros)]
     tensors = {
@@ -122,12 +123,14 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 
 
 def compressed(bits: int, group: int, *, symmetric: bool = True, **more: object) -> dict[str, object]:
+    """Returns the quantization config of compressed-tensors W4A16 or W8A16; group -1 is one scale per output."""
     weights: dict[str, object] = {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False, **more}
     weights |= {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
     return _described("pack-quantized", weights, None)
 
 
 def compressed_int8(*, by_output: bool = True, **inputs: object) -> dict[str, object]:
+    """Returns the quantization config of compressed-tensors W8A8. `inputs` are changes to its activation settings."""
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
     weights["strategy"] = "channel" if by_output else "tensor"  # type: ignore[assignment]
     rounded = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token", **inputs}

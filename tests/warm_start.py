@@ -1,10 +1,13 @@
-"""Children that need not import again what vLLM imports of others: a process that has done so is forked for each.
+"""Starts Python programs of the tests faster: forks them from a process that has imported PyTorch and other libraries.
 
-Of nine seconds that importing vLLM takes, seven are for PyTorch, transformers and the like, before every engine and
-server of the tests. What is vLLM's and ours each child imports by itself, in an environment of its own. A child whose
-environment differs in anything that what was imported may have read is started plainly, and so is one whose PYTHONPATH
-has something that would have been imported, or asked for entry points. So is everything that is about starting: tests
-ask for it.
+Importing vLLM takes nine seconds, and seven of these are spent on PyTorch, transformers and other libraries. Without
+this module, every engine and server of the tests would spend them. The forked child imports only vLLM and Backplane,
+and reads their environment variables itself.
+
+`fork` returns None where a forked child could behave differently from a started one, and the caller then starts it in
+the usual way. This is the case if the child's environment differs in a variable that an imported library may have
+read, or if its PYTHONPATH has a module or an entry point that an imported library would have used. Tests of the start
+itself do not use this module.
 """
 
 from __future__ import annotations
@@ -41,24 +44,24 @@ MODULES = (
     "fastapi",
     "xgrammar",
 )
-"""What takes longest of all that vLLM imports, itself or when it looks for a platform."""
+"""The libraries that are imported before the fork: those that take vLLM longest to import."""
 
-NOT_YET = {"vllm": "VLLM_", "vllm_backplane": "BACKPLANE_", "numba": "NUMBA_"}
-"""What a child imports by itself, and with what the names of the variables begin that it alone reads."""
+IMPORTED_BY_CHILD = {"vllm": "VLLM_", "vllm_backplane": "BACKPLANE_", "numba": "NUMBA_"}
+"""Packages that each child imports after the fork, with the prefix of the environment variables that only they read."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""vLLM says so, too late for what is imported before it."""
-MAY_DIFFER = (*NOT_YET.values(), "PYTEST_", *ONE_THREAD)
-"""Beginnings of the variables that a child may have of its own: no module above reads them."""
-FOLDERS = "PYTHONPATH"
-"""May differ, too, if no module above would have found anything there."""
-AT_THE_START = ("sitecustomize", "usercustomize")
-"""Modules that an interpreter imports by itself."""
+"""A variable that vLLM sets itself when it is imported, which is too late here: PyTorch is imported before."""
+MAY_DIFFER = (*IMPORTED_BY_CHILD.values(), "PYTEST_", *ONE_THREAD)
+"""Prefixes of the variables that may differ between children, because no module in MODULES reads them."""
+PYTHONPATH = "PYTHONPATH"
+"""This variable may differ too, if no module in MODULES would have found anything in its folders (`_path`)."""
+STARTUP_MODULES = ("sitecustomize", "usercustomize")
+"""Modules that an interpreter imports when it starts."""
 
 
 class Forked:
-    """A child, with what the tests need of subprocess.Popen."""
+    """A forked child with those methods of subprocess.Popen that the tests use."""
 
     def __init__(self, command: Sequence[str], pid: int) -> None:
         self.args, self.pid = command, pid
@@ -66,7 +69,7 @@ class Forked:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = _forker().ask({"poll": self.pid})
+            self.returncode = _forker().request({"poll": self.pid})
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -86,15 +89,17 @@ def fork(
     errors: Path | None = None,
     folder: Path | None = None,
 ) -> Forked | None:
-    """Runs a program of Python in a session of its own, in a folder, that of its log if none is named. The files that
-    its output goes to are there; if none is named for errors, they go to the log as well. None where its environment
-    does not allow it."""
+    """Runs a Python program in a forked process with its own session; returns None if the environment forbids a fork.
+
+    The program runs in `folder`, or in the folder of its log. The log and the file for `errors` must exist; without
+    `errors`, standard error goes to the log.
+    """
     if os.environ.get("OMP_NUM_THREADS") != "1":
-        return None  # numpy's matrices have threads from the import on, and a fork would have none of them
+        return None  # numpy would start its threads at import, and a fork does not have them
     forker = _forker()
-    if not forker.fits(variables):
+    if not forker.allows(variables):
         return None
-    pid = forker.ask(
+    pid = forker.request(
         {
             "program": list(command[1:] if command[0] == sys.executable else command),
             "outputs": [str(log), str(errors or log)],
@@ -106,7 +111,7 @@ def fork(
 
 
 class _Forker:
-    """The process that is forked, as others see it. It ends with the process that started it."""
+    """Starts the process from which programs are forked, and sends requests to it. It ends with this process."""
 
     def __init__(self) -> None:
         self._variables = {**os.environ, **OFFLINE, **ONE_THREAD}
@@ -125,30 +130,32 @@ class _Forker:
         theirs.close()
         self._control = ours.makefile("rw")
 
-    def fits(self, variables: Mapping[str, str]) -> bool:
+    def allows(self, variables: Mapping[str, str]) -> bool:
+        """Returns whether a child with these variables may be forked."""
         either = {*self._variables, *variables}
         differ = [name for name in either if self._variables.get(name) != variables.get(name)]
-        return all(name == FOLDERS or name.startswith(MAY_DIFFER) for name in differ)
+        return all(name == PYTHONPATH or name.startswith(MAY_DIFFER) for name in differ)
 
-    def ask(self, what: Mapping[str, Any]) -> Any:
+    def request(self, body: Mapping[str, Any]) -> Any:
+        """Sends a request to the process and returns its response; raises if the process has ended."""
         with self._one_at_a_time:
             try:
-                self._control.write(json.dumps(what) + "\n")
+                self._control.write(json.dumps(body) + "\n")
                 self._control.flush()
-                answer = self._control.readline()
+                response = self._control.readline()
             except OSError:
-                answer = ""
-        if not answer:
+                response = ""
+        if not response:
             self._log.seek(0)
             raise RuntimeError(f"{__file__} ended with status {self._process.wait(60)}:\n{self._log.read()[-4000:]}")
-        return json.loads(answer)
+        return json.loads(response)
 
 
 _starting = threading.Lock()
 
 
 def _forker() -> _Forker:
-    with _starting:  # or two threads that come first would have one each
+    with _starting:  # otherwise two threads could start one process each
         return _only_forker()
 
 
@@ -158,30 +165,35 @@ def _only_forker() -> _Forker:
 
 
 def _folders(variables: Mapping[str, str]) -> list[str]:
-    """Of PYTHONPATH."""
-    return variables[FOLDERS].split(os.pathsep) if variables.get(FOLDERS) else []
+    """Returns the folders of PYTHONPATH in `variables`."""
+    return variables[PYTHONPATH].split(os.pathsep) if variables.get(PYTHONPATH) else []
 
 
 def _path(variables: Mapping[str, str], path: list[str]) -> list[str] | None:
-    """Where a child looks for modules, but for the folder of its program. None where something that is imported already
-    might be another one in its PYTHONPATH, or would have asked there for entry points."""
+    """Returns the child's sys.path without the folder of its program, or None if the child must not be forked.
+
+    It must not be forked if its PYTHONPATH could replace a module that is imported already, or has an entry point of a
+    package that is imported already.
+    """
     ours, theirs = _folders(os.environ), _folders(variables)
     if not set(ours) <= set(theirs) or not all(map(os.path.isabs, theirs)):
         return None
     for place in (Path(folder) for folder in theirs if folder not in path):
         for found in place.iterdir() if place.is_dir() else ():
             name = re.split(r"[-.]", found.name)[0]
-            if name in AT_THE_START or name in sys.modules:
+            if name in STARTUP_MODULES or name in sys.modules:
                 return None
             points = found / "entry_points.txt"
             groups = re.findall(r"^\[(.*)\]", points.read_text(), re.MULTILINE) if points.is_file() else []
-            if not all(group.startswith(tuple(NOT_YET)) for group in groups):
+            if not all(group.startswith(tuple(IMPORTED_BY_CHILD)) for group in groups):
                 return None
     return list(dict.fromkeys([*theirs, *path]))
 
 
-def _become(program: list[str], outputs: list[str], folder: str, variables: dict[str, str], path: list[str]) -> None:
-    """In a process that was just forked and leads its session: runs the program as its own."""
+def _run_program(
+    program: list[str], outputs: list[str], folder: str, variables: dict[str, str], path: list[str]
+) -> None:
+    """Runs a program as the main program of this process, which has just been forked and leads its session."""
     os.chdir(folder)
     for place, name in enumerate(outputs, 1):
         output = os.open(name, os.O_WRONLY | os.O_APPEND)
@@ -189,7 +201,7 @@ def _become(program: list[str], outputs: list[str], folder: str, variables: dict
         os.close(output)
     os.environ.clear()
     os.environ.update(variables)
-    # Python's own chance is another one in every process; these would be the same in all that are forked.
+    # Python reseeds its generator after a fork; numpy and PyTorch would draw the same numbers in all children.
     importlib.import_module("numpy").random.seed()
     importlib.import_module("torch").default_generator.seed()
     importlib.invalidate_caches()
@@ -207,7 +219,10 @@ def _become(program: list[str], outputs: list[str], folder: str, variables: dict
 
 
 def _fork() -> int:
-    """As os.fork. The child leads a session of its own when the parent goes on: whoever looks for it finds it there."""
+    """Forks like os.fork, and returns in the parent only when the child leads its own session.
+
+    A search for the processes of that session therefore finds the child at once.
+    """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -224,35 +239,35 @@ def _fork() -> int:
 
 def _main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in children that are started (tests/e2e/processes.py)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in started children (tests/e2e/processes.py)
     del sys.path[0]  # this file's folder
     path = list(sys.path)
     gc.disable()
     for name in MODULES:
         importlib.import_module(name)
-    # Looks for the place of the title while the environment is where the system put it.
+    # setproctitle locates the memory of the process title here, while the environment is at its original address.
     importlib.import_module("setproctitle").getproctitle()
     gc.freeze()
-    early = sorted(NOT_YET.keys() & sys.modules.keys())
-    assert not early, f"{early} were imported before their variables are known"
+    early = sorted(IMPORTED_BY_CHILD.keys() & sys.modules.keys())
+    assert not early, f"{early} must be imported after the fork, because each child has its own variables for them"
     threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"{len(threads)} threads: what is forked would have one of them, and the locks of all"
+    assert len(threads) == 1, f"{len(threads)} threads: a fork copies the locks of all, and only one of the threads"
     requests = control.makefile("rw")
     while line := requests.readline():
-        asked = json.loads(line)
-        if "poll" in asked:
-            pid, status = os.waitpid(asked["poll"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        elif (found := _path(asked["variables"], path)) is None:
-            answer = None
+        request = json.loads(line)
+        if "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            response = os.waitstatus_to_exitcode(status) if pid else None
+        elif (found := _path(request["variables"], path)) is None:
+            response = None
         else:
-            answer = _fork()
-            if answer == 0:
+            response = _fork()
+            if response == 0:
                 requests.close()
                 control.close()
-                _become(**asked, path=found)  # and ends as the program does
+                _run_program(**request, path=found)  # and ends as the program does
                 return
-        requests.write(json.dumps(answer) + "\n")
+        requests.write(json.dumps(response) + "\n")
         requests.flush()
 
 

@@ -1,8 +1,9 @@
 """Backplane is a hardware plugin for vLLM into which any accelerator can be plugged as a device.
 
-vLLM imports this module in every process and calls the two entry-point functions below. They must therefore be fast,
-and they must not raise: vLLM logs an exception of a platform plugin at DEBUG level only and continues with another
-platform. Errors are raised later, when vLLM imports the platform class, because they are fatal there.
+vLLM imports this module in every process and calls the two entry-point functions below, so they must be fast.
+`register_platform` must not raise: vLLM logs an exception of a platform plugin at DEBUG level only and continues with
+another platform. Errors are raised later, when vLLM imports the platform class or calls `register_general`, because
+they are fatal there.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ if _device.capabilities.fork:
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     release_sockets_in_engines()
 if not _device.capabilities.triton:
-    # If Triton finds a GPU, vLLM would select its second runner, which needs Triton for Backplane's device as well.
+    # If Triton finds a GPU, vLLM would select its V2 model runner, which needs Triton for Backplane's device as well.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
 
@@ -175,10 +175,10 @@ class BackplanePlatform(Platform):
     def register_triton_kernel_overrides(cls) -> None:
         from vllm.triton_utils import HAS_TRITON
 
-        from vllm_backplane.runner import triton_kernels
+        from vllm_backplane.runner import kernel_adapters
 
         if not (HAS_TRITON and _device.capabilities.triton):
-            triton_kernels.register()
+            kernel_adapters.register()
 
     @classmethod
     def get_attn_backend_cls(

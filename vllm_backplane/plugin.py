@@ -58,7 +58,7 @@ def _is_platform_active() -> bool:
     problem = f"vLLM runs on {type(current_platform).__name__} although vllm-backplane is installed: {cause}"
     if device := os.environ.get(_DEVICE_VARIABLE):
         raise BackplaneError(
-            f"{_DEVICE_VARIABLE}={device} asks for a device of Backplane, but {problem}; or unset {_DEVICE_VARIABLE}."
+            f"{_DEVICE_VARIABLE}={device} requests a device of Backplane, but {problem}; or unset {_DEVICE_VARIABLE}."
         )
     from vllm.logger import init_logger
 

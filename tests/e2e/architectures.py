@@ -1,23 +1,26 @@
-"""Tiny models of several architectures, each for something that attention, norms or experts may get wrong."""
+"""Defines tiny models of several architectures, each of which tests one feature of attention, norms or experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from architecture import COMMON, Architecture, fill, scale
+from model_spec import COMMON, Architecture, fill, scale
 from stateful_architectures import LATENTS_AND_STATES
 
 
 def _without_alibi(model: Any) -> None:
-    """transformers builds the slopes in the forward pass; without them every key is equally far."""
+    """Removes ALiBi: replaces the slopes, which transformers builds in the forward pass, by zeros."""
     model.transformer.build_alibi_tensor = lambda mask, heads, dtype: torch.zeros(
         mask.shape[0] * heads, 1, mask.shape[1], dtype=dtype
     )
 
 
 def _gemma2_adjust(model: Any) -> None:
-    """Embeddings are tied: small beside what the layers add, or the model only repeats its last token."""
+    """Makes the tied embeddings small compared with what the layers add.
+
+    Otherwise the model only repeats its last token.
+    """
     model.model.embed_tokens.weight.mul_(0.1)
     for name, parameter in model.named_parameters():
         if "q_proj" in name:
@@ -27,10 +30,10 @@ def _gemma2_adjust(model: Any) -> None:
 
 
 def _bloom_adjust(model: Any) -> None:
-    """As above; here a norm follows the embeddings. Biases are zero, or every token would look alike.
+    """Makes the tied embeddings small by the norm that follows them, sets biases to zero, and makes GELU exact.
 
-    vLLM's BLOOM computes GELU exactly, transformers' the approximation by tanh, which makes a difference of a
-    thousandth in log-probabilities; the reference here is to be exact, too.
+    With other biases, all tokens would have nearly the same hidden states. vLLM's BLOOM computes GELU exactly, and that
+    of transformers computes the tanh approximation, which changes log-probabilities by a thousandth.
     """
     for layer in model.transformer.h:
         layer.mlp.gelu_impl = torch.nn.GELU()
@@ -172,3 +175,4 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     **LATENTS_AND_STATES,
 }
+"""All tiny models, by their names in docs/features.toml."""

@@ -1,5 +1,8 @@
-"""Notices whether a program compiles something: compilers that only note that they were run, and caches of its own for
-what PyTorch, vLLM and Triton would compile."""
+"""Detects whether a program compiles anything.
+
+The program gets fake compilers, which log their calls and fail, and empty caches for the code that PyTorch, vLLM and
+Triton would compile.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ import os
 from pathlib import Path
 
 NAMES = ("cc", "c++", "gcc", "g++", "clang", "clang++", "cpp", "as", "ld", "nvcc", "ninja", "cmake", "make")
-NOTE = '#!/bin/sh\necho "$0 $*" >> "{notes}"\nexit 1\n'
+FAKE_COMPILER = '#!/bin/sh\necho "$0 $*" >> "{calls}"\nexit 1\n'
 
 
 class Compilers:
+    """Fake compilers and empty caches in a folder; `variables` makes a program use them."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._notes = folder / "notes"
+        self._calls = folder / "calls"
         tools = folder / "tools"
         tools.mkdir(parents=True)
         for name in NAMES:
-            (tools / name).write_text(NOTE.format(notes=self._notes))
+            (tools / name).write_text(FAKE_COMPILER.format(calls=self._calls))
             (tools / name).chmod(0o755)
         self._caches = {
             "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",
@@ -26,7 +31,8 @@ class Compilers:
         }
         self._vllm = folder / "vllm"
         self._vllm.mkdir()
-        # What vLLM found out about classes of models is no compilation, and takes a process and seconds.
+        # vLLM's cache of information about model classes is shared: it contains no compiled code, and filling it takes
+        # a process and seconds.
         home = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
         known = Path(os.environ.get("VLLM_CACHE_ROOT", f"{home}/vllm")) / "modelinfos"
         known.mkdir(parents=True, exist_ok=True)
@@ -40,10 +46,10 @@ class Compilers:
         }
 
     def traces(self) -> list[str]:
-        """Calls of compilers, and files in the caches."""
-        called = self._notes.read_text().splitlines() if self._notes.exists() else []
-        # ctypes looks for libraries that the system's list does not have by asking a linker to trace its search.
-        called = [call for call in called if "-Wl,-t" not in call.split() and "-t" not in call.split()]
+        """Returns the logged calls of compilers, and the files in the caches."""
+        calls = self._calls.read_text().splitlines() if self._calls.exists() else []
+        # ctypes finds some libraries by running a linker that traces its search.
+        calls = [call for call in calls if "-Wl,-t" not in call.split() and "-t" not in call.split()]
         found = [file for cache in self._caches.values() for file in cache.rglob("*") if file.is_file()]
         found += [file for file in self._vllm.rglob("torch_compile_cache/**/*") if file.is_file()]
-        return [*called, *map(str, found)]
+        return [*calls, *map(str, found)]

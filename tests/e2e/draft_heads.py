@@ -1,11 +1,12 @@
-"""Tiny targets with a smaller model, an EAGLE-3 head and an MTP head, and how many of their drafts are right.
+"""Makes tiny target models with a draft model, an EAGLE-3 head and an MTP head, and counts accepted draft tokens.
 
-The heads are modules of transformers put together here, so what they draft does not come from vLLM's models of them.
-`expected` walks through a greedy answer as speculation does and says which drafts the target accepts; it computes every
-pass from the beginning, without a KV cache, so an engine that reads a stale slot drafts something else.
+The heads are built here from modules of transformers, so the expected draft tokens do not depend on vLLM's
+implementation. `accepted_per_step` follows a greedy output as speculative decoding does, and returns how many draft
+tokens the target accepts in each step. It computes every forward pass from the beginning, without a KV cache, so an
+engine that reads a stale slot gives other draft tokens.
 
-The vocabulary is small, and heads begin as a part of their target: random ones would be right so rarely that the
-numbers would say nothing.
+The vocabulary is small, and the heads start as copies of layers of their target. Random heads would be accepted so
+rarely that the counts would show nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from architecture import COMMON
+from model_spec import COMMON
 from tiny_models import randomize
 from torch import nn
 
@@ -25,7 +26,7 @@ SIZES = {**COMMON, "vocab_size": 48, "hidden_size": 64, "intermediate_size": 96}
 
 
 def _attend(attention: Any, hidden: torch.Tensor, rotary: Any) -> torch.Tensor:
-    """Causal attention over one sequence [tokens, width]."""
+    """Computes causal attention over one sequence [tokens, width]."""
     length = hidden.shape[0]
     positions = torch.arange(length).unsqueeze(0)
     mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
@@ -36,10 +37,13 @@ def _attend(attention: Any, hidden: torch.Tensor, rotary: Any) -> torch.Tensor:
 
 
 class Eagle3Head(nn.Module):
-    """One layer whose attention sees the next token's embedding beside three hidden states of the target, joined."""
+    """One layer whose input is the embedding of the next token, concatenated with combined hidden states of the target.
 
-    TAKES = (1, 2, 3)
-    """Which of the target's layers; their inputs."""
+    The hidden states are the inputs of three layers of the target.
+    """
+
+    LAYERS = (1, 2, 3)
+    """The layers of the target whose inputs are used."""
 
     def __init__(self, target: Any) -> None:
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -61,10 +65,11 @@ class Eagle3Head(nn.Module):
             self.fc.weight.copy_(torch.cat([torch.eye(width) * part for part in (0.2, 0.3, 0.5)], dim=1))
 
     def combine(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.fc(torch.cat([states[layer] for layer in self.TAKES], dim=-1))
+        """Combines hidden states of the target, given by layer, into one."""
+        return self.fc(torch.cat([states[layer] for layer in self.LAYERS], dim=-1))
 
     def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the logits are made of, what the next draft is made of)"""
+        """Returns the hidden states for the logits, and those for the next draft token."""
         layer = self.midlayer
         seen = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(hidden)], dim=-1)
         hidden = hidden + _attend(layer.self_attn, seen, rotary)
@@ -73,7 +78,7 @@ class Eagle3Head(nn.Module):
 
 
 class MtpHead(nn.Module):
-    """MiMo's: one layer on the next token's embedding and the target's last hidden state, joined."""
+    """MiMo's head: one layer on the embedding of the next token and the last hidden state of the target, projected."""
 
     def __init__(self, target: Any) -> None:
         super().__init__()
@@ -88,8 +93,9 @@ class MtpHead(nn.Module):
             self.input_proj.weight.copy_(torch.cat([torch.eye(width) * 0.7, torch.eye(width)], dim=1))
 
     def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the hidden states for the logits, and those for the next draft token; here they are the same."""
         embeds = embeds.clone()
-        embeds[0] = 0  # MiMo leaves the first token out
+        embeds[0] = 0  # MiMo ignores the first token
         joined = torch.cat([self.hidden_layernorm(hidden), self.token_layernorm(embeds)], dim=-1)
         hidden = self.input_proj(joined)
         hidden = hidden + _attend(self.self_attn, self.input_layernorm(hidden), rotary)
@@ -109,7 +115,7 @@ def _target(kind: str, layers: int, seed: int) -> Any:
 
 
 def save_llama_with_eagle3(folder: Path, *, layers: int = 4, seed: int = 0) -> tuple[Any, Eagle3Head]:
-    """The target in folder/target, its head in folder/head."""
+    """Saves a target in folder/target and its EAGLE-3 head in folder/head, and returns both."""
     from safetensors.torch import save_file
 
     model = _target("Llama", layers, seed)
@@ -121,7 +127,7 @@ def save_llama_with_eagle3(folder: Path, *, layers: int = 4, seed: int = 0) -> t
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
         "draft_vocab_size": SIZES["vocab_size"],
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(Eagle3Head.TAKES)},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(Eagle3Head.LAYERS)},
     }
     (folder / "head" / "config.json").write_text(json.dumps(described))
     save_file(
@@ -131,7 +137,7 @@ def save_llama_with_eagle3(folder: Path, *, layers: int = 4, seed: int = 0) -> t
 
 
 def save_shallow(target: Any, folder: Path, *, layers: int = 3) -> Any:
-    """A smaller model with the target's vocabulary: its first layers."""
+    """Saves and returns a draft model: the first layers of the target, with its vocabulary."""
     model = copy.deepcopy(target)
     model.config.num_hidden_layers = layers
     model.model.layers = model.model.layers[:layers]
@@ -140,7 +146,10 @@ def save_shallow(target: Any, folder: Path, *, layers: int = 3) -> Any:
 
 
 def save_mimo(folder: Path, *, layers: int = 2, seed: int = 0) -> tuple[Any, MtpHead]:
-    """A target whose checkpoint contains its head. As MiMo is Qwen2 but for the head, its configuration is Qwen2's."""
+    """Saves a target whose checkpoint contains its MTP head, and returns both.
+
+    MiMo is Qwen2 with a head, so the configuration is that of Qwen2.
+    """
     from safetensors.torch import load_file, save_file
 
     model = _target("Qwen2", layers, seed)
@@ -156,31 +165,38 @@ def save_mimo(folder: Path, *, layers: int = 2, seed: int = 0) -> tuple[Any, Mtp
 
 
 @torch.inference_mode()
-def expected(
-    model: Any, head: Any, prompt: Sequence[int], answer: Sequence[int], *, asked: int, drafts: int
+def accepted_per_step(
+    model: Any, head: Any, prompt: Sequence[int], output: Sequence[int], *, max_tokens: int, drafts: int
 ) -> list[int]:
-    """How many drafts the target accepts in each step until there are `asked` tokens. `answer` is the greedy one, and
-    longer: vLLM also counts drafts past the end."""
-    tokens = [*prompt, *answer]
-    guess = _guesser(model, head, tokens)
-    known, accepted = len(prompt) + 1, []  # the prompt's step gives a token
-    while known < len(prompt) + asked:
-        guesses = guess(tokens[:known], drafts)
-        right = 0
-        while right < drafts and guesses[right] == tokens[known + right]:
-            right += 1
-        accepted.append(right)
-        known += right + 1
+    """Returns how many draft tokens the target accepts in each step, until there are `max_tokens` output tokens.
+
+    `output` is the greedy output of the target. It must be longer than `max_tokens`, because vLLM also counts draft
+    tokens beyond the end.
+    """
+    tokens = [*prompt, *output]
+    draft = _drafter(model, head, tokens)
+    known, accepted = len(prompt) + 1, []  # the prefill gives the first token
+    while known < len(prompt) + max_tokens:
+        drafted = draft(tokens[:known], drafts)
+        matching = 0
+        while matching < drafts and drafted[matching] == tokens[known + matching]:
+            matching += 1
+        accepted.append(matching)
+        known += matching + 1
     return accepted
 
 
-def _guesser(model: Any, head: Any, tokens: Sequence[int]) -> Callable[[Sequence[int], int], list[int]]:
-    """As many drafts of what follows the first of `tokens` as are asked for. A whole model needs no target."""
+def _drafter(model: Any, head: Any, tokens: Sequence[int]) -> Callable[[Sequence[int], int], list[int]]:
+    """Returns a function of known tokens and a count, which returns that many draft tokens after the known ones.
+
+    `tokens` is the whole sequence, from which the hidden states of the target are computed once. A draft model does not
+    need them.
+    """
     if isinstance(head, Eagle3Head):
         output = model(input_ids=torch.tensor([list(tokens)]), output_hidden_states=True)
         from_target, unembed = head.combine([state[0] for state in output.hidden_states]), head.lm_head
     elif isinstance(head, MtpHead):
-        # transformers' last one has gone through the final norm, MiMo hands on what comes before it.
+        # The last hidden state of transformers is that after the final norm; MiMo's head takes the one before it.
         from_target, unembed = _before_norm(model, tokens), model.lm_head
     else:
         return lambda known, count: _continued(head, known, count)
@@ -205,7 +221,11 @@ def _before_norm(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 def _drafts(
     model: Any, head: Any, unembed: Any, from_target: torch.Tensor, tokens: Sequence[int], count: int
 ) -> list[int]:
-    """`tokens` are known, the last one without the target's hidden state. A draft is fed back with the head's own."""
+    """Returns `count` draft tokens after `tokens`.
+
+    The target has computed no hidden state for the last of `tokens` yet. For the draft tokens, the head continues with
+    its own hidden states.
+    """
     hidden = from_target[: len(tokens) - 1]
     fed = list(tokens[1:])
     found: list[int] = []

@@ -1,4 +1,4 @@
-"""Engines for the tests: jobs go to `run_engine.py` in a process of its own, results come back."""
+"""Runs vLLM engines for the tests: sends jobs to `run_engine.py` in a separate process, and returns their results."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from typing import Any
 from processes import Child, tail
 
 SCRIPT = Path(__file__).with_name("run_engine.py")
-AS_IT_IS = "as-it-is"
+UNMODIFIED = "unmodified"
+"""Argument of run_engine.py that makes it run vLLM without its changes that save time."""
 
 Result = dict[str, Any]
+"""The result of one job, as run_engine.py describes it."""
 
 
 def greedy(tokens: int, **more: Any) -> dict[str, Any]:
-    """Sampling parameters for exactly `tokens` tokens without chance."""
+    """Returns sampling parameters for exactly `tokens` tokens by greedy decoding."""
     return {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False, **more}
 
 
 def batch(prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any], *, one_by_one: bool = False) -> dict[str, Any]:
+    """Returns a batch of a job: prompts in tokens, which run together or one after another."""
     return {"prompts": [list(ids) for ids in prompts], "sampling": dict(sampling), "one_by_one": one_by_one}
 
 
@@ -32,7 +35,10 @@ def job(
     steps: Sequence[Mapping[str, Any]] = (),
     **engine: Any,
 ) -> dict[str, Any]:
-    """One engine. Small limits keep its profiling step short; a test that is about them names its own."""
+    """Returns a job: the arguments of one engine and its work.
+
+    The default limits are small, which keeps the profiling step short. A test of the limits passes its own.
+    """
     arguments = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 256, "dtype": "float32"}
     result: dict[str, Any] = {
         "engine": {"model": str(model), **arguments, **engine},
@@ -50,11 +56,14 @@ def try_engines(
     timeout: float = 600,
     warm: bool = True,
 ) -> tuple[list[Result], Path]:
-    """The results of `jobs`, of which each may be an {"error": …}, and the log. Not `warm`: in a new interpreter, and
-    without anything that spares time."""
+    """Runs `jobs` and returns their results, each of which may be an {"error": …}, and the path of the log.
+
+    With `warm` false, a new interpreter runs unmodified vLLM. Otherwise the program is forked where possible
+    (tests/warm_start.py), and run_engine.py skips some of vLLM's work.
+    """
     given, results, log = folder / "jobs.json", folder / "results.json", folder / "engine.log"
     given.write_text(json.dumps(jobs))
-    command = [sys.executable, str(SCRIPT), str(given), str(results), *([] if warm else [AS_IT_IS])]
+    command = [sys.executable, str(SCRIPT), str(given), str(results), *([] if warm else [UNMODIFIED])]
     with Child(command, log, variables, warm=warm) as child:
         status = child.wait(timeout)
         assert status == 0, f"exit status {status}\n{tail(log)}"
@@ -70,16 +79,17 @@ def run_engines(
     timeout: float = 600,
     warm: bool = True,
 ) -> list[Result]:
-    """The results of `jobs`, all of which must have run, and on Backplane."""
+    """Runs `jobs` and returns their results. All jobs must succeed, and run on Backplane and on `device`."""
     results, log = try_engines(folder, jobs, variables, timeout=timeout, warm=warm)
     for result in results:
         assert "error" not in result, f"{result['error']}\n{tail(log)}"
-        insist_on_backplane(result)
+        require_backplane(result)
     started = log.read_text(errors="replace").count(f"Operators on device {device}:")
-    assert started >= len(jobs), f"{started} workers say that they run on {device}, expected {len(jobs)}\n{tail(log)}"
+    assert started >= len(jobs), f"{started} workers logged that they run on {device}, not {len(jobs)}\n{tail(log)}"
     return results
 
 
-def insist_on_backplane(result: Result) -> None:
+def require_backplane(result: Result) -> None:
+    """Fails unless the engine of the result ran on Backplane's platform and worker."""
     assert result["platform"] == "BackplanePlatform", result["platform"]
     assert result["worker"] == "vllm_backplane.worker.worker.BackplaneWorker", result["worker"]

@@ -1,4 +1,4 @@
-"""Packages of examples/, installed by pip into a folder as a user would install them into an environment."""
+"""Installs packages of examples/ with pip into a folder, as a user would install them into an environment."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ INSTALL = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--
 
 
 def install(name: str, folders: pytest.TempPathFactory) -> Path:
-    """The folder into which pip has put the package; for PYTHONPATH."""
+    """Installs the package, and returns its folder, which belongs into PYTHONPATH."""
     source, target = folders.mktemp("source") / name, folders.mktemp("site")
-    # A copy: building leaves files beside the source.
+    # pip builds a copy, because a build leaves files in the source folder.
     shutil.copytree(EXAMPLES / name, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     done = subprocess.run(
         [sys.executable, *INSTALL, "--no-build-isolation", "--target", str(target), str(source)],

@@ -1,7 +1,8 @@
-"""Tiny models as GGUF files, written with the gguf package the way llama.cpp's converter would.
+"""Writes tiny models as GGUF files with the gguf package, in the way of llama.cpp's converter.
 
-Names come from the package's own table, so they are not ours; rows of Llama's Q and K are put into llama.cpp's order,
-and Gemma's norms get their 1. The transformers model that is handed back has the weights that the file holds.
+Tensor names come from the table of the gguf package, so they do not depend on Backplane's code. As in llama.cpp, the
+rows of Llama's Q and K are reordered, and 1 is added to Gemma's norms. The transformers model that is returned has the
+weights of the file, after their quantization.
 """
 
 from __future__ import annotations
@@ -14,39 +15,48 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from architecture import COMMON
 from architectures import _gemma2_adjust
+from model_spec import COMMON
 from tiny_models import randomize
 
 Type = gguf.GGMLQuantizationType
 K_TYPES = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}
-"""Where a block has its float16 numbers. The package cannot quantize to these: their blocks are random bytes."""
+"""Byte offsets of the float16 numbers in a block. The gguf package cannot quantize to these types, so their blocks are
+filled with random bytes."""
 WIDE = {**COMMON, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+"""Configuration of a model whose rows have whole blocks of 256 weights."""
 
 
 @dataclass(frozen=True)
 class Tiny:
+    """A tiny model, and how it is stored in a GGUF file."""
+
     config: str
+    """Class of the configuration in transformers."""
     model: str
+    """Class of the model in transformers."""
     architecture: str
+    """Value of general.architecture in the file."""
     arguments: dict[str, Any]
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Beside what all have; keys without the architecture's name."""
+    """Metadata in addition to those of all models. The keys do not have the prefix of the architecture."""
     adjust: Callable[[Any], None] = lambda _model: None
+    """Function that changes the random weights before they are stored."""
     types: tuple[Any, ...] = (Type.F32,)
-    """Of the matrices, in turn."""
+    """Types of the matrices. Consecutive matrices cycle through them."""
     seed: int = 0
     workers: int = 1
+    """Tensor parallel size with which the model is served."""
     fused: bool = False
-    """Queries, keys and values are in one matrix, although transformers has three."""
+    """Whether the file has Q, K and V in one matrix, although transformers has three."""
 
     @property
     def rounded(self) -> bool:
-        """The inputs of its products are, to 8 bits."""
+        """Returns whether the inputs of the model's matrix products are rounded to 8 bits."""
         return self.types != (Type.F32,)
 
     def write(self, path: Path, tensors_per_part: int = 0) -> Any:
-        """The file, or its parts, and transformers' model with its weights."""
+        """Writes the file, or its parts, and returns the transformers model with the weights of the file."""
         import transformers
 
         config = getattr(transformers, self.config)(**self.arguments)
@@ -97,7 +107,10 @@ class Tiny:
 
 
 def _stored(state: Mapping[str, torch.Tensor], tiny: Tiny) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """What a file has as one tensor: some of transformers' one below the other, which are views of the model's."""
+    """Yields the name of each tensor in the file, with the tensors of transformers that it concatenates.
+
+    The tensors are views of the model's parameters, so the caller can write into them.
+    """
     for name, tensor in _separate(state, tiny.architecture):
         if tiny.fused and ".self_attn.q_proj." in name:
             yield name.replace("q_proj", "qkv_proj"), [state[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
@@ -106,7 +119,10 @@ def _stored(state: Mapping[str, torch.Tensor], tiny: Tiny) -> Iterator[tuple[str
 
 
 def _separate(state: Mapping[str, torch.Tensor], architecture: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """transformers keeps the gate and up projections of experts in one tensor, files in two. These are views."""
+    """Yields the tensors of the model, with the gate and up projections of experts as separate views.
+
+    transformers has both projections in one tensor, and GGUF files have two tensors.
+    """
     for name, tensor in state.items():
         path, _, last = name.rpartition(".")
         parts = {}
@@ -151,7 +167,7 @@ def _blocks(values: np.ndarray, kind: Any, seed: int) -> np.ndarray:
     for place in K_TYPES.get(kind, (0,)):
         raw[:, place : place + 2] = np.frombuffer(np.float16(1e-3).tobytes(), np.uint8)
     raw = raw.reshape(*values.shape[:-1], -1)
-    # Of the size of the weights they stand for.
+    # Scaled to the magnitude of the weights that they replace.
     factor = float(values.std() / gguf.dequantize(raw, kind).std())
     flat = raw.reshape(-1, size)
     for place in K_TYPES.get(kind, (0,)):
@@ -160,7 +176,11 @@ def _blocks(values: np.ndarray, kind: Any, seed: int) -> np.ndarray:
 
 
 def _llama3_factors(scaling: Mapping[str, Any], head_dim: int) -> np.ndarray:
-    """By wavelength, as the published recipe has it: short ones stay, long ones are stretched, with a ramp between."""
+    """Returns the frequency factors of Llama 3.1 by wavelength, as published.
+
+    Short wavelengths keep their frequency, long ones are stretched by the factor, and the ones between are
+    interpolated.
+    """
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = original / scaling["low_freq_factor"], original / scaling["high_freq_factor"]
     factors = []
@@ -183,6 +203,7 @@ PHI2 = Tiny(
     {"rope.dimension_count": 16},
     types=(Type.Q4_0, Type.Q8_0),
 )
+"""A model with LayerNorm, biases and partial rotary embeddings."""
 MODELS: dict[str, Tiny] = {
     "Llama 3.1, tied, biased": Tiny(
         "LlamaConfig",
@@ -261,7 +282,7 @@ MODELS: dict[str, Tiny] = {
         "phi3",
         {
             **COMMON,
-            # Three tokens were its first context, so all prompts are long.
+            # The original context is three tokens, so that all prompts are longer and use the long factors.
             "original_max_position_embeddings": 3,
             "rope_parameters": {
                 "rope_type": "longrope",
@@ -307,8 +328,8 @@ MODELS: dict[str, Tiny] = {
             "expert_shared_feed_forward_length": 96,
         },
     ),
-    # Each token goes to all experts: where two are nearly equally likely, rounding would choose the other one. Both
-    # workers have whole blocks of 256 of what is divided along inputs.
+    # Each token goes to all experts. Otherwise rounding could choose another expert where two have nearly equal
+    # probabilities. Tensors that are divided along their inputs give both workers whole blocks of 256 weights.
     "Qwen3-MoE in blocks, two workers": Tiny(
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",
@@ -333,11 +354,12 @@ MODELS: dict[str, Tiny] = {
         workers=2,
     ),
 }
+"""Models by name. The tests serve all of them."""
 
 MISTRAL = Tiny("MistralConfig", "MistralForCausalLM", "llama", {**COMMON, "sliding_window": None})
-"""Its files say llama."""
+"""A model whose file has the architecture "llama"."""
 
-SHARED_OUT = Tiny(
+ONE_KV_HEAD = Tiny(
     "LlamaConfig",
     "LlamaForCausalLM",
     "llama",
@@ -345,7 +367,7 @@ SHARED_OUT = Tiny(
     types=(Type.Q8_0, Type.Q4_1),
     workers=2,
 )
-"""For two workers: one head of keys, which both have."""
+"""A model for two workers. Its only KV head is replicated on both."""
 
 EVERY_TYPE = Tiny(
     "LlamaConfig",
@@ -358,3 +380,4 @@ EVERY_TYPE = Tiny(
         *(Type.Q5_K, Type.IQ4_NL, Type.F16, Type.Q4_1, Type.BF16, Type.F32),
     ),
 )
+"""A model with a matrix of every supported type."""

@@ -1,9 +1,11 @@
-"""Loads models as a worker does and says what memory each took: loading_memory.py SMALL MODEL QUANTIZATION ...
+"""Loads models as a worker does, and prints the memory that each took: loading_memory.py SMALL MODEL QUANTIZATION ...
 
-Each has a process of its own, forked when all that they import is there: it takes its time once. SMALL is a small
-model of the same kind, which is loaded before. Counts memory of the process's own (RssAnon), every millisecond or so.
-Pages of the checkpoint's files that are mapped are the system's cache: it takes them back when it needs them. With
-`shared` for a quantization, both models are loaded by the format that shares weights.
+Each MODEL is loaded in a process that is forked after the imports, which therefore take their time only once. SMALL is
+a small model of the same kind. It is loaded first, so that one-time allocations are not counted.
+
+The program counts anonymous memory (RssAnon) about every millisecond. It does not count mapped pages of the
+checkpoint's files: they belong to the page cache, and the system reclaims them on demand. The QUANTIZATION `shared`
+loads both models with the load format `backplane_shared`.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def own() -> int:
-    """Resident memory that no file stands behind."""
+    """Returns the bytes of resident memory of this process that are not backed by a file."""
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - int(shared)) * PAGE
 
 
 def mappings() -> Iterator[tuple[tuple[int, int], str]]:
-    """Of files: from where to where, and the name."""
+    """Yields the address range and the file name of each file mapping of this process."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, _, _, _, file, *name = line.split(maxsplit=5)
         if file != "0":
@@ -39,6 +41,8 @@ def mappings() -> Iterator[tuple[tuple[int, int], str]]:
 
 
 class Watch(threading.Thread):
+    """Records the peak of the process's own memory until `over` is set."""
+
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.peak = own()
@@ -51,6 +55,7 @@ class Watch(threading.Thread):
 
 
 def load(small: str, model: str, quantization: str) -> dict[str, int]:
+    """Loads both models; returns the bytes of the second one's weights, and the peak and the final growth of memory."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
@@ -73,7 +78,7 @@ def load(small: str, model: str, quantization: str) -> dict[str, int]:
     with set_current_vllm_config(first), tempfile.TemporaryDirectory() as folder:
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/group", 0, "gloo")
         parallel_state.initialize_model_parallel(backend="gloo")
-        kept = [get_model(vllm_config=first)]  # what is imported and set up meanwhile takes memory of its own
+        kept = [get_model(vllm_config=first)]  # so that imports and one-time allocations happen before the measurement
     if quantization != "shared":
         kept.clear()
     with set_current_vllm_config(config):
@@ -99,7 +104,7 @@ def main() -> None:
     given = sys.argv[1:]
     importlib.import_module("vllm.v1.worker.gpu_worker")
     registry = importlib.import_module("vllm.model_executor.models.registry")
-    registry._run_in_subprocess = lambda look: look()  # a new interpreter would import all of this again
+    registry._run_in_subprocess = lambda function: function()  # a new interpreter would import vLLM again
     for small, model, quantization in zip(given[::3], given[1::3], given[2::3], strict=True):
         process = os.fork()
         if process == 0:

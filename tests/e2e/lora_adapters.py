@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format, made for the tests: good ones, strong enough to change answers, and broken ones."""
+"""Makes LoRA adapters in PEFT's format: valid ones, which are strong enough to change outputs, and broken ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TENSORS = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter adds to each linear layer, by the layer's name in transformers' model."""
+    """An adapter: its folder, and the factors of each linear layer by the layer's name in the transformers model."""
 
     folder: Path
     rank: int
@@ -26,15 +26,15 @@ class Adapter:
     factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
     def merge(self, model: Any) -> None:
-        """Into the weights."""
+        """Adds the adapter to the weights of `model`."""
         for name, (a, b) in self.factors.items():
             model.get_submodule(name).weight.data.addmm_(b, a, alpha=self.alpha / self.rank)
 
 
 def make(folder: Path, model: Any, rank: int, modules: tuple[str, ...], strength: float, seed: int) -> Adapter:
-    """Random factors whose product is `strength` times as large as the weights it is added to."""
+    """Makes an adapter from random factors whose product is `strength` times as large as the weights."""
     generator = torch.Generator().manual_seed(seed)
-    alpha = 2 * rank  # so that the scale is not one
+    alpha = 2 * rank  # the scale alpha / rank must not be one
     factors = {}
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in modules:
@@ -53,6 +53,7 @@ def write(
     factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
     modules: tuple[str, ...],
 ) -> None:
+    """Writes an adapter to a new folder in PEFT's format."""
     folder.mkdir()
     description = {
         "peft_type": "LORA",
@@ -71,51 +72,50 @@ def write(
     save_file(tensors, folder / TENSORS)
 
 
-def _some(layer: str, rank: int, inputs: int, outputs: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    return {layer: (torch.ones(rank, inputs), torch.ones(outputs, rank))}
-
-
-def _of(layer: str, rank: int, inputs: int, outputs: int, *, described: int | None = None) -> Callable[[Path], None]:
-    factors = _some(layer, rank, inputs, outputs)
+def _for_layer(
+    layer: str, rank: int, inputs: int, outputs: int, *, described: int | None = None
+) -> Callable[[Path], None]:
+    """Returns a function that writes an adapter of one layer; `described` is the rank in adapter_config.json."""
+    factors = {layer: (torch.ones(rank, inputs), torch.ones(outputs, rank))}
     return lambda folder: write(folder, described or rank, 2 * rank, factors, (layer.rpartition(".")[2],))
 
 
 def _truncated(folder: Path) -> None:
-    _of(Q, 8, WIDTH, WIDTH)(folder)
+    _for_layer(Q, 8, WIDTH, WIDTH)(folder)
     whole = (folder / TENSORS).read_bytes()
     (folder / TENSORS).write_bytes(whole[: len(whole) // 2])
 
 
 def _one_factor(folder: Path) -> None:
-    _of(Q, 8, WIDTH, WIDTH)(folder)
+    _for_layer(Q, 8, WIDTH, WIDTH)(folder)
     tensors = load_file(folder / TENSORS)
     save_file({name: tensor for name, tensor in tensors.items() if "lora_A" in name}, folder / TENSORS)
 
 
 def _no_description(folder: Path) -> None:
-    _of(Q, 8, WIDTH, WIDTH)(folder)
+    _for_layer(Q, 8, WIDTH, WIDTH)(folder)
     (folder / "adapter_config.json").write_text("{not json")
 
 
 WIDTH = 576
-"""Of the default model, which has 30 layers."""
+"""Hidden size of the default model, which has 30 layers."""
 Q = "model.layers.3.self_attn.q_proj"
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a rank over the limit": (_of(Q, 128, WIDTH, WIDTH), "LoRA rank 128 is greater than max_lora_rank 64"),
-    "another rank than it says": (_of(Q, 16, WIDTH, WIDTH, described=8), "lora_A is (16, 576)"),
+    "a rank over the limit": (_for_layer(Q, 128, WIDTH, WIDTH), "LoRA rank 128 is greater than max_lora_rank 64"),
+    "another rank than in adapter_config.json": (_for_layer(Q, 16, WIDTH, WIDTH, described=8), "lora_A is (16, 576)"),
     "a rank that is over the limit in the file alone": (
-        _of(Q, 128, WIDTH, WIDTH, described=8),
+        _for_layer(Q, 128, WIDTH, WIDTH, described=8),
         "adapter_config.json require (8, 576) and (576, 8)",
     ),
-    "made for a smaller model": (_of(Q, 8, 64, 64), "lora_A is (8, 64) and lora_B (64, 8)"),
-    "made for a larger model": (_of(Q, 8, 2048, 2048), "lora_A is (8, 2048)"),
+    "made for a smaller model": (_for_layer(Q, 8, 64, 64), "lora_A is (8, 64) and lora_B (64, 8)"),
+    "made for a larger model": (_for_layer(Q, 8, 2048, 2048), "lora_A is (8, 2048)"),
     "made for a deeper model": (
-        _of("model.layers.30.self_attn.o_proj", 8, WIDTH, WIDTH),
+        _for_layer("model.layers.30.self_attn.o_proj", 8, WIDTH, WIDTH),
         "the model has no layer 'model.layers.30.self_attn.o_proj'",
     ),
-    "an unknown module": (_of("model.layers.3.self_attn.query", 8, WIDTH, WIDTH), "self_attn.query"),
+    "an unknown module": (_for_layer("model.layers.3.self_attn.query", 8, WIDTH, WIDTH), "self_attn.query"),
     "a truncated file": (_truncated, "Error while deserializing header"),
     "one factor without the other": (_one_factor, "self_attn.q_proj.lora_B.weight is missing"),
-    "a description that is none": (_no_description, "Expecting property name"),
+    "an adapter_config.json that is not JSON": (_no_description, "Expecting property name"),
 }
-"""How each is made, and what the refusal says."""
+"""Broken adapters by name: the function that writes the adapter, and a part of the expected error message."""

@@ -1,4 +1,7 @@
-"""The example's architecture in plain PyTorch, on one sequence, without a cache; and a checkpoint of it."""
+"""Implements the architecture of examples/parallel_decoder in plain PyTorch, and writes checkpoints of it.
+
+The implementation computes one sequence, without a KV cache.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ SHAPES = {
 
 
 def save(folder: Path, seed: int) -> dict[str, torch.Tensor]:
-    """The weights, which are also in the folder."""
+    """Writes a checkpoint with random weights to `folder`, and returns the weights."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -59,8 +62,8 @@ def save(folder: Path, seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _turned(heads: torch.Tensor) -> torch.Tensor:
-    """[heads, tokens, size] with rotary positions: the first half of a head pairs with the second."""
+def _rotated(heads: torch.Tensor) -> torch.Tensor:
+    """Applies rotary position embeddings to [heads, tokens, size]; the halves of a head are paired."""
     half = SIZE // 2
     angles = torch.outer(torch.arange(heads.shape[1]), THETA ** (-torch.arange(half) / half))
     first, second = heads[..., :half], heads[..., half:]
@@ -69,7 +72,11 @@ def _turned(heads: torch.Tensor) -> torch.Tensor:
 
 
 def logits(weights: dict[str, torch.Tensor], ids: Sequence[int], *, in_sequence: bool = False) -> torch.Tensor:
-    """Of the token after `ids`. `in_sequence`: the MLP reads what attention has added, as in most models."""
+    """Returns the logits of the token after `ids`.
+
+    Attention and MLP have the same input. With `in_sequence`, the MLP instead reads the output of attention, as in most
+    models.
+    """
     stream = weights["embed_tokens.weight"][torch.tensor(ids)]
 
     def heads(of: torch.Tensor, count: int) -> torch.Tensor:
@@ -81,7 +88,7 @@ def logits(weights: dict[str, torch.Tensor], ids: Sequence[int], *, in_sequence:
         queries, keys = heads(linear(normal, own["q_proj"]), HEADS), heads(linear(normal, own["k_proj"]), KV_HEADS)
         values = heads(linear(normal, own["v_proj"]), KV_HEADS)
         attended = scaled_dot_product_attention(
-            _turned(queries), _turned(keys), values, is_causal=True, enable_gqa=True
+            _rotated(queries), _rotated(keys), values, is_causal=True, enable_gqa=True
         )
         attended = linear(attended.transpose(0, 1).flatten(1), own["o_proj"])
         read = rms_norm(stream + attended, (HIDDEN,), own["norm"], EPSILON) if in_sequence else normal
@@ -93,6 +100,7 @@ def logits(weights: dict[str, torch.Tensor], ids: Sequence[int], *, in_sequence:
 def continue_greedily(
     weights: dict[str, torch.Tensor], prompt: Sequence[int], tokens: int, *, in_sequence: bool = False
 ) -> Continuation:
+    """Continues a prompt by greedy decoding."""
     ids, steps = list(prompt), []
     for _ in range(tokens):
         steps.append(logits(weights, ids, in_sequence=in_sequence))

@@ -1,7 +1,7 @@
-"""Child processes of the tests: each in a session of its own, with a log, and gone when the test is over.
+"""Starts child processes for the tests, each in its own session and with a log, and kills them after the test.
 
-vLLM starts processes that start processes, so what a test leaves behind is found in two ways: by descent,
-from a list taken while the parents lived, and by session, which a process keeps when its parent dies.
+vLLM's processes start further processes. Those that remain after their parents have ended are found in two ways: by
+descent, from a list that was taken while the parents lived, and by session, which a process keeps when its parent ends.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ SCRIPTS = Path(sys.executable).parent
 TAIL_LINES = 80
 
 logs: list[tuple[str, Path]] = []
-"""(command, log) of every child of the test that runs, for the report of a failure."""
+"""Command and log of every started child, for the report of a failure."""
 
 
 def environment(**changes: str | None) -> dict[str, str]:
-    """This process's environment for a child: offline, no reports to anyone; None removes a variable."""
+    """Returns this process's environment for a child: offline, without usage reports, with `changes`.
+
+    The value None removes a variable.
+    """
     result = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     for name, value in changes.items():
         if value is None:
@@ -40,16 +43,17 @@ def environment(**changes: str | None) -> dict[str, str]:
 
 
 def on_path(folder: Path) -> str:
-    """A value for PYTHONPATH that finds `folder` before what is there already."""
+    """Returns a value for PYTHONPATH with `folder` before its current folders."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> str:
+    """Returns the last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
 class Child:
-    """A command in a session of its own. Use it as a context manager: leaving kills the whole session."""
+    """A command that runs in its own session. As a context manager, it kills the whole session on exit."""
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class Child:
         *,
         warm: bool = False,
     ) -> None:
-        """`warm`: with the libraries of others imported already, where that is possible (tests/warm_start.py)."""
+        """Starts the command; with `warm`, forks it with imported libraries where possible (tests/warm_start.py)."""
         self.command = list(command)
         self.log = log
         self._seen: dict[int, psutil.Process] = {}
@@ -87,17 +91,18 @@ class Child:
         return self.process.pid
 
     def text(self) -> str:
+        """Returns the log."""
         return self.log.read_text(errors="replace")
 
     def wait(self, timeout: float) -> int:
-        """The exit status; a child that does not end in time fails the test with its log."""
+        """Waits for the end of the child and returns its exit status; fails with its log if that takes too long."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout} s: {self.command}\n{tail(self.log)}") from None
 
     def descendants(self) -> list[psutil.Process]:
-        """The processes below this one now. They are remembered: `left_over` knows them as orphans."""
+        """Returns the current descendants, and records them, so that `left_over` finds them as orphans."""
         try:
             found = psutil.Process(self.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -106,28 +111,29 @@ class Child:
         return found
 
     def left_over(self) -> list[psutil.Process]:
-        """Everything of this child that lives: itself, remembered descendants, members of its session."""
+        """Returns all processes of this child that are alive: itself, recorded descendants, members of its session."""
         candidates = {process.pid: process for process in _session(self.pid)} | self._seen
         return [process for process in candidates.values() if _lives(process)]
 
     def wait_for_nothing_left(self, seconds: float) -> list[psutil.Process]:
-        """What is left over after at most `seconds`."""
+        """Waits at most `seconds` until no process is left, and returns those that are left."""
         end = time.monotonic() + seconds
         while (left := self.left_over()) and time.monotonic() < end:
             time.sleep(0.1)
         return left
 
     def signal(self, number: signal.Signals) -> None:
-        """To the main process alone."""
+        """Sends a signal to the main process only."""
         os.kill(self.pid, number)
 
     def signal_group(self, number: signal.Signals) -> None:
-        """To the foreground process group, as a terminal does for Ctrl-C."""
+        """Sends a signal to the process group, as a terminal does for Ctrl-C."""
         os.killpg(self.pid, number)
 
     def kill(self) -> None:
+        """Kills all processes of this child."""
         self.descendants()
-        # A process may start another while it is being killed, so until nothing is found.
+        # A process may start another one while it is being killed, so this repeats until none is left.
         while left := self.left_over():
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -138,13 +144,13 @@ class Child:
 
 
 def _fork(command: list[str], log: Path, variables: dict[str, str]) -> Forked | None:
-    from tests import warm_start  # not on the path of a child, where this module is used, too
+    from tests import warm_start  # imported here, because child processes use this module and cannot import `tests`
 
     return warm_start.fork(command, log, variables)
 
 
 def commands_in_session(leader: int, *, but: int) -> list[str]:
-    """Command lines of what lives in a session, without that of one process."""
+    """Returns the command lines of the processes that are alive in a session, except one process."""
     found = []
     for process in _session(leader):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -163,7 +169,10 @@ def _session(leader: int) -> Iterable[psutil.Process]:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """A zombie does not count: it holds nothing, and who reaps it depends on the machine's first process."""
+    """Returns whether a process is alive.
+
+    A zombie is not: it has no resources, and the machine's first process decides when it disappears.
+    """
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Texts for the tests: short and long, prose, code, numbers, other scripts, and one long passage to share."""
+"""Contains prompts for the tests: short and long ones, prose, code, numbers, several languages, and a long passage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A transformers model whose weights are those that quantized codes stand for, decoded by the layout's definition.
+"""Makes transformers models whose weights are decoded from quantized codes, as references for quantized engines.
 
-Independent of the operator: codes are looked up one position at a time (over all features at once), inputs are rounded
-to 8 bits by the definition, and the product is PyTorch's, in float32.
+The decoding follows the definition of the layout and does not use Backplane's operator: it decodes one input position
+at a time for all outputs, rounds inputs to 8 bits by the definition, and multiplies with PyTorch in float32.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm_backplane.quantization.online.formats import Format
 
 
 def decoded(made: Packed, bits: int, rows: int, size: int) -> torch.Tensor:
+    """Returns the weight [rows, size] that the codes encode."""
     codes, scales = made.codes.numpy(), made.scales.float().numpy()
     offsets = scales * -(2.0 ** (bits - 1)) if made.offsets is None else made.offsets.float().numpy()
     blocks, groups, width = scales.shape
@@ -35,6 +36,8 @@ def decoded(made: Packed, bits: int, rows: int, size: int) -> torch.Tensor:
 
 
 class Decoded(torch.nn.Module):
+    """A linear layer whose weight was quantized and decoded, and which rounds its inputs to 8 bits."""
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, chosen: Format) -> None:
         super().__init__()
         made = packed(weight.detach(), chosen.bits, chosen.group, CodeLayout(8), symmetric=chosen.symmetric)
@@ -47,12 +50,13 @@ class Decoded(torch.nn.Module):
 
     @staticmethod
     def rounded(x: torch.Tensor) -> torch.Tensor:
+        """Rounds one group of inputs to 8 bits, with one scale per token."""
         largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-30)
         return (x * torch.full_like(largest, 127.0).div(largest)).round() * largest / 127
 
 
 class DecodedExperts(torch.nn.Module):
-    """In the place of transformers' experts, which have the weights of all in one tensor."""
+    """Replaces the experts of transformers, which have the weights of all experts in one tensor."""
 
     def __init__(self, layer: Any, chosen: Format) -> None:
         super().__init__()
@@ -70,7 +74,10 @@ class DecodedExperts(torch.nn.Module):
 
 
 def load(folder: Path, body: Format, head: Format, *, experts: bool = True) -> Any:
-    """Every linear layer and (unless told otherwise) expert decoded from its codes; the embedding keeps its table."""
+    """Loads a model, and replaces its linear layers and, with `experts`, its experts by quantized and decoded ones.
+
+    The embedding is not replaced.
+    """
     model = reference.load(folder)
     for name, layer in list(model.named_modules()):
         if isinstance(layer, torch.nn.Linear):

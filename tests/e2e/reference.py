@@ -1,4 +1,4 @@
-"""What Hugging Face transformers computes, in float32: the answer that engines are compared with."""
+"""Computes reference outputs with Hugging Face transformers in float32, for comparison with engines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
+    """The output for one prompt."""
+
     token_ids: list[int]
     logprobs: list[float]
     smallest_margin: float
-    """Between the two most likely tokens of any step: how near the continuation came to a tie."""
+    """Smallest difference of log-probabilities between the two most likely tokens of any step. A small value means that
+    the output is near a tie, so rounding may change it."""
 
 
 def load(folder: Path) -> Any:
+    """Loads a causal language model in float32."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -27,7 +31,7 @@ def load(folder: Path) -> Any:
 
 @torch.inference_mode()
 def continue_together(model: Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[Continuation]:
-    """Greedy, token by token, with transformers' KV cache; shorter prompts are padded on the left."""
+    """Continues prompts in one batch by greedy decoding, with the KV cache of transformers and padding on the left."""
     from transformers import DynamicCache
 
     longest = max(map(len, prompts))
@@ -53,7 +57,7 @@ def continue_together(model: Any, prompts: Sequence[Sequence[int]], tokens: int)
 
 @torch.inference_mode()
 def continue_without_cache(model: Any, prompt: Sequence[int], tokens: int) -> Continuation:
-    """Greedy, with the whole sequence computed anew for every token: slow, and nothing to get wrong."""
+    """Continues a prompt by greedy decoding, computing the whole sequence for every token: slow, but simple."""
     ids, steps = list(prompt), []
     for _ in range(tokens):
         steps.append(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1])
@@ -61,22 +65,25 @@ def continue_without_cache(model: Any, prompt: Sequence[int], tokens: int) -> Co
     return continuation(torch.stack(steps))
 
 
-def insist_on_no_tie(folder: Path, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-    """For tests that compare engines with each other: requests share steps as they happen to arrive, sums come in
-    another order, and an answer near a tie may be another one."""
+def require_no_tie(folder: Path, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+    """Fails if the output of any prompt is near a tie.
+
+    Tests that compare engines with each other need this. The composition of batches depends on timing and changes the
+    order of summation, which may change an output that is near a tie.
+    """
     margins = [one.smallest_margin for one in continue_together(load(folder), prompts, tokens)]
-    assert min(margins) > 1e-3, f"near a tie, so equal tokens are luck; change the prompts: {margins}"
+    assert min(margins) > 1e-3, f"near a tie, where rounding may change tokens; change the prompts: {margins}"
 
 
 def continuation(logits: torch.Tensor) -> Continuation:
-    """From the logits of each step."""
+    """Returns the continuation of greedy decoding from the logits of each step."""
     best, ids = torch.log_softmax(logits.double(), dim=-1).topk(2)
     return Continuation(ids[:, 0].tolist(), best[:, 0].tolist(), float((best[:, 0] - best[:, 1]).min()))
 
 
 @torch.inference_mode()
 def prompt_logprobs(model: Any, ids: Sequence[int]) -> list[float]:
-    """Log-probability of every token but the first, given those before it."""
+    """Returns the log-probability of every token except the first, given the tokens before it."""
     scores = torch.log_softmax(model(input_ids=torch.tensor([list(ids)])).logits[0].double(), dim=-1)
     following = torch.tensor(list(ids)[1:])
     return scores[:-1].gather(1, following[:, None])[:, 0].tolist()

@@ -1,4 +1,4 @@
-"""Servers for the tests: the real command, on a free port of the loopback interface."""
+"""Starts servers for the tests with the real command, on a free port of the loopback interface."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.ports import free_port
 COMMAND = str(SCRIPTS / "vllm-backplane")
 VLLM = str(SCRIPTS / "vllm")
 LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--dtype", "float32")
-"""Of servers with tiny models: small, and so that prompts of more than 64 tokens come in parts."""
+"""Limits for servers with tiny models. Prompts of more than 64 tokens need several prefill chunks."""
 START_SECONDS = 300
-"""A guard against a server that hangs, not a measurement."""
+"""Seconds after which a server that is not ready counts as hanging."""
 
 
 class Server(Child):
-    """`vllm-backplane serve`, or vLLM's own `vllm serve`, ready when the constructor returns."""
+    """A server that `vllm-backplane serve` or `vllm serve` started. It is ready when the constructor returns."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Server(Child):
     ) -> None:
         self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}"
-        # Proxies of the environment are not meant for the loopback interface.
+        # Requests to the loopback interface must not use the proxies of the environment.
         self.http = httpx.Client(base_url=self.address, timeout=300, trust_env=False)
         line = [command, "serve", *arguments, "--port", str(self.port)]
         super().__init__(line, folder / "server.log", variables, warm=warm)
@@ -59,12 +59,14 @@ class Server(Child):
         raise AssertionError(f"not ready after {START_SECONDS} s\n{tail(self.log)}")
 
     def healthy(self) -> bool:
+        """Returns whether /health reports success."""
         try:
             return self.http.get("/health", timeout=10).status_code == 200
         except httpx.TransportError:
             return False
 
     def client(self) -> openai.OpenAI:
+        """Returns an OpenAI client of the server."""
         return openai.OpenAI(
             base_url=f"{self.address}/v1",
             api_key="none",
@@ -74,7 +76,10 @@ class Server(Child):
         )
 
     def complete(self, prompt: Sequence[int], tokens: int, replica: int | None = None, **more: Any) -> dict[str, Any]:
-        """What vLLM answers, token by token the likeliest; with `more` in the request."""
+        """Returns the choice of a greedy completion request; `replica` selects a data parallel rank.
+
+        `more` is added to the body of the request.
+        """
         request = {"model": "tiny", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
         response = self.http.post("/v1/completions", json=request | {"return_token_ids": True, **more}, headers=headers)
@@ -82,7 +87,7 @@ class Server(Child):
         return dict(response.json()["choices"][0])
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a Prometheus metric's samples that carry `labels`."""
+        """Returns the sum of a Prometheus metric over the samples with these labels."""
         total = 0.0
         for line in self.http.get("/metrics").text.splitlines():
             series, _, value = line.rpartition(" ")

@@ -1,23 +1,26 @@
-"""Tiny models of families beyond plain attention: a latent in the place of keys and values, states, shared experts."""
+"""Defines tiny models with latent attention (MLA), recurrent states, or shared experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from architecture import COMMON, Architecture, fill
+from model_spec import COMMON, Architecture, fill
 
 FORGET_AT_ONCE = 6.0
-"""Logarithm of a decay so fast that no state outlives its token."""
+"""Logarithm of a decay rate so high that the recurrent state is lost after one token."""
 
 
 def _without_positions_in_keys(model: Any) -> None:
-    """The part of the key that is rotated, which lies beside the latent."""
+    """Sets the projection of the rotated part of the keys, which is stored beside the latent, to zero."""
     for layer in model.model.layers:
         layer.self_attn.kv_a_proj_with_mqa.weight[-model.config.qk_rope_head_dim :].zero_()
 
 
 def _small(part: str) -> Any:
-    """Embeddings small beside what the layers add: a model of few layers would only repeat its last token."""
+    """Returns a function that makes the embeddings small compared with what the layers add.
+
+    Otherwise a model with few layers would only repeat its last token.
+    """
 
     def apply(model: Any) -> None:
         for name, parameter in model.named_parameters():
@@ -56,7 +59,7 @@ LATENTS_AND_STATES: dict[str, Architecture] = {
             "v_head_dim": 20,
             "n_routed_experts": 8,
             "num_experts_per_tok": 2,
-            "topk_method": "noaux_tc",  # vLLM asks for these two; transformers knows no others
+            "topk_method": "noaux_tc",  # vLLM requires these two values; transformers supports no others
             "scoring_func": "sigmoid",
             "n_group": 2,
             "topk_group": 1,
@@ -93,7 +96,7 @@ LATENTS_AND_STATES: dict[str, Architecture] = {
             "hidden_size": 128,
             "num_heads": 8,
             "head_dim": 32,
-            "n_groups": 1,  # transformers norms all groups together, vLLM each by itself
+            "n_groups": 1,  # transformers normalizes all groups together, vLLM each group separately
             "state_size": 16,
             "chunk_size": 16,
             "num_hidden_layers": 3,
@@ -145,3 +148,4 @@ LATENTS_AND_STATES: dict[str, Architecture] = {
         seed=0,
     ),
 }
+"""The models, by their names in docs/features.toml."""

@@ -1,4 +1,4 @@
-"""Architectures with tiny random weights, compared with transformers' fp32 token by token, on each device."""
+"""Tests many model architectures with tiny random weights on each device: the tokens equal those of transformers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import reference
 from architectures import ARCHITECTURES
-from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
+from engine import Result, batch, greedy, job, require_backplane, run_engines, try_engines
 
 pytestmark = pytest.mark.server
 
@@ -21,24 +21,27 @@ PROMPTS = [
 ]
 LOGPROB_TOLERANCE = 1e-4
 MARGIN = 1e-2
-"""Least lead of any token over the second: far above the rounding of any order of summation."""
+"""Smallest allowed difference between the two most likely tokens, far above any rounding error."""
 
 DEVICES: dict[str, dict[str, str]] = {
     "cpu": {},
     "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
 }
 GRAPHS: dict[str, dict[str, Any]] = {"cpu": {}, "sim": {"compilation_config": {"cudagraph_capture_sizes": [1, 4]}}}
-"""The simulated card captures them at the start, and two sequences are padded to four as three are."""
+"""Engine arguments by device. The simulated card captures graphs of these sizes; two and three sequences are padded to
+four."""
 
 
 @cache
 def answers(name: str) -> list[reference.Continuation]:
+    """Returns the outputs of transformers for all prompts."""
     model = ARCHITECTURES[name].build()
     return [reference.continue_without_cache(model, ids, TOKENS) for ids in PROMPTS]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Saves all models, and returns their folders by name."""
     found = {name: tmp_path_factory.mktemp("model") for name in ARCHITECTURES}
     for name, folder in found.items():
         ARCHITECTURES[name].save(folder)
@@ -47,8 +50,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def outcomes(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What engines of a device give, by architecture; one process runs them all, one after another."""
-    # The prompts take several steps of 64 tokens, and meet in them: long ones are cut, short ones decode beside them.
+    """Returns a function of the device that returns the engines' results by architecture.
+
+    One process runs all engines of a device, one after another.
+    """
+    # With 64 tokens per step, long prompts are split into chunks, and short ones decode in the same steps.
     work = batch(PROMPTS, greedy(TOKENS, logprobs=0))
     limits = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
@@ -68,24 +74,27 @@ def outcomes(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 def test_tokens_equal_transformers(outcomes: Any, name: str, device: str) -> None:
     result = outcomes(device)[name]
     assert "error" not in result, result["error"]
-    insist_on_backplane(result)
+    require_backplane(result)
     for expected, output in zip(answers(name), result["batches"][0], strict=True):
         assert output["token_ids"] == expected.token_ids
         assert output["logprobs"] == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
 
 
 DIVIDED = {"Mamba": 3, "Mamba2": 3, "a hybrid of Mamba and attention": 15, "gated delta net (Qwen-Next)": 15}
-"""Blocks of the cache, one of which vLLM keeps for itself: a sequence takes one for each state, and with attention
-further ones as it grows. Not all three sequences fit until their end."""
+"""Number of KV blocks by model, one of which vLLM reserves. A sequence needs one block for each recurrent state, and
+with attention further blocks as it grows. The blocks are too few for three complete sequences."""
 WITHOUT_ATTENTION = ("Mamba", "Mamba2")
 PREEMPTED = "vllm:num_preemptions"
 
 
 @pytest.fixture(scope="module")
 def divided(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two workers with too small a cache give, when they are left alone and when everything starts again."""
+    """Returns the steps of engines with two workers and too small a KV cache, by model.
+
+    The first batch runs undisturbed. In the second one all requests are preempted once.
+    """
     work = batch(PROMPTS, greedy(TOKENS, logprobs=0))
-    counted = {"metrics": PREEMPTED}
+    preemptions = {"metrics": PREEMPTED}
     limits = {
         "skip_tokenizer_init": True,
         "max_num_seqs": 4,
@@ -97,7 +106,7 @@ def divided(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     jobs = [
         job(
             folders[name],
-            steps=[{"batch": work}, counted, {"interrupted": {**work, "after": 6}}, counted],
+            steps=[{"batch": work}, preemptions, {"interrupted": {**work, "after": 6}}, preemptions],
             num_gpu_blocks_override=blocks,
             **limits,
         )
@@ -109,20 +118,20 @@ def divided(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_states_that_are_divided_and_computed_again(divided: dict[str, Any], name: str) -> None:
-    """A sequence that is taken out of the batch loses its state, and another one gets the place."""
+    """Tests preemption: a preempted sequence loses its recurrent state, and another sequence gets its blocks."""
     crowded, first, again, second = divided[name]
     for done in (crowded, again):
         for expected, output in zip(answers(name), done, strict=True):
             assert output["token_ids"] == expected.token_ids
             assert output["logprobs"] == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
-    # Attention grows, and a state does not: without attention, sequences wait instead.
+    # Only attention needs more blocks as a sequence grows. Models without attention are not preempted; requests wait.
     assert (first[PREEMPTED] > 0) == (name not in WITHOUT_ATTENTION)
     assert second[PREEMPTED] > first[PREEMPTED] + 1
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_comparison_would_notice(name: str) -> None:
-    """Without what the architecture is here for, transformers answers otherwise; no answer is constant."""
+    """Tests that the feature of each model changes its outputs, and that no output is constant or near a tie."""
     without = ARCHITECTURES[name].build_without()
     others = (reference.continue_without_cache(without, ids, TOKENS) for ids in PROMPTS)
     assert any(answer.token_ids != other.token_ids for answer, other in zip(answers(name), others, strict=False))

@@ -1,4 +1,4 @@
-"""bf16 stays near transformers' fp32, on processors with BF16 instructions and on those without."""
+"""Tests that bf16 log-probabilities stay near those of fp32 transformers, with and without BF16 instructions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 
 MEAN_TOLERANCE = 0.07
 MAX_TOLERANCE = 0.5
-"""Of the absolute difference of log-probabilities: about twice what is measured."""
+"""Limits of the mean and the largest absolute difference of log-probabilities: about twice what was measured."""
 
 
 def ways() -> list[object]:
-    """As the processor is; and, where oneDNN can be told to, without its 16-bit matrix instructions."""
+    """Returns the environments of the engines: unchanged, and on x86-64 also without BF16 instructions in oneDNN."""
     found = [pytest.param({}, id="as the processor is")]
     if platform.machine() == "x86_64":
         without = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -44,8 +44,8 @@ def expected(smollm2: Path, text: list[int]) -> list[float]:
 def result(
     request: pytest.FixtureRequest, smollm2: Path, text: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> Result:
-    asked = batch([text], greedy(16, prompt_logprobs=0, logprobs=0))
-    engine = job(smollm2, asked, max_model_len=1024, max_num_batched_tokens=1024, dtype="bfloat16")
+    work = batch([text], greedy(16, prompt_logprobs=0, logprobs=0))
+    engine = job(smollm2, work, max_model_len=1024, max_num_batched_tokens=1024, dtype="bfloat16")
     (done,) = run_engines(tmp_path_factory.mktemp("bfloat16"), [engine], request.param)
     return done
 
@@ -65,6 +65,6 @@ def test_logprobs_stay_near_fp32(result: Result, expected: list[float]) -> None:
 
 
 def test_bf16_really_rounds(result: Result, expected: list[float]) -> None:
-    """Equality with fp32 would mean that something else than bf16 was computed."""
+    """Tests that log-probabilities differ from those of fp32; otherwise the engine did not compute in bf16."""
     logprobs = result["batches"][0][0]["prompt_logprobs"][1:]
     assert max(abs(ours - theirs) for ours, theirs in zip(logprobs, expected, strict=True)) > 1e-3

@@ -1,4 +1,4 @@
-"""The command of the benchmark, on a shape that takes seconds."""
+"""Tests the command of the benchmarks, with a model shape that takes seconds."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def test_the_command_measures_saves_and_reports(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(run)
     assert (tmp_path / "results" / "tiny-decode.svg").exists()
     assert "| ours/fp32 |" in (tmp_path / "results" / "README.md").read_text()
-    again = [*command[:3], "--report", "--output", str(tmp_path / "results")]
-    told = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert told.returncode == 0 and "| ours/fp32 |" in told.stdout
+    report = [*command[:3], "--report", "--output", str(tmp_path / "results")]
+    reported = subprocess.run(report, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert reported.returncode == 0 and "| ours/fp32 |" in reported.stdout
 
 
 @pytest.mark.server

@@ -7,16 +7,19 @@ compared with transformers' in test_parity.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import gguf_models
+import multimodal_models
 import pytest
 from architectures import ARCHITECTURES
-from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
-from worker_questions import ASKING
+from engine import Result, batch, greedy, job, require_backplane, try_engines
+from processes import on_path
+from server import LIMITS, Server
+from worker_rpc import RPC_VARIABLES
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -29,7 +32,7 @@ WORK = [
     *({"batch": batch(PROMPTS[:count], greedy(LONG if count == 6 else TOKENS))} for count in (1, 3, 6, 4)),
     {"batch": batch([[*PROMPTS[1], 9, more] for more in (1, 2)], greedy(TOKENS))},  # the prefix is in the cache by now
     {"batch": batch(PROMPTS[:2], SAMPLED)},
-    {"ask": "replays"},
+    {"rpc": "replays"},
 ]
 OTHER_NUMBERS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -39,23 +42,59 @@ OTHER_NUMBERS: dict[str, dict[str, Any]] = {
 EXPERTS, FILE = "a mixture of experts", "a GGUF file"
 OTHER_CACHES = ("MLA (DeepSeek)", "a hybrid of Mamba and attention")
 """A latent, and states beside keys: layers of more than one kind, told in other ways."""
+ENCODER_DECODER = "an encoder-decoder"
+VENDOR, SPLIT = "a vendor's builder of metadata", "kernels with smaller blocks"
+EXTENSIONS = {VENDOR: "vendor_builder.Extension", SPLIT: "small_kernel_blocks.Extension"}
+"""Attention that workers load as an extension. Not imported here: it would take the place of Backplane's own."""
+PARTS = ("mode", "slots", "attention")
+"""What the metadata of a step consists of."""
+BUFFERS = ("input_ids", "query_start_loc", "query_pos", "req_indices", "num_scheduled_tokens", "discard_request_mask",
+           "num_accepted_tokens")  # fmt: skip
+WRITTEN = {
+    *(f"{name}.{side}" for name in BUFFERS for side in ("cpu", "gpu")),
+    *("positions", "seq_lens", "optimistic_seq_lens_cpu", "num_computed_tokens", "prev_positions.cpu"),
+}
+"""Buffers that vLLM 0.32 writes for a decode step, beside block tables. The comparison finds them by itself; without
+them it would be blind."""
+TABLES = {"block_table.gpu", "slot_mapping.gpu"}
 PADDED = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [2, 4, 8]}
 BLOCK = 16 * (4 * 2 * 2 * 32 * 4)
 """Bytes of 16 tokens: layers, K and V, KV heads, head size, bytes of a float32."""
 TIGHT = {"kv_cache_memory_bytes": 27 * BLOCK}  # six sequences do not fit until their end
 CROWD = {"batch": batch([list(range(start, start + 60)) for start in range(100, 700, 100)], greedy(40))}
 FIRST = {"batch": batch(PROMPTS[:1], greedy(8))}
-COUNT = ({"ask": "replays"}, {"ask": "hooks"})
+COUNT = ({"rpc": "replays"}, {"rpc": "hooks"})
 TRACED = [FIRST, *COUNT, {"trace": True}, FIRST, *COUNT, {"trace": False}, FIRST, *COUNT]
 """Steps before, during and after a trace is taken."""
-TOLD = [{"ask": "compare_decode_metadata"}, WORK[2], CROWD, {"ask": "decode_metadata_compared"}]
-COMPARED = [{"ask": "compare_decode_inputs"}, CROWD, {"ask": "decode_inputs_compared"}]
+METADATA = [
+    *({"rpc": "make_another_kv_cache_config"}, {"rpc": "compare_decode_metadata"}),
+    *(WORK[1], WORK[2], CROWD, WORK[1], {"rpc": "decode_metadata_compared"}),
+]
+"""Nothing is cached at the beginning. Steps of three sequences come before and after steps of six."""
+METADATA_AGAIN = [
+    *({"rpc": "make_another_input_batch"}, WORK[1], {"rpc": "decode_metadata_compared"}),
+    *({"rpc": "make_another_kv_cache_config"}, WORK[1], {"rpc": "decode_metadata_compared"}),
+]
+INPUTS = [{"rpc": "compare_decode_inputs"}, CROWD, {"rpc": "decode_inputs_compared"}]
+INPUTS_MISSED = [{"rpc": "plant_missed_writes"}, CROWD, {"rpc": "decode_inputs_compared"}]
+MICRO_BATCHES = [{"rpc": ["would_have_fast_path", "parallel_config", "ubatch_size", size]} for size in (0, 2)]
+SLOW_PREFILL = {"rpc": ["would_have_fast_path", "cache_config", "kv_sharing_fast_prefill", False]}
+SMALL = [WORK[1], {"rpc": "replays"}]
+METADATA_ONCE = [{"rpc": "compare_decode_metadata"}, WORK[1], {"rpc": "decode_metadata_compared"}]
 WITHOUT: dict[str, dict[str, Any]] = {
-    "numeric guard": {"additional_config": {"backplane": {"numeric_guard": "layers"}}},
-    "users who want none": {"compilation_config": {"cudagraph_mode": "NONE"}},
-    "tensor parallelism": {"tensor_parallel_size": 2},
+    "numeric guard": {
+        "additional_config": {"backplane": {"numeric_guard": "layers"}},
+        "kv_sharing_fast_prefill": True,
+        "steps": [*SMALL, {"rpc": "has_fast_path"}, SLOW_PREFILL],
+    },
+    "users who want none": {
+        "compilation_config": {"cudagraph_mode": "NONE"},
+        "cudagraph_metrics": True,
+        "steps": [*SMALL, *METADATA_ONCE],
+    },
+    "tensor parallelism": {"tensor_parallel_size": 2, "steps": SMALL},
 }
-"""What is served without graphs, and why."""
+"""What is served without graphs, and why. Two of these engines also serve tests of the decode fast path."""
 
 
 def twice(prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
@@ -63,40 +102,58 @@ def twice(prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     once = [
         *({"batch": batch(prompts[:count], greedy(LONG if count == 6 else TOKENS))} for count in (1, 3, 6, 4)),
         {"batch": batch(prompts[:2], SAMPLED)},
-        {"ask": "replays"},
+        {"rpc": "replays"},
     ]
-    return [*once, {"ask": "suspend_graphs"}, *once]
+    return [*once, {"rpc": "suspend_graphs"}, *once]
 
 
 @dataclass(frozen=True)
 class Run:
     result: Result
     log: str
+    given: list[dict[str, Any]]
 
     @property
     def steps(self) -> list[Any]:
         assert "error" not in self.result, self.result["error"] + self.log[-4000:]
-        insist_on_backplane(self.result)
+        require_backplane(self.result)
         return list(self.result["steps"])
+
+    def results(self, step: dict[str, Any]) -> list[Any]:
+        """Returns what came out each time that this step was taken."""
+        return [result for result, given in zip(self.steps, self.given, strict=True) if given == step]
+
+    def answers(self, question: str | list[Any]) -> list[Any]:
+        """Returns what the first worker answered each time."""
+        return [answer for answer, *_ in self.results({"rpc": question})]
 
 
 @pytest.fixture(scope="module")
 def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    small = [WORK[1], {"ask": "replays"}]
     folder = tmp_path_factory.mktemp("graphs")
     experts, blocks = folder / "experts", folder / "blocks.gguf"
     ARCHITECTURES["Mixtral: two experts of four"].save(experts)
     replace(gguf_models.MISTRAL, types=(gguf_models.Type.Q8_0, gguf_models.Type.Q4_0)).write(blocks)
+    multimodal_models.whisper(folder / ENCODER_DECODER, seed=2)
     few = [[token % 500 + 5 for token in prompt] for prompt in PROMPTS]  # of a small vocabulary
+    heard = {"batch": batch([multimodal_models.FIRST] * 3, greedy(TOKENS)) | {"sounds": [1, 2, 3]}}
     traces = {"profiler": "torch", "torch_profiler_dir": str(folder), "torch_profiler_with_stack": False}
+    pictures = [{"rpc": "plant_picture_ranges"}, *METADATA_ONCE]
     engines = {
-        "eager": job(tiny_llama, steps=[*WORK, *TOLD], enforce_eager=True),
+        "eager": job(
+            tiny_llama, steps=[*WORK, *METADATA, *METADATA_AGAIN, *MICRO_BATCHES, *pictures], enforce_eager=True
+        ),
         "replayed": job(tiny_llama, steps=WORK),
-        "padded": job(tiny_llama, steps=[*WORK, *TOLD], compilation_config=PADDED),
-        "tight": job(tiny_llama, steps=[CROWD, {"ask": "replays"}, *TRACED], profiler_config=traces, **TIGHT),
-        "tight and eager": job(tiny_llama, steps=COMPARED, enforce_eager=True, **TIGHT),
-        "stale": job(tiny_llama, steps=[FIRST, {"ask": "plant_stale_input"}, FIRST, {"ask": "replays"}]),
-        **{name: job(tiny_llama, steps=small, **engine) for name, engine in WITHOUT.items()},
+        "padded": job(tiny_llama, steps=[*WORK, *METADATA], compilation_config=PADDED),
+        "tight": job(tiny_llama, steps=[CROWD, {"rpc": "replays"}, *TRACED], profiler_config=traces, **TIGHT),
+        "tight and eager": job(tiny_llama, steps=[*INPUTS, *INPUTS_MISSED], enforce_eager=True, **TIGHT),
+        "stale": job(tiny_llama, steps=[FIRST, {"rpc": "plant_stale_input"}, FIRST, {"rpc": "replays"}]),
+        ENCODER_DECODER: job(folder / ENCODER_DECODER, steps=compared_in_both(heard), max_model_len=64),
+        **{name: job(tiny_llama, **engine) for name, engine in WITHOUT.items()},
+        **{
+            name: job(tiny_llama, steps=METADATA_ONCE, enforce_eager=True, worker_extension_cls=extension)
+            for name, extension in EXTENSIONS.items()
+        },
         **{
             name: job(tiny_llama, steps=twice(PROMPTS), enable_prefix_caching=False, **engine)
             for name, engine in OTHER_NUMBERS.items()
@@ -108,11 +165,39 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
     for name in OTHER_CACHES:
         ARCHITECTURES[name].save(folder / name)
-        asked = [{"ask": "compare_decode_metadata"}, twice(few)[2], {"ask": "decode_metadata_compared"}]
+        asked = compared_in_both(twice(few)[2])
         engines[name] = job(folder / name, steps=asked, enable_prefix_caching=False, skip_tokenizer_init=True)
-    results, log = try_engines(folder, list(engines.values()), ASKING)
+    results, log = try_engines(folder, list(engines.values()), RPC_VARIABLES)
     logs = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
-    return {name: Run(result, text) for name, result, text in zip(engines, results, logs, strict=True)}
+    return {
+        name: Run(result, text, engine["steps"])
+        for (name, engine), result, text in zip(engines.items(), results, logs, strict=True)
+    }
+
+
+def compared_in_both(work: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns steps that do the work twice: with the metadata of decode steps compared, and then with their inputs."""
+    return [
+        *({"rpc": "compare_decode_metadata"}, work, {"rpc": "decode_metadata_compared"}),
+        *({"rpc": "compare_decode_inputs"}, work, {"rpc": "decode_inputs_compared"}),
+    ]
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Starts two replicas of a mixture of experts, which exchange in every step how many tokens each has."""
+    folder = tmp_path_factory.mktemp("replicas")
+    ARCHITECTURES["Mixtral: two experts of four"].save(folder / "experts")
+    two = ("--data-parallel-size", "2", "--api-server-count", "1", "--skip-tokenizer-init")
+    questions = ("--served-model-name", "tiny", "--worker-extension-cls", "worker_rpc.OverHttp")
+    variables = {
+        "BACKPLANE_MEMORY_SHARE": "0.2",
+        "PYTHONPATH": on_path(Path(__file__).parent),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
+    }
+    with Server(folder, str(folder / "experts"), *LIMITS, *two, *questions, variables=variables) as server:
+        yield server
 
 
 def tokens(done: list[dict[str, Any]]) -> list[list[int]]:
@@ -152,20 +237,115 @@ def test_tokens_are_the_same_when_sequences_are_preempted(runs: dict[str, Run]) 
     assert runs["tight"].steps[1][0]["replays"] > 40
 
 
-def test_inputs_of_decode_steps_are_what_vllm_makes_of_them(runs: dict[str, Run]) -> None:
-    """Also after sequences have been preempted, and have come back in another order."""
-    _, _, [found] = runs["tight and eager"].steps
-    assert found["differing"] == []
-    assert found["steps"] > 40
+@pytest.mark.parametrize("way", ["tight and eager", ENCODER_DECODER, *OTHER_CACHES])
+def test_inputs_of_decode_steps_are_what_vllm_makes_of_them(runs: dict[str, Run], way: str) -> None:
+    """All buffers of the runner are compared, and none may differ. Sequences have been preempted, and have come back in
+    another order; some models have several block tables, or states without slots."""
+    found = runs[way].answers("decode_inputs_compared")[0]
+    assert set().union(*found["reported"]) == set()
+    assert len(found["reported"]) == found["steps"] > (40 if way == "tight and eager" else 8)
+    assert len(found["buffers"]) > 2 * len(found["written"])
+    assert set(found["buffers"]) >= set(found["written"]) >= WRITTEN
+    assert {name.rpartition("block_tables.")[2][2:] for name in set(found["written"]) - WRITTEN} == TABLES
+
+
+def test_a_buffer_that_the_fast_path_does_not_write_is_named(runs: dict[str, Run]) -> None:
+    """Each buffer that vLLM writes is left out once at least, and reported alone in that step."""
+    before, planted = runs["tight and eager"].answers("decode_inputs_compared")
+    assert set(planted["left_out"]) == set(before["written"]) >= WRITTEN
+    assert planted["reported"] == [[name] for name in planted["left_out"]]
 
 
 @pytest.mark.parametrize("way", ["padded", "eager", *OTHER_CACHES])
-def test_what_decode_steps_are_told_is_what_vllm_makes_of_them(runs: dict[str, Run], way: str) -> None:
-    """Of fewer sequences than before and more; with padding where sequences were."""
-    [found] = runs[way].steps[-1]
-    assert found["differing"] == []
-    assert found["told"] > 3 * (LONG - 10)
-    assert found["kept"] > found["told"] - 3 * 9  # once for each number of sequences
+def test_metadata_of_decode_steps_is_what_vllm_makes_of_them(runs: dict[str, Run], way: str) -> None:
+    """It is made once for each number of sequences, and reused in later steps of as many, after steps of fewer and of
+    more."""
+    found = runs[way].answers("decode_metadata_compared")[0]
+    for name in PARTS:
+        counts = found[name]
+        assert counts["differing"] == counts["mixed up"] == 0, name
+        assert counts["asked"] > LONG - 10
+        assert counts["repeated"] == counts["reused"] == counts["asked"] - counts["made"]
+        assert 1 <= counts["made"] <= len(PROMPTS), "once for each number of sequences"
+
+
+def test_padding_is_written_again_after_larger_steps(runs: dict[str, Run]) -> None:
+    """The rows behind the last sequence are those of sequences of an earlier step. Without padding nothing is
+    written."""
+    [padded], [eager, *_] = (runs[way].answers("decode_metadata_compared") for way in ("padded", "eager"))
+    assert padded["attention"]["rewritten"] > 0
+    assert [eager[name]["rewritten"] for name in PARTS] == [0, 0, 0]
+
+
+def test_with_other_buffers_all_metadata_is_made_again(runs: dict[str, Run]) -> None:
+    """The runner gets another batch, whose buffers the metadata has to show, and then another configuration of the KV
+    cache."""
+    before, batched, configured, _ = runs["eager"].answers("decode_metadata_compared")
+    for name in PARTS:
+        for earlier, later in ((before, batched), (batched, configured)):
+            more = {key: later[name][key] - earlier[name][key] for key in earlier[name]}
+            assert 1 <= more["repeated"] - more["reused"] <= more["made"] <= 3, "of 1, 2 and 3 sequences"
+            assert more["reused"] > 0
+            assert more["differing"] == more["mixed up"] == 0
+    done = [tokens(result) for result in runs["eager"].results(WORK[1])]
+    assert done == [done[0]] * len(done)
+
+
+@pytest.mark.parametrize("way", ["users who want none", ENCODER_DECODER, *EXTENSIONS])
+def test_metadata_that_may_change_is_made_in_every_step(runs: dict[str, Run], way: str) -> None:
+    """Nothing is reused with metrics that count every step, with attention to an encoder, with metadata of a vendor's
+    own, and with block tables that are computed for kernels."""
+    found = runs[way].answers("decode_metadata_compared")[0]
+    assert_made_in_every_step(found)
+    builders = {ENCODER_DECODER: ["BackplaneMetadataBuilder", "CrossAttentionBuilder"], VENDOR: ["VendorBuilder"]}
+    assert found["builders"] == builders.get(way, ["BackplaneMetadataBuilder"])
+    assert set(found["kernel_block_sizes"]) == {8 if way == SPLIT else None}
+    if way in EXTENSIONS:
+        assert tokens(runs[way].steps[1]) == tokens(runs["eager"].steps[1])
+
+
+def test_metadata_with_ranges_of_pictures_is_made_in_every_step(runs: dict[str, Run]) -> None:
+    """The runner of a text model is told that it has them. Models that have them are refused at start: Backplane's
+    attention does not support them."""
+    assert_made_in_every_step(runs["eager"].answers("decode_metadata_compared")[-1])
+
+
+def assert_made_in_every_step(found: dict[str, Any]) -> None:
+    for name in PARTS:
+        assert found[name]["asked"] == found[name]["made"] > 8
+        assert found[name]["reused"] == 0 < found[name]["repeated"]
+
+
+def test_fast_prefill_of_shared_kv_caches_is_left_to_vllm(runs: dict[str, Run]) -> None:
+    """The tokens are in test_others_are_served_without_graphs. Without the option the same runner has the fast path."""
+    assert runs["numeric guard"].answers("has_fast_path") == [False]
+    assert runs["numeric guard"].results(SLOW_PREFILL) == [[True]]
+
+
+def test_micro_batches_are_left_to_vllm(runs: dict[str, Run]) -> None:
+    """The runner of an engine without them is asked: vLLM runs micro-batches on CUDA streams, which the cpu device does
+    not have, and needs DeepEP's kernels."""
+    without, two = MICRO_BATCHES
+    assert runs["eager"].results(without) == [[True]]
+    assert runs["eager"].results(two) == [[False]]
+
+
+def test_replicas_decide_in_every_step_together_how_it_is_executed(replicas: Server) -> None:
+    """The rest of the metadata is reused. A replica that did not take part would let the other wait for ever."""
+
+    def ask(method: str) -> Any:
+        answer = replicas.http.post("/collective_rpc", json={"method": method})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["results"]
+
+    ask("rpc_compare_decode_metadata")
+    replicas.complete([7, 300, 21], TOKENS, replica=0)
+    [found] = ask("rpc_decode_metadata")
+    assert found["mode"]["asked"] == found["mode"]["made"] == TOKENS - 1
+    for name in ("slots", "attention"):
+        assert found[name]["made"] == 1
+        assert found[name]["reused"] == TOKENS - 2
+        assert found[name]["differing"] == 0
 
 
 def test_a_trace_leaves_nothing_behind(runs: dict[str, Run]) -> None:
@@ -192,7 +372,7 @@ def test_steps_were_replayed(runs: dict[str, Run]) -> None:
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_others_are_served_without_graphs(runs: dict[str, Run], name: str) -> None:
-    done, workers = runs[name].steps
+    done, workers = runs[name].steps[:2]
     assert tokens(done) == tokens(runs["replayed"].steps[1])
     assert all(worker["replays"] == 0 for worker in workers)
 

@@ -1,7 +1,8 @@
-"""Two replicas of two workers each, of a mixture of experts, under uneven load: transformers' tokens, on each device.
+"""Tests data and tensor parallelism together: two replicas of two workers each, with a mixture of experts.
 
-A step of one replica needs the other, and within it both workers: an idle replica's two workers take part together with
-empty steps. Without them the first request below would wait for ever. test_data_parallel.py has replicas of one worker.
+The load is uneven, and the tokens must be those of transformers. The experts are divided among all workers, so a step
+of one replica needs both workers of the other: an idle replica takes part with dummy batches. Without them the first
+request below would wait for ever. test_data_parallel.py tests replicas of one worker.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ VARIABLES = {
     "BACKPLANE_SIM_CARDS": "4",
     "BACKPLANE_SIM_MEMORY": "512MiB",
     "BACKPLANE_MEMORY_SHARE": "0.2",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a spawned process would import all of vLLM again
 }
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "parallel.md").read_text()
 SIZES = re.findall(r"^vllm-backplane serve \S+ (.*)$", PAGE, re.MULTILINE)[0].split()
@@ -40,7 +41,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    """A folder, and transformers' answers."""
+    """Returns the folder of the model, and the tokens of transformers for each prompt."""
     folder = tmp_path_factory.mktemp("mixtral")
     built = ARCHITECTURES["Mixtral: two experts of four"].save(folder)
     answers = [reference.continue_without_cache(built, prompt, TOKENS) for prompt in PROMPTS]
@@ -60,6 +61,7 @@ def server(
 
 
 def served(server: Server) -> list[float]:
+    """Returns the number of generated tokens of each replica."""
     return [server.metric("vllm:generation_tokens_total", engine=str(replica)) for replica in (0, 1)]
 
 
@@ -72,7 +74,7 @@ def test_a_replica_with_requests_beside_an_idle_one(
     assert server.complete(PROMPTS[1], TOKENS, replica=replica)["token_ids"] == model[1][1]
     after = served(server)
     assert after[replica] - before[replica] == TOKENS
-    assert after[1 - replica] == before[1 - replica], "the idle replica was not idle"
+    assert after[1 - replica] == before[1 - replica], "the other replica must stay idle"
 
 
 @pytest.mark.feature("Parallel: data and tensor together", "{device}")

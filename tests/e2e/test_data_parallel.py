@@ -1,7 +1,8 @@
-"""Two replicas of a mixture of experts, on the host and on simulated cards, under uneven load: transformers' tokens.
+"""Tests data parallelism: two replicas of a mixture of experts, on cpu and on simulated cards.
 
-vLLM divides the experts among the replicas, so every step of one needs the other: while only one has requests, the
-other takes part with empty steps (`execute_dummy_batch`). Without them the first request below would wait for ever.
+The load is uneven, and the tokens must be those of transformers. vLLM divides the experts among the replicas, so every
+step of one replica needs the other. While only one has requests, the other takes part with dummy batches
+(`execute_dummy_batch`). Without them the first request below would wait for ever.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import httpx
 import pytest
 import reference
 from architectures import ARCHITECTURES
-from endings import AT_LAST, title
+from ending_servers import HANG_SECONDS, title
 from server import LIMITS, Server
 
 pytestmark = pytest.mark.server
@@ -25,9 +26,9 @@ VARIABLES = {
     "BACKPLANE_MEMORY_SHARE": "0.2",
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "1GiB",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
-    "BACKPLANE_SIM_SYNC_TIMEOUT": "3",  # less than the default: the end is waited for
-    "BACKPLANE_SIM_FAULTS": "hang@launch=backplane::paged_attention,nth=600,card=1",  # more than the other tests launch
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a spawned process would import all of vLLM again
+    "BACKPLANE_SIM_SYNC_TIMEOUT": "3",  # less than the default, because the last test waits for the timeout
+    "BACKPLANE_SIM_FAULTS": "hang@launch=backplane::paged_attention,nth=600,card=1",  # more than other tests launch
 }
 
 
@@ -38,12 +39,14 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def on_sim(device: str) -> None:
+    """Skips the test on other devices than the simulated one."""
     if device != "sim":
         pytest.skip("the host has no cards")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Returns the folder of the model, and the transformers model."""
     folder = tmp_path_factory.mktemp("mixtral")
     return folder, ARCHITECTURES["Mixtral: two experts of four"].save(folder)
 
@@ -68,10 +71,11 @@ def test_a_replica_with_requests_beside_an_idle_one(server: Server, model: tuple
         assert server.complete(prompt, TOKENS, replica=replica)["token_ids"] == expected.token_ids
     after = [served(server, other) for other in (0, 1)]
     assert after[replica] - before[replica] == len(PROMPTS) * TOKENS
-    assert after[1 - replica] == before[1 - replica], "the idle replica was not idle"
+    assert after[1 - replica] == before[1 - replica], "the other replica must stay idle"
 
 
 def served(server: Server, replica: int) -> float:
+    """Returns the number of generated tokens of a replica."""
     return server.metric("vllm:generation_tokens_total", engine=str(replica))
 
 
@@ -83,20 +87,23 @@ def test_each_replica_has_a_card_of_its_own(server: Server) -> None:
 
 @pytest.mark.usefixtures("on_sim")
 def test_a_replica_that_hangs_ends_the_server(server: Server) -> None:
-    """The last test: the card of the second replica stops, and the first waits for it in the exchange of tokens."""
+    """Tests that the server ends if a card hangs. It must be the last test, because it ends the server.
+
+    The card of the second replica hangs, and the first replica waits for it in a collective.
+    """
     server.descendants()
     answered = False
     for _ in range(100):
         try:
             server.complete(PROMPTS[0], TOKENS, replica=1)
-        except (AssertionError, httpx.TransportError):  # the client is told, in one way or another
+        except (AssertionError, httpx.TransportError):  # the client gets an error response or a broken connection
             break
         answered = True
     else:
-        pytest.fail("the card did not stop")
-    assert answered, "the card stopped before this test"
-    # A collective would wait for minutes. How soon a server ends is measured in test_sim_faults.py.
-    assert server.wait(AT_LAST) != 0
-    left = server.wait_for_nothing_left(AT_LAST)
-    assert not left, f"left behind: {[(process.pid, title(process)) for process in left]}"
+        pytest.fail("the card must hang after some requests")
+    assert answered, "the card must not hang before this test"
+    # A collective would wait for minutes. test_sim_faults.py measures how soon a server ends.
+    assert server.wait(HANG_SECONDS) != 0
+    left = server.wait_for_nothing_left(HANG_SECONDS)
+    assert not left, f"processes are left: {[(process.pid, title(process)) for process in left]}"
     assert "backplane::paged_attention" in server.text()

@@ -1,7 +1,7 @@
-"""One server reads prompts and another one answers, with the KV cache going from one to the other over loopback.
+"""Tests disaggregated prefill and decode: one server computes prompts, and another one fetches their KV blocks.
 
-docs/serve/disaggregated.md has the commands; the servers and requests here are the same. Between the two servers is a
-relay that injects failures where a test wants them. In every case the output is that of transformers.
+The servers and requests are those of docs/serve/disaggregated.md. The servers communicate over loopback, through a
+relay that injects faults. The output must always be that of transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOKENS = 8
 LENGTH = 150
 FULL_BLOCKS = LENGTH // 16
 BLOCK = 17 + (720 << 10)
-"""Bytes of one of the default model on the way, with its head; before the first is one for the status."""
+"""Bytes of a KV block of the default model in a response, with its header. A status byte precedes the first block."""
 TIMEOUT = 10.0
 LOGPROBS = 1e-3
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "disaggregated.md").read_text()
@@ -40,11 +40,12 @@ DEVICES = {
 }
 LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--dtype", "float32")
 CACHE = ("--kv-cache-memory-bytes", str(64 << 20))
-"""Two servers that start at once would each take half of what is free, and leave nothing to others."""
+"""An explicit size of the KV cache. Otherwise two servers that start at the same time would each take half of the free
+memory."""
 
 
 class Case:
-    """Prompts for each to be used once: what one server has computed it need not ask for."""
+    """Prompts, and the outputs of transformers. A test uses its own prompts, which no server has cached before."""
 
     def __init__(self, folder: Path) -> None:
         drawn = random.Random(11)
@@ -68,24 +69,31 @@ def case(model: Path) -> Case:
 
 
 class Pair:
+    """A prefill server and a decode server, with the relay between them."""
+
     def __init__(self, prefill: Server, decode: Server, relay: Relay) -> None:
         self.prefill, self.decode, self.relay = prefill, decode, relay
 
     def counts(self) -> dict[str, int]:
+        """Returns how many KV blocks the decode server has handled, by outcome."""
         outcomes = ("loaded", "fetched", "damaged", "missing", "unreachable")
         return {name: int(self.decode.metric("backplane:kv_tier_blocks_total", outcome=name)) for name in outcomes}
 
     def change(self, before: dict[str, int]) -> dict[str, int]:
+        """Returns the counts that have changed since `before`, with the differences."""
         return {name: count - before[name] for name, count in self.counts().items() if count != before[name]}
 
-    def read(self, prompt: Sequence[int]) -> None:
+    def compute_prompt(self, prompt: Sequence[int]) -> None:
+        """Sends a prompt to the prefill server."""
         complete(self.prefill, prompt, 1)
 
-    def answer(self, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
+    def generate(self, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Returns the tokens and log-probabilities of the decode server."""
         return complete(self.decode, prompt, TOKENS)
 
 
 def complete(server: Server, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
+    """Returns the tokens and log-probabilities of a greedy completion."""
     choice = server.complete(prompt, tokens, logprobs=0)
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
@@ -113,7 +121,7 @@ def pair(device: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             "peer": str(relay.address),
             "peer_timeout": TIMEOUT,
         }
-        with ThreadPoolExecutor(2) as pool:  # both are there, or the stack ends the one that is
+        with ThreadPoolExecutor(2) as pool:  # if one server fails to start, the stack ends the other one
             prefill, decode = pool.map(start, (first, second))
         yield Pair(prefill, decode, relay)
 
@@ -129,28 +137,28 @@ def test_the_comparison_would_notice(case: Case) -> None:
 
 
 @pytest.mark.feature(FEATURE, "{device}")
-def test_what_one_has_read_the_other_answers(pair: Pair, case: Case) -> None:
+def test_a_prompt_of_the_prefill_server_is_fetched(pair: Pair, case: Case) -> None:
     before = pair.counts()
     hits = pair.decode.metric("vllm:external_prefix_cache_hits_total")
-    pair.read(case.prompts[0])
-    assert_expected(pair.answer(case.prompts[0]), case.expected[0])
+    pair.compute_prompt(case.prompts[0])
+    assert_expected(pair.generate(case.prompts[0]), case.expected[0])
     assert pair.change(before) == {"fetched": FULL_BLOCKS}
     assert pair.decode.metric("vllm:external_prefix_cache_hits_total") - hits == FULL_BLOCKS * 16
 
 
-def test_what_nobody_has_read_is_computed(pair: Pair, case: Case) -> None:
+def test_a_prompt_that_no_server_has_computed(pair: Pair, case: Case) -> None:
     before = pair.counts()
-    assert_expected(pair.answer(case.prompts[1]), case.expected[1])
+    assert_expected(pair.generate(case.prompts[1]), case.expected[1])
     assert pair.change(before) == {}
 
 
 @pytest.mark.feature("KV cache: offload to host memory or disk", "{device}")
-def test_what_a_server_has_computed_is_in_a_tier_of_its_own(pair: Pair, case: Case) -> None:
-    """test_kv_tier.py has a server that asks nobody else."""
-    pair.answer(case.prompts[1])
+def test_the_decode_server_keeps_its_own_blocks(pair: Pair, case: Case) -> None:
+    """Tests KV offload of the decode server itself. test_kv_offload.py tests a server without a peer."""
+    pair.generate(case.prompts[1])
     assert pair.decode.http.post("/reset_prefix_cache").status_code == 200
     before = pair.counts()
-    assert_expected(pair.answer(case.prompts[1]), case.expected[1])
+    assert_expected(pair.generate(case.prompts[1]), case.expected[1])
     assert pair.change(before) == {"loaded": FULL_BLOCKS}
 
 
@@ -160,13 +168,13 @@ def test_the_commands_of_the_page(pair: Pair) -> None:
     before = pair.counts()
     for port, path, body in commands:
         server = pair.prefill if port == "8001" else pair.decode
-        answer = server.http.post(path, json={"model": "tiny", **json.loads(body)})
-        assert answer.status_code == 200, answer.text
+        response = server.http.post(path, json={"model": "tiny", **json.loads(body)})
+        assert response.status_code == 200, response.text
     assert pair.change(before)["fetched"] > 0
 
 
 @pytest.mark.feature(FEATURE, "{device}")
-@pytest.mark.parametrize("device", ["cpu"], indirect=True)  # what is received has not reached a device yet
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)  # received data are checked before they reach a device
 @pytest.mark.parametrize(
     ("place", "fault", "expected"),
     [
@@ -176,45 +184,48 @@ def test_the_commands_of_the_page(pair: Pair) -> None:
     ],
     ids=["damaged", "cut", "hangs"],
 )
-def test_what_goes_wrong_on_the_way_is_computed(
+def test_blocks_lost_in_transfer_are_computed(
     pair: Pair, case: Case, place: int, fault: Fault, expected: dict[str, int]
 ) -> None:
-    """Which blocks there are is a shorter answer, to which nothing is done."""
-    let_rest_be_over(pair)
-    pair.read(case.prompts[place])
+    """Tests that blocks which arrive damaged or not at all are computed instead.
+
+    The fault does not affect the list of available blocks, because that response is shorter than the fault's offset.
+    """
+    wait_until_peer_is_used(pair)
+    pair.compute_prompt(case.prompts[place])
     before = pair.counts()
     pair.relay.fault = fault
     try:
-        assert_expected(pair.answer(case.prompts[place]), case.expected[place])
+        assert_expected(pair.generate(case.prompts[place]), case.expected[place])
     finally:
         pair.relay.fault = None
     assert pair.change(before) == expected
 
 
-def let_rest_be_over(pair: Pair) -> None:
-    """A peer that failed is left alone for five seconds. New prompts are asked until one is fetched."""
+def wait_until_peer_is_used(pair: Pair) -> None:
+    """Sends new prompts until one is fetched; a peer that failed gets no requests for five seconds."""
     drawn = random.Random()
     for _ in range(40):
         prompt = [drawn.randrange(100, 40000) for _ in range(40)]
-        pair.read(prompt)
+        pair.compute_prompt(prompt)
         before = pair.counts()
-        pair.answer(prompt)
+        pair.generate(prompt)
         if pair.change(before).get("fetched"):
             return
         time.sleep(0.25)
-    raise AssertionError("the other server is not asked any more")
+    raise AssertionError("the decode server must fetch blocks from its peer again")
 
 
 @pytest.mark.feature(FEATURE, "{device}")
 def test_the_other_server_is_killed(pair: Pair, case: Case) -> None:
-    """The last test of a pair."""
-    let_rest_be_over(pair)
+    """Tests the decode server without its peer. It must be the last test, because it kills the prefill server."""
+    wait_until_peer_is_used(pair)
     for place in (5, 6):
-        pair.read(case.prompts[place])
+        pair.compute_prompt(case.prompts[place])
     pair.prefill.kill()
     before = pair.counts()
     for place in (5, 6):
-        assert_expected(pair.answer(case.prompts[place]), case.expected[place])
+        assert_expected(pair.generate(case.prompts[place]), case.expected[place])
     assert pair.change(before) == {}
     assert "gets no requests for KV blocks for 5 s" in pair.decode.text()
-    assert_expected(pair.answer(case.prompts[0]), case.expected[0])
+    assert_expected(pair.generate(case.prompts[0]), case.expected[0])

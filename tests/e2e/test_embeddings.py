@@ -1,4 +1,4 @@
-"""MiniLM through vLLM's pooling API, compared with transformers: attention without causal mask and cache."""
+"""Tests embeddings of MiniLM against transformers: attention without a causal mask and without a KV cache."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "model-families.md").read_text()
 CLOSENESS = 0.9999
-"""Least cosine between our vector and transformers'."""
+"""Smallest allowed cosine similarity between the engine's vector and that of transformers."""
 EXACT = 0.999999
-"""The same in fp32."""
+"""Smallest allowed cosine similarity in fp32."""
 SERVED: dict[str, tuple[dict[str, str], tuple[str, ...], float]] = {
     "cpu": ({}, (), CLOSENESS),
-    # A card that the host cannot touch and that computes every operator itself.
+    # The simulated card must compute every operator itself; a fallback to the host is an error.
     "sim": (
         {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
         ("--dtype", "float32"),
         EXACT,
     ),
 }
+"""Environment variables, arguments of the server, and smallest allowed cosine similarity, by device."""
 
 TEXTS = (
     "Paris is the capital of France.",
@@ -44,7 +45,7 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def expected(minilm: Path) -> torch.Tensor:
-    """Mean of the last hidden states over the text's tokens, of length one: what the model's card says."""
+    """Returns the vectors of transformers: the mean of the last hidden states, normalized, as in the model card."""
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(minilm)
@@ -64,6 +65,7 @@ def results(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Resu
 
 
 def closeness(vectors: Sequence[Sequence[float]], expected: torch.Tensor) -> list[float]:
+    """Returns the cosine similarity of each vector with the expected one."""
     ours = torch.tensor(vectors, dtype=torch.float64)
     assert ours.shape == expected.shape == (len(TEXTS), 384)
     return torch.nn.functional.cosine_similarity(ours, expected).tolist()
@@ -80,8 +82,8 @@ def test_default_embeddings_equal_transformers(results: list[Result], expected: 
     assert min(near) >= CLOSENESS, (results[1]["dtype"], near)
 
 
-def test_texts_are_told_apart(expected: torch.Tensor) -> None:
-    """A cosine near one says something only if other texts are not that near."""
+def test_texts_have_different_vectors(expected: torch.Tensor) -> None:
+    """Tests that different texts have a clearly smaller cosine similarity than the tests above require."""
     among = expected @ expected.T - torch.eye(len(TEXTS), dtype=torch.float64)
     assert float(among.max()) < 0.995
     assert float(among[0, 1]) > 0.9 > float(among[0, 2])
@@ -92,7 +94,7 @@ def test_texts_are_told_apart(expected: torch.Tensor) -> None:
 @pytest.mark.usefixtures("minilm")
 @pytest.mark.parametrize("device", SERVED)
 def test_the_server_embeds(tmp_path: Path, expected: torch.Tensor, device: str) -> None:
-    """As docs/serve/model-families.md says."""
+    """Tests the server with the command and the request of docs/serve/model-families.md."""
     [command] = re.findall(r"^vllm-backplane serve (minilm)$", PAGE, re.MULTILINE)
     [body] = re.findall(r"^curl -s http://127\.0\.0\.1:8000/v1/embeddings .*\n  -d '(.*)'$", PAGE, re.MULTILINE)
     variables, options, least = SERVED[device]
@@ -104,8 +106,8 @@ def test_the_server_embeds(tmp_path: Path, expected: torch.Tensor, device: str) 
         answer = client.embeddings.create(model="all-MiniLM-L6-v2", input=list(TEXTS))
         near = closeness([item.embedding for item in answer.data], expected)
         assert min(near) >= least, near
-        asked = json.loads(body)
-        assert asked["input"] == TEXTS[0]
-        told = server.http.post("/v1/embeddings", json=asked).json()["data"]
-        [alone] = torch.tensor([item["embedding"] for item in told], dtype=torch.float64)
+        request = json.loads(body)
+        assert request["input"] == TEXTS[0]
+        items = server.http.post("/v1/embeddings", json=request).json()["data"]
+        [alone] = torch.tensor([item["embedding"] for item in items], dtype=torch.float64)
         assert float(torch.nn.functional.cosine_similarity(alone, expected[0], dim=0)) >= least

@@ -1,7 +1,7 @@
-"""Experts of a mixture divided among two workers of a server, whole ones to each, give transformers' tokens.
+"""Tests expert parallelism: two workers with whole experts each give the tokens of transformers.
 
-The workers share the cores too, also where a variable offers all of them to each. Async scheduling is switched off;
-servers of other tests have it as their device does, or on.
+It also tests that the workers divide the cores, even if OMP_NUM_THREADS would allow each worker all of them. Async
+scheduling is off; the servers of other tests use the default of their device, or have it on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place i
 VARIABLES = {
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "1GiB",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a spawned process would import all of vLLM again
     "VLLM_SERVER_DEV_MODE": "1",
     "PYTHONPATH": on_path(Path(__file__).parent),
 }
@@ -36,7 +36,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "parallel.md").
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    """A folder, and transformers' answers."""
+    """Returns the folder of the model, and the tokens of transformers for each prompt."""
     folder = tmp_path_factory.mktemp("mixtral")
     built = ARCHITECTURES["Mixtral: two experts of four"].save(folder)
     answers = [reference.continue_without_cache(built, prompt, TOKENS) for prompt in PROMPTS]
@@ -51,19 +51,19 @@ def test_tokens_are_those_of_transformers(device: str, model: tuple[Path, list[l
     folder, expected = model
     given = (str(folder), "--served-model-name", "tiny", "--skip-tokenizer-init", *LIMITS)
     divided = (*DIVIDED.split(), "--no-async-scheduling")
-    questions = ("--worker-extension-cls", "worker_questions.OverHttp")
-    offered = {"OMP_NUM_THREADS": str(usable_cores())} if device == "cpu" else {}
-    variables = {"BACKPLANE_DEVICE": device, **VARIABLES, **offered}
-    with Server(tmp_path, *given, *divided, *questions, variables=variables) as server:
+    extension = ("--worker-extension-cls", "worker_rpc.OverHttp")
+    all_cores = {"OMP_NUM_THREADS": str(usable_cores())} if device == "cpu" else {}
+    variables = {"BACKPLANE_DEVICE": device, **VARIABLES, **all_cores}
+    with Server(tmp_path, *given, *divided, *extension, variables=variables) as server:
         assert server.text().count(f"Operators on device {device}:") == WORKERS
         assert "Local/global number of experts: 2/4" in server.text()
-        told = server.http.get("/server_info", params={"config_format": "json"}).json()
-        assert told["vllm_config"]["scheduler_config"]["async_scheduling"] is False
+        info = server.http.get("/server_info", params={"config_format": "json"}).json()
+        assert info["vllm_config"]["scheduler_config"]["async_scheduling"] is False
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             answers = list(pool.map(lambda prompt: server.complete(prompt, TOKENS), PROMPTS))
-        asked = server.http.post("/collective_rpc", json={"method": "asked_for_threads"}).json()["results"]
+        workers = server.http.post("/collective_rpc", json={"method": "rpc_threads"}).json()["results"]
     assert [answer["token_ids"] for answer in answers] == expected
-    threads = [worker["threads"] for worker in asked]
+    threads = [worker["threads"] for worker in workers]
     assert len(threads) == WORKERS
     if device == "cpu":
-        assert sum(threads) <= max(usable_cores(), WORKERS), "threads that outnumber the cores wait for each other"
+        assert sum(threads) <= max(usable_cores(), WORKERS), "there must not be more threads than cores"

@@ -1,4 +1,4 @@
-"""GGUF files served as they are, compared with transformers on the weights that the files hold."""
+"""Tests engines with GGUF files against transformers with the weights of the files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import lora_adapters
 import pytest
 import reference
 import torch
-from architecture import COMMON
-from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
-from worker_questions import ASKING
+from engine import Result, batch, greedy, job, require_backplane, run_engines, try_engines
+from model_spec import COMMON
+from worker_rpc import RPC_VARIABLES
 
 pytestmark = pytest.mark.server
 
@@ -26,15 +26,16 @@ ADAPTED: dict[str, dict[str, Any]] = {
     BLOCKS: {},
     EXPERTS: {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
 }
-"""Models that are served with an adapter as well, and options for it."""
+"""Models that are also served with a LoRA adapter, with the engine arguments for it."""
 TOLERANCE = 1e-3
 ROUNDED = 0.05
-"""Of log-probabilities where the inputs of products are rounded to 8 bits, in the mean. 0.009 to 0.029 was measured."""
+"""Largest allowed mean difference of log-probabilities where the inputs of matrix products are rounded to 8 bits.
+Measured: 0.009 to 0.029."""
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Result]]:
-    """(transformers' model, the engine's result) by name; one process runs all engines."""
+    """Returns the transformers model and the engine's result by name. One process runs all engines."""
     models, jobs = {}, []
     folder = tmp_path_factory.mktemp("gguf")
     work = batch(PROMPTS, greedy(TOKENS, logprobs=0))
@@ -48,18 +49,21 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, R
     models[EVERY_TYPE] = gguf_models.EVERY_TYPE.write(parts / "every.gguf", tensors_per_part=9)
     assert len(list(parts.iterdir())) > 2
     jobs.append(job(parts, work, **LIMITS))
-    models[TWO_WORKERS] = gguf_models.SHARED_OUT.write(folder / "two.gguf")
-    asked = {"steps": [{"ask": "mapped_table"}], "tensor_parallel_size": gguf_models.SHARED_OUT.workers}
-    jobs.append(job(folder / "two.gguf", work, **LIMITS, **asked))
-    variables = {"BACKPLANE_CACHE": str(folder / "cache"), **ASKING}
+    models[TWO_WORKERS] = gguf_models.ONE_KV_HEAD.write(folder / "two.gguf")
+    two = {"steps": [{"rpc": "mapped_table"}], "tensor_parallel_size": gguf_models.ONE_KV_HEAD.workers}
+    jobs.append(job(folder / "two.gguf", work, **LIMITS, **two))
+    variables = {"BACKPLANE_CACHE": str(folder / "cache"), **RPC_VARIABLES}
     results, _log = try_engines(tmp_path_factory.mktemp("engines"), jobs, variables)
     return {name: (models[name], result) for name, result in zip(models, results, strict=True)}
 
 
 def adapted(folder: Path, name: str, model: Any) -> dict[str, Any]:
-    """Arguments of a job: an adapter in half of a batch, and one for an expert, which is to be loaded."""
+    """Returns job arguments with two adapters: one that half of a batch uses, and one for an expert.
+
+    The engine must refuse to load the second one.
+    """
     made = lora_adapters.make(folder / f"{name}-adapter", model, 8, lora_adapters.ATTENTION, 0.5, seed=3)
-    model.adapter = [made]  # not a module of it
+    model.adapter = [made]  # in a list, so that PyTorch does not register it as a submodule
     expert = "model.layers.0.block_sparse_moe.experts.1.w1"
     factors = {expert: (torch.ones(8, COMMON["hidden_size"]), torch.ones(COMMON["intermediate_size"], 8))}
     lora_adapters.write(folder / f"{name}-expert", 8, 16, factors, ("w1",))
@@ -71,6 +75,7 @@ def adapted(folder: Path, name: str, model: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_sim(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Result]]:
+    """Returns the transformers model and the result on the simulated card, by name."""
     folder = tmp_path_factory.mktemp("sim")
     models: dict[str, Any] = {EVERY_TYPE: gguf_models.EVERY_TYPE.write(folder / "every.gguf")}
     jobs = [job(folder / "every.gguf", batch(PROMPTS, greedy(TOKENS, logprobs=0)), **LIMITS)]
@@ -84,7 +89,7 @@ def on_sim(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Res
 
 
 def shown(device: str) -> Any:
-    """Marks of the test that serves the file with a matrix of every type."""
+    """Returns the feature marks for a test that serves the file with a matrix of every type."""
     return [pytest.mark.feature(f"Format: GGUF: {one.name}", device) for one in gguf_models.EVERY_TYPE.types]
 
 
@@ -92,17 +97,17 @@ def shown(device: str) -> Any:
 def test_answers_equal_transformers(outcomes: dict[str, tuple[Any, Result]], name: str) -> None:
     model, result = outcomes[name]
     assert "error" not in result, result["error"]
-    insist_on_backplane(result)
+    require_backplane(result)
     compare(model, result["batches"][0], rounded=name not in gguf_models.MODELS or gguf_models.MODELS[name].rounded)
 
 
 def test_two_workers_share_what_is_not_repacked(outcomes: dict[str, tuple[Any, Result]]) -> None:
-    """The embedding is looked up where the file is mapped, and the system has these pages once."""
+    """Tests that two workers share the pages of the mapped file from which they look up embeddings."""
     workers = outcomes[TWO_WORKERS][1]["steps"][0]
     assert len(workers) == 2 and len({one["process"] for one in workers}) == 2
     for one in workers:
         assert one["path"].endswith("/two.gguf") and one["Rss"] == one["Size"]
-        assert one["before"] < one["Size"] / 2, one  # what was repacked is not held
+        assert one["before"] < one["Size"] / 2, one  # pages of repacked tensors are not resident any more
         assert one["Private_Dirty"] == one["Anonymous"] == 0, one
     assert sum(one["Pss"] for one in workers) <= workers[0]["Size"] + 2, workers  # in KiB, each rounded
 
@@ -123,7 +128,7 @@ def test_another_device_serves_it(on_sim: dict[str, tuple[Any, Result]], name: s
     ],
 )
 def test_an_adapter_beside_the_model(request: pytest.FixtureRequest, device: str, name: str) -> None:
-    """In one batch: the merged model's answers, and the model's own."""
+    """Tests a batch with and without an adapter: the outputs are those of the merged model and of the model itself."""
     model, result = of_device(request, device)[name]
     assert "error" not in result, result["error"]
     loaded, _refused, outputs = result["steps"]
@@ -132,28 +137,30 @@ def test_an_adapter_beside_the_model(request: pytest.FixtureRequest, device: str
     model.adapter[0].merge(merged)
     compare(merged, outputs[:2], rounded=rounded)
     compare(model, outputs[2:], rounded=rounded)
-    with pytest.raises(AssertionError):  # or the comparison would not notice
+    with pytest.raises(AssertionError):  # the adapter must change the outputs
         compare(model, outputs[:2], rounded=rounded)
 
 
 @pytest.mark.feature("LoRA: experts", "{device}", refused=True)
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 def test_an_adapter_of_an_expert_is_refused(request: pytest.FixtureRequest, device: str) -> None:
-    """vLLM alone would serve it, without what it adds to the expert."""
+    """Tests the error for an adapter of an expert; vLLM alone would load it and ignore its weights for the expert."""
     _loaded, refused, _outputs = of_device(request, device)[EXPERTS][1]["steps"]
     assert "LoRA adapter 'expert' cannot be used" in refused and "experts take no adapter" in refused
 
 
 def of_device(request: pytest.FixtureRequest, device: str) -> dict[str, tuple[Any, Result]]:
+    """Returns the results of a device."""
     found: dict[str, tuple[Any, Result]] = request.getfixturevalue("outcomes" if device == "cpu" else "on_sim")
     return found
 
 
 def compare(model: Any, outputs: list[dict[str, Any]], *, rounded: bool) -> None:
+    """Fails unless the outputs are those of the transformers model, within the tolerance."""
     differences = []
     for ids, output in zip(PROMPTS, outputs, strict=True):
         answer = output["token_ids"]
-        # What transformers gives to the engine's own tokens: one near tie does not spoil what follows.
+        # transformers scores the engine's own tokens, so that a near tie does not affect the tokens after it.
         expected = reference.prompt_logprobs(model, [*ids, *answer])[len(ids) - 1 :]
         differences += [abs(one - other) for one, other in zip(output["logprobs"], expected, strict=True)]
         if not rounded:

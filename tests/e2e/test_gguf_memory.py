@@ -1,4 +1,4 @@
-"""While a GGUF file is loaded, memory stays near what its weights take in the end."""
+"""Tests that loading a GGUF file needs little more memory than the loaded weights."""
 
 from __future__ import annotations
 
@@ -17,37 +17,43 @@ import pytest
 pytestmark = [pytest.mark.server]
 
 LIMIT = 1.2
+"""Largest allowed memory peak while loading, as a multiple of the size of the loaded weights."""
 WIDTH, KV_HEADS, HEAD, LAYERS, VOCABULARY = 4864, 2, 64, 4, 64000
 EXPERTS, EXPERT_WIDTH = 24, 512
 
 
 class Case(NamedTuple):
+    """A GGUF file to load."""
+
     architecture: str
     kind: gguf.GGMLQuantizationType
     hidden: int
     tied: bool
     bits: float
-    """Of a weight in memory."""
+    """Bits of a loaded weight in memory."""
     vocabulary: int = VOCABULARY
 
 
 CASES = {
     "Q4_0, tied": Case("qwen2", gguf.GGMLQuantizationType.Q4_0, 896, True, 4.5),
     "Q8_0": Case("qwen2", gguf.GGMLQuantizationType.Q8_0, 896, False, 8.5),
-    # Rows of Q and K are in another order in such a file, and are copied.
+    # The rows of Q and K have another order in a llama file, so they are copied.
     "llama, Q4_K": Case("llama", gguf.GGMLQuantizationType.Q4_K, 1024, False, 6.0),
     "Q6_K": Case("qwen2", gguf.GGMLQuantizationType.Q6_K, 1024, True, 10.0),
     "Q4_0, experts": Case("qwen3moe", gguf.GGMLQuantizationType.Q4_0, 896, False, 4.5),
-    # Multiplied in bfloat16, which these are loaded for, in the order that the device wants.
+    # These are loaded as bfloat16, in the layout of the device.
     "F16": Case("qwen2", gguf.GGMLQuantizationType.F16, 896, False, 16.0, 16384),
     "BF16": Case("qwen2", gguf.GGMLQuantizationType.BF16, 896, False, 16.0, 16384),
 }
 COPIED = ("F16",)
-"""Whose embedding is not looked up in the file, because it is of another type than the model."""
+"""Cases whose embedding is copied instead of being looked up in the file, because its type is not that of the model."""
 
 
 def write(path: Path, case: Case, width: int = WIDTH, layers: int = LAYERS, vocabulary: int = 0) -> int:
-    """Qwen2.5-0.5B's widths, or near them, in blocks of any content. The number of weights that are multiplied."""
+    """Writes a file with random blocks and about the widths of Qwen2.5-0.5B.
+
+    Returns the number of weights that take part in matrix products.
+    """
     hidden, kind, tied, vocabulary = case.hidden, case.kind, case.tied, vocabulary or case.vocabulary
     writer = gguf.GGUFWriter(path, case.architecture)
     writer.add_context_length(512)
@@ -106,7 +112,7 @@ def write(path: Path, case: Case, width: int = WIDTH, layers: int = LAYERS, voca
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, dict[str, Any]]]:
-    """How many weights are multiplied, and what memory was taken; one process loads all."""
+    """Returns the number of weights in matrix products and the measured memory, by case. One process loads all."""
     folder = tmp_path_factory.mktemp("files")
     multiplied = [write(folder / f"{number}.gguf", case) for number, case in enumerate(CASES.values())]
     given = []
@@ -136,13 +142,13 @@ def test_the_peak_is_near_the_end(found: dict[str, tuple[int, dict[str, Any]]], 
     print(f"{name}: {memory}, {memory['peak'] / memory['weights']:.3f}")
     case = CASES[name]
     multiplied += case.vocabulary * case.hidden if name in COPIED else 0
-    assert memory["weights"] == pytest.approx(multiplied * case.bits / 8, rel=0.02), "something was expanded"
-    assert memory["after"] > 0.95 * memory["weights"], "the weights are elsewhere, and the peak says nothing"
+    assert memory["weights"] == pytest.approx(multiplied * case.bits / 8, rel=0.02), "weights must stay quantized"
+    assert memory["after"] > 0.95 * memory["weights"], "the weights must be in the memory that is measured"
     assert memory["peak"] < LIMIT * memory["weights"], memory
 
 
-def test_weights_of_a_file_are_shared_where_that_is_asked_for(found: dict[str, tuple[int, dict[str, Any]]]) -> None:
-    """`--load-format backplane_shared`: a second model of the same file takes next to nothing of its own."""
+def test_a_second_model_shares_the_weights_of_a_file(found: dict[str, tuple[int, dict[str, Any]]]) -> None:
+    """Tests `--load-format backplane_shared`: a second model of the same file needs almost no memory of its own."""
     multiplied, memory = found["shared"]
     print(memory)
     assert memory["weights"] == pytest.approx(multiplied * CASES["Q8_0"].bits / 8, rel=0.02)

@@ -1,4 +1,4 @@
-"""An fp8 KV cache runs, takes a byte per number, and stays near one that is not quantized, on each device."""
+"""Tests the fp8 KV cache on each device: it takes one byte per number, and outputs stay near the unquantized ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PROMPT = [(37 * place * place + 11 * place) % 40000 + 10 for place in range(200)
 STORED = 16 << 20
 
 TOLERANCES = {"fp8": (0.035, 0.2), "fp8_e5m2": (0.06, 0.7)}
-"""(mean, largest) absolute difference of log-probabilities: about twice what is measured."""
+"""Limits of the mean and the largest absolute difference of log-probabilities: about twice what was measured."""
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
 ENGINES = {"cpu": (["auto", *TOLERANCES], {}), "sim": (["fp8"], SIM)}
-"""Types of the cache and variables, by device. What is not quantized is taken from the first."""
+"""Types of the KV cache and environment variables, by device. The unquantized results are those of cpu."""
 CASES = [(device, name) for device, (types, _) in ENGINES.items() for name in types if name in TOLERANCES]
 
 Results = dict[tuple[str, str], tuple[list[float], int]]
@@ -25,8 +25,8 @@ Results = dict[tuple[str, str], tuple[list[float], int]]
 
 @pytest.fixture(scope="module")
 def results(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Log-probabilities of the prompt, and tokens that the cache holds, by device and type."""
-    # In pieces, so that all but the first read the cache rather than what was just computed.
+    """Returns the log-probabilities of the prompt and the capacity of the KV cache in tokens, by device and type."""
+    # The prefill has several chunks, and all but the first read earlier keys and values from the KV cache.
     limits = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "kv_cache_memory_bytes": STORED}
     work = batch([PROMPT], greedy(8, prompt_logprobs=0))
     found: Results = {}
@@ -48,7 +48,7 @@ def test_fp8_stays_near_auto(results: Results, device: str, name: str) -> None:
     differences = [abs(ours - theirs) for ours, theirs in pairs]
     mean, largest = sum(differences) / len(differences), max(differences)
     print(f"mean {mean:.4f}, largest {largest:.4f}")
-    assert mean > 1e-3, "nothing was rounded"
+    assert mean > 1e-3, "the KV cache must be quantized"
     assert mean < TOLERANCES[name][0], f"mean {mean:.4f}, largest {largest:.4f}"
     assert largest < TOLERANCES[name][1], f"mean {mean:.4f}, largest {largest:.4f}"
 

@@ -1,4 +1,4 @@
-"""Checks KV offload to disk and to host memory: loaded blocks give the same output as computed ones.
+"""Tests KV offload to disk and to host memory: loaded blocks give the same output as computed ones.
 
 The server is started with the command of docs/serve/kv-offload.md.
 """
@@ -18,7 +18,7 @@ import pytest
 import reference
 from engine import batch, greedy, job, run_engines
 from server import Server
-from worker_questions import ASKING
+from worker_rpc import RPC_VARIABLES
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -26,42 +26,47 @@ FEATURE = "KV cache: offload to host memory or disk"
 BOUND, DAMAGED = "KV cache: size bound of KV offload", "KV cache: damaged blocks of KV offload are computed again"
 TOKENS = 8
 LENGTH = 150
-"""Tokens of a prompt: nine full blocks and a part of one."""
+"""Number of tokens of a prompt: nine full blocks and a part of one."""
 FULL_BLOCKS = LENGTH // 16
 KEPT = 32
-"""Blocks that fit into the capacity."""
+"""Number of blocks that fit into the capacity."""
 BLOCK = {"cpu": 720 << 10, "sim": 32 << 10}
-"""Bytes of a block, by device: of the default model, and of a small one."""
+"""Bytes of a block by device: cpu serves the default model, and sim a tiny one."""
 LOGPROBS = 1e-3
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "kv-offload.md").read_text()
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
 
 
 class Case:
+    """Prompts, and the outputs of transformers."""
+
     def __init__(self, folder: Path) -> None:
         random_ids = random.Random(7)
         self.prompts = [[random_ids.randrange(100, 40000) for _ in range(LENGTH)] for _ in range(3)]
         self.expected = reference.continue_together(reference.load(folder), self.prompts, TOKENS)
 
 
-class Tiered:
+class OffloadServer:
     """A server with KV offload to a folder."""
 
     def __init__(self, server: Server, folder: Path, capacity: int) -> None:
         self.server, self.folder, self.capacity = server, folder, capacity
 
     def counts(self) -> dict[str, int]:
+        """Returns how many blocks the server has handled, by outcome."""
         outcomes = ("stored", "loaded", "evicted", "damaged", "missing")
         return {name: int(self.server.metric("backplane:kv_tier_blocks_total", outcome=name)) for name in outcomes}
 
     def change(self, before: dict[str, int]) -> dict[str, int]:
+        """Returns the counts that have changed since `before`, with the differences."""
         return {name: count - before[name] for name, count in self.counts().items() if count != before[name]}
 
     def forget_prefixes(self, **parameters: str) -> None:
         """Clears vLLM's own prefix cache."""
         assert self.server.http.post("/reset_prefix_cache", params=parameters).status_code == 200
 
-    def answer(self, prompt: Sequence[int], **more: Any) -> tuple[list[int], list[float]]:
+    def generate(self, prompt: Sequence[int], **more: Any) -> tuple[list[int], list[float]]:
+        """Returns the tokens and log-probabilities of a greedy completion."""
         choice = self.server.complete(prompt, TOKENS, logprobs=0, **more)
         return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
@@ -98,8 +103,8 @@ def case(model: Path) -> Case:
 
 
 @pytest.fixture(scope="module")
-def tiered(device: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tiered]:
-    folder = tmp_path_factory.mktemp("tier")
+def offload(device: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OffloadServer]:
+    folder = tmp_path_factory.mktemp("offload")
     [documented] = re.findall(r"^vllm-backplane serve --kv-transfer-config '(.*)'$", PAGE, re.MULTILINE)
     transfer = json.loads(documented.replace("/path/to/folder", str(folder)))
     transfer["kv_connector_extra_config"]["capacity"] = capacity = KEPT * BLOCK[device]
@@ -107,12 +112,12 @@ def tiered(device: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -
     given = (str(model), "--served-model-name", "tiny", *limits, "--kv-transfer-config", json.dumps(transfer))
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a spawned process would import all of vLLM again
         **(SIM if device == "sim" else {"BACKPLANE_DEVICE": "cpu"}),
     }
     with Server(tmp_path_factory.mktemp("server"), *given, variables=variables) as server:
         assert f"Operators on device {device}:" in server.text()
-        yield Tiered(server, folder, capacity)
+        yield OffloadServer(server, folder, capacity)
 
 
 def assert_expected(got: tuple[list[int], list[float]], expected: reference.Continuation) -> None:
@@ -126,43 +131,43 @@ def test_the_comparison_would_notice(case: Case) -> None:
 
 
 @pytest.mark.feature(FEATURE, "{device}")
-def test_what_vllm_forgot_is_loaded(tiered: Tiered, case: Case) -> None:
-    before, tokens = tiered.counts(), tiered.server.metric("vllm:external_prefix_cache_hits_total")
-    assert_expected(tiered.answer(case.prompts[0]), case.expected[0])
-    assert tiered.change(before) == {"stored": FULL_BLOCKS}
-    tiered.forget_prefixes()
-    assert_expected(tiered.answer(case.prompts[0]), case.expected[0])
-    assert tiered.change(before) == {"stored": FULL_BLOCKS, "loaded": FULL_BLOCKS}
-    assert tiered.server.metric("vllm:external_prefix_cache_hits_total") - tokens == FULL_BLOCKS * 16
+def test_what_vllm_forgot_is_loaded(offload: OffloadServer, case: Case) -> None:
+    before, tokens = offload.counts(), offload.server.metric("vllm:external_prefix_cache_hits_total")
+    assert_expected(offload.generate(case.prompts[0]), case.expected[0])
+    assert offload.change(before) == {"stored": FULL_BLOCKS}
+    offload.forget_prefixes()
+    assert_expected(offload.generate(case.prompts[0]), case.expected[0])
+    assert offload.change(before) == {"stored": FULL_BLOCKS, "loaded": FULL_BLOCKS}
+    assert offload.server.metric("vllm:external_prefix_cache_hits_total") - tokens == FULL_BLOCKS * 16
 
 
-def test_another_salt_finds_nothing(tiered: Tiered, case: Case) -> None:
-    tiered.forget_prefixes()
-    before = tiered.counts()
-    assert_expected(tiered.answer(case.prompts[0], cache_salt="mine"), case.expected[0])
-    assert "loaded" not in tiered.change(before)
+def test_another_salt_finds_nothing(offload: OffloadServer, case: Case) -> None:
+    offload.forget_prefixes()
+    before = offload.counts()
+    assert_expected(offload.generate(case.prompts[0], cache_salt="mine"), case.expected[0])
+    assert "loaded" not in offload.change(before)
 
 
 @pytest.mark.feature(DAMAGED, "{device}")
-def test_damaged_blocks_are_computed_again(tiered: Tiered, case: Case) -> None:
-    """Damages one byte of one block, then all of the file, and then truncates the file."""
-    tiered.forget_prefixes()
-    tiered.answer(case.prompts[0])
-    size = tiered.file.stat().st_size
+def test_damaged_blocks_are_computed_again(offload: OffloadServer, case: Case) -> None:
+    """Tests three kinds of damage: one byte of one block, the whole file, and a truncated file."""
+    offload.forget_prefixes()
+    offload.generate(case.prompts[0])
+    size = offload.file.stat().st_size
     for damage in (one_byte, everything, cut_off):
-        damage(tiered.file)
-        tiered.forget_prefixes()
-        before = tiered.counts()
-        assert_expected(tiered.answer(case.prompts[0]), case.expected[0])
-        change = tiered.change(before)
+        damage(offload.file)
+        offload.forget_prefixes()
+        before = offload.counts()
+        assert_expected(offload.generate(case.prompts[0]), case.expected[0])
+        change = offload.change(before)
         assert change["damaged"] == (1 if damage is one_byte else FULL_BLOCKS)
         assert change["stored"] == change["damaged"], "recomputed blocks must be stored again"
-        tiered.forget_prefixes()
-        before = tiered.counts()
-        assert_expected(tiered.answer(case.prompts[0]), case.expected[0])
-        assert tiered.change(before) == {"loaded": FULL_BLOCKS}
-        assert tiered.file.stat().st_size <= size
-    assert "fails its checksum" in tiered.server.text()
+        offload.forget_prefixes()
+        before = offload.counts()
+        assert_expected(offload.generate(case.prompts[0]), case.expected[0])
+        assert offload.change(before) == {"loaded": FULL_BLOCKS}
+        assert offload.file.stat().st_size <= size
+    assert "fails its checksum" in offload.server.text()
 
 
 def one_byte(file: Path) -> None:
@@ -184,54 +189,54 @@ def cut_off(file: Path) -> None:
 
 
 @pytest.mark.feature(BOUND, "{device}")
-def test_no_more_is_kept_than_the_bound(tiered: Tiered, case: Case) -> None:
-    """Computes twice as many blocks as fit. The most recently used ones are stored, and the first ones are not."""
+def test_no_more_is_kept_than_the_bound(offload: OffloadServer, case: Case) -> None:
+    """Tests eviction: of twice as many blocks as fit, the most recently used ones are stored, and the first are not."""
     first, last = case.prompts[1], case.prompts[2]
-    tiered.answer(first)
-    before, drawn = tiered.counts(), random.Random(3)
+    offload.generate(first)
+    before, drawn = offload.counts(), random.Random(3)
     for _ in range(2 * KEPT // FULL_BLOCKS):
-        tiered.answer([drawn.randrange(100, 40000) for _ in range(LENGTH)])
-    assert tiered.change(before)["evicted"] > 0
-    tiered.answer(last)
-    tiered.forget_prefixes()
-    before = tiered.counts()
-    assert_expected(tiered.answer(last), case.expected[2])
-    assert tiered.change(before) == {"loaded": FULL_BLOCKS}
-    before = tiered.counts()
-    assert_expected(tiered.answer(first), case.expected[1])
-    assert "loaded" not in tiered.change(before)
-    assert tiered.file.stat().st_size <= tiered.capacity
+        offload.generate([drawn.randrange(100, 40000) for _ in range(LENGTH)])
+    assert offload.change(before)["evicted"] > 0
+    offload.generate(last)
+    offload.forget_prefixes()
+    before = offload.counts()
+    assert_expected(offload.generate(last), case.expected[2])
+    assert offload.change(before) == {"loaded": FULL_BLOCKS}
+    before = offload.counts()
+    assert_expected(offload.generate(first), case.expected[1])
+    assert "loaded" not in offload.change(before)
+    assert offload.file.stat().st_size <= offload.capacity
 
 
-def test_a_reset_of_everything_voids_the_tier(tiered: Tiered, case: Case) -> None:
-    tiered.answer(case.prompts[0])
-    tiered.forget_prefixes(reset_external="true")
-    before = tiered.counts()
-    assert_expected(tiered.answer(case.prompts[0]), case.expected[0])
-    assert tiered.change(before) == {"stored": FULL_BLOCKS}
+def test_a_reset_of_external_caches_clears_the_offloaded_blocks(offload: OffloadServer, case: Case) -> None:
+    offload.generate(case.prompts[0])
+    offload.forget_prefixes(reset_external="true")
+    before = offload.counts()
+    assert_expected(offload.generate(case.prompts[0]), case.expected[0])
+    assert offload.change(before) == {"stored": FULL_BLOCKS}
 
 
-def test_nobody_finds_the_file(tiered: Tiered) -> None:
-    """Prompts could be reconstructed from the file."""
-    assert list(tiered.folder.iterdir()) == []
-    assert tiered.file.stat().st_mode & 0o077 == 0
+def test_the_file_has_no_name_and_is_private(offload: OffloadServer) -> None:
+    """Tests that other users cannot open the file, from which prompts could be reconstructed."""
+    assert list(offload.folder.iterdir()) == []
+    assert offload.file.stat().st_mode & 0o077 == 0
 
 
 @pytest.mark.feature(DAMAGED, "sim")
 @pytest.mark.feature(FEATURE, "sim")
 @pytest.mark.parametrize("device", ["sim"], indirect=True)
 def test_in_host_memory_on_two_cards(tiny_llama: Path, case: Case, tmp_path: Path) -> None:
-    """Blocks that are damaged on the second card only are computed again by both."""
+    """Tests that both cards compute blocks again which are damaged on the second card only."""
     work = {"batch": batch(case.prompts, greedy(TOKENS, logprobs=0))}
     forget = {"forget prefixes": None}
-    steps = [work, forget, work, {"ask": "damage_kept_blocks"}, forget, work, forget, work]
+    steps = [work, forget, work, {"rpc": "damage_kept_blocks"}, forget, work, forget, work]
     transfer = {
         "kv_connector": "BackplaneTier",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"capacity": "4MiB"},
     }
     one = job(tiny_llama, steps=steps, tensor_parallel_size=2, kv_transfer_config=transfer)
-    [result] = run_engines(tmp_path, [one], {**SIM, **ASKING}, device="sim")
+    [result] = run_engines(tmp_path, [one], {**SIM, **RPC_VARIABLES}, device="sim")
     computed, _, loaded, damaged, _, recomputed, _, again = result["steps"]
     assert damaged[0] == 0 and damaged[1] > 0
     for outputs in (computed, loaded, recomputed, again):

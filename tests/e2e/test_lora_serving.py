@@ -1,6 +1,6 @@
-"""LoRA adapters on the default model, loaded while it is served: the answers are those of the merged model.
+"""Tests LoRA adapters that are loaded while the default model is served: outputs are those of the merged model.
 
-docs/serve/lora.md has the commands; the requests here are the same.
+The commands and requests are those of docs/serve/lora.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODEL = "SmolLM2-135M-Instruct"
 TOKENS = 12
 TEXTS = (prompts.SHORT[0], prompts.SHORT[4], prompts.SHORT[12])
 LOGPROBS = 1e-3
-"""Tolerance. Adapters are applied in another order of summation than merged weights."""
+"""Tolerance of log-probabilities. Adapters are applied in another order of summation than merged weights."""
 LARGE, SMALL = "large", "small"
 LIMITS = {"max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 64}
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "lora.md").read_text()
@@ -42,7 +42,7 @@ VARIABLES: dict[str, dict[str, str]] = {
 
 
 class Case:
-    """Two adapters, prompts by token, and what transformers answers with each adapter merged into the weights."""
+    """Two adapters, prompts, and the outputs of transformers for the model and for each merged adapter."""
 
     def __init__(self, model_folder: Path, folder: Path) -> None:
         from transformers import AutoTokenizer
@@ -63,7 +63,7 @@ class Case:
             model.load_state_dict(plain)
 
     def mixed(self) -> list[tuple[str, int]]:
-        """(model or adapter, number of the prompt), each with each, no two neighbours alike."""
+        """Returns all pairs of a model or adapter and the index of a prompt; neighbours have different adapters."""
         return [(name, place) for place in range(len(TEXTS)) for name in self.expected]
 
 
@@ -91,41 +91,47 @@ def server(device: str, case: Case, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def load(server: Server, name: str, folder: Path) -> None:
-    answer = server.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
-    assert answer.status_code == 200, answer.text
+    """Loads an adapter over HTTP."""
+    response = server.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
+    assert response.status_code == 200, response.text
 
 
 def unload(server: Server, name: str) -> int:
+    """Unloads an adapter over HTTP, and returns the status code."""
     return server.http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code
 
 
 def served(server: Server) -> dict[str, dict[str, Any]]:
+    """Returns the entries of /v1/models by name."""
     return {card["id"]: card for card in server.http.get("/v1/models").json()["data"]}
 
 
-def ask_worker(server: Server, method: str, *arguments: int) -> Any:
-    answer = server.http.post("/collective_rpc", json={"method": method, "args": list(arguments)})
-    assert answer.status_code == 200, answer.text
-    return answer.json()["results"][0]
+def call_worker(server: Server, method: str, *arguments: int) -> Any:
+    """Calls a method of the worker, and returns its result."""
+    response = server.http.post("/collective_rpc", json={"method": method, "args": list(arguments)})
+    assert response.status_code == 200, response.text
+    return response.json()["results"][0]
 
 
 def in_worker(server: Server) -> set[int]:
-    return set(ask_worker(server, "list_loras"))
+    """Returns the ids of the adapters in the worker."""
+    return set(call_worker(server, "list_loras"))
 
 
-def answer(server: Server, name: str, prompt: Sequence[int], tokens: int = TOKENS) -> tuple[list[int], list[float]]:
+def generate(server: Server, name: str, prompt: Sequence[int], tokens: int = TOKENS) -> tuple[list[int], list[float]]:
+    """Returns the tokens and log-probabilities of a greedy completion with a model or an adapter."""
     choice = server.complete(prompt, tokens, model=name, logprobs=0)
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
 def assert_expected(got: tuple[list[int], list[float]], expected: reference.Continuation) -> None:
-    """Or its beginning."""
+    """Fails unless the output equals the expected one, or its beginning if the output is shorter."""
     assert got[0] == expected.token_ids[: len(got[0])]
     assert got[1] == pytest.approx(expected.logprobs[: len(got[1])], abs=LOGPROBS)
 
 
 def test_the_comparison_would_notice(case: Case) -> None:
-    """Each adapter changes every answer, and no answer is near a tie or one token again and again."""
+    """Tests that each adapter changes every output, and that no output is near a tie or nearly constant."""
     for place in range(len(TEXTS)):
         answers = [tuple(case.expected[name][place].token_ids) for name in case.expected]
         assert len(set(answers)) == len(answers)
@@ -141,11 +147,11 @@ def test_adapters_and_the_model_in_one_batch(server: Server, case: Case) -> None
     work = case.mixed()
     steps = server.metric("vllm:iteration_tokens_total_count")
     with ThreadPoolExecutor(len(work)) as pool:
-        answers = list(pool.map(lambda one: answer(server, one[0], case.prompts[one[1]]), work))
+        answers = list(pool.map(lambda one: generate(server, one[0], case.prompts[one[1]]), work))
     for (name, place), got in zip(work, answers, strict=True):
         assert_expected(got, case.expected[name][place])
     taken = server.metric("vllm:iteration_tokens_total_count") - steps
-    assert taken < 0.75 * len(work) * TOKENS, "one after another"
+    assert taken < 0.75 * len(work) * TOKENS, "requests must share steps"
 
 
 @pytest.mark.feature("LoRA: load, list and unload over HTTP", "{device}")
@@ -155,7 +161,7 @@ def test_load_list_and_unload(server: Server, case: Case) -> None:
     load(server, "another", folder)
     card = served(server)["another"]
     assert (card["root"], card["parent"]) == (str(folder), MODEL)
-    assert_expected(answer(server, "another", case.prompts[0], 3), case.expected[SMALL][0])
+    assert_expected(generate(server, "another", case.prompts[0], 3), case.expected[SMALL][0])
     twice = server.http.post("/v1/load_lora_adapter", json={"lora_name": "another", "lora_path": str(folder)})
     assert twice.status_code == 400
     assert unload(server, "another") == 200
@@ -168,7 +174,7 @@ def test_load_list_and_unload(server: Server, case: Case) -> None:
 @pytest.mark.feature("LoRA: a broken adapter is refused, and serving goes on", "{device}")
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_adapter_is_refused(server: Server, case: Case, tmp_path: Path, name: str) -> None:
-    make, said = BROKEN[name]
+    make, message = BROKEN[name]
     make(tmp_path / "broken")
     before = in_worker(server)
     refused = server.http.post(
@@ -178,21 +184,21 @@ def test_a_broken_adapter_is_refused(server: Server, case: Case, tmp_path: Path,
     error = refused.json()["error"]
     assert error["code"] == 400
     assert error["message"].startswith("LoRA adapter 'broken' cannot be used: ")
-    assert said in error["message"]
+    assert message in error["message"]
     assert set(served(server)) == {MODEL, SMALL, LARGE}
-    assert in_worker(server) <= before, "it takes a place"
-    assert_expected(answer(server, LARGE, case.prompts[1], 1), case.expected[LARGE][1])
+    assert in_worker(server) <= before, "a refused adapter must not occupy a slot"
+    assert_expected(generate(server, LARGE, case.prompts[1], 1), case.expected[LARGE][1])
 
 
 def test_the_commands_of_the_page(server: Server, case: Case) -> None:
     commands = re.findall(r"^curl -s http://127\.0\.0\.1:8000(\S+) .*\n  -d '(.*)'$", PAGE, re.MULTILINE)
-    answers = {}
+    responses = {}
     for path, body in commands:
         request = json.loads(body.replace("/path/to/adapter", str(case.adapters[SMALL].folder)))
-        answers[path] = server.http.post(path, json=request)
-        assert answers[path].status_code == 200, answers[path].text
-    assert len(answers) == 3
-    text = answers["/v1/completions"].json()["choices"][0]["text"]
+        responses[path] = server.http.post(path, json=request)
+        assert responses[path].status_code == 200, responses[path].text
+    assert len(responses) == 3
+    text = responses["/v1/completions"].json()["choices"][0]["text"]
     assert text == case.decode(case.expected[SMALL][0].token_ids)
 
 
@@ -203,65 +209,73 @@ def test_a_folder_that_is_not_there(server: Server, tmp_path: Path) -> None:
 
 @pytest.mark.feature("LoRA: pin", "{device}")
 def test_a_pinned_adapter_stays(server: Server, case: Case) -> None:
-    """The last test but one: more are loaded than there is room for, and the one that was used longest ago would go,
-    but it is pinned. What was pushed out in its place comes back when it is used."""
-    answer(server, SMALL, case.prompts[0], 1)
-    answer(server, LARGE, case.prompts[0], 1)
-    small, large = sorted(in_worker(server))[:2]  # as they were loaded
-    assert ask_worker(server, "pin_lora", small) == "True"
+    """Tests that a pinned adapter is not evicted; must be the last test but one, because it evicts adapters.
+
+    More adapters are loaded than fit. The least recently used one would be evicted, but it is pinned, so another one is
+    evicted and is loaded again when a request uses it.
+    """
+    generate(server, SMALL, case.prompts[0], 1)
+    generate(server, LARGE, case.prompts[0], 1)
+    small, large = sorted(in_worker(server))[:2]  # in the order of loading
+    assert call_worker(server, "pin_lora", small) == "True"
     for place in range(LIMITS["max_cpu_loras"] - 1):
         load(server, f"more-{place}", case.adapters[SMALL].folder)
     there = in_worker(server)
     assert len(there) == LIMITS["max_cpu_loras"]
     assert small in there and large not in there
-    assert_expected(answer(server, LARGE, case.prompts[2], 3), case.expected[LARGE][2])
-    assert_expected(answer(server, SMALL, case.prompts[2], 3), case.expected[SMALL][2])
+    assert_expected(generate(server, LARGE, case.prompts[2], 3), case.expected[LARGE][2])
+    assert_expected(generate(server, SMALL, case.prompts[2], 3), case.expected[SMALL][2])
 
 
 @pytest.mark.feature("LoRA: a broken adapter is refused, and serving goes on", "{device}")
-def test_one_that_was_damaged_after_it_was_pushed_out(server: Server, case: Case, tmp_path: Path, device: str) -> None:
-    """Its request is told; those beside it are answered. Mended, it is what it was: nothing stays of the step without
-    it, whose prompt takes more than a block of the KV cache."""
+def test_an_adapter_that_was_damaged_after_its_eviction(
+    server: Server, case: Case, tmp_path: Path, device: str
+) -> None:
+    """Tests that only requests of a damaged adapter fail, and that it works again after its files are repaired.
+
+    The prompt takes more than one KV block, so a block that was computed without the adapter would be found by the
+    prefix cache after the repair.
+    """
     folder = Path(shutil.copytree(case.adapters[SMALL].folder, tmp_path / "fragile"))
     load(server, "fragile", folder)
     fragile = max(in_worker(server))
     for place in range(LIMITS["max_cpu_loras"]):
-        load(server, f"pushing-{place}", case.adapters[SMALL].folder)
+        load(server, f"evicting-{place}", case.adapters[SMALL].folder)
     assert fragile not in in_worker(server)
     prompt = [*case.prompts[1], *case.prompts[2]]
     assert len(prompt) > 16
     whole = (folder / lora_adapters.TENSORS).read_bytes()
 
-    def ask(name: str) -> httpx.Response:
+    def post(name: str) -> httpx.Response:
         request = {"model": name, "prompt": prompt, "max_tokens": 3, "temperature": 0, "return_token_ids": True}
         return server.http.post("/v1/completions", json=request)
 
-    def told(status: int, said: str) -> None:
+    def require_error(status: int, message: str) -> None:
         with ThreadPoolExecutor(3) as pool:
-            failed, *others = pool.map(ask, ("fragile", LARGE, MODEL))
+            failed, *others = pool.map(post, ("fragile", LARGE, MODEL))
         assert failed.status_code == status, failed.text
-        assert said in failed.json()["error"]["message"]
+        assert message in failed.json()["error"]["message"]
         assert [other.status_code for other in others] == [200, 200]
 
     (folder / lora_adapters.TENSORS).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(openai.APIError, match="LoRA adapter 'fragile' cannot be used: Error while deserializing"):
         list(server.client().completions.create(model="fragile", prompt=prompt, max_tokens=3, stream=True))
-    told(400, "LoRA adapter 'fragile' cannot be used: Error while deserializing header")
+    require_error(400, "LoRA adapter 'fragile' cannot be used: Error while deserializing header")
     folder.rename(tmp_path / "elsewhere")
-    time.sleep(1.1)  # for which it is not read again
-    told(404, f"No adapter found for {folder}")
+    time.sleep(1.1)  # the adapter is not read again for one second after a failure
+    require_error(404, f"No adapter found for {folder}")
     (tmp_path / "elsewhere").rename(folder)
     (folder / lora_adapters.TENSORS).write_bytes(whole)
     time.sleep(1.1)
-    mended, same = ask("fragile"), ask("pushing-0")
-    assert mended.status_code == 200, mended.text
-    assert mended.json()["choices"][0]["token_ids"] == same.json()["choices"][0]["token_ids"]
-    assert same.json()["choices"][0]["token_ids"] != ask(MODEL).json()["choices"][0]["token_ids"]
+    repaired, same = post("fragile"), post("evicting-0")
+    assert repaired.status_code == 200, repaired.text
+    assert repaired.json()["choices"][0]["token_ids"] == same.json()["choices"][0]["token_ids"]
+    assert same.json()["choices"][0]["token_ids"] != post(MODEL).json()["choices"][0]["token_ids"]
     assert server.text().count("was needed and could not be loaded") == 3
 
 
 class Tiny:
-    """Adapters by rank for a model that divides among two workers, and transformers' answers; 0 is without any."""
+    """Adapters of a model for two workers and the outputs of transformers, by rank; rank 0 is the model itself."""
 
     PROMPT = (77, 78, 79)
     RANKS = (16, 32)
@@ -284,23 +298,25 @@ def tiny(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return Tiny(tiny_llama, tmp_path_factory.mktemp("tiny"))
 
 
-NOT_OF_IT = ("made for a smaller model", "made for a deeper model")
+UNFIT = ("made for a smaller model", "made for a deeper model")
+"""Names of broken adapters that do not fit the tiny model either."""
 DIVIDED: dict[str, tuple[dict[str, int], dict[str, str]]] = {
     "cpu": ({"tensor_parallel_size": 2}, {}),
     "sim": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"BACKPLANE_SIM_CARDS": "4"}),
 }
-"""Sizes and variables: two workers that have every layer, and four of which each has half of half of them."""
+"""Parallel sizes and environment variables by device: two tensor parallel workers, and two pipeline stages of two."""
 
 
 @pytest.fixture(scope="module")
 def divided(device: str, tiny: Tiny, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Returns the steps of an engine with several workers: loading, use and removal of adapters."""
     folder = tmp_path_factory.mktemp(device)
-    for name in NOT_OF_IT:
+    for name in UNFIT:
         BROKEN[name][0](folder / name)
     good = [[f"of rank {rank}", rank, str(place)] for rank, place in tiny.folders.items()]
     work = {**batch([tiny.PROMPT] * 3, greedy(TOKENS, logprobs=0)), "adapters": [None, *good]}
     steps = [
-        *({"load adapter": ["broken", 1, str(folder / name)]} for name in NOT_OF_IT),
+        *({"load adapter": ["broken", 1, str(folder / name)]} for name in UNFIT),
         *({"load adapter": one} for one in good),
         {"list adapters": None},
         {"batch": work},
@@ -318,10 +334,13 @@ def divided(device: str, tiny: Tiny, tiny_llama: Path, tmp_path_factory: pytest.
 @pytest.mark.feature("LoRA: rank 16 equals the merged model", "{device}")
 @pytest.mark.feature("LoRA: rank 32 equals the merged model", "{device}")
 def test_workers_refuse_and_load_together(divided: list[Any], device: str, tiny: Tiny) -> None:
-    """vLLM would take the second worker's refusal for its answer to the next call."""
+    """Tests loading on several workers.
+
+    Without Backplane, vLLM would take the error of the second worker as its response to the next call.
+    """
     *refused, one, other, there, outputs, first, second, left = divided
-    for name, said in zip(NOT_OF_IT, refused, strict=True):
-        assert BROKEN[name][1] in said
+    for name, error in zip(UNFIT, refused, strict=True):
+        assert BROKEN[name][1] in error
     assert (one, other, sorted(there)) == ("", "", list(tiny.RANKS))
     assert (first, second, left) == (True, True, [])
     assert_divided(outputs, tiny)
@@ -330,11 +349,12 @@ def test_workers_refuse_and_load_together(divided: list[Any], device: str, tiny:
 @pytest.mark.feature("Parallel: pipeline", "sim")
 @pytest.mark.parametrize("device", ["sim"], indirect=True)
 def test_stages_give_the_answers_of_one_process(divided: list[Any], device: str, tiny: Tiny) -> None:
-    """With adapters and without."""
+    """Tests pipeline parallelism with and without adapters."""
     assert_divided(divided[-4], tiny)
 
 
 def assert_divided(outputs: list[dict[str, Any]], tiny: Tiny) -> None:
+    """Fails unless the outputs are those of transformers, which must differ from each other and not be near a tie."""
     answers = list(tiny.expected.values())
     assert len({tuple(one.token_ids) for one in answers}) == len(answers)
     assert min(one.smallest_margin for one in answers) > 5e-3, "near a tie; change the prompt"

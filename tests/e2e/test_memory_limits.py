@@ -1,4 +1,4 @@
-"""The KV cache's size comes from the memory there is and is shown; more is refused, with the numbers."""
+"""Tests that the KV cache is sized by the free memory, that logs show the sizes, and that larger requests fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import reference
-from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
+from engine import Result, batch, greedy, job, require_backplane, try_engines
 from processes import SCRIPTS, Child
 
 from tests.ports import free_port
@@ -19,32 +19,35 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 
 GIB = 1 << 30
 ROUNDING = 0.02
-"""The log shows GiB with two decimals; here for sums of a few of them."""
+"""Tolerance in GiB for sums of a few logged numbers, which have two decimals."""
 
 BYTES_PER_TOKEN = 4 * 2 * 2 * 32 * 4
-"""Of the tiny Llama: layers, K and V, KV heads, head size, bytes of a float32."""
+"""Bytes of a token in the KV cache of the tiny Llama: layers, K and V, KV heads, head size, bytes of a float32."""
 
 TEN_TERABYTES = 10 * 10**12
 ROOM = 4 * 256
-"""Tokens, of which each sequence below comes to 141: seven fit."""
+"""Capacity of the small KV cache in tokens. A sequence below needs 141 tokens, so seven sequences fit."""
 
 LENGTH = 80
 CROWD = [[10 + place, *range(100, 160)] for place in range(24)]
 WATCHED = (5, 10, 11)
-"""Of the crowd: two that wait from the beginning, and one that may be put off; no answer is near a tie."""
+"""Indexes of the checked prompts: two that wait from the beginning, and one that may be preempted. None of their
+outputs is near a tie."""
 
 
 @dataclass(frozen=True)
 class Attempt:
+    """The result and the log of one engine."""
+
     result: Result
     log: str
     available: int
-    """Bytes of the machine, before any of them was started."""
+    """Available memory of the machine in bytes before the first engine was started."""
 
 
 @pytest.fixture(scope="module")
 def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Attempt]:
-    """Engines with various wishes, from one run."""
+    """Returns the attempts by name: engines with various memory settings, which one process runs."""
     available = psutil.virtual_memory().available
     half_of_the_weights = json.loads((smollm2 / "backplane-manifest.json").read_text())
     weights = half_of_the_weights["files"]["model.safetensors"]["size"]
@@ -73,20 +76,21 @@ def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathF
     for name, result in zip(engines, results, strict=True):
         if name in ("default", "named share", "requested", "crowded"):
             assert "error" not in result, f"{name}: {result['error']}"
-            insist_on_backplane(result)
+            require_backplane(result)
         else:
-            assert "error" in result, f"{name}: it started"
+            assert "error" in result, f"{name}: the engine must not start"
     return {name: Attempt(result, text, available) for name, result, text in zip(engines, results, texts, strict=True)}
 
 
 def numbers(pattern: str, text: str) -> tuple[float, ...]:
+    """Returns the numbers in the groups of the first match of `pattern`."""
     found = re.search(pattern, text)
-    assert found, f"no line like {pattern!r}"
+    assert found, f"no line matches {pattern!r}"
     return tuple(float(group.replace(",", "")) for group in found.groups())
 
 
 def start_line(text: str) -> tuple[float, float, float, float]:
-    """Total, free, share and allowance, as shown at start."""
+    """Returns the logged total memory, free memory, share and allowance, in GiB."""
     line = r"Memory on cpu: ([\d.]+) GiB in all, ([\d.]+) GiB free; .* take ([\d.]+) of that = ([\d.]+) GiB"
     total, free, share, allowed = numbers(line, text)
     return total, free, share, allowed
@@ -97,8 +101,8 @@ def test_the_allowance_is_a_share_of_what_is_there(attempts: dict[str, Attempt])
     machine = psutil.virtual_memory()
     assert 0 < free <= total <= machine.total / GIB + ROUNDING
     most = max(machine.available, attempts["default"].available)
-    assert free <= most / GIB + 4, "other processes come and go, but not by this much"
-    assert share == 0.5, "the default share on CPU"
+    assert free <= most / GIB + 4, "other processes change the free memory, but by less than 4 GiB"
+    assert share == 0.5, "this is the default share of the cpu device"
     assert allowed == pytest.approx(free * share, abs=ROUNDING)
 
 
@@ -109,7 +113,7 @@ def test_the_kv_cache_is_within_the_allowance(attempts: dict[str, Attempt], name
     (tokens,) = numbers(r"KV cache size: ([\d,]+) tokens", attempts[name].log)
     assert 0 < granted <= allowed - activations + ROUNDING
     assert tokens * BYTES_PER_TOKEN <= (granted + ROUNDING) * GIB
-    assert tokens * BYTES_PER_TOKEN >= (granted - ROUNDING) * GIB - 16 * BYTES_PER_TOKEN, "what was granted is used"
+    assert tokens * BYTES_PER_TOKEN >= (granted - ROUNDING) * GIB - 16 * BYTES_PER_TOKEN, "all must be used"
 
 
 @pytest.mark.parametrize(("name", "named"), [("named share", 0.25), ("requested", 0.3)], ids=["option", "vLLM's own"])
@@ -125,10 +129,10 @@ def test_a_named_size_is_obeyed(attempts: dict[str, Attempt]) -> None:
 
 
 def test_more_sequences_than_the_cache_holds_wait_their_turn(attempts: dict[str, Attempt], tiny_llama: Path) -> None:
-    """Sequences are put off when the cache is full and go on later, with the answers of an empty cache."""
+    """Tests that sequences wait or are preempted when the KV cache is full, and that their outputs do not change."""
     together, alone = ([output["token_ids"] for output in done] for done in attempts["crowded"].result["batches"])
     assert all(len(answer) == LENGTH for answer in together)
-    reference.insist_on_no_tie(tiny_llama, [CROWD[place] for place in WATCHED], LENGTH)
+    reference.require_no_tie(tiny_llama, [CROWD[place] for place in WATCHED], LENGTH)
     assert [together[place] for place in WATCHED] == alone
     assert numbers(r"KV cache size: ([\d,]+) tokens", attempts["crowded"].log) == (ROOM,)
 
@@ -138,8 +142,8 @@ def test_more_sequences_than_the_cache_holds_wait_their_turn(attempts: dict[str,
 )
 def test_more_than_there_is_is_refused(attempts: dict[str, Attempt], name: str, option: str) -> None:
     error = rf"a KV cache of ([\d.]+) GiB was requested, and ([\d.]+) GiB of ([\d.]+) GiB is free .*lower --{option}"
-    asked, free, total = numbers(error, attempts[name].log)
-    assert asked == pytest.approx(TEN_TERABYTES / GIB, abs=ROUNDING)
+    requested, free, total = numbers(error, attempts[name].log)
+    assert requested == pytest.approx(TEN_TERABYTES / GIB, abs=ROUNDING)
     assert 0 < free < total <= psutil.virtual_memory().total / GIB + ROUNDING
 
 
@@ -151,11 +155,11 @@ def test_weights_that_do_not_fit_are_refused(attempts: dict[str, Attempt]) -> No
 
 def test_a_cache_too_small_for_one_sequence_is_refused(attempts: dict[str, Attempt]) -> None:
     text = attempts["no room for one sequence"].log
-    assert re.search(r"ValueError: .*\b256\b.*GiB", text), "vLLM's own check, with the length and the sizes"
+    assert re.search(r"ValueError: .*\b256\b.*GiB", text), "vLLM's own check must report the length and the sizes"
 
 
 def test_the_server_ends_with_the_error(tiny_llama: Path, tmp_path: Path) -> None:
-    """The same refusal on the command line: an exit status, not a server that is up and cannot serve."""
+    """Tests that the command ends with an error too, instead of running without being able to serve."""
     arguments = [
         "--max-model-len",
         "256",

@@ -1,6 +1,6 @@
-"""The README's example: a vendor's wheel, of which this repository knows nothing, carries vLLM.
+"""Tests the device of docs/chip/first-token.md: a separate package (examples/minimal_device) that runs vLLM.
 
-It has no kernel, so what it serves is served by the operators' references, quantized checkpoints too.
+The device has no kernels, so the reference implementations of the operators serve all models, also quantized ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import test_gguf
 import test_schemes
 from engine import Result, batch, greedy, job, run_engines
 from processes import on_path
-from worker_questions import ASKING
+from worker_rpc import RPC_VARIABLES
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -26,12 +26,12 @@ PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000]]
 LIMITS: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
 LLAMA, EVERY_TYPE = "Llama", "GGUF, every type"
 SCHEMES = ("GPTQ, 4 bits, activation order", "W8A8, experts", "AWQ, 8 bits", "W4A16, experts", "W8A16, experts")
-"""Of layers that gather their input, of experts, and of each way in which codes and zero points are stored."""
+"""Schemes of test_schemes.py: layers that gather their input, experts, and every storage of codes and zero points."""
 
 
 @pytest.fixture(scope="module")
 def outcomes(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Result]]:
-    """(transformers' model, the engine's result) by name; one process runs all engines."""
+    """Returns the transformers model and the engine's result by name. One process runs all engines."""
     installed, folder = example_packages.install("minimal_device", tmp_path_factory), tmp_path_factory.mktemp("models")
     models = {LLAMA: reference.load(tiny_llama), EVERY_TYPE: gguf_models.EVERY_TYPE.write(folder / "every.gguf")}
     models |= {name: test_schemes.write(folder / name, test_schemes.SCHEMES[name]) for name in SCHEMES}
@@ -42,9 +42,9 @@ def outcomes(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     ]
     for one in jobs:
         one["engine"] |= {**LIMITS, "skip_tokenizer_init": True}
-        one["steps"] = [{"ask": "operators"}]
+        one["steps"] = [{"rpc": "operators"}]
     chosen = {"PYTHONPATH": on_path(installed), "BACKPLANE_DEVICE": "minimal", "BACKPLANE_CACHE": str(folder / "cache")}
-    results = run_engines(tmp_path_factory.mktemp("engines"), jobs, {**chosen, **ASKING}, device="minimal")
+    results = run_engines(tmp_path_factory.mktemp("engines"), jobs, {**chosen, **RPC_VARIABLES}, device="minimal")
     return dict(zip(models, zip(models.values(), results, strict=True), strict=True))
 
 
@@ -54,7 +54,7 @@ def test_it_has_at_most_thirty_lines() -> None:
 
 @pytest.mark.parametrize("name", [LLAMA, EVERY_TYPE, *SCHEMES])
 def test_everything_runs_as_its_reference(outcomes: dict[str, tuple[Any, Result]], name: str) -> None:
-    """Also `quantized_linear`, which the other devices have a kernel for."""
+    """Tests that all operators run as references, including `quantized_linear`, which has a kernel on other devices."""
     [counted] = outcomes[name][1]["steps"][0]
     assert counted.keys() == {"reference"}, counted
 

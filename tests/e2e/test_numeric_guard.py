@@ -1,6 +1,6 @@
-"""The numeric guard under real vLLM: faults are named, clean runs stay as they are.
+"""Tests the numeric guard in engines: it reports where a fault arises, and does not change the outputs of clean runs.
 
-The simulated NPU injects its own; the cpu device has none to inject, and is given a checkpoint with a bad weight.
+The simulated NPU injects faults. The cpu device cannot, so it loads a checkpoint with a bad weight.
 """
 
 from __future__ import annotations
@@ -14,42 +14,49 @@ from typing import Any
 import pytest
 import reference
 import torch
-from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
+from engine import Result, batch, greedy, job, require_backplane, try_engines
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 LAYERS = 4
-"""Of the tiny model: every forward pass launches this operator once in each, so the number of a launch says whose."""
+"""Layers of the tiny model. Every forward pass launches the activation once per layer, so the number of a launch
+determines the layer."""
 IDS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000]]
 TOKENS = 72
 WORK = batch(IDS, greedy(TOKENS))
 
 
 def launch_in(layer: int, forward: int = 50) -> str:
-    """A launch of the activation in a layer, in a forward pass that comes after those of the start, when all
-    three requests are there."""
+    """Returns the fault selector for the launch of the activation in a layer of a forward pass.
+
+    The default forward pass comes after those of the start, when all three requests are in the batch.
+    """
     return f"backplane::silu_and_mul,nth={(forward - 1) * LAYERS + layer + 1}"
 
 
 @dataclass(frozen=True)
 class Run:
+    """The result and the log of one engine."""
+
     result: Result
     log: str
 
     def report(self) -> str:
-        """What the guard said, from the log: the client of an engine hears only that it is dead."""
+        """Returns the reports of the guard from the log; the client of an engine gets only EngineDeadError."""
         found = re.findall(r"NumericFault: (.*)", self.log)
         assert found, self.log[-4000:]
         return "\n".join(found)
 
 
 def run(folder: Path, jobs: dict[str, dict[str, Any]], variables: dict[str, str | None]) -> dict[str, Run]:
+    """Runs the jobs, and returns each result with its part of the log."""
     results, log = try_engines(folder, list(jobs.values()), variables)
     logs = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
     return {name: Run(result, text) for name, result, text in zip(jobs, results, logs, strict=True)}
 
 
 def with_bad_weight(model: Path, folder: Path) -> Path:
+    """Returns a copy of the checkpoint in which one weight is NaN."""
     from safetensors.torch import load_file, save_file
 
     bad = Path(shutil.copytree(model, folder / "bad-weight"))
@@ -94,14 +101,15 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def tokens(run: Run) -> list[list[int]]:
+    """Returns the output tokens of a run, which must have succeeded."""
     assert "error" not in run.result, run.result["error"] + run.log[-4000:]
-    insist_on_backplane(run.result)
+    require_backplane(run.result)
     return [output["token_ids"] for output in run.result["batches"][0]]
 
 
 @pytest.mark.parametrize("name", ["clean", "clean, two cards"])
 def test_a_clean_run_has_the_same_tokens(runs: dict[str, Run], tiny_llama: Path, name: str) -> None:
-    reference.insist_on_no_tie(tiny_llama, IDS, TOKENS)
+    reference.require_no_tie(tiny_llama, IDS, TOKENS)
     assert tokens(runs[name]) == tokens(runs["off"])
     assert re.search(r"Numeric guard: checks the inputs and outputs of \d\d modules", runs[name].log)
     assert "Numeric guard: copies between the host and device sim are checked" in runs[name].log
@@ -109,7 +117,7 @@ def test_a_clean_run_has_the_same_tokens(runs: dict[str, Run], tiny_llama: Path,
 
 
 def test_without_the_guard_the_same_fault_passes_unseen(runs: dict[str, Run]) -> None:
-    """So what the next tests see, the guard has seen."""
+    """Tests that the injected fault raises no error by itself, so that the following tests depend on the guard."""
     assert tokens(runs["unseen"]) != tokens(runs["off"])
 
 
@@ -130,7 +138,7 @@ def test_at_layers_the_layer_is_named(runs: dict[str, Run]) -> None:
 
 
 def test_flipped_bits_are_reported_where_they_make_infinities(runs: dict[str, Run]) -> None:
-    """Of 64 values some lie between 1 and 2, which the highest bit of the exponent makes NaN or infinite."""
+    """Tests flipped exponent bits: of 64 values some are between 1 and 2, and become NaN or infinite."""
     assert "is that of model.layers.3.mlp.act_fn (" in runs["flipped"].report()
 
 
@@ -141,7 +149,10 @@ def test_a_corrupted_copy_is_reported_as_a_copy(runs: dict[str, Run]) -> None:
 
 
 def test_of_two_cards_the_one_at_fault_is_named(runs: dict[str, Run]) -> None:
-    """The other has it from the sum over both, one module later."""
+    """Tests that the report names the card at fault.
+
+    The other card gets NaN one module later, from the sum over both cards, and may report that.
+    """
     assert "error" in runs["two cards"].result
     report = runs["two cards"].report()
     at_fault = re.search(r"rank 1 on card 1 of sim, step (\d+): .* that of model\.layers\.2\.mlp\.act_fn \(", report)
@@ -155,7 +166,7 @@ def test_a_clean_run_on_the_cpu_has_the_same_tokens(cpu_runs: dict[str, Run]) ->
     assert "Numeric guard: copies are not checked on device cpu" in cpu_runs["clean"].log
 
 
-def test_a_bad_weight_is_told_from_a_bad_kernel(cpu_runs: dict[str, Run]) -> None:
+def test_a_bad_weight_is_distinguished_from_a_bad_kernel(cpu_runs: dict[str, Run]) -> None:
     report = cpu_runs["bad weight"].report()
     assert "rank 0 on card 0 of cpu, step 1: " in report
     assert "is that of model.layers.1.mlp.down_proj (" in report

@@ -1,4 +1,4 @@
-"""Serves an architecture from another package (docs/serve/out-of-tree-models.md) and compares it with plain PyTorch."""
+"""Tests a model architecture from another package (docs/serve/out-of-tree-models.md) against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORKERS = {"cpu": 1, "sim": 2}
 VARIABLES = {
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "1GiB",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a spawned process would import all of vLLM again
 }
 
 
@@ -34,14 +34,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Continuation]]:
-    """A checkpoint, and what plain PyTorch answers to each prompt."""
+    """Returns the folder of a checkpoint, and the outputs of plain PyTorch for each prompt."""
     folder = tmp_path_factory.mktemp("parallel")
     weights = plain.save(folder, seed=11)
     expected = [plain.continue_greedily(weights, prompt, TOKENS) for prompt in PROMPTS]
     assert min(answer.smallest_margin for answer in expected) > 5e-3, "near a tie; change the seed"
     for prompt, answer in zip(PROMPTS, expected, strict=True):
         usual = plain.continue_greedily(weights, prompt, TOKENS, in_sequence=True)
-        assert usual.token_ids != answer.token_ids, "side by side or in sequence makes no difference here"
+        assert usual.token_ids != answer.token_ids, "a parallel and a sequential MLP must differ"
     return folder, expected
 
 
@@ -55,10 +55,10 @@ def test_it_is_served(device: str, installed: Path, model: tuple[Path, list[Cont
     request = {"model": "tiny", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     with Server(tmp_path, *given, *workers, variables=variables) as server:
         assert server.text().count(f"Operators on device {device}") == WORKERS[device]
-        answer = server.http.post("/v1/completions", json=request | {"prompt": PROMPTS})
-        assert answer.status_code == 200, answer.text
-    tokens = [choice["token_ids"] for choice in answer.json()["choices"]]
-    assert tokens == [wanted.token_ids for wanted in expected]
+        response = server.http.post("/v1/completions", json=request | {"prompt": PROMPTS})
+        assert response.status_code == 200, response.text
+    tokens = [choice["token_ids"] for choice in response.json()["choices"]]
+    assert tokens == [continuation.token_ids for continuation in expected]
 
 
 LOAD_TWICE = """
@@ -81,7 +81,7 @@ print(json.dumps(states))
 
 
 def test_the_second_time_registers_nothing(installed: Path) -> None:
-    """In one process, where the first time adds the model and its configuration, and nothing else."""
+    """Tests that loading plugins twice in one process registers the model and its configuration exactly once."""
     variables = environment(PYTHONPATH=on_path(installed), VLLM_PLUGINS="parallel_decoder", VLLM_LOGGING_LEVEL="ERROR")
     run = programs.run(programs.command(LOAD_TWICE), env=variables)
     assert run.returncode == 0, run.stderr

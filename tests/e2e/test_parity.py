@@ -1,4 +1,4 @@
-"""fp32 greedy output equals transformers token for token, whichever way the scheduler cuts the work."""
+"""Tests that greedy fp32 output equals that of transformers, with and without chunked prefill and prefix caching."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 
 TOKENS = 64
 FEWER = 24
-"""Of those that are asked again another way: into a second block of the cache, and some tokens further."""
+"""Output tokens of the other runs: enough for a second KV block, and some more."""
 CHUNK = 128
-"""Most tokens in a step of the engine that must cut prompts."""
+"""Largest number of tokens in a step of the engine with chunked prefill."""
 
 
 class Case:
-    """The prompts, by token, with transformers' answers."""
+    """The prompts in tokens, and the outputs of transformers."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
@@ -39,6 +39,7 @@ class Case:
         ]
 
     def expected_for(self, ids: list[int]) -> reference.Continuation:
+        """Returns the output of transformers for a prompt."""
         return self.expected[self.all.index(ids)]
 
 
@@ -69,7 +70,7 @@ def results(case: Case, smollm2: Path, tmp_path_factory: pytest.TempPathFactory)
         max_num_batched_tokens=CHUNK,
         enable_prefix_caching=True,
     )
-    # In a new interpreter, as a user's program is.
+    # In a new interpreter with unmodified vLLM, like the program of a user.
     return run_engines(tmp_path_factory.mktemp("parity"), [whole, cut], warm=False)
 
 
@@ -80,7 +81,7 @@ def test_there_are_enough_prompts_and_some_are_long(case: Case) -> None:
 
 
 def test_no_expected_token_is_a_tie(case: Case) -> None:
-    """Equality of tokens is a fair demand only where transformers itself is not in doubt."""
+    """Tests that no expected token is near a tie, where rounding could choose another token."""
     assert min(answer.smallest_margin for answer in case.expected) > 1e-3
 
 
@@ -108,6 +109,7 @@ def test_tokens_equal_transformers(
 
 
 def difference(ids: list[int], output: dict[str, Any], expected: reference.Continuation) -> str:
+    """Describes where an output first differs from the expected one."""
     pairs = zip(output["token_ids"], expected.token_ids, strict=False)
     place = next(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs)
     return f"prompt of {len(ids)} tokens, first difference at output token {place}"
@@ -115,7 +117,7 @@ def difference(ids: list[int], output: dict[str, Any], expected: reference.Conti
 
 @pytest.mark.feature("Serving: async scheduling off", "cpu")
 def test_tokens_equal_transformers_without_async_scheduling(case: Case, results: list[Result]) -> None:
-    """vLLM's default is on, and the device without streams turns it off."""
+    """Tests the default of the cpu device: async scheduling is off, because the device has no streams."""
     assert [result["async_scheduling"] for result in results] == [False, False]
     answers = [output["token_ids"] for output in results[0]["batches"][0]]
     assert answers == [case.expected_for(ids).token_ids for ids in case.all]
@@ -126,7 +128,7 @@ def test_fp32_ran_as_fp32(results: list[Result]) -> None:
 
 
 def test_prefixes_were_reused(case: Case, results: list[Result]) -> None:
-    """Otherwise the tests above compare nothing that a prefix hit could get wrong."""
+    """Tests that the prefix cache had hits, without which the tests above would not test it."""
     whole, cut = results
     assert all(not output["num_cached_tokens"] for done in whole["batches"] for output in done)
     first, again, together = cut["batches"]

@@ -1,12 +1,14 @@
-"""Tests the patch _set_default_chunked_prefill_and_prefix_caching_args in a running engine: arguments from Python are
-applied, or refused as on a command line."""
+"""Tests the patch _set_default_chunked_prefill_and_prefix_caching_args in a running engine.
+
+Arguments from Python must be applied, or refused as on a command line.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from engine import batch, greedy, insist_on_backplane, job, try_engines
+from engine import batch, greedy, job, require_backplane, try_engines
 from transformers import JambaConfig
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
@@ -25,7 +27,7 @@ def test_an_engine_runs_with_it(tiny_llama: Path, tmp_path: Path) -> None:
     assert "JambaForCausalLM carries a recurrent state" in refused["error"]
     assert "remove --enable-prefix-caching" in refused["error"]
     assert "error" not in done, done["error"]
-    insist_on_backplane(done)
+    require_backplane(done)
     assert done["async_scheduling"] is True
     assert len(done["batches"][0][0]["token_ids"]) == 4
     logged = log.read_text()

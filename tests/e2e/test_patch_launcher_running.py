@@ -6,31 +6,31 @@ import re
 import signal
 
 import pytest
-from endings import AT_LAST, TWO, Request, Starter, called, ends_by_itself
+from ending_servers import HANG_SECONDS, TWO_WORKERS, Request, Starter, processes_titled, wait_for_exit
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 
 def test_a_killed_engine_ends_the_server(start: Starter) -> None:
     server = start(warm=False)
-    (engine,) = called(server, "EngineCore")
+    (engine,) = processes_titled(server, "EngineCore")
     request = Request(server)
     server.descendants()
     engine.send_signal(signal.SIGKILL)
-    status = ends_by_itself(server)
-    assert status != 0, "a supervisor of the server would see success"
+    status = wait_for_exit(server)
+    assert status != 0, "the exit status must report the failure"
     log = server.text().lower()
-    assert re.search(r"engine ?core.* (died|exited unexpectedly)", log), "the log does not report that it died"
-    assert "the server exits because its engine died" in log, "another error ended it"
+    assert re.search(r"engine ?core.* (died|exited unexpectedly)", log), "the log must report the death of the engine"
+    assert "the server exits because its engine died" in log, "no other error may end the server"
     request.must_have_failed()
 
 
 def test_ctrl_c_waits_for_no_stream(start: Starter) -> None:
-    """A terminal signals every process of the foreground group, so the engine and the server stop at once."""
-    server = start(*TWO, warm=False)
+    """Tests Ctrl-C during a stream. A terminal signals all processes of the foreground group, also the engine."""
+    server = start(*TWO_WORKERS, warm=False)
     request = Request(server)
     server.descendants()
     server.signal_group(signal.SIGINT)
-    ends_by_itself(server)
-    request.join(AT_LAST)
-    assert not request.is_alive(), "the client was left waiting"
+    wait_for_exit(server)
+    request.join(HANG_SECONDS)
+    assert not request.is_alive(), "the client must not wait for ever"

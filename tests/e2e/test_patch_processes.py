@@ -1,6 +1,6 @@
 """Tests that patches reach the main process, the engine core and the workers, for each way in which vLLM starts them.
 
-A distribution on the path announces three patches, and each records the process in which it ran.
+A distribution on PYTHONPATH provides patches, and each patch records the process in which it ran.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from vllm_patchbay.patch import Patch, Process
     fingerprints={{"0.32.0": "{fingerprint}"}},
     on_import={on_import},
 )
-def noted_{name}(self, *args, **kwargs):
-    with open(os.environ["PATCH_NOTES"], "a") as notes:
+def recorded_{name}(self, *args, **kwargs):
+    with open(os.environ["PATCH_RECORDS"], "a") as records:
         kind = type(multiprocessing.current_process()).__name__
         line = {{"patch": "{name}", "pid": os.getpid(), "kind": kind}}
-        notes.write(json.dumps(line) + "\\n")
-    return noted_{name}.original(self, *args, **kwargs)
+        records.write(json.dumps(line) + "\\n")
+    return recorded_{name}.original(self, *args, **kwargs)
 """
 
 
@@ -70,25 +70,25 @@ def distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distribution")
     index = SymbolIndex(installed_tree())
     for process, target in TARGETS.items():
-        package = folder / "noted_patches" / process
+        package = folder / "recorded_patches" / process
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
         _write(package, index, target, process)
-    _write(folder / "noted_patches" / "worker", index, USED, "used", on_import=True)
-    unused = _write(folder / "noted_patches" / "worker", index, UNUSED, "unused", on_import=True)
+    _write(folder / "recorded_patches" / "worker", index, USED, "used", on_import=True)
+    unused = _write(folder / "recorded_patches" / "worker", index, UNUSED, "unused", on_import=True)
     unused.write_text(unused.read_text() + "raise RuntimeError('loaded although the model is not used')\n")
-    (folder / "noted_patches" / "__init__.py").touch()
-    metadata = folder / "noted_patches-1.0.dist-info"
+    (folder / "recorded_patches" / "__init__.py").touch()
+    metadata = folder / "recorded_patches-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: noted-patches\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[vllm_backplane.patches]\nnoted = noted_patches\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: recorded-patches\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[vllm_backplane.patches]\nrecorded = recorded_patches\n")
     return folder
 
 
-def _variables(distribution: Path, notes: Path, method: str) -> dict[str, str | None]:
+def _variables(distribution: Path, records: Path, method: str) -> dict[str, str | None]:
     return {
         "PYTHONPATH": on_path(distribution),
-        "PATCH_NOTES": str(notes),
+        "PATCH_RECORDS": str(records),
         "VLLM_WORKER_MULTIPROC_METHOD": method,
     }
 
@@ -97,28 +97,31 @@ STARTED_BY = {"fork": "ForkProcess", "spawn": "SpawnProcess"}
 """Name of Python's class of child processes, by start method."""
 
 
-def _ran_in(notes: Path) -> tuple[dict[str, set[int]], dict[str, set[str]]]:
+def _ran_in(records: Path) -> tuple[dict[str, set[int]], dict[str, set[str]]]:
     """Returns the process ids and the kinds of processes, by patch."""
     pids: dict[str, set[int]] = {}
     kinds: dict[str, set[str]] = {}
-    for line in notes.read_text().splitlines():
-        note = json.loads(line)
-        pids.setdefault(note["patch"], set()).add(note["pid"])
-        kinds.setdefault(note["patch"], set()).add(note["kind"])
+    for line in records.read_text().splitlines():
+        record = json.loads(line)
+        pids.setdefault(record["patch"], set()).add(record["pid"])
+        kinds.setdefault(record["patch"], set()).add(record["kind"])
     return pids, kinds
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
-    """Starts an engine whose two workers have processes of their own. Under fork, it first starts one whose worker is
-    in its own process; test_online does that under spawn."""
-    notes = tmp_path / "notes"
+    """Tests an engine whose two workers have their own processes.
+
+    Under fork, it also tests an engine whose worker is in the process of the engine. test_online tests that under
+    spawn.
+    """
+    records = tmp_path / "records"
     work = batch([[1, 2, 3]], greedy(2))
     jobs = [job(tiny_llama, work)] if method == "fork" else []
     jobs.append(job(tiny_llama, work, tensor_parallel_size=2))
-    results, log = try_engines(tmp_path, jobs, _variables(distribution, notes, method), warm=False)
+    results, log = try_engines(tmp_path, jobs, _variables(distribution, records, method), warm=False)
     assert not any("error" in result for result in results), results
-    where, kinds = _ran_in(notes)
+    where, kinds = _ran_in(records)
     assert set(where) == {"platform", "engine", "worker", "used"}, tail(log)
     assert len(where["platform"]) == 1
     assert len(where["engine"]) == len(jobs)
@@ -129,16 +132,16 @@ def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pa
     assert where["used"] == where["worker"]
     assert kinds["engine"] == kinds["worker"] == {STARTED_BY[method]}
     logged = log.read_text()
-    assert re.search(r"Patches of vLLM: .*noted_platform applied, noted_engine applied\b", logged)
-    assert "Patch noted_worker applied to" in logged
+    assert re.search(r"Patches of vLLM: .*recorded_platform applied, recorded_engine applied\b", logged)
+    assert "Patch recorded_worker applied to" in logged
 
 
 @pytest.fixture(scope="module")
 def drifted(distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the same distribution, but the engine's patch was written for another source of its target."""
+    """Returns a copy of the distribution in which the engine's patch was written for another source of its target."""
     copy = tmp_path_factory.mktemp("drifted")
     shutil.copytree(distribution, copy, dirs_exist_ok=True)
-    patch = copy / "noted_patches" / "engine" / "patch_core.py"
+    patch = copy / "recorded_patches" / "engine" / "patch_core.py"
     source = SymbolIndex(installed_tree()).normalised_source_of(*TARGETS["engine"].split(":"))
     assert "self.scheduler.has_requests()" in source
     before = take_fingerprint(source.replace("has_requests", "had_requests"))
@@ -147,9 +150,9 @@ def drifted(distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
-    """Starts a server under spawn, with one patch that has drifted and is applied nevertheless."""
-    notes = tmp_path / "notes"
-    variables = {**_variables(drifted, notes, "spawn"), "BACKPLANE_PATCH_DRIFT": "warn"}
+    """Tests a server under spawn, with one patch that has drifted and is applied because drift is only a warning."""
+    records = tmp_path / "records"
+    variables = {**_variables(drifted, records, "spawn"), "BACKPLANE_PATCH_DRIFT": "warn"}
     arguments = [
         str(tiny_llama),
         "--max-model-len",
@@ -163,7 +166,7 @@ def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
         answer = server.client().completions.create(model=str(tiny_llama), prompt=[1, 2, 3], max_tokens=2)
         assert answer.usage is not None
         logged = server.text()
-    where, kinds = _ran_in(notes)
+    where, kinds = _ran_in(records)
     assert set(where) == {"platform", "engine", "worker", "used"}
     assert where["worker"] == where["engine"]
     assert not where["engine"] & where["platform"]
@@ -171,7 +174,7 @@ def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
     assert DRIFTED in logged
 
 
-DRIFTED = "noted_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was"
+DRIFTED = "recorded_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was"
 
 
 def test_a_drifted_patch_stops_the_start_with_a_diff(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
@@ -183,8 +186,8 @@ def test_a_drifted_patch_stops_the_start_with_a_diff(drifted: Path, tiny_llama: 
         """
     )
     (tmp_path / "start.py").write_text(script)
-    notes = tmp_path / "notes"
-    variables: dict[str, str | None] = {"PYTHONPATH": on_path(drifted), "PATCH_NOTES": str(notes)}
+    records = tmp_path / "records"
+    variables: dict[str, str | None] = {"PYTHONPATH": on_path(drifted), "PATCH_RECORDS": str(records)}
     with Child([sys.executable, "start.py"], tmp_path / "log", variables) as child:
         assert child.wait(120) != 0
         logged = child.text()
@@ -192,4 +195,4 @@ def test_a_drifted_patch_stops_the_start_with_a_diff(drifted: Path, tiny_llama: 
     assert "BACKPLANE_PATCH_DRIFT=warn" in logged
     assert "- (1 line removed or changed)" in logged
     assert re.search(r"^.*  \+ .*self\.scheduler\.has_requests\(\)", logged, re.MULTILINE)
-    assert not notes.exists()
+    assert not records.exists()

@@ -28,7 +28,7 @@ def test_the_end_to_end_test_of_a_new_patch(tmp_path: Path) -> None:
     assert main(["new", target, *where, *TEXTS]) == 0
     test = tmp_path / "tests" / "e2e" / "test_patch_core_running.py"
     done = _pytest(tmp_path, test)
-    assert "1 failed" in done.stdout, done.stdout  # no distribution announces the package yet
+    assert "1 failed" in done.stdout, done.stdout  # no distribution has an entry point for the package yet
     assert "step applied" in done.stdout, done.stdout  # the assertion that failed
     metadata = tmp_path / "fresh-1.0.dist-info"
     metadata.mkdir()

@@ -1,4 +1,4 @@
-"""`--quantization int8` and `int4`: the default model still answers, near what its decoded weights give."""
+"""Tests `--quantization int8` and `int4`: outputs are near those of transformers with the decoded weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import quantized_reference
 import reference
 import torch
-from architecture import COMMON
-from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
+from engine import Result, batch, greedy, job, require_backplane, run_engines, try_engines
+from model_spec import COMMON
 from processes import on_path, tail
 from server import Server
 from tiny_models import randomize
@@ -25,11 +25,12 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 
 QUESTIONS = ("The capital of France is", "The opposite of hot is")
 ANSWERS = ("Paris", "cold")
-"""Begun sentences, because the first word of the chat answer leads by 0.08 alone in float32."""
+"""Expected words after QUESTIONS. These are beginnings of sentences and not chats, because even in float32 the first
+word of the chat output has a margin of only 0.08."""
 TOLERANCES = {"four layers": (0.03, 0.12), "thirty layers": (0.15, 0.8)}
-"""Mean and largest absolute difference of log-probabilities, two to four times what is measured. Sums in another order
-make an input fall on the other side of a rounding now and then. From layer to layer that grows, until after thirty the
-roundings have little to do with each other."""
+"""Limits of the mean and the largest absolute difference of log-probabilities: two to four times what was measured.
+Another order of summation sometimes rounds an input the other way. The effect grows from layer to layer, and after
+thirty layers most roundings differ."""
 IDS = ([7, 300, 21, 9000, 44], list(range(1000, 1100)))
 FORMATS = tuple(ONLINE)
 TOKENS = 8
@@ -42,14 +43,15 @@ MIXTURE = {
     "moe_intermediate_size": 64,
     "norm_topk_prob": True,
 }
-"""Each token goes to all experts: where two are nearly equally likely, rounding would choose the other one."""
+"""A mixture in which each token goes to all experts. Otherwise rounding could choose another expert where two have
+nearly equal probabilities."""
 MIXTURE_IDS = ([3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)])
 CHECKPOINT = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
 LIMITS = {"max_model_len": 512, "max_num_batched_tokens": 512}
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
 PAGE = Path(__file__).resolve().parents[2] / "docs/serve/quantization.md"
 [EXAMPLE] = re.findall(r"^vllm-backplane serve (.*--quantization (\w+).*)$", PAGE.read_text(), re.MULTILINE)
-"""Arguments, and the format."""
+"""The arguments and the format of the command on the page."""
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mixture_jobs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns jobs that serve the mixture in each format."""
     work = batch(MIXTURE_IDS, greedy(1, prompt_logprobs=0))
     limits: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     return {f"experts, {name}": job(folder, work, quantization=name, **limits) for name in FORMATS}
@@ -92,13 +95,13 @@ def results(
     text: list[int],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Result]:
-    """By name; the last is to be refused."""
+    """Returns the results by name. The last engine must be refused, and the others must run."""
     small = batch(IDS, greedy(TOKENS, logprobs=0, prompt_logprobs=0))
-    asked = (
+    batches = (
         batch([tokenizer.encode(text) for text in QUESTIONS], greedy(2)),
         batch([text], greedy(1, prompt_logprobs=0)),
     )
-    jobs = {name: job(smollm2, *asked, quantization=name, **LIMITS) for name in FORMATS}
+    jobs = {name: job(smollm2, *batches, quantization=name, **LIMITS) for name in FORMATS}
     jobs["one worker"] = job(tiny_llama, small, quantization="int4")
     jobs["two workers"] = job(tiny_llama, small, quantization="int4", tensor_parallel_size=2)
     jobs |= mixture_jobs(mixture)
@@ -109,7 +112,7 @@ def results(
     done, log = try_engines(tmp_path_factory.mktemp("quantization"), list(jobs.values()))
     for result in done[:-1]:
         assert "error" not in result, f"{result['error']}\n{tail(log)}"
-        insist_on_backplane(result)
+        require_backplane(result)
     return dict(zip(jobs, done, strict=True))
 
 
@@ -122,13 +125,14 @@ def on_sim(tiny_llama: Path, mixture: Path, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_it_knows_what_it_knew(results: dict[str, Result], tokenizer: Any, name: str) -> None:
+def test_quantized_models_complete_facts(results: dict[str, Result], tokenizer: Any, name: str) -> None:
     done = [tokenizer.decode(output["token_ids"]) for output in results[name]["batches"][0]]
     assert all(answer in text for text, answer in zip(done, ANSWERS, strict=True)), done
 
 
 @cache
 def of_decoded_weights(folder: Path, name: str, text: tuple[int, ...]) -> list[float]:
+    """Returns the log-probabilities of `text` by transformers with weights that were quantized and decoded."""
     return reference.prompt_logprobs(quantized_reference.load(folder, ONLINE[name], HEAD), text)
 
 
@@ -147,27 +151,27 @@ def test_the_command_of_the_page(
     device: str, variables: dict[str, str], smollm2: Path, text: list[int], tmp_path: Path
 ) -> None:
     arguments, name = EXAMPLE
-    assert name == "int4", "which is what the mark says"
+    assert name == "int4", "the feature mark of this test names int4"
     limits = [word for option, value in LIMITS.items() for word in (f"--{option.replace('_', '-')}", str(value))]
     given = (*shlex.split(arguments), *limits, "--max-num-seqs", "4", "--dtype", "float32")
-    questions = ("--worker-extension-cls", "worker_questions.OverHttp")
-    asking = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": on_path(Path(__file__).parent)}
-    asking["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # not spawned: each process would import all of vLLM again
-    with Server(tmp_path, *given, *questions, variables=asking | variables) as server:
+    extension = ("--worker-extension-cls", "worker_rpc.OverHttp")
+    common = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": on_path(Path(__file__).parent)}
+    common["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # a spawned process would import all of vLLM again
+    with Server(tmp_path, *given, *extension, variables=common | variables) as server:
         assert f"Operators on device {device}:" in server.text()
         request = {"prompt": text, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0}
-        answer = server.http.post("/v1/completions", json=request)
-        assert answer.status_code == 200, answer.text
-        [weights] = server.http.post("/collective_rpc", json={"method": "asked_for_types"}).json()["results"]
-    # What rounding changes in all is less than what tolerances of thirty layers allow.
+        response = server.http.post("/v1/completions", json=request)
+        assert response.status_code == 200, response.text
+        [weights] = server.http.post("/collective_rpc", json={"method": "rpc_weight_types"}).json()["results"]
+    # The tolerance for thirty layers would also accept unquantized weights, so their types are checked too.
     assert weights["codes"] > weights["others"], weights
-    [choice] = answer.json()["choices"]
-    told = [one and one[str(token)]["logprob"] for one, token in zip(choice["prompt_logprobs"], text, strict=True)]
-    assert_near(told, of_decoded_weights(smollm2, name, tuple(text)), "thirty layers")
+    [choice] = response.json()["choices"]
+    logprobs = [one and one[str(token)]["logprob"] for one, token in zip(choice["prompt_logprobs"], text, strict=True)]
+    assert_near(logprobs, of_decoded_weights(smollm2, name, tuple(text)), "thirty layers")
 
 
 def test_a_small_model_is_nearer(results: dict[str, Result], tiny_llama: Path) -> None:
-    """Its head is not tied. Without quantization it is further away than the tolerance."""
+    """Tests a small model with an untied head; unquantized weights would exceed its tolerance."""
     decoded, full = quantized_reference.load(tiny_llama, ONLINE["int4"], HEAD), reference.load(tiny_llama)
     for ids, output in zip(IDS, results["one worker"]["batches"][0], strict=True):
         assert_near(output["prompt_logprobs"], reference.prompt_logprobs(decoded, ids), "four layers")
@@ -187,7 +191,7 @@ def test_another_device_quantizes(on_sim: dict[str, Result], tiny_llama: Path, n
 @pytest.mark.feature("Format: online quantization: {name}, experts", "cpu")
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts_are_near_their_decoded_weights(results: dict[str, Result], mixture: Path, name: str) -> None:
-    """With 4 bits on two workers: each has a part of every expert."""
+    """Tests experts; with 4 bits on two workers, each of which has a part of every expert."""
     assert_mixture_near(results[f"experts, {name}"], mixture, name)
 
 
@@ -198,7 +202,7 @@ def test_another_device_quantizes_experts(on_sim: dict[str, Result], mixture: Pa
 
 
 def assert_mixture_near(result: Result, mixture: Path, name: str) -> None:
-    """And not as near to what experts without quantization give."""
+    """Fails unless the result is near decoded experts, and clearly further from unquantized experts."""
     decoded = quantized_reference.load(mixture, ONLINE[name], HEAD)
     full = quantized_reference.load(mixture, ONLINE[name], HEAD, experts=False)
     near, far = [], []
@@ -210,6 +214,7 @@ def assert_mixture_near(result: Result, mixture: Path, name: str) -> None:
 
 
 def assert_near(ours: list[float | None], expected: list[float], kind: str) -> None:
+    """Fails unless the log-probabilities are within the tolerances of `kind`."""
     differences = compared(ours, expected)
     mean, largest = sum(differences) / len(differences), max(differences)
     print(f"mean {mean:.4f}, largest {largest:.4f}")
@@ -218,21 +223,25 @@ def assert_near(ours: list[float | None], expected: list[float], kind: str) -> N
 
 
 def compared(ours: list[float | None], expected: list[float]) -> list[float]:
+    """Returns the absolute differences of log-probabilities; the first token has none."""
     assert ours[0] is None
     return [abs(one - other) for one, other in zip(ours[1:], expected, strict=True) if one is not None]
 
 
 def test_two_workers_compute_what_one_does(results: dict[str, Result]) -> None:
-    """Parts of a row are whole groups, so codes are the same; sums in another order move some roundings."""
+    """Tests two workers against one: their codes are the same, and another order of summation changes some roundings.
+
+    The codes are the same because the parts of a row are whole groups.
+    """
     same = 0
     for one, two in zip(*(results[name]["batches"][0] for name in ("one worker", "two workers")), strict=True):
         pairs = enumerate(zip(one["token_ids"], two["token_ids"], strict=True))
         parted = next((place for place, (ours, theirs) in pairs if ours != theirs), len(one["token_ids"]))
         same += parted
-        # Where they part, two tokens were near a tie; what follows is about another text.
+        # Where the tokens first differ, two of them were near a tie; later tokens continue different texts.
         assert two["logprobs"][: parted + 1] == pytest.approx(one["logprobs"][: parted + 1], abs=0.1)
         assert two["prompt_logprobs"][1:] == pytest.approx(one["prompt_logprobs"][1:], abs=0.1)
-    assert same >= TOKENS, "of twice as many"
+    assert same >= TOKENS, "at least half of all tokens must be equal"
 
 
 def test_embeddings_stay_near(results: dict[str, Result]) -> None:

@@ -1,5 +1,4 @@
-"""While weights are quantized at loading, or quantized ones are laid out anew, memory stays near what they take in the
-end."""
+"""Tests that quantizing weights at loading, or repacking quantized ones, needs little more memory than the result."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ import torch
 pytestmark = [pytest.mark.server]
 
 LIMIT = 1.2
-"""Most memory while loading, over the size of the weights in the end."""
+"""Largest allowed memory peak while loading, as a multiple of the size of the loaded weights."""
 GROUP = 128
 WIDTHS = {
     "hidden_size": 896,
@@ -27,7 +26,7 @@ WIDTHS = {
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
 }
-"""Of Qwen2.5-0.5B, with a quarter of its layers."""
+"""Sizes of Qwen2.5-0.5B, with a quarter of its layers."""
 SMALL = {
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -86,20 +85,23 @@ SCHEMES: dict[str, tuple[dict[str, Any], Callable[[int, int], Tensors]]] = {
     "W8A16": (made.compressed(8, GROUP), lambda i, o: _packed(i, o, 8)),
     "W8A8": (made.compressed_int8(), _int8),
 }
-"""The configuration, and a layer's tensors."""
+"""The quantization config and a function that makes the tensors of a layer, by scheme."""
 ONLINE = {"int8": (True, False), "int4": (False, False), "int4, experts": (False, True)}
-"""Whether the head is tied to the embedding, and whether it is a mixture."""
+"""Cases of online quantization: whether the head is tied to the embedding, and whether the model has experts."""
 MIXTURES = ("AWQ", "W8A8")
-"""Schemes whose experts are loaded as well: codes in words, and codes one by one."""
+"""Schemes that are also loaded with experts: one packs several codes into a word, and the other does not."""
 SHARED = {"GPTQ, by activation, shared": ("GPTQ, by activation", False), "AWQ experts, shared": ("AWQ", True)}
-"""The scheme, and whether it is a mixture."""
+"""Cases of the load format `backplane_shared`: the scheme, and whether the model has experts."""
 EXPERTS = {"num_experts": 24, "moe_intermediate_size": 512, "num_experts_per_tok": 2}
-"""A layer's outweigh its attention many times."""
+"""Configuration of the experts, which are much larger than the attention of a layer."""
 
 
 def save(folder: Path, tied: bool, mixture: bool, widths: dict[str, int] = WIDTHS) -> Path:
-    """With a vocabulary that outweighs a layer many times; of a mixture with few layers, each of which takes as it
-    is stored nearly as much as all of them in the end."""
+    """Saves an unquantized model, and returns the folder.
+
+    The vocabulary is much larger than a layer. With experts, the model has few layers, and each of them takes nearly as
+    much memory before its quantization as all of them take after it.
+    """
     import transformers
 
     kind, changes = "Qwen2", {"vocab_size": 64000 if widths is WIDTHS else 512}
@@ -122,8 +124,11 @@ def save(folder: Path, tied: bool, mixture: bool, widths: dict[str, int] = WIDTH
 def save_scheme(
     folder: Path, name: str, widths: dict[str, int] = WIDTHS, *, mixture: bool = False, distinct: bool = False
 ) -> Path:
-    """With a vocabulary that weighs little, which is not quantized. `distinct`: no two tensors are alike, which a model
-    that shares its weights would have once."""
+    """Saves a quantized model, and returns the folder.
+
+    The unquantized vocabulary is small. With `distinct`, no two tensors are equal, because a model with shared weights
+    would store equal ones once.
+    """
     import transformers
     from safetensors.torch import save_file
 
@@ -173,7 +178,7 @@ def save_scheme(
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What memory was taken; one process loads all."""
+    """Returns the measured memory by case. One process loads all models."""
     folder = tmp_path_factory.mktemp("checkpoints")
     folders = {}
     for name, kind in ONLINE.items():
@@ -211,19 +216,17 @@ def test_the_peak_is_near_the_end(found: dict[str, dict[str, Any]], name: str) -
     memory = found[name]
     print(f"{name}: {memory}, {memory['peak'] / memory['weights']:.3f}")
     if name in ONLINE:
-        assert memory["weights"] < memory["full"], "nothing was quantized"
+        assert memory["weights"] < memory["full"], "weights must be quantized"
     else:
-        assert memory["weights"] == pytest.approx(memory["full"], rel=0.1), "something was expanded"
-    assert memory["after"] > 0.95 * memory["weights"], "the weights are elsewhere, and the peak says nothing"
+        assert memory["weights"] == pytest.approx(memory["full"], rel=0.1), "weights must stay quantized"
+    assert memory["after"] > 0.95 * memory["weights"], "the weights must be in the memory that is measured"
     assert memory["peak"] < LIMIT * memory["weights"], memory
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_weights_of_a_checkpoint_are_shared_where_that_is_asked_for(
-    found: dict[str, dict[str, Any]], name: str
-) -> None:
-    """`--load-format backplane_shared`: a second model of the same checkpoint takes next to nothing of its own."""
+def test_a_second_model_shares_the_weights_of_a_checkpoint(found: dict[str, dict[str, Any]], name: str) -> None:
+    """Tests `--load-format backplane_shared`: a second model of the checkpoint needs almost no memory of its own."""
     memory = found[name]
     print(f"{name}: {memory}")
-    assert memory["weights"] > 0.9 * memory["full"], "some tensors of the model itself are alike"
+    assert memory["weights"] > 0.9 * memory["full"], "the tensors of the model must differ from each other"
     assert memory["after"] < 0.25 * memory["weights"] < memory["peak"], memory

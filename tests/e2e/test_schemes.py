@@ -1,5 +1,4 @@
-"""Checkpoints of GPTQ, AWQ and compressed-tensors served as they are, compared with transformers on the weights that
-they stand for."""
+"""Tests checkpoints of GPTQ, AWQ and compressed-tensors against transformers with the decoded weights."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import perceiving
+import multimodal_models
 import pytest
 import reference
 import scheme_checkpoints as made
 import torch
-from architecture import COMMON
-from engine import Result, batch, greedy, insist_on_backplane, job, run_engines, try_engines
+from engine import Result, batch, greedy, job, require_backplane, run_engines, try_engines
+from model_spec import COMMON
 from processes import tail
 from server import LIMITS, VLLM, Server
 from tiny_models import randomize
@@ -27,26 +26,30 @@ pytestmark = pytest.mark.server
 PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(24)]]
 TOKENS = 8
 ROUNDED = 0.03
-"""Of log-probabilities where the inputs of products are rounded to 8 bits, in the mean."""
+"""Largest allowed mean difference of log-probabilities, where the inputs of matrix products are rounded to 8 bits."""
 FORK = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-"""Not spawned: each process would import all of vLLM again."""
+"""Environment variables of servers. A spawned process would import all of vLLM again."""
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
 
 
 @dataclass(frozen=True)
 class Scheme:
+    """A quantization scheme of checkpoints, and the model that is stored in it."""
+
     config: Mapping[str, Any]
+    """The quantization config of the checkpoint."""
     make: Callable[..., made.Stored]
-    """Of inputs, outputs and a seed."""
+    """Function of the inputs, the outputs and a seed, which makes a layer."""
     engine: Mapping[str, Any]
+    """Arguments of the engine."""
     mixture: bool = False
-    """A model with experts."""
+    """Whether the model has experts."""
     by_token: bool = False
-    """The scheme itself rounds inputs to 8 bits, one scale per token."""
+    """Whether the scheme itself rounds inputs to 8 bits, with one scale per token."""
 
 
 def _by_activation(inputs: int, outputs: int, seed: int) -> made.Stored:
-    return made.gptq(inputs, outputs, 4, 32, seed=seed, by_activation=inputs)  # equal for parts that are fused
+    return made.gptq(inputs, outputs, 4, 32, seed=seed, by_activation=inputs)  # fused layers need the same order
 
 
 def _plain(inputs: int, outputs: int, seed: int) -> made.Stored:
@@ -55,7 +58,7 @@ def _plain(inputs: int, outputs: int, seed: int) -> made.Stored:
 
 SCHEMES = {
     "GPTQ, 4 bits": Scheme(made.GPTQ, _plain, {}),
-    # Columns are quantized by activation, into groups that were there before: g_idx has the plain order.
+    # Columns were quantized in activation order, but in groups that were fixed before, so g_idx is in plain order.
     "GPTQ, 4 bits, static groups": Scheme({**made.GPTQ, "desc_act": True, "static_groups": True}, _plain, {}),
     "GPTQ, 4 bits, activation order": Scheme({**made.GPTQ, "desc_act": True}, _by_activation, {}),
     "GPTQ, 8 bits, zero points, experts": Scheme(
@@ -86,7 +89,7 @@ SCHEMES = {
         made.compressed(4, 32), lambda i, o, s: made.pack_quantized(i, o, 4, 32, seed=s), {}, mixture=True
     ),
 }
-"""Models with experts have attention whose layers are of the scheme, too."""
+"""The schemes by name. In models with experts, the attention layers are quantized too."""
 ROWS = {
     "GPTQ, 8 bits, zero points, experts": ("GPTQ, 8 bits, zero points", "GPTQ, experts"),
     "AWQ, experts, two workers": ("AWQ", "AWQ, experts, two workers"),
@@ -95,7 +98,7 @@ ROWS = {
     "W8A16, experts": ("compressed-tensors W8A16", "compressed-tensors W8A16, experts"),
     "W8A8, experts": ("compressed-tensors W8A8", "compressed-tensors W8A8, experts"),
 }
-"""Of the table of features, where they are not called as the scheme is."""
+"""Names in docs/features.toml of the schemes that have another name there."""
 MIXTURE = {
     **COMMON,
     "head_dim": 32,
@@ -104,14 +107,15 @@ MIXTURE = {
     "moe_intermediate_size": 64,
     "norm_topk_prob": True,
 }
-"""Each token goes to all experts: where two are nearly equally likely, rounding would choose the other one."""
+"""A mixture in which each token goes to all experts. Otherwise rounding could choose another expert where two have
+nearly equal probabilities."""
 BY_ACTIVATION = "GPTQ, 4 bits, activation order"
 PAGE = Path(__file__).resolve().parents[2] / "docs/serve/checkpoints.md"
 [EXAMPLE] = re.findall(r"^vllm serve (.*gptq.*)$", PAGE.read_text(), re.MULTILINE)
 
 
 def named(*devices: str, names: Iterable[str] = SCHEMES) -> list[Any]:
-    """The schemes as parameters of a test that shows them on these devices."""
+    """Returns the schemes as parameters of a test that demonstrates them on these devices."""
     return [
         pytest.param(name, marks=[pytest.mark.feature(f"Format: {row}", *devices) for row in ROWS.get(name, (name,))])
         for name in names
@@ -119,6 +123,8 @@ def named(*devices: str, names: Iterable[str] = SCHEMES) -> list[Any]:
 
 
 class ByToken(torch.nn.Module):
+    """A linear layer that rounds its inputs to 8 bits, with one scale per token."""
+
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight = weight
@@ -129,7 +135,10 @@ class ByToken(torch.nn.Module):
 
 
 def quantized_parts(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names in a checkpoint, without the last part, and the weights: views of what transformers keeps together."""
+    """Yields the name in the checkpoint, without its last part, and the weight of each quantized layer.
+
+    The weights are views of the model's parameters, so the caller can write into them.
+    """
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             yield name, module.weight.data
@@ -142,7 +151,7 @@ def quantized_parts(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def write(folder: Path, scheme: Scheme) -> Any:
-    """The checkpoint, and transformers' model with its weights."""
+    """Writes a checkpoint, and returns the transformers model with the decoded weights."""
     import transformers
     from safetensors.torch import save_file
 
@@ -178,6 +187,7 @@ def models(folder: Path) -> dict[str, Any]:
 
 
 def jobs_for(folder: Path, *names: str) -> list[dict[str, Any]]:
+    """Returns the jobs that serve the named schemes."""
     work = batch(PROMPTS, greedy(TOKENS, logprobs=0))
     limits: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     return [job(folder / name, work, **limits, **SCHEMES[name].engine) for name in names]
@@ -187,22 +197,22 @@ def jobs_for(folder: Path, *names: str) -> list[dict[str, Any]]:
 def outcomes(
     folder: Path, models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Result], Result]:
-    """By name, and one that is to be refused; one process runs all engines."""
+    """Returns the results by name, and the result of an engine that must be refused. One process runs all engines."""
     jobs = jobs_for(folder, *SCHEMES)
     jobs.append(job(folder / "AWQ, 8 bits", hf_overrides={"quantization_config": {**made.GPTQ, "bits": 3}}))
     results, log = try_engines(tmp_path_factory.mktemp("engines"), jobs)
     for result in results[:-1]:
         assert "error" not in result, f"{result['error']}\n{tail(log)}"
-        insist_on_backplane(result)
+        require_backplane(result)
     return dict(zip(SCHEMES, results[:-1], strict=True)), results[-1]
 
 
 def distance(result: Result, model: Any) -> float:
-    """Of log-probabilities, in the mean."""
+    """Returns the mean absolute difference of log-probabilities between an engine and a transformers model."""
     differences = []
     for ids, output in zip(PROMPTS, result["batches"][0], strict=True):
         answer = output["token_ids"]
-        # What transformers gives to the engine's own tokens: one near tie does not spoil what follows.
+        # transformers scores the engine's own tokens, so that a near tie does not affect the tokens after it.
         expected = reference.prompt_logprobs(model, [*ids, *answer])[len(ids) - 1 :]
         differences += [abs(one - other) for one, other in zip(output["logprobs"], expected, strict=True)]
     print(f"log-probabilities differ by {sum(differences) / len(differences):.4f}, at most {max(differences):.4f}")
@@ -217,7 +227,7 @@ def test_answers_are_those_of_the_decoded_weights(
 
 
 def test_the_order_by_activation_is_seen(outcomes: tuple[dict[str, Result], Result], models: dict[str, Any]) -> None:
-    """The same codes and scales in the plain order give something else."""
+    """Tests that the activation order matters: the same codes and scales in plain order give other outputs."""
     assert distance(outcomes[0][BY_ACTIVATION], models["GPTQ, 4 bits"]) > 4 * ROUNDED
 
 
@@ -245,7 +255,8 @@ def test_the_command_of_the_page(
     [documented, *options] = shlex.split(EXAMPLE)
     name = "GPTQ, 4 bits"
     (tmp_path / documented).symlink_to(folder / name)
-    perceiving.tokenizer(COMMON["vocab_size"]).save_pretrained(folder / name)  # log-probabilities are told with words
+    # The response has log-probabilities by word, so the server needs a tokenizer.
+    multimodal_models.tokenizer(COMMON["vocab_size"]).save_pretrained(folder / name)
     given = (str(tmp_path / documented), *options, *LIMITS)
     with Server(tmp_path, *given, command=VLLM, variables=FORK | variables) as server:
         assert f"Operators on device {device}:" in server.text()

@@ -1,7 +1,7 @@
-"""vLLM's second model runner, which wants Triton, under the same worker: the tokens of transformers, as with the first.
+"""Tests vLLM's V2 model runner, which needs Triton, in Backplane's worker: the tokens equal those of transformers.
 
-No shipped device has Triton, so Triton's own interpreter takes the compiler's place here. It computes each program of a
-kernel with numpy on the host's memory: slow, and right.
+No shipped device has Triton, so this test replaces its compiler by Triton's interpreter. The interpreter computes each
+program of a kernel with numpy in host memory, which is slow but correct.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.server, pytest.mark.models, pytest.mark.download]
 TRITON = "triton==3.9.0"
 TOKENS = 8
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1090)), [40000]]
-"""The second goes on into another block of its cache, and comes in two steps."""
+"""Prompts of the test. The second one has two prefill chunks, and its output continues in another KV block."""
 DRAWN = {"temperature": 0.9, "seed": 3, "max_tokens": 4, "ignore_eos": True, "detokenize": False, "logprobs": 0}
 DEVICE = """
 from dataclasses import replace
@@ -38,7 +38,7 @@ class Interpreted(CpuDevice):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Triton, and a device that claims it."""
+    """Installs Triton and a device that supports it into a folder, and returns the folder."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     done = subprocess.run(
@@ -69,17 +69,17 @@ def test_the_second_runner_gives_the_tokens_of_transformers(site: Path, tiny_lla
         "BACKPLANE_DEVICE": "interpreted",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "TRITON_INTERPRET": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # else vLLM wants a driver of Triton's
+        "CUDA_VISIBLE_DEVICES": "",  # otherwise vLLM requires a driver of Triton
     }
     (second,) = run_engines(tmp_path, [work], variables, device="interpreted")
-    assert second["runner"] == "second"
+    assert second["runner"] == "V2"
     model = reference.load(tiny_llama)
     for ids, output in zip(PROMPTS, second["batches"][0], strict=True):
         expected = reference.continue_without_cache(model, ids, TOKENS)
         assert expected.smallest_margin > 1e-3, "near a tie; change the prompts"
         assert output["token_ids"] == expected.token_ids
         assert output["logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
-    # Drawn by another generator, so other tokens; each with its own probability.
+    # Another random generator samples other tokens, so only their number and log-probabilities are checked.
     [drawn] = second["batches"][1]
     assert len(drawn["token_ids"]) == 4
     assert all(logprob <= 0 for logprob in drawn["logprobs"])

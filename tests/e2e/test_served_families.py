@@ -1,8 +1,7 @@
-"""Families with routes of their own, and a decoder of each further kind, over HTTP: what transformers compute.
+"""Tests model families over HTTP: those with their own routes, and further kinds of decoders.
 
-docs/serve/model-families.md has the commands and the requests; those here are the same, with tiny models of random
-weights.
-Two servers at a time are started, asked and ended.
+The commands and requests are those of docs/serve/model-families.md, with tiny models of random weights. The outputs
+must be those of transformers. Two servers run at a time.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import perceiving
-import perceiving_reference
+import multimodal_models
+import multimodal_reference
 import pytest
 from architectures import ARCHITECTURES
-from perceiving_reference import TOKENS, Models
+from multimodal_reference import TOKENS, Models
 from server import Server
 from test_architectures import DEVICES, LOGPROB_TOLERANCE, PROMPTS
 from test_architectures import TOKENS as DECODED
@@ -31,14 +30,15 @@ pytestmark = pytest.mark.server
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "model-families.md").read_text()
 OPTIONS = dict(re.findall(r"^vllm-backplane serve /path/to/(\S+)(.*)$", PAGE, re.MULTILINE))
-"""Of the page's commands, by model."""
+"""Options of the commands on the page, by model."""
 LIMITS = ("--max-num-seqs", "4", "--dtype", "float32", "--max-num-batched-tokens")
 CACHE = ("--kv-cache-memory-bytes", str(32 << 20))
-"""Two servers that start at once would each take half of what is free."""
+"""An explicit size of the KV cache. Otherwise two servers that start at the same time would each take half of the free
+memory."""
 FORK = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-"""Not spawned: each process would import all of vLLM again."""
+"""Environment variables of servers. A spawned process would import all of vLLM again."""
 SOUNDS, PICTURES = [1, 2, 3], [1, 2, 2]
-ELSE_ASKED = "how many cats do you see, and where?"
+OTHER_QUESTION = "how many cats do you see, and where?"
 DECODERS = [
     ("Mamba", "sim"),
     ("Mamba2", "cpu"),
@@ -50,12 +50,12 @@ DECODERS = [
     ("Gemma2: every second layer sees a window", "sim"),
     ("GPT-OSS: sinks", "cpu"),
 ]
-"""Each on a device, or on both: test_architectures.py has all of them on both, in one process. Mixtral is served by
-test_expert_parallel.py."""
+"""Decoders and the device on which each is served. test_architectures.py tests all of them on both devices, without
+HTTP. test_expert_parallel.py serves Mixtral."""
 
 
 def documented(route: str) -> Any:
-    """The body of the page's request to a route, or the fields of a form."""
+    """Returns the body of the request to a route on the page, or its form fields."""
     curl = argparse.ArgumentParser()
     curl.add_argument("-s", action="store_true")
     curl.add_argument("address")
@@ -69,37 +69,42 @@ def documented(route: str) -> Any:
 
 
 def post(server: Server, route: str, **given: Any) -> Any:
-    answer = server.http.post(route, **given)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    """Sends a request, which must succeed, and returns the body of the response."""
+    response = server.http.post(route, **given)
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
-def at_once(ask: Callable[[Any], Any], given: list[Any]) -> list[Any]:
+def concurrently(send: Callable[[Any], Any], given: list[Any]) -> list[Any]:
+    """Calls a function with each of `given` at the same time, and returns the results."""
     with ThreadPoolExecutor(len(given)) as pool:
-        return list(pool.map(ask, given))
+        return list(pool.map(send, given))
 
 
 def rank(server: Server) -> tuple[Any, Any]:
-    asked = documented("/rerank")
-    scored = {"text_1": asked["query"], "text_2": asked["documents"]}
-    return post(server, "/rerank", json=asked)["results"], post(server, "/score", json=scored)["data"]
+    """Returns the results of /rerank, and of /score for the same texts."""
+    request = documented("/rerank")
+    scored = {"text_1": request["query"], "text_2": request["documents"]}
+    return post(server, "/rerank", json=request)["results"], post(server, "/score", json=scored)["data"]
 
 
 def transcribe(server: Server) -> list[Any]:
-    asked = documented("/v1/audio/transcriptions")
-    name = asked.pop("file").removeprefix("@")
-    files = [{"file": (name, perceiving.as_file(perceiving.recorded(number)))} for number in SOUNDS]
-    return at_once(lambda file: post(server, "/v1/audio/transcriptions", data=asked, files=file), files)
+    """Returns the transcriptions of all sounds."""
+    request = documented("/v1/audio/transcriptions")
+    name = request.pop("file").removeprefix("@")
+    files = [{"file": (name, multimodal_models.as_wav(multimodal_models.sound_int16(number)))} for number in SOUNDS]
+    return concurrently(lambda file: post(server, "/v1/audio/transcriptions", data=request, files=file), files)
 
 
 def questions() -> list[str]:
-    """The page's is asked of two pictures, and another one of the second."""
+    """Returns a question for each of PICTURES: that of the page for the first two, and another one for the last."""
     [message] = documented("/v1/chat/completions")["messages"]
-    [asked] = [part["text"] for part in message["content"] if part["type"] == "text"]
-    return [asked, asked, ELSE_ASKED]
+    [question] = [part["text"] for part in message["content"] if part["type"] == "text"]
+    return [question, question, OTHER_QUESTION]
 
 
-def look(server: Server) -> list[Any]:
+def describe_pictures(server: Server) -> list[Any]:
+    """Returns the choices of chat completions about all pictures."""
     bodies = []
     for number, question in zip(PICTURES, questions(), strict=True):
         body = documented("/v1/chat/completions")
@@ -107,48 +112,52 @@ def look(server: Server) -> list[Any]:
             if part["type"] == "text":
                 part["text"] = question
             else:
-                part["image_url"]["url"] = perceiving.as_address(perceiving.picture(number))
+                part["image_url"]["url"] = multimodal_models.as_data_url(multimodal_models.picture(number))
         bodies.append(body | {"ignore_eos": True, "logprobs": True, "return_token_ids": True})
-    return at_once(lambda body: post(server, "/v1/chat/completions", json=body)["choices"][0], bodies)
+    return concurrently(lambda body: post(server, "/v1/chat/completions", json=body)["choices"][0], bodies)
 
 
 def decode(server: Server) -> list[Any]:
-    asked = documented("/v1/completions")
-    assert (asked["prompt"], asked["max_tokens"]) == (PROMPTS[0], DECODED)
-    bodies = [asked | {"prompt": prompt} for prompt in PROMPTS]
-    return at_once(lambda body: post(server, "/v1/completions", json=body)["choices"][0]["token_ids"], bodies)
+    """Returns the tokens of completions of all prompts."""
+    request = documented("/v1/completions")
+    assert (request["prompt"], request["max_tokens"]) == (PROMPTS[0], DECODED)
+    bodies = [request | {"prompt": prompt} for prompt in PROMPTS]
+    return concurrently(lambda body: post(server, "/v1/completions", json=body)["choices"][0]["token_ids"], bodies)
 
 
-PERCEIVING: dict[str, tuple[Callable[[Server], Any], tuple[str, ...]]] = {
+MULTIMODAL: dict[str, tuple[Callable[[Server], Any], tuple[str, ...]]] = {
     "reranker": (rank, ("256", "--max-model-len", "256")),
     "whisper": (transcribe, ("256", "--max-model-len", "64", *CACHE)),
-    "blip2": (look, ("256", "--max-model-len", "128", *CACHE)),
+    "blip2": (describe_pictures, ("256", "--max-model-len", "128", *CACHE)),
 }
-"""What is asked of a model, and its limits: at first the tokens of a step."""
+"""The function that sends the requests, and the limits of the server (first the tokens of a step), by model."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return perceiving_reference.save(tmp_path_factory.mktemp("perceiving"))
+    return multimodal_reference.save(tmp_path_factory.mktemp("multimodal"))
 
 
 @pytest.fixture(scope="module")
 def answers(
     request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str, str], Any]]:
-    """Of a model on a device; of those that tests ask for."""
+    """Returns a function of model and device that returns the responses.
+
+    Only the models and devices of the selected tests are served.
+    """
 
     def serve(logs: Path, model: str, device: str) -> Any:
-        if model in PERCEIVING:
+        if model in MULTIMODAL:
             folder, option = models.folder / model, OPTIONS[model]
-            ask, limits = PERCEIVING[model]
+            send, limits = MULTIMODAL[model]
         else:
             folder, option = logs / "model", OPTIONS["decoder"]
-            # The prompts take several steps, and meet in them.
-            ask, limits = decode, ("64", "--max-model-len", "256", *CACHE)
-        variables = DEVICES[device] | ({} if model == "whisper" else FORK)  # vLLM warns of Whisper in forked processes
+            # With 64 tokens per step, long prompts have several chunks and share steps with other prompts.
+            send, limits = decode, ("64", "--max-model-len", "256", *CACHE)
+        variables = DEVICES[device] | ({} if model == "whisper" else FORK)  # vLLM warns about a forked Whisper
         with Server(logs, str(folder), *shlex.split(option), *LIMITS, *limits, variables=variables) as server:
-            found = ask(server)
+            found = send(server)
             assert f"Operators on device {device}:" in server.text()
         return found
 
@@ -157,7 +166,7 @@ def answers(
     logs = {work: tmp_path_factory.mktemp("served") for work in chosen}
     for model, device in chosen:
         if model in ARCHITECTURES:
-            ARCHITECTURES[model].save(logs[model, device] / "model")  # before there are threads: chance is theirs, too
+            ARCHITECTURES[model].save(logs[model, device] / "model")  # before threads share the random generator
             of_decoder(model)
     with ThreadPoolExecutor(2) as pool:
         futures: dict[tuple[str, str], Future[Any]] = {work: pool.submit(serve, logs[work], *work) for work in chosen}
@@ -169,14 +178,14 @@ def answers(
 @pytest.mark.parametrize("model", ["reranker"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_reranker(models: Models, answers: Callable[[str, str], Any], model: str, device: str) -> None:
-    asked = documented("/rerank")
-    wanted = perceiving_reference.scores(models, asked["query"], asked["documents"])
+    request = documented("/rerank")
+    expected = multimodal_reference.scores(models, request["query"], request["documents"])
     ranked, scored = answers(model, device)
-    assert [one["score"] for one in scored] == pytest.approx(wanted, abs=LOGPROB_TOLERANCE)
-    best_first = sorted(range(len(wanted)), key=lambda place: -wanted[place])
+    assert [one["score"] for one in scored] == pytest.approx(expected, abs=LOGPROB_TOLERANCE)
+    best_first = sorted(range(len(expected)), key=lambda place: -expected[place])
     assert [one["index"] for one in ranked] == best_first
     assert [one["relevance_score"] for one in ranked] == pytest.approx(
-        [wanted[place] for place in best_first], abs=LOGPROB_TOLERANCE
+        [expected[place] for place in best_first], abs=LOGPROB_TOLERANCE
     )
 
 
@@ -184,13 +193,13 @@ def test_a_reranker(models: Models, answers: Callable[[str, str], Any], model: s
 @pytest.mark.parametrize("model", ["whisper"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_sound(models: Models, answers: Callable[[str, str], Any], model: str, device: str) -> None:
-    assert find_spec("soundfile"), "vLLM reads no sound without the package soundfile; run make setup"
+    assert find_spec("soundfile"), "vLLM needs the package soundfile to read sound; run make setup"
     assert documented("/v1/audio/transcriptions")["max_completion_tokens"] == str(TOKENS)
-    waves = [(perceiving.recorded(number) / 32768).astype("float32") for number in SOUNDS]
-    wanted = perceiving_reference.different([perceiving_reference.of_sound(models, one) for one in waves])
-    for told, expected in zip(answers(model, device), wanted, strict=True):
-        assert max(expected.token_ids) < perceiving.WORDS, "a special token, which is not told; change the seed"
-        assert [int(word) for word in told["text"].split()] == expected.token_ids
+    sounds = [(multimodal_models.sound_int16(number) / 32768).astype("float32") for number in SOUNDS]
+    outputs = multimodal_reference.require_distinct([multimodal_reference.of_sound(models, one) for one in sounds])
+    for response, expected in zip(answers(model, device), outputs, strict=True):
+        assert max(expected.token_ids) < multimodal_models.WORDS, "the text omits special tokens; change the seed"
+        assert [int(word) for word in response["text"].split()] == expected.token_ids
 
 
 @pytest.mark.feature("Model family: vision and language", "{device}")
@@ -199,9 +208,9 @@ def test_sound(models: Models, answers: Callable[[str, str], Any], model: str, d
 @pytest.mark.parametrize("device", DEVICES)
 def test_pictures(models: Models, answers: Callable[[str, str], Any], model: str, device: str) -> None:
     assert documented("/v1/chat/completions")["max_tokens"] == TOKENS
-    given = zip(map(perceiving.picture, PICTURES), questions(), strict=True)
-    wanted = perceiving_reference.different([perceiving_reference.of_picture(models, *one) for one in given])
-    for choice, expected in zip(answers(model, device), wanted, strict=True):
+    given = zip(map(multimodal_models.picture, PICTURES), questions(), strict=True)
+    outputs = multimodal_reference.require_distinct([multimodal_reference.of_picture(models, *one) for one in given])
+    for choice, expected in zip(answers(model, device), outputs, strict=True):
         assert choice["token_ids"] == expected.token_ids
         logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
         assert logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)

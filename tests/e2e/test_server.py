@@ -1,4 +1,4 @@
-"""The OpenAI server on Backplane, driven by the real client: what it answers, and what it survives."""
+"""Tests the OpenAI-compatible server with the OpenAI client: its responses, and its behaviour on invalid requests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 MODEL = "SmolLM2-135M-Instruct"
 CONTEXT = 2048
 SEQUENCES = 16
-"""Fewer than the requests that are sent at once, so some have to wait."""
+"""Largest number of running sequences. The tests send more requests at once, so some have to wait."""
 
 CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Germany": "Berlin", "Greece": "Athens", "Cuba": "Havana"}
-"""Those that the model knows well: rounding does not change its mind."""
+"""Countries and capitals that the model completes with a large margin, which rounding does not change."""
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,10 @@ def compilers(tmp_path_factory: pytest.TempPathFactory) -> Compilers:
 
 @pytest.fixture(scope="module")
 def server(compilers: Compilers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """vLLM's own command and the path of a GGUF file, with what `vllm-backplane serve` without a model adds to it; in a
-    new interpreter, as for a user who types it."""
+    """Starts `vllm serve` with the path of a GGUF file, in a new interpreter, like a user in a shell.
+
+    The options are those that `vllm-backplane serve` without a model would add.
+    """
     limits = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQUENCES))
     planned = subprocess.run([COMMAND, "serve", "--dry-run", "--json"], capture_output=True, text=True, check=True)
     model, *options = json.loads(planned.stdout)["command"][2:]
@@ -54,14 +56,15 @@ def server(compilers: Compilers, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    """Whatever a test does, the server answers afterwards."""
+    """Returns a client, and checks after the test that the server still responds."""
     with server.client() as client:
         yield client
-        assert server.process.poll() is None, "the server has ended"
+        assert server.process.poll() is None, "the server must still run"
         assert count_on(client, 1, 6).startswith(" 5, 6")
 
 
 def chat(client: openai.OpenAI, question: str, tokens: int = 24) -> str:
+    """Returns the text of a greedy chat completion."""
     answer = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=tokens
     )
@@ -69,7 +72,7 @@ def chat(client: openai.OpenAI, question: str, tokens: int = 24) -> str:
 
 
 def count_on(client: openai.OpenAI, start: int, tokens: int) -> str:
-    """The model continues a count, which it does without hesitation: every start has one right answer."""
+    """Returns how the model continues a count from `start`, which it does with a large margin."""
     prompt = ", ".join(str(number) for number in range(start, start + 4)) + ","
     answer = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=tokens)
     return answer.choices[0].text
@@ -81,16 +84,16 @@ def test_it_runs_on_backplane(server: Server) -> None:
 
 
 def test_nothing_is_compiled(server: Server, compilers: Compilers, client: openai.OpenAI) -> None:
-    """Neither at start nor for the first answers: no compiler is run, and caches of compiled code stay empty."""
+    """Tests that neither the start nor the first responses compile anything."""
     assert "Tokyo" in chat(client, "What is the capital of Japan?")
     assert compilers.traces() == []
     subprocess.run(["g++", "one.cpp"], env=compilers.variables, check=False)
-    assert [call.partition("tools/")[2] for call in compilers.traces()] == ["g++ one.cpp"], "a call would not be seen"
+    assert [call.partition("tools/")[2] for call in compilers.traces()] == ["g++ one.cpp"], "calls must be detected"
 
 
 def test_it_serves_the_file_itself(server: Server) -> None:
-    (told,) = [line for line in server.text().splitlines() if "quantization=" in line and "load_format=" in line]
-    assert "quantization=gguf," in told and "load_format=gguf," in told
+    (logged,) = [line for line in server.text().splitlines() if "quantization=" in line and "load_format=" in line]
+    assert "quantization=gguf," in logged and "load_format=gguf," in logged
     assert re.search(r"Loading \S+\.gguf: 100%", server.text())
 
 
@@ -100,7 +103,7 @@ def test_the_capital_of_japan(client: openai.OpenAI) -> None:
 
 @pytest.mark.feature("KV cache: prefix caching", "cpu")
 def test_the_capital_of_japan_asked_again(server: Server, client: openai.OpenAI) -> None:
-    """The second time the prompt comes from the prefix cache; the answer is the same."""
+    """Tests that the same prompt hits the prefix cache, and that the output is the same."""
     chat(client, "What is the capital of Japan?", 1)
     hits = server.metric("vllm:prefix_cache_hits_total")
     assert "Tokyo" in chat(client, "What is the capital of Japan?")
@@ -167,8 +170,8 @@ def test_chat_stream_gives_the_same_text_in_pieces(client: openai.OpenAI) -> Non
     assert "".join(pieces) == chat(client, question, 64)
     assert finish in ("stop", "length")
     assert usage is not None
-    # Not one for each token: what comes while the server has no time for it is sent together.
-    assert len([piece for piece in pieces if piece]) > 4, "it came in one lump"
+    # There may be fewer pieces than tokens, because the server sends tokens together if it is busy.
+    assert len([piece for piece in pieces if piece]) > 4, "the text must arrive in several pieces"
     assert usage.completion_tokens > 16
 
 
@@ -204,7 +207,7 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
 
 @pytest.mark.feature("Serving: log-probabilities of the prompt", "cpu")
 def test_logprobs_are_those_of_the_text(client: openai.OpenAI) -> None:
-    """A likely continuation has a higher log-probability than an unlikely one, read off echoed prompts."""
+    """Tests the log-probabilities of echoed prompts: a likely continuation has a higher one than an unlikely one."""
 
     def last(prompt: str) -> float:
         answer = client.completions.create(
@@ -212,7 +215,7 @@ def test_logprobs_are_those_of_the_text(client: openai.OpenAI) -> None:
         )
         logprobs = answer.choices[0].logprobs
         assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.tokens is not None
-        assert logprobs.token_logprobs[0] is None, "nothing comes before the first token"
+        assert logprobs.token_logprobs[0] is None, "the first token has no log-probability"
         assert "".join(logprobs.tokens[:-1]) == prompt
         value = logprobs.token_logprobs[-2]
         assert value is not None
@@ -231,7 +234,7 @@ def test_n_choices(client: openai.OpenAI) -> None:
         seed=7,
     )
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert len({choice.message.content for choice in answer.choices}) > 1, "samples differ from each other"
+    assert len({choice.message.content for choice in answer.choices}) > 1, "samples must differ from each other"
 
 
 def test_seeds(client: openai.OpenAI) -> None:
@@ -297,7 +300,7 @@ def test_constrained_choice(client: openai.OpenAI) -> None:
 
 
 def test_32_concurrent_requests(server: Server, client: openai.OpenAI) -> None:
-    """Each gets the answer to its own question, while sequences wait, join and leave."""
+    """Tests that each request gets its own output while other sequences wait, start and end."""
     starts = range(20, 20 + 32)
     assert len(starts) > SEQUENCES
     with ThreadPoolExecutor(len(starts)) as pool:
@@ -308,7 +311,7 @@ def test_32_concurrent_requests(server: Server, client: openai.OpenAI) -> None:
 
 
 def test_a_client_that_leaves_mid_stream(server: Server, client: openai.OpenAI) -> None:
-    """Its request is aborted, rather than computed to the end for nobody."""
+    """Tests that the request of a client that disconnects is aborted."""
     tokens = 1900
     computed = server.metric("vllm:generation_tokens_total")
     finished = server.metric("vllm:request_success_total", finished_reason="length")
@@ -339,7 +342,7 @@ def test_a_prompt_that_is_too_long(client: openai.OpenAI) -> None:
     assert str(CONTEXT) in refused.value.message
 
 
-def test_more_tokens_asked_for_than_there_is_room(client: openai.OpenAI) -> None:
+def test_max_tokens_beyond_the_context_length(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=MODEL, prompt="word", max_tokens=CONTEXT + 1)
     assert str(CONTEXT) in refused.value.message

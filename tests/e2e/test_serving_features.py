@@ -1,7 +1,7 @@
 """Tests vLLM's API features on each device, with the command and requests of docs/serve/api-features.md.
 
-One server for each device, on the default model in full precision. Answers are held against transformers where there
-is something to hold them against.
+There is one server for each device, with the default model in full precision. Where possible, outputs are compared with
+those of transformers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MODEL = "SmolLM2-135M-Instruct"
 TOKENS = 10
 TEXTS = (prompts.SHORT[0], prompts.SHORT[4])
 CHUNK = 128
-"""Most tokens of a step."""
+"""Largest number of tokens in a step."""
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "api-features.md").read_text()
 ENVIRONMENT = {
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "2GiB",
-    "BACKPLANE_SIM_RACES": "fail",  # masks are copied while the card computes
+    "BACKPLANE_SIM_RACES": "fail",  # grammar masks are copied while the card computes, which must be synchronized
     "VLLM_SERVER_DEV_MODE": "1",
 }
 
@@ -58,7 +58,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def server(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     [documented] = re.findall(r"^vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
     limits = ("--max-model-len", "512", "--max-num-batched-tokens", str(CHUNK), "--dtype", "float32")
-    # A model as small as this one may go on with blanks for ever where JSON allows them.
+    # A model as small as this one may generate blanks without end where JSON allows them.
     limits += ("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}))
     variables = {"BACKPLANE_DEVICE": device, **ENVIRONMENT}
     with Server(tmp_path_factory.mktemp(device), *documented.split(), *limits, variables=variables) as running:
@@ -67,7 +67,7 @@ def server(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 class Case:
-    """The model in transformers, and prompts by token."""
+    """The transformers model, prompts in tokens, and expected outputs."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
@@ -79,11 +79,11 @@ class Case:
 
     @torch.inference_mode()
     def scores(self, sequences: list[list[int]]) -> torch.Tensor:
-        """Log-probabilities of the token after each sequence; they are of one length."""
+        """Returns the log-probabilities of the token after each sequence; all sequences must have the same length."""
         return torch.log_softmax(self.model(input_ids=torch.tensor(sequences)).logits[:, -1].double(), dim=-1)
 
     def beams(self, prompt: list[int], width: int, tokens: int) -> list[tuple[float, list[int]]]:
-        """Sum of log-probabilities and tokens of the best continuations, as a search with `width` beams finds them."""
+        """Returns the best continuations of a beam search, each with its sum of log-probabilities and its tokens."""
         found: list[tuple[float, list[int]]] = [(0.0, [])]
         for _ in range(tokens):
             best = self.scores([prompt + ids for _, ids in found]).topk(2 * width)
@@ -104,31 +104,34 @@ def case(smollm2: Path) -> Case:
 
 
 def post(server: Server, path: str, **body: Any) -> dict[str, Any]:
-    answer = server.http.post(path, json={"model": MODEL, "temperature": 0, **body})
-    assert answer.status_code == 200, answer.text
-    return dict(answer.json())
+    """Sends a greedy request, which must succeed, and returns the body of the response."""
+    response = server.http.post(path, json={"model": MODEL, "temperature": 0, **body})
+    assert response.status_code == 200, response.text
+    return dict(response.json())
 
 
 def complete(server: Server, prompt: str | list[int], tokens: int = TOKENS, **more: Any) -> dict[str, Any]:
-    """The first choice."""
+    """Returns the first choice of a completion."""
     body = {"prompt": prompt, "max_tokens": tokens, "return_token_ids": True, **more}
     return dict(post(server, "/v1/completions", **body)["choices"][0])
 
 
 def structured(server: Server, prompt: str, tokens: int = 60, *, temperature: float = 0, **kind: Any) -> str:
-    """The text of an answer that came to its end."""
+    """Returns the text of a structured output, which must be complete."""
     choice = complete(server, prompt, tokens, temperature=temperature, seed=5, structured_outputs=kind)
     assert choice["finish_reason"] == "stop", choice
     return str(choice["text"])
 
 
 def chat(server: Server, **more: Any) -> dict[str, Any]:
+    """Returns the message of a chat completion with tools."""
     messages = [{"role": "user", "content": "How will the weather be in Rome?"}]
     answer = post(server, "/v1/chat/completions", messages=messages, tools=TOOLS, max_tokens=80, **more)
     return dict(answer["choices"][0]["message"])
 
 
 def assert_calls_weather(message: dict[str, Any]) -> None:
+    """Fails unless the message is one valid call of the tool."""
     [call] = message["tool_calls"]
     assert call["function"]["name"] == "get_weather"
     jsonschema.validate(json.loads(call["function"]["arguments"]), WEATHER)
@@ -150,7 +153,7 @@ def test_the_request_of_the_page(server: Server) -> None:
 
 @pytest.mark.feature("Serving: structured output", "{device}")
 def test_structured_output(server: Server) -> None:
-    """What is asked for is not what the model would say, and chance takes part."""
+    """Tests grammars that contradict what the model would generate, with greedy decoding and with sampling."""
     joke = "A joke about ducks:"
     lines = 'A line of JSON: {"name": "Ann", "age": 7}\nAnother line of JSON: {"name": "Bob", "age": 9}\n'
     lines += "Another line of JSON:"
@@ -171,22 +174,22 @@ def test_the_likeliest_of_the_allowed_tokens_is_taken(server: Server, case: Case
 
 
 def test_a_grammar_changes_nothing_that_it_allows_nor_its_neighbour(server: Server, case: Case) -> None:
-    """One request with a grammar of everything and one without any, in one batch."""
+    """Tests a batch of a request whose grammar allows everything and a request without a grammar."""
 
-    def ask(place: int) -> dict[str, Any]:
+    def send(place: int) -> dict[str, Any]:
         grammar = {"structured_outputs": {"regex": r"(.|\n)*"}} if place == 0 else {}
         return complete(server, case.prompts[place], ignore_eos=True, **grammar)
 
     with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(ask, range(2)))
+        answers = list(pool.map(send, range(2)))
     assert [answer["token_ids"] for answer in answers] == [expected.token_ids for expected in case.expected]
 
 
 def test_a_grammar_that_cannot_be_read_is_refused(server: Server) -> None:
-    answer = server.http.post(
+    response = server.http.post(
         "/v1/completions", json={"model": MODEL, "prompt": "a", "structured_outputs": {"regex": "[0-9"}}
     )
-    assert answer.status_code == 400, answer.text
+    assert response.status_code == 400, response.text
     assert complete(server, "a", 1)["token_ids"]
 
 
@@ -198,7 +201,7 @@ def test_tool_calls(server: Server) -> None:
 
 
 def test_a_tool_call_is_found_in_what_the_model_writes(server: Server) -> None:
-    """The default model writes none by itself, so a grammar has it write one among other words."""
+    """Tests the tool parser. The default model does not call tools, so a grammar forces a call within other text."""
     written = r'So: <tool_call>\n\{"name": "get_weather", "arguments": \{"city": "(Rome|Paris)", "days": [1-3], '
     written += r'"wind": (true|false)\}\}\n</tool_call>'
     message = chat(server, tool_choice="auto", structured_outputs={"regex": written})
@@ -210,9 +213,9 @@ def test_a_tool_call_is_found_in_what_the_model_writes(server: Server) -> None:
 @pytest.mark.feature("Serving: log-probabilities of the prompt", "{device}")
 def test_prompt_logprobs_are_those_of_transformers(server: Server, case: Case) -> None:
     ids = case.tokenizer.encode(prompts.PASSAGE)[: CHUNK + CHUNK // 2]
-    assert len(ids) > CHUNK, "the prompt comes in pieces"
+    assert len(ids) > CHUNK, "the prompt must need several chunks"
     steps = complete(server, ids, 1, prompt_logprobs=1)["prompt_logprobs"]
-    assert steps[0] is None, "nothing comes before the first token"
+    assert steps[0] is None, "the first token has no log-probability"
     ours = [step[str(token)]["logprob"] for step, token in zip(steps[1:], ids[1:], strict=True)]
     assert ours == pytest.approx(reference.prompt_logprobs(case.model, ids), abs=1e-3)
 
@@ -223,7 +226,7 @@ def test_beams_are_those_of_transformers(server: Server, case: Case) -> None:
     expected = case.beams(prompt, width, tokens)
     scores = [score for score, _ in case.beams(prompt, width + 1, tokens)]
     assert min(a - b for a, b in itertools.pairwise(scores)) > 5e-3, "near a tie; change the prompt"
-    assert expected[0][1] != case.expected[0].token_ids[:tokens], "greedy would give the same"
+    assert expected[0][1] != case.expected[0].token_ids[:tokens], "beam search must differ from greedy decoding"
     body = {"prompt": prompt, "max_tokens": tokens, "n": width, "use_beam_search": True, "ignore_eos": True}
     choices = post(server, "/v1/completions", **body)["choices"]
     assert [choice["text"] for choice in choices] == [case.tokenizer.decode(ids) for _, ids in expected]
@@ -231,8 +234,10 @@ def test_beams_are_those_of_transformers(server: Server, case: Case) -> None:
 
 @pytest.mark.feature("Serving: priority scheduling", "{device}")
 def test_urgent_requests_overtake_those_that_came_before(server: Server) -> None:
-    """Two requests fill the batch until they are given up. Of the four that come meanwhile the last two are the most
-    urgent."""
+    """Tests priorities: of four waiting requests, the last two have the highest priority and must end first.
+
+    Two other requests fill the batch until all four wait.
+    """
     ended: list[int] = []
     enough = threading.Event()
 
@@ -241,11 +246,11 @@ def test_urgent_requests_overtake_those_that_came_before(server: Server) -> None
         body["priority"] = number
         with server.http.stream("POST", "/v1/completions", json=body) as answer:
             for line in answer.iter_lines():
-                assert "[DONE]" not in line, "it ended before the others were there"
+                assert "[DONE]" not in line, "it must not end before the other requests wait"
                 if enough.is_set():
                     return
 
-    def ask(priority: int, tokens: int) -> None:
+    def send(priority: int, tokens: int) -> None:
         complete(server, f"Number {priority}:", tokens, priority=priority, ignore_eos=True)
         ended.append(priority)
 
@@ -258,9 +263,9 @@ def test_urgent_requests_overtake_those_that_came_before(server: Server) -> None
     with ThreadPoolExecutor(6) as pool:
         work = [pool.submit(fill, number) for number in (0, 1)]
         wait_for("vllm:num_requests_running", 2)
-        work += [pool.submit(ask, priority, 40) for priority in (30, 20)]
+        work += [pool.submit(send, priority, 40) for priority in (30, 20)]
         wait_for("vllm:num_requests_waiting", 2)
-        work += [pool.submit(ask, priority, 6) for priority in (-2, -1)]
+        work += [pool.submit(send, priority, 6) for priority in (-2, -1)]
         wait_for("vllm:num_requests_waiting", 4)
         enough.set()
         for each in work:
@@ -274,15 +279,15 @@ def test_salt_keeps_prefixes_apart(server: Server, case: Case) -> None:
     ids = case.tokenizer.encode(prompts.PASSAGE)[:100]
 
     def cached(salt: str | None) -> tuple[int, list[int]]:
-        """How many tokens of the prompt were cached, and the answer."""
+        """Returns how many tokens of the prompt were cached, and the output tokens."""
         more = {} if salt is None else {"cache_salt": salt}
         answer = post(server, "/v1/completions", prompt=ids, max_tokens=4, return_token_ids=True, **more)
         details = answer["usage"]["prompt_tokens_details"] or {}
         return details.get("cached_tokens", 0), answer["choices"][0]["token_ids"]
 
     first, again, other, without = (cached(salt) for salt in ("one", "one", "two", None))
-    assert again[0] >= 64, "the same salt finds what was cached with it"
-    assert first[0] == other[0] == 0, "another salt does not"
+    assert again[0] >= 64, "the same salt must hit the prefix cache"
+    assert first[0] == other[0] == 0, "another salt must not hit the prefix cache"
     assert cached("two")[0] >= 64
     assert cached("one")[0] >= 64
     assert first[1] == again[1] == other[1] == without[1]

@@ -1,5 +1,7 @@
-"""`save_sharded_state` writes what `--load-format sharded_state` reads, or is refused: where weights were put in
-another form after loading."""
+"""Tests `save_sharded_state`: `--load-format sharded_state` reads its result.
+
+It must be refused if the weights were converted to another layout after loading.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def test_what_is_saved_can_be_loaded(device: str, tiny_llama: Path, tmp_path: Pa
         jobs.append(job(saved, work, load_format="sharded_state", **limits))
     plain, codes, *loaded = run_engines(tmp_path, jobs, DEVICES[device], device=device)
     for result in (plain, codes):
-        assert result["steps"][1] == result["batches"][0], "it goes on as it was"
+        assert result["steps"][1] == result["batches"][0], "saving must not change the outputs"
     assert "are quantized (int8), in a layout of the device's own. Load the checkpoint itself" in codes["steps"][0]
     assert not list(quantized.iterdir())
     if arranged:

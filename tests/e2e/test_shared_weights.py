@@ -1,4 +1,4 @@
-"""Checks that two replicas on one host keep one copy of the weights in memory: docs/serve/shared-weights.md."""
+"""Tests that two replicas on one host have one copy of the weights in memory (docs/serve/shared-weights.md)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     [documented] = re.findall(r"^vllm-backplane serve \S+ (.*)$", PAGE, re.MULTILINE)
     given = (str(smollm2), "--served-model-name", "tiny", *LIMITS, *documented.split(), "--api-server-count", "1")
     variables = {"BACKPLANE_MEMORY_SHARE": "0.2", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    # A folder for temporary files of its own, so that servers of other tests with the same model are not in the
-    # registry. Its name is short because it also holds sockets.
+    # The server has its own folder for temporary files, so that its registry does not contain servers of other tests
+    # with the same model. The name of the folder is short, because it also contains sockets.
     with (
         tempfile.TemporaryDirectory() as own,
         Server(tmp_path_factory.mktemp("server"), *given, variables={**variables, "TMPDIR": own}) as server,
@@ -38,17 +38,18 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @dataclass(frozen=True)
 class Mapped:
-    """Bytes of the shared weights in one process: resident, and its proportional share."""
+    """Bytes of the shared weights in one process: its resident set size and its proportional set size."""
 
     resident: int
     proportional: int
 
 
 def mapped(process: psutil.Process) -> Mapped:
+    """Returns how much of the shared weights a process has mapped."""
     resident = proportional = 0
     try:
         listing = Path(f"/proc/{process.pid}/smaps").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # a server's helpers come and go
+    except (FileNotFoundError, ProcessLookupError):  # a helper process of the server has ended
         listing = ""
     for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", listing, flags=re.M):
         if NAME in mapping.partition("\n")[0]:
@@ -69,7 +70,8 @@ def test_two_replicas_have_the_weights_once(server: Server, smollm2: Path) -> No
     weights = (smollm2 / "model.safetensors").stat().st_size
     workers = [found for process in server.descendants() if (found := mapped(process)).resident]
     assert len(workers) == 2
-    # The first worker reads few rows of its embedding, which is nearly half of this model; the other has compared all.
+    # The first worker reads few rows of the embedding, which is nearly half of this model. The other worker has read
+    # all weights to compare them.
     smaller, larger = sorted(one.resident for one in workers)
     assert larger > 0.95 * weights and smaller > 0.4 * weights
     assert sum(one.proportional for one in workers) < 1.1 * weights

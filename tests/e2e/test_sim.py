@@ -1,4 +1,4 @@
-"""The simulated NPU under real vLLM gives the cpu device's tokens, and the host computes nothing for it."""
+"""Tests that engines on the simulated NPU give the tokens of the cpu device, without fallbacks to the host."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def results(smollm2: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFa
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     texts = [tokenizer.encode(text) for text in (*prompts.SHORT[::5], prompts.PASSAGE + prompts.QUESTIONS[0])]
-    limits = {"max_model_len": 1024, "max_num_batched_tokens": 256}  # the passage comes in pieces
+    limits = {"max_model_len": 1024, "max_num_batched_tokens": 256}  # the passage needs several chunks
     jobs = [
         job(smollm2, batch(texts, greedy(TOKENS)), batch(texts[-1:], greedy(TOKENS)), **limits),
         job(tiny_llama, batch(IDS, greedy(TOKENS, logprobs=0)), batch(IDS, DRAWN), async_scheduling=False),
@@ -48,6 +48,7 @@ def results(smollm2: Path, tiny_llama: Path, tmp_path_factory: pytest.TempPathFa
 
 
 def tokens(result: Result) -> list[list[list[int]]]:
+    """Returns the output tokens of all batches."""
     return [[output["token_ids"] for output in done] for done in result["batches"]]
 
 
@@ -59,25 +60,25 @@ def test_it_ran_on_the_simulated_card(results: dict[str, list[Result]]) -> None:
 @pytest.mark.feature("Model family: Llama", "sim")
 @pytest.mark.parametrize("model", [0, 1], ids=["the default model", "a tiny one"])
 def test_tokens_equal_the_cpu_devices(results: dict[str, list[Result]], model: int) -> None:
-    """Greedy ones, cut prompts and prefix hits included, and drawn ones."""
+    """Tests greedy decoding, also with chunked prefill and prefix hits, and sampling."""
     assert tokens(results["sim"][model]) == tokens(results["cpu"][model])
 
 
 def test_no_answer_is_near_a_tie(tiny_llama: Path) -> None:
-    """Of the tiny model: the default one's are compared with transformers' in test_parity.py."""
-    reference.insist_on_no_tie(tiny_llama, IDS, TOKENS)
+    """Tests the prompts of the tiny model. test_parity.py compares those of the default model with transformers."""
+    reference.require_no_tie(tiny_llama, IDS, TOKENS)
 
 
 @pytest.mark.feature("Serving: async scheduling off", "sim")
 def test_tokens_are_the_same_without_async_scheduling(results: dict[str, list[Result]]) -> None:
-    """The default model was served with it, the tiny one without."""
+    """Tests that async scheduling is on for the default model and off for the tiny one, as requested."""
     assert [result["async_scheduling"] for result in results["sim"]] == [True, False]
     assert tokens(results["sim"][1]) == tokens(results["cpu"][1])
 
 
 @pytest.mark.feature("KV cache: prefix caching", "sim")
 def test_the_prefix_was_reused(results: dict[str, list[Result]]) -> None:
-    """Otherwise the test above compares nothing that a prefix hit could get wrong."""
+    """Tests that the prefix cache had hits, without which the test above would not test it."""
     assert results["sim"][0]["batches"][1][0]["num_cached_tokens"] > 256
 
 

@@ -1,8 +1,8 @@
-"""Faults of the simulated NPU end in a clear error, in time, with nothing left; the next start works.
+"""Tests faults of the simulated NPU: the engine ends in bounded time with a clear error, and leaves no process.
 
-A stream that hangs is the fault that could keep a server from ending, so it strikes real servers. The others are raised
-where they happen and reach a server as any error of its engine does; they strike engines that one process starts one
-after another.
+A hanging stream could keep a server from ending, so it is tested with servers. The other faults raise an exception
+where they occur, which reaches a server like any other error of its engine. They are tested with engines that one
+process starts one after another. An engine without a fault must then start and run.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from endings import AT_LAST, TWO, Request, Starter, ends_after_a_fault
-from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
+from ending_servers import HANG_SECONDS, TWO_WORKERS, Request, Starter, wait_for_exit_after_fault
+from engine import Result, batch, greedy, job, require_backplane, try_engines
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -23,25 +23,25 @@ SIM = {
     "BACKPLANE_DEVICE": "sim",
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "1GiB",
-    # Less than the default, where that is not what is tested: the end is waited for.
+    # Less than the default, because most tests wait for the timeout.
     "BACKPLANE_SIM_SYNC_TIMEOUT": "3",
 }
 TOKENS = 100
 START = 90.0
-"""Seconds in which a start that a fault has struck must have ended; a collective would wait for minutes."""
+"""Seconds in which a start with a fault must have ended. A collective would wait for minutes."""
 
 
-# The model has four layers, so a token needs four launches of attention. vLLM reads the answer to a step from the
-# worker of card 0, which waits for the other one. Two workers are slow where they share a core with others, so the
-# fault comes soon after the first token.
+# The model has four layers, so a token needs four launches of attention. vLLM reads the output of a step from the
+# worker of card 0, which waits for the other one. Two workers are slow where they share a core with other processes, so
+# the fault comes soon after the first token.
 @pytest.mark.parametrize(
     ("arguments", "variables", "fault"),
     [
         pytest.param((), {}, f"hang@launch={ATTENTION},nth=80", id="of one card"),
         pytest.param(
-            TWO,
-            # Not spawned, as vLLM's command would: three more processes that import all of vLLM. With the driver's own
-            # time-out, which must leave enough of the time that is allowed.
+            TWO_WORKERS,
+            # vLLM's command would spawn three processes, each of which would import all of vLLM. The timeout is the
+            # driver's default, and the server must still end within the limit of this test.
             {"VLLM_WORKER_MULTIPROC_METHOD": "fork", "BACKPLANE_SIM_SYNC_TIMEOUT": ""},
             f"hang@launch={ATTENTION},nth=40,card=1",
             id="of the second of two cards",
@@ -60,7 +60,7 @@ def test_a_stream_that_hangs_ends_the_server(
     server = start(*arguments)
     request = Request(server)
     server.descendants()
-    assert ends_after_a_fault(server) != 0
+    assert wait_for_exit_after_fault(server) != 0
     request.must_have_failed()
     assert ATTENTION in server.text()
     if arguments:
@@ -69,6 +69,8 @@ def test_a_stream_that_hangs_ends_the_server(
 
 @dataclass(frozen=True)
 class Run:
+    """The result and the log of one engine."""
+
     result: Result
     log: str
 
@@ -76,7 +78,7 @@ class Run:
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a launch fails": (f"fail@launch={ATTENTION},nth=120", {}),
     "a card disappears": (f"lost@launch={ATTENTION},nth=120,card=0", {}),
-    # Replayed steps allocate next to nothing.
+    # Without graphs, because replayed steps allocate almost no memory.
     "no memory": ("oom@alloc=4000", {"compilation_config": {"cudagraph_mode": "NONE"}}),
     "no memory at the start": ("oom@alloc=5", {}),
     "the second card hangs at the start": ("hang@launch=backplane::*linear,nth=1,card=1", {"tensor_parallel_size": 2}),
@@ -85,7 +87,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no fault that there is": ("melt@launch=5", {}),
     "none": ("", {}),
 }
-"""(fault, what the engine is started with) by name. The last is the next start."""
+"""The fault and the engine arguments by name. The last engine has no fault."""
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +108,7 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("a launch fails", ATTENTION),
         ("a card disappears", "card 0"),
@@ -115,14 +117,14 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         ("a copy of the second card fails", "copy_d2h"),
     ],
 )
-def test_a_fault_ends_the_engine(runs: dict[str, Run], name: str, told: str) -> None:
+def test_a_fault_ends_the_engine(runs: dict[str, Run], name: str, message: str) -> None:
     run = runs[name]
-    assert "EngineDeadError" in run.result["error"], "it ended before it served"
-    assert told in run.log
+    assert "EngineDeadError" in run.result["error"], "the engine must have started before the fault"
+    assert message in run.log
     if "second" in name:
         assert "Rank 1 failed in" in run.log
-    assert run.result["left"] == [], "processes of the engine outlive it"
-    assert run.result["seconds"] < AT_LAST, "the client was left waiting"
+    assert run.result["left"] == [], "no process of the engine may be left"
+    assert run.result["seconds"] < HANG_SECONDS, "the client must not wait for so long"
 
 
 def test_no_memory_at_the_start_ends_it(runs: dict[str, Run]) -> None:
@@ -150,5 +152,5 @@ def test_a_fault_that_cannot_be_understood_is_refused(runs: dict[str, Run]) -> N
 def test_the_next_start_works(runs: dict[str, Run]) -> None:
     result = runs["none"].result
     assert "error" not in result, result["error"]
-    insist_on_backplane(result)
+    require_backplane(result)
     assert result["steps"] == [[TOKENS]]

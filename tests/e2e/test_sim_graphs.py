@@ -1,4 +1,4 @@
-"""Decode steps captured and replayed on the simulated NPU give the tokens of eager steps."""
+"""Tests that captured and replayed decode steps on the simulated NPU give the tokens of eager steps."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import Result, batch, greedy, insist_on_backplane, job, try_engines
+from engine import Result, batch, greedy, job, require_backplane, try_engines
 from processes import tail
-from worker_questions import ASKING
+from worker_rpc import RPC_VARIABLES
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 TOKENS = 24
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(31, 20031, 300)), [5, 6], [77, 78, 79]]
 SIZES = [1, 2, 4]
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **ASKING}
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **RPC_VARIABLES}
 DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES}
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -32,24 +32,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "a replayed graph does not call them",
     ),
 }
-"""What an engine is started with, and what it says to that."""
+"""Engine arguments that must be refused, with a part of the error message."""
 
 
 @pytest.fixture(scope="module")
 def results(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    # 1: a captured size. 3: padded to 4. 6: larger than all, so eager. 4: the prompts join one by one.
+    # 1 sequence is a captured size, 3 are padded to 4, 6 exceed all sizes and run eagerly, 4 prompts start one by one.
     work = [{"batch": batch(PROMPTS[:count], greedy(TOKENS))} for count in (1, 3, 6, 4)]
     drawn = {"batch": batch(PROMPTS[:2], {"temperature": 0.9, "seed": 3, "max_tokens": TOKENS, "ignore_eos": True})}
-    steps = [*work, drawn, {"ask": "graphs"}, {"sleep": 1}, {"wake": None}, *work, {"ask": "graphs"}]
+    steps = [*work, drawn, {"rpc": "graphs"}, {"sleep": 1}, {"wake": None}, *work, {"rpc": "graphs"}]
     limits = {**LIMITS, "enable_sleep_mode": True}
     jobs = {
         "eager": job(tiny_llama, steps=steps, compilation_config={"cudagraph_mode": "NONE"}, **limits),
-        # The sizes alone: that steps are replayed is what the device does unless told otherwise.
+        # Only the sizes are given, because graphs are the default of the device.
         "replayed": job(tiny_llama, steps=steps, compilation_config={"cudagraph_capture_sizes": SIZES}, **limits),
-        # Nobody asked for graphs, and this one cannot be in any.
+        # Graphs are not requested explicitly, and this operator cannot be captured, so all steps run eagerly.
         "by reference": job(
             tiny_llama,
-            steps=[work[0], {"ask": "graphs"}],
+            steps=[work[0], {"rpc": "graphs"}],
             additional_config={"backplane": {"reference_ops": ["paged_attention"]}},
             **LIMITS,
         ),
@@ -59,12 +59,13 @@ def results(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     results = dict(zip(jobs, done, strict=True))
     for name in ("eager", "replayed", "by reference"):
         assert "error" not in results[name], results[name]["error"] + tail(log)
-        insist_on_backplane(results[name])
+        require_backplane(results[name])
         assert results[name]["device"] == "bpnpu"
     return results
 
 
 def tokens(done: list[dict[str, Any]]) -> list[list[int]]:
+    """Returns the output tokens of a batch."""
     return [output["token_ids"] for output in done]
 
 
@@ -78,12 +79,12 @@ def test_steps_were_replayed_and_others_were_not(results: dict[str, Result]) -> 
     [eager], [first] = (results[way]["steps"][5] for way in ("eager", "replayed"))
     assert eager == {"captured": 0, "replays": 0, "graph_launches": 0}
     assert first["captured"] == len(SIZES)
-    # The batches of 1, 3 and 4 and the drawn one: all tokens but the first come from decode steps, of which a few share
-    # a step with another prompt. Of the batch of 6, the last steps have few sequences left.
+    # In the batches of 1, 3 and 4 and the sampled one, all tokens but the first come from decode steps, a few of which
+    # also contain a prefill and are not replayed. In the batch of 6, the last steps have few sequences left.
     assert first["replays"] >= 4 * (TOKENS - 1) - 12
     assert first["graph_launches"] == first["replays"]
     [second] = results["replayed"]["steps"][12]
-    assert second["replays"] > first["replays"], "graphs survive a sleep"
+    assert second["replays"] > first["replays"], "graphs must work after a sleep"
 
 
 def test_an_operator_that_no_graph_can_contain_keeps_steps_eager(results: dict[str, Result]) -> None:

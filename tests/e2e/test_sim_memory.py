@@ -1,4 +1,4 @@
-"""Two simulated cards carry one model; each counts its own memory; and what sleeps gives its memory back."""
+"""Tests memory on simulated cards: tensor parallelism on two cards, memory accounting of each card, and sleep mode."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import reference
 from engine import Result, batch, greedy, job, run_engines
-from worker_questions import ASKING
+from worker_rpc import RPC_VARIABLES
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 TOKENS = 24
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(31, 20031, 300))]
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **ASKING}
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **RPC_VARIABLES}
 KV_CACHE = 64 << 20
 KEPT = "model.layers.1.mlp."
 
@@ -22,7 +22,7 @@ KEPT = "model.layers.1.mlp."
 @pytest.fixture(scope="module")
 def results(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     work = {"batch": batch(PROMPTS, greedy(TOKENS))}
-    look, counters, contents = {"ask": "memory"}, {"ask": "driver_memory"}, {"ask": "parameters"}
+    look, counters, contents = {"rpc": "memory"}, {"rpc": "driver_memory"}, {"rpc": "parameters"}
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": KV_CACHE}
     level_1 = (work, counters, {"sleep": 1}, counters, {"wake": None}, counters, work)
     reload = ({"wake": ["weights"]}, contents, {"call": "reload_weights"}, {"wake": ["kv_cache"]})
@@ -38,12 +38,13 @@ def results(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def tokens(done: list[dict[str, Any]]) -> list[list[int]]:
+    """Returns the output tokens of a batch."""
     return [output["token_ids"] for output in done]
 
 
 @pytest.mark.feature("Parallel: tensor", "sim")
 def test_two_cards_give_the_tokens_of_one(results: dict[str, Result], tiny_llama: Path) -> None:
-    reference.insist_on_no_tie(tiny_llama, PROMPTS, TOKENS)
+    reference.require_no_tie(tiny_llama, PROMPTS, TOKENS)
     assert tokens(results["two"]["steps"][0]) == tokens(results["one"]["steps"][0])
     assert len({tuple(answer) for answer in tokens(results["two"]["steps"][0])}) == len(PROMPTS)
 
@@ -57,7 +58,7 @@ def test_each_worker_holds_memory_on_its_own_card_alone(results: dict[str, Resul
 
 
 def test_what_a_card_counts_is_what_its_tensors_take(results: dict[str, Result]) -> None:
-    """To one per cent; the cache that was asked for and the weights are most of it."""
+    """Tests the accounting of a card to one per cent. Most of the memory is the requested KV cache and the weights."""
     for name in ("one", "two"):
         for worker in results[name]["steps"][1]:
             held = worker["held"][worker["card"]]
@@ -67,7 +68,7 @@ def test_what_a_card_counts_is_what_its_tensors_take(results: dict[str, Result])
 
 
 def test_two_cards_divide_the_weights(results: dict[str, Result]) -> None:
-    """All matrices are cut in two; the norms, which both have, are next to nothing."""
+    """Tests that each card has half of the weights. Only the small norms are on both cards."""
     one, two = (results[name]["steps"][1] for name in ("one", "two"))
     for worker in two:
         assert worker["weights"] == pytest.approx(one[0]["weights"] / 2, rel=0.01)
@@ -85,18 +86,18 @@ def test_sleep_gives_memory_back_and_the_same_tokens_after_waking(results: dict[
     assert tokens(third) == tokens(first)
     [before], [level_1], [after], [level_2], [reloaded] = awake, light, again, deep, loaded
     weights = results["one"]["steps"][1][0]["weights"]
-    given_back = weights + results["one"]["steps"][1][0]["kv_cache"]
+    released = weights + results["one"]["steps"][1][0]["kv_cache"]
     for asleep in (level_1, level_2):
-        assert before["in_use"] - asleep["in_use"] == pytest.approx(given_back, rel=0.01)
-        assert asleep["suspended"] == pytest.approx(given_back, rel=0.01)
-        assert before["resident"] - asleep["resident"] > 0.9 * weights, "the system has the pages back"
+        assert before["in_use"] - asleep["in_use"] == pytest.approx(released, rel=0.01)
+        assert asleep["suspended"] == pytest.approx(released, rel=0.01)
+        assert before["resident"] - asleep["resident"] > 0.9 * weights, "the pages must be released"
     for woken in (after, reloaded):
         assert woken["suspended"] == 0
         assert woken["in_use"] == pytest.approx(before["in_use"], rel=0.01)
 
 
 def test_a_deep_sleep_keeps_the_parameters_that_were_named(results: dict[str, Result]) -> None:
-    """Before the others were loaded again."""
+    """Tests that sleep level 2 keeps exactly the named parameters, before the others are loaded again."""
     steps = results["asleep"]["steps"]
     [before], [woken] = steps[7], steps[11]
     kept = {name for name in before if name.startswith(KEPT)}

@@ -1,6 +1,6 @@
-"""Synchronisation that is missing in a step of vLLM is found on the simulated NPU, and none is where none is missing.
+"""Tests race detection on the simulated NPU: it reports missing synchronisation in steps of vLLM, and nothing else.
 
-Each mistake is one that a host forgives: the tokens come out right, now and then or every time.
+The tests plant errors that often stay without effect: the tokens are sometimes or always correct.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from engine import Result, batch, greedy, job, try_engines
-from worker_questions import ASKING
+from worker_rpc import RPC_VARIABLES
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 WORK = {"batch": batch([[7, 300, 21, 9000, 44], [40000], [5, 6]], greedy(8))}
-COUNT = {"ask": "missing_synchronisations"}
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **ASKING}
+COUNT = {"rpc": "missing_synchronisations"}
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **RPC_VARIABLES}
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
 DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
 MISSING = "backplane sim: missing synchronisation: "
@@ -24,8 +24,8 @@ MISSING = "backplane sim: missing synchronisation: "
 
 @pytest.fixture(scope="module")
 def reported(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, str]:
-    """An engine that goes on after each mistake: its steps, and its log."""
-    plants = ({"ask": "plant_unawaited_stream"}, WORK, COUNT, {"ask": "plant_unawaited_input"}, WORK, COUNT)
+    """Returns the result and the log of an engine that only reports missing synchronisation and goes on."""
+    plants = ({"rpc": "plant_unawaited_stream"}, WORK, COUNT, {"rpc": "plant_unawaited_input"}, WORK, COUNT)
     steps = (WORK, COUNT, *plants)
     engine = job(tiny_llama, steps=steps, compilation_config=DECODE, async_scheduling=True, **LIMITS)
     variables = {**SIM, "BACKPLANE_SIM_RACES": "report"}
@@ -42,32 +42,35 @@ def test_a_clean_step_has_none(reported: tuple[Result, str]) -> None:
 def test_tokens_copied_before_they_are_sampled(reported: tuple[Result, str]) -> None:
     steps, log = reported[0]["steps"], reported[1]
     assert steps[4][0] > steps[1][0]
-    told = re.search(
+    report = re.search(
         re.escape(MISSING)
         + r"'copy_d2h' on stream ([1-9]\d*) of card 0 reads bytes 0 to \d+ of the allocation 0x\S+ of "
         r"card 0, which '\S+' on stream 0 of card 0 writes, .* it may read the old contents\. Record an event on "
         r"stream 0 of card 0 after '\S+' and let stream \1 of card 0 wait for it",
         log,
     )
-    assert told, log[-4000:]
+    assert report, log[-4000:]
 
 
 def test_a_graph_replayed_before_its_input_is_there(reported: tuple[Result, str]) -> None:
-    """The mistake is planted for replayed steps alone."""
+    """Tests an error that is planted for replayed steps only."""
     steps, log = reported[0]["steps"], reported[1]
     assert steps[7][0] > steps[4][0]
-    told = re.search(
+    report = re.search(
         re.escape(MISSING)
         + r"'\S+' on stream 0 of card 0 reads .*, which 'copy_d2d' on stream [1-9]\d* of card 0 writes",
         log,
     )
-    assert told, log[-4000:]
+    assert report, log[-4000:]
 
 
 @pytest.fixture(scope="module")
 def failing(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Result, str]]:
-    """Engines to which a mistake is an error, with their logs: one of two cards, and one with a mistake."""
-    planted = (WORK, {"ask": "plant_unawaited_tokens"}, WORK)
+    """Returns the results and logs of two engines that fail on missing synchronisation.
+
+    The first has two cards and no error, and the second has a planted error.
+    """
+    planted = (WORK, {"rpc": "plant_unawaited_tokens"}, WORK)
     engines = [
         job(tiny_llama, steps=(WORK, WORK, COUNT), tensor_parallel_size=2, async_scheduling=True, **LIMITS),
         job(tiny_llama, steps=planted, async_scheduling=False, **LIMITS),
@@ -79,17 +82,17 @@ def failing(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 def test_two_cards_have_none(failing: list[tuple[Result, str]]) -> None:
-    """Nobody reads the answers of the second, which are dropped while they are being copied."""
+    """Tests two cards without an error. The output of the second is not read, and is freed while it is copied."""
     result, log = failing[0]
     assert "error" not in result, result["error"] + log[-4000:]
     assert result["steps"][2] == [0, 0], log[-4000:]
 
 
 def test_tokens_read_before_they_have_arrived(failing: list[tuple[Result, str]]) -> None:
-    """As an error: the engine ends with it."""
+    """Tests that the engine ends with the error if missing synchronisation is fatal."""
     result, text = failing[1]
     assert "EngineDeadError" in result["error"], result["error"]
     early = r"the host accessed 0x\S+, byte 0 of \d+ in pinned memory that 'copy_d2h' on stream 0 of card 0 writes"
     assert MISSING in text, text[-4000:]
-    assert re.match(re.escape(MISSING) + early, text[text.index(MISSING) :]), "another one before the mistake"
+    assert re.match(re.escape(MISSING) + early, text[text.index(MISSING) :]), "the first report must be the error"
     assert re.search(r"AcceleratorError: .*missing synchronisation: " + early, text), text[-4000:]

@@ -1,4 +1,4 @@
-"""Two simulated cards that carry one model sleep and wake: both give their memory back, and the tokens stay."""
+"""Tests sleep mode with two tensor parallel workers on simulated cards: both release memory, and tokens stay equal."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 from engine import Result, batch, greedy, job, run_engines
-from worker_questions import ASKING
+from worker_rpc import RPC_VARIABLES
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 WORK = {"batch": batch([[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000]], greedy(12))}
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **ASKING}
+SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **RPC_VARIABLES}
 KV_CACHE = 64 << 20
 
 
 @pytest.fixture(scope="module")
 def steps(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    counters = {"ask": "driver_memory"}
+    counters = {"rpc": "driver_memory"}
     taken = {
         "first": WORK,
-        "look": {"ask": "memory"},
+        "look": {"rpc": "memory"},
         "awake": counters,
         "sleep 1": {"sleep": 1},
         "level 1": counters,
@@ -51,6 +51,7 @@ def steps(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def tokens(done: list[Result]) -> list[list[int]]:
+    """Returns the output tokens of a batch."""
     return [output["token_ids"] for output in done]
 
 
@@ -63,14 +64,14 @@ def test_the_same_tokens_after_waking(steps: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("level", ["level 1", "level 2"])
 def test_each_card_gives_its_memory_back(steps: dict[str, Any], level: str) -> None:
-    """By the driver's counters: what the card's own weights and its cache take, to one per cent."""
+    """Tests by the driver's counters, to one per cent, that a card releases its weights and its KV cache."""
     assert [worker["card"] for worker in steps["look"]] == [0, 1]
     for look, awake, asleep in zip(steps["look"], steps["awake"], steps[level], strict=True):
-        given_back = look["weights"] + look["kv_cache"]
+        released = look["weights"] + look["kv_cache"]
         assert look["kv_cache"] == pytest.approx(KV_CACHE, rel=0.01)
-        assert awake["in_use"] - asleep["in_use"] == pytest.approx(given_back, rel=0.01)
-        assert asleep["suspended"] == pytest.approx(given_back, rel=0.01)
-        assert awake["resident"] - asleep["resident"] > 0.9 * look["weights"], "the system has the pages back"
+        assert awake["in_use"] - asleep["in_use"] == pytest.approx(released, rel=0.01)
+        assert asleep["suspended"] == pytest.approx(released, rel=0.01)
+        assert awake["resident"] - asleep["resident"] > 0.9 * look["weights"], "the pages must be released"
 
 
 @pytest.mark.parametrize("woken", ["again", "reloaded"])

@@ -1,7 +1,8 @@
-"""Speculation gives the tokens of plain decoding, or tokens of the same distribution, and drafts what it should.
+"""Tests every method of speculative decoding over HTTP on each device, with tiny models of random weights.
 
-Every method over HTTP on each device, with tiny models of random weights; draft_heads.py says which drafts a smaller
-model and the heads should make. The default model is served by the documentation's example, too.
+Greedy tokens must equal those of plain decoding, and sampled tokens must have the same distribution. draft_heads.py
+computes how many draft tokens of a draft model and of the heads must be accepted. The default model is also served with
+the example of docs/serve/speculative-decoding.md.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TOKENS, LONGER = 40, 4
 REPEATS = [5, 6, 7] * 8
 PROMPTS = [[7, 30, 21, 9, 44], list(range(3, 43)), [40, 41], REPEATS, list(range(47, 7, -3))]
 INTERPRETED = {"NUMBA_DISABLE_JIT": "1"}
-"""Compiling the lookup of n-grams takes seconds, which one engine shall spend."""
+"""Environment variables that disable numba. Compiling the n-gram lookup takes seconds, and one engine does it."""
 DEVICES: dict[str, dict[str, str | None]] = {
     "cpu": {"BACKPLANE_DEVICE": "cpu"},
     "sim": {
@@ -45,16 +46,16 @@ DEVICES: dict[str, dict[str, str | None]] = {
     },
 }
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-"""Not spawned: each process would import all of vLLM again."""
+"""Environment variables of servers. A spawned process would import all of vLLM again."""
 AT_A_TIME = 2
-"""Servers: one starts while another ends, or waits for those who ask it."""
+"""Number of concurrent servers: one starts while another one ends or waits for requests."""
 CACHE = 64 << 20
-"""Bytes: those that run side by side do not ask for the same memory."""
+"""Bytes of the KV cache, given explicitly, so that concurrent servers do not claim the same memory."""
 METHODS = {"ngram": "ngram", "suffix": "suffix", "draft": "draft model", "eagle3": "EAGLE-3", "mtp": "MTP"}
-"""And what docs/features.toml calls them."""
+"""Methods of speculative decoding, with their names in docs/features.toml."""
 WHERE_INSTALLED = pytest.mark.skipif(
     find_spec("arctic_inference") is None,
-    reason="the package arctic-inference is not installed; docs/serve/speculative-decoding.md says how",
+    reason="the package arctic-inference is not installed; see docs/serve/speculative-decoding.md",
 )
 DRAFTS = 3
 DRAWS, KEPT, WARMTH = 1200, 3, 1.3
@@ -66,6 +67,8 @@ TEXTS = ["A line that is written once more: the ferry leaves at nine.\n" * 4, "W
 
 @dataclass(frozen=True)
 class Models:
+    """The transformers models and heads, with the folder of their checkpoints."""
+
     llama: Any
     eagle3: draft_heads.Eagle3Head
     mimo: Any
@@ -83,7 +86,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def speculating(folder: Path) -> dict[str, dict[str, Any]]:
-    """Configurations of speculation by method; those that are installed."""
+    """Returns the speculative configurations by method, without methods whose package is not installed."""
     configured: dict[str, dict[str, Any]] = {
         "ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
         "suffix": {"method": "suffix"},
@@ -97,11 +100,12 @@ def speculating(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def target(folder: Path, method: str) -> Path:
+    """Returns the folder of the target model of a method."""
     return folder / ("mimo" if method == "mtp" else "target")
 
 
 def plain_engines(folder: Path, logs: Path) -> list[Result]:
-    """Of both targets, without speculation. Their answers are longer than what is asked of the others."""
+    """Runs both targets without speculation; returns results with longer outputs than those of the servers."""
     long = batch(PROMPTS, greedy(TOKENS + LONGER))
     limits: dict[str, Any] = {"max_num_seqs": 32, "kv_cache_memory_bytes": CACHE, "skip_tokenizer_init": True}
     jobs = [job(folder / name, long, **limits) for name in ("target", "mimo")]
@@ -110,30 +114,38 @@ def plain_engines(folder: Path, logs: Path) -> list[Result]:
 
 @dataclass(frozen=True)
 class Run:
-    """What one who speculates has done: the prompts together, then some of them one by one, then draws."""
+    """The outputs of a server with speculative decoding."""
 
-    asked: list[list[int]]
+    together: list[list[int]]
+    """Tokens of all prompts, which were sent concurrently first."""
     metrics: dict[str, Any]
-    """After those together."""
+    """Metrics after these requests."""
     alone: list[list[int]]
+    """Tokens of some prompts, which were sent one by one afterwards."""
     replays: dict[str, int]
+    """Counts of captured and replayed graphs after these requests."""
     drawn: list[list[int]]
+    """Sampled tokens, which were requested last."""
     metrics_after: dict[str, Any]
+    """Metrics after all requests."""
     compiled: tuple[int, int]
-    """Lookups of n-grams, at first and at last."""
+    """Number of compiled n-gram lookups at the beginning and at the end."""
 
 
 @dataclass(frozen=True)
 class Runs:
+    """The outputs of all servers, and of both targets without speculation."""
+
     found: dict[tuple[str, str], Run]
     llama: list[list[int]]
     mimo: list[list[int]]
 
     def plain(self, method: str) -> list[list[int]]:
-        """Longer answers than are asked of those who speculate."""
+        """Returns the outputs of the target without speculation, which are longer than those of the servers."""
         return self.mimo if method == "mtp" else self.llama
 
     def of(self, device: str, method: str) -> Run:
+        """Returns the outputs of the server for a device and a method."""
         return self.found[device, method]
 
 
@@ -150,52 +162,54 @@ def runs(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def served(folder: Path, logs: Path, device: str, method: str) -> Run:
-    """Over HTTP; prompts and answers are tokens, for which there are no words."""
+    """Starts a server, sends all requests and returns the outputs. Prompts and outputs are tokens, not text."""
     option = ("--speculative-config", json.dumps(speculating(folder)[method]))
     limits = ("--max-model-len", "256", "--max-num-seqs", "32", "--max-num-batched-tokens", "256", "--seed", "1")
     limits += ("--kv-cache-memory-bytes", str(CACHE))
-    more = ("--dtype", "float32", "--skip-tokenizer-init", "--worker-extension-cls", "worker_questions.OverHttp")
+    more = ("--dtype", "float32", "--skip-tokenizer-init", "--worker-extension-cls", "worker_rpc.OverHttp")
     variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": on_path(Path(__file__).parent), **FORKED, **DEVICES[device]}
     with Server(logs, str(target(folder, method)), *option, *limits, *more, variables=variables) as server:
         assert f"Operators on device {device}:" in server.text()
-        first = int(of_worker(server, "asked_for_compiled_ngrams"))
+        first = int(call_worker(server, "rpc_compiled_ngrams"))
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            asked = list(pool.map(lambda prompt: answer(server, prompt), PROMPTS))
-        metrics = told(server)
-        alone = [answer(server, prompt) for prompt in PROMPTS[2:4]]
-        replayed = of_worker(server, "asked_for_replays")
+            together = list(pool.map(lambda prompt: generate(server, prompt), PROMPTS))
+        metrics = read_metrics(server)
+        alone = [generate(server, prompt) for prompt in PROMPTS[2:4]]
+        replayed = call_worker(server, "rpc_replays")
         draws = drawn(server) if method in DRAWN_FROM else []
-        last = int(of_worker(server, "asked_for_compiled_ngrams"))
-        return Run(asked, metrics, alone, replayed, draws, told(server), (first, last))
+        last = int(call_worker(server, "rpc_compiled_ngrams"))
+        return Run(together, metrics, alone, replayed, draws, read_metrics(server), (first, last))
 
 
-def of_worker(server: Server, question: str) -> Any:
-    """vLLM tells what is no dictionary as text."""
-    response = server.http.post("/collective_rpc", json={"method": question})
+def call_worker(server: Server, method: str) -> Any:
+    """Calls a method of the worker and returns its result, which vLLM converts to text if it is not a dictionary."""
+    response = server.http.post("/collective_rpc", json={"method": method})
     assert response.status_code == 200, response.text
     [found] = response.json()["results"]
     return found
 
 
-def answer(server: Server, prompt: str | list[int]) -> list[int]:
-    return ask(server, prompt, max_tokens=TOKENS, temperature=0)[0]
+def generate(server: Server, prompt: str | list[int]) -> list[int]:
+    """Returns the tokens of a greedy completion."""
+    return complete(server, prompt, max_tokens=TOKENS, temperature=0)[0]
 
 
 def drawn(server: Server) -> list[list[int]]:
-    return ask(server, REPEATS, n=DRAWS, **DRAWN)
+    """Returns the tokens of many sampled completions of one prompt."""
+    return complete(server, REPEATS, n=DRAWS, **DRAWN)
 
 
-def ask(server: Server, prompt: str | list[int], **more: Any) -> list[list[int]]:
-    """The tokens of every answer."""
+def complete(server: Server, prompt: str | list[int], **more: Any) -> list[list[int]]:
+    """Returns the tokens of every choice of a completion."""
     [model] = server.http.get("/v1/models").json()["data"]
     request = {"model": model["id"], "prompt": prompt, "ignore_eos": True, "return_token_ids": True, **more}
-    given = server.http.post("/v1/completions", json=request)
-    assert given.status_code == 200, given.text
-    return [choice["token_ids"] for choice in given.json()["choices"]]
+    response = server.http.post("/v1/completions", json=request)
+    assert response.status_code == 200, response.text
+    return [choice["token_ids"] for choice in response.json()["choices"]]
 
 
-def told(server: Server) -> dict[str, Any]:
-    """By /metrics, under the names that `LLM.get_metrics` has."""
+def read_metrics(server: Server) -> dict[str, Any]:
+    """Returns the counts of draft tokens from /metrics, under the names of `LLM.get_metrics`."""
     found: dict[str, Any] = {
         f"{COUNTED}{what}": int(server.metric(f"{COUNTED}{what}_total"))
         for what in ("drafts", "draft_tokens", "accepted_tokens")
@@ -205,17 +219,19 @@ def told(server: Server) -> dict[str, Any]:
 
 
 def plain(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """Transformers' answers."""
+    """Returns the output tokens of transformers, none of which may be near a tie."""
     found = [reference.continue_together(model, [prompt], TOKENS)[0] for prompt in prompts]
     assert min(one.smallest_margin for one in found) > 1e-3, "near a tie; change the prompts"
     return [one.token_ids for one in found]
 
 
 def tokens(done: list[dict[str, Any]]) -> list[list[int]]:
+    """Returns the output tokens of a batch."""
     return [output["token_ids"] for output in done]
 
 
 def counted(metrics: dict[str, Any], what: str) -> int:
+    """Returns a counter of speculative decoding."""
     return int(metrics[COUNTED + what])
 
 
@@ -235,7 +251,7 @@ ON_EACH = pytest.mark.parametrize("device", DEVICES)
 @ON_EACH
 def test_a_server_gives_the_tokens_of_plain_decoding(runs: Runs, device: str, method: str, named: str) -> None:
     run, plain = runs.of(device, method), [answer[:TOKENS] for answer in runs.plain(method)]
-    assert run.asked == plain
+    assert run.together == plain
     assert run.alone == plain[2:4]
     assert 0 < counted(run.metrics, "accepted_tokens") <= counted(run.metrics, "draft_tokens")
 
@@ -245,43 +261,45 @@ def test_plain_answers_are_those_of_transformers(runs: Runs, models: Models) -> 
 
 
 def test_answers_depend_on_the_prompt(runs: Runs) -> None:
-    """Or a request that was given another's tokens would not show."""
+    """Tests that the outputs differ, so that a request with the tokens of another one would be noticed."""
     for method in ("draft", "mtp"):
         answers = runs.plain(method)
         assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def right_drafts(runs: Runs, models: Models) -> dict[str, list[int]]:
-    """How many of a step's drafts are right, for every step, by method."""
-    guessers = {
+def accepted_drafts(runs: Runs, models: Models) -> dict[str, list[int]]:
+    """Returns the expected number of accepted draft tokens of every step, by method."""
+    drafters = {
         "draft": (models.llama, models.shallow),
         "eagle3": (models.llama, models.eagle3),
         "mtp": (models.mimo, models.mtp),
     }
     return {
         method: [
-            right
-            for prompt, answer in zip(PROMPTS, runs.plain(method), strict=True)
-            for right in draft_heads.expected(*modules, prompt, answer, asked=TOKENS, drafts=DRAFTS)
+            accepted
+            for prompt, output in zip(PROMPTS, runs.plain(method), strict=True)
+            for accepted in draft_heads.accepted_per_step(*modules, prompt, output, max_tokens=TOKENS, drafts=DRAFTS)
         ]
-        for method, modules in guessers.items()
+        for method, modules in drafters.items()
     }
 
 
 @pytest.mark.parametrize("method", ["draft", "eagle3", "mtp"])
 @ON_EACH
 def test_models_and_heads_draft_what_they_should(
-    runs: Runs, right_drafts: dict[str, list[int]], device: str, method: str
+    runs: Runs, accepted_drafts: dict[str, list[int]], device: str, method: str
 ) -> None:
-    """Draft by draft, as computed by transformers' layers without a cache: one that read what a cache holds of wrong
-    drafts would be another."""
-    steps, metrics = right_drafts[method], runs.of(device, method).metrics
+    """Tests acceptance by position against layers of transformers without a KV cache.
+
+    A drafter that reads KV cache entries of rejected draft tokens would give other draft tokens.
+    """
+    steps, metrics = accepted_drafts[method], runs.of(device, method).metrics
     by_place = [sum(accepted > place for accepted in steps) for place in range(DRAFTS)]
     assert metrics[f"{COUNTED}accepted_tokens_per_pos"] == by_place
     assert counted(metrics, "drafts") == len(steps)
     assert 0 < counted(metrics, "accepted_tokens") < counted(metrics, "draft_tokens")
-    assert by_place[0] > by_place[1] > 0, "too few right drafts to say anything"
+    assert by_place[0] > by_place[1] > 0, "enough draft tokens must be accepted for a comparison"
 
 
 @pytest.mark.feature("Serving: graphs of decode steps", "{device}")
@@ -291,7 +309,7 @@ def test_steps_that_verify_were_replayed(runs: Runs, device: str, method: str, n
     found = runs.of(device, method).replays
     assert found["captured"] > 0
     assert found["given_up"] == 0
-    # One sequence at a time; n-grams and suffixes do not always draft as many tokens as a graph takes.
+    # The prompts that were sent one by one. N-grams and suffixes often draft fewer tokens than a graph expects.
     assert found["replays"] > (4 if method in ("ngram", "suffix") else TOKENS // 2)
 
 
@@ -301,7 +319,7 @@ def test_ngrams_are_compiled_before_the_first_request_and_once(runs: Runs) -> No
 
 @torch.inference_mode()
 def shares(model: Any, prompt: list[int], warmth: float) -> dict[tuple[int, ...], float]:
-    """The probability of every answer of three tokens, by transformers."""
+    """Returns the probability of every output of three tokens by transformers; `warmth` is the temperature."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(DRAWN["max_tokens"]):
         logits = model(input_ids=torch.tensor([[*prompt, *answer] for answer in found])).logits[:, -1].double()
@@ -325,31 +343,33 @@ def test_drawn_tokens_follow_the_distribution_of_the_model(
     drafted, accepted = (
         counted(run.metrics_after, what) - counted(run.metrics, what) for what in ("draft_tokens", "accepted_tokens")
     )
-    assert 0.02 * drafted < accepted < 0.98 * drafted, "both must happen often"
+    assert 0.02 * drafted < accepted < 0.98 * drafted, "acceptance and rejection must both happen often"
     seen = Counter(map(tuple, run.drawn))
     assert seen.total() == DRAWS
     right, colder = (shares(models.llama, REPEATS, warmth) for warmth in (WARMTH, WARMTH / 3))
     assert set(seen) <= set(right)
     counts = [seen[answer] for answer in right]
     assert p_value(counts, list(right.values())) > UNLIKELY
-    assert p_value(counts, [colder[answer] for answer in right]) < UNLIKELY, "too few draws to tell anything apart"
+    assert p_value(counts, [colder[answer] for answer in right]) < UNLIKELY, "there must be enough draws"
 
 
 [_line] = re.findall(r"^vllm-backplane serve (.*--speculative-config .*)$", PAGE.read_text(), flags=re.MULTILINE)
 *SERVED, CONFIGURED = shlex.split(_line)
 LIMITS = ("--max-model-len", "512", "--max-num-seqs", "4")
 FIRST_LAYERS = 28
-"""Of the default model's thirty: with fewer, next to no guess is right."""
+"""Number of the default model's thirty layers in the draft model. With fewer, almost no draft token is accepted."""
 OF_DEFAULT_MODEL = {
     "ngram": (CONFIGURED, 0.5),
     "suffix": (json.dumps({"method": "suffix", "num_speculative_tokens": 4}), 0.5),
     "draft": (json.dumps({"method": "draft_model", "model": "shallow", "num_speculative_tokens": 2}), 0.4),
 }
-"""The page's configuration and others, and which share of the guesses is right at least."""
+"""Speculative configurations by method (ngram: that of the page), with the smallest expected acceptance rate."""
 
 
 @dataclass(frozen=True)
 class DefaultModel:
+    """The outputs of transformers for the default model, and the folder of its draft model."""
+
     answers: list[list[int]]
     shallow: Path
 
@@ -373,16 +393,16 @@ def default_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> De
         )
         for device in DEVICES
         for method in OF_DEFAULT_MODEL
-        if (device, method) != ("sim", "draft")  # where steps of the draft model take longest
+        if (device, method) != ("sim", "draft")  # the draft model takes too long there
     ],
 )
 def test_the_default_model(default_model: DefaultModel, tmp_path: Path, device: str, method: str, named: str) -> None:
-    """Over HTTP, by the documentation's command: the tokens of plain decoding, and drafts that were right."""
+    """Tests the command of the documentation: tokens of plain decoding, and the expected acceptance rate."""
     configured, share = OF_DEFAULT_MODEL[method]
     option = configured.replace('"shallow"', json.dumps(str(default_model.shallow)))
     variables = {**FORKED, **INTERPRETED, **DEVICES[device]}
     with Server(tmp_path, *SERVED, option, *LIMITS, variables=variables) as server:
         assert f"Operators on device {device}:" in server.text()
-        assert [answer(server, text) for text in TEXTS] == default_model.answers
+        assert [generate(server, text) for text in TEXTS] == default_model.answers
         drafted, accepted = (int(server.metric(f"{COUNTED}{what}_tokens_total")) for what in ("draft", "accepted"))
-    assert share * drafted < accepted, f"of {drafted} drafts {accepted} were accepted"
+    assert share * drafted < accepted, f"of {drafted} draft tokens {accepted} were accepted"

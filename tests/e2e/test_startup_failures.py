@@ -1,4 +1,4 @@
-"""What keeps the plugin or its device from starting ends the server, with the reason; nothing steps in."""
+"""Tests that a server ends with a clear error if the plugin or its device cannot start, without any fallback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ports import free_port
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 LIMIT = 300
-"""A guard against hanging, not a measurement."""
+"""Seconds after which a server counts as hanging."""
 
 VENDOR = """\
 from vllm_backplane.device import Device, MemoryInfo, Probe
@@ -40,27 +40,31 @@ class Broken(Device):
     def {method}(self):
         raise OSError("driver 4.2 does not answer on slot 7")
 """
+"""Source of a device that raises in a method, or when its module is imported."""
 
 
 @dataclass(frozen=True)
 class Case:
+    """A start that must fail."""
+
     expected: tuple[str, ...]
-    """Texts that the output must hold."""
+    """Texts that the output must contain."""
     variables: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     plain: bool = False
-    """`vllm serve` rather than our command: what a user types who does not know of it."""
+    """Whether the command is `vllm serve` instead of `vllm-backplane serve`."""
     vendor: Mapping[str, str] | None = None
+    """Values for VENDOR, if the device is installed."""
 
 
 BROKEN = {"BACKPLANE_DEVICE": "broken"}
 FAULT = "driver 4.2 does not answer on slot 7"
 
 CASES = {
-    "vLLM told to ignore plugins, vllm serve": Case(
+    "vLLM ignores plugins, vllm serve": Case(
         ("VLLM_TARGET_DEVICE", "Unset it"), {"VLLM_TARGET_DEVICE": "cpu", "BACKPLANE_DEVICE": "cpu"}, plain=True
     ),
-    "vLLM told to ignore plugins, our command": Case(("unset VLLM_TARGET_DEVICE",), {"VLLM_TARGET_DEVICE": "cpu"}),
+    "vLLM ignores plugins, our command": Case(("unset VLLM_TARGET_DEVICE",), {"VLLM_TARGET_DEVICE": "cpu"}),
     "plugins switched off, our command": Case(("unset VLLM_PLUGINS",), {"VLLM_PLUGINS": ""}),
     "unknown device": Case(("nonsense", "Installed:", "cpu"), {"BACKPLANE_DEVICE": "nonsense"}),
     "unknown device, vllm serve": Case(("nonsense", "Installed:", "cpu"), {"BACKPLANE_DEVICE": "nonsense"}, plain=True),
@@ -100,7 +104,7 @@ CONFIGURED: dict[str, PretrainedConfig] = {
         architectures=["GptOssForCausalLM"], num_hidden_layers=1, quantization_config={"quant_method": "mxfp4"}
     ),
 }
-"""Models that are refused before a weight is looked for."""
+"""Configurations of models that must be refused before weights are loaded, so no weights exist."""
 
 ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     STATES: (
@@ -151,11 +155,12 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("cudagraph_mode FULL is not supported", "use -cc.cudagraph_mode=full_decode_only"),
     ),
 }
-"""What is given to an engine, and what it says. A server is given the same by its command line ("unknown option")."""
+"""Engine arguments that must be refused, with parts of the error. CASES has one of them on the command line of a server
+("unknown option")."""
 
 
 def install_vendor(folder: Path, filling: Mapping[str, str]) -> None:
-    """A distribution as pip would leave it: a module and its metadata."""
+    """Writes the distribution of the device as pip would install it: a module and its metadata."""
     (folder / "broken_device.py").write_text(VENDOR.format(**filling))
     metadata = folder / "broken_device-1.0.dist-info"
     metadata.mkdir()
@@ -183,20 +188,20 @@ def test_it_ends_and_says_why(case: Case, tiny_llama: Path, tmp_path: Path) -> N
         "4",
     ]
     given = [*command, *limits, *case.arguments]
-    # What a user types who does not know of our command starts in a new interpreter.
+    # `vllm serve` starts in a new interpreter, as for a user in a shell.
     with Child(given, tmp_path / "server.log", variables, warm=not case.plain) as child:
         status = child.wait(LIMIT)
         output = child.text()
-        assert status != 0, "it ended as if nothing had happened"
+        assert status != 0, "the exit status must report the failure"
         missing = [text for text in case.expected if text not in output]
-        assert not missing, f"the output does not say {missing}"
+        assert not missing, f"the output does not contain {missing}"
         assert "Application startup complete" not in output
         assert not child.wait_for_nothing_left(60)
 
 
 @pytest.fixture(scope="module")
 def refused(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """What became of each engine; one process tries them all."""
+    """Returns the result of each engine. One process starts them all."""
     folder = tmp_path_factory.mktemp("refused")
     for name, config in CONFIGURED.items():
         config.save_pretrained(folder / name)
@@ -207,7 +212,7 @@ def refused(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_does_not_start_and_says_why(refused: dict[str, Result], name: str) -> None:
-    assert "error" in refused[name], "it started as if nothing had happened"
+    assert "error" in refused[name], "the engine must not start"
     missing = [text for text in ENGINES[name][1] if text not in refused[name]["error"]]
-    assert not missing, f"the error does not say {missing}: {refused[name]['error']}"
+    assert not missing, f"the error does not contain {missing}: {refused[name]['error']}"
     assert refused[name]["left"] == []

@@ -1,4 +1,4 @@
-"""A child that is forked from a process with libraries imported is like one that was started (tests/warm_start.py)."""
+"""Tests that a child forked by tests/warm_start.py behaves like one that was started in the usual way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests import programs, warm_start
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("OMP_NUM_THREADS") != "1",
-    reason="nothing is forked but with OMP_NUM_THREADS=1, as `make test` has it",
+    reason="warm_start.py forks only with OMP_NUM_THREADS=1, which `make test` sets",
 )
 
 PROGRAM = """
@@ -27,10 +27,10 @@ def opened():
     for number in os.listdir("/proc/self/fd"):
         try:
             yield os.readlink(f"/proc/self/fd/{number}")
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of the listing itself
             pass
 
-chance = random.random()
+number = random.random()
 print(json.dumps({
     "arguments": sys.argv,
     "path": sys.path,
@@ -46,7 +46,7 @@ print(json.dumps({
 print(json.dumps(["torch" in sys.modules, "vllm" in sys.modules, "vllm_backplane" in sys.modules]))
 import numpy, torch
 found = [torch.get_num_threads(), len(os.listdir("/proc/self/task")), sorted(opened())]
-print(json.dumps([found, [chance, numpy.random.random(), torch.rand(1).item(), torch.initial_seed()]]), flush=True)
+print(json.dumps([found, [number, numpy.random.random(), torch.rand(1).item(), torch.initial_seed()]]), flush=True)
 raise SystemExit(3)
 """
 
@@ -58,12 +58,16 @@ def program(tmp_path: Path) -> Path:
     return tmp_path / "program.py"
 
 
-def told(program: Path, *, warm: bool = True, **variables: str) -> tuple[list[Any], list[bool], list[float], Any]:
-    """What is the same however it was started, which libraries were there at first, and numbers of chance."""
+def run(program: Path, *, warm: bool = True, **variables: str) -> tuple[list[Any], list[bool], list[float], Any]:
+    """Runs PROGRAM, and returns what it printed and its process.
+
+    The first part of the output must be the same for a started and a forked process. The second part shows which
+    packages were imported at first, and the third part has random numbers.
+    """
     with Child([sys.executable, str(program), "a", "b"], program.parent / "log", variables, warm=warm) as child:
         assert child.wait(120) == 3, child.text()
-        seen, modules, (found, chances) = map(json.loads, child.text().splitlines())
-        return [seen, found], modules, chances, child.process
+        seen, modules, (found, numbers) = map(json.loads, child.text().splitlines())
+        return [seen, found], modules, numbers, child.process
 
 
 def test_it_is_like_one_that_was_started(program: Path) -> None:
@@ -71,20 +75,20 @@ def test_it_is_like_one_that_was_started(program: Path) -> None:
     more.mkdir()
     (more / "another.py").touch()
     own = {"BACKPLANE_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "DEBUG", "PYTHONPATH": on_path(more)}
-    plain, none, _, _ = told(program, warm=False, **own)
-    forked, others, chances, process = told(program, **own)
+    plain, none, _, _ = run(program, warm=False, **own)
+    forked, others, numbers, process = run(program, **own)
     assert not isinstance(process, subprocess.Popen)
-    assert [name for name in plain[0] if forked[0][name] != plain[0][name]] == []  # says which, of a long report
+    assert [name for name in plain[0] if forked[0][name] != plain[0][name]] == []  # a failure shows only these names
     assert forked == plain
     assert forked[0]["variables"].items() >= own.items()
     assert (none, others) == ([False] * 3, [True, False, False])
-    _, _, again, _ = told(program, **own)
-    assert not set(chances) & set(again), "what was forked from one process drew the same numbers"
+    _, _, again, _ = run(program, **own)
+    assert not set(numbers) & set(again), "children forked from one process must draw different random numbers"
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "TMPDIR", "HOME", "HF_HOME", "LD_PRELOAD"])
 def test_variables_that_a_library_may_have_read_are_not_for_a_fork(name: str, tmp_path: Path) -> None:
-    """Whichever value they have, or when they are taken away."""
+    """Tests that a child with another value of such a variable, or without the variable, is not forked."""
     (tmp_path / "log").touch()
     command = [sys.executable, str(tmp_path / "program.py")]
     assert warm_start.fork(command, tmp_path / "log", environment(**{name: "another"})) is None
@@ -123,7 +127,7 @@ def test_folders_that_depend_on_where_it_starts_are_not_for_a_fork(path: str, tm
     assert warm_start.fork([sys.executable, "-c", "pass"], tmp_path / "log", variables) is None
 
 
-FROM_A_TEXT = """
+SOURCE = """
 import json, os, sys
 main = sys.modules["__main__"]
 print(json.dumps([sys.argv, sys.path, os.getcwd(), __name__, "__file__" in globals(), main.sys is sys]))
@@ -133,7 +137,7 @@ raise SystemExit(4)
 
 
 def test_a_program_that_is_a_text_has_outputs_of_its_own(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FROM_A_TEXT, "a"]
+    command = [sys.executable, "-c", SOURCE, "a"]
     started = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     forked = programs.run(command, cwd=tmp_path)
     assert (forked.returncode, forked.stdout, forked.stderr) == (4, started.stdout, "an error\n")
@@ -143,7 +147,7 @@ def test_a_program_that_is_a_text_has_outputs_of_its_own(tmp_path: Path) -> None
 def test_a_child_with_such_variables_is_started(program: Path) -> None:
     temporary = program.parent / "temporary"
     temporary.mkdir()
-    (seen, found), modules, _, process = told(program, OMP_NUM_THREADS="7", TMPDIR=str(temporary))
+    (seen, found), modules, _, process = run(program, OMP_NUM_THREADS="7", TMPDIR=str(temporary))
     assert isinstance(process, subprocess.Popen)
     assert modules == [False] * 3
     assert seen["temporary"] == str(temporary)

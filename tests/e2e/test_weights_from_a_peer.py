@@ -1,4 +1,4 @@
-"""Checks that a server without a checkpoint loads its weights from a running server: docs/serve/weights-from-a-peer.md.
+"""Tests that a server without a checkpoint loads its weights from a running server (docs/serve/weights-from-a-peer.md).
 
 On cpu the model is the default one. On sim it has latent attention and experts, whose weights become other tensors
 after loading.
@@ -43,6 +43,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 class Model:
+    """A model with expected outputs, its checkpoint, and a copy of the folder without weights."""
+
     def __init__(self, folder: Path, without: Path, made: Any) -> None:
         self.folder, self.without_weights = folder, without
         self.size = (folder / "model.safetensors").stat().st_size
@@ -70,7 +72,7 @@ def documented(option: str) -> dict[str, Any]:
 
 
 class Source:
-    """The running server, and the relay to it."""
+    """A running server that offers its weights, and the relay to it."""
 
     def __init__(self, folder: Path, log: Path, device: str) -> None:
         listen, given = free_address(), documented("--additional-config")
@@ -90,6 +92,7 @@ def source(device: str, model: Model, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def arguments(source: Source, folder: Path, **extra: Any) -> tuple[str, ...]:
+    """Returns the arguments of a server that loads its weights through the relay."""
     loading = documented("--model-loader-extra-config") | {"peer": str(source.relay.address), **extra}
     format_ = ("--load-format", "backplane_peer", "--model-loader-extra-config", json.dumps(loading))
     return (str(folder), *NAMED, *OTHER_LIMITS, *format_)
@@ -97,7 +100,7 @@ def arguments(source: Source, folder: Path, **extra: Any) -> tuple[str, ...]:
 
 @pytest.mark.feature(FEATURE, "{device}")
 def test_a_server_without_a_checkpoint(source: Source, device: str, model: Model, tmp_path: Path) -> None:
-    """The connection breaks off once, in the middle."""
+    """Tests loading over a connection that breaks once in the middle."""
     source.relay.faults = {1: Fault(after=model.size // 2)}
     given = arguments(
         source, model.without_weights, timeout=60
@@ -116,7 +119,7 @@ def test_a_server_without_a_checkpoint(source: Source, device: str, model: Model
 
 @pytest.mark.feature(FEATURE, "{device}")
 def test_the_running_server_is_killed_in_the_middle(source: Source, device: str, model: Model, tmp_path: Path) -> None:
-    """Must be the last test that uses the source."""
+    """Tests the error if the source ends during loading. It must be the last test, because it kills the source."""
     source.relay.faults = {source.relay.connections + 1: Fault(after=model.size // 2, then=source.server.kill)}
     command = [COMMAND, "serve", *arguments(source, model.without_weights, attempts=2), "--port", str(free_port())]
     with Child(command, tmp_path / "server.log", DEVICES[device], warm=True) as child:

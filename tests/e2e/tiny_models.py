@@ -1,7 +1,7 @@
-"""Models that compute in milliseconds: real architectures of transformers with seeded random weights.
+"""Makes models that compute in milliseconds: architectures of transformers with seeded random weights.
 
-The weights are drawn wider than for training. A freshly initialised model answers almost the same whatever it
-is asked; here the next token must depend on the attention of every layer, far above rounding.
+The weights are larger than those for training. A freshly initialised model gives almost the same output for every
+prompt. Here the next token must depend on the attention of every layer, far more than on rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import torch
 
 
 def randomize(model: Any, *, seed: int = 0, scale: float = 1.0) -> None:
-    """Matrices keep the size of what passes through (times `scale`); vectors vary around what they are."""
+    """Draws the parameters of a model.
+
+    Matrices preserve the magnitude of their inputs, times `scale`. Noise is added to vectors.
+    """
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -28,6 +31,7 @@ def randomize(model: Any, *, seed: int = 0, scale: float = 1.0) -> None:
 
 
 def save_llama(folder: Path, *, tokenizer_of: Path) -> Path:
+    """Saves a tiny Llama with the tokenizer of another model, and returns the folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(

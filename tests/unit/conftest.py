@@ -1,4 +1,4 @@
-"""Fixtures that several rooms of unit tests share."""
+"""Defines fixtures that several folders of unit tests share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds the layout: imports run from higher rooms to lower ones, `ops/` and `device/` import nothing of vLLM."""
+"""Checks the layout: a folder imports folders of lower levels only, and `ops/`, `device/` and others import no vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_backplane.device import discover
 PACKAGE = Path(vllm_backplane.__file__).parent
 PATCHBAY = Path(vllm_patchbay.__file__).parent
 
-FLOORS: tuple[tuple[str, ...], ...] = (
+LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "http"),
     ("distributed", "models", "peering", "settings"),
     ("device",),
@@ -33,13 +33,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("doctor", "platform", "plugin"),
     ("cli",),
 )
-"""The rooms of the package from the ground up. A room imports rooms of lower floors alone."""
+"""The folders and top-level modules of the package by level, lowest first. Each imports lower levels only."""
 
 FREE_OF_VLLM = (
     "ops",
     "device",
     "devices",
     "gguf",
+    "http",
     "models",
     "peering",
     "errors.py",
@@ -64,7 +65,8 @@ def relative(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Modules that a file imports, at any depth of it, by full name. ``from a import b`` counts as ``a.b``."""
+    """Yields the full names of the modules that a file imports, also inside functions. ``from a import b`` counts as
+    ``a.b``."""
     root = PATCHBAY if path.is_relative_to(PATCHBAY) else PACKAGE
     package = [root.name if root is PATCHBAY else "vllm_backplane", *path.relative_to(root).parts[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -96,7 +98,7 @@ IMPORTED_WITHOUT_VLLM = (
 
 @pytest.fixture(scope="module")
 def brought_along() -> dict[str, list[str]]:
-    """Modules of vLLM that came with each, imported one after another: one process, because torch takes seconds."""
+    """Returns the modules of vLLM that each import loads, in order. All run in one process: torch takes seconds."""
     program = (
         "import importlib, json, sys\n"
         "found, before = {}, set()\n"
@@ -135,28 +137,28 @@ def test_a_device_imports_what_a_vendors_wheel_could(path):
             assert module.split(".")[2] == here[1], f"{relative(path)} imports {module}"
 
 
-def room(path: Path) -> str:
+def folder(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def test_every_room_has_a_floor():
-    found = {room(path) for path in PACKAGE.rglob("*.py")} - {"__init__"}
-    assert found == {name for floor in FLOORS for name in floor}
+def test_every_folder_has_a_level():
+    found = {folder(path) for path in PACKAGE.rglob("*.py")} - {"__init__"}
+    assert found == {name for level in LEVELS for name in level}
 
 
-@pytest.mark.parametrize("path", [path for path in PACKAGE.rglob("*.py") if room(path) != "__init__"], ids=relative)
-def test_no_import_runs_up(path):
-    """Also not one inside a function."""
-    floors = {name: number for number, floor in enumerate(FLOORS) for name in floor}
-    here = room(path)
+@pytest.mark.parametrize("path", [path for path in PACKAGE.rglob("*.py") if folder(path) != "__init__"], ids=relative)
+def test_a_folder_imports_lower_levels_only(path):
+    """Imports inside functions count too."""
+    levels = {name: number for number, level in enumerate(LEVELS) for name in level}
+    here = folder(path)
     for module in imports(path):
         parts = module.split(".")
-        if parts[0] == "vllm_backplane" and len(parts) > 1 and parts[1] in floors and parts[1] != here:
-            assert floors[parts[1]] < floors[here], f"{relative(path)} imports {module}"
+        if parts[0] == "vllm_backplane" and len(parts) > 1 and parts[1] in levels and parts[1] != here:
+            assert levels[parts[1]] < levels[here], f"{relative(path)} imports {module}"
 
 
 def imported_files(path: Path, package: Path) -> set[Path]:
-    """The files of a package that a file imports when it is itself imported or checked by a type checker."""
+    """Returns the files of a package that a file imports when it is itself imported or checked by a type checker."""
     found = set()
     for module in imports(path):
         parts = module.split(".")
@@ -179,7 +181,7 @@ def test_no_files_import_each_other_in_a_circle(package):
 
 
 def test_patchbay_imports_packaging_and_nothing_else():
-    """It must install beside any plugin, and read any vLLM without importing it."""
+    """Patchbay must install beside any plugin, and read any vLLM without importing it."""
     allowed = {*sys.stdlib_module_names, "packaging", "vllm_patchbay"}
     found = [
         f"{path.relative_to(PATCHBAY)}: {module}"
@@ -201,7 +203,7 @@ def test_the_compiled_kernels_of_vllm_are_imported_nowhere():
 
 
 def compared_strings(path: Path) -> Iterator[tuple[int, str]]:
-    """String constants on either side of a comparison, in lists to compare with, and in match patterns."""
+    """Yields the string constants on either side of a comparison, in lists to compare with, and in match patterns."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.Compare, ast.MatchValue)):
             for inner in ast.walk(node):
@@ -214,7 +216,7 @@ OTHER_MEANINGS = {
     "ops/raw_memory.py": 'addresses.device.type != "cpu"',
 }
 """Comparisons with 'cpu' that are not about our device: a value that vLLM treats specially, and torch's word for host
-memory. One per file, which must stand there as it stands here."""
+memory. Each file contains exactly one, with this text."""
 
 
 def test_no_device_is_known_by_name_outside_its_folder():

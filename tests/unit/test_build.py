@@ -31,7 +31,7 @@ SWITCH = "BACKPLANE_BUILD_KERNELS"
 
 
 def environment(**changes: str | None) -> dict[str, str]:
-    """Without what an outer make or a user says about builds."""
+    """Returns the environment without variables of an outer make or of the user that concern builds."""
     said = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEFILES", SWITCH)
     result = {name: value for name, value in os.environ.items() if name not in said}
     for name, value in changes.items():
@@ -72,7 +72,7 @@ class Wheel:
 
 
 def wheel(folder: Path, **changes: str | None) -> Wheel:
-    """Built from the repository, with everything that a build leaves behind elsewhere."""
+    """Returns a wheel that is built from the repository, with everything that builds leave behind elsewhere."""
     elsewhere = ["egg_info", "--egg-base", str(folder), "build", "--build-base", str(folder / "build")]
     done = setup(*elsewhere, "bdist_wheel", "--bdist-dir", str(folder / "tree"), "--dist-dir", str(folder), **changes)
     assert done.returncode == 0, done.stdout
@@ -111,7 +111,7 @@ def patchbay(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
 
 @pytest.fixture(scope="module")
 def source_distribution(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The files of the source distribution, without the folder they are in and without setuptools' own records."""
+    """Returns the files of the source distribution, without their common folder and without setuptools' own records."""
     folder = tmp_path_factory.mktemp("sdist")
     done = setup("egg_info", "--egg-base", str(folder), "sdist", "--dist-dir", str(folder), "--formats", "gztar")
     assert done.returncode == 0, done.stdout
@@ -205,7 +205,7 @@ print(SimDevice.probe())
 
 
 def test_kernels_are_left_out_on_purpose(without_kernels: Wheel, tmp_path: Path) -> None:
-    """No compiler is looked for, and what was built in the source tree does not get in."""
+    """The build looks for no compiler, and omits libraries that were built in the source tree."""
     assert f"{SWITCH}=0: no kernels are built; operators run as their references" in without_kernels.output
     assert {name for name in without_kernels.files if ".dist-info/" not in name} == sources()
     assert without_kernels.path.name.endswith("none-any.whl")
@@ -289,7 +289,7 @@ def up_to_date(folder: Path, target: str, *arguments: str) -> bool:
 def test_a_second_make_does_what_a_change_asks_for(
     target: str, changed: str | None, again: set[str], tmp_path: Path
 ) -> None:
-    """In a copy whose steps are marked as done."""
+    """Runs make in a copy whose steps are marked as done."""
     projects = ("pyproject.toml", "patchbay/pyproject.toml")
     for name in ("Makefile", "README.md", "setup.py", *projects, "vllm_backplane/platform.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -92,7 +92,7 @@ def test_passes_and_failures(tmp_path: Path, arguments: tuple[str, ...]) -> None
 
 @pytest.mark.parametrize("arguments", [(), ("-n", "1"), ("-k", "passes")], ids=["", "another process", "chosen singly"])
 def test_what_is_skipped_leaves_and_so_does_what_is_not_there(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """In a file of the name of this one, because entries of files that do not exist leave in any case."""
+    """Uses a file with the name of this one, because entries of files that do not exist are removed in any case."""
     record, file = tmp_path / "features.json", OTHER.partition("::")[0]
     gone = Shown("KV cache: fp8", "cpu", f"{OTHER}[a parameter of another day]", "0.1")
     elsewhere = Shown("KV cache: fp8", "cpu", "tests/unit/test_docs.py::test_every_linked_file_exists", "0.1")

@@ -109,6 +109,6 @@ def test_on_its_platform_the_second_time_changes_nothing(tmp_path: Path) -> None
 
 
 def test_a_device_that_was_asked_for_is_not_passed_over(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="BACKPLANE_DEVICE=cpu asks for a device") as raised:
+    with pytest.raises(AssertionError, match="BACKPLANE_DEVICE=cpu requests a device") as raised:
         loaded(tmp_path, VLLM_TARGET_DEVICE="cpu", BACKPLANE_DEVICE="cpu")
     assert "Unset it" in str(raised.value)

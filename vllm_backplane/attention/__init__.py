@@ -1,6 +1,3 @@
-"""vLLM's attention interface, bound to the operators of `ops/`: backends, metadata and their selection.
-
-These modules may import vLLM, `ops/` and `device/`.
-"""
+"""Implements vLLM's attention interface with the operators of `ops/`: backends, metadata and their selection."""
 
 from __future__ import annotations

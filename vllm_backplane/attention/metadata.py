@@ -40,7 +40,7 @@ class BackplaneAttentionMetadata(AttentionMetadata):
 
 
 class BackplaneMetadataBuilder(AttentionMetadataBuilder[BackplaneAttentionMetadata]):
-    # Graphs may replay: every tensor is a view of a persistent buffer, and the operators read lengths from tensors.
+    # Replay is safe: every tensor is a view of a persistent buffer, and the operators read lengths from tensors.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):  # type: ignore[no-untyped-def]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from vllm_backplane.binding.registry import BINDINGS, load
 from vllm_backplane.errors import BindingError
+from vllm_backplane.settings.releases import INSTALL_SUPPORTED
 
 IR_OPERATOR = "IR operator"
 RUNNER_KERNEL = "runner kernel"
@@ -40,7 +41,7 @@ def _ir(name: str) -> Hook:
 
 
 def _kernel(upstream: str, adapter: str, *operators: str) -> Hook:
-    return Hook(RUNNER_KERNEL, f"vllm.v1.{upstream}", f"vllm_backplane.runner.triton_kernels:{adapter}", operators)
+    return Hook(RUNNER_KERNEL, f"vllm.v1.{upstream}", f"vllm_backplane.runner.kernel_adapters:{adapter}", operators)
 
 
 def _speculation(name: str, adapter: str) -> Hook:
@@ -155,9 +156,9 @@ HOOKS: tuple[Hook, ...] = (
 def check(hook: Hook) -> None:
     """Raises BindingError if vLLM no longer has the extension point, or the replacement does not fit it."""
     if hook.kind == RUNNER_KERNEL:
-        from vllm_backplane.runner import triton_kernels
+        from vllm_backplane.runner import kernel_adapters
 
-        triton_kernels.launcher(hook.upstream.replace(":", "."), load(hook.replacement))
+        kernel_adapters.launcher(hook.upstream.replace(":", "."), load(hook.replacement))
         return
     upstream, replacement = load(hook.upstream), load(hook.replacement)
     if hook.kind == IR_OPERATOR:
@@ -165,9 +166,9 @@ def check(hook: Hook) -> None:
 
         ir.register()
         if ir.PROVIDER not in upstream.impls:
-            raise BindingError(f"{hook.upstream} has no implementation by {hook.replacement}")
+            raise BindingError(f"{hook.upstream} has no implementation by {hook.replacement}. {INSTALL_SUPPORTED}")
     elif not issubclass(replacement, upstream):
-        raise BindingError(f"{hook.replacement} is not a subclass of {hook.upstream}")
+        raise BindingError(f"{hook.replacement} is not a subclass of {hook.upstream}. {INSTALL_SUPPORTED}")
 
 
 def callers() -> dict[str, tuple[tuple[str, str], ...]]:

@@ -9,6 +9,7 @@ from vllm import ir as vllm_ir
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BindingError
+from vllm_backplane.settings.releases import INSTALL_SUPPORTED
 
 if TYPE_CHECKING:
     from vllm.config.kernel import IrOpPriorityConfig
@@ -35,8 +36,8 @@ def register() -> None:
         operator = getattr(vllm_ir.ops, name, None)
         if operator is None:
             raise BindingError(
-                f"the installed vLLM has no IR operator {name!r}, so RMSNorm would not reach the device. Install a "
-                "vLLM that this version of vllm-backplane supports ('vllm-backplane doctor' names them)."
+                f"the installed vLLM has no IR operator {name!r}, so RMSNorm would not reach the device. "
+                f"{INSTALL_SUPPORTED}"
             )
         if PROVIDER not in operator.impls:
             operator.register_impl(PROVIDER)(implementations[name])

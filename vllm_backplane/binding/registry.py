@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_backplane.errors import BindingError
+from vllm_backplane.settings.releases import INSTALL_SUPPORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +142,13 @@ def load(path: str) -> Any:
     try:
         found = importlib.import_module(module)
     except ImportError as fault:
-        raise BindingError(f"{path} cannot be bound: {fault}") from fault
+        raise BindingError(f"{path} cannot be bound: {fault}. {INSTALL_SUPPORTED}") from fault
     try:
         return getattr(found, name)
     except AttributeError:
         raise BindingError(
             f"{path} does not exist: the layer was renamed or removed in the installed vLLM, and a replacement under "
-            "the old name would never run. Install a vLLM that this version of vllm-backplane supports "
-            "('vllm-backplane doctor' names them)."
+            f"the old name would never run. {INSTALL_SUPPORTED}"
         ) from None
 
 
@@ -158,12 +158,15 @@ def check(binding: Binding) -> tuple[Any, Any]:
 
     upstream, replacement = load(binding.upstream), load(binding.replacement)
     if not issubclass(upstream, (CustomOp, PluggableLayer)):
-        raise BindingError(f"{binding.upstream} can no longer be replaced: it is not a CustomOp or PluggableLayer")
+        raise BindingError(
+            f"{binding.upstream} can no longer be replaced: it is not a CustomOp or PluggableLayer. {INSTALL_SUPPORTED}"
+        )
     if not issubclass(replacement, upstream):
-        raise BindingError(f"{binding.replacement} is not a subclass of {binding.upstream}")
+        raise BindingError(f"{binding.replacement} is not a subclass of {binding.upstream}. {INSTALL_SUPPORTED}")
     if upstream.__name__ != binding.layer:
         raise BindingError(
-            f"{binding.upstream} is named {upstream.__name__!r}, and vLLM looks replacements up by that name"
+            f"{binding.upstream} is named {upstream.__name__!r}, and vLLM looks replacements up by that name. "
+            f"{INSTALL_SUPPORTED}"
         )
     return upstream, replacement
 

@@ -1,4 +1,4 @@
-"""Implements the command `vllm-backplane`, with one module per subcommand. May import every other room.
+"""Implements the command `vllm-backplane`, with one module per subcommand.
 
 A subcommand is a module of this package with four names: ``NAME``, ``HELP`` (one line), ``configure(parser)`` and
 ``run(args)``, which returns the exit status. Subcommands import torch and vLLM inside `run`, so that help is immediate.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from vllm_backplane.patches import packages
-from vllm_patchbay.cli.patches import Scope, add_commands
+from vllm_patchbay.cli.patches import PatchSelection, add_commands
 
 NAME = "patches"
 HELP = "list, check, explain or create the patches that Backplane applies"
@@ -18,9 +18,9 @@ HELP = "list, check, explain or create the patches that Backplane applies"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
-    add_commands(actions, Scope("vllm-backplane patches", packages))
+    add_commands(actions, PatchSelection("vllm-backplane patches", packages))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Is never called: every action sets its own ``run``."""
+    """Raises AssertionError. The command line calls the ``run`` that every action sets."""
     raise AssertionError(f"the action {args.action!r} has no function")

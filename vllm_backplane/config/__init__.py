@@ -1,5 +1,3 @@
-"""The stages of `check_and_update_config`: refusals, graphs, scheduling, memory and loading.
-
-The platform, the runner, the worker and `lora/` import this room. It may import `device/`, `settings/`, `kv_offload/`,
-`weights/` and `quantization/`.
+"""Adapts vLLM's configuration to the device, in the stages of `check_and_update_config`: refusals, graphs, scheduling,
+memory and loading.
 """

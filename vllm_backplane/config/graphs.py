@@ -122,7 +122,7 @@ def set_compilation(config: VllmConfig, chosen: Runtime) -> None:
             )
         if config.use_v2_model_runner:
             raise BackplaneError(
-                "vLLM's second model runner captures graphs on CUDA only; remove -cc.cudagraph_mode, or set "
+                "vLLM's V2 model runner captures graphs on CUDA only; remove -cc.cudagraph_mode, or set "
                 "VLLM_USE_V2_MODEL_RUNNER=0"
             )
         if guard_checks_modules(chosen):

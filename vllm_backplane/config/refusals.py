@@ -24,7 +24,7 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
         raise BackplaneError("expert load balancing is not supported; remove --enable-eplb")
     if config.use_v2_model_runner and not can.triton:
         raise BackplaneError(
-            f"vLLM selected its second model runner, which needs Triton, and device {device.name!r} has no Triton; set "
+            f"vLLM selected its V2 model runner, which needs Triton, and device {device.name!r} has no Triton; set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
         )
     if has_recurrent_state(config):

@@ -1,7 +1,7 @@
 """Defines `Device`, the interface that an accelerator implements, and its value types.
 
 `Device` has a working default for everything but its identity, its probe and its memory, so the smallest
-useful device is about thirty lines (README, "Plug in a device"). A device computes through the
+useful device is about thirty lines (docs/chip/first-token.md). A device computes through the
 operators of `vllm_backplane.ops`; their references serve it until it registers kernels of its own.
 """
 
@@ -89,7 +89,7 @@ class Capabilities:
     """Whether a capture also computes what it records. If so, steps are captured when they are first served rather than
     at start, and a step that cannot be captured is still served."""
     triton: bool = False
-    """Whether Triton compiles for the device, so that vLLM's Triton kernels and its second model runner can be used."""
+    """Whether Triton compiles for the device, so that vLLM's Triton kernels and its V2 model runner can be used."""
     pinned_memory: bool = False
     """Whether PyTorch can allocate pinned host memory for the device."""
     sleep: bool = False

@@ -43,7 +43,9 @@ def select(entries: Mapping[str, DeviceEntry], requested: str | None, requested_
     usable = [name for name, probe in probes.items() if probe.available]
     if not usable:
         why = "; ".join(f"{name}: {probe.reason}" for name, probe in sorted(probes.items()))
-        raise DeviceUnavailable(f"no device can be used on this machine. {why}.")
+        raise DeviceUnavailable(
+            f"no device can be used on this machine. {why}. Run 'vllm-backplane doctor', which names the remedies."
+        )
     priorities = {name: entries[name].device_class().priority for name in usable}
     best = [name for name in usable if priorities[name] == max(priorities.values())]
     if len(best) > 1:

@@ -62,7 +62,7 @@ class BackplaneCommunicator(DeviceCommunicatorBase):
         if len(sizes) != self.world_size or sizes[self.rank_in_group] != own:
             raise BackplaneError(
                 f"rank {self.rank_in_group} holds {own} rows, but the sizes given for {self.world_size} ranks "
-                f"are {sizes}"
+                f"are {sizes}; pass the number of rows of each rank"
             )
         return sizes
 
@@ -77,7 +77,10 @@ class BackplaneCommunicator(DeviceCommunicatorBase):
                 raise BackplaneError(f"{length} rows do not divide over {self.world_size} ranks; give sizes")
             sizes = [length // self.world_size] * self.world_size
         if len(sizes) != self.world_size or sum(sizes) != length:
-            raise BackplaneError(f"sizes {sizes} do not cut {length} rows into {self.world_size} pieces")
+            raise BackplaneError(
+                f"sizes {sizes} do not cut {length} rows into {self.world_size} pieces; pass one size per rank, with "
+                f"the sum {length}"
+            )
         total = input_.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.device_group)
         start = sum(sizes[: self.rank_in_group])
@@ -110,5 +113,8 @@ class BackplaneCommunicator(DeviceCommunicatorBase):
 
     def _all2all(self) -> Any:
         if self.all2all_manager is None:
-            raise BackplaneError(f"group {self.unique_name!r} was built without all-to-all")
+            raise BackplaneError(
+                f"group {self.unique_name!r} was built without all-to-all, which vLLM uses in the group 'ep' "
+                "with data parallelism; set --enable-expert-parallel and --data-parallel-size"
+            )
         return self.all2all_manager

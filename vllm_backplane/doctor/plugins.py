@@ -45,12 +45,12 @@ class EntryPointInfo:
 
     @property
     def key(self) -> str:
-        """The name of the check that imports this plugin."""
+        """Returns the name of the check that imports this plugin."""
         return f"plugin {self.name} of {self.distribution} ({self.group})"
 
     @property
     def call_key(self) -> str:
-        """The name of the check that calls this plugin."""
+        """Returns the name of the check that calls this plugin."""
         return f"call of {self.key}"
 
 

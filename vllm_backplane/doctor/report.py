@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
-from vllm_backplane.doctor import devices, options, plugins, software, subprocess_checks, vllm_host
+from vllm_backplane.doctor import devices, options, plugins, software, subprocess_checks, vllm_checks
 from vllm_backplane.doctor.devices import Chosen, DeviceInfo, OperatorInfo
 from vllm_backplane.doctor.findings import Finding
 from vllm_backplane.doctor.options import OptionInfo
 from vllm_backplane.doctor.plugins import Plugin
 from vllm_backplane.doctor.software import Component
-from vllm_backplane.doctor.vllm_host import BindingInfo, PlatformInfo
+from vllm_backplane.doctor.vllm_checks import BindingInfo, PlatformInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ def examine(
             subprocess_checks.run, devices.CHECKS, {"additional_config": config}, environment, timeout
         )
         with_vllm = pool.submit(
-            subprocess_checks.run, vllm_host.CHECKS, vllm_host.request(found, environment), environment, timeout
+            subprocess_checks.run, vllm_checks.CHECKS, vllm_checks.request(found, environment), environment, timeout
         )
         device_results, host_results = without_vllm.result(), with_vllm.result()
 
     on_device = devices.judge(device_results)
-    on_host = vllm_host.judge(host_results, found)
+    on_host = vllm_checks.judge(host_results, found)
     loaded, of_plugins = plugins.judge(found, environment, host_results)
     findings += on_device.findings
     if on_host.imported_version:

@@ -19,7 +19,7 @@ from typing import Any
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from vllm_backplane.errors import CheckpointError, short_repr
-from vllm_backplane.gguf.header import LIMITS, Cursor, Limits
+from vllm_backplane.gguf.cursor import LIMITS, Cursor, Limits
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

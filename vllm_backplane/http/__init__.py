@@ -1,4 +1,4 @@
-"""ASGI middlewares that Backplane adds to vLLM's HTTP server, and their common types.
+"""Holds the ASGI middlewares that Backplane adds to vLLM's HTTP server, and their common types.
 
-Imports nothing of vLLM: the middlewares reach the engine through the application's state.
+This folder imports nothing of vLLM: the middlewares reach the engine through the application's state.
 """

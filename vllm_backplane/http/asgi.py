@@ -1,4 +1,4 @@
-"""The ASGI types that Backplane's middlewares use, and the form of vLLM's error responses."""
+"""Defines the ASGI types that Backplane's middlewares use, and the form of vLLM's error responses."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""ASGI middleware that answers 503 while the engine is asleep, and names POST /wake_up as the remedy.
+"""Answers requests with 503 while the engine is asleep, and names POST /wake_up as the remedy.
 
-vLLM accepts such a request and lets it wait in silence until a client wakes the engine. A call that asks the engine
-whether it sleeps takes as long as a scheduler step. The middleware therefore follows the /sleep and /wake_up requests
-that pass through it, and queries the engine only after a /wake_up. Where several API servers share an engine
-(--api-server-count), another server may have put it to sleep, so each request queries the engine.
+Without this ASGI middleware, vLLM accepts such a request and lets it wait in silence until a client wakes the engine. A
+query of the engine whether it sleeps takes as long as a scheduler step. The middleware therefore follows the /sleep and
+/wake_up requests that pass through it, and queries the engine only after a /wake_up. Where several API servers share an
+engine (--api-server-count), another server may have put it to sleep, so each request queries the engine.
 
 A failed sleep leaves the engine awake and its scheduler paused: the middleware resumes the scheduler. It also sends the
 error response itself, because vLLM's server would close the connection after an exception.

@@ -1,4 +1,3 @@
 """Offloads blocks of the KV cache to host memory or disk, up to a given size, and exchanges them with other servers of
-the host. Only `connector.py`, `metrics.py` and `registration.py` import vLLM; all files may import `peering/`,
-`device/`, `settings/`, `runtime` and `errors`.
+the host. Only `connector.py`, `metrics.py` and `registration.py` import vLLM.
 """

@@ -1,4 +1,4 @@
-"""Scheduler side of KV offload: decides which blocks a request loads instead of computing them, and which are saved.
+"""Decides, on the scheduler side of KV offload, which blocks a request loads instead of computing, and which are saved.
 
 The scheduler alone assigns slots to blocks, and every worker follows, so the workers hold the same blocks without
 communication. A block counts as stored from the step on that saves it, because workers execute steps in order.

@@ -1,4 +1,4 @@
-"""Worker side of KV offload: saves complete blocks from the KV cache to the store, and loads requested ones back.
+"""Saves, on the worker side of KV offload, complete blocks from the KV cache to the store, and loads requested blocks.
 
 A separate thread reads and verifies blocks while steps go on. Only the worker's own thread accesses the KV cache. A
 request waits until all its blocks are in place. Blocks that cannot be loaded are reported, and vLLM computes them.

@@ -1,7 +1,6 @@
-"""vLLM's layers, bound to the operators of `ops/`.
+"""Replaces vLLM's layers by subclasses that compute with the operators of `ops/`.
 
-These modules may import vLLM, `ops/`, `device/`, `settings/`, `attention/` and the runtime. `quantization/` builds on
-them; they import nothing from it.
+Quantized layers are in `quantization/`, which builds on these.
 """
 
 from __future__ import annotations

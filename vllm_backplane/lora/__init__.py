@@ -1,4 +1,4 @@
-"""LoRA adapters: validation against the model, loading before a step, and the errors that clients receive.
+"""Serves LoRA adapters: validates them against the model, loads them before a step, and reports errors to clients.
 
-The adapter arithmetic is in `punica.py`. The room may import `config/`, `distributed/`, `http/` and `ops/`.
+The adapter arithmetic is in `punica.py`.
 """

@@ -1,8 +1,8 @@
-"""ASGI middleware that answers 400 with the reason when a LoRA adapter cannot be used, where vLLM answers 500.
+"""Answers a request with 400 and the reason if its LoRA adapter cannot be used, where vLLM answers 500.
 
 vLLM's server answers 500 to every error of the engine while it loads an adapter, except when the folder does not exist.
 Of the error it receives only the text. A worker that rejects an adapter therefore raises `AdapterRefused`, whose text
-has a fixed form, and the middleware searches the response for that form.
+has a fixed form, and this ASGI middleware searches the response for that form.
 
 A request fails without a reason if its adapter had to be loaded again and could not be. The middleware then asks the
 engine to load the adapter, and sends the engine's error as the response, or as the last event of a stream.

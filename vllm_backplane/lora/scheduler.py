@@ -1,4 +1,4 @@
-"""Scheduler subclasses that fail single requests whose LoRA adapter could not be loaded.
+"""Extends vLLM's schedulers to fail single requests whose LoRA adapter could not be loaded.
 
 vLLM's worker cannot fail a single request: an exception in a step ends the engine. A worker that could not load an
 adapter (`lora/prefetch.py`) therefore marks the requests on its output, and these subclasses of vLLM's schedulers,

@@ -43,8 +43,8 @@ def derived_folder() -> Path:
     """Returns the folder for files that the plugin derives from the user's files while vLLM runs.
 
     That is $BACKPLANE_CACHE, otherwise a folder of the user among temporary files: a plugin should not write to a home
-    folder unasked. The files in it are trusted, and every user can create folders among temporary files. The folder
-    must therefore belong to the user and be closed to others; otherwise `BackplaneError` is raised.
+    folder without a request. The files in it are trusted, and every user can create folders among temporary files.
+    The folder must therefore belong to the user and be closed to others; otherwise `BackplaneError` is raised.
     """
     if (configured := _configured_folder()) is not None:
         return configured

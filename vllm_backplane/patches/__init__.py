@@ -1,7 +1,7 @@
-"""Patches that Backplane applies to vLLM: its own, and those of distributions that bring a device.
+"""Holds the patches that Backplane applies to vLLM, and finds those of distributions that bring a device.
 
-There is one folder for each process, with one ``patch_<module>.py`` for each patched module of vLLM. The modules import
-`vllm_patchbay`, and the rooms whose functions their patches call.
+There is one folder for each process, with one ``patch_<module>.py`` for each patched module of vLLM. At present all
+patches are in `platform/`; `engine/` and `worker/` are empty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
 """Connects servers of one host over TCP: loopback addresses, a threaded server, connections with a deadline, and
-digests that show whether two servers have the same model. The payload protocols live in `kv_offload/` and `weights/`;
-this room imports `errors` alone from this package, and nothing from vLLM.
+digests that show whether two servers have the same model. The payload protocols are in `kv_offload/` and `weights/`.
+This folder imports nothing of vLLM.
 """

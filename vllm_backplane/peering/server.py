@@ -41,7 +41,7 @@ class LoopbackServer(ABC):
 
     @abstractmethod
     def handle(self, sock: socket.socket) -> None:
-        """Reads one request and sends the response. Raises OSError or WireError if the client is gone or does not speak
+        """Reads one request and sends the response. Raises OSError or WireError if the client is gone or violates
         the protocol."""
 
     @abstractmethod

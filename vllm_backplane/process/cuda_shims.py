@@ -1,8 +1,8 @@
-"""Stand-ins for the `torch.cuda` and `torch.accelerator` calls that vLLM makes on every platform.
+"""Replaces the `torch.cuda` and `torch.accelerator` calls that vLLM makes on every platform.
 
 vLLM makes these calls on out-of-tree platforms too: it creates an event when the runner is built, uses a stream for
 speculative decoding and for copies of results, and synchronizes when the process ends. It takes streams and events from
-`torch.cuda` by name; its second model runner creates some in every step.
+`torch.cuda` by name; its V2 model runner creates some in every step.
 
 - A device that is PyTorch's accelerator has a device module with the same interface. Its streams and events replace
   those of `torch.cuda`.

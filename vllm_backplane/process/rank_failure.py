@@ -27,7 +27,7 @@ logger = init_logger("vllm." + __name__)
 EXIT_STATUS = 1
 GRACE_SECONDS = 1.0
 """Seconds before the process exits. If the output rank fails for the same reason, its exception reaches the user first,
-which this exit would prevent."""
+without the delay, this exit would hide it."""
 
 
 def is_output_rank(parallel: ParallelConfig, rank: int) -> bool:
@@ -52,7 +52,7 @@ def wait_for_output_copy(output: Any) -> None:
     """
     if not isinstance(output, AsyncModelRunnerOutput):
         return
-    for name in ("async_copy_ready_event", "copy_event"):  # of the first model runner, and of the second
+    for name in ("async_copy_ready_event", "copy_event"):  # of the V1 and of the V2 model runner
         if (event := getattr(output, name, None)) is not None:
             event.wait()
             return

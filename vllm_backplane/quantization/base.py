@@ -1,4 +1,4 @@
-"""Base classes of Backplane's quantization methods and configurations, and the registration of configurations."""
+"""Defines the base classes of Backplane's quantization methods and configurations, and registers the configurations."""
 
 from __future__ import annotations
 

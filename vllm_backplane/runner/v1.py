@@ -1,4 +1,4 @@
-"""Runs vLLM's first model runner on a Backplane device. This runner needs no Triton.
+"""Runs vLLM's V1 model runner on a Backplane device. This runner needs no Triton.
 
 The subclass adds the decode fast path, graphs of decode steps, operators for sampling and masks, and profiling steps.
 """
@@ -21,10 +21,10 @@ from vllm_backplane.config import graphs
 from vllm_backplane.device import Device
 from vllm_backplane.layers.mamba import refuse_unsupported_state_layers
 from vllm_backplane.ops import resolution
-from vllm_backplane.runner.decode_graphs import StepGraphs, uncapturable
 from vllm_backplane.runner.decode_inputs import DecodeInputs
 from vllm_backplane.runner.grammar import masks_on
 from vllm_backplane.runner.sampler import replace_sampler
+from vllm_backplane.runner.step_graphs import StepGraphs, uncapturable
 
 
 class BackplaneModelRunnerV1(GPUModelRunner):
@@ -36,7 +36,7 @@ class BackplaneModelRunnerV1(GPUModelRunner):
     """`decode_inputs` wrote the inputs of the step that is being prepared."""
 
     def __init__(self, vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> None:
-        self.accelerator = device
+        self.accelerator = device  # vLLM's attribute `device` is a torch.device
         super().__init__(vllm_config, torch_device)
         replace_sampler(self)
 

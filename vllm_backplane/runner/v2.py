@@ -1,4 +1,4 @@
-"""Runs vLLM's second model runner on a Backplane device. This runner needs Triton for the device."""
+"""Runs vLLM's V2 model runner on a Backplane device. This runner needs Triton for the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class BackplaneModelRunnerV2(GPUModelRunner):
     max_num_tokens: int
 
     def __init__(self, vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> None:
-        self.accelerator = device
+        self.accelerator = device  # vLLM's attribute `device` is a torch.device
         super().__init__(vllm_config, torch_device)
 
     def profile_step(self, tokens: int) -> None:

@@ -1,8 +1,9 @@
 """Hides the differences between the supported releases of vLLM (0.30 to 0.32).
 
-The functions test for a capability rather than for a version number. All other code is written once, for all releases.
-`NOT_IN_EVERY_RELEASE` lists the names of vLLM that Backplane overrides or uses and that some supported release lacks; a
-test compares the list with the source of each release.
+The functions test whether vLLM has a module, a name or a parameter. Only `has_known_decode_inputs` compares the
+version, because the decode fast path depends on what the runner does with its buffers, which no name shows. All other
+code is written once, for all releases. `NOT_IN_EVERY_RELEASE` lists the names of vLLM that Backplane overrides or uses
+and that some supported release lacks; a test compares the list with the source of each release.
 """
 
 from __future__ import annotations

@@ -197,7 +197,10 @@ def resolve(scopes: Scopes, given: Mapping[str, Any], environment: Mapping[str, 
         for option in options:
             variable, path = option.variable(scope), f"{scope}.{option.key}" if scope else option.key
             if variable in variables:
-                raise OptionError(f"options {variables[variable]!r} and {path!r} share the variable {variable}")
+                raise OptionError(
+                    f"options {variables[variable]!r} and {path!r} share the variable {variable}; rename one of them "
+                    "in its device"
+                )
             variables[variable] = path
     for variable in environment:
         if variable.startswith(PREFIX) and variable not in variables and variable not in OTHER_VARIABLES:

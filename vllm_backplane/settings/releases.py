@@ -36,6 +36,9 @@ RELEASES: tuple[Release, ...] = (
 
 NEWEST = RELEASES[-1]
 
+INSTALL_SUPPORTED = "Install a vLLM that this version of vllm-backplane supports ('vllm-backplane doctor' names them)."
+"""The remedy in error messages about a vLLM whose classes or kernels do not match."""
+
 
 def release_of_series(series: tuple[int, ...]) -> Release | None:
     """Returns the supported release of a (major, minor) series, or None if there is none."""

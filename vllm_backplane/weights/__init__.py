@@ -1,4 +1,3 @@
 """Loads model weights and checks them: load formats that share weights between processes or fetch them from a running
-server, the size of a checkpoint, missing weights, and saving. May import `peering/`, `distributed/`, `gguf/`,
-`quantization/`, `layers/`, `device/`, `settings/` and vLLM.
+server, the size of a checkpoint, missing weights, and saving.
 """

@@ -32,7 +32,7 @@ SKIPPED = (
 """Names of attributes that do not depend on the weights."""
 
 
-def state_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Scalars]:
+def model_tensors(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], Scalars]:
     """Returns the tensors and the scalars of a loaded model, each sorted by path."""
     tensors: dict[str, torch.Tensor] = {}
     scalars: Scalars = {}

@@ -1,4 +1,4 @@
-"""Load format `backplane_peer`: loads weights from the memory of a running server, over loopback.
+"""Implements the load format `backplane_peer`, which loads weights from the memory of a running server, over loopback.
 
 The weights arrive as the other worker has them, after `process_weights_after_loading`. So the model is built and
 processed here too, with zeros in place of weights, and then every tensor of the result is overwritten. A difference
@@ -21,7 +21,7 @@ from vllm_backplane.peering.digests import without_model_path
 from vllm_backplane.runtime import configured
 from vllm_backplane.settings import compat
 from vllm_backplane.weights.load_formats import PEER, parse_peer_settings, register_loader
-from vllm_backplane.weights.model_state import state_of
+from vllm_backplane.weights.model_state import model_tensors
 from vllm_backplane.weights.peer_client import WeightsClient
 from vllm_backplane.weights.peer_protocol import Manifest
 
@@ -112,7 +112,7 @@ def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
 def matching_tensors(manifest: Manifest, model: torch.nn.Module, address: str) -> list[torch.Tensor]:
     """Returns the tensors of a built and processed model in the order of the manifest. Raises if the model differs from
     the manifest."""
-    tensors, scalars = state_of(model)
+    tensors, scalars = model_tensors(model)
     theirs = {entry.path: (entry.dtype, entry.shape) for entry in manifest.tensors}
     ours = {path: (str(tensor.dtype), tuple(tensor.shape)) for path, tensor in tensors.items()}
     # Compared as text, because NaN is not equal to itself.

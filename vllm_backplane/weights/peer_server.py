@@ -14,7 +14,7 @@ from vllm_backplane.peering.connection import MIN_BYTES_PER_SECOND, Connection, 
 from vllm_backplane.peering.digests import byte_chunks, tensor_digests
 from vllm_backplane.peering.server import LoopbackServer
 from vllm_backplane.weights import peer_protocol
-from vllm_backplane.weights.model_state import state_of
+from vllm_backplane.weights.model_state import model_tensors
 from vllm_backplane.weights.peer_loader import compatibility_description
 from vllm_backplane.weights.peer_protocol import Kind, Manifest, Request, Status, TensorEntry
 
@@ -30,7 +30,7 @@ OPTION = "weights_listen"
 def build_manifest(model: torch.nn.Module, description: dict[str, Any]) -> tuple[Manifest, list[torch.Tensor]]:
     """Returns the manifest of a model and its tensors in the same order. To be called right after loading, before
     anything can have changed."""
-    tensors, scalars = state_of(model)
+    tensors, scalars = model_tensors(model)
     entries = tuple(
         TensorEntry(path, str(tensor.dtype), tuple(tensor.shape), digest.hex())
         for (path, tensor), digest in zip(tensors.items(), tensor_digests(tensors.items()), strict=True)
@@ -85,8 +85,8 @@ class OfferedWeights:
     then the worker captures graphs, during which no other thread may use the card."""
 
     def __init__(self, worker: Any, address: str) -> None:
-        """To be called before loading, which may change the model's configuration: the other server compares its own
-        configuration before loading too."""
+        """Records the model's configuration. The caller does this before loading, which may change the configuration:
+        the other server compares its own configuration before loading too."""
         self._address = loopback_address(address).of_rank(worker.parallel_config.rank)
         self._worker = worker
         self._description = compatibility_description(worker.vllm_config, worker.model_config)

@@ -1,4 +1,4 @@
-"""Load format `backplane_shared`: workers of one host that have the same weights keep one copy of them in memory.
+"""Implements the load format `backplane_shared`: workers of one host with the same weights keep one copy in memory.
 
 Each worker loads as vLLM does, and then maps the weights that other workers already hold (`deduplication.py`). Workers
 that will have the same weights load one after another, so that beside the shared copy there is at most one other.

@@ -50,24 +50,24 @@ class Budget:
 
     @property
     def place(self) -> str:
-        """Device name for messages, with the card's number unless all workers share the host's memory."""
+        """Returns the device name for messages, with the card's number unless all workers share the host's memory."""
         return self.device.name if self.device.capabilities.host_memory else f"{self.device.name}:{self.card}"
 
     @property
     def host_reserve(self) -> int:
-        """Bytes that are never used: a server that takes all of the host's memory is killed by the OOM killer."""
+        """Returns the bytes that are never used: the OOM killer ends a server that takes all of the host's memory."""
         if not self.device.capabilities.host_memory:
             return 0
         return max(HOST_RESERVE_MIN_BYTES, int(self.total * HOST_RESERVE_SHARE))
 
     @property
     def allowed(self) -> int:
-        """Bytes that this worker may use."""
+        """Returns the bytes that this worker may use."""
         return min(int(self.free_at_start * self.share) // self.workers, self.maximum)
 
     @property
     def maximum(self) -> int:
-        """Bytes that a share of 1 would allow."""
+        """Returns the bytes that a share of 1 would allow."""
         return max(self.free_at_start - self.host_reserve, 0) // self.workers
 
     @property

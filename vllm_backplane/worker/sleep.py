@@ -1,4 +1,4 @@
-"""Sleep mode: releases the memory of a card while the engine is idle, and restores it when the engine wakes.
+"""Implements sleep mode: releases the memory of a card while the engine is idle, and restores it when the engine wakes.
 
 vLLM's own implementation uses CUDA's virtual memory. Here the device has pools (`Device.sleep_pool`): weights are
 loaded in one, the KV cache is allocated in another. Each pool can be released and restored as a whole, and its tensors

@@ -1,4 +1,4 @@
-"""Worker subclass that runs vLLM's worker on a Backplane device.
+"""Runs vLLM's worker on a Backplane device.
 
 vLLM's `Worker` executes the calls of the executor (load, step, LoRA, profile, weight transfer). The subclass replaces
 what assumes CUDA: how the process selects its card, which runner it builds, and how memory is measured.
@@ -39,8 +39,8 @@ from vllm_backplane.ops import resolution
 from vllm_backplane.patches import lifecycle
 from vllm_backplane.process.cuda_shims import install_shims
 from vllm_backplane.process.rank_failure import is_output_rank, terminate_on_unread_failure, wait_for_output_copy
-from vllm_backplane.runner.decode_graphs import StepGraphs
 from vllm_backplane.runner.factory import make_model_runner
+from vllm_backplane.runner.step_graphs import StepGraphs
 from vllm_backplane.runtime import configured, runtime
 from vllm_backplane.settings import compat
 from vllm_backplane.settings.carried_state import workers_on_host
@@ -67,7 +67,7 @@ class BackplaneWorker(Worker):
         self.trace: profiling.Trace | None = None
         self.ranges: profiling.ModuleRanges | None = None
         self.runtime = configured(vllm_config.additional_config)
-        self.accelerator = self.runtime.device
+        self.accelerator = self.runtime.device  # the Device; vLLM's attribute `device` is a torch.device
         self.guard: NumericGuard | None = None
         self.offered_weights: OfferedWeights | None = None
         self.adapter_prefetcher: AdapterPrefetcher | None = None

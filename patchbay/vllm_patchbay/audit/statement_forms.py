@@ -1,4 +1,4 @@
-"""Helpers that classify statements and list the parts of function definitions by their syntax alone."""
+"""Classifies statements and lists the parts of function definitions by their syntax alone."""
 
 from __future__ import annotations
 

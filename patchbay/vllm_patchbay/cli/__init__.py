@@ -1,7 +1,6 @@
 """Implements the command ``vllm-patchbay``.
 
-This folder may import all of Patchbay. The commands import slow modules inside their functions, so that ``--help``
-appears at once.
+The commands import slow modules inside their functions, so that ``--help`` appears at once.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     audit.configure(auditing)
     auditing.set_defaults(run=audit.run, parser=auditing)
-    patches.add_commands(commands, patches.Scope())
+    patches.add_commands(commands, patches.PatchSelection())
     return parser
 
 

@@ -1,7 +1,7 @@
 """Implements the commands for patches: list, show, check, diff, docs, new.
 
 ``vllm-patchbay`` has them for the patches of any plugin. A plugin's command line can offer them for the plugin's own
-patches (`Scope`). None of the commands imports vLLM.
+patches (`PatchSelection`). None of the commands imports vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class PatchSelection:
     """Selects the patches that the commands work on."""
 
     program: str = "vllm-patchbay"
@@ -31,7 +31,7 @@ class Scope:
     by --package, or all announced packages are used."""
 
 
-def add_commands(commands: Any, scope: Scope) -> None:
+def add_commands(commands: Any, selection: PatchSelection) -> None:
     """Adds the commands to the subparsers of a command line. Each command sets ``run``."""
 
     def command(
@@ -40,7 +40,7 @@ def add_commands(commands: Any, scope: Scope) -> None:
         added: argparse.ArgumentParser = commands.add_parser(
             name, help=help, description=f"{help[0].upper()}{help[1:]}. {more}".strip(), allow_abbrev=False
         )
-        if scope.packages is None:
+        if selection.packages is None:
             selected = "to write the patch into" if run is _new else "of patches"
             default = "" if run is _new else " (default: all packages that installed distributions announce)"
             added.add_argument(
@@ -50,7 +50,7 @@ def add_commands(commands: Any, scope: Scope) -> None:
                 help=f"package {selected}, such as my_plugin.patches{default}",
             )
         output.add_json_flag(added)
-        added.set_defaults(run=run, scope=scope, parser=added)
+        added.set_defaults(run=run, selection=selection, parser=added)
         return added
 
     command("list", _list, "list all patches with their targets and processes")
@@ -88,7 +88,7 @@ def add_commands(commands: Any, scope: Scope) -> None:
         "--process",
         choices=("platform", "engine", "worker"),
         required=True,
-        help="process that needs the patch: the API server or main process, the engine core, or the workers",
+        help="process that needs the patch: every process (platform), the engine core, or the workers",
     )
     new.add_argument(
         "--on-import",
@@ -121,14 +121,14 @@ def add_commands(commands: Any, scope: Scope) -> None:
 def _patches(args: argparse.Namespace) -> PatchSet:
     from vllm_patchbay.patch import PatchSet
 
-    if args.scope.packages is not None:
-        own, *others = args.scope.packages()
+    if args.selection.packages is not None:
+        own, *others = args.selection.packages()
         return PatchSet.of_packages([own, *others], may_be_empty=(own,))
     return PatchSet.of_packages([args.package]) if args.package else PatchSet.announced()
 
 
 def _progress(args: argparse.Namespace) -> output.Progress:
-    return output.progress_of(args.scope.program)
+    return output.progress_of(args.selection.program)
 
 
 def _vllm(args: argparse.Namespace) -> tuple[SymbolIndex, str]:
@@ -263,7 +263,7 @@ def _original_source(patch: Patch, version: str, progress: output.Progress) -> s
 def _docs(args: argparse.Namespace) -> int:
     from vllm_patchbay.patch.documentation import page
 
-    text = page(_patches(args).require_complete(), f"{args.scope.program} docs")
+    text = page(_patches(args).require_complete(), f"{args.selection.program} docs")
     if args.output:
         output.write(args.output, text)
     if args.json:
@@ -276,7 +276,7 @@ def _docs(args: argparse.Namespace) -> int:
 def _new(args: argparse.Namespace) -> int:
     from vllm_patchbay.patch.skeleton import TEXT_FIELDS, NewPatch, write_skeleton
 
-    package = args.scope.packages()[0] if args.scope.packages is not None else args.package
+    package = args.selection.packages()[0] if args.selection.packages is not None else args.package
     index, version = _vllm(args)
     texts = {field: getattr(args, field) for field in TEXT_FIELDS}
     new = NewPatch(args.target, args.process, package, args.on_import, texts)

@@ -4,9 +4,9 @@ A patch is data beside its code: its target, its reason, the source that it was 
 its removal. Any vLLM plugin can use this package. It imports `upstream` and nothing of vLLM.
 """
 
-from vllm_patchbay.patch.application import PatchSession
 from vllm_patchbay.patch.collection import ENTRY_POINT_GROUP, PatchSet
 from vllm_patchbay.patch.declaration import Fingerprint, Patch, Process
+from vllm_patchbay.patch.session import PatchSession
 from vllm_patchbay.patch.verification import Outcome, Verdict, take_fingerprint, verify
 
 __all__ = [

@@ -27,7 +27,7 @@ class Process(Enum):
     """The process that needs a patch. The patch is applied there at the latest."""
 
     PLATFORM = "platform"
-    """The API server or main process, and every other process, as soon as vLLM chooses the platform."""
+    """Every process, as soon as vLLM chooses the platform."""
     ENGINE = "engine"
     """The process of the engine core."""
     WORKER = "worker"

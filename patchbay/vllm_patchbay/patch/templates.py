@@ -1,4 +1,5 @@
-"""Templates of the files that ``vllm-patchbay new`` writes: a patch for each kind of target, and its two tests.
+"""Holds the templates of the files that ``vllm-patchbay new`` writes: a patch of each kind of target, and its two
+tests.
 
 The tests hold for any patch: that it replaces its target and restores it, and that an engine runs with it. They need
 vLLM, pytest and Patchbay, and nothing of a particular plugin. Tests of the patch's purpose are left to its author.

@@ -252,7 +252,7 @@ def test_the_readmes_part_shows_every_class_of_machine(tmp_path: Path) -> None:
 
 
 def test_reasons_are_those_of_the_machine_that_was_profiled(tmp_path: Path) -> None:
-    """For other machines the digest says so, unless all targets are met."""
+    """For other machines the digest states that there is no profile, unless all targets are met."""
     for peer, notes in ((60.0, 1), (10.0, 0)):
         measured = samples("smollm2", "decode", "1 sequence", {"ours/fp32": [40.0], "llama.cpp/f32": [peer]})
         for name in (PROFILED, "another"):

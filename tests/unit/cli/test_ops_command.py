@@ -163,7 +163,7 @@ def test_no_operator_is_called_from_a_module_without_a_declaration():
 
 def test_hooks_of_registries_are_those_that_are_registered():
     from vllm_backplane.binding import ir
-    from vllm_backplane.runner import triton_kernels as runner_kernels
+    from vllm_backplane.runner import kernel_adapters as runner_kernels
 
     kernels = {
         hook.upstream.replace(":", "."): hook.replacement.partition(":")[2]

@@ -15,7 +15,7 @@ WITH_STREAMS: Any = SimpleNamespace(name="card", capabilities=SimpleNamespace(st
 
 
 def settled(device: Any, explicit: bool | None) -> bool:
-    """vLLM's default is on."""
+    """Returns the resulting setting of async scheduling, which is on by default in vLLM."""
     record(SimpleNamespace(async_scheduling=explicit, enable_prefix_caching=None))
     value = True if explicit is None else explicit
     config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=value))

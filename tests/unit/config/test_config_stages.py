@@ -27,7 +27,7 @@ from vllm_backplane.devices.cpu import CpuDevice
 from vllm_backplane.errors import BackplaneError, OptionError
 from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
 from vllm_backplane.ops.resolution import Resolution
-from vllm_backplane.runner.decode_graphs import uncapturable
+from vllm_backplane.runner.step_graphs import uncapturable
 from vllm_backplane.runtime import Runtime, choose, configured
 from vllm_backplane.settings.explicit_arguments import record
 from vllm_backplane.worker.worker import BackplaneWorker

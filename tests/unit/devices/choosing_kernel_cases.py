@@ -1,4 +1,4 @@
-"""Cases of the sampling kernels for compare_cpu_kernels.py: penalties, masks and the random draw, at odd sizes.
+"""Holds the cases of the sampling kernels for compare_cpu_kernels.py: penalties, masks, random draw, at odd sizes.
 
 Results must be equal to the last bit, so that a seed gives the same tokens with the kernels as with the references.
 """

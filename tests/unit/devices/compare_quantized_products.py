@@ -219,8 +219,9 @@ def threads(layout: CodeLayout) -> Iterator[str]:
 
 
 def rows_alone(layout: CodeLayout) -> Iterator[str]:
-    """A step that is padded has other rows beside it, and the tokens are to stay. Sums of tiles are rounded in another
-    way, and the matrix instruction of ARMv8.6 adds offsets in another order."""
+    """Yields an error for each number of rows whose results differ from those among 40 rows. A step may be padded with
+    other rows, and its tokens must not change. Tiles round their sums differently, and the matrix instruction of
+    ARMv8.6 adds offsets in another order, so these kernels are left out."""
     if native.dot_kernel() == "amx":
         return
     for (fan_in, group), bits, offsets in itertools.product(((256, 32), (576, 64), (4096, 32)), (8, 4), (False, True)):

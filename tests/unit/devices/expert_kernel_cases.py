@@ -1,4 +1,4 @@
-"""Cases of the expert kernels for compare_cpu_kernels.py: no, one or many tokens, repeated or invalid ids, NaN."""
+"""Holds cases of the expert kernels for compare_cpu_kernels.py: few or many tokens, invalid or repeated ids, NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of the LoRA kernels for compare_cpu_kernels.py: small batches with mixed adapters, no adapter, or NaN."""
+"""Holds the cases of the LoRA kernels for compare_cpu_kernels.py: small batches of mixed adapters, no adapter, NaN."""
 
 from __future__ import annotations
 

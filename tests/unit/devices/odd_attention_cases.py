@@ -1,4 +1,4 @@
-"""Cases of attention over keys and values that are NaN or infinite, for compare_cpu_kernels.py.
+"""Holds cases of attention over keys and values that are NaN or infinite, for compare_cpu_kernels.py.
 
 Such a value must reach the results of the queries that see it, and no others: neither earlier rows of the same prompt,
 nor rows whose window excludes it, nor other requests. Both the kernels and the references are checked.
@@ -70,7 +70,8 @@ def attention_of_odd_numbers() -> Iterator[str]:
 
 
 def paged_odd_numbers() -> Iterator[str]:
-    """Contexts of one tile, of several, behind a window, and long ones that a kernel splits and merges."""
+    """Yields the errors for contexts of one tile, of several, behind a window, and long ones that a kernel splits and
+    merges."""
     from compare_cpu_kernels import paged
 
     from vllm_backplane import ops
@@ -112,7 +113,7 @@ def ragged_odd_numbers() -> Iterator[str]:
 
 
 def long_prompts() -> Iterator[str]:
-    """Attention without a cache, with more scores than the reference computes at once."""
+    """Yields the errors of attention without a cache, with more scores than the reference computes at once."""
     from compare_cpu_kernels import compare
 
     from vllm_backplane import ops

@@ -1,4 +1,4 @@
-"""Cases with NaN, infinite and extreme numbers, and with very long contexts, for compare_cpu_kernels.py."""
+"""Holds cases with NaN, infinite and extreme numbers, and with very long contexts, for compare_cpu_kernels.py."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def products_of_odd_numbers() -> Iterator[str]:
 
 
 def long_contexts() -> Iterator[str]:
-    """Decode steps and chunks of prompts over contexts that kernels split many times."""
+    """Yields the differences for decode steps and chunks of prompts over contexts that kernels split many times."""
     from compare_cpu_kernels import compare, paged
 
     from vllm_backplane import ops

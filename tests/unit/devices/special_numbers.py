@@ -1,4 +1,4 @@
-"""Numbers for which kernels are most often wrong."""
+"""Provides numbers for which kernels are most often wrong."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def run_script(isa: str, *pytest_arguments: str) -> subprocess.CompletedProcess[
 
 
 def require_processor(isa: str) -> None:
-    """Skips early, because the process that would be started would find the same."""
+    """Skips the test here, because the process that it starts would find the same and skip later."""
     if ISAS[isa] and platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip(f"this machine does not have {isa}")
 

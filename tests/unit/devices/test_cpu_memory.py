@@ -1,4 +1,4 @@
-"""Tests of the host's memory: limits by control groups, peak memory, released pages and huge pages."""
+"""Tests the host's memory: limits by control groups, peak memory, released pages and huge pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the memory ledger: memory that another process reserved and has not written yet does not count as free."""
+"""Tests the memory ledger: memory that another process reserved and has not written yet does not count as free."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ def program() -> Path:
 
 
 def as_processor(name: str, runs: int) -> list[str]:
-    """What to put before a program so that the processor is that one; nothing where this machine runs all it has."""
+    """Returns the words before a program that make it run on the given processor: none if this machine has its
+    instructions."""
     features = Path("/proc/cpuinfo").read_text().split() if ON_ARM else []
     if runs == len(SETS) and "i8mm" in features:
         return []

@@ -41,7 +41,7 @@ def run(program: Path) -> str:
 
 @pytest.fixture(scope="module")
 def kernels() -> list[Path]:
-    """The dot-product kernels of every instruction set."""
+    """Returns the object files of the dot-product kernels of every instruction set."""
     processor = Path("/proc/cpuinfo").read_text().split()
     found = []
     for source in sorted(SOURCES.glob("dot_*.cpp")):
@@ -56,7 +56,7 @@ def kernels() -> list[Path]:
 
 
 def test_kernels_stay_within_their_memory(kernels: list[Path]) -> None:
-    """The kernels alone, without PyTorch."""
+    """Runs the kernels alone, without PyTorch."""
     check = HERE / "dot_products_check.cpp"
     program = compiled.build(
         "kernel_check", [*OPTIONS, *checks(), check, *kernels], [SOURCES, check, HERE / "fuzzed_tensors.h"]
@@ -66,7 +66,7 @@ def test_kernels_stay_within_their_memory(kernels: list[Path]) -> None:
 
 
 def test_layers_stay_within_their_memory(kernels: list[Path]) -> None:
-    """The operator as a whole: rounding of the input, chunks, tiles, results."""
+    """Runs the operator as a whole: rounding of the input, chunks, tiles, results."""
     # Files with PyTorch's headers are compiled together: the headers take longer than all the rest.
     together = [SOURCES / "quantize_rows.cpp", SOURCES / "quantized_linear.cpp", HERE / "quantized_linear_check.cpp"]
     included = [part for path in together for part in ("-include", path)]

@@ -1,4 +1,4 @@
-"""Tests of sleep mode on the CPU: pages go back to the system, tensors keep their addresses, saved contents return."""
+"""Tests sleep mode on the CPU: pages go back to the system, tensors keep their addresses, saved contents return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the threads and cores of a CPU worker, on machines whose topology is a folder of files."""
+"""Tests the threads and cores of a CPU worker, on machines whose topology is a folder of files."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_as_many_threads_as_the_machine_has_are_no_fault(tmp_path: Path, monkeyp
 
 
 def test_this_machine_refuses_threads_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is tested through `configured`, which every vLLM process calls."""
+    """Calls `configured`, as every vLLM process does."""
     with pytest.raises(OptionError, match=r"cpu\.threads is 5000, and this process may use"):
         configured({"backplane": {"cpu": {"threads": 5000}}})
     monkeypatch.setenv("OMP_NUM_THREADS", "5000")

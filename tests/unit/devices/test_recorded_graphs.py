@@ -1,4 +1,4 @@
-"""Tests of the CPU's graphs: a replay gives the results of a call, and a call that cannot be replayed is an error."""
+"""Tests the CPU's graphs: a replay gives the results of a call, and a call that cannot be replayed is an error."""
 
 from __future__ import annotations
 

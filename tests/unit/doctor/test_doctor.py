@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import vllm_backplane
-from vllm_backplane.doctor import devices, options, plugins, software, subprocess_checks, vllm_host
+from vllm_backplane.doctor import devices, options, plugins, software, subprocess_checks, vllm_checks
 from vllm_backplane.doctor.plugins import EntryPointInfo
 from vllm_backplane.doctor.report import Report
 from vllm_backplane.doctor.subprocess_checks import CheckResult, CheckRunner
@@ -125,7 +125,8 @@ def test_a_sound_installation_serves():
 
 
 def test_what_is_broken_beside_us_is_named_and_does_not_stop_serving(tmp_path):
-    """A general plugin that cannot be imported, a device that cannot, one whose probe raises, no kernel library."""
+    """Adds a general plugin and a device that cannot be imported, and a device whose probe raises, and removes the
+    kernels."""
     wheel(
         tmp_path / "vendor",
         "vendor-things",
@@ -344,7 +345,7 @@ def test_our_own_plugin_broken_is_an_error():
 
 def test_a_layer_that_binds_to_nothing_is_an_error():
     value = {"kind": "layer", "upstream": "vllm.a:B", "replacement": "c:D", "operators": [], "mark": "error"}
-    judged = vllm_host.judge({"layer vllm.a:B": CheckResult({**value, "fault": "vllm.a:B does not exist"})}, [])
+    judged = vllm_checks.judge({"layer vllm.a:B": CheckResult({**value, "fault": "vllm.a:B does not exist"})}, [])
     assert [(each.severity, each.what) for each in judged.findings] == [
         ("error", "layer vllm.a:B: vllm.a:B does not exist")
     ]
@@ -443,4 +444,4 @@ def test_a_stage_that_fails_between_steps_ends():
 
 def test_a_runner_that_the_device_cannot_run_is_an_error() -> None:
     report = json_report({**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}, serves=False)
-    assert finding(report, "error", "second model runner")["remedy"] == "set VLLM_USE_V2_MODEL_RUNNER=0"
+    assert finding(report, "error", "V2 model runner")["remedy"] == "set VLLM_USE_V2_MODEL_RUNNER=0"

@@ -56,7 +56,8 @@ def test_the_operators_form_holds_the_same_values(kind: Type, layout: CodeLayout
 
 @pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind != Type.Q4_1], ids=lambda kind: kind.name)
 def test_what_llama_quantize_made_is_bit_equal(kind: Type) -> None:
-    """Both dequantized and packed for the operator; the expected values come from the gguf package's own reader."""
+    """Compares values both dequantized and packed for the operator; the gguf package's own reader gives the expected
+    ones."""
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(REAL).tensors}[kind.name]
     assert theirs.tensor_type == kind
     expected = gguf.quants.dequantize(theirs.data, kind)

@@ -13,8 +13,8 @@ import pytest
 from gguf_bytes import ARRAY, BOOL, F32, Q4_0, STRING, U8, U32, U64, File, array, key, tensor, text, u32, u64
 
 from vllm_backplane.errors import CheckpointError
+from vllm_backplane.gguf.cursor import Limits
 from vllm_backplane.gguf.file import GgufFile
-from vllm_backplane.gguf.header import Limits
 from vllm_backplane.gguf.model_files import open_model
 
 HUGE = 1 << 60

@@ -176,7 +176,7 @@ def test_a_port_that_is_taken_is_an_error(served: Address, store: BlockStore) ->
 
 
 def test_a_load_from_both_sides(served: Address) -> None:
-    """Blocks of this server's store and of the peer, and one that neither has."""
+    """Loads blocks of this server's store and of the peer, and one that neither has."""
     cache = torch.zeros(8, SIZE // 4)
     own = BlockStore(MemorySlots(1, SIZE, 0))
     own.write(KEYS[0], 0, ROWS[0])

@@ -116,7 +116,7 @@ def test_requests_with_a_damaged_adapter_are_told_and_the_others_have_theirs(
 
 
 def running(runner: Runner, **held: LoRARequest | None) -> None:
-    """Requests in the batch of vLLM's first runner."""
+    """Puts requests into the batch of vLLM's V1 model runner."""
     batch = InputBatch.__new__(InputBatch)
     batch.req_id_to_index = {name: place for place, name in enumerate(held)}  # type: ignore[misc]
     batch.request_lora_mapping = np.array([one.lora_int_id if one else 0 for one in held.values()])
@@ -181,7 +181,7 @@ def test_one_that_was_mended_and_loaded_is_served_at_once(runner: Runner, prefet
 
 @pytest.fixture
 def worker(runner: Runner, prefetcher: AdapterPrefetcher) -> BackplaneWorker:
-    """A worker that can load adapters, made without starting a process."""
+    """Returns a worker that can load adapters, made without starting a process."""
     made = BackplaneWorker.__new__(BackplaneWorker)
     made.model_runner = runner  # type: ignore[assignment]
     made.adapter_prefetcher, made.parallel_config, made.rank = prefetcher, prefetcher._parallel, 0
@@ -191,7 +191,7 @@ def worker(runner: Runner, prefetcher: AdapterPrefetcher) -> BackplaneWorker:
 def test_loading_one_that_was_mended_ends_the_wait(
     runner: Runner, prefetcher: AdapterPrefetcher, worker: BackplaneWorker
 ) -> None:
-    """Also where it is pushed out before it is used."""
+    """Removes the adapter again before it is used."""
     prefetcher.prepare(step({"a": adapter(BAD)}))
     assert failed_requests(prefetcher) == {"a"}
     runner.damaged.clear()

@@ -134,7 +134,7 @@ def test_requests_that_were_not_served_end_with_an_error_and_nothing_else() -> N
 
 @pytest.mark.parametrize("what", ["cancelled", "preempted", "resumed", "behind a sliding window"])
 def test_where_blocks_were_given_back_the_whole_cache_is_forgotten(what: str) -> None:
-    """They have their hashes, and a later request with the same beginning would go on with them."""
+    """Freed blocks keep their hashes, and a later request with the same beginning would continue from them."""
     ending = Ending([Request("a", 0), Request("b", 0)])
     if what == "cancelled":
         ending.finish_requests(["b"], RequestStatus.FINISHED_ABORTED)

@@ -81,7 +81,7 @@ def test_linear_with_more_dimensions() -> None:
 
 @pytest.mark.parametrize("as_tensor", [True, False])
 def test_shrink_then_expand_is_the_linear_layer(as_tensor: bool) -> None:
-    """What fully sharded layers do, with an exchange between ranks in the middle."""
+    """Does what fully sharded layers do, with an exchange between ranks in the middle."""
     x, y = draw(6, WIDTH), draw(6, 12, seed=1)
     a = (stacked(RANK, WIDTH, seed=2), stacked(RANK, WIDTH, seed=3))
     b = (stacked(4, RANK, seed=4), stacked(5, RANK, seed=5))

@@ -335,7 +335,7 @@ def test_an_unknown_model_suggests_the_nearest():
 
 @pytest.fixture(scope="module")
 def fresh_cache(tmp_path_factory):
-    """An empty cache, so that models are prepared by the code under test instead of found in the user's cache."""
+    """Provides an empty cache, so that the code under test prepares models and finds none in the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BACKPLANE_CACHE", str(folder))

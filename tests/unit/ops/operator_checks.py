@@ -1,4 +1,4 @@
-"""Helpers of the operator tests, which run an operator on a private copy of a sample and compare the results.
+"""Runs an operator on a private copy of a sample and compares the results, for the operator tests.
 
 Expected values are numpy float64, computed by formulas in the tests.
 """

@@ -1,4 +1,4 @@
-"""Tests of `embedding`; test_linear.py tests `logits` together with `linear`, which has the same formula."""
+"""Tests `embedding`; test_linear.py tests `logits` together with `linear`, which has the same formula."""
 
 from __future__ import annotations
 

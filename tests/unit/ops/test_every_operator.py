@@ -1,4 +1,4 @@
-"""Tests that hold for every declared operator: documentation, samples, fake implementation and schema."""
+"""Tests every declared operator: documentation, samples, fake implementation and schema."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_torch_accepts_the_schema(op: Operator, dtype: torch.dtype) -> None:
 
 
 def _opcheck_cannot_compare(tensor: torch.Tensor) -> bool:
-    """PyTorch's check compares by value, which one-byte floats do not support."""
+    """Returns whether PyTorch's check cannot compare the values: it does not support one-byte floats."""
     return tensor.is_floating_point() and tensor.dtype.itemsize == 1
 
 

@@ -113,7 +113,7 @@ def test_packing_is_within_half_a_step(bits: int, group: int, width: int, dtype:
 
 @pytest.mark.parametrize(("bits", "bound"), [(8, 0.006), (4, 0.105)])
 def test_packing_loses_little(bits: int, bound: float) -> None:
-    """Returns the relative quantization error of normally distributed weights."""
+    """Compares the relative quantization error of normally distributed weights with a bound."""
     weight = space(torch.float32).normal(64, 512)
     made = packed(weight, bits, 32, CodeLayout(16))
     back = weights(made.codes.numpy(), made.scales.double().numpy(), None, bits, 64, 512)

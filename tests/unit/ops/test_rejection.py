@@ -150,7 +150,7 @@ def test_random(mode: str, counts: list[int]) -> None:
 
 
 def test_the_output_follows_the_target_distribution() -> None:
-    """The theorem of speculative decoding: for any draft, the first token has the target's distribution."""
+    """Checks the theorem of speculative decoding: for any draft, the first token has the target's distribution."""
     generator = torch.Generator().manual_seed(11)
     trials = 40_000
     target, draft = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.2, 0.7])

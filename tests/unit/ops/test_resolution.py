@@ -1,4 +1,4 @@
-"""Tests of the table of operator implementations: resolution, forced references and freezing."""
+"""Tests the table of operator implementations: resolution, forced references and freezing."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_it_records_before_the_original_fills_in(monkeypatch: pytest.MonkeyPatch
 
 
 def test_vllm_alone_does_not_distinguish_explicit_arguments() -> None:
-    """The reason for the patch: when this fails, vLLM has changed and the patch may no longer be needed."""
+    """Shows the reason for the patch. If this fails, vLLM has changed and the patch may no longer be needed."""
     from vllm.engine.arg_utils import EngineArgs
 
     original = patch.original or EngineArgs._set_default_chunked_prefill_and_prefix_caching_args

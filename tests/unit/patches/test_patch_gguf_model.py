@@ -33,6 +33,6 @@ def test_it_fits_the_installed_vllm() -> None:
 
 @pytest.mark.process
 def test_it_replaces_its_target_and_restores_it() -> None:
-    """In a process of its own: this one may have applied the patch already."""
+    """Runs in a new process, because this one may have applied the patch already."""
     done = programs.run(programs.command(APPLY_AND_UNDO))
     assert done.stdout.strip().endswith("applied and undone"), done.stderr

@@ -143,7 +143,7 @@ def test_an_engine_that_gets_the_interrupt_first_is_no_error(patched: Any) -> No
 
 
 def test_vllm_alone_waits(unpatched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason for the patch: when this fails, vLLM has changed and the patch may no longer be needed."""
+    """Shows the reason for the patch. If this fails, vLLM has changed and the patch may no longer be needed."""
     monkeypatch.setattr(f"{__name__}.DEADLINE", 2 * patch_launcher.GRACE_SECONDS)
     with pytest.raises(TimeoutError):
         serve(unpatched, Engine(), interrupt)

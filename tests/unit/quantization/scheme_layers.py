@@ -1,4 +1,4 @@
-"""Helpers that load layers of quantized checkpoints as vLLM does, and test cases for each scheme.
+"""Loads layers of quantized checkpoints as vLLM does, and provides test cases for each scheme.
 
 Inputs are integers, and every second input is 127 or -127. Quantizing them to 8 bits changes none of them for any group
 size, so only float32 rounding remains.

@@ -81,7 +81,7 @@ def test_tensors_arrive_by_name_and_blocks_stay_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(32,), (1, 32)])
 def test_a_matrix_of_one_row_may_be_a_vector(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """As older converters wrote the gate of a shared expert."""
+    """Older converters wrote the gate of a shared expert as a vector."""
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen2moe")
     writer.add_tensor("blk.0.ffn_gate_inp_shexp.weight", np.arange(32, dtype=np.float32).reshape(shape))
     writer.write_header_to_file()
@@ -108,7 +108,7 @@ def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_pages_that_were_read_are_given_back_unless_memory_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool
 ) -> None:
-    """The system refuses to take back what is locked, and that would end the loading."""
+    """The system refuses to take back locked pages, and that error would end the loading."""
     model, libc, given_back = Small(), ctypes.CDLL(None), []
     path = tmp_path / "m.gguf"
     config = write(path, "output_norm", "blk.0.attn_norm")

@@ -49,7 +49,8 @@ def assert_quantized(layer: torch.nn.Module, bits: int) -> None:
 
 
 def assert_product(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bits: int) -> None:
-    """The relative error of normally distributed weights and inputs is about 0.01 with 8 bits and 0.1 with 4."""
+    """Checks the relative error. With normally distributed weights and inputs it is about 0.01 with 8 bits and 0.1 with
+    4."""
     exact = x.double() @ weight.double().T
     error = float((got.double() - exact).norm() / exact.norm())
     assert 1e-4 < error < (0.02 if bits == 8 else 0.13), error

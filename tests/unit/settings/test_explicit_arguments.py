@@ -56,7 +56,7 @@ BOTH = pytest.mark.parametrize("arguments", [by_command_line, by_python])
 def test_async_scheduling_is_on_where_it_is_asked_for(
     arguments: Arguments, dense: Path, options: dict[str, bool], expected: bool
 ) -> None:
-    """On a device without streams."""
+    """Runs on a device without streams."""
     made = arguments(dense, **options)
     assert made.create_engine_config().scheduler_config.async_scheduling is expected
     again = made.create_engine_config()  # by now vLLM has filled in its defaults

@@ -20,7 +20,7 @@ from vllm_backplane.settings.releases import RELEASES, Release
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """The Python code that each step runs; a step without code passes."""
+    """Sets the Python code that each step runs; a step without code passes."""
     programs: dict[str, str] = {}
 
     def command(release: Release, step: str, folder: Path) -> list[str]:

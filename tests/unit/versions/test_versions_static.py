@@ -105,7 +105,7 @@ def test_a_wrong_binding_is_found() -> None:
 
 
 def test_a_wrong_hook_is_found(tmp_path: Path) -> None:
-    copy = _copy(tmp_path, {"runner/triton_kernels.py": (r"cu_num_tokens_ptr: torch", "cu_num_token_ptr: torch")})
+    copy = _copy(tmp_path, {"runner/kernel_adapters.py": (r"cu_num_tokens_ptr: torch", "cu_num_token_ptr: torch")})
     gone = [dataclasses.replace(hook, upstream=hook.upstream + "s") for hook in HOOKS]
     index = index_of(copy, open_tree("installed"))
     assert len(list(faults_of_hooks(index, gone))) == len(HOOKS)

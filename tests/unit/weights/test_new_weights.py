@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_backplane.device.graph import CapturedCalls, Graph
 from vllm_backplane.devices.cpu import CpuDevice
-from vllm_backplane.runner.decode_graphs import StepGraphs
+from vllm_backplane.runner.step_graphs import StepGraphs
 from vllm_backplane.worker import worker as module
 from vllm_backplane.worker.worker import BackplaneWorker
 

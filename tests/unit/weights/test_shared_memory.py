@@ -119,7 +119,7 @@ def test_nothing_is_left_of_a_process_that_ended(hold: Callable[..., Holder], tm
 
 @pytest.mark.process
 def test_a_process_that_cannot_be_looked_into(hold: Callable[..., Holder], tmp_path: Path) -> None:
-    """As for a process in another container."""
+    """Denies access to the other process, as if it were in another container."""
     registry, first = WeightsRegistry(tmp_path / "registry"), hold()
     [file] = registered(registry)
     content = json.loads(file.read_text())
@@ -165,7 +165,7 @@ def test_what_looks_at_one_memory_goes_on_doing_so(tmp_path: Path) -> None:
 
 
 def test_memory_that_is_not_pytorchs_is_left_alone(tmp_path: Path) -> None:
-    """A buffer made from a numpy array, which other code still reads."""
+    """Uses a buffer made from a numpy array, which other code still reads."""
     array = numpy.random.default_rng(1).random((256, 256), dtype=numpy.float32)
     expected = array.copy()
     model = torch.nn.Module()
@@ -202,7 +202,7 @@ def test_small_tensors_stay(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_one_after_another(tmp_path: Path) -> None:
-    """The lock is held by another process."""
+    """Another process holds the lock."""
     registry, waited = WeightsRegistry(tmp_path / "registry"), threading.Event()
     program = (
         "import sys; from pathlib import Path; from vllm_backplane.weights.shared_registry import WeightsRegistry\n"

@@ -19,7 +19,7 @@ from vllm_backplane.peering.addresses import Address
 from vllm_backplane.weights import peer_client, peer_server
 from vllm_backplane.weights import peer_loader as loader
 from vllm_backplane.weights.load_formats import PeerSettings, parse_peer_settings
-from vllm_backplane.weights.model_state import state_of
+from vllm_backplane.weights.model_state import model_tensors
 from vllm_backplane.weights.peer_client import WeightsClient
 from vllm_backplane.weights.peer_protocol import Kind
 from vllm_backplane.weights.peer_server import WeightsServer, build_manifest
@@ -68,7 +68,7 @@ def fetch(address: Address, warnings: list[str], attempts: int = 3) -> torch.nn.
 
 
 def assert_same(model: torch.nn.Module) -> None:
-    expected, got = state_of(made(1))[0], state_of(model)[0]
+    expected, got = model_tensors(made(1))[0], model_tensors(model)[0]
     assert list(expected) == list(got) and len(got) == 10
     assert all(torch.equal(expected[path], got[path]) for path in expected)
 

@@ -88,7 +88,7 @@ def message(fault: pytest.ExceptionInfo[BackplaneError]) -> str:
 
 @pytest.mark.parametrize("share", [0.97, 1.0])
 def test_what_is_kept_for_the_host_is_told_and_no_share_would_help(share: float) -> None:
-    """Of 10 GiB less 0.5 GiB, two workers get 4.75 GiB each."""
+    """Two workers share 10 GiB less 0.5 GiB and get 4.75 GiB each."""
     card = HostCard()
     budget = Budget.at_start(card, 0, share=share, workers=2)
     with pytest.raises(BackplaneError) as fault:

@@ -188,7 +188,7 @@ class CpuDevice(Device):
 
     @cached_property
     def _machine(self) -> threads.Machine:
-        """The usable cores, read before a worker is bound to some of them."""
+        """Returns the usable cores, read before a worker is bound to some of them."""
         return threads.this_machine()
 
     @cached_property

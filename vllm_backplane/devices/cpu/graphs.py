@@ -68,14 +68,14 @@ class CpuGraph(Graph):
 
     def replay(self) -> None:
         if not self._handle:
-            raise GraphError("this graph was never captured")
+            raise GraphError("this graph was never captured; call capture() first")
         if self._library.backplane_cpu_graph_replay(self._handle) != 0:
             _check(-1, "the replay failed")
 
     def timed_replay(self) -> list[tuple[str, float]]:
         """Replays and returns the name, result shape and seconds of each operator, in order."""
         if not self._handle:
-            raise GraphError("this graph was never captured")
+            raise GraphError("this graph was never captured; call capture() first")
         _check(self._library.backplane_cpu_graph_replay_timed(self._handle), "the replay failed")
         found: list[tuple[str, float]] = []
         seconds = ctypes.c_double()
@@ -86,7 +86,7 @@ class CpuGraph(Graph):
     def statistics(self) -> dict[str, int]:
         """Returns the number of replayed operators, of omitted views, of bytes, and of results copied so far."""
         if not self._handle:
-            raise GraphError("this graph was never captured")
+            raise GraphError("this graph was never captured; call capture() first")
         count = self._library.backplane_cpu_graph_figure
         return {name: int(count(self._handle, index)) for index, name in enumerate(_STATISTICS)}
 

@@ -38,5 +38,5 @@ class SimGraph(Graph):
 
     def replay(self) -> None:
         if not self._handle:
-            raise GraphError("this graph was never captured")
+            raise GraphError("this graph was never captured; call capture() first")
         driver("graph_launch", runtime("current_stream", self._card), self._handle)

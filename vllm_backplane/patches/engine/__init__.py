@@ -1,1 +1,3 @@
-"""Patches for the process of the engine core. One patch_<module>.py per module of vLLM."""
+"""Holds the patches for the process of the engine core, one patch_<module>.py per module of vLLM. There is none at
+present.
+"""

@@ -1,1 +1,1 @@
-"""Patches for every process, applied when vLLM chooses the platform. One patch_<module>.py per module of vLLM."""
+"""Holds the patches for every process, which apply when vLLM chooses the platform: one patch_<module>.py per module."""

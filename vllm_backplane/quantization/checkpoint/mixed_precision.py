@@ -1,4 +1,4 @@
-"""Linear kernel for vLLM's mixed-precision layers: weights of 4 or 8 bits with a scale per group.
+"""Implements the linear kernel of vLLM's mixed-precision layers: weights of 4 or 8 bits with a scale per group.
 
 vLLM's methods for GPTQ, AWQ and compressed-tensors create and load the weights. They select this kernel, which is
 registered for out-of-tree platforms, and it packs the loaded weights.

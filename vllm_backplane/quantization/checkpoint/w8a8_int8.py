@@ -1,4 +1,4 @@
-"""Linear kernel for compressed-tensors W8A8-int8: weights with one scale per output, inputs with one scale per token.
+"""Implements the linear kernel of compressed-tensors W8A8-int8: weights have a scale per output, inputs one per token.
 
 The operator `quantized_linear` quantizes its inputs in this way if the weight has one group.
 """

@@ -1,4 +1,4 @@
-"""Model loader of the load format `gguf`: passes the tensors of a mapped file to the model.
+"""Implements the model loader of the load format `gguf`, which passes the tensors of a mapped file to the model.
 
 A tensor is read from the file and converted when its layer loads it.
 """

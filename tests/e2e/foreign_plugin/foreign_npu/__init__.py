@@ -1,4 +1,4 @@
-"""A vLLM platform plugin that has nothing to do with Backplane and applies its own patches with vllm-patchbay."""
+"""Provides a vLLM platform plugin that is independent of Backplane and applies its own patches with vllm-patchbay."""
 
 from __future__ import annotations
 

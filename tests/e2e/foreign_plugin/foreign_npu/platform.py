@@ -1,4 +1,4 @@
-"""The platform: just enough for vLLM's engine to start and to schedule on it."""
+"""Implements a platform with just enough for the engine of vLLM to start and to schedule."""
 
 from __future__ import annotations
 

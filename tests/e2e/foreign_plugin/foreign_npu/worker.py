@@ -1,4 +1,4 @@
-"""The worker: it answers every request with the token 7, without a model."""
+"""Implements a worker that generates token 7 for every request, without a model."""
 
 from __future__ import annotations
 

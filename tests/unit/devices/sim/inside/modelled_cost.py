@@ -148,7 +148,7 @@ def visible(query: int, length: int, rows: int, causal: bool, window: int) -> li
 @pytest.mark.parametrize("width", [4, 64], ids=lambda width: f"table of {width}")
 @pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, 5), (False, 0)])
 def test_attention_costs_what_it_sees(blocks: int, width: int, causal: bool, window: int) -> None:
-    """Returns a batch with contexts of 5, 11 and 8 tokens, of which 1, 3 and 8 are new."""
+    """Computes a batch with contexts of 5, 11 and 8 tokens, of which 1, 3 and 8 are new."""
     rows, lengths = (1, 3, 8), (5, 11, 8)
     keys, values = cache(blocks)
     query = torch.randn(12, HEADS, HEAD).to(CARD)

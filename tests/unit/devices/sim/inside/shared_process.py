@@ -62,7 +62,7 @@ def test_options_that_can_change_do(second: SimDevice) -> None:
 
 
 def test_a_lost_card_concerns_those_who_use_it() -> None:
-    """It is the last test of this file, because the process cannot be used afterwards."""
+    """Runs last in this file, because the process cannot be used afterwards."""
     held = torch.empty(20 << 20, dtype=torch.uint8, device=CARD)
     driver("faults_add", b"lost@alloc=1,card=1")
     with pytest.raises(torch.AcceleratorError, match="card 1 is lost"):

@@ -1,15 +1,20 @@
 """What tests ask of a worker, in its own process: functions that vLLM's `collective_rpc` calls with the worker.
 
-Functions travel by name, which vLLM does only with ASKING among the variables.
+Functions travel by name, which vLLM does only with RPC_VARIABLES among the variables.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
+from collections import Counter
 from collections.abc import Iterable
+from functools import partial
+from itertools import cycle
 from typing import Any
 
-ASKING = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+RPC_VARIABLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 
 def memory(worker: Any) -> dict[str, Any]:
@@ -45,87 +50,195 @@ def parameters(worker: Any) -> dict[str, str]:
     }
 
 
-def compare_decode_inputs(worker: Any) -> None:
-    """From now on inputs of decode steps are prepared twice, by runner/decode_inputs.py and by vLLM, and compared."""
-    import numpy
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+class InputComparison:
+    """Prepares the inputs of decode steps in two ways, by runner/decode_inputs.py and by vLLM, and compares all buffers
+    of the runner afterwards.
 
-    runner = worker.model_runner
-    runner.compared, runner.differing = 0, set()
+    Both ways start from the same contents. In buffers that vLLM does not read these are other than what the last step
+    left: a write that is left out shows although it would repeat the values of the step before.
+    """
 
-    def buffers(count: int, result: Any) -> dict[str, Any]:
-        names = ("input_ids", "query_pos", "req_indices", "num_scheduled_tokens", "discard_request_mask")
-        found = {
-            f"{name}, {side}": getattr(getattr(runner, name), side)[:count] for name in names for side in ("cpu", "gpu")
-        }
-        for name in ("query_start_loc", "num_accepted_tokens"):
-            found |= {f"{name}, {side}": getattr(getattr(runner, name), side) for side in ("cpu", "gpu")}
-        found |= {name: getattr(runner, name) for name in ("seq_lens", "optimistic_seq_lens_cpu")}
-        found |= {name: getattr(runner, name)[:count] for name in ("positions", "num_computed_tokens")}
-        found["prev_positions"] = runner.prev_positions.cpu[:count]
-        tables = runner.input_batch.block_table.block_tables
-        found |= {f"slots {place}": table.slot_mapping.gpu for place, table in enumerate(tables)}
-        found |= {f"blocks {place}": table.block_table.gpu[:count] for place, table in enumerate(tables)}
-        rows = numpy.arange(count)[result[0]] if isinstance(result[0], slice) else result[0]
-        found |= {"rows": rows, "drafts": result[1] is None, "most": result[2]}
-        return {name: numpy.array(value) for name, value in found.items()}
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.steps = 0
+        self.unread: set[str] | None = None
+        self.found: set[str] = set()
+        self.written: set[str] = set()
+        self.reported: list[list[str]] = []
+        self.left_out: list[str] = []
+        runner._prepare_inputs = self.prepare
 
-    def prepared(scheduler_output: Any, tokens: Any) -> Any:
-        count = runner.input_batch.num_reqs
+    def prepare(self, scheduler_output: Any, tokens: Any) -> Any:
+        """Takes the place of the runner's own method, and returns what vLLM's way gives."""
+        from runner_buffers import Saved, differences, read, unread_buffers
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        runner = self.runner
+        vllms_way = partial(GPUModelRunner._prepare_inputs, runner, scheduler_output, tokens)
+        if self.unread is None:
+            if runner.decode_inputs.prepare(tokens) is not None:
+                self.unread = unread_buffers(runner, vllms_way)
+            return vllms_way()
+        start = Saved(runner)
+        start.invert(*self.unread & start.buffers.keys())
+        changed = Saved(runner)
+        before = read(runner)
         ours = runner.decode_inputs.prepare(tokens)
-        before = None if ours is None else buffers(count, ours)
-        result = GPUModelRunner._prepare_inputs(runner, scheduler_output, tokens)
-        if before is not None:
-            after = buffers(count, result)
-            runner.compared += 1
-            runner.differing |= {name for name, value in before.items() if not numpy.array_equal(value, after[name])}
+        if ours is not None:
+            after_ours = read(runner) | self._described(ours)
+            changed.restore()
+            vllms = vllms_way()
+            after_vllms = read(runner)
+            self.steps += 1
+            self.found |= before.keys()
+            self.written |= differences(before, after_vllms)
+            self.reported.append(sorted(differences(after_ours, after_vllms | self._described(vllms))))
+        start.restore()
+        return vllms_way()
+
+    def _described(self, result: Any) -> dict[str, bytes]:
+        rows, drafts, most = result
+        indices = range(self.runner.input_batch.num_reqs)[rows] if isinstance(rows, slice) else rows.tolist()
+        return {"result": repr((list(indices), drafts, most)).encode()}
+
+
+def compare_decode_inputs(worker: Any) -> None:
+    """From now on the inputs of decode steps are prepared in both ways."""
+    worker.model_runner.input_comparison = InputComparison(worker.model_runner)
+
+
+def plant_missed_writes(worker: Any) -> None:
+    """From now on the fast path leaves out what it writes to one buffer, of those that vLLM writes: to the next one in
+    every step."""
+    from runner_buffers import Saved
+
+    runner, comparison = worker.model_runner, worker.model_runner.input_comparison
+    names, prepare = cycle(sorted(comparison.written)), worker.model_runner.decode_inputs.prepare
+    comparison.reported = []
+
+    def prepare_without_one(tokens: Any) -> Any:
+        saved = Saved(runner)
+        result = prepare(tokens)
+        if result is not None:
+            comparison.left_out.append(next(names))
+            saved.restore(comparison.left_out[-1])
         return result
 
-    runner._prepare_inputs = prepared
-
-
-def compare_decode_metadata(worker: Any) -> None:
-    """From now on what decode steps are told is made twice, by runner/decode_metadata.py and by vLLM, and compared."""
-    import dataclasses
-
-    import torch
-
-    runner = worker.model_runner
-    runner.told, runner.kept, runner.told_otherwise = 0, 0, set()
-
-    def described(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.data_ptr(), tuple(value.shape), value.stride(), value.tolist()
-        if isinstance(value, dict):
-            return {name: described(one) for name, one in value.items()}
-        if dataclasses.is_dataclass(value):
-            return {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return [described(one) for one in value] if isinstance(value, (tuple, list)) else value
-
-    def compared(name: str, own: Any) -> Any:
-        def compare(make: Any, sizes: dict[str, Any]) -> Any:
-            made: list[Any] = []
-            ours = own(lambda: made.append(make()) or made[-1], sizes)
-            runner.told += 1
-            runner.kept += not made
-            before = described(ours)
-            if before != described(make()):
-                runner.told_otherwise.add(name)
-            return ours
-
-        return compare
-
-    for name in ("mode", "slots", "attention"):
-        setattr(runner.decode_metadata, name, compared(name, getattr(runner.decode_metadata, name)))
-
-
-def decode_metadata_compared(worker: Any) -> dict[str, Any]:
-    runner = worker.model_runner
-    return {"told": runner.told, "kept": runner.kept, "differing": sorted(runner.told_otherwise)}
+    runner.decode_inputs.prepare = prepare_without_one
 
 
 def decode_inputs_compared(worker: Any) -> dict[str, Any]:
-    return {"steps": worker.model_runner.compared, "differing": sorted(worker.model_runner.differing)}
+    """Returns what was compared so far; `reported` are the differing buffers of each step."""
+    found = worker.model_runner.input_comparison
+    return {
+        "steps": found.steps,
+        "buffers": sorted(found.found),
+        "written": sorted(found.written),
+        "reported": found.reported,
+        "left_out": found.left_out,
+    }
+
+
+class MetadataComparison:
+    """Counts what the cache of decode metadata makes and reuses, and compares what it reuses with what vLLM makes."""
+
+    METHODS = ("mode", "slots", "attention")
+
+    def __init__(self, cache: Any) -> None:
+        self.counts: dict[str, Counter[str]] = {name: Counter() for name in self.METHODS}
+        self._latest: dict[str, dict[Any, Any]] = {name: {} for name in self.METHODS}
+        for name in self.METHODS:
+            vars(cache).pop(name, None)  # of an earlier comparison
+            setattr(cache, name, partial(self._ask, name, getattr(cache, name)))
+
+    def _ask(self, name: str, own: Any, make: Any, sizes: dict[str, Any]) -> Any:
+        counts, latest, made = self.counts[name], self._latest[name], []
+        numbers = tuple((part, value) for part, value in sizes.items() if value is None or isinstance(value, int))
+        earlier = latest.get(numbers)
+        before = _describe(earlier)
+        result = own(lambda: made.append(make()) or made[-1], sizes)
+        counts["asked"] += 1
+        counts["made"] += len(made)
+        if earlier is not None:
+            counts["repeated"] += 1
+            counts["reused"] += result is earlier
+        else:
+            counts["mixed up"] += any(result is other for other in latest.values())
+        if not made:
+            after = _describe(result)
+            counts["rewritten"] += earlier is not None and after != before
+            counts["differing"] += after != _describe(make())
+        latest[numbers] = result
+        return result
+
+
+def _describe(value: Any) -> Any:
+    """Returns numbers that are equal if the metadata is: of tensors also the place in memory."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), tuple(value.shape), value.stride(), value.tolist()
+    if isinstance(value, dict):
+        return {name: _describe(one) for name, one in value.items()}
+    if dataclasses.is_dataclass(value):
+        return {field.name: _describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [_describe(one) for one in value] if isinstance(value, (tuple, list)) else value
+
+
+def compare_decode_metadata(worker: Any) -> None:
+    """From now on the metadata that is reused for decode steps is compared. Counts begin at 0."""
+    runner = worker.model_runner
+    runner.metadata_comparison = MetadataComparison(runner.decode_metadata)
+
+
+def decode_metadata_compared(worker: Any) -> dict[str, Any]:
+    """Returns what was counted so far, the classes that build metadata, and the sizes of blocks that kernels see."""
+    runner = worker.model_runner
+    groups = [group for groups in runner.attn_groups for group in groups]
+    return {
+        **{name: dict(counts) for name, counts in runner.metadata_comparison.counts.items()},
+        "builders": sorted({type(group.get_metadata_builder()).__name__ for group in groups}),
+        "kernel_block_sizes": [group.kernel_block_size for group in groups],
+    }
+
+
+def make_another_input_batch(worker: Any) -> None:
+    """The runner gets another batch with buffers of its own, as vLLM makes it when the KV cache is set up again."""
+    runner, batch = worker.model_runner, worker.model_runner.input_batch
+    runner._init_block_sizes = []
+    runner.may_reinitialize_input_batch(runner.kv_cache_config)
+    assert runner.input_batch is not batch
+
+
+def make_another_kv_cache_config(worker: Any) -> None:
+    """The runner gets an equal configuration of the KV cache, as vLLM copies it when the KV cache is set up again."""
+    worker.model_runner.kv_cache_config = copy.deepcopy(worker.model_runner.kv_cache_config)
+
+
+def plant_picture_ranges(worker: Any) -> None:
+    """From now on vLLM takes the model for one that attends to pictures in both directions, which no model here is."""
+    worker.model_runner.is_mm_prefix_lm = True
+    make_another_kv_cache_config(worker)
+
+
+def has_fast_path(worker: Any) -> bool:
+    """Returns whether decode steps are prepared by runner/decode_inputs.py."""
+    runner = worker.model_runner
+    assert (runner.decode_inputs is None) == (runner.decode_metadata is None)
+    return runner.decode_inputs is not None
+
+
+def would_have_fast_path(worker: Any, config: str, field: str, value: Any) -> bool:
+    """Returns the same for a runner whose configuration has another value in `field` when the model is loaded."""
+    from vllm_backplane.runner.decode_inputs import DecodeInputs
+
+    given = getattr(worker.model_runner, config)
+    before = getattr(given, field)
+    setattr(given, field, value)
+    try:
+        return DecodeInputs.create_if_supported(worker.model_runner) is not None
+    finally:
+        setattr(given, field, before)
 
 
 def mapped_table(worker: Any) -> dict[str, Any]:
@@ -168,8 +281,6 @@ def compiled_ngrams(_worker: Any) -> int:
 
 def operators(_worker: Any) -> dict[str, int]:
     """How many run in which way."""
-    from collections import Counter
-
     from vllm_backplane.ops import resolution
 
     return dict(Counter(line.implementation for line in resolution.frozen() or ()))
@@ -212,18 +323,24 @@ def replays(worker: Any) -> dict[str, int]:
 class OverHttp:
     """Mixed into a server's worker by `--worker-extension-cls`; `/collective_rpc` calls methods alone."""
 
-    def asked_for_replays(self) -> dict[str, int]:
+    def rpc_replays(self) -> dict[str, int]:
         return replays(self)
 
-    def asked_for_threads(self) -> dict[str, int]:
+    def rpc_threads(self) -> dict[str, int]:
         import torch
 
         return {"threads": torch.get_num_threads()}
 
-    def asked_for_compiled_ngrams(self) -> int:
+    def rpc_compiled_ngrams(self) -> int:
         return compiled_ngrams(self)
 
-    def asked_for_types(self) -> dict[str, int]:
+    def rpc_compare_decode_metadata(self) -> None:
+        compare_decode_metadata(self)
+
+    def rpc_decode_metadata(self) -> dict[str, Any]:
+        return decode_metadata_compared(self)
+
+    def rpc_weight_types(self) -> dict[str, int]:
         """How many elements of the model's weights are codes, and how many are not."""
         found = {"codes": 0, "others": 0}
         for parameter in self.get_model().parameters():  # type: ignore[attr-defined]

@@ -108,7 +108,8 @@ class PatchSession:
         return [patch for found in self._loaded.values() for patch in found]
 
     def _verify(self, patch: Patch) -> Verdict:
-        """Returns the verdict on a patch. Raises PatchError if it cannot be applied, or must not without leave."""
+        """Returns the verdict on a patch. Raises PatchError if it cannot be applied, or if it drifted and `drift` is
+        'error'."""
         if patch.name in self.verdicts:
             return self.verdicts[patch.name]
         verdict = verify(patch, self.index(), self.version)

@@ -16,7 +16,7 @@ from vllm_backplane.attention.metadata import BackplaneAttentionMetadata
 from vllm_backplane.device import Device, MemoryInfo, Probe
 from vllm_backplane.device.graph import Graph
 from vllm_backplane.errors import GraphError
-from vllm_backplane.runner.decode_graphs import StepGraphs
+from vllm_backplane.runner.step_graphs import StepGraphs
 
 LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 

@@ -1,7 +1,7 @@
-"""What a tiny model of some architecture is: a configuration of transformers, weights, and something it is here for.
+"""Describes a tiny model: a transformers configuration, random weights, and the one feature that the model tests.
 
-`off` is the same model without that thing. Its answers must differ, or the comparison would not notice if
-Backplane left it out.
+`build_without` makes the same model without that feature. Its outputs must differ from those of the model; otherwise a
+comparison with transformers would pass even if Backplane ignored the feature.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ COMMON = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+"""Configuration values that most of the tiny models share."""
 
 
 def nothing(_model: Any) -> None:
@@ -35,49 +36,58 @@ def nothing(_model: Any) -> None:
 
 @dataclass(frozen=True)
 class Architecture:
+    """A tiny model of one architecture, with one feature that it tests."""
+
     config: str
+    """Class of the configuration in transformers."""
     model: str
+    """Class of the model in transformers."""
     arguments: dict[str, Any]
     adjust: Callable[[Any], None] = nothing
-    """Applied to the random weights before they are saved."""
+    """Function that changes the random weights before they are saved."""
     off: dict[str, Any] = field(default_factory=dict)
-    """Configuration of the model without what it stands for."""
+    """Configuration values that remove the tested feature."""
     switch_off: Callable[[Any], None] = nothing
-    """The same, where it is weights that carry it."""
+    """Function that removes the tested feature from the weights, where no configuration value does."""
 
     seed: int = 0
-    """One with which no answer comes near a tie."""
+    """A seed with which no output token is near a tie."""
 
     def build(self, **changes: Any) -> Any:
+        """Returns the transformers model with random weights; `changes` override configuration values."""
         import transformers
 
         config = getattr(transformers, self.config)(**{**self.arguments, **changes})
         config._attn_implementation = "eager"
         with torch.random.fork_rng():
-            torch.manual_seed(self.seed)  # vectors vary around what transformers makes them, which is random for some
+            torch.manual_seed(self.seed)  # `randomize` adds noise to vectors, some of which transformers draws itself
             model = getattr(transformers, self.model)(config).eval().float()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("router.bias"):
-                    parameter.zero_()  # transformers leaves it uninitialised, and then no seed helps
+                    parameter.zero_()  # transformers does not initialize it, so no seed would make it reproducible
         randomize(model, seed=self.seed)
         with torch.no_grad():
             self.adjust(model)
         return model
 
     def build_without(self) -> Any:
+        """Returns the model without the feature that it tests."""
         model = self.build(**self.off)
         with torch.no_grad():
             self.switch_off(model)
         return model
 
     def save(self, folder: Path) -> Any:
+        """Saves the model as a checkpoint in `folder`, and returns it."""
         model = self.build()
         model.save_pretrained(folder)
         return model
 
 
 def scale(part: str, factor: float) -> Callable[[Any], None]:
+    """Returns a function that multiplies all parameters with `part` in their names."""
+
     def apply(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if part in name:
@@ -87,6 +97,8 @@ def scale(part: str, factor: float) -> Callable[[Any], None]:
 
 
 def fill(part: str, value: float) -> Callable[[Any], None]:
+    """Returns a function that sets all parameters with `part` in their names to `value`."""
+
     def apply(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if part in name:

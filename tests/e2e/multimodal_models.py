@@ -1,6 +1,7 @@
-"""Tiny models that read more than a prompt (pairs of texts, sound, pictures), and what they are given to read.
+"""Makes tiny models with other inputs than one text (a reranker, Whisper, BLIP-2), and inputs for them.
 
-Processors and tokenizers are made here as well, of a few letters, so that nothing is downloaded.
+The inputs are pairs of texts, sounds, and pictures with a text. Processors and tokenizers are made here too, with a
+vocabulary of a few letters, so that nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -14,57 +15,61 @@ from typing import Any
 import numpy
 
 RATE = 16000
+"""Samples of sound per second."""
 SECONDS = 2
+"""Seconds of sound that Whisper's encoder takes."""
 SIDE = 28
-"""Pixels of a picture."""
+"""Width and height of a picture in pixels."""
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
 LETTERS = list("abcdefghijklmnopqrstuvwxyz .,?!")
-SPOKEN_FIRST = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
-"""What vLLM has Whisper continue when a request says that the language is English."""
-WORDS = 512 - len(SPOKEN_FIRST) - 1
-"""Of Whisper: the token of each is its number; the special ones follow."""
-FIRST = list(range(WORDS, WORDS + len(SPOKEN_FIRST)))
-"""Their tokens."""
+DECODER_PROMPT = ["<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
+"""The decoder prompt that vLLM gives Whisper for a request in English."""
+WORDS = 512 - len(DECODER_PROMPT) - 1
+"""Number of plain words in Whisper's vocabulary. Word n is token n, and the special tokens follow."""
+FIRST = list(range(WORDS, WORDS + len(DECODER_PROMPT)))
+"""The tokens of DECODER_PROMPT."""
 
 
 def sound(seed: int) -> numpy.ndarray:
-    """Less than a chunk of two tones and noise."""
+    """Returns a sound of two tones and noise, shorter than what Whisper's encoder takes."""
     random = numpy.random.default_rng(seed)
     time = numpy.arange(RATE * SECONDS * 3 // 4) / RATE
     tones = sum(numpy.sin(2 * numpy.pi * pitch * time) for pitch in random.uniform(100, 3000, 2))
     return (0.2 * tones + 0.05 * random.standard_normal(time.shape)).astype(numpy.float32)
 
 
-def recorded(seed: int) -> numpy.ndarray:
-    """The same in steps of 16 bits, as a file has it."""
+def sound_int16(seed: int) -> numpy.ndarray:
+    """Returns the sound of `sound` in 16-bit samples, as a file has them."""
     return (sound(seed) * 32768).round().astype(numpy.int16)
 
 
-def as_file(steps: numpy.ndarray) -> bytes:
+def as_wav(samples: numpy.ndarray) -> bytes:
+    """Returns a WAV file with these samples."""
     written = io.BytesIO()
     with wave.open(written, "wb") as file:
         file.setnchannels(1)
-        file.setsampwidth(steps.itemsize)
+        file.setsampwidth(samples.itemsize)
         file.setframerate(RATE)
-        file.writeframes(steps.tobytes())
+        file.writeframes(samples.tobytes())
     return written.getvalue()
 
 
 def picture(seed: int) -> Any:
+    """Returns a picture of random pixels."""
     from PIL import Image
 
     return Image.fromarray(numpy.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 3), dtype=numpy.uint8))
 
 
-def as_address(picture: Any) -> str:
-    """For requests, with the picture in it."""
+def as_data_url(picture: Any) -> str:
+    """Returns a data URL that contains the picture as PNG."""
     written = io.BytesIO()
     picture.save(written, "PNG")
     return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
 
 
 def tokenizer(size: int) -> Any:
-    """One token per letter; the vocabulary is filled up to `size` with words that no text has."""
+    """Returns a tokenizer with one token per letter; the vocabulary is filled up to `size` with unused words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -84,6 +89,7 @@ def _random(model: Any, seed: int) -> Any:
 
 
 def reranker(folder: Path, *, seed: int) -> Any:
+    """Saves a BERT reranker with its tokenizer, and returns the model."""
     from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
@@ -104,6 +110,7 @@ def reranker(folder: Path, *, seed: int) -> Any:
 
 
 def whisper(folder: Path, *, seed: int) -> Any:
+    """Saves a Whisper model with its processor; returns the model and the feature extractor."""
     from transformers import (
         WhisperConfig,
         WhisperFeatureExtractor,
@@ -112,10 +119,10 @@ def whisper(folder: Path, *, seed: int) -> Any:
         WhisperTokenizer,
     )
 
-    words = [f"Ġ{place}" for place in range(WORDS)] + SPOKEN_FIRST + ["<|endoftext|>"]  # as BPE writes a space
+    words = [f"Ġ{place}" for place in range(WORDS)] + DECODER_PROMPT + ["<|endoftext|>"]  # as BPE writes a space
     extractor = WhisperFeatureExtractor(feature_size=16, sampling_rate=RATE, chunk_length=SECONDS)
     tokens = WhisperTokenizer(vocab={word: place for place, word in enumerate(words)}, merges=[])
-    tokens.add_tokens(SPOKEN_FIRST, special_tokens=True)
+    tokens.add_tokens(DECODER_PROMPT, special_tokens=True)
     WhisperProcessor(extractor, tokens).save_pretrained(folder)
     config = WhisperConfig(
         vocab_size=512,
@@ -138,7 +145,7 @@ def whisper(folder: Path, *, seed: int) -> Any:
         attn_implementation="eager",
     )
     model = _random(WhisperForConditionalGeneration(config), seed)
-    # Tied to what is read off at the end: small, or the model only repeats its last token.
+    # The embeddings are tied to the output head: they must be small, or the model only repeats its last token.
     model.model.decoder.embed_tokens.weight.data.mul_(0.2)
     model.model.decoder.embed_positions.weight.data.mul_(0.5)
     model.generation_config.forced_decoder_ids = None
@@ -147,6 +154,7 @@ def whisper(folder: Path, *, seed: int) -> Any:
 
 
 def blip2(folder: Path, *, seed: int) -> Any:
+    """Saves a BLIP-2 model with its processor, and returns both."""
     from transformers import (
         Blip2Config,
         Blip2ForConditionalGeneration,

@@ -1,4 +1,4 @@
-"""Servers that are about to end: started small, with a request in flight, and watched until nothing is left."""
+"""Starts small servers that a test ends in some way, keeps a request in flight, and waits until no process is left."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from server import COMMAND, START_SECONDS, Server
 
 from tests.ports import free_port
 
-AT_LAST = 60.0
-"""Seconds after which a server counts as hanging: vLLM's own timeouts are minutes. Shorter limits would measure the
-machine."""
+HANG_SECONDS = 60.0
+"""Seconds after which a server counts as hanging. vLLM's own timeouts are minutes, and a shorter limit would fail on a
+slow machine."""
 
 SMALL = (
     "--dtype",
@@ -40,28 +40,32 @@ class Slow(CpuDevice):
     def load_kernels(self):
         time.sleep(600)
 """
-TWO = ("--tensor-parallel-size", "2")
+"""Source of a device that takes ten minutes to load its kernels."""
+TWO_WORKERS = ("--tensor-parallel-size", "2")
 
 
 class Starter:
+    """Starts small servers, each with a folder of its own; `kill` ends all of them."""
+
     def __init__(self, model: Path, folder: Path) -> None:
         self._model, self._base = model, folder
         self._servers: list[Child] = []
 
     def _folder(self) -> Path:
-        """For the next server."""
+        """Creates and returns the folder for the next server."""
         made = self._base / str(len(self._servers))
         made.mkdir()
         return made
 
     def __call__(self, *arguments: str, warm: bool = True) -> Server:
+        """Starts a server with additional arguments, and returns it when it is ready."""
         given = (str(self._model), "--served-model-name", "tiny", *SMALL, *arguments)
         server = Server(self._folder(), *given, warm=warm)
         self._servers.append(server)
         return server
 
     def slow(self) -> Child:
-        """A server whose engine's process has just begun, and will not be ready for minutes."""
+        """Starts a server on the slow device, and returns it as soon as its engine process exists."""
         folder = self._folder()
         site = folder / "site"
         metadata = site / "slow_device-1.0.dist-info"
@@ -74,8 +78,8 @@ class Starter:
         server = Child(command, folder / "server.log", variables, warm=True)
         self._servers.append(server)
         end = time.monotonic() + START_SECONDS
-        while not called(server, "EngineCore"):
-            assert server.process.poll() is None and time.monotonic() < end, "no engine was started"
+        while not processes_titled(server, "EngineCore"):
+            assert server.process.poll() is None and time.monotonic() < end, "the engine process must have started"
             time.sleep(0.02)
         return server
 
@@ -84,26 +88,30 @@ class Starter:
             server.kill()
 
 
-def called(server: Child, name: str) -> list[psutil.Process]:
-    """The server's processes whose title holds `name`: VLLM::EngineCore, VLLM::Worker_TP0, …"""
+def processes_titled(server: Child, name: str) -> list[psutil.Process]:
+    """Returns the server's processes whose title contains `name`: VLLM::EngineCore, VLLM::Worker_TP0, …"""
     return [process for process in server.descendants() if name in title(process)]
 
 
 def title(process: psutil.Process) -> str:
+    """Returns the title of a process, or an empty text if it has ended."""
     try:
         return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # a server's helpers come and go
+    except psutil.NoSuchProcess:  # a helper process of the server has ended
         return ""
 
 
 def socket_files(server: Server) -> list[Path]:
-    """Files through which the server's processes talk to each other."""
+    """Returns the Unix sockets in the file system through which the server's processes communicate."""
     held = [str(connection.laddr) for connection in connections(server, "unix", psutil.Process(server.pid))]
     return [Path(name) for name in sorted(set(held)) if name.startswith("/")]
 
 
 def connections(server: Child, kind: str, *more: psutil.Process) -> list[Any]:
-    """Of the server's descendants, and of processes that are named; a server's helpers come and go."""
+    """Returns the network connections of the server's descendants and of the processes in `more`.
+
+    Processes that have ended meanwhile are skipped, because helper processes of a server start and end at any time.
+    """
     found: list[Any] = []
     for process in (*server.descendants(), *more):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -112,7 +120,7 @@ def connections(server: Child, kind: str, *more: psutil.Process) -> list[Any]:
 
 
 class Request(threading.Thread):
-    """A long request in flight; what became of it is in `end`."""
+    """A long streaming request in flight. Its outcome is in `end`: "complete", or the exception that ended it."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(daemon=True)
@@ -120,7 +128,7 @@ class Request(threading.Thread):
         self.end: object = None
         self.begun = threading.Event()
         self.start()
-        assert self.begun.wait(120), "no token came"
+        assert self.begun.wait(120), "the request must have produced a token within two minutes"
 
     def run(self) -> None:
         try:
@@ -130,30 +138,33 @@ class Request(threading.Thread):
             for _chunk in stream:
                 self.begun.set()
             self.end = "complete"
-        except Exception as fault:  # a broken connection shows in several ways; each is the end that is looked for
+        except Exception as fault:  # a broken connection raises one of several exceptions, and each is a valid end
             self.end = fault
 
     def must_have_failed(self) -> None:
-        self.join(AT_LAST)
-        assert not self.is_alive(), "the client was left waiting"
-        assert self.end != "complete", "the client was told that all was well"
+        """Waits for the end of the request, which must be an exception."""
+        self.join(HANG_SECONDS)
+        assert not self.is_alive(), "the client must not wait for ever"
+        assert self.end != "complete", "the client must get an error"
 
 
-def ends_after_a_fault(server: Server) -> int:
-    """Returns the exit status of a server that a fault is about to strike, once nothing of it is left. How long the
-    server takes to come to the fault depends on the machine."""
-    status = server.wait(60 + AT_LAST)
-    _leaves_nothing(server)
+def wait_for_exit_after_fault(server: Server) -> int:
+    """Waits until a server with an injected fault has ended and left no process, and returns its exit status.
+
+    The limit is longer, because the time until the fault occurs depends on the machine.
+    """
+    status = server.wait(60 + HANG_SECONDS)
+    _require_nothing_left(server)
     return status
 
 
-def ends_by_itself(server: Child) -> int:
-    """Returns the exit status of a server that ends in bounded time, once nothing of it is left."""
-    status = server.wait(AT_LAST)
-    _leaves_nothing(server)
+def wait_for_exit(server: Child) -> int:
+    """Waits until a server has ended and left no process, and returns its exit status."""
+    status = server.wait(HANG_SECONDS)
+    _require_nothing_left(server)
     return status
 
 
-def _leaves_nothing(server: Child) -> None:
-    left = server.wait_for_nothing_left(AT_LAST)
-    assert not left, f"left behind: {[(process.pid, title(process)) for process in left]}"
+def _require_nothing_left(server: Child) -> None:
+    left = server.wait_for_nothing_left(HANG_SECONDS)
+    assert not left, f"processes are left: {[(process.pid, title(process)) for process in left]}"

@@ -128,7 +128,7 @@ def _check_runner() -> None:
 
     configured = envs.VLLM_USE_V2_MODEL_RUNNER
     if (HAS_TRITON if configured is None else configured) and not runtime().device.capabilities.triton:
-        raise BackplaneError("vLLM would use its second model runner, which needs Triton on the device")
+        raise BackplaneError("vLLM would use its V2 model runner, which needs Triton on the device")
 
 
 def _check_bindings(checks: CheckRunner) -> None:

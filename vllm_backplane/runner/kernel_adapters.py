@@ -2,8 +2,8 @@
 
 vLLM launches these kernels on every platform, and offers one hook to replace them: its kernel dispatcher. The
 dispatcher drops the launch grid, so an adapter takes sizes from tensors and scalars. Adapters bind the arguments by
-name, because between vLLM releases the kernels gain, lose and reorder arguments. Every supported vLLM must have an
-adapter's parameters without a default; those with a default may be absent.
+name, because between vLLM releases the kernels gain, lose and reorder arguments. A required parameter of an adapter
+must exist in every supported vLLM; an optional one may be absent.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from vllm_backplane import ops
 from vllm_backplane.errors import BindingError, nearest
 from vllm_backplane.ops.raw_memory import copy_host_memory
 from vllm_backplane.settings import compat
+from vllm_backplane.settings.releases import INSTALL_SUPPORTED
 
 Launch = Callable[..., None]
-
-_OTHER_VLLM = "Install a vLLM that this vllm-backplane supports ('vllm-backplane doctor' names them)."
 
 
 def _slot_mapping(
@@ -53,15 +52,6 @@ def _slot_mapping(
         CP_KV_CACHE_INTERLEAVE_SIZE,
         block_size,
     )
-
-
-def write_slot_mapping(table: Any, starts: torch.Tensor, positions: torch.Tensor, pad: int) -> None:
-    """Computes the same as `table.compute_slot_mapping` without context parallelism, and fills the rest with `pad`.
-
-    vLLM's launcher binds a dozen arguments by name, twice, which takes longer than the operator itself.
-    """
-    blocks, slots = table.block_table.gpu, table.slot_mapping.gpu
-    ops.compute_slot_mapping(starts, positions, blocks, slots, table.block_size, pad, 1, 0, 1, None)
 
 
 def _eagle_step(
@@ -188,7 +178,7 @@ def _copy_and_expand_dflash_inputs(
     if num_query_per_req != num_speculative_tokens + 1:
         raise BindingError(
             f"kernel copy_and_expand_dflash_inputs_kernel received {num_query_per_req} queries per request for "
-            f"{num_speculative_tokens} draft tokens; expected one query more than draft tokens. {_OTHER_VLLM}"
+            f"{num_speculative_tokens} draft tokens; expected one query more than draft tokens. {INSTALL_SUPPORTED}"
         )
     ops.copy_and_expand_dflash_inputs(
         next_token_ids_ptr,
@@ -326,7 +316,7 @@ def launcher(name: str, adapter: Launch) -> Launch:
         if parameter.default is parameter.empty and parameter.name not in arguments:
             raise BindingError(
                 f"kernel {name} has no argument {parameter.name!r}{nearest(parameter.name, arguments)} "
-                f"It has: {', '.join(arguments)}. {_OTHER_VLLM}"
+                f"It has: {', '.join(arguments)}. {INSTALL_SUPPORTED}"
             )
 
     def launch(*args: Any, **kwargs: Any) -> None:
@@ -350,7 +340,7 @@ def argument_names(name: str) -> tuple[str, ...]:
         for attribute in attributes:
             found = getattr(found, attribute)
     except (ImportError, AttributeError) as fault:
-        raise BindingError(f"kernel {name} does not exist in this vLLM ({fault}). {_OTHER_VLLM}") from None
+        raise BindingError(f"kernel {name} does not exist in this vLLM ({fault}). {INSTALL_SUPPORTED}") from None
     names = getattr(found, "arg_names", None)
     return tuple(inspect.signature(found).parameters) if names is None else tuple(names)
 
