@@ -35,7 +35,7 @@ TEST(the_configuration_is_checked) {
   config.cards = 0;
   CHECK_STATUS(bpsim_init(&config), BPSIM_INVALID, "cards is 0; it must be 1 to 16");
   config.cards = 17;
-  CHECK_STATUS(bpsim_init(&config), BPSIM_INVALID, "17 cards");
+  CHECK_STATUS(bpsim_init(&config), BPSIM_INVALID, "cards is 17");
   bpsim_config_default(&config);
   config.memory_bytes = MiB;
   CHECK_STATUS(bpsim_init(&config), BPSIM_INVALID, "cannot have 1.0 MiB");

@@ -77,6 +77,7 @@ def test_the_auditor_is_a_command_of_its_own_now(capsys):
     assert "audit" not in cli.build_parser().format_help()
 
 
+@pytest.mark.process
 def test_the_line_that_replaces_the_auditor_is_a_command_line_of_vllm_patchbay(tmp_path):
     """The installed script prints the line, and a shell runs it up to the parser of vllm-patchbay."""
     folder = os.path.dirname(sys.executable)
@@ -94,6 +95,7 @@ def test_an_error_of_patchbay_is_one_line(capsys):
     assert "no_such_patch" in refused(capsys, "patches", "show", "no_such_patch")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["model", "list", "--json"]])
 def test_what_needs_no_engine_does_not_import_one(arguments):
     program = (

@@ -65,6 +65,7 @@ def test_a_forced_reference_is_shown_as_one_and_why():
     assert {"kind": "layer", "layer": "QKVParallelLinear"} in linear["called_by"]
 
 
+@pytest.mark.process
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit is of x86")
 def test_it_says_what_multiplies_by_weights_of_a_type():
     report = json.loads(run("--json", BACKPLANE_DEVICE="cpu", ONEDNN_MAX_CPU_ISA="AVX512_CORE").stdout)

@@ -98,6 +98,7 @@ class Absent(Raising):
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_a_sound_installation_serves():
     report = json_report(environment(), serves=True)
     assert set(report) == {field.name for field in dataclasses.fields(Report)}
@@ -124,6 +125,7 @@ def test_a_sound_installation_serves():
     assert not [each for each in report["findings"] if each["severity"] == "error"]
 
 
+@pytest.mark.process
 def test_what_is_broken_beside_us_is_named_and_does_not_stop_serving(tmp_path):
     """Adds a general plugin and a device that cannot be imported, and a device whose probe raises, and removes the
     kernels."""
@@ -167,6 +169,7 @@ def test_what_is_broken_beside_us_is_named_and_does_not_stop_serving(tmp_path):
     assert str(tmp_path) not in done.stdout
 
 
+@pytest.mark.process
 def test_a_filter_an_unknown_variable_a_bad_configuration_and_a_wrong_vllm(tmp_path):
     wheel(tmp_path, "vllm", "0.29.0", vllm="")
     env = environment(tmp_path, VLLM_PLUGINS="other", BACKPLANE_DEVCE="cpu", BACKPLANE_CPU_THREADS="many")
@@ -193,6 +196,7 @@ def test_a_filter_an_unknown_variable_a_bad_configuration_and_a_wrong_vllm(tmp_p
     assert report["operators"]
 
 
+@pytest.mark.process
 def test_plugins_switched_off_and_an_unknown_device():
     report = json_report(environment(VLLM_PLUGINS="", BACKPLANE_DEVICE="nonsense"), serves=False)
     off = finding(report, "error", "VLLM_PLUGINS is ''", "filters out")
@@ -203,6 +207,7 @@ def test_plugins_switched_off_and_an_unknown_device():
     assert "cpu" in [device["name"] for device in report["devices"] if device["available"]]
 
 
+@pytest.mark.process
 def test_a_target_device_locks_every_platform_plugin_out():
     report = json_report(environment(VLLM_TARGET_DEVICE="cpu"), serves=False)
     locked = finding(report, "error", "VLLM_TARGET_DEVICE=cpu", "ignore every platform plugin")
@@ -212,6 +217,7 @@ def test_a_target_device_locks_every_platform_plugin_out():
     assert {plugin["state"] for plugin in report["plugins"]} == {"loads"}
 
 
+@pytest.mark.process
 def test_a_second_platform_and_plugins_that_end_the_process(tmp_path):
     wheel(
         tmp_path,
@@ -384,6 +390,7 @@ def test_what_stands_beside_our_section_and_is_meant_for_it(key):
     assert options.parse_additional_config('{"backplane": {}, "other": {}, "plane": 1}')[1] == []
 
 
+@pytest.mark.process
 def test_a_kernel_library_for_another_torch(tmp_path, monkeypatch):
     shutil.copytree(PACKAGE, tmp_path / "vllm_backplane", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "vllm_backplane/devices/cpu/libbackplane_cpu.so").write_bytes(b"not a library")
@@ -419,6 +426,7 @@ def disordered(checks: CheckRunner, request: Mapping[str, Any]) -> None:
     os._exit(5)
 
 
+@pytest.mark.process
 def test_a_stage_survives_what_its_steps_do():
     # One check runs into the timeout, which does not apply to the start of the process.
     results = subprocess_checks.run(f"{__name__}:unruly", {"number": 1}, timeout=8)
@@ -435,6 +443,7 @@ def test_our_own_errors_are_reported_without_their_type(error):
     assert subprocess_checks.describe(error("no such thing;\nremove it")) == "no such thing; remove it"
 
 
+@pytest.mark.process
 def test_a_stage_that_fails_between_steps_ends():
     results = subprocess_checks.run(f"{__name__}:disordered", {})
     assert results["first"] == CheckResult(value=1)
@@ -442,6 +451,7 @@ def test_a_stage_that_fails_between_steps_ends():
     assert result.fault == "ended the process (exit status 5)"
 
 
+@pytest.mark.process
 def test_a_runner_that_the_device_cannot_run_is_an_error() -> None:
     report = json_report({**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}, serves=False)
     assert finding(report, "error", "V2 model runner")["remedy"] == "set VLLM_USE_V2_MODEL_RUNNER=0"

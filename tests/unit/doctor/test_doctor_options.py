@@ -18,6 +18,7 @@ def findings(section: dict[str, Any] | None = None, **variables: str) -> tuple[F
     return devices.judge(results).findings
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("faults", "text"),
     [
@@ -32,6 +33,7 @@ def test_faults_that_serving_refuses(faults: str, text: str) -> None:
     assert "correct or unset BACKPLANE_SIM_FAULTS" in found.remedy
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "refused",
     [
@@ -45,7 +47,7 @@ def test_faults_that_serving_refuses(faults: str, text: str) -> None:
             "BACKPLANE_SIM_MEMORY": ("9TiB", "expected 2MiB to 8TiB"),
             "BACKPLANE_SIM_MODEL": ("memory=800e9,overhead=nan", "expected memory=B/s"),
         },
-        {"BACKPLANE_SIM_MODEL": ("memory=1e9,link=1e9, memory=2e9", "expected memory once")},
+        {"BACKPLANE_SIM_MODEL": ("memory=1e9,link=1e9, memory=2e9", "expected memory only once")},
     ],
     ids=["one each", "others", "twice"],
 )
@@ -57,6 +59,7 @@ def test_values_that_the_driver_refuses_or_would_misread(refused: dict[str, tupl
         assert text in found[f"correct or unset {variable}"].what
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "taken",
     [
@@ -73,6 +76,7 @@ def test_the_least_and_the_most_that_it_takes(taken: dict[str, str]) -> None:
     assert findings(**taken) == ()
 
 
+@pytest.mark.process
 def test_cards_by_the_wrong_way() -> None:
     [found] = findings({"sim": {"cards": 4}})
     assert found.severity == "error"
@@ -80,12 +84,14 @@ def test_cards_by_the_wrong_way() -> None:
     assert found.remedy == "set BACKPLANE_SIM_CARDS instead"
 
 
+@pytest.mark.process
 def test_an_option_that_comes_too_late() -> None:
     [found] = findings({"patch_drift": "warn"})
     assert found.severity == "error"
     assert "BACKPLANE_PATCH_DRIFT" in found.what + found.remedy
 
 
+@pytest.mark.process
 def test_sound_settings() -> None:
     good = {"sim": {"faults": "fail@launch=250;lost@launch=400,card=1"}}
     assert findings(good, BACKPLANE_SIM_CARDS="2") == ()

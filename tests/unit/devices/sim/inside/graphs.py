@@ -82,7 +82,7 @@ def test_another_tensor_as_input_is_refused(calls: CapturedCalls, weight: torch.
     fresh = x.clone()
     with pytest.raises(GraphError, match=r"input x is another tensor at the replay of key; .* stale data"):
         calls.replay("key", {"x": fresh})
-    with pytest.raises(GraphError, match="input x has become"):
+    with pytest.raises(GraphError, match="input x has the shape"):
         calls.replay("key", {"x": x[:1]})
     with pytest.raises(GraphError, match="input x is absent"):
         calls.replay("key", {})
