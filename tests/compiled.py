@@ -55,7 +55,9 @@ def build(
     """
     command = compiler() if command is None else command
     given = [*command, *map(str, arguments)]
-    state = hashlib.sha256("\0".join([version(command), torch.__version__, str(TORCH), *given]).encode())
+    # Names relative to the repository: another clone with the same content has the same key.
+    described = [word.replace(str(ROOT), "") for word in given]
+    state = hashlib.sha256("\0".join([version(command), torch.__version__, str(TORCH), *described]).encode())
     for path in sorted(_files(depends)):
         state.update(path.name.encode() + b"\0" + path.read_bytes())
     folder = _cache() / f"{name}-{state.hexdigest()[:24]}"

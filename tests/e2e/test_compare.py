@@ -37,5 +37,5 @@ def test_an_engine_that_cannot_start_is_a_failure_with_its_reason(tmp_path: Path
     command += ["--variants", "ours/fp32", "--timeout", "0.5", "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
-    assert "got no further within" in done.stderr
+    assert "made no progress within" in done.stderr
     assert "## Failed" in (tmp_path / "README.md").read_text()

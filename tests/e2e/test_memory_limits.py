@@ -109,7 +109,7 @@ def test_the_allowance_is_a_share_of_what_is_there(attempts: dict[str, Attempt])
 @pytest.mark.parametrize("name", ["default", "named share"])
 def test_the_kv_cache_is_within_the_allowance(attempts: dict[str, Attempt], name: str) -> None:
     *_, allowed = start_line(attempts[name].log)
-    granted, activations = numbers(r"KV cache: ([\d.]+) GiB; ([\d.]+) GiB are kept", attempts[name].log)
+    granted, activations = numbers(r"KV cache: ([\d.]+) GiB; ([\d.]+) GiB are reserved", attempts[name].log)
     (tokens,) = numbers(r"KV cache size: ([\d,]+) tokens", attempts[name].log)
     assert 0 < granted <= allowed - activations + ROUNDING
     assert tokens * BYTES_PER_TOKEN <= (granted + ROUNDING) * GIB

@@ -42,10 +42,10 @@ def test_what_is_saved_can_be_loaded(device: str, tiny_llama: Path, tmp_path: Pa
     plain, codes, *loaded = run_engines(tmp_path, jobs, DEVICES[device], device=device)
     for result in (plain, codes):
         assert result["steps"][1] == result["batches"][0], "saving must not change the outputs"
-    assert "are quantized (int8), in a layout of the device's own. Load the checkpoint itself" in codes["steps"][0]
+    assert "are quantized (int8), in the device's own layout. Load the original checkpoint" in codes["steps"][0]
     assert not list(quantized.iterdir())
     if arranged:
-        assert "qkv_proj.weight, were put in another order for this device after loading" in plain["steps"][0]
+        assert "qkv_proj.weight, were rearranged for this device after loading" in plain["steps"][0]
         assert not list(saved.glob("*.safetensors"))
     else:
         assert plain["steps"][0] == ""

@@ -62,6 +62,7 @@ def run(
     )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["one process", "two processes"])
 def test_passes_and_failures(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     record = tmp_path / "features.json"
@@ -90,6 +91,7 @@ def test_passes_and_failures(tmp_path: Path, arguments: tuple[str, ...]) -> None
     assert {entry.test for entry in found if entry.refused} == {"test_inner.py::test_refuses"}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("arguments", [(), ("-n", "1"), ("-k", "passes")], ids=["", "another process", "chosen singly"])
 def test_what_is_skipped_leaves_and_so_does_what_is_not_there(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """Uses a file with the name of this one, because entries of files that do not exist are removed in any case."""
@@ -104,6 +106,7 @@ def test_what_is_skipped_leaves_and_so_does_what_is_not_there(tmp_path: Path, ar
     assert set(feature_matrix.read(record)) == ({gone, elsewhere} if "-k" in arguments else {elsewhere})
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("mark", "complaint"),
     [

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BindingError, nearest
@@ -52,6 +53,16 @@ def _slot_mapping(
         CP_KV_CACHE_INTERLEAVE_SIZE,
         block_size,
     )
+
+
+def write_slot_mapping(table: Any, starts: torch.Tensor, positions: torch.Tensor) -> None:
+    """Computes the same as `table.compute_slot_mapping` without context parallelism, and pads the rest.
+
+    The decode fast path calls it: vLLM's launcher binds a dozen arguments by name, twice, which takes longer than the
+    operator itself.
+    """
+    blocks, slots = table.block_table.gpu, table.slot_mapping.gpu
+    ops.compute_slot_mapping(starts, positions, blocks, slots, table.block_size, PAD_SLOT_ID, 1, 0, 1, None)
 
 
 def _eagle_step(

@@ -20,6 +20,7 @@ sys.exit(subprocess.run([sys.executable, "-c", child]).returncode)
 """
 
 
+@pytest.mark.process
 def test_the_peak_is_of_the_whole_tree() -> None:
     process = subprocess.Popen([sys.executable, "-c", PROGRAM])
     peak = memory.watch(process, 60)
@@ -41,6 +42,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.process
 def test_parts_are_told_apart_and_add_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +70,7 @@ def test_parts_are_told_apart_and_add_up(
     assert memory.tree_parts(child.pid) == [], "the process has ended"
 
 
+@pytest.mark.process
 def test_what_was_held_at_the_peak_is_kept() -> None:
     process, recorder = subprocess.Popen([sys.executable, "-c", PROGRAM]), memory.PeakRecorder()
     peak = recorder(process, 60)
@@ -76,6 +79,7 @@ def test_what_was_held_at_the_peak_is_kept() -> None:
     assert recorder.processes[1].parts[memory.OWN] > HELD
 
 
+@pytest.mark.process
 def test_a_process_that_does_not_end_is_an_error() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
@@ -86,6 +90,7 @@ def test_a_process_that_does_not_end_is_an_error() -> None:
         process.wait()
 
 
+@pytest.mark.process
 def test_the_work_of_a_child_counts_as_ours_once_it_has_ended() -> None:
     work = "import time\nwhile time.process_time() < 1: pass\nprint(flush=True)\nimport sys; sys.stdin.read()"
     load = machine.OtherLoad()

@@ -98,6 +98,7 @@ def test_the_table_goes_to_its_page_and_not_into_the_readme(tmp_path: Path) -> N
     assert "| Q8_0 | Q8_0 | 2 | 45.0 |" in page and "ours/gguf-q4_k: ended with 1: why" in page
 
 
+@pytest.mark.process
 def test_a_format_without_a_file_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path / "cache"))
     programs = tmp_path / ".venv-llama-cpp" / "build" / "bin"

@@ -81,12 +81,14 @@ def instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return measured
 
 
+@pytest.mark.process
 def test_what_was_measured_before_a_failure_is_kept(instead: Callable[[str], Run]) -> None:
     run = instead(A_POINT + THEN_STUCK)
     assert [(sample.point, sample.round, sample.value) for sample in run.samples] == [("1 sequence", 1, 5.0)]
     assert run.failures == {"ours/fp32": "made no progress within 5 s"}
 
 
+@pytest.mark.process
 def test_an_engine_that_ends_without_an_answer_has_failed(instead: Callable[[str], Run]) -> None:
     run = instead(NOTHING)
     assert run.samples == []

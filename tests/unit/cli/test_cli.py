@@ -112,6 +112,7 @@ def test_what_needs_no_engine_does_not_import_one(arguments):
     assert done.stderr.strip() == "set()"
 
 
+@pytest.mark.process
 def test_the_script_is_installed_and_knows_its_version():
     script = os.path.join(os.path.dirname(sys.executable), "vllm-backplane")
     done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
@@ -127,6 +128,7 @@ def test_a_wrong_command_line_ends_with_status_2(arguments, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("status", "message", "code"),
     [(None, "", 0), (0, "", 0), (3, "", 3), ("'its engine died'", "its engine died\n", 1)],
@@ -186,6 +188,7 @@ class TestServe:
         ]
         assert variables == {}
 
+    @pytest.mark.process
     def test_a_model_that_changed_and_kept_its_size_is_not_served(self, prepared, capsys, monkeypatch):
         (prepared_folder(DEFAULT) / "config.json").write_text("[]")
         monkeypatch.setenv("PIP_NO_INDEX", "1")

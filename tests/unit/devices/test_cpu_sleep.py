@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def test_what_is_kept_comes_back_to_where_it_was(pool: SleepPool) -> None:
     pool.release(keep=True)
     asleep = resident()
     assert before - asleep > 0.95 * (weights.weight.nbytes + arranged.nbytes)
-    assert not arranged.any(), "the pages stay mapped, and empty"
+    assert not arranged.flatten()[2000:-2000].any(), "whole pages stay mapped, and empty"
     pool.restore()
     assert places == (weights.weight.data_ptr(), arranged.data_ptr())
     assert all(map(torch.equal, (weights.weight, arranged, view), expected))
@@ -148,7 +149,10 @@ def test_pages_of_a_file_are_left_alone(pool: SleepPool, tmp_path: Path) -> None
     assert (part == 2).all()
 
 
-def test_the_cache_of_the_device_sleeps_with_its_reservation(tmp_path: Path) -> None:
+def test_the_cache_of_the_device_sleeps_with_its_reservation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = tmp_path / "ledger"  # not the host's, where other processes may change their reservations meanwhile
+    for name in ("reserve", "cancel", "unwritten_bytes"):
+        monkeypatch.setattr(memory_ledger, name, functools.partial(getattr(memory_ledger, name), folder=ledger))
     device = CpuDevice({"sleep_folder": str(tmp_path)})
     count = 64 * MIB
     with device.sleep_pool("cache"):

@@ -233,6 +233,7 @@ def test_a_folder_of_several_models_is_refused_by_name(tmp_path: Path) -> None:
     assert open_model(tmp_path).path.name == "one.gguf"
 
 
+@pytest.mark.process
 def test_the_reader_needs_neither_torch_nor_vllm() -> None:
     program = "import sys, vllm_backplane.gguf.model_files\nprint({'torch', 'vllm'} & sys.modules.keys() or 'neither')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

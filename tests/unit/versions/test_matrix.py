@@ -31,6 +31,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     return programs
 
 
+@pytest.mark.process
 def test_all_pass(scripted: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert matrix.main([]) == 0
     shown = capsys.readouterr()
@@ -43,6 +44,7 @@ def test_all_pass(scripted: dict[str, str], capsys: pytest.CaptureFixture[str], 
     assert (tmp_path / ".venv-matrix-0.31.0/.backplane/logs/chat.log").read_text() == "fine\n"
 
 
+@pytest.mark.process
 def test_a_step_that_fails_is_shown_and_the_rest_goes_on(
     scripted: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +59,7 @@ def test_a_step_that_fails_is_shown_and_the_rest_goes_on(
     assert "status 3" in shown.err
 
 
+@pytest.mark.process
 def test_without_its_environment_nothing_of_a_version_is_run(
     scripted: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,6 +73,7 @@ def test_without_its_environment_nothing_of_a_version_is_run(
     assert {each["version"] for each in outcomes} == {"0.30.0"}
 
 
+@pytest.mark.process
 def test_a_step_that_hangs_is_ended_with_what_it_started(
     scripted: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
