@@ -164,7 +164,7 @@ setup: $(plugin) $(tools) $(suffix)  ## Install everything into VENV
 
 .PHONY: clean
 clean:  ## Remove what was built; keep VENV's packages and prepared models
-	@rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache $(plugin)
+	@rm -rf build dist *.egg-info patchbay/build patchbay/*.egg-info .mypy_cache .ruff_cache .pytest_cache $(plugin)
 	find vllm_backplane -name '*.so' -delete
 	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './.venv-*' -prune -exec rm -rf {} +
 

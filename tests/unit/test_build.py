@@ -150,6 +150,7 @@ def test_the_wheel_names_neither_vllm_nor_torch(whole: Wheel) -> None:
 
 
 def test_both_distributions_say_what_they_are(whole: Wheel, patchbay: Wheel) -> None:
+    assert vllm_backplane.__version__ == vllm_patchbay.__version__, "they are released together"
     for built, package in ((whole, vllm_backplane), (patchbay, vllm_patchbay)):
         described = email.message_from_string(built.described("METADATA"))
         assert described["Version"] == package.__version__

@@ -25,9 +25,9 @@ from vllm_patchbay.upstream import SourceTree, SymbolIndex, open_tree
 
 PACKAGE = Path(vllm_backplane.__file__).parent
 ROOT = PACKAGE.parent
+LARGE_DOWNLOAD = (pytest.mark.download, pytest.mark.exhaustive)
 VERSIONS = [
-    pytest.param(each.version, marks=() if each is NEWEST else pytest.mark.download, id=each.version)
-    for each in RELEASES
+    pytest.param(each.version, marks=() if each is NEWEST else LARGE_DOWNLOAD, id=each.version) for each in RELEASES
 ]
 
 
@@ -57,6 +57,7 @@ def test_our_package_audits_clean(version: str) -> None:
     assert [f"{f.file}:{f.line} {f.rule_id} {f.message}" for f in report.findings] == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.download
 def test_what_changed_upstream_is_what_we_know_of(trees: list[SourceTree]) -> None:
     """The kernel lost two arguments in 0.32; its adapter binds arguments by name and does not need them."""
@@ -73,6 +74,7 @@ def test_every_binding_and_hook_is_there(version: str, index_with: Callable[[str
     assert list(faults_of_hooks(index, HOOKS)) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.download
 def test_every_override_is_of_something(trees: list[SourceTree]) -> None:
     presence = Presence(PACKAGE, trees)

@@ -190,6 +190,7 @@ def valid():
     return jsonschema.Draft7Validator(schema).validate
 
 
+@pytest.mark.exhaustive
 @pytest.mark.download
 def test_the_schema_is_the_real_one(valid):
     """The validator rejects documents that SARIF does not allow."""
@@ -210,6 +211,7 @@ def test_the_schema_is_the_real_one(valid):
             valid(broken)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.download
 def test_sarif(plugin, old, new, tmp_path, capsys, valid):
     (Path(plugin) / "plug" / "broken.py").write_bytes(b"\0")
@@ -246,12 +248,14 @@ def test_a_file_name_that_is_not_text(plugin, new, tmp_path, capsys):
     assert f"plug/{name}" in {finding["file"] for finding in json.loads(capsys.readouterr().out)["findings"]}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.download
 def test_sarif_alone_on_stdout(plugin, new, capsys, valid):
     main(["audit", plugin, "--vllm", new, "--sarif", "-"])
     valid(json.loads(capsys.readouterr().out))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.download
 def test_sarif_of_nothing_and_of_every_rule(tmp_path, capsys, valid):
     """The whole corpus is one plugin here, with nearly every rule and many kinds of messages and paths."""
@@ -325,6 +329,7 @@ def test_the_documented_use_as_a_library(tmp_path, new):
     assert done.stdout.strip() == "['BP101'] set()"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.download
 def test_a_real_pair_of_versions(tmp_path, capsys):
     """vLLM 0.32 added the method `_make_model_runner` and changed `init_device` and the kernel."""

@@ -121,6 +121,7 @@ def test_the_cache_folder(monkeypatch, tmp_path):
     assert cache_folder() == Path.home() / ".cache" / "vllm-patchbay"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.download
 def test_a_real_published_version():
     tree = open_tree("0.31.0")
