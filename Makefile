@@ -44,8 +44,8 @@ kernel_sources := $(wildcard csrc/* csrc/*/* csrc/*/*/*)
 # outnumbered the cores, they would wait for each other in every operator, so each job gets its share of the cores. Files
 # are distributed in the order of tests/conftest.py.
 threads = OMP_NUM_THREADS=$$(( ($$(nproc) + $(JOBS) - 1) / $(JOBS) ))
-# Markers of tests that are not fast: they need processes, compilers, downloads, models or servers (tests/conftest.py).
-slow := process or compiler or download or models or server or exhaustive
+# Markers of tests that are not fast: they take long, or need processes, compilers, downloads, models or servers (tests/conftest.py).
+slow := slow or process or compiler or download or models or server or exhaustive
 pytest = $(threads) $(bin)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=40
 
 # Every pip command names the torch version: an open requirement may install another torch, of several gigabytes.

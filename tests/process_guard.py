@@ -1,4 +1,4 @@
-"""Keeps the fast tests fast: a unit test that starts a process without the marker for it fails.
+"""Keeps the fast tests fast: in `make check` a test that starts a process fails.
 
 `make check` deselects tests by marker (`slow` in the Makefile). A test without its marker would slow the command
 down unnoticed. Python reports every start of a process to audit hooks. The hook in this module records it for the test
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-SLOW = frozenset({"process", "compiler", "download", "models", "server", "exhaustive"})
 EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"})
 HELPERS = ("ldconfig", "gcc", "cc", "ld", "objdump", "lscpu", "uname", "file")
 """Programs that Python's and PyTorch's own modules start when they are imported, to find libraries and processors."""
@@ -36,8 +35,8 @@ sys.addaudithook(_audit)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Records process starts during the test, including those of its fixtures, which are part of its cost."""
     global _started
-    is_fast = "unit" in item.path.parts and not SLOW & {mark.name for mark in item.iter_markers()}
-    _started = [] if is_fast else None
+    deselects_processes = "process" in item.config.getoption("markexpr")
+    _started = [] if deselects_processes else None
     try:
         return (yield)  # type: ignore[return-value]
     finally:
@@ -49,7 +48,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield
     if _started:
         pytest.fail(
-            f"this unit test starts processes ({'; '.join(sorted(set(_started)))}) and is not marked for it; add "
+            f"this test starts processes ({'; '.join(sorted(set(_started)))}) and is not marked for it; add "
             "@pytest.mark.process, or the marker that fits (pyproject.toml lists them)",
             pytrace=False,
         )

@@ -43,6 +43,7 @@ def run(
     The program is offline, all its processes are killed at its end, and most libraries that vLLM imports are imported
     already where the environment allows it (warm_start.py).
     """
+    sys.audit("subprocess.Popen", given[0], given, cwd, None)  # warm_start.py forks without an event
     variables = {**(os.environ if env is None else env), **warm_start.OFFLINE}
     where = cwd or Path.cwd()
     with tempfile.TemporaryDirectory() as folder:

@@ -290,6 +290,7 @@ class TestServe:
         assert command[:3] == ["vllm", "serve", "x"]
         assert device == "cpu"
 
+    @pytest.mark.process
     def test_vllm_sees_its_own_arguments(self, tmp_path):
         """Runs the real command up to vLLM's own parser."""
         script = "import sys; from vllm_backplane.cli import main; sys.exit(main(['serve', 'x', '--no-such-option']))"

@@ -33,6 +33,7 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return programs.run([script, "ops", *arguments], env=os.environ | variables)
 
 
+@pytest.mark.process
 def test_the_table_has_a_line_for_every_caller():
     done = run("--device", "cpu")
     assert done.returncode == 0, done.stderr
@@ -50,6 +51,7 @@ def test_the_table_has_a_line_for_every_caller():
     assert ("float32 blocked_linear" if platform.machine() == "aarch64" else "float32 linear") in linear
 
 
+@pytest.mark.process
 def test_a_forced_reference_is_shown_as_one_and_why():
     done = run("--json", "--family", "linear", BACKPLANE_DEVICE="cpu", BACKPLANE_REFERENCE_OPS="linear")
     report = json.loads(done.stdout)
@@ -72,6 +74,7 @@ def test_it_says_what_multiplies_by_weights_of_a_type():
     assert report["linear"] == {"float32": "linear", "bfloat16": "blocked_linear", "float16": "blocked_linear"}
 
 
+@pytest.mark.process
 def test_what_it_says_is_what_the_dispatcher_does():
     """Runs in a subprocess, because kernels cannot be unloaded."""
     program = (
@@ -175,6 +178,7 @@ def test_hooks_of_registries_are_those_that_are_registered():
     assert {hook.layer: hook.operators for hook in HOOKS if hook.kind == IR_OPERATOR} == ir.BOUND
 
 
+@pytest.mark.process
 def test_a_device_that_counts_tells_what_the_host_did():
     done = run("--device", "sim", "--family", "sampling")
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 from collections.abc import Callable
@@ -151,8 +150,8 @@ def test_pages_of_a_file_are_left_alone(pool: SleepPool, tmp_path: Path) -> None
 
 def test_the_cache_of_the_device_sleeps_with_its_reservation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = tmp_path / "ledger"  # not the host's, where other processes may change their reservations meanwhile
-    for name in ("reserve", "cancel", "unwritten_bytes"):
-        monkeypatch.setattr(memory_ledger, name, functools.partial(getattr(memory_ledger, name), folder=ledger))
+    for function in (memory_ledger.reserve, memory_ledger.cancel, memory_ledger.unwritten_bytes):
+        monkeypatch.setattr(function, "__defaults__", (ledger,))
     device = CpuDevice({"sleep_folder": str(tmp_path)})
     count = 64 * MIB
     with device.sleep_pool("cache"):

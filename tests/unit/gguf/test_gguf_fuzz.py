@@ -22,6 +22,8 @@ from vllm_backplane.gguf.cursor import Limits
 from vllm_backplane.gguf.file import GgufFile
 from vllm_backplane.gguf.model_files import open_model
 
+pytestmark = pytest.mark.slow
+
 RUNS = 6000
 MODEL_RUNS = 200
 SMALL = Limits(objects=24, nesting=2)

@@ -123,6 +123,7 @@ def test_an_interrupt_is_no_error_and_waits_for_no_stream(patched: Any) -> None:
     serve(patched, Engine(), interrupt)
 
 
+@pytest.mark.slow
 def test_an_engine_that_gets_the_interrupt_first_is_no_error(patched: Any) -> None:
     """An interrupt from a terminal reaches all processes, in any order."""
     engine = Engine()
@@ -142,6 +143,7 @@ def test_an_engine_that_gets_the_interrupt_first_is_no_error(patched: Any) -> No
     serve(patched, engine, both)
 
 
+@pytest.mark.slow
 def test_vllm_alone_waits(unpatched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shows the reason for the patch. If this fails, vLLM has changed and the patch may no longer be needed."""
     monkeypatch.setattr(f"{__name__}.DEADLINE", 2 * patch_launcher.GRACE_SECONDS)

@@ -23,6 +23,8 @@ from vllm_backplane.settings.releases import FULL, NEWEST, RELEASES
 from vllm_patchbay.audit import Severity, audit
 from vllm_patchbay.upstream import SourceTree, SymbolIndex, open_tree
 
+pytestmark = pytest.mark.slow
+
 PACKAGE = Path(vllm_backplane.__file__).parent
 ROOT = PACKAGE.parent
 LARGE_DOWNLOAD = (pytest.mark.download, pytest.mark.exhaustive)

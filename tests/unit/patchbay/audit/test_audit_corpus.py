@@ -12,6 +12,8 @@ from audit_trees import NEW, OLD, write_tree
 from vllm_patchbay.audit import Severity, audit
 from vllm_patchbay.upstream import SourceTree, open_tree
 
+pytestmark = pytest.mark.slow
+
 CASES = read_cases()
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "plugin" / "audit.md"
 

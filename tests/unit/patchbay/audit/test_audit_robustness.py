@@ -15,6 +15,8 @@ from vllm_patchbay.audit.plugin_files import collect
 from vllm_patchbay.errors import PatchbayError
 from vllm_patchbay.upstream import open_tree
 
+pytestmark = pytest.mark.slow
+
 BAD_IMPORT = "from vllm.ops import dropped\n"
 
 
