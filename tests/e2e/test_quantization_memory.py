@@ -219,7 +219,7 @@ def test_the_peak_is_near_the_end(found: dict[str, dict[str, Any]], name: str) -
         assert memory["weights"] < memory["full"], "weights must be quantized"
     else:
         assert memory["weights"] == pytest.approx(memory["full"], rel=0.1), "weights must stay quantized"
-    assert memory["after"] > 0.95 * memory["weights"], "the weights must be in the memory that is measured"
+    assert memory["after"] > 0.9 * memory["weights"], "the weights must be in the memory that is measured"
     assert memory["peak"] < LIMIT * memory["weights"], memory
 
 
