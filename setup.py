@@ -7,6 +7,7 @@ isolation hides that torch from imports, so it is found by path and never import
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import importlib.util
 import os
@@ -29,6 +30,15 @@ ROOT = Path(__file__).parent.resolve()
 LIBRARIES = {
     "vllm_backplane.devices.cpu.libbackplane_cpu": ("csrc/cpu",),
     "vllm_backplane.devices.sim.libbackplane_sim": ("csrc/sim/driver", "csrc/sim/runtime"),
+}
+# Files that are compiled as one: torch's headers take longer to parse than most files take to compile.
+# Names in their anonymous namespaces must differ. Files with large loops are compiled alone, so that the cores share them.
+TOGETHER = {
+    "cpu-graphs": "csrc/cpu/graph_*.cpp",
+    "cpu-layers": "csrc/cpu/attention.cpp csrc/cpu/kv_cache.cpp csrc/cpu/moe*.cpp csrc/cpu/qu*.cpp csrc/cpu/ro*.cpp",
+    "cpu-tokens": "csrc/cpu/allowed_tokens.cpp csrc/cpu/penalties.cpp csrc/cpu/random_draw.cpp csrc/cpu/[sv]*.cpp",
+    "sim-driver": "csrc/sim/driver/*.cpp",
+    "sim-runtime": "csrc/sim/runtime/*.cpp",
 }
 SWITCH = "BACKPLANE_BUILD_KERNELS"
 WITHOUT = f"or set {SWITCH}=0 to install without kernels"
@@ -131,15 +141,45 @@ def headers_of(rules: Path) -> list[Path]:
     return [ROOT / name for name in listed.split()]
 
 
-def includes_torch(source: str) -> bool:
-    return re.search(r"#include <(torch|ATen)/", (ROOT / source).read_text()) is not None
+def translation_units(sources: list[str], folder: Path) -> dict[str, Path]:
+    """Returns what the compiler is called with, by the name of the object: a source, or a file that includes several."""
+    left, units = list(sources), {}
+    for name, patterns in TOGETHER.items():
+        together = [source for source in left if any(fnmatch.fnmatchcase(source, each) for each in patterns.split())]
+        if not together:
+            continue
+        unit = folder / f"{name}.cpp"
+        text = "".join(f'#include "{ROOT / source}"\n' for source in together)
+        if not unit.is_file() or unit.read_text() != text:
+            unit.write_text(text)
+        units[name] = unit
+        left = [source for source in left if source not in together]
+    alone = {source.removeprefix("csrc/").replace("/", "-").removesuffix(".cpp"): ROOT / source for source in left}
+    # Large ones first, so that the cores finish at about the same time.
+    return dict(sorted((units | alone).items(), key=lambda unit: -size(unit[1])))
+
+
+def size(unit: Path) -> int:
+    """Returns the size of a source, or of all sources that a file includes."""
+    included = re.findall(r'^#include "(/.*)"$', unit.read_text(), re.MULTILINE)
+    return sum(Path(name).stat().st_size for name in included) or unit.stat().st_size
+
+
+def includes_torch(unit: Path, seen: set[Path] | None = None) -> bool:
+    """Returns whether a file includes a header of torch, itself or through our headers."""
+    seen = set() if seen is None else seen
+    if unit in seen or not unit.is_file():
+        return False
+    seen.add(unit)
+    text = unit.read_text()
+    if re.search(r"#include <(torch|ATen)/", text):
+        return True
+    ours = re.findall(r'#include "(.+)"', text)
+    return any(includes_torch(folder / name, seen) for name in ours for folder in (unit.parent, unit.parent.parent))
 
 
 def precompile_torch(cxx: list[str], flags: list[str], header: Path) -> Path:
-    """Precompiles torch's headers with GCC, which saves a fifth of a full build, and returns the path of the result.
-
-    GCC takes longer to parse torch's headers than to compile most of our files.
-    """
+    """Precompiles torch's headers with GCC, which saves a fifth of a full build, and returns the path of the result."""
     about = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
     result = header.with_suffix(".h.gch")  # the path at which GCC looks for it
     if "Free Software Foundation" in about:
@@ -154,10 +194,9 @@ class BuildKernels(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
-    def build_extension(self, ext: Extension) -> None:
+    def build_extensions(self) -> None:
         cxx, torch = compiler(), Torch.find()
         flags = [*COMPILE, f"-D_GLIBCXX_USE_CXX11_ABI={torch.string_abi()}"]
-        flags += [f"-I{folder}" for folder in ext.include_dirs]
         for folder in torch.includes:
             flags += ["-isystem", str(folder)]
         flags += shlex.split(os.environ.get("CXXFLAGS", ""))
@@ -165,29 +204,40 @@ class BuildKernels(build_ext):
         key = hashlib.sha256(shlex.join([*cxx, *flags, torch.version]).encode()).hexdigest()[:12]
         objects = ROOT / "build" / f"kernels-{sysconfig.get_platform()}-{key}"
         objects.mkdir(parents=True, exist_ok=True)
-        with_what = f"torch {torch.version} with {shlex.join(cxx)}"
-        print(f"{ext.name.rpartition('.')[2]}: {len(ext.sources)} files for {with_what}", flush=True)
-
         header = objects / "torch_headers.h"
         if not header.is_file():
             header.write_text("#include <torch/library.h>\n")
         whole = not any(objects.glob("*.o"))
 
-        def compile_one(source: str) -> Path:
-            result = objects / (source.removeprefix("csrc/").replace("/", "-").removesuffix(".cpp") + ".o")
+        def compile_one(name: str, unit: Path, includes: list[str]) -> Path:
+            result = objects / f"{name}.o"
             rules = result.with_suffix(".d")
-            first = ["-include", str(header)] if includes_torch(source) else []
+            first = ["-include", str(header)] if includes_torch(unit) else []
             if first and precompiled is not None:
                 precompiled.result()
-            command = [*cxx, *flags, *first, "-MMD", "-MF", str(rules), "-c", source, "-o", str(result)]
-            make(result, command, headers_of(rules), f"compiling {source}")
+            command = [*cxx, *flags, *(f"-I{folder}" for folder in includes), *first, "-MMD", "-MF", str(rules)]
+            make(result, [*command, "-c", str(unit), "-o", str(result)], headers_of(rules), f"compiling {name}")
             return result
 
         with ThreadPoolExecutor(self.parallel or os.cpu_count() or 1) as pool:
             precompiled = pool.submit(precompile_torch, cxx, flags, header) if whole else None
-            results = list(pool.map(compile_one, ext.sources))
+            compiled = []
+            for ext in self.extensions:
+                with_what = f"torch {torch.version} with {shlex.join(cxx)}"
+                print(f"{ext.name.rpartition('.')[2]}: {len(ext.sources)} files for {with_what}", flush=True)
+                units = translation_units(ext.sources, objects)
+                # While one core precompiles torch's headers, the others compile what does not include them.
+                units = dict(sorted(units.items(), key=lambda unit: includes_torch(unit[1])))
+                compiled.append(
+                    [pool.submit(compile_one, name, unit, ext.include_dirs) for name, unit in units.items()]
+                )
+            results = [[each.result() for each in library] for library in compiled]
         if precompiled is not None:
             precompiled.result().unlink(missing_ok=True)  # it is large, and later builds compile only few files
+        for ext, found in zip(self.extensions, results, strict=True):
+            self.link(ext, found, objects, cxx, torch)
+
+    def link(self, ext: Extension, results: list[Path], objects: Path, cxx: list[str], torch: Torch) -> None:
         library = objects / Path(self.get_ext_filename(ext.name)).name
         link = [*cxx, "-shared", "-Wl,--no-undefined", *map(str, results), f"-L{torch.libraries}"]
         link += ["-ltorch", "-ltorch_cpu", "-lc10", *torch.openmp(), "-o", str(library)]

@@ -227,12 +227,12 @@ Detail of_compute_slot_mapping(Arguments a) {
           {}};
 }
 
-struct Known {
+struct KnownDetails {
   const char* name;
   Plan::Details details;
 };
 
-constexpr Known kKnown[] = {
+constexpr KnownDetails kKnownDetails[] = {
     {"aten::index_select", &of_index_select},
     {"aten::index_select.out", &of_index_select},
     {"aten::gather.out", &of_gather},
@@ -268,7 +268,7 @@ double bytes_in(const at::Tensor& tensor) {
 }
 
 Plan::Details details_of(const std::string& name) {
-  for (const Known& known : kKnown)
+  for (const KnownDetails& known : kKnownDetails)
     if (name == known.name) return known.details;
   return nullptr;
 }
