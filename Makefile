@@ -7,7 +7,9 @@ SHELL := bash
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 # Two steps at a time, so that kernels are compiled while pip installs. Only one pip runs at a time.
-MAKEFLAGS += $(if $(filter -j%,$(MAKEFLAGS)),,-j2)
+ifeq ($(filter -j%,$(MAKEFLAGS)),)
+MAKEFLAGS += -j2
+endif
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3

@@ -32,7 +32,7 @@ LIBRARIES = {
     "vllm_backplane.devices.sim.libbackplane_sim": ("csrc/sim/driver", "csrc/sim/runtime"),
 }
 # Files that are compiled as one: torch's headers take longer to parse than most files take to compile.
-# Names in their anonymous namespaces must differ. Files with large loops are compiled alone, so that the cores share them.
+# Names in their anonymous namespaces must differ. Files with large loops are compiled alone, so that all cores work.
 TOGETHER = {
     "cpu-graphs": "csrc/cpu/graph_*.cpp",
     "cpu-layers": "csrc/cpu/attention.cpp csrc/cpu/kv_cache.cpp csrc/cpu/moe*.cpp csrc/cpu/qu*.cpp csrc/cpu/ro*.cpp",
@@ -142,7 +142,7 @@ def headers_of(rules: Path) -> list[Path]:
 
 
 def translation_units(sources: list[str], folder: Path) -> dict[str, Path]:
-    """Returns what the compiler is called with, by the name of the object: a source, or a file that includes several."""
+    """Returns what the compiler gets, by the name of the object: a source, or a file that includes several."""
     left, units = list(sources), {}
     for name, patterns in TOGETHER.items():
         together = [source for source in left if any(fnmatch.fnmatchcase(source, each) for each in patterns.split())]
