@@ -155,14 +155,7 @@ def translation_units(sources: list[str], folder: Path) -> dict[str, Path]:
         units[name] = unit
         left = [source for source in left if source not in together]
     alone = {source.removeprefix("csrc/").replace("/", "-").removesuffix(".cpp"): ROOT / source for source in left}
-    # Large ones first, so that the cores finish at about the same time.
-    return dict(sorted((units | alone).items(), key=lambda unit: -size(unit[1])))
-
-
-def size(unit: Path) -> int:
-    """Returns the size of a source, or of all sources that a file includes."""
-    included = re.findall(r'^#include "(/.*)"$', unit.read_text(), re.MULTILINE)
-    return sum(Path(name).stat().st_size for name in included) or unit.stat().st_size
+    return units | alone
 
 
 def includes_torch(unit: Path, seen: set[Path] | None = None) -> bool:
@@ -219,23 +212,23 @@ class BuildKernels(build_ext):
             make(result, [*command, "-c", str(unit), "-o", str(result)], headers_of(rules), f"compiling {name}")
             return result
 
+        work = []
+        for ext in self.extensions:
+            with_what = f"torch {torch.version} with {shlex.join(cxx)}"
+            print(f"{ext.name.rpartition('.')[2]}: {len(ext.sources)} files for {with_what}", flush=True)
+            work += [(ext, name, unit) for name, unit in translation_units(ext.sources, objects).items()]
+        # While one core precompiles torch's headers, others compile what does not include them. Groups take longest.
+        work.sort(key=lambda each: (includes_torch(each[2]), each[1] not in TOGETHER))
+        results: dict[str, list[Path]] = {ext.name: [] for ext in self.extensions}
         with ThreadPoolExecutor(self.parallel or os.cpu_count() or 1) as pool:
             precompiled = pool.submit(precompile_torch, cxx, flags, header) if whole else None
-            compiled = []
-            for ext in self.extensions:
-                with_what = f"torch {torch.version} with {shlex.join(cxx)}"
-                print(f"{ext.name.rpartition('.')[2]}: {len(ext.sources)} files for {with_what}", flush=True)
-                units = translation_units(ext.sources, objects)
-                # While one core precompiles torch's headers, the others compile what does not include them.
-                units = dict(sorted(units.items(), key=lambda unit: includes_torch(unit[1])))
-                compiled.append(
-                    [pool.submit(compile_one, name, unit, ext.include_dirs) for name, unit in units.items()]
-                )
-            results = [[each.result() for each in library] for library in compiled]
+            compiled = [pool.submit(compile_one, name, unit, ext.include_dirs) for ext, name, unit in work]
+            for (ext, _, _), each in zip(work, compiled, strict=True):
+                results[ext.name].append(each.result())
         if precompiled is not None:
             precompiled.result().unlink(missing_ok=True)  # it is large, and later builds compile only few files
-        for ext, found in zip(self.extensions, results, strict=True):
-            self.link(ext, found, objects, cxx, torch)
+        for ext in self.extensions:
+            self.link(ext, results[ext.name], objects, cxx, torch)
 
     def link(self, ext: Extension, results: list[Path], objects: Path, cxx: list[str], torch: Torch) -> None:
         library = objects / Path(self.get_ext_filename(ext.name)).name

@@ -111,10 +111,30 @@ def patchbay(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
 
 @pytest.fixture(scope="module")
 def source_distribution(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Returns the files of the source distribution, without their common folder and without setuptools' own records."""
     folder = tmp_path_factory.mktemp("sdist")
     done = setup("egg_info", "--egg-base", str(folder), "sdist", "--dist-dir", str(folder), "--formats", "gztar")
     assert done.returncode == 0, done.stdout
+    return files_of_archive(folder)
+
+
+@pytest.fixture(scope="module")
+def source_distribution_of_patchbay(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    folder = tmp_path_factory.mktemp("sdist_of_patchbay")
+    make_one = "from setuptools import build_meta; import sys; build_meta.build_sdist(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", make_one, str(folder)],
+        cwd=ROOT / "patchbay",
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return files_of_archive(folder)
+
+
+def files_of_archive(folder: Path) -> set[str]:
+    """Returns the files of the archive in the folder, without their common folder and the records of setuptools."""
     [path] = folder.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = [name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()]
@@ -138,7 +158,7 @@ def test_the_wheel_holds_every_file_and_both_libraries(whole: Wheel) -> None:
 
 def test_a_second_build_compiles_nothing(whole: Wheel) -> None:
     assert "libbackplane_cpu: " in whole.output, "the build tells what it does"
-    assert "compiling csrc" not in whole.output and "linking lib" not in whole.output
+    assert "  compiling " not in whole.output and "linking lib" not in whole.output
 
 
 def test_the_wheel_names_neither_vllm_nor_torch(whole: Wheel) -> None:
@@ -175,6 +195,14 @@ def test_the_source_distribution_holds_what_builds_the_wheel(source_distribution
     kernels = {f"csrc/{path}" for path in files_below(ROOT / "csrc") if not path.startswith("sim/tests/")}
     texts = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"}
     assert source_distribution == sources() | kernels | texts | {"PKG-INFO", "setup.cfg"}
+
+
+def test_the_source_distribution_of_patchbay_holds_what_builds_its_wheel(
+    source_distribution_of_patchbay: set[str],
+) -> None:
+    package = {f"vllm_patchbay/{path}" for path in files_below(ROOT / "patchbay" / "vllm_patchbay")}
+    texts = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"}
+    assert source_distribution_of_patchbay == package | texts | {"PKG-INFO", "setup.cfg"}
 
 
 def test_the_wheel_declares_what_vllm_looks_for(whole: Wheel) -> None:

@@ -59,6 +59,7 @@ bpsim_status check_device(Driver& driver, const char* call, Side& side, uint64_t
   const bpsim_status status = driver.check_device(call, side.what, side.address, bytes, wanted);
   if (status != BPSIM_OK) return status;
   side.card = driver.card_with(side.address);
+  if (side.card == nullptr) return fail(BPSIM_INVALID, "%s: %s is in the memory of no card", call, side.what);
   return side.card->is_lost() ? side.card->lost_status() : BPSIM_OK;
 }
 
