@@ -8,39 +8,42 @@ from vllm_patchbay.errors import nearest as nearest
 
 
 class BackplaneError(RuntimeError):
-    """Base class: the installation or the configuration is wrong, and the message names the remedy."""
+    """Reports that the installation or the configuration is wrong, and names the remedy; base of all other errors."""
 
 
 class DeviceUnavailable(BackplaneError):
-    """The requested device cannot be used on this machine, or no device can."""
+    """Reports that the requested device cannot be used on this machine, or that no device can."""
 
 
 class BindingError(BackplaneError):
-    """A replacement does not match the vLLM class or kernel that it is bound to."""
+    """Reports that a replacement does not match the vLLM class or kernel that it is bound to."""
 
 
 class OptionError(BackplaneError, ValueError):
-    """An option is unknown, or its value is not allowed."""
+    """Reports that an option is unknown, or that its value is not allowed."""
 
 
 class OperatorError(BackplaneError):
-    """An operator was declared, implemented, changed or called in a way that is not allowed."""
+    """Reports that an operator was declared, implemented, changed or called in a way that is not allowed."""
 
 
 class GraphError(BackplaneError):
-    """A graph cannot be captured or replayed, or its replay would give wrong results."""
+    """Reports that a graph cannot be captured or replayed, or that its replay would give wrong results."""
 
 
 class StaleInputError(GraphError):
-    """A graph was not replayed because an input is at another address than at the capture. Nothing was computed."""
+    """Reports that a graph was not replayed because an input is at another address than at the capture.
+
+    Nothing was computed.
+    """
 
 
 class NumericFault(BackplaneError):
-    """The numeric guard found NaN or Inf; the message names the first module whose output has them."""
+    """Reports that the numeric guard found NaN or Inf; the message names the first module whose output has them."""
 
 
 class CheckpointError(BackplaneError):
-    """A checkpoint is damaged, incomplete, or of an unsupported kind."""
+    """Reports that a checkpoint is damaged, incomplete, or of an unsupported kind."""
 
 
 _SHORT = reprlib.Repr()

@@ -50,7 +50,7 @@ lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGI
 
 
 class BackplanePlatform(Platform):
-    """vLLM's platform for the chosen device."""
+    """Implements vLLM's platform for the chosen device."""
 
     is_backplane = True
 

@@ -41,7 +41,7 @@ def _declare_variables() -> None:
 def _is_platform_active() -> bool:
     """Returns whether vLLM runs on Backplane's platform.
 
-    vLLM can skip a platform plugin silently. If the user asked for a Backplane device, that is an error; otherwise a
+    vLLM can skip a platform plugin silently. If the user requested a Backplane device, that is an error; otherwise a
     warning is logged, and vLLM stays unchanged.
     """
     from vllm.platforms import current_platform

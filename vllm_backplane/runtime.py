@@ -87,7 +87,7 @@ OPTIONS: tuple[Option[Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """The chosen device with the resolved options."""
+    """Holds the chosen device with the resolved options."""
 
     entries: Mapping[str, DeviceEntry]
     """All discovered devices by name."""

@@ -10,11 +10,11 @@ _MAX_LENGTH = 100
 
 
 class PatchbayError(RuntimeError):
-    """An input cannot be used; the message names the remedy."""
+    """Reports that an input cannot be used; the message names the remedy."""
 
 
 class PatchError(PatchbayError):
-    """A patch is declared wrongly, or does not fit the vLLM that it is meant for."""
+    """Reports that a patch is declared wrongly, or does not fit the vLLM that it is meant for."""
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str:

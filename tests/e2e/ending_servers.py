@@ -144,7 +144,7 @@ class Request(threading.Thread):
     def must_have_failed(self) -> None:
         """Waits for the end of the request, which must be an exception."""
         self.join(HANG_SECONDS)
-        assert not self.is_alive(), "the client must not wait for ever"
+        assert not self.is_alive(), "the client must not hang"
         assert self.end != "complete", "the client must get an error"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,12 @@ from processes import Child, tail
 SCRIPT = Path(__file__).with_name("run_engine.py")
 UNMODIFIED = "unmodified"
 """Argument of run_engine.py that makes it run vLLM without its changes that save time."""
+
+BLOCK_TOKENS = 16
+"""Tokens in a KV block, unless a test chooses another size."""
+
+SIZES_OF_KV_CACHE = {"num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization"}
+"""Arguments of an engine that affect the size of its KV cache."""
 
 Result = dict[str, Any]
 """The result of one job, as run_engine.py describes it."""
@@ -37,11 +44,22 @@ def job(
 ) -> dict[str, Any]:
     """Returns a job: the arguments of one engine and its work.
 
-    The default limits are small, which keeps the profiling step short. A test of the limits passes its own.
+    The default limits are small, which keeps the profiling step short: prompts are tokens, so no tokenizer is loaded
+    unless texts are to be embedded, and the KV cache has twice the blocks that the largest batch needs, because vLLM
+    would otherwise create some hundred thousand block objects. A test of the limits passes its own.
     """
-    arguments = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 256, "dtype": "float32"}
+    arguments: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "max_model_len": 256,
+        "dtype": "float32",
+    }
+    arguments |= {"skip_tokenizer_init": not embed, **engine}
+    blocks_of_batch = arguments["max_num_seqs"] * math.ceil(arguments["max_model_len"] / BLOCK_TOKENS)
+    if not arguments.keys() & SIZES_OF_KV_CACHE:
+        arguments["num_gpu_blocks_override"] = max(512, 2 * blocks_of_batch)
     result: dict[str, Any] = {
-        "engine": {"model": str(model), **arguments, **engine},
+        "engine": {"model": str(model), **arguments},
         "batches": list(batches),
         "steps": list(steps),
     }

@@ -211,7 +211,7 @@ def skip_repeated_work() -> None:
     # vLLM inspects a new model class in a new interpreter, which would import vLLM again.
     importlib.import_module("vllm.model_executor.models.registry")._run_in_subprocess = lambda function: function()
     # A process that is about to end would unfreeze all imported objects, and the collector would traverse them.
-    for module in ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"):
+    for module in ("vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "vllm.distributed.parallel_state"):
         importlib.import_module(module).gc = CollectorWithoutUnfreeze()
     # Workers that wait for each other would poll without a pause, and take the cores from those that compute.
     queues = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")

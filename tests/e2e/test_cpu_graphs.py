@@ -1,7 +1,7 @@
-"""Decode steps replayed on the cpu device give the tokens of eager ones: padded, preempted, from prefixes.
+"""Tests that replayed decode steps on the cpu device give the tokens of eager steps: padded, preempted, with prefixes.
 
-With a small random model, which has the layers of the default one; that one's own tokens, replayed as well, are
-compared with transformers' in test_parity.py.
+The model is small and random, with the layers of the default model. test_parity.py compares the tokens of the default
+model, replayed as well, with those of transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.server, pytest.mark.models]
 
 TOKENS = 16
 LONG = 48
-"""Where all six are to be in a step together: requests reach the engine one by one."""
+"""Number of output tokens where all six sequences must meet in a step: requests reach the engine one by one."""
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1080)), [40000], list(range(31, 20031, 300)), [5, 6], [77, 78, 79]]
 SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 3, "max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
 WORK = [
@@ -41,21 +41,21 @@ OTHER_NUMBERS: dict[str, dict[str, Any]] = {
 }
 EXPERTS, FILE = "a mixture of experts", "a GGUF file"
 OTHER_CACHES = ("MLA (DeepSeek)", "a hybrid of Mamba and attention")
-"""A latent, and states beside keys: layers of more than one kind, told in other ways."""
+"""Architectures with other KV caches: MLA's latent, and states beside keys, in layers of more than one kind."""
 ENCODER_DECODER = "an encoder-decoder"
 VENDOR, SPLIT = "a vendor's builder of metadata", "kernels with smaller blocks"
 EXTENSIONS = {VENDOR: "vendor_builder.Extension", SPLIT: "small_kernel_blocks.Extension"}
-"""Attention that workers load as an extension. Not imported here: it would take the place of Backplane's own."""
+"""Attention that workers load as an extension. It is not imported here: it would replace Backplane's own."""
 PARTS = ("mode", "slots", "attention")
-"""What the metadata of a step consists of."""
+"""The parts of a step's metadata."""
 BUFFERS = ("input_ids", "query_start_loc", "query_pos", "req_indices", "num_scheduled_tokens", "discard_request_mask",
            "num_accepted_tokens")  # fmt: skip
 WRITTEN = {
     *(f"{name}.{side}" for name in BUFFERS for side in ("cpu", "gpu")),
     *("positions", "seq_lens", "optimistic_seq_lens_cpu", "num_computed_tokens", "prev_positions.cpu"),
 }
-"""Buffers that vLLM 0.32 writes for a decode step, beside block tables. The comparison finds them by itself; without
-them it would be blind."""
+"""Buffers that vLLM 0.32 writes for a decode step, beside block tables. The comparison finds them by itself; a
+comparison without them would find no difference."""
 TABLES = {"block_table.gpu", "slot_mapping.gpu"}
 PADDED = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [2, 4, 8]}
 BLOCK = 16 * (4 * 2 * 2 * 32 * 4)
@@ -94,11 +94,11 @@ WITHOUT: dict[str, dict[str, Any]] = {
     },
     "tensor parallelism": {"tensor_parallel_size": 2, "steps": SMALL},
 }
-"""What is served without graphs, and why. Two of these engines also serve tests of the decode fast path."""
+"""Engines without graphs, by the reason. Two of them also serve tests of the decode fast path."""
 
 
 def twice(prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """First replayed, then eager, by one engine."""
+    """Returns steps that serve the prompts twice in one engine: replayed, then eager."""
     once = [
         *({"batch": batch(prompts[:count], greedy(LONG if count == 6 else TOKENS))} for count in (1, 3, 6, 4)),
         {"batch": batch(prompts[:2], SAMPLED)},
@@ -120,12 +120,12 @@ class Run:
         return list(self.result["steps"])
 
     def results(self, step: dict[str, Any]) -> list[Any]:
-        """Returns what came out each time that this step was taken."""
+        """Returns the result of each time that this step was executed."""
         return [result for result, given in zip(self.steps, self.given, strict=True) if given == step]
 
-    def answers(self, question: str | list[Any]) -> list[Any]:
-        """Returns what the first worker answered each time."""
-        return [answer for answer, *_ in self.results({"rpc": question})]
+    def returned(self, function: str | list[Any]) -> list[Any]:
+        """Returns the result of the first worker for each call of this function."""
+        return [first for first, *_ in self.results({"rpc": function})]
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     replace(gguf_models.MISTRAL, types=(gguf_models.Type.Q8_0, gguf_models.Type.Q4_0)).write(blocks)
     multimodal_models.whisper(folder / ENCODER_DECODER, seed=2)
     few = [[token % 500 + 5 for token in prompt] for prompt in PROMPTS]  # of a small vocabulary
-    heard = {"batch": batch([multimodal_models.FIRST] * 3, greedy(TOKENS)) | {"sounds": [1, 2, 3]}}
+    transcribed = {"batch": batch([multimodal_models.FIRST] * 3, greedy(TOKENS)) | {"sounds": [1, 2, 3]}}
     traces = {"profiler": "torch", "torch_profiler_dir": str(folder), "torch_profiler_with_stack": False}
     pictures = [{"rpc": "plant_picture_ranges"}, *METADATA_ONCE]
     engines = {
@@ -148,7 +148,7 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "tight": job(tiny_llama, steps=[CROWD, {"rpc": "replays"}, *TRACED], profiler_config=traces, **TIGHT),
         "tight and eager": job(tiny_llama, steps=[*INPUTS, *INPUTS_MISSED], enforce_eager=True, **TIGHT),
         "stale": job(tiny_llama, steps=[FIRST, {"rpc": "plant_stale_input"}, FIRST, {"rpc": "replays"}]),
-        ENCODER_DECODER: job(folder / ENCODER_DECODER, steps=compared_in_both(heard), max_model_len=64),
+        ENCODER_DECODER: job(folder / ENCODER_DECODER, steps=compared_in_both(transcribed), max_model_len=64),
         **{name: job(tiny_llama, **engine) for name, engine in WITHOUT.items()},
         **{
             name: job(tiny_llama, steps=METADATA_ONCE, enforce_eager=True, worker_extension_cls=extension)
@@ -165,8 +165,8 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
     for name in OTHER_CACHES:
         ARCHITECTURES[name].save(folder / name)
-        asked = compared_in_both(twice(few)[2])
-        engines[name] = job(folder / name, steps=asked, enable_prefix_caching=False, skip_tokenizer_init=True)
+        compared = compared_in_both(twice(few)[2])
+        engines[name] = job(folder / name, steps=compared, enable_prefix_caching=False, skip_tokenizer_init=True)
     results, log = try_engines(folder, list(engines.values()), RPC_VARIABLES)
     logs = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
     return {
@@ -189,14 +189,14 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("replicas")
     ARCHITECTURES["Mixtral: two experts of four"].save(folder / "experts")
     two = ("--data-parallel-size", "2", "--api-server-count", "1", "--skip-tokenizer-init")
-    questions = ("--served-model-name", "tiny", "--worker-extension-cls", "worker_rpc.OverHttp")
+    options = ("--served-model-name", "tiny", "--worker-extension-cls", "worker_rpc.OverHttp")
     variables = {
         "BACKPLANE_MEMORY_SHARE": "0.2",
         "PYTHONPATH": on_path(Path(__file__).parent),
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
     }
-    with Server(folder, str(folder / "experts"), *LIMITS, *two, *questions, variables=variables) as server:
+    with Server(folder, str(folder / "experts"), *LIMITS, *two, *options, variables=variables) as server:
         yield server
 
 
@@ -219,17 +219,17 @@ def test_tokens_equal_those_of_eager_steps_in_other_numbers_and_models(runs: dic
     [replayed], [eager] = steps[half - 1], steps[-1]
     for place in range(half - 1):
         assert tokens(steps[place]) == tokens(steps[half + 1 + place]), place
-    assert len({tuple(answer) for answer in tokens(steps[2])}) == len(PROMPTS)
+    assert len({tuple(output) for output in tokens(steps[2])}) == len(PROMPTS)
     assert replayed["replays"] >= 5 * (TOKENS - 1) - 20
     assert eager["replays"] == replayed["replays"]
     assert eager["given_up"] == 0
 
 
 def test_answers_depend_on_the_prompt(runs: dict[str, Run]) -> None:
-    """A step replayed with another's inputs would not show in a constant answer."""
-    answers = tokens(runs["eager"].steps[2])
-    assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
-    assert all(len(set(answer)) > 4 for answer in answers)
+    """With constant outputs, a step replayed with the inputs of another step would not show."""
+    outputs = tokens(runs["eager"].steps[2])
+    assert len({tuple(output) for output in outputs}) == len(PROMPTS)
+    assert all(len(set(output)) > 4 for output in outputs)
 
 
 def test_tokens_are_the_same_when_sequences_are_preempted(runs: dict[str, Run]) -> None:
@@ -238,10 +238,10 @@ def test_tokens_are_the_same_when_sequences_are_preempted(runs: dict[str, Run]) 
 
 
 @pytest.mark.parametrize("way", ["tight and eager", ENCODER_DECODER, *OTHER_CACHES])
-def test_inputs_of_decode_steps_are_what_vllm_makes_of_them(runs: dict[str, Run], way: str) -> None:
+def test_inputs_of_decode_steps_equal_those_of_vllm(runs: dict[str, Run], way: str) -> None:
     """All buffers of the runner are compared, and none may differ. Sequences have been preempted, and have come back in
     another order; some models have several block tables, or states without slots."""
-    found = runs[way].answers("decode_inputs_compared")[0]
+    found = runs[way].returned("decode_inputs_compared")[0]
     assert set().union(*found["reported"]) == set()
     assert len(found["reported"]) == found["steps"] > (40 if way == "tight and eager" else 8)
     assert len(found["buffers"]) > 2 * len(found["written"])
@@ -251,28 +251,28 @@ def test_inputs_of_decode_steps_are_what_vllm_makes_of_them(runs: dict[str, Run]
 
 def test_a_buffer_that_the_fast_path_does_not_write_is_named(runs: dict[str, Run]) -> None:
     """Each buffer that vLLM writes is left out once at least, and reported alone in that step."""
-    before, planted = runs["tight and eager"].answers("decode_inputs_compared")
+    before, planted = runs["tight and eager"].returned("decode_inputs_compared")
     assert set(planted["left_out"]) == set(before["written"]) >= WRITTEN
     assert planted["reported"] == [[name] for name in planted["left_out"]]
 
 
 @pytest.mark.parametrize("way", ["padded", "eager", *OTHER_CACHES])
-def test_metadata_of_decode_steps_is_what_vllm_makes_of_them(runs: dict[str, Run], way: str) -> None:
-    """It is made once for each number of sequences, and reused in later steps of as many, after steps of fewer and of
-    more."""
-    found = runs[way].answers("decode_metadata_compared")[0]
+def test_metadata_of_decode_steps_equals_that_of_vllm(runs: dict[str, Run], way: str) -> None:
+    """Metadata is made once for each number of sequences, and reused in later steps of as many sequences, also after
+    steps of fewer and of more."""
+    found = runs[way].returned("decode_metadata_compared")[0]
     for name in PARTS:
         counts = found[name]
         assert counts["differing"] == counts["mixed up"] == 0, name
-        assert counts["asked"] > LONG - 10
-        assert counts["repeated"] == counts["reused"] == counts["asked"] - counts["made"]
+        assert counts["requested"] > LONG - 10
+        assert counts["repeated"] == counts["reused"] == counts["requested"] - counts["made"]
         assert 1 <= counts["made"] <= len(PROMPTS), "once for each number of sequences"
 
 
 def test_padding_is_written_again_after_larger_steps(runs: dict[str, Run]) -> None:
     """The rows behind the last sequence are those of sequences of an earlier step. Without padding nothing is
     written."""
-    [padded], [eager, *_] = (runs[way].answers("decode_metadata_compared") for way in ("padded", "eager"))
+    [padded], [eager, *_] = (runs[way].returned("decode_metadata_compared") for way in ("padded", "eager"))
     assert padded["attention"]["rewritten"] > 0
     assert [eager[name]["rewritten"] for name in PARTS] == [0, 0, 0]
 
@@ -280,7 +280,7 @@ def test_padding_is_written_again_after_larger_steps(runs: dict[str, Run]) -> No
 def test_with_other_buffers_all_metadata_is_made_again(runs: dict[str, Run]) -> None:
     """The runner gets another batch, whose buffers the metadata has to show, and then another configuration of the KV
     cache."""
-    before, batched, configured, _ = runs["eager"].answers("decode_metadata_compared")
+    before, batched, configured, _ = runs["eager"].returned("decode_metadata_compared")
     for name in PARTS:
         for earlier, later in ((before, batched), (batched, configured)):
             more = {key: later[name][key] - earlier[name][key] for key in earlier[name]}
@@ -295,7 +295,7 @@ def test_with_other_buffers_all_metadata_is_made_again(runs: dict[str, Run]) -> 
 def test_metadata_that_may_change_is_made_in_every_step(runs: dict[str, Run], way: str) -> None:
     """Nothing is reused with metrics that count every step, with attention to an encoder, with metadata of a vendor's
     own, and with block tables that are computed for kernels."""
-    found = runs[way].answers("decode_metadata_compared")[0]
+    found = runs[way].returned("decode_metadata_compared")[0]
     assert_made_in_every_step(found)
     builders = {ENCODER_DECODER: ["BackplaneMetadataBuilder", "CrossAttentionBuilder"], VENDOR: ["VendorBuilder"]}
     assert found["builders"] == builders.get(way, ["BackplaneMetadataBuilder"])
@@ -305,43 +305,43 @@ def test_metadata_that_may_change_is_made_in_every_step(runs: dict[str, Run], wa
 
 
 def test_metadata_with_ranges_of_pictures_is_made_in_every_step(runs: dict[str, Run]) -> None:
-    """The runner of a text model is told that it has them. Models that have them are refused at start: Backplane's
-    attention does not support them."""
-    assert_made_in_every_step(runs["eager"].answers("decode_metadata_compared")[-1])
+    """The runner of a text model is changed to have such ranges. Models with such ranges are refused at start:
+    Backplane's attention does not support them."""
+    assert_made_in_every_step(runs["eager"].returned("decode_metadata_compared")[-1])
 
 
 def assert_made_in_every_step(found: dict[str, Any]) -> None:
     for name in PARTS:
-        assert found[name]["asked"] == found[name]["made"] > 8
+        assert found[name]["requested"] == found[name]["made"] > 8
         assert found[name]["reused"] == 0 < found[name]["repeated"]
 
 
 def test_fast_prefill_of_shared_kv_caches_is_left_to_vllm(runs: dict[str, Run]) -> None:
     """The tokens are in test_others_are_served_without_graphs. Without the option the same runner has the fast path."""
-    assert runs["numeric guard"].answers("has_fast_path") == [False]
+    assert runs["numeric guard"].returned("has_fast_path") == [False]
     assert runs["numeric guard"].results(SLOW_PREFILL) == [[True]]
 
 
 def test_micro_batches_are_left_to_vllm(runs: dict[str, Run]) -> None:
-    """The runner of an engine without them is asked: vLLM runs micro-batches on CUDA streams, which the cpu device does
-    not have, and needs DeepEP's kernels."""
+    """The runner of an engine without micro-batches is queried: vLLM runs micro-batches on CUDA streams, which the cpu
+    device does not have, and needs DeepEP's kernels."""
     without, two = MICRO_BATCHES
     assert runs["eager"].results(without) == [[True]]
     assert runs["eager"].results(two) == [[False]]
 
 
 def test_replicas_decide_in_every_step_together_how_it_is_executed(replicas: Server) -> None:
-    """The rest of the metadata is reused. A replica that did not take part would let the other wait for ever."""
+    """The rest of the metadata is reused. If a replica did not take part, the other would hang."""
 
-    def ask(method: str) -> Any:
-        answer = replicas.http.post("/collective_rpc", json={"method": method})
-        assert answer.status_code == 200, answer.text
-        return answer.json()["results"]
+    def call(method: str) -> Any:
+        response = replicas.http.post("/collective_rpc", json={"method": method})
+        assert response.status_code == 200, response.text
+        return response.json()["results"]
 
-    ask("rpc_compare_decode_metadata")
+    call("rpc_compare_decode_metadata")
     replicas.complete([7, 300, 21], TOKENS, replica=0)
-    [found] = ask("rpc_decode_metadata")
-    assert found["mode"]["asked"] == found["mode"]["made"] == TOKENS - 1
+    [found] = call("rpc_decode_metadata")
+    assert found["mode"]["requested"] == found["mode"]["made"] == TOKENS - 1
     for name in ("slots", "attention"):
         assert found[name]["made"] == 1
         assert found[name]["reused"] == TOKENS - 2
@@ -349,7 +349,7 @@ def test_replicas_decide_in_every_step_together_how_it_is_executed(replicas: Ser
 
 
 def test_a_trace_leaves_nothing_behind(runs: dict[str, Run]) -> None:
-    """Steps are eager while it is taken, and replayed again after it, without a hook: it costs them nothing."""
+    """Steps are eager while a trace is taken, and replayed again after it, without a hook and at no cost."""
     before, [replayed], [hooks], _, during, [eager], [traced], _, after, [again], [left] = runs["tight"].steps[2:]
     assert tokens(before) == tokens(during) == tokens(after)
     assert eager["replays"] == replayed["replays"]

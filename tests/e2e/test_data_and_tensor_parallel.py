@@ -2,7 +2,7 @@
 
 The load is uneven, and the tokens must be those of transformers. The experts are divided among all workers, so a step
 of one replica needs both workers of the other: an idle replica takes part with dummy batches. Without them the first
-request below would wait for ever. test_data_parallel.py tests replicas of one worker.
+request below would hang. test_data_parallel.py tests replicas of one worker.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The load is uneven, and the tokens must be those of transformers. vLLM divides the experts among the replicas, so every
 step of one replica needs the other. While only one has requests, the other takes part with dummy batches
-(`execute_dummy_batch`). Without them the first request below would wait for ever.
+(`execute_dummy_batch`). Without them the first request below would hang.
 """
 
 from __future__ import annotations

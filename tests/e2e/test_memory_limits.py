@@ -54,9 +54,10 @@ def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathF
     work = batch([[5, 6, 7]], greedy(4))
     too_small = {"backplane": {"memory_share": weights / 2 / available}}
     named_share = {"backplane": {"memory_share": 0.25}}
+    all_blocks: dict[str, Any] = {"num_gpu_blocks_override": None}  # as many as fit
     engines = {
-        "default": job(tiny_llama, work),
-        "named share": job(tiny_llama, work, additional_config=named_share),
+        "default": job(tiny_llama, work, **all_blocks),
+        "named share": job(tiny_llama, work, additional_config=named_share, **all_blocks),
         "requested": job(tiny_llama, work, kv_cache_memory_bytes=64 << 20, gpu_memory_utilization=0.3),
         "crowded": job(
             tiny_llama,
@@ -68,7 +69,7 @@ def attempts(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathF
         ),
         "too much": job(tiny_llama, work, kv_cache_memory_bytes=TEN_TERABYTES),
         "too many blocks": job(tiny_llama, work, num_gpu_blocks_override=TEN_TERABYTES // (16 * BYTES_PER_TOKEN)),
-        "no room for the weights": job(smollm2, work, additional_config=too_small),
+        "no room for the weights": job(smollm2, work, additional_config=too_small, **all_blocks),
         "no room for one sequence": job(tiny_llama, work, kv_cache_memory_bytes=128 * BYTES_PER_TOKEN),
     }
     results, log = try_engines(tmp_path_factory.mktemp("memory"), list(engines.values()))

@@ -33,4 +33,4 @@ def test_ctrl_c_waits_for_no_stream(start: Starter) -> None:
     server.signal_group(signal.SIGINT)
     wait_for_exit(server)
     request.join(HANG_SECONDS)
-    assert not request.is_alive(), "the client must not wait for ever"
+    assert not request.is_alive(), "the client must not hang"

@@ -61,7 +61,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(folder)  # a gigabyte
 
 
-def test_the_second_runner_gives_the_tokens_of_transformers(site: Path, tiny_llama: Path, tmp_path: Path) -> None:
+def test_the_v2_model_runner_gives_the_tokens_of_transformers(site: Path, tiny_llama: Path, tmp_path: Path) -> None:
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
     work = job(tiny_llama, batch(PROMPTS, greedy(TOKENS, logprobs=0)), batch(PROMPTS[:1], DRAWN), **limits)
     variables = {

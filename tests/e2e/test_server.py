@@ -102,7 +102,7 @@ def test_the_capital_of_japan(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.feature("KV cache: prefix caching", "cpu")
-def test_the_capital_of_japan_asked_again(server: Server, client: openai.OpenAI) -> None:
+def test_a_repeated_prompt_hits_the_prefix_cache(server: Server, client: openai.OpenAI) -> None:
     """Tests that the same prompt hits the prefix cache, and that the output is the same."""
     chat(client, "What is the capital of Japan?", 1)
     hits = server.metric("vllm:prefix_cache_hits_total")

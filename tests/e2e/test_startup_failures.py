@@ -169,7 +169,7 @@ def install_vendor(folder: Path, filling: Mapping[str, str]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_it_ends_and_says_why(case: Case, tiny_llama: Path, tmp_path: Path) -> None:
+def test_it_ends_and_reports_why(case: Case, tiny_llama: Path, tmp_path: Path) -> None:
     variables: dict[str, str | None] = dict(case.variables)
     if case.vendor is not None:
         folder = tmp_path / "site"
@@ -211,7 +211,7 @@ def refused(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_does_not_start_and_says_why(refused: dict[str, Result], name: str) -> None:
+def test_an_engine_does_not_start_and_reports_why(refused: dict[str, Result], name: str) -> None:
     assert "error" in refused[name], "the engine must not start"
     missing = [text for text in ENGINES[name][1] if text not in refused[name]["error"]]
     assert not missing, f"the error does not contain {missing}: {refused[name]['error']}"

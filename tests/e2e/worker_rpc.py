@@ -1,6 +1,6 @@
-"""What tests ask of a worker, in its own process: functions that vLLM's `collective_rpc` calls with the worker.
+"""Defines functions that tests call in the worker processes: vLLM's `collective_rpc` passes them the worker.
 
-Functions travel by name, which vLLM does only with RPC_VARIABLES among the variables.
+vLLM sends functions by name only if RPC_VARIABLES are among the environment variables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RPC_VARIABLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 
 def memory(worker: Any) -> dict[str, Any]:
-    """The device's own account of every card, beside the memory of all tensors that Python can find."""
+    """Returns the memory of every card as the device counts it, and the memory of all tensors that Python can find."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -36,12 +36,12 @@ def memory(worker: Any) -> dict[str, Any]:
         "held": [device.own_memory(card) for card in range(worker.runtime.selection.probe.count)],
         "tensors": taken(tensors),
         "weights": taken(worker.get_model().parameters()),
-        "kv_cache": worker._kv_storage.bytes,
+        "kv_cache": worker._kv_cache_allocator.bytes,
     }
 
 
 def parameters(worker: Any) -> dict[str, str]:
-    """What each parameter holds, in short."""
+    """Returns a digest of each parameter."""
     import hashlib
 
     return {
@@ -54,8 +54,8 @@ class InputComparison:
     """Prepares the inputs of decode steps in two ways, by runner/decode_inputs.py and by vLLM, and compares all buffers
     of the runner afterwards.
 
-    Both ways start from the same contents. In buffers that vLLM does not read these are other than what the last step
-    left: a write that is left out shows although it would repeat the values of the step before.
+    Both ways start from the same contents. In buffers that vLLM does not read, the contents of the last step are
+    inverted first, so that a missing write shows even if it would repeat the values of the step before.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -69,7 +69,7 @@ class InputComparison:
         runner._prepare_inputs = self.prepare
 
     def prepare(self, scheduler_output: Any, tokens: Any) -> Any:
-        """Takes the place of the runner's own method, and returns what vLLM's way gives."""
+        """Replaces the runner's own method, and returns the result of vLLM's method."""
         from runner_buffers import Saved, differences, read, unread_buffers
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -103,13 +103,12 @@ class InputComparison:
 
 
 def compare_decode_inputs(worker: Any) -> None:
-    """From now on the inputs of decode steps are prepared in both ways."""
+    """Lets later decode steps prepare their inputs in both ways."""
     worker.model_runner.input_comparison = InputComparison(worker.model_runner)
 
 
 def plant_missed_writes(worker: Any) -> None:
-    """From now on the fast path leaves out what it writes to one buffer, of those that vLLM writes: to the next one in
-    every step."""
+    """Lets the fast path skip its writes to one of the buffers that vLLM writes: to the next buffer in every step."""
     from runner_buffers import Saved
 
     runner, comparison = worker.model_runner, worker.model_runner.input_comparison
@@ -128,7 +127,7 @@ def plant_missed_writes(worker: Any) -> None:
 
 
 def decode_inputs_compared(worker: Any) -> dict[str, Any]:
-    """Returns what was compared so far; `reported` are the differing buffers of each step."""
+    """Returns the results of the comparisons so far; `reported` has the differing buffers of each step."""
     found = worker.model_runner.input_comparison
     return {
         "steps": found.steps,
@@ -140,7 +139,7 @@ def decode_inputs_compared(worker: Any) -> dict[str, Any]:
 
 
 class MetadataComparison:
-    """Counts what the cache of decode metadata makes and reuses, and compares what it reuses with what vLLM makes."""
+    """Counts what the cache of decode metadata makes and reuses, and compares reused metadata with that of vLLM."""
 
     METHODS = ("mode", "slots", "attention")
 
@@ -149,15 +148,15 @@ class MetadataComparison:
         self._latest: dict[str, dict[Any, Any]] = {name: {} for name in self.METHODS}
         for name in self.METHODS:
             vars(cache).pop(name, None)  # of an earlier comparison
-            setattr(cache, name, partial(self._ask, name, getattr(cache, name)))
+            setattr(cache, name, partial(self._get_and_compare, name, getattr(cache, name)))
 
-    def _ask(self, name: str, own: Any, make: Any, sizes: dict[str, Any]) -> Any:
+    def _get_and_compare(self, name: str, own: Any, make: Any, sizes: dict[str, Any]) -> Any:
         counts, latest, made = self.counts[name], self._latest[name], []
         numbers = tuple((part, value) for part, value in sizes.items() if value is None or isinstance(value, int))
         earlier = latest.get(numbers)
         before = _describe(earlier)
         result = own(lambda: made.append(make()) or made[-1], sizes)
-        counts["asked"] += 1
+        counts["requested"] += 1
         counts["made"] += len(made)
         if earlier is not None:
             counts["repeated"] += 1
@@ -173,7 +172,7 @@ class MetadataComparison:
 
 
 def _describe(value: Any) -> Any:
-    """Returns numbers that are equal if the metadata is: of tensors also the place in memory."""
+    """Returns values that are equal if the metadata is equal; for tensors they include the address."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -186,13 +185,13 @@ def _describe(value: Any) -> Any:
 
 
 def compare_decode_metadata(worker: Any) -> None:
-    """From now on the metadata that is reused for decode steps is compared. Counts begin at 0."""
+    """Compares the metadata that later decode steps reuse. Counts begin at 0."""
     runner = worker.model_runner
     runner.metadata_comparison = MetadataComparison(runner.decode_metadata)
 
 
 def decode_metadata_compared(worker: Any) -> dict[str, Any]:
-    """Returns what was counted so far, the classes that build metadata, and the sizes of blocks that kernels see."""
+    """Returns the counts so far, the classes that build metadata, and the block sizes of kernels."""
     runner = worker.model_runner
     groups = [group for groups in runner.attn_groups for group in groups]
     return {
@@ -203,7 +202,7 @@ def decode_metadata_compared(worker: Any) -> dict[str, Any]:
 
 
 def make_another_input_batch(worker: Any) -> None:
-    """The runner gets another batch with buffers of its own, as vLLM makes it when the KV cache is set up again."""
+    """Gives the runner another input batch with its own buffers, as vLLM does when the KV cache is set up again."""
     runner, batch = worker.model_runner, worker.model_runner.input_batch
     runner._init_block_sizes = []
     runner.may_reinitialize_input_batch(runner.kv_cache_config)
@@ -211,12 +210,12 @@ def make_another_input_batch(worker: Any) -> None:
 
 
 def make_another_kv_cache_config(worker: Any) -> None:
-    """The runner gets an equal configuration of the KV cache, as vLLM copies it when the KV cache is set up again."""
+    """Gives the runner a copy of its KV cache configuration, as vLLM does when the KV cache is set up again."""
     worker.model_runner.kv_cache_config = copy.deepcopy(worker.model_runner.kv_cache_config)
 
 
 def plant_picture_ranges(worker: Any) -> None:
-    """From now on vLLM takes the model for one that attends to pictures in both directions, which no model here is."""
+    """Marks the model as one that attends to pictures in both directions, which no model here does."""
     worker.model_runner.is_mm_prefix_lm = True
     make_another_kv_cache_config(worker)
 
@@ -229,7 +228,7 @@ def has_fast_path(worker: Any) -> bool:
 
 
 def would_have_fast_path(worker: Any, config: str, field: str, value: Any) -> bool:
-    """Returns the same for a runner whose configuration has another value in `field` when the model is loaded."""
+    """Returns whether a runner with another value in `field` of its configuration would have the fast path."""
     from vllm_backplane.runner.decode_inputs import DecodeInputs
 
     given = getattr(worker.model_runner, config)
@@ -242,8 +241,8 @@ def would_have_fast_path(worker: Any, config: str, field: str, value: Any) -> bo
 
 
 def mapped_table(worker: Any) -> dict[str, Any]:
-    """Of the mapping in which the embedding's blocks lie: what the system says, in KiB, once all of it is read, and how
-    much of it was resident before."""
+    """Reads the whole mapping that holds the embedding's blocks. Returns its sizes in /proc/self/smaps afterwards,
+    in KiB, and `before`, the size that was resident at first."""
     import ctypes
     import mmap
     import os
@@ -262,8 +261,9 @@ def mapped_table(worker: Any) -> dict[str, Any]:
     def counted() -> dict[str, int]:
         lines = iter(Path("/proc/self/smaps").read_text().splitlines())
         next(line for line in lines if line.startswith(header.split()[0]))
-        told = (line.partition(":") for line in lines)
-        return {name: int(value.split()[0]) for name, _, value in takewhile(lambda line: line[2].endswith(" kB"), told)}
+        fields = (line.partition(":") for line in lines)
+        sizes = takewhile(lambda field: field[2].endswith(" kB"), fields)
+        return {name: int(value.split()[0]) for name, _, value in sizes}
 
     found["before"] = counted()["Rss"]
     for address in range(where.start, where.stop, mmap.PAGESIZE):
@@ -272,7 +272,7 @@ def mapped_table(worker: Any) -> dict[str, Any]:
 
 
 def compiled_ngrams(_worker: Any) -> int:
-    """How often the lookup of n-grams was compiled; 0 where none is used, or nothing is compiled."""
+    """Returns how often the lookup of n-grams was compiled; 0 if it is not used or not compiled."""
     import sys
 
     proposer = sys.modules.get("vllm.v1.spec_decode.ngram_proposer")
@@ -280,14 +280,14 @@ def compiled_ngrams(_worker: Any) -> int:
 
 
 def operators(_worker: Any) -> dict[str, int]:
-    """How many run in which way."""
+    """Returns how many operators run as a kernel and how many as a reference."""
     from vllm_backplane.ops import resolution
 
     return dict(Counter(line.implementation for line in resolution.frozen() or ()))
 
 
 def driver_memory(worker: Any) -> dict[str, int]:
-    """The simulated driver's counters of the worker's card, and the pages of the host behind it."""
+    """Returns the simulated driver's counters of the worker's card, and the host memory that backs the card."""
     import torch
 
     from vllm_backplane.devices.sim.library import host_resident
@@ -297,7 +297,7 @@ def driver_memory(worker: Any) -> dict[str, int]:
 
 
 def graphs(worker: Any) -> dict[str, int]:
-    """How many decode steps were captured and replayed, by Backplane's count and by the simulated driver's."""
+    """Returns how many decode steps were captured and replayed, counted by Backplane and by the simulated driver."""
     import torch
 
     calls = getattr(worker.model_runner.model, "calls", ())
@@ -310,7 +310,7 @@ def graphs(worker: Any) -> dict[str, int]:
 
 
 def replays(worker: Any) -> dict[str, int]:
-    """How many decode steps were captured, replayed and given up, on any device."""
+    """Returns how many decode steps were captured, replayed and given up, on any device."""
     model = worker.model_runner.model
     calls = getattr(model, "calls", ())
     return {
@@ -321,7 +321,7 @@ def replays(worker: Any) -> dict[str, int]:
 
 
 class OverHttp:
-    """Mixed into a server's worker by `--worker-extension-cls`; `/collective_rpc` calls methods alone."""
+    """Adds methods to a server's worker by `--worker-extension-cls`, because `/collective_rpc` calls methods only."""
 
     def rpc_replays(self) -> dict[str, int]:
         return replays(self)
@@ -341,7 +341,7 @@ class OverHttp:
         return decode_metadata_compared(self)
 
     def rpc_weight_types(self) -> dict[str, int]:
-        """How many elements of the model's weights are codes, and how many are not."""
+        """Returns how many elements of the model's weights are codes, and how many are not."""
         found = {"codes": 0, "others": 0}
         for parameter in self.get_model().parameters():  # type: ignore[attr-defined]
             found["others" if parameter.is_floating_point() else "codes"] += parameter.numel()
@@ -349,12 +349,12 @@ class OverHttp:
 
 
 def suspend_graphs(worker: Any) -> None:
-    """Steps are eager from now on."""
+    """Lets later steps run eagerly."""
     worker.model_runner.model.suspended = True
 
 
 def plant_stale_input(worker: Any) -> None:
-    """From now on the model gets a copy of its token ids instead of the buffer that was captured."""
+    """Lets later steps pass the model a copy of its token ids instead of the buffer that was captured."""
     forward = worker.model_runner._model_forward
 
     def with_copy(input_ids: Any = None, **others: Any) -> Any:
@@ -364,25 +364,25 @@ def plant_stale_input(worker: Any) -> None:
 
 
 def missing_synchronisations(worker: Any) -> int:
-    """How many the simulated driver has found."""
+    """Returns how many missing synchronisations the simulated driver has found."""
     from vllm_backplane.devices.sim.library import races_found
 
     return races_found()
 
 
 def plant_unawaited_stream(worker: Any) -> None:
-    """From now on the stream that copies sampled tokens to the host does not wait for the one that samples them."""
+    """Lets later steps copy sampled tokens to the host without waiting for the stream that samples them."""
     import torch
 
     class Hasty(torch.bpnpu.Stream):
         def wait_stream(self, _other: Any) -> None:
-            """The mistake."""
+            """Does not wait, which is the planted error."""
 
     worker.model_runner.async_output_copy_stream = Hasty()
 
 
 def plant_unawaited_input(worker: Any) -> None:
-    """From now on the token ids of replayed steps are filled in on a stream of their own, for which nobody waits."""
+    """Lets later replayed steps fill in their token ids on another stream, without waiting for it."""
     import torch
     from vllm.forward_context import get_forward_context
 
@@ -399,20 +399,20 @@ def plant_unawaited_input(worker: Any) -> None:
 
 
 def plant_unawaited_tokens(worker: Any) -> None:
-    """From now on the host reads sampled tokens without waiting for the copy that brings them."""
+    """Lets the host read later sampled tokens without waiting for their copy."""
 
     class Hasty:
         def record(self) -> None:
-            """Nobody waits for it."""
+            """Does nothing; no code waits for the event."""
 
         def synchronize(self) -> None:
-            """The mistake."""
+            """Does not wait, which is the planted error."""
 
     worker.model_runner.transfer_event = Hasty()
 
 
 def plant_failing_sleep(worker: Any) -> None:
-    """The last worker cannot give its weights back, from now on and until it is asked again."""
+    """Lets the last worker fail to release its weights. A second call removes the fault."""
     device = worker.accelerator
     if "release" in vars(device):
         del device.release
@@ -428,14 +428,14 @@ def plant_failing_sleep(worker: Any) -> None:
 
 
 def resident(_worker: Any) -> int:
-    """Bytes of memory that the worker's process has."""
+    """Returns the resident memory of the worker's process, in bytes."""
     from vllm_backplane.device import host
 
     return host.own_resident_memory()
 
 
 def damage_kept_blocks(worker: Any) -> int:
-    """Changes every block in the memory of the second rank's KV tier; the first rank's stay as they are."""
+    """Changes every block in the memory of rank 1's KV offload, and returns their number; other ranks do nothing."""
     from vllm_backplane.kv_offload.registration import connector_of_worker
 
     if worker.rank != 1:
@@ -448,5 +448,5 @@ def damage_kept_blocks(worker: Any) -> int:
 
 
 def hooks(worker: Any) -> int:
-    """How many are called in a step."""
+    """Returns how many hooks of modules are called in a step."""
     return sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in worker.get_model().modules())

@@ -29,11 +29,13 @@ CLOSENESS = 0.9999
 
 def chat(folder: Path) -> None:
     """Sends a chat request to a real server with the default model, with and without streaming."""
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
     with Server(folder, warm=False) as server:
-        ask = server.client().chat.completions
-        whole = ask.create(model=DEFAULT.served_name, messages=question, temperature=0, max_tokens=TOKENS)
-        stream = ask.create(model=DEFAULT.served_name, messages=question, temperature=0, max_tokens=TOKENS, stream=True)
+        completions = server.client().chat.completions
+        whole = completions.create(model=DEFAULT.served_name, messages=messages, temperature=0, max_tokens=TOKENS)
+        stream = completions.create(
+            model=DEFAULT.served_name, messages=messages, temperature=0, max_tokens=TOKENS, stream=True
+        )
         streamed = "".join(part.choices[0].delta.content or "" for part in stream if part.choices)
         log = server.text()
     answer = whole.choices[0].message.content or ""

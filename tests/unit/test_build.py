@@ -32,8 +32,8 @@ SWITCH = "BACKPLANE_BUILD_KERNELS"
 
 def environment(**changes: str | None) -> dict[str, str]:
     """Returns the environment without variables of an outer make or of the user that concern builds."""
-    said = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEFILES", SWITCH)
-    result = {name: value for name, value in os.environ.items() if name not in said}
+    removed = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEFILES", SWITCH)
+    result = {name: value for name, value in os.environ.items() if name not in removed}
     for name, value in changes.items():
         if value is None:
             result.pop(name, None)
@@ -157,7 +157,7 @@ def test_the_wheel_holds_every_file_and_both_libraries(whole: Wheel) -> None:
 
 
 def test_a_second_build_compiles_nothing(whole: Wheel) -> None:
-    assert "libbackplane_cpu: " in whole.output, "the build tells what it does"
+    assert "libbackplane_cpu: " in whole.output, "the build prints what it does"
     assert "  compiling " not in whole.output and "linking lib" not in whole.output
 
 
@@ -169,7 +169,7 @@ def test_the_wheel_names_neither_vllm_nor_torch(whole: Wheel) -> None:
     assert not [line for line in needed if re.match(r"(vllm|torch)\b(?!-)", line)]
 
 
-def test_both_distributions_say_what_they_are(whole: Wheel, patchbay: Wheel) -> None:
+def test_both_distributions_have_their_metadata(whole: Wheel, patchbay: Wheel) -> None:
     assert vllm_backplane.__version__ == vllm_patchbay.__version__, "they are released together"
     for built, package in ((whole, vllm_backplane), (patchbay, vllm_patchbay)):
         described = email.message_from_string(built.described("METADATA"))
@@ -257,7 +257,7 @@ def test_kernels_are_left_out_on_purpose(without_kernels: Wheel, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "reported"),
     [
         (
             {"CXX": "no-such-compiler -m64"},
@@ -267,13 +267,13 @@ def test_kernels_are_left_out_on_purpose(without_kernels: Wheel, tmp_path: Path)
         ({"CXX": "", "PATH": "/nowhere"}, "no C++ compiler found. Install g++"),
     ],
 )
-def test_a_missing_compiler_is_told_with_what_to_do(
-    variables: dict[str, str | None], told: str, tmp_path: Path
+def test_a_missing_compiler_is_reported_with_a_remedy(
+    variables: dict[str, str | None], reported: str, tmp_path: Path
 ) -> None:
     folders = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
     done = setup("build_ext", *folders, **variables)
     assert done.returncode != 0
-    assert told in done.stdout
+    assert reported in done.stdout
     assert f"{SWITCH}=0 to install without kernels" in done.stdout
     assert "Traceback" not in done.stdout
     assert not list(tmp_path.rglob("*.so"))
@@ -315,7 +315,7 @@ def up_to_date(folder: Path, target: str, *arguments: str) -> bool:
         ("patchbay/pyproject.toml", {"runtime", "setup"}),
     ],
 )
-def test_a_second_make_does_what_a_change_asks_for(
+def test_a_second_make_does_what_a_change_requires(
     target: str, changed: str | None, again: set[str], tmp_path: Path
 ) -> None:
     """Runs make in a copy whose steps are marked as done."""

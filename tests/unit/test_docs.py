@@ -77,7 +77,7 @@ def test_every_generated_block_is_in_some_page(generator: dict[str, Any]) -> Non
     assert marked == set(generator["BLOCKS"])
 
 
-def test_the_example_device_is_as_small_as_the_page_says() -> None:
+def test_the_example_device_is_as_small_as_the_page_states() -> None:
     source = (ROOT / "examples/minimal_device/minimal_device.py").read_text()
     assert len(source.splitlines()) <= 30
     assert source.rstrip() in (DOCS / "chip/first-token.md").read_text()

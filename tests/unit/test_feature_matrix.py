@@ -115,14 +115,14 @@ def test_what_is_skipped_leaves_and_so_does_what_is_not_there(tmp_path: Path, ar
         ('"Format: compressed-tensors W8A16", "gpu"', "a feature is shown on one or more of cpu, sim"),
     ],
 )
-def test_a_mark_that_says_nothing_is_an_error(tmp_path: Path, mark: str, complaint: str) -> None:
+def test_a_mark_that_shows_no_listed_feature_or_device_is_an_error(tmp_path: Path, mark: str, complaint: str) -> None:
     source = f"import pytest\n@pytest.mark.feature({mark})\ndef test_it(): pass\n"
     done = run(tmp_path, tmp_path / "features.json", source)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert complaint in done.stdout + done.stderr
 
 
-def test_a_cell_names_a_test_or_says_that_there_is_none() -> None:
+def test_a_cell_names_a_test_or_is_not_shown() -> None:
     entries = [
         Shown("KV cache: fp8", "sim", f"tests/e2e/test_kv_cache_fp8.py::test_fp8_stays_near_auto[{name}]", "0.32.0")
         for name in ("one", "two")
@@ -136,7 +136,7 @@ def test_a_cell_names_a_test_or_says_that_there_is_none() -> None:
     assert releases == ["0.31.0", "0.32.0"]
 
 
-def test_a_cell_says_that_a_device_refuses() -> None:
+def test_a_cell_shows_that_a_device_refuses() -> None:
     test = "tests/e2e/test_kv_cache_fp8.py::test_fp8_stays_near_auto"
     refused = Shown("KV cache: fp8", "sim", test, "0.32.0", refused=True)
     shown = refused._replace(device="cpu", refused=False)

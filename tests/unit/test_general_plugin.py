@@ -85,7 +85,7 @@ def loaded(folder: Path, **variables: str) -> tuple[dict[str, Any], str]:
     return json.loads(result.read_text()), done.stdout + done.stderr
 
 
-def test_under_another_platform_it_does_nothing_and_says_so_once(tmp_path: Path) -> None:
+def test_under_another_platform_it_does_nothing_and_logs_that_once(tmp_path: Path) -> None:
     found, output = loaded(tmp_path, VLLM_TARGET_DEVICE="cpu")
     assert found["platform"] != "BackplanePlatform"
     before, first, second = found["states"]
@@ -108,7 +108,7 @@ def test_on_its_platform_the_second_time_changes_nothing(tmp_path: Path) -> None
     assert found["written"] == []
 
 
-def test_a_device_that_was_asked_for_is_not_passed_over(tmp_path: Path) -> None:
+def test_a_requested_device_is_not_passed_over(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="BACKPLANE_DEVICE=cpu requests a device") as raised:
         loaded(tmp_path, VLLM_TARGET_DEVICE="cpu", BACKPLANE_DEVICE="cpu")
     assert "Unset it" in str(raised.value)

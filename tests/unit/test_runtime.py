@@ -52,7 +52,7 @@ def test_a_configuration_changes_the_settings_of_that_device() -> None:
         ({"backplane": {"memory_share": 2}}, "at most 1"),
     ],
 )
-def test_what_a_configuration_cannot_say_is_an_error(config: Any, text: str) -> None:
+def test_an_invalid_configuration_is_an_error(config: Any, text: str) -> None:
     with pytest.raises(OptionError, match=text):
         configured(config)
 

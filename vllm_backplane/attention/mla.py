@@ -34,7 +34,7 @@ from vllm_backplane.errors import BackplaneError
 
 @dataclass(frozen=True, slots=True)
 class BackplaneMLAMetadata(AttentionMetadata):
-    """Metadata that presents every request to vLLM's MLA layer as a decode request."""
+    """Presents every request to vLLM's MLA layer as a decode request."""
 
     num_actual_tokens: int
     num_decodes: int
@@ -176,8 +176,8 @@ class BackplaneMLABackend(AttentionBackend):
 
 
 class UnusedMLAPrefillBackend(MLAPrefillBackend):
-    """Prefill backend that vLLM constructs for each MLA layer. Its methods raise, because no token is a prefill token
-    here."""
+    """Fills the place of the prefill backend that vLLM constructs for each MLA layer. Its methods raise, because no
+    token is a prefill token here."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = BackplaneMLABackend.supported_dtypes
 

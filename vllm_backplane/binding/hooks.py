@@ -19,7 +19,7 @@ RUNNER_KERNEL = "runner kernel"
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """An extension point of vLLM, the object of Backplane that uses it, and the operators that this object calls."""
+    """Declares an extension point of vLLM, the object of Backplane that uses it, and the operators that it calls."""
 
     kind: str
     upstream: str

@@ -17,7 +17,7 @@ from vllm_backplane.settings.releases import INSTALL_SUPPORTED
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A layer class of vLLM, its replacement, the operators that the replacement calls, and the reason for it."""
+    """Declares the replacement of a layer class of vLLM, the operators that the replacement calls, and the reason."""
 
     upstream: str
     """module:Class in vLLM."""

@@ -24,7 +24,7 @@ from vllm_patchbay.errors import PatchbayError
 
 
 class Command(Protocol):
-    """The interface of a subcommand's module."""
+    """Defines the interface of a subcommand's module."""
 
     NAME: str
     HELP: str

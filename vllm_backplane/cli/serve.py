@@ -42,7 +42,7 @@ MAX_BASE_LENGTH = 107 - len("/vllm-12345678/01234567-89ab-cdef-0123-456789abcdef
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The command line of vLLM that this process continues with."""
+    """Holds the command line of vLLM that this process continues with."""
 
     command: list[str]
     variables: dict[str, str]
@@ -123,7 +123,7 @@ def run_vllm(launch: Launch) -> NoReturn:
 
 
 class Interrupted(SystemExit):
-    """Ctrl-C was pressed before the server was up."""
+    """Reports that Ctrl-C was pressed before the server was up."""
 
     STATUS = 128 + signal.SIGINT
 

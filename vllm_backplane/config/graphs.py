@@ -102,7 +102,7 @@ def set_compilation(config: VllmConfig, chosen: Runtime) -> None:
     """Turns compilation off, and keeps graphs of decode steps where the device supports them.
 
     Models run eagerly, because inductor would need a code generator for the device and minutes to start. Decode steps
-    are replayed as graphs if the user's option or the device's default asks for it.
+    are replayed as graphs if the user's option or the device's default requests it.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
 
@@ -147,7 +147,7 @@ def _run_eagerly(config: VllmConfig) -> None:
 def finalize_graphs(config: VllmConfig, device: Device, uncapturable: list[str]) -> bool:
     """Returns whether decode steps of the loaded model are captured. `uncapturable` names what no graph can contain.
 
-    Raises if the user asked for graphs of such a model. Where graphs are only the device's default, logs the reason and
+    Raises if the user requested graphs of such a model. Where graphs are only the device's default, logs the reason and
     turns them off.
     """
     if not uncapturable:

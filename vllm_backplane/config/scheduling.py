@@ -2,7 +2,7 @@
 
 With async scheduling, vLLM schedules a step while the step before it runs. A device without streams runs nothing
 concurrently with the host: each token then reaches the client one step late, and every request computes one token that
-is discarded. Async scheduling is therefore off on such a device, unless the user asks for it. vLLM turns it on by
+is discarded. Async scheduling is therefore off on such a device, unless the user requests it. vLLM turns it on by
 default before the platform sees the configuration, so the user's choice is read from `settings/explicit_arguments.py`.
 
 With LoRA, the scheduler is a subclass of vLLM's that can fail a request whose adapter cannot be loaded
@@ -31,7 +31,7 @@ SCHEDULER, ASYNC_SCHEDULER = (
 
 
 def set_async_scheduling(config: VllmConfig, device: Device) -> None:
-    """Turns async scheduling off on a device without streams, unless the user asked for it.
+    """Turns async scheduling off on a device without streams, unless the user requested it.
 
     It runs for every configuration, also for copies of one in other processes.
     """

@@ -45,7 +45,7 @@ def set_worker(config: VllmConfig) -> None:
 
 
 def set_prefix_caching(config: VllmConfig) -> None:
-    """Turns prefix caching off for models with a recurrent state, or raises if the user asked for it.
+    """Turns prefix caching off for models with a recurrent state, or raises if the user requested it.
 
     Backplane keeps one state per sequence. vLLM turns prefix caching on for hybrid models by default, with a copy of
     the state at the end of each block; its kernels make these copies through raw addresses.

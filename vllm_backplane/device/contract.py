@@ -21,7 +21,7 @@ from vllm_backplane.settings.options import Option
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Result of a probe: whether the device can be used on this machine, and if not, why and what to do."""
+    """Reports whether the device can be used on this machine, and if not, why and what to do."""
 
     available: bool
     count: int = 0
@@ -37,7 +37,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """Name and size of one card, for reports."""
+    """Describes one card by name and size, for reports."""
 
     name: str
     uuid: str
@@ -46,7 +46,7 @@ class Properties:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Memory of one card in bytes. `free` is the largest amount that new allocations can get."""
+    """Gives the memory of one card in bytes. `free` is the largest amount that new allocations can get."""
 
     total: int
     free: int
@@ -58,7 +58,7 @@ class MemoryInfo:
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """Memory layout of the codes of a quantized weight for `quantized_linear`."""
+    """Describes the memory layout of the codes of a quantized weight for `quantized_linear`."""
 
     width: int = 16
     """Number of output features in a block, which are interleaved in memory."""
@@ -71,7 +71,7 @@ class CodeLayout:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Features of the hardware. By default there are none."""
+    """Describes the features of the hardware. By default there are none."""
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     """Supported model dtypes in order of preference. With --dtype auto, vLLM uses the first one for float32 checkpoints
@@ -81,8 +81,8 @@ class Capabilities:
     streams: bool = False
     """Whether work is queued and the host does not wait (requires streams in the torch device module)."""
     graphs: bool = False
-    """Whether launches can be captured and replayed (requires `new_graph`). Decode steps are captured if the user asks
-    for it, or by default if `wants_graphs` returns true."""
+    """Whether launches can be captured and replayed (requires `new_graph`). Decode steps are captured if the user
+    requests it, or by default if `wants_graphs` returns true."""
     graph_sizes: tuple[int, ...] = ()
     """Batch sizes for which decode steps are captured if the user gives none; if empty, vLLM's own list is used."""
     capture_computes: bool = False
@@ -107,7 +107,7 @@ class Capabilities:
 
 
 class Device(ABC):
-    """An accelerator. Its cards are numbered from 0; `index` is the number of a card."""
+    """Represents an accelerator. Its cards are numbered from 0; `index` is the number of a card."""
 
     name: ClassVar[str]
     """The name that users write in ``BACKPLANE_DEVICE``."""

@@ -17,7 +17,7 @@ _ROOT = Path("/sys/devices/system")
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A physical core."""
+    """Describes a physical core."""
 
     node: int
     """The NUMA node of the core."""

@@ -14,7 +14,7 @@ from vllm_backplane.errors import GraphError, StaleInputError
 
 
 class Graph(ABC):
-    """A graph, created by `Device.new_graph`, is captured once and replayed any number of times.
+    """Captures launches once and replays them any number of times; `Device.new_graph` creates a graph.
 
     A replay runs the recorded launches with the recorded addresses: it reads the current contents of its inputs' memory
     and writes its results to the same memory as the capture. Memory allocated during the capture belongs to the graph.
@@ -37,7 +37,7 @@ Inputs = Mapping[str, torch.Tensor]
 
 
 class _Location(NamedTuple):
-    """The address and layout of a tensor, which must not change between capture and replay; its contents may."""
+    """Holds the address and layout of a tensor, which must not change between capture and replay; its contents may."""
 
     address: int
     shape: tuple[int, ...]

@@ -158,8 +158,8 @@ def drop_pages(start: int, length: int) -> None:
 def drop_unused_storage(storage: torch.UntypedStorage) -> None:
     """Returns the pages of a CPU storage to the system now, if no tensor uses the storage any more.
 
-    PyTorch's allocator would do it later or not at all: some builds use mimalloc, which keeps freed memory and cannot
-    be asked to return it.
+    PyTorch's allocator would do it later or not at all: some builds use mimalloc, which keeps freed memory and has no
+    call that returns it.
     """
     if torch._C._storage_Use_Count(storage._cdata) > 1:  # a tensor still uses it
         return

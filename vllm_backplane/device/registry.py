@@ -16,7 +16,7 @@ ENTRY_POINT_GROUP = "vllm_backplane.devices"
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """A device that an installed distribution provides. Its module is imported at the first use."""
+    """Describes a device that an installed distribution provides. Its module is imported at the first use."""
 
     name: str
     source: str

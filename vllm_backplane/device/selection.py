@@ -12,7 +12,7 @@ from vllm_backplane.errors import DeviceUnavailable, nearest
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The selected device, its probe, and the reason for the selection."""
+    """Records the selected device, its probe, and the reason for the selection."""
 
     entry: DeviceEntry
     probe: Probe

@@ -40,7 +40,7 @@ def probe_check(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """A device of this installation, with the result of its probe."""
+    """Describes a device of this installation and the result of its probe."""
 
     name: str
     distribution: str
@@ -55,7 +55,7 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The device that would be used."""
+    """Describes the device that would be used."""
 
     name: str
     reason: str
@@ -67,7 +67,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class OperatorInfo:
-    """An operator and the implementation that it would run."""
+    """Describes an operator and the implementation that it would run."""
 
     operator: str
     family: str
@@ -78,7 +78,7 @@ class OperatorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The results of all checks of this module."""
+    """Holds the results of all checks of this module."""
 
     torch_note: str
     devices: tuple[DeviceInfo, ...]

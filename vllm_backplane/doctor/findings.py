@@ -12,7 +12,7 @@ Mark = Literal["ok", "warning", "error", "-"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem, with its remedy."""
+    """Describes a problem and its remedy."""
 
     severity: Severity
     """'error': serving would fail or would not use Backplane. 'warning': serving would work."""

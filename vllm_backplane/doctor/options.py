@@ -14,7 +14,7 @@ from vllm_backplane.settings.options import OTHER_VARIABLES, PREFIX, SECTION, Sc
 
 @dataclass(frozen=True, slots=True)
 class OptionInfo:
-    """One option with its value, or an environment variable that is not an option (then `path` is empty)."""
+    """Describes one option with its value, or an environment variable that is not an option (then `path` is empty)."""
 
     path: str
     variable: str
@@ -42,7 +42,7 @@ def parse_additional_config(text: str | None) -> tuple[dict[str, Any], list[Find
 
 @dataclass(frozen=True, slots=True)
 class ValidOptions:
-    """The valid options. An invalid option becomes a finding and counts as not given."""
+    """Holds the valid options. An invalid option becomes a finding and counts as not given."""
 
     settings: Mapping[str, Mapping[str, Setting]]
     given: Mapping[str, Any]

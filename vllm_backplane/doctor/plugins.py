@@ -32,7 +32,7 @@ State = Literal["loads", "filtered out", "broken", "not tried"]
 
 @dataclass(frozen=True, slots=True)
 class EntryPointInfo:
-    """The entry point of a plugin."""
+    """Describes the entry point of a plugin."""
 
     group: str
     name: str
@@ -56,7 +56,7 @@ class EntryPointInfo:
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """A plugin, with the result of loading it."""
+    """Describes a plugin and the result of loading it."""
 
     group: str
     name: str

@@ -19,7 +19,7 @@ from vllm_backplane.doctor.vllm_checks import BindingInfo, PlatformInfo
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """vLLM's variables that control plugins; None where a variable is not set."""
+    """Holds vLLM's variables that control plugins; None where a variable is not set."""
 
     vllm_plugins: str | None
     vllm_target_device: str | None
@@ -29,7 +29,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The report of `vllm-backplane doctor`; the field names are the keys of its JSON."""
+    """Holds the report of `vllm-backplane doctor`; the field names are the keys of its JSON."""
 
     backplane: str
     """Version of vllm-backplane."""

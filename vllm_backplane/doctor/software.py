@@ -34,7 +34,7 @@ _INSTALL_VLLM = (
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A part of the software, with its installed version."""
+    """Describes a part of the software and its installed version."""
 
     name: str
     version: str

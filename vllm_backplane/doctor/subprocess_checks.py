@@ -43,7 +43,7 @@ _CHILD = (
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of one check: a value or a fault."""
+    """Holds the result of one check, which is a value or a fault."""
 
     value: Any = None
     fault: str | None = None

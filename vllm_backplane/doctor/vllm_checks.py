@@ -30,7 +30,7 @@ _HOOK = "hook "
 
 @dataclass(frozen=True, slots=True)
 class BindingInfo:
-    """A layer or another extension point of vLLM, and Backplane's replacement for it."""
+    """Describes a layer or another extension point of vLLM, and Backplane's replacement for it."""
 
     kind: str
     upstream: str
@@ -42,7 +42,7 @@ class BindingInfo:
 
 @dataclass(frozen=True, slots=True)
 class PlatformInfo:
-    """The platform that vLLM would use."""
+    """Describes the platform that vLLM would use."""
 
     name: str
     """Name of its class; empty if vLLM finds no platform."""
@@ -51,7 +51,7 @@ class PlatformInfo:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The results of all checks of this module except those of plugins."""
+    """Holds the results of all checks of this module except those of plugins."""
 
     imported_version: str
     platform: PlatformInfo

@@ -165,7 +165,7 @@ IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 
 
 class CheckpointTensor(NamedTuple):
-    """A tensor of the file under its checkpoint name, with the converter's changes that must be undone."""
+    """Describes a tensor of the file under its checkpoint name, and the converter's changes that must be undone."""
 
     name: str
     """The name that vLLM's models expect."""

@@ -25,7 +25,7 @@ _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 
 
 class Grouped(NamedTuple):
-    """The codes of some rows, with the scale and the offset of each group."""
+    """Holds the codes of some rows, with the scale and the offset of each group."""
 
     codes: torch.Tensor
     """uint8 [rows, groups, group]."""

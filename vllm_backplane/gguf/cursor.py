@@ -16,7 +16,7 @@ from vllm_backplane.errors import CheckpointError
 
 
 class Limits(NamedTuple):
-    """Upper bounds far above those of real files; a file beyond them is damaged or hostile."""
+    """Sets upper bounds far above those of real files; a file beyond them is damaged or hostile."""
 
     keys: int = 1 << 16
     tensors: int = 1 << 18

@@ -48,7 +48,7 @@ class Tensor:
 
 
 class GgufFile:
-    """An open GGUF file. It needs no closing: the mapping ends with the last view of its data."""
+    """Gives access to an open GGUF file. It needs no closing: the mapping ends with the last view of its data."""
 
     def __init__(self, path: str | os.PathLike[str], limits: Limits = LIMITS) -> None:
         self.path = Path(path)

@@ -19,7 +19,7 @@ from vllm_backplane.gguf.packing import mapped_rows
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor of the file that is decoded when an operation needs its values."""
+    """Represents a tensor of the file, which is decoded when an operation needs its values."""
 
     rows: torch.Tensor
     """The mapped bytes, uint8 [rows, row_bytes]."""

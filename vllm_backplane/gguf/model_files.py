@@ -21,14 +21,14 @@ _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 class TensorLocation(NamedTuple):
-    """A tensor and the file that contains it."""
+    """Locates a tensor by the file that contains it."""
 
     file: GgufFile
     tensor: Tensor
 
 
 class GgufModel:
-    """All files of one model: the metadata of the first, and the tensors of all."""
+    """Reads all files of one model: the metadata of the first, and the tensors of all."""
 
     def __init__(self, files: list[GgufFile]) -> None:
         self.files = files

@@ -35,7 +35,7 @@ def _cased(digits: str, ending: str = "") -> str:
 
 
 class PreTokenizer(NamedTuple):
-    """How text is split before BPE, and the tokenizer settings that go with it."""
+    """Describes how text is split before BPE, and the tokenizer settings that go with it."""
 
     pattern: str
     digits_first: bool = False

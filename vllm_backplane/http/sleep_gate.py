@@ -29,7 +29,7 @@ OFF = "Sleep mode is off. Start the server with --enable-sleep-mode."
 
 
 class SleepGate:
-    """ASGI middleware that answers requests for the model with 503 while the engine is asleep."""
+    """Answers requests for the model with 503 while the engine is asleep, as ASGI middleware."""
 
     def __init__(self, app: App) -> None:
         self.app = app

@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 
 
 class BlockIndex:
-    """Slots by block key, in order of last use. A slot that is being read is pinned, and is not reused meanwhile."""
+    """Maps block keys to slots, in order of last use. A slot that is being read is pinned and not reused."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots

@@ -15,7 +15,7 @@ KEY_BYTES = 32
 
 
 class KeyChain:
-    """Keys of the full blocks of one sequence. Each is computed once, from the key of the block before it."""
+    """Computes the keys of the full blocks of one sequence, each once and from the key of the block before it."""
 
     def __init__(self, block_size: int, salt: str | None) -> None:
         self._block_size = block_size

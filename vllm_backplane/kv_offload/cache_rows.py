@@ -12,7 +12,7 @@ from vllm_backplane.kv_offload.slots import Bytes
 
 
 class CacheRows:
-    """The KV cache tensors of one worker. A row concatenates the bytes of one block from every layer."""
+    """Reads and writes the KV cache tensors of one worker as rows. A row is the bytes of one block from every layer."""
 
     def __init__(self, caches: Iterable[torch.Tensor], blocks: int) -> None:
         distinct: dict[int, torch.Tensor] = {}  # layers may share a cache

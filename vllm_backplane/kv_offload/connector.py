@@ -46,14 +46,14 @@ logger = init_logger("vllm." + __name__)
 
 @dataclass
 class OffloadConnectorMetadata(KVConnectorMetadata):
-    """What the scheduler's connector sends to the workers' in each step."""
+    """Carries what the scheduler's connector sends to the workers' in each step."""
 
     step: StepMetadata
 
 
 @dataclass
 class OffloadHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """What a worker's connector sends to the scheduler's at start."""
+    """Carries what a worker's connector sends to the scheduler's at start."""
 
     slots: int
     identity: bytes
@@ -61,7 +61,7 @@ class OffloadHandshakeMetadata(KVConnectorHandshakeMetadata):
 
 
 class BackplaneTier(KVConnectorBase_V1):
-    """The connector of one process: the scheduler's or a worker's, depending on `role`."""
+    """Implements the connector of one process: the scheduler's or a worker's, depending on `role`."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class BlockSave:
-    """A block that is complete after the step, and is then copied from the KV cache to a slot."""
+    """Describes a block that is complete after the step, and is then copied from the KV cache to a slot."""
 
     key: bytes
     slot: int
@@ -16,7 +16,7 @@ class BlockSave:
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """A block to be copied into the KV cache."""
+    """Describes a block to be copied into the KV cache."""
 
     key: bytes
     block_id: int
@@ -26,7 +26,7 @@ class BlockLoad:
 
 @dataclass(frozen=True, slots=True)
 class RequestLoad:
-    """The blocks for which a request waits. Blocks from the peer are last."""
+    """Lists the blocks for which a request waits. Blocks from the peer are last."""
 
     request_id: str
     blocks: tuple[BlockLoad, ...]
@@ -34,7 +34,7 @@ class RequestLoad:
 
 @dataclass(slots=True)
 class StepMetadata:
-    """The loads and saves of one scheduler step."""
+    """Lists the loads and saves of one scheduler step."""
 
     reset: bool = False
     """Whether all offloaded blocks are discarded, before anything else in this step."""

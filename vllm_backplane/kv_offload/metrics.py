@@ -12,7 +12,7 @@ METRIC = "backplane:kv_tier_blocks"
 
 
 class OffloadStats(KVConnectorStats):
-    """Numbers of blocks by outcome since the last report, in `data`. Each worker counts its own part of a block."""
+    """Counts blocks by outcome since the last report, in `data`. Each worker counts its own part of a block."""
 
     data: dict[str, Any]
 
@@ -32,7 +32,7 @@ class OffloadStats(KVConnectorStats):
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):
-    """Prometheus counters of blocks by outcome."""
+    """Exports the numbers of blocks by outcome as Prometheus counters."""
 
     def __init__(
         self,

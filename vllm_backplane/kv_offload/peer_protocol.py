@@ -50,7 +50,7 @@ class Request:
 
 
 class BlockConnection(Connection):
-    """A connection that carries the messages of this protocol."""
+    """Sends and receives the messages of this protocol."""
 
     def send_request(self, request: Request) -> None:
         header = _HEADER.pack(MAGIC, request.kind, request.identity, len(request.keys))

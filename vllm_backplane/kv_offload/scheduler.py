@@ -23,7 +23,7 @@ step."""
 
 @dataclass(slots=True)
 class _TrackedRequest:
-    """A request whose blocks are saved."""
+    """Tracks a request whose blocks are saved."""
 
     request: Any
     keys: KeyChain
@@ -38,7 +38,7 @@ class _TrackedRequest:
 
 @dataclass(frozen=True, slots=True)
 class _PendingLoad:
-    """A load that has not finished, with the slots that it pins."""
+    """Describes a load that has not finished, and the slots that it pins."""
 
     blocks: tuple[BlockLoad, ...]
     slots: tuple[int, ...]

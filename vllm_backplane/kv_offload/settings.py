@@ -17,7 +17,7 @@ _WHERE = f"kv_connector_extra_config of {NAME}"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The checked value of `kv_connector_extra_config`."""
+    """Holds the checked value of `kv_connector_extra_config`."""
 
     capacity: int
     """Bytes that all workers of the host together may use."""

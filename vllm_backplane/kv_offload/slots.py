@@ -18,7 +18,7 @@ Bytes = numpy.typing.NDArray[numpy.uint8]
 
 
 class Slots(Protocol):
-    """A fixed number of slots, each of the size of one block."""
+    """Defines the interface of a fixed number of slots, each of the size of one block."""
 
     def write(self, slot: int, row: Bytes) -> None: ...
     def read(self, slot: int) -> Bytes:
@@ -30,7 +30,7 @@ class Slots(Protocol):
 
 
 class MemorySlots:
-    """Slots in host memory."""
+    """Keeps slots in host memory."""
 
     def __init__(self, count: int, size: int, reserved: int, workers: int = 1) -> None:
         """Raises if the host has too little free memory. `workers` is the number of workers that do the same on this
@@ -57,8 +57,8 @@ class MemorySlots:
 
 
 class FileSlots:
-    """Slots in an unnamed file, which no other program can open by name, and which the system removes when the process
-    ends, however it ends."""
+    """Keeps slots in an unnamed file, which no other program can open by name, and which the system removes when the
+    process ends, however it ends."""
 
     def __init__(self, folder: Path, count: int, size: int, workers: int = 1) -> None:
         free = shutil.disk_usage(folder).free

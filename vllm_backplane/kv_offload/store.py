@@ -14,7 +14,7 @@ from vllm_backplane.kv_offload.slots import Bytes, Slots
 
 
 class Outcome(Enum):
-    """What happened to a block. The values are label values of the metric."""
+    """Names what happened to a block. The values are label values of the metric."""
 
     STORED = "stored"
     UNWRITTEN = "unwritten"
@@ -32,7 +32,7 @@ class Outcome(Enum):
 
 
 class BlockUnavailable(Exception):
-    """A block cannot be loaded, so it is computed instead. The message is the reason."""
+    """Reports that a block cannot be loaded, so that it is computed instead. The message is the reason."""
 
     def __init__(self, outcome: Outcome, reason: str) -> None:
         super().__init__(reason)
@@ -53,7 +53,7 @@ class _Entry:
 
 
 class BlockStore:
-    """Blocks by key. Thread-safe for one writing thread and any number of reading threads."""
+    """Stores blocks by key. It is thread-safe for one writing thread and any number of reading threads."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots

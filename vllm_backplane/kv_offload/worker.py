@@ -26,7 +26,7 @@ IDLE_SECONDS = 0.005
 
 @dataclass(frozen=True, slots=True)
 class _StagedBlock:
-    """A block that was read, or could not be, for a request."""
+    """Holds a block that was read, or could not be read, for a request."""
 
     request_id: str
     block_id: int

@@ -20,7 +20,7 @@ from vllm_backplane.layers.deferred_weights import defer_bias_loading
 
 
 class SelfLoadingHeadMethod(ABC):
-    """Quantization method of an LM head that loads the head's weight itself.
+    """Loads the weight of an LM head itself, as a quantization method.
 
     vLLM's layerwise loading would hold the whole weight in full precision. A method of this kind converts each tensor
     as the checkpoint supplies it, and converts the table of the embedding for a tied head.

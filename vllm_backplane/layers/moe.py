@@ -31,7 +31,7 @@ def _missing_setting(kind: MoEActivation, setting: str) -> BindingError:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The activation arguments of the operator `moe_experts`."""
+    """Holds the activation arguments of the operator `moe_experts`."""
 
     name: str
     alpha: float = 1.0

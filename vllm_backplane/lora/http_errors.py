@@ -4,8 +4,8 @@ vLLM's server answers 500 to every error of the engine while it loads an adapter
 Of the error it receives only the text. A worker that rejects an adapter therefore raises `AdapterRefused`, whose text
 has a fixed form, and this ASGI middleware searches the response for that form.
 
-A request fails without a reason if its adapter had to be loaded again and could not be. The middleware then asks the
-engine to load the adapter, and sends the engine's error as the response, or as the last event of a stream.
+A request fails without a reason if its adapter had to be loaded again and could not be. The middleware then makes
+the engine load the adapter, and sends the engine's error as the response, or as the last event of a stream.
 `http/middleware.py` adds the middleware to vLLM's server.
 """
 
@@ -34,14 +34,14 @@ _MESSAGE_PATTERN = re.compile(
 
 
 class AdapterRefused(BackplaneError):
-    """Raised for an adapter that does not fit the model or the options, or whose files are damaged."""
+    """Reports that an adapter does not fit the model or the options, or that its files are damaged."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(_MESSAGE.format(name=name, reason=reason))
 
 
 class AdapterErrors:
-    """ASGI middleware that replaces status 500 by 400 and the reason where a LoRA adapter is at fault."""
+    """Replaces status 500 by 400 and the reason where a LoRA adapter is at fault, as ASGI middleware."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -59,7 +59,7 @@ class AdapterErrors:
     async def _explain_failures(
         self, scope: Message, receive: Receive, send: Send, adapters: Mapping[str, Any]
     ) -> None:
-        """Serves a request that may use an adapter. If it fails without a reason, asks the engine to load the adapter
+        """Serves a request that may use an adapter. If it fails without a reason, makes the engine load the adapter
         and sends the reason."""
         request_body: bytearray | None = bytearray()
         streamed_adapter: Any = None

@@ -44,7 +44,7 @@ class _MarkedOutput(AsyncModelRunnerOutput):
 
 
 class _FailsMarkedRequests:
-    """Mixin for both of vLLM's schedulers that ends marked requests with an error."""
+    """Ends marked requests with an error, as a mixin for both of vLLM's schedulers."""
 
     requests: dict[str, Request]
     kv_cache_manager: Any

@@ -28,7 +28,7 @@ _WORKING_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class _Params:
-    """The parameters of a layer's attention."""
+    """Holds the parameters of a layer's attention."""
 
     scale: float
     causal: bool
@@ -56,7 +56,7 @@ class _Params:
 
 
 class _Context(NamedTuple):
-    """Keys and values for a batch of requests.
+    """Holds the keys and values of a batch of requests.
 
     key, value [batch, kv_heads, keys, head], float32; positions [batch, keys]; valid [batch, keys] is true
     for keys that exist. A value that is not valid must be finite, because it is multiplied by zero.
@@ -156,7 +156,7 @@ def _attend_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """A paged KV cache."""
+    """Reads keys and values from a paged KV cache."""
 
     key: torch.Tensor
     value: torch.Tensor

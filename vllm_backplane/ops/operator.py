@@ -25,7 +25,7 @@ _operators: dict[str, Operator] = {}
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far a kernel's results may differ from the reference's."""
+    """Limits how far a kernel's results may differ from the reference's."""
 
     rtol: float
     atol: float
@@ -45,7 +45,7 @@ DEFAULT_TOLERANCES: Mapping[torch.dtype, Tolerance] = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One set of arguments for an operator, with a label for the report of a failing test."""
+    """Holds one set of arguments for an operator, with a label for the report of a failing test."""
 
     label: str
     args: tuple[Any, ...]
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpace:
-    """The device, dtype and seeded random generator of a sample generator.
+    """Creates the tensors of samples for one device and dtype, with a seeded random generator.
 
     Numbers are drawn on the host and then moved, so every device gets the same inputs.
     """
@@ -85,7 +85,7 @@ SampleGenerator = Callable[[SampleSpace], Iterator[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A declared operator. A call of it goes through PyTorch's dispatcher."""
+    """Describes a declared operator. A call of it goes through PyTorch's dispatcher."""
 
     name: str
     schema: str

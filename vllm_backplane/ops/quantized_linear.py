@@ -30,7 +30,7 @@ _PIECE = 1 << 18
 
 
 class Packed(NamedTuple):
-    """A packed weight."""
+    """Holds a packed weight."""
 
     codes: torch.Tensor
     """uint8 [blocks, padded_in / 4, width, 4] (8 bits) or [blocks, padded_in / 8, width, 4] (4 bits); int8 if 8-bit

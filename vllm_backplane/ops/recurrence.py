@@ -26,7 +26,7 @@ _TOLERANCES = {
 
 
 class _Rows(NamedTuple):
-    """The rows of a batch; the fields are [rows], except for `row` and `offset`, which are [tokens]."""
+    """Describes the rows of a batch; the fields are [rows], except for `row` and `offset`, which are [tokens]."""
 
     starts: torch.Tensor
     lengths: torch.Tensor
@@ -81,7 +81,7 @@ class _Rows(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The rows of a sample: the number of tokens of each, and of tokens before them."""
+    """Describes the rows of a sample: the number of tokens of each, and of tokens before them."""
 
     label: str
     lengths: list[int]

@@ -24,7 +24,7 @@ _frozen_key = ""
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """The implementation of one operator, a line of `vllm-backplane ops`."""
+    """Records the implementation of one operator, as a line of `vllm-backplane ops`."""
 
     operator: str
     family: str
@@ -93,7 +93,7 @@ def _named(operators: Iterable[str]) -> set[str]:
 
 def _override_with_reference(name: str, dispatch_key: str) -> None:
     with warnings.catch_warnings():
-        # PyTorch warns that a kernel is replaced, which the user asked for here.
+        # PyTorch warns that a kernel is replaced, which the user requested.
         warnings.simplefilter("ignore", UserWarning)
         _kernels.impl(name, get(name).reference, dispatch_key, allow_override=True)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An IP address and a TCP port."""
+    """Holds an IP address and a TCP port."""
 
     host: str
     port: int

@@ -21,7 +21,7 @@ MIN_BYTES_PER_SECOND = 16 << 20
 
 
 class WireError(Exception):
-    """The peer closed the connection early, sent bytes that the protocol does not allow, or declined the request."""
+    """Reports that the peer closed the connection early, sent bytes outside the protocol, or declined the request."""
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def connect(address: Address, seconds: float) -> Iterator[socket.socket]:
 
 
 class Connection:
-    """A connected socket with a deadline, after which every send and receive raises TimeoutError."""
+    """Wraps a connected socket with a deadline, after which every send and receive raises TimeoutError."""
 
     def __init__(self, sock: socket.socket, seconds: float) -> None:
         self._sock = sock

@@ -25,7 +25,10 @@ from vllm_backplane.errors import BackplaneError
 
 
 class HostEvent(torch.cpu.Event):
-    """An event of a device without streams: the work is done when the event is recorded. Arguments are ignored."""
+    """Implements an event for a device without streams: the work is done when the event is recorded.
+
+    Arguments are ignored.
+    """
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self._recorded = 0.0
@@ -38,7 +41,7 @@ class HostEvent(torch.cpu.Event):
 
 
 class HostStream(torch.cpu.Stream):
-    """A stream of a device without streams. Its device and priority are ignored."""
+    """Implements a stream for a device without streams. Its device and priority are ignored."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass

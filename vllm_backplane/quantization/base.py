@@ -20,7 +20,7 @@ from vllm_backplane.errors import BindingError
 
 @dataclass(frozen=True, slots=True)
 class LinearWeights:
-    """Sizes, type and attributes of a linear layer's weights, under the names of vLLM's `create_weights`.
+    """Describes the sizes, type and attributes of a linear layer's weights, under the names of vLLM's `create_weights`.
 
     For an embedding, the outputs are the rows of the table and the inputs are its columns.
     """
@@ -50,7 +50,7 @@ class LinearWeights:
 
 
 class LinearQuantizationMethod(QuantizeMethodBase):
-    """Quantization method of linear layers, LM heads or embeddings that creates parameters from `LinearWeights`."""
+    """Creates the parameters of a quantized linear layer, LM head or embedding from `LinearWeights`."""
 
     def create_weights(
         self,
@@ -73,7 +73,7 @@ class LinearQuantizationMethod(QuantizeMethodBase):
 
 
 class AnyDeviceConfig:
-    """Quantization configuration whose weights run on every device: each device has the operator `quantized_linear`."""
+    """Allows every device in a quantization configuration, because each device has the operator `quantized_linear`."""
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:

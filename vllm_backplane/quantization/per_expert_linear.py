@@ -55,7 +55,7 @@ def run_experts(
 
 
 class PerExpertMoEMethod(BackplaneFusedMoEMethod):
-    """Method for experts that are stored quantized: each expert is packed and computed on its own.
+    """Packs and computes each of the experts that are stored quantized on its own.
 
     Subclasses create the parameters into which vLLM loads, and replace vLLM's full-precision weights, which have no
     memory.

@@ -37,7 +37,7 @@ class BackplaneTopKTopPSampler(TopKTopPSampler):
         k: torch.Tensor | None,
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the tokens, and the processed logits or log-probabilities if the mode asks for them. Changes
+        """Returns the tokens, and the processed logits or log-probabilities if the mode includes them. Changes
         `logits` in place."""
         ops.top_k_top_p_mask.call(logits, k, p)
         processed = None

@@ -21,7 +21,7 @@ _ATTRIBUTE = "_backplane_state"
 
 @dataclass(slots=True)
 class CarriedState:
-    """The private state of one vLLM configuration."""
+    """Holds the private state of one vLLM configuration."""
 
     explicit_arguments: Mapping[str, Any]
     """Engine arguments that the user gave, of those in `explicit_arguments.WATCHED`."""

@@ -26,7 +26,7 @@ SECTION = "backplane"
 
 @dataclass(frozen=True, slots=True)
 class Option(Generic[T]):
-    """Declaration of one option."""
+    """Declares one option."""
 
     key: str
     default: T
@@ -159,7 +159,7 @@ def names(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The resolved value of an option and the place it comes from."""
+    """Holds the resolved value of an option and the place it comes from."""
 
     scope: str
     option: Option[Any]

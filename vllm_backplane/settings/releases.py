@@ -13,7 +13,7 @@ SMOKE = "doctor, patches check, chat, batch and embeddings"
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A supported release of vLLM."""
+    """Describes a supported release of vLLM."""
 
     version: str
     torch: str

@@ -27,7 +27,7 @@ MIN_SHARED_BYTES = 64 << 10
 
 @dataclass(slots=True)
 class SharingResult:
-    """How many bytes of a model's weights were shared, and how."""
+    """Counts how many bytes of a model's weights were shared, and how."""
 
     mapped: int = 0
     """Bytes mapped from segments of other workers."""
@@ -43,7 +43,7 @@ class SharingResult:
 
 @dataclass(slots=True)
 class _Allocation:
-    """One allocation of host memory, with all tensors of the model that view it."""
+    """Describes one allocation of host memory, with all tensors of the model that view it."""
 
     tensors: list[torch.Tensor]
     owned: bool

@@ -24,7 +24,7 @@ _WHERE = f"--model-loader-extra-config of --load-format {PEER}"
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """The value of `--model-loader-extra-config` for `--load-format backplane_peer`."""
+    """Holds the value of `--model-loader-extra-config` for `--load-format backplane_peer`."""
 
     peer: Address
     """Address at which the first worker of the running server offers its weights."""

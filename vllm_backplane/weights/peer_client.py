@@ -23,7 +23,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 class WeightsChanged(Exception):
-    """The peer's weights are no longer those of its manifest."""
+    """Reports that the peer's weights are no longer those of its manifest."""
 
 
 class WeightsClient:

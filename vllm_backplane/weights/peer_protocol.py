@@ -38,7 +38,7 @@ class Status(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor of the manifest. `path` leads from the model to the tensor; `digest` is hexadecimal."""
+    """Describes a tensor of the manifest. `path` leads from the model to the tensor; `digest` is hexadecimal."""
 
     path: str
     dtype: str
@@ -48,7 +48,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a worker's model consists of after loading. The JSON keys are part of the protocol."""
+    """Describes what a worker's model consists of after loading. The JSON keys are part of the protocol."""
 
     description: dict[str, Any]
     """The model, the options that affect its weights, and the worker's rank."""

@@ -81,8 +81,8 @@ class WeightsServer(LoopbackServer):
 
 
 class OfferedWeights:
-    """The weights that a worker offers: recorded when they have been loaded, and served when the worker is ready. Until
-    then the worker captures graphs, during which no other thread may use the card."""
+    """Offers the weights of a worker: records them when they have been loaded, and serves them when the worker is
+    ready. Until then the worker captures graphs, during which no other thread may use the card."""
 
     def __init__(self, worker: Any, address: str) -> None:
         """Records the model's configuration. The caller does this before loading, which may change the configuration:

@@ -29,11 +29,11 @@ def aligned(offset: int) -> int:
 
 
 class SegmentUnavailable(Exception):
-    """A registered segment cannot be opened: its process has ended, or this process may not inspect that one."""
+    """Reports that a segment cannot be opened: its process has ended, or this process may not inspect that one."""
 
 
 class Segment:
-    """A shared memory segment, with a private mapping of it in this process."""
+    """Maps a shared memory segment privately into this process."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.descriptor, self.size = descriptor, size

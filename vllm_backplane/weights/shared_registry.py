@@ -24,7 +24,7 @@ from vllm_backplane.errors import BackplaneError
 
 @dataclass(frozen=True, slots=True)
 class SegmentEntry:
-    """A shared memory segment that a live process holds."""
+    """Describes a shared memory segment that a live process holds."""
 
     pid: int
     descriptor: int
@@ -34,7 +34,7 @@ class SegmentEntry:
 
 
 class WeightsRegistry:
-    """The registry of this user on this host. The JSON keys are a format between processes: do not change them."""
+    """Keeps this user's registry of shared weights on this host. The JSON keys are a protocol: do not change them."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or Path(tempfile.gettempdir()) / f"vllm-backplane-weights-{os.getuid()}"

@@ -18,8 +18,8 @@ from vllm_backplane.device import Device
 from vllm_backplane.errors import BackplaneError
 
 
-class KvCacheStorage(TorchFunctionMode):
-    """Context that allocates vLLM's KV cache tensors through `Device.zeroed_bytes`, and counts their bytes."""
+class KvCacheAllocator(TorchFunctionMode):
+    """Allocates vLLM's KV cache tensors through `Device.zeroed_bytes` inside a `with` block, and counts their bytes."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ GIB = 1 << 30
 
 HOST_RESERVE_SHARE = 0.03
 HOST_RESERVE_MIN_BYTES = 512 << 20
-"""Host memory that no worker takes, whatever share the user asks for: the API server, log-probabilities and other
+"""Host memory that no worker takes, whatever share the user requests: the API server, log-probabilities and other
 processes need some."""
 
 
@@ -30,8 +30,8 @@ def extrapolate(peaks: dict[int, int], tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Memory budget of a worker, measured before weights are loaded. Workers that share the host's memory get equal
-    parts of it."""
+    """Computes the memory budget of a worker, measured before weights are loaded. Workers that share the host's memory
+    get equal parts of it."""
 
     device: Device
     card: int

@@ -272,7 +272,7 @@ class NumericGuard:
 
 
 class _Hooks:
-    """The two forward hooks of a module."""
+    """Implements the two forward hooks of a module."""
 
     __slots__ = ("_guard", "_watched")
 

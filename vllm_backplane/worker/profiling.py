@@ -27,7 +27,7 @@ KIND = "torch"
 
 
 class ModuleRanges:
-    """Forward hooks that open and close a profiler range around each module, until they are removed."""
+    """Opens and closes a profiler range around each module, with forward hooks, until they are removed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._open: list[record_function] = []
@@ -55,7 +55,7 @@ class ModuleRanges:
 
 
 class Trace:
-    """One trace, from the start of its profiler to the written file."""
+    """Records one trace, from the start of its profiler to the written file."""
 
     def __init__(self, config: ProfilerConfig, prefix: str | None, rank: int, local_rank: int) -> None:
         require_writable_folder(config.torch_profiler_dir)

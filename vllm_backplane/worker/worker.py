@@ -48,7 +48,7 @@ from vllm_backplane.weights import missing_weights, saving
 from vllm_backplane.weights.checkpoint_size import weight_bytes
 from vllm_backplane.weights.peer_server import OfferedWeights
 from vllm_backplane.worker import memory, profiling, sleep
-from vllm_backplane.worker.kv_cache import KvCacheStorage
+from vllm_backplane.worker.kv_cache import KvCacheAllocator
 from vllm_backplane.worker.numeric_guard import NumericGuard
 from vllm_backplane.worker.operators import freeze_operators
 from vllm_patchbay.patch import Process
@@ -359,9 +359,9 @@ class BackplaneWorker(Worker):
         """Allocates the KV cache through the device, and memory that may sleep in the device's pools. Upstream uses
         CUDA's pools."""
         if tag == sleep.KV_CACHE:
-            # The storage puts only the KV cache into the sleep pool. Other allocations in this context, such as block
+            # The allocator puts only the KV cache into the sleep pool. Other allocations in this context, such as block
             # tables, must survive a sleep.
-            context: AbstractContextManager[Any] = self._kv_storage
+            context: AbstractContextManager[Any] = self._kv_cache_allocator
         elif tag == sleep.WEIGHTS:
             context = self._sleep_pool(tag)
         else:
@@ -373,12 +373,12 @@ class BackplaneWorker(Worker):
         return self.sleeper.pool(tag) if self.model_config.enable_sleep_mode else nullcontext()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        self._kv_storage = KvCacheStorage(
+        self._kv_cache_allocator = KvCacheAllocator(
             self.accelerator, self.card, self._check_kv_cache_size, partial(self._sleep_pool, sleep.KV_CACHE)
         )
         super().initialize_from_config(kv_cache_config)
         if kv_cache_config.kv_cache_tensors:  # an encoder has no KV cache
-            self._kv_storage.require_use()
+            self._kv_cache_allocator.require_use()
         connector = connector_of_worker()
         if connector is not None:
             connector.bind_model(self.model_runner.get_model())

@@ -142,17 +142,17 @@ TEST(a_replayed_graph_touches_what_its_launches_do) {
 TEST(memory_that_was_freed_too_early_is_a_race) {
   Session session(failing);
   const bpsim_stream other = new_stream();
-  for (const bool told : {false, true}) {
+  for (const bool recorded : {false, true}) {
     char* const at = allocate(session.stream, 4096);
     CHECK_OK(writes(session.stream, at));
     order(session.stream, other);
     Gate gate(other);
     CHECK_OK(reads(other, at));
-    if (told) CHECK_OK(bpsim_record_stream(at, other));
+    if (recorded) CHECK_OK(bpsim_record_stream(at, other));
     CHECK_OK(bpsim_free(at));
     char* const again = allocate(session.stream, 4096);
-    CHECK_EQ(again == at, !told);
-    if (told)
+    CHECK_EQ(again == at, !recorded);
+    if (recorded)
       CHECK_OK(writes(session.stream, again));
     else
       CHECK_STATUS(writes(session.stream, again), BPSIM_RACE, "because its use on stream 1 of card 0 was not recorded");

@@ -31,7 +31,7 @@ FUSED = {
 
 
 class ParallelLayer(nn.Module):
-    """A decoder layer."""
+    """Computes one decoder layer, with attention and MLP on the same norm."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class ParallelLayer(nn.Module):
 
 
 class ParallelDecoderForCausalLM(nn.Module):
-    """The model."""
+    """Implements the causal language model that vLLM loads and runs."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()

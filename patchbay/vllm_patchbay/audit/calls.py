@@ -30,7 +30,7 @@ _WRITERS = frozenset({"setdefault", "setenv", "putenv"})
 
 
 class CallReader(EnvironmentReader):
-    """Adds the reading of expressions for the facts in them."""
+    """Records the facts in the expressions of a plugin."""
 
     # --- expressions
 

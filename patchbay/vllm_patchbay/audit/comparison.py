@@ -19,7 +19,7 @@ from vllm_patchbay.upstream.symbols import SymbolIndex
 
 @dataclass(slots=True)
 class TargetResult:
-    """The findings of the checks with one vLLM, and the upstream definitions that they recorded for comparison.
+    """Holds the findings of the checks with one vLLM, and the upstream definitions that they recorded for comparison.
 
     `Context` describes the definitions.
     """

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A dotted name that starts at an import.
+    """Represents a dotted name that starts at an import.
 
     `base` is the name that the import statement gave, and is checked there. `rest` holds the attributes that are taken
     from it.
@@ -39,14 +39,14 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """A condition that is constant: always true, or always false."""
+    """Represents a constant condition: always true, or always false."""
 
     value: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A condition that the auditor cannot evaluate."""
+    """Represents a condition that the auditor cannot evaluate."""
 
     number: int
     """Distinguishes the conditions of different branches."""
@@ -59,12 +59,12 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class TypeChecking:
-    """``TYPE_CHECKING``: false at run time, true for type checkers."""
+    """Represents ``TYPE_CHECKING``: false at run time, true for type checkers."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionIs:
-    """A comparison of vLLM's version with a literal.
+    """Compares vLLM's version with a literal.
 
     `form` is version (compared by PEP 440), text (compared as strings), prefix, range (version specifiers), tuple (the
     first `length` numbers, or all of them if None), or number (the one at index `length`).
@@ -78,14 +78,14 @@ class VersionIs:
 
 @dataclass(frozen=True, slots=True)
 class Exists:
-    """True if the dotted name resolves to something."""
+    """Is true if the dotted name resolves to something."""
 
     ref: Ref
 
 
 @dataclass(frozen=True, slots=True)
 class NamedFlag:
-    """A boolean that the plugin stores in a module, or that one of its functions returns."""
+    """Refers to a boolean that the plugin stores in a module, or that one of its functions returns."""
 
     path: str
     """Dotted name of the variable or function; a function's ends with ``()``."""
@@ -93,14 +93,14 @@ class NamedFlag:
 
 @dataclass(frozen=True, slots=True)
 class ModuleExists:
-    """True if the module can be imported."""
+    """Is true if the module can be imported."""
 
     module: str
 
 
 @dataclass(frozen=True, slots=True)
 class TryCompleted:
-    """True if the body of a try statement ran to its end.
+    """Is true if the body of a try statement ran to its end.
 
     That is so if none of the file's facts from `start` to `stop` raised an exception that the statement catches.
     """
@@ -114,21 +114,21 @@ class TryCompleted:
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """The negation of a condition."""
+    """Negates a condition."""
 
     condition: Condition
 
 
 @dataclass(frozen=True, slots=True)
 class All:
-    """True if every one of the conditions is."""
+    """Is true if every one of the conditions is."""
 
     conditions: tuple[Condition, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Any:
-    """True if at least one of the conditions is."""
+    """Is true if at least one of the conditions is."""
 
     conditions: tuple[Condition, ...]
 

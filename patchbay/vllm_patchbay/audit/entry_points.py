@@ -19,7 +19,7 @@ from vllm_patchbay.upstream.source import SourceError, decode_source
 
 @dataclass(frozen=True, slots=True)
 class EntryPoint:
-    """One declared entry point, and where the project declares it."""
+    """Describes one declared entry point, and where the project declares it."""
 
     group: str
     name: str

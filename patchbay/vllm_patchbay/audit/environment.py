@@ -16,7 +16,7 @@ VARIABLE = re.compile(r"VLLM_[A-Z0-9_]+")
 
 
 class EnvironmentReader(FactRecorder):
-    """Adds the recording of environment variables."""
+    """Records the environment variables of a plugin."""
 
     def merge_environment(self, target: ast.expr, value: ast.expr) -> None:
         """Records the variables of ``os.environ |= {…}``, or of the same with the table in vllm.envs."""

@@ -13,7 +13,7 @@ from vllm_patchbay.upstream.modules import walk
 
 
 class FactRecorder(GuardReader):
-    """Adds to the evaluation of expressions the recording of facts in `result`."""
+    """Records facts in `result` while expressions are evaluated."""
 
     def __init__(self, result: FileFacts, module: str, roots: frozenset[str]) -> None:
         super().__init__(module, roots)

@@ -13,7 +13,7 @@ from vllm_patchbay.upstream.modules import Symbol
 
 @dataclass(frozen=True, slots=True)
 class Catch:
-    """An enclosing try statement that catches exceptions without raising them again."""
+    """Describes an enclosing try statement that catches exceptions without raising them again."""
 
     exceptions: frozenset[str]
     has_alternative: bool
@@ -22,7 +22,7 @@ class Catch:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A position in a file, when it is reached, and the exceptions that are caught there."""
+    """Describes a position in a file, when it is reached, and the exceptions that are caught there."""
 
     line: int
     column: int
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """One object that a name may refer to, and the conditions under which it does."""
+    """Names one object that a name may refer to, and the conditions under which it does."""
 
     ref: Ref
     reach: Reach = ()
@@ -44,7 +44,7 @@ Meanings = tuple[Meaning, ...]
 
 @dataclass(frozen=True, slots=True)
 class ImportFact:
-    """The plugin imports a module of vLLM, or a name from one."""
+    """Records that the plugin imports a module of vLLM, or a name from one."""
 
     place: Place
     module: str
@@ -54,7 +54,7 @@ class ImportFact:
 
 @dataclass(frozen=True, slots=True)
 class UseFact:
-    """The plugin reads an attribute of a vLLM module, class or function."""
+    """Records that the plugin reads an attribute of a vLLM module, class or function."""
 
     place: Place
     meanings: Meanings
@@ -63,7 +63,7 @@ class UseFact:
 
 @dataclass(frozen=True, slots=True)
 class PatchFact:
-    """The plugin sets an attribute of a vLLM module, class or function."""
+    """Records that the plugin sets an attribute of a vLLM module, class or function."""
 
     place: Place
     owners: Meanings
@@ -76,7 +76,7 @@ class PatchFact:
 
 @dataclass(frozen=True, slots=True)
 class CallFact:
-    """The plugin passes a vLLM object to a plugin function of another file, which may set an attribute of it."""
+    """Records that the plugin passes a vLLM object to its function in another file, which may set an attribute."""
 
     place: Place
     function: str
@@ -86,7 +86,7 @@ class CallFact:
 
 @dataclass(frozen=True, slots=True)
 class RegisterFact:
-    """The plugin calls ``owner.register_oot``, which replaces a vLLM class by name."""
+    """Records that the plugin calls ``owner.register_oot``, which replaces a vLLM class by name."""
 
     place: Place
     owners: Meanings
@@ -96,7 +96,7 @@ class RegisterFact:
 
 @dataclass(frozen=True, slots=True)
 class KernelFact:
-    """The plugin replaces a Triton kernel by its dotted path."""
+    """Records that the plugin replaces a Triton kernel by its dotted path."""
 
     place: Place
     path: str
@@ -104,7 +104,7 @@ class KernelFact:
 
 @dataclass(frozen=True, slots=True)
 class PathFact:
-    """A string literal of the plugin is the path of a class or function."""
+    """Records that a string literal of the plugin is the path of a class or function."""
 
     place: Place
     module: str
@@ -119,7 +119,7 @@ class PathFact:
 
 @dataclass(frozen=True, slots=True)
 class MethodInfo:
-    """A method or property that a class of the plugin defines."""
+    """Describes a method or property that a class of the plugin defines."""
 
     symbol: Symbol
     line: int
@@ -130,7 +130,7 @@ class MethodInfo:
 
 @dataclass(frozen=True, slots=True)
 class NamedUse:
-    """A read of ``super().name`` or ``self.name``."""
+    """Describes a read of ``super().name`` or ``self.name``."""
 
     name: str
     place: Place
@@ -138,7 +138,7 @@ class NamedUse:
 
 @dataclass(frozen=True, slots=True)
 class ClassFact:
-    """The plugin defines a class."""
+    """Records that the plugin defines a class."""
 
     place: Place
     name: str
@@ -153,7 +153,7 @@ class ClassFact:
 
 @dataclass(frozen=True, slots=True)
 class VariableFact:
-    """The plugin reads or sets a ``VLLM_*`` environment variable."""
+    """Records that the plugin reads or sets a ``VLLM_*`` environment variable."""
 
     place: Place
     name: str
@@ -162,7 +162,7 @@ class VariableFact:
 
 @dataclass(frozen=True, slots=True)
 class ModuleFact:
-    """The plugin assigns to ``sys.modules[module]``."""
+    """Records that the plugin assigns to ``sys.modules[module]``."""
 
     place: Place
     module: str
@@ -170,7 +170,7 @@ class ModuleFact:
 
 @dataclass(frozen=True, slots=True)
 class UnresolvedFact:
-    """The plugin uses vLLM in a way that the source does not decide. `what` is the message of the finding."""
+    """Records that the plugin uses vLLM in a way that the source does not decide. `what` is the finding's message."""
 
     place: Place
     what: str
@@ -193,7 +193,7 @@ Fact = (
 
 @dataclass(slots=True)
 class FileFacts:
-    """All that the auditor records about one file."""
+    """Holds all that the auditor records about one file."""
 
     file: str
     facts: list[Fact] = field(default_factory=list)

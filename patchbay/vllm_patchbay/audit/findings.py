@@ -9,7 +9,7 @@ from vllm_patchbay.audit.rules import RULES, Rule, Severity
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One violation of a rule, at one line of the plugin and for one vLLM."""
+    """Describes one violation of a rule, at one line of the plugin and for one vLLM."""
 
     rule_id: str
     severity: Severity

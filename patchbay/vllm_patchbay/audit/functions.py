@@ -19,7 +19,7 @@ GUARDED_EXCEPTIONS = frozenset({"ImportError", "ModuleNotFoundError", "Attribute
 
 @dataclass(slots=True)
 class FunctionSummary:
-    """The properties of a file's top-level functions that the reader of its statements needs, each by name."""
+    """Holds the properties of a file's top-level functions that the reader of its statements needs, each by name."""
 
     setters: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Functions that call setattr with two of their parameters: the positions of the object and of the name."""
@@ -30,7 +30,7 @@ class FunctionSummary:
 
 @dataclass(frozen=True, slots=True)
 class Helper:
-    """A function that consists of imports and a return statement, so that calls of it can be evaluated."""
+    """Describes a function that consists of imports and a return statement, so that calls of it can be evaluated."""
 
     parameters: tuple[str, ...]
     imports: tuple[tuple[str, str], ...]

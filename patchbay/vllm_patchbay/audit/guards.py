@@ -50,7 +50,7 @@ _GUARD_CALLS = frozenset({"hasattr", "find_spec", "signature", "importorskip"})
 
 
 class GuardReader(ExpressionReader):
-    """Adds conditions to the evaluation of expressions."""
+    """Evaluates boolean expressions to conditions."""
 
     def condition(self, node: ast.expr) -> Condition:
         """Returns the condition that the expression is true."""

@@ -23,7 +23,7 @@ from vllm_patchbay.upstream.symbols import SymbolIndex
 
 @dataclass(frozen=True, slots=True)
 class PluginFile:
-    """One Python file to audit."""
+    """Describes one Python file to audit."""
 
     name: str
     """Path relative to the audited folder or wheel, with forward slashes."""
@@ -35,7 +35,7 @@ class PluginFile:
 
 
 class PluginTree(SourceTree):
-    """Source tree of the plugin's own modules, so that a name can be resolved through them into vLLM."""
+    """Reads the plugin's own modules as a source tree, so that a name can be resolved through them into vLLM."""
 
     package = ""
     version = ""
@@ -94,7 +94,7 @@ def _check_size(size: int, max_bytes: int) -> None:
 
 @dataclass(slots=True)
 class Plugin:
-    """The audited plugin. `gather` fills in the fields from `facts` on."""
+    """Describes the audited plugin. `gather` fills in the fields from `facts` on."""
 
     files: tuple[PluginFile, ...]
     tree: PluginTree

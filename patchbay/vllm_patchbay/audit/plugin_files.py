@@ -25,7 +25,7 @@ _MAX_FILES = 100_000
 
 @dataclass(slots=True)
 class CollectedPlugin:
-    """A plugin's files and entry points, before its files are read."""
+    """Holds a plugin's files and entry points, before its files are read."""
 
     root: Path
     plugin: Plugin

@@ -10,7 +10,7 @@ from enum import IntEnum
 
 
 class Severity(IntEnum):
-    """How severe a finding is, in ascending order."""
+    """Grades how severe a finding is, in ascending order."""
 
     NOTE = 0
     WARNING = 1
@@ -24,7 +24,7 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One kind of finding."""
+    """Describes one kind of finding."""
 
     id: str
     name: str

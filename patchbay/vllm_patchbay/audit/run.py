@@ -56,7 +56,7 @@ _CHUNK_BYTES = 400_000
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of an audit."""
+    """Holds the result of an audit."""
 
     path: str
     versions: tuple[str, ...]

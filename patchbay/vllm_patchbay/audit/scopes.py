@@ -15,7 +15,7 @@ from vllm_patchbay.audit.conditions import Condition, Reach, Ref
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """A literal number, string or tuple of numbers, and where the source has it."""
+    """Represents a literal number, string or tuple of numbers, and where the source has it."""
 
     value: object
     line: int = 0
@@ -24,7 +24,7 @@ class Const:
 
 @dataclass(frozen=True, slots=True)
 class VllmVersion:
-    """vLLM's version, or a part of it.
+    """Represents vLLM's version, or a part of it.
 
     `form` is text, version (a `packaging.version.Version`), tuple (its numbers, cut to the first `length`), fields (the
     same as strings), number or field (the one at index `length`), or parts (the text split in another way).
@@ -36,26 +36,26 @@ class VllmVersion:
 
 @dataclass(frozen=True, slots=True)
 class VersionDerived:
-    """A value computed from vLLM's version in a way that the auditor does not evaluate."""
+    """Represents a value computed from vLLM's version in a way that the auditor does not evaluate."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """A set of version specifiers."""
+    """Represents a set of version specifiers."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A skip mark of pytest or unittest: the marked test runs only if the condition holds."""
+    """Represents a skip mark of pytest or unittest: the marked test runs only if the condition holds."""
 
     runs: Condition
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An instance of a class, or the class itself."""
+    """Represents an instance of a class, or the class itself."""
 
     paths: tuple[str, ...]
     """Dotted name of the class; several names if it may be any of them."""
@@ -63,7 +63,7 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a plugin function, or of a function nested in it. Its callers decide what it holds."""
+    """Represents a parameter of a plugin function, or of a function nested in it. Its callers decide what it holds."""
 
     function: str
     """Dotted name of the outermost function."""
@@ -71,21 +71,21 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A boolean that is true if the condition holds."""
+    """Represents a boolean that is true if the condition holds."""
 
     condition: Condition
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """The result of ``find_spec`` for a module: None if the module does not exist."""
+    """Represents the result of ``find_spec`` for a module: None if the module does not exist."""
 
     module: str
 
 
 @dataclass(slots=True, eq=False)
 class Literal:
-    """A list, tuple, set or dictionary display. Its elements are evaluated in the scope that the display is in."""
+    """Represents a list, tuple, set or dictionary display. Its elements are evaluated in the display's scope."""
 
     node: ast.Dict | ast.List | ast.Tuple | ast.Set
     scope: Scope
@@ -102,12 +102,12 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """A value that the auditor does not evaluate."""
+    """Represents a value that the auditor does not evaluate."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterDefault:
-    """A parameter whose default is an object of vLLM. A caller may pass another object."""
+    """Represents a parameter whose default is an object of vLLM. A caller may pass another object."""
 
     path: str
     """Dotted name of the default."""
@@ -132,7 +132,7 @@ Value: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One value that an expression may have, and the conditions under which it has that value."""
+    """Represents one value that an expression may have, and the conditions under which it has that value."""
 
     value: Value
     reach: Reach = ()
@@ -143,7 +143,7 @@ VERSION_DERIVED = [Alternative(VersionDerived())]
 
 
 class Scope:
-    """The names that a module, class or function binds."""
+    """Holds the names that a module, class or function binds."""
 
     def __init__(self, parent: Scope | None, *, base: Reach = (), is_class: bool = False) -> None:
         self.parent = parent

@@ -49,7 +49,7 @@ _CATCHING_TYPES: dict[str, frozenset[str]] = {
 
 
 class VllmTarget:
-    """One vLLM to audit against, together with the plugin."""
+    """Resolves names in one vLLM to audit against, together with the plugin."""
 
     def __init__(self, tree: SourceTree, plugin: Plugin) -> None:
         self.tree = tree
@@ -138,7 +138,7 @@ class VllmTarget:
 
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """Whether the line of a fact runs with one vLLM. ``TYPE_CHECKING`` counts as running."""
+    """Records whether the line of a fact runs with one vLLM. ``TYPE_CHECKING`` counts as running."""
 
     runs: bool
     guarded: bool = False

@@ -29,7 +29,7 @@ ENTRY_POINT_GROUP = "vllm_patchbay.patches"
 
 @dataclass(frozen=True, slots=True)
 class PatchFile:
-    """A module that declares patches."""
+    """Locates a module that declares patches."""
 
     module: str
     process: Process
@@ -60,7 +60,7 @@ class PatchFile:
 
 @dataclass(frozen=True, slots=True)
 class PatchSet:
-    """Patches that are listed, checked or applied together."""
+    """Holds patches that are listed, checked or applied together."""
 
     patches: tuple[Patch, ...]
     deferred: tuple[PatchFile, ...] = ()

@@ -24,7 +24,7 @@ _NO_LINK = "none:"
 
 
 class Process(Enum):
-    """The process that needs a patch. The patch is applied there at the latest."""
+    """Names the process that needs a patch. The patch is applied there at the latest."""
 
     PLATFORM = "platform"
     """Every process, as soon as vLLM chooses the platform."""
@@ -36,7 +36,7 @@ class Process(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A digest of the target's source, and one of each of its lines.
+    """Holds a digest of the target's source, and one of each of its lines.
 
     The digests of lines locate a drift line by line, without a copy of vLLM's source.
     """
@@ -58,7 +58,7 @@ class Fingerprint:
 
 @dataclass(eq=False)
 class Patch:
-    """A change of one attribute of one module or class."""
+    """Declares a change of one attribute of one module or class."""
 
     target: str
     """Attribute to replace, as ``package.module:Qualified.name``."""

@@ -21,7 +21,7 @@ from vllm_patchbay.patch.references import holders
 
 @dataclass
 class Rebinding:
-    """The attributes that were replaced for one patch."""
+    """Records the attributes that were replaced for one patch."""
 
     patch: Patch
     places: list[tuple[Any, str, Any, Any]] = field(default_factory=list)

@@ -24,7 +24,7 @@ TEXT_FIELDS = ("why", "how", "upstream", "remove_when")
 
 @dataclass(frozen=True, slots=True)
 class NewPatch:
-    """The arguments of ``vllm-patchbay new``."""
+    """Holds the arguments of ``vllm-patchbay new``."""
 
     target: str
     process: str

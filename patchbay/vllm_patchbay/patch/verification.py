@@ -28,7 +28,7 @@ from vllm_patchbay.upstream.source import SourceError
 
 
 class Outcome(Enum):
-    """Whether and why a patch can be applied to a vLLM."""
+    """Names whether and why a patch can be applied to a vLLM."""
 
     FITS = "fits"
     """The target is one that the patch was written against."""
@@ -67,7 +67,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of verifying one patch against one vLLM."""
+    """Holds the result of verifying one patch against one vLLM."""
 
     patch: str
     outcome: Outcome

@@ -21,7 +21,7 @@ MAX_UNRELATED_CLASSES = 8
 
 @dataclass(slots=True)
 class Calls:
-    """The arguments that all calls of one method name pass, taken together."""
+    """Summarizes the arguments that all calls of one method name pass."""
 
     keywords: set[str] = field(default_factory=set)
     positional: int = 0

@@ -14,7 +14,7 @@ from vllm_patchbay.upstream.signatures import Signature, signature_of_node
 
 
 class Binds(StrEnum):
-    """The kind of statement that binds a name."""
+    """Names the kind of statement that binds a name."""
 
     CLASS = "class"
     FUNCTION = "function"
@@ -26,7 +26,7 @@ class Binds(StrEnum):
 
 
 class MethodKind(StrEnum):
-    """Whether a method gets the instance, the class or neither as its first argument."""
+    """Distinguishes whether a method gets the instance, the class or neither as its first argument."""
 
     INSTANCE = "instance"
     CLASS = "class"
@@ -35,7 +35,7 @@ class MethodKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """One binding of a name. A name that several branches bind has several."""
+    """Describes one binding of a name. A name that several branches bind has several."""
 
     name: str
     binds: Binds
@@ -56,7 +56,7 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class ClassBody:
-    """The bases and the members of a class."""
+    """Holds the bases and the members of a class."""
 
     bases: tuple[str, ...]
     """Base classes as written, without subscripts; an empty string for an expression that is not a dotted name."""
@@ -71,7 +71,7 @@ class ClassBody:
 
 @dataclass(slots=True)
 class ModuleSymbols:
-    """The names that one module binds."""
+    """Holds the names that one module binds."""
 
     name: str
     is_package: bool

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """The kind of a parameter, as in `inspect.Parameter.kind`."""
+    """Names the kind of a parameter, as in `inspect.Parameter.kind`."""
 
     POSITIONAL_ONLY = "positional-only"
     NORMAL = "normal"
@@ -24,7 +24,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a function."""
+    """Describes one parameter of a function."""
 
     name: str
     kind: Kind
@@ -37,7 +37,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The parameters of a function, and whether a call of it has to be awaited."""
+    """Describes the parameters of a function, and whether a call of it has to be awaited."""
 
     parameters: tuple[Parameter, ...]
     is_async: bool = False
@@ -126,7 +126,7 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """One way in which a call that suits `original` fails with `replacement`."""
+    """Describes one way in which a call that suits `original` fails with `replacement`."""
 
     fault: Fault
     what: str

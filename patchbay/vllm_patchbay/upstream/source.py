@@ -34,7 +34,7 @@ COMPILED = (".so", ".pyd")
 
 
 class SourceError(PatchbayError):
-    """A source tree, or one file of it, cannot be read."""
+    """Reports that a source tree, or one file of it, cannot be read."""
 
 
 class SourceTree(ABC):

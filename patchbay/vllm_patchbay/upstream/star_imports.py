@@ -16,7 +16,7 @@ from vllm_patchbay.upstream.source import SourceTree
 
 @dataclass(frozen=True, slots=True)
 class StarImports:
-    """The names that the star imports of one module bring in."""
+    """Holds the names that the star imports of one module bring in."""
 
     origins: Mapping[str, tuple[str, ...]]
     """Modules that a name may come from, nearest first."""

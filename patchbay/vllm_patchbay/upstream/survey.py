@@ -32,7 +32,7 @@ VARIABLES_TABLE = "environment_variables"
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Facts about all modules of one source tree."""
+    """Holds facts about all modules of one source tree."""
 
     classes: dict[str, tuple[str, ...]]
     """Modules that define a class of the name."""

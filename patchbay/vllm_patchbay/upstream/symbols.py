@@ -22,7 +22,7 @@ from vllm_patchbay.upstream.star_imports import NO_STAR_IMPORTS, StarImports, re
 
 
 class Outcome(StrEnum):
-    """Whether a name was found in the source."""
+    """Names whether a name was found in the source."""
 
     FOUND = "found"
     MISSING = "missing"
@@ -31,7 +31,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """The definition that a name leads to, or why there is none."""
+    """Holds the definition that a name leads to, or the reason why there is none."""
 
     outcome: Outcome
     module: str = ""
@@ -66,7 +66,7 @@ class Resolution:
 
 @dataclass(frozen=True, slots=True)
 class Ancestors:
-    """A class and its bases, in the order in which Python looks attributes up (the MRO)."""
+    """Lists a class and its bases, in the order in which Python looks attributes up (the MRO)."""
 
     classes: tuple[tuple[str, str, ClassBody], ...]
     """Module, qualified name and content of each class."""

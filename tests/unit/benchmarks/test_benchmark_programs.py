@@ -37,7 +37,7 @@ def test_there_are_some() -> None:
 
 @pytest.mark.parametrize("way", ["by its path", "as a module"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_it_says_what_it_does(
+def test_it_prints_its_help(
     program: str, way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = FOLDER / f"{program}.py"

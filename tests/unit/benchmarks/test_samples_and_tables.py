@@ -99,7 +99,7 @@ def test_memory_and_start_are_judged_by_their_bounds() -> None:
     assert verdicts["smollm2: start-up to first token, slowest format"].holds is False
 
 
-def test_a_table_has_a_row_per_variant_and_says_what_is_missing() -> None:
+def test_a_table_has_a_row_per_variant_and_marks_what_is_missing() -> None:
     measured = samples("smollm2", "decode", "1 sequence", {"llama.cpp/f32": [50, 52, 51], "ours/fp32": [1234]})
     measured += samples("smollm2", "decode", "4 sequences", {"ours/fp32": [99.5, 100.5]})
     text = table.comparison("smollm2", FULL[0], grouped(measured))
@@ -167,7 +167,7 @@ def test_a_report_shows_machine_table_plot_verdicts_failures_and_commands(tmp_pa
         report.write(tmp_path)
 
 
-def test_a_failure_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_failure_is_reported_in_one_line(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("loading\nValueError: no such thing\nwarning: leaked objects\n\n")
     fault = failure_of(1, log)

@@ -39,7 +39,7 @@ def test_a_server_that_does_nothing_is_no_profile() -> None:
         by_part([samples()[0]] * 2, 10.0)
 
 
-def test_what_nobody_took_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_that_no_thread_took_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.serving.cores", lambda: 2)
     text = table(Profile(160.0, 10.0, {"engine, main thread": 9.0, "client": 2.0}))
     assert "160 tokens/s, 10.0 s on 2 cores" in text

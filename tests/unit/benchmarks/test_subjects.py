@@ -24,7 +24,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return folder
 
 
-def test_a_shape_is_what_it_says(tiny: Path) -> None:
+def test_a_model_has_the_declared_shape(tiny: Path) -> None:
     config = json.loads((tiny / "config.json").read_text())
     assert {key: config[key] for key in TINY.shape} == dict(TINY.shape)
     weights = load_file(tiny / "model.safetensors")
@@ -68,7 +68,7 @@ def test_names() -> None:
     assert gguf_files.gguf_name("model.embed_tokens.weight") == "token_embd.weight"
 
 
-def test_parameters_are_of_the_class_that_the_name_says(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_as_many_as_the_name_states(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts parameters by the formula of the architecture; the published sizes are 0.494 and 1.544 billion."""
     for subject, billions in zip(SUBJECTS[1:], (0.494, 1.544), strict=True):
         shape = subject.shape

@@ -29,7 +29,7 @@ def test_the_ratio_is_taken_turn_by_turn() -> None:
 @pytest.mark.parametrize(
     ("least", "status", "message"), [(None, 0, ""), (0.6, 0, ""), (0.7, 1, "decoding 1: below 0.7")]
 )
-def test_the_exit_status_tells_whether_any_workload_is_slow(
+def test_the_exit_status_shows_whether_any_workload_is_slow(
     least: float | None, status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert turns.report("a title", RESULTS, least, False) == status

@@ -173,7 +173,7 @@ class TestSockets:
         serve.use_own_socket_folder()
         assert os.environ["VLLM_RPC_BASE_PATH"] == str(long) and not at_exit
 
-    def test_a_folder_that_is_not_there_is_told(self, tmp_path, monkeypatch, at_exit):
+    def test_a_missing_folder_is_rejected(self, tmp_path, monkeypatch, at_exit):
         monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path / "nowhere"))
         with pytest.raises(BackplaneError, match=r"VLLM_RPC_BASE_PATH is .*nowhere, which is not a folder"):
             serve.use_own_socket_folder()
@@ -300,7 +300,7 @@ class TestServe:
 
 
 class TestModel:
-    def test_list_tells_the_state_of_each(self, tmp_path, capsys, monkeypatch):
+    def test_list_reports_the_state_of_each(self, tmp_path, capsys, monkeypatch):
         monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path))
         assert main(["model", "list", "--json"]) == 0
         listed = json.loads(capsys.readouterr().out)

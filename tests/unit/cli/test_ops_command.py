@@ -69,13 +69,13 @@ def test_a_forced_reference_is_shown_as_one_and_why():
 
 @pytest.mark.process
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limit is of x86")
-def test_it_says_what_multiplies_by_weights_of_a_type():
+def test_it_reports_what_multiplies_by_weights_of_a_type():
     report = json.loads(run("--json", BACKPLANE_DEVICE="cpu", ONEDNN_MAX_CPU_ISA="AVX512_CORE").stdout)
     assert report["linear"] == {"float32": "linear", "bfloat16": "blocked_linear", "float16": "blocked_linear"}
 
 
 @pytest.mark.process
-def test_what_it_says_is_what_the_dispatcher_does():
+def test_what_it_reports_is_what_the_dispatcher_does():
     """Runs in a subprocess, because kernels cannot be unloaded."""
     program = (
         "import torch\n"
@@ -167,19 +167,19 @@ def test_no_operator_is_called_from_a_module_without_a_declaration():
 
 def test_hooks_of_registries_are_those_that_are_registered():
     from vllm_backplane.binding import ir
-    from vllm_backplane.runner import kernel_adapters as runner_kernels
+    from vllm_backplane.runner import kernel_adapters
 
     kernels = {
         hook.upstream.replace(":", "."): hook.replacement.partition(":")[2]
         for hook in HOOKS
         if hook.kind == RUNNER_KERNEL
     }
-    assert kernels == {name: adapter.__name__ for name, adapter in runner_kernels.ADAPTERS.items()}
+    assert kernels == {name: adapter.__name__ for name, adapter in kernel_adapters.ADAPTERS.items()}
     assert {hook.layer: hook.operators for hook in HOOKS if hook.kind == IR_OPERATOR} == ir.BOUND
 
 
 @pytest.mark.process
-def test_a_device_that_counts_tells_what_the_host_did():
+def test_a_device_that_counts_reports_what_the_host_did():
     done = run("--device", "sim", "--family", "sampling")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("No reference runs a PyTorch operator on the host")

@@ -1,4 +1,4 @@
-"""Tests that async scheduling is off on a device without streams unless the user asks for it."""
+"""Tests that async scheduling is off on a device without streams unless the user requests it."""
 
 from __future__ import annotations
 

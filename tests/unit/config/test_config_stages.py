@@ -105,15 +105,15 @@ def mixture(named: list[str] | None) -> Any:
     )
 
 
-def test_the_second_runner_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_v2_model_runner_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(BackplaneError, match="device 'cpu' has no Triton; set VLLM_USE_V2_MODEL_RUNNER=0"):
         VllmConfig()
 
 
 def test_graphs_on_a_device_without_them() -> None:
-    asked = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
-    config = VllmConfig(compilation_config=asked)
+    requested = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY)
+    config = VllmConfig(compilation_config=requested)
     with pytest.raises(BackplaneError, match=r"device 'card' does not support graphs; remove -cc\.cudagraph_mode"):
         graphs.set_compilation_defaults(config, cards())
 
@@ -223,7 +223,7 @@ def with_states(hybrid: bool, explicit: Any = None, **cache: Any) -> Any:
     )
 
 
-def test_prefixes_of_a_hybrid_that_nobody_asked_for_are_off() -> None:
+def test_prefix_caching_of_a_hybrid_is_off_unless_requested() -> None:
     config = with_states(hybrid=True)
     stages.set_prefix_caching(config)
     cache = config.cache_config
@@ -235,11 +235,11 @@ def test_prefixes_of_a_hybrid_that_nobody_asked_for_are_off() -> None:
     [
         (True, {}, True),
         (True, {"mamba_cache_mode": "all"}, None),
-        (False, {}, None),  # vLLM's default is off, so the user asked for it
+        (False, {}, None),  # vLLM's default is off, so the user requested it
     ],
     ids=["stated", "cache mode", "no hybrid"],
 )
-def test_prefixes_that_were_asked_for_are_refused(hybrid: bool, cache: dict[str, Any], explicit: bool | None) -> None:
+def test_requested_prefix_caching_is_refused(hybrid: bool, cache: dict[str, Any], explicit: bool | None) -> None:
     with pytest.raises(
         BackplaneError, match=r"SomeForCausalLM carries a recurrent state.* remove --enable-prefix-caching"
     ):
@@ -318,9 +318,9 @@ def test_graphs_take_whole_drafts(device: str, method: str, drafts: int, sizes: 
 # --- attention ----------------------------------------------------------------------------------------------------
 
 
-def attention(**asked: Any) -> AttentionSelectorConfig:
+def attention(**requested: Any) -> AttentionSelectorConfig:
     given: dict[str, Any] = {"head_size": 64, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": 16}
-    return AttentionSelectorConfig(**{**given, **asked})
+    return AttentionSelectorConfig(**{**given, **requested})
 
 
 def test_another_attention_backend() -> None:
@@ -332,7 +332,7 @@ def test_another_attention_backend() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("requested", "reason"),
     [
         ({"use_mla": True, "use_sparse": True}, "sparse"),
         ({"use_mla": True, "kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
@@ -342,9 +342,9 @@ def test_another_attention_backend() -> None:
         ({"dtype": torch.float64}, r"compute in torch\.fl"),
     ],
 )
-def test_attention_that_is_not_there(asked: dict[str, Any], reason: str) -> None:
+def test_attention_that_is_not_there(requested: dict[str, Any], reason: str) -> None:
     with pytest.raises(BackplaneError, match=rf"not supported on device 'cpu': .*{reason}"):
-        backend_path(None, attention(**asked), CpuDevice())
+        backend_path(None, attention(**requested), CpuDevice())
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ def test_graphs_that_hold_fewer_tokens_than_a_draft() -> None:
     config, chosen = speculating("ngram", 4), choose(name="cpu")
     config.compilation_config.max_cudagraph_capture_size = 4
     graphs.set_compilation_defaults(config, chosen)
-    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE, "the user did not ask for graphs"
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE, "the user did not request graphs"
     config = speculating("ngram", 16)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
     with pytest.raises(BackplaneError, match="at most 16 tokens; lower num_speculative_tokens, or remove -cc"):

@@ -87,13 +87,13 @@ def test_the_highest_priority_wins_whatever_the_order():
         assert "fast" in chosen.reason
 
 
-def test_what_is_not_available_is_passed_over_when_nothing_was_asked_for():
+def test_what_is_not_available_is_passed_over_when_nothing_was_requested():
     chosen = select(entries("absent", "raising", "slow"), None)
     assert chosen.entry.name == "slow"
     assert "only" in chosen.reason
 
 
-def test_a_request_beats_priority_and_says_whose_it_was():
+def test_a_request_beats_priority_and_its_source_is_named():
     chosen = select(entries("slow", "fast"), "slow", "BACKPLANE_DEVICE")
     assert chosen.entry.name == "slow"
     assert "BACKPLANE_DEVICE" in chosen.reason
@@ -113,7 +113,7 @@ def test_an_unknown_device_suggests_the_nearest_and_lists_the_offer():
     assert "fast, slow" in str(fault.value)
 
 
-def test_when_none_can_be_used_every_reason_is_told():
+def test_when_none_can_be_used_every_reason_is_reported():
     with pytest.raises(DeviceUnavailable) as fault:
         select(entries("absent", "raising"), None)
     assert "absent: no card in any slot" in str(fault.value)
@@ -136,7 +136,7 @@ def test_a_probe_that_raises_means_unavailable_with_the_cause():
         ("quick", "Fast", "whose name is 'fast'"),
     ],
 )
-def test_a_broken_offer_is_unavailable_and_says_why(name, target, cause):
+def test_a_broken_entry_point_is_unavailable_with_a_reason(name, target, cause):
     broken = entry(name, target)
     probe = broken.probe()
     assert not probe.available
@@ -160,7 +160,7 @@ def test_options_are_the_classes_own_and_reach_the_device():
 
 
 @pytest.mark.parametrize(("available", "count", "reason"), [(True, 0, ""), (False, 0, "")])
-def test_a_probe_that_says_nothing_useful_cannot_be_made(available, count, reason):
+def test_an_incomplete_probe_cannot_be_made(available, count, reason):
     with pytest.raises(ValueError, match="device"):
         Probe(available=available, count=count, reason=reason)
 

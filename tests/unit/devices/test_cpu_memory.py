@@ -108,7 +108,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     """Every second of many blocks is freed, so that the free memory is not at the end of the heap.
 
     The blocks come from the C library: PyTorch's builds for ARM have an allocator of their own, which returns pages
-    when it chooses and cannot be asked to.
+    when it chooses and cannot be made to.
     """
     program = (
         "import gc, numpy\n"
@@ -126,7 +126,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     assert int(done.stdout) > 40 << 20
 
 
-def test_memory_is_given_back_when_nobody_looks_at_it() -> None:
+def test_memory_is_given_back_when_no_tensor_uses_it() -> None:
     tensor = torch.ones(1 << 20, dtype=torch.uint8)
     storage = tensor.untyped_storage()
     drop_unused_storage(storage)
@@ -149,7 +149,7 @@ def test_memory_that_is_locked_stays() -> None:
         ctypes.CDLL(None).munlock(place, size)
 
 
-def test_pages_that_stay_small_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_stay_small_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system is made to reject the request, as one without MADV_COLLAPSE does."""
     monkeypatch.setattr(host, "_huge_pages_of_system", lambda: "[madvise]")
     storage = torch.ones(8 << 20, dtype=torch.uint8).untyped_storage()

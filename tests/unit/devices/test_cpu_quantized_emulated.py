@@ -52,7 +52,7 @@ def test_products_of_a_processor_are_right_and_no_others_run(
     command = [*emulator, str(request.getfixturevalue("program"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    printed = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     lacking = len(SETS) - runs
-    assert {name: said[name] for name in SETS[:lacking]} == dict.fromkeys(SETS[:lacking], "not on this machine")
-    assert all(said[name].endswith("products as expected") for name in SETS[lacking:])
+    assert {name: printed[name] for name in SETS[:lacking]} == dict.fromkeys(SETS[:lacking], "not on this machine")
+    assert all(printed[name].endswith("products as expected") for name in SETS[lacking:])

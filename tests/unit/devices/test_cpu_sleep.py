@@ -181,7 +181,7 @@ def test_a_folder_in_memory_is_none(tmp_path: Path, mounts: Path) -> None:
         folder_on_disk(str(tmp_path), mounts)
 
 
-def test_a_folder_that_is_none_is_told_before_weights_are_loaded(tmp_path: Path) -> None:
+def test_a_folder_that_is_none_is_rejected_before_weights_are_loaded(tmp_path: Path) -> None:
     device = CpuDevice({"sleep_folder": str(tmp_path / "nothing")})
     with pytest.raises(BackplaneError, match="nothing is not a folder"), device.sleep_pool("weights"):
         pass

@@ -272,7 +272,7 @@ def test_a_system_that_lists_its_cores_in_another_way_has_a_core_for_each(tmp_pa
     assert [core.cpus for core in physical_cores({0, 1}, tmp_path)] == [(0,), (1,)]
 
 
-def test_a_system_that_lets_nobody_bind_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_rejects_binding_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise PermissionError(1, "not permitted")
 

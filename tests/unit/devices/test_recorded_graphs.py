@@ -200,7 +200,7 @@ def test_memory_goes_with_the_graph_and_what_it_gave() -> None:
     assert live_graph_memories() == before
 
 
-def test_a_stale_input_is_told() -> None:
+def test_a_stale_input_is_rejected() -> None:
     calls = CapturedCalls(CpuGraph)
     x = numbers()
     calls.capture("layers", lambda: layers(x), {"x": x})
@@ -229,7 +229,7 @@ def test_a_stale_input_is_told() -> None:
         (lambda x: x.to_sparse(), "aten::"),
     ],
 )
-def test_what_cannot_be_replayed_is_told(call: Call, reason: str) -> None:
+def test_what_cannot_be_replayed_is_rejected(call: Call, reason: str) -> None:
     with pytest.raises(GraphError, match="cannot be a graph: .*" + reason):
         captured(call, numbers())
     graph, result = captured(layers, numbers())  # the next capture works
@@ -237,7 +237,7 @@ def test_what_cannot_be_replayed_is_told(call: Call, reason: str) -> None:
     assert torch.equal(result, layers(numbers()))
 
 
-def test_shapes_that_change_with_values_are_told() -> None:
+def test_shapes_that_change_with_values_are_rejected() -> None:
     x = numbers()
     try:
         graph, _ = captured(lambda x: [place + 0 for place in torch.where(x > 0)], x)

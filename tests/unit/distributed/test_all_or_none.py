@@ -28,7 +28,7 @@ def failing(text: str) -> Callable[[], None]:
     return act
 
 
-def test_the_last_rank_tells_what_was_undone() -> None:
+def test_the_last_rank_raises_and_every_rank_undoes() -> None:
     undone: list[int] = []
     all_or_none.run_all_or_none(TWO, 0, failing("full"), lambda: undone.append(0))
     with pytest.raises(BackplaneError, match="rank 1: full"):

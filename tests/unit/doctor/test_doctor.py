@@ -279,7 +279,7 @@ def test_which_vllm_fits(version, severities):
         ("0.29.0", ""),
     ],
 )
-def test_what_was_run_on_a_vllm_is_said(version, note):
+def test_the_note_names_what_was_run_on_a_vllm(version, note):
     component, findings = software.check_vllm([("vllm", version)])
     assert component.note == note
     assert all("supported: 0.30, 0.31, 0.32" in finding.what for finding in findings)
@@ -360,7 +360,7 @@ def test_a_layer_that_binds_to_nothing_is_an_error():
 SCOPES = {"": (Option("device", None, text, "d"), Option("size", 1, integer(1), "s")), "npu": ()}
 
 
-def test_every_option_fault_is_told_and_the_sound_ones_count():
+def test_every_option_fault_is_reported_and_valid_options_apply():
     given = {"size": 3, "sise": 1, "npu": {"x": 1}, "device": ""}
     valid = options.validate(SCOPES, given, {"BACKPLANE_SIZ": "2", "BACKPLANE_DEVICE": "npu", "PATH": "x"})
     assert [each.severity for each in valid.findings] == ["error"] * 4
@@ -370,7 +370,7 @@ def test_every_option_fault_is_told_and_the_sound_ones_count():
     assert valid.settings[""]["device"].value == "npu"
 
 
-def test_contradicting_options_are_told():
+def test_contradicting_options_are_reported():
     valid = options.validate(SCOPES, {"size": 3}, {"BACKPLANE_SIZE": "4"})
     assert [each.severity for each in valid.findings] == ["error"]
     assert "remove one" in valid.findings[0].what

@@ -58,7 +58,7 @@ GATED = {"blk.0.ffn_gate.bias": (64,), "blk.0.ffn_up.bias": (64,), "blk.0.ffn_do
         ({**QKV, **GATED, "blk.0.attn_output.bias": (32,)}, (True, True, True)),
     ],
 )
-def test_vllm_is_told_which_there_are(tmp_path: Path, tensors: Any, flags: tuple[bool, ...]) -> None:
+def test_the_configuration_names_the_biases_that_exist(tmp_path: Path, tensors: Any, flags: tuple[bool, ...]) -> None:
     """In vLLM's Llama, attention_bias applies only to the output projection if the configuration has qkv_bias."""
     config = configuration(open_model(write(tmp_path / "m.gguf", tensors=tensors)))
     assert (config["qkv_bias"], config["attention_bias"], config["mlp_bias"]) == flags

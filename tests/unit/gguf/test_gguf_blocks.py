@@ -71,7 +71,7 @@ def test_what_llama_quantize_made_is_bit_equal(kind: Type) -> None:
 
 
 @pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
-def test_codes_and_groups_are_what_the_layout_says(kind: Type) -> None:
+def test_codes_and_groups_match_the_layout(kind: Type) -> None:
     layout = LAYOUTS[kind]
     found = grouped(torch.from_numpy(random_blocks(kind)), kind)
     assert found.codes.shape[-1] == layout.group and int(found.codes.max()) < 2**layout.bits

@@ -103,7 +103,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_a_configuration_says_what_the_file_says(tmp_path: Path) -> None:
+def test_a_configuration_has_the_values_of_the_file(tmp_path: Path) -> None:
     made = configuration(open_model(write(tmp_path / "m.gguf", rope__freq_base=500000.0)))
     assert made["hidden_size"] == 32 and made["vocab_size"] == 8 and made["head_dim"] == 8
     assert made["num_key_value_heads"] == 2 and made["rms_norm_eps"] == 1e-5
@@ -113,7 +113,7 @@ def test_a_configuration_says_what_the_file_says(tmp_path: Path) -> None:
     assert wide["head_dim"] == 16, "from the weights, where the metadata has no head size"
 
 
-def test_a_file_in_half_precision_says_so(tmp_path: Path) -> None:
+def test_a_file_in_half_precision_has_dtype_float16(tmp_path: Path) -> None:
     """vLLM's `--dtype auto` rounds a float32 model to bfloat16."""
     assert configuration(open_model(write(tmp_path / "m.gguf", matrices=np.float16)))["torch_dtype"] == "float16"
     assert configuration(open_model(write(tmp_path / "m.gguf")))["torch_dtype"] == "float32"
@@ -272,7 +272,7 @@ def ours(folder: Path) -> Any:
         ("qwen2", QWEN2, False),
     ],
 )
-def test_byte_level_vocabularies_split_as_their_name_says(
+def test_byte_level_vocabularies_split_as_their_pre_tokenizer_does(
     tmp_path: Path, name: str, pattern: str | None, digits: bool
 ) -> None:
     """Compares with a tokenizer that the tokenizers library trained, with the library's own split for GPT-2."""

@@ -56,7 +56,7 @@ def test_what_has_other_weights_or_is_not_known_is_left_to_vllm(lookups: list[st
     assert lookups == [name]
 
 
-def test_nothing_is_asked_about_other_names_and_paths(lookups: list[str], tmp_path: Path) -> None:
+def test_nothing_is_looked_up_for_other_names_and_paths(lookups: list[str], tmp_path: Path) -> None:
     (tmp_path / "m.gguf").touch()
     elsewhere = ("s3://bucket/m-gguf", "gs://bucket/m-gguf/", "/models/missing.gguf", "models/in/gguf:more")
     for name in ("org/model", "smollm2", str(tmp_path / "m.gguf"), *elsewhere):

@@ -170,7 +170,7 @@ def test_tokens_are_those_of_the_tokenizer_that_the_name_stands_for(tmp_path: Pa
     assert (WHOLE in ours.encode("xyzzy plugh").tokens) is wanted.ignore_merges
 
 
-def test_the_texts_tell_the_splittings_apart() -> None:
+def test_the_texts_distinguish_the_splittings() -> None:
     """Otherwise equal tokens would not show that the right pre-tokenizer is used."""
     kinds = {
         name: tuple(tuple(expected(NAMES[name]).encode(text).ids) for text in TEXTS)
@@ -180,11 +180,11 @@ def test_the_texts_tell_the_splittings_apart() -> None:
 
 
 @pytest.mark.parametrize("name", ["glm4", "qwen35", "default"])
-def test_a_name_that_is_not_known_is_told(tmp_path: Path, name: str) -> None:
+def test_an_unknown_name_is_rejected(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=rf"pre-tokenizer is '{name}'.*served are gpt-2, .*gpt-4o; use"):
         written(tmp_path, name)
 
 
-def test_a_file_that_names_none_is_told(tmp_path: Path) -> None:
+def test_a_file_that_names_none_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not name its pre-tokenizer .*tokenizer\.ggml\.pre.*current"):
         written(tmp_path, None)

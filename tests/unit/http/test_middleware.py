@@ -80,7 +80,7 @@ class Client:
         return sent[0]["status"], sent[1]["body"].decode()
 
 
-def test_asleep_requests_are_told_so_until_all_is_awake() -> None:
+def test_requests_are_answered_with_503_until_all_is_awake() -> None:
     async def run() -> None:
         client = Client(engine := Engine())
         assert await client.post("/v1/completions") == (200, "done")
@@ -146,7 +146,7 @@ def test_sleep_mode_that_is_off_is_the_requests_fault() -> None:
     asyncio.run(run())
 
 
-def test_one_of_several_servers_asks_the_engine() -> None:
+def test_one_of_several_servers_queries_the_engine() -> None:
     async def run() -> None:
         client = Client(engine := Engine(servers=2))
         assert await client.post("/v1/completions") == (200, "done")

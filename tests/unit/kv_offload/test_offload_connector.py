@@ -21,7 +21,7 @@ SHAPE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "
 FULL, WINDOW = FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=64)
 
 
-def test_it_is_registered_however_often_that_is_asked() -> None:
+def test_it_can_be_registered_more_than_once() -> None:
     register()
     register()
     assert KVConnectorFactory.get_connector_class_by_name(NAME) is connector.BackplaneTier
@@ -70,6 +70,6 @@ def test_what_cannot_be_loaded_is_computed() -> None:
     assert theirs.kv_transfer_config.kv_load_failure_policy == "fail", "settings of another connector must not change"
 
 
-def test_bad_settings_are_told_before_an_engine_starts() -> None:
+def test_bad_settings_are_rejected_before_an_engine_starts() -> None:
     with pytest.raises(OptionError, match="lacks 'capacity'"):
         set_kv_offload(transferring(NAME))

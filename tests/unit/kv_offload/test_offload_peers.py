@@ -137,7 +137,7 @@ def test_who_is_not_there_is_left_alone_for_a_while(served: Address) -> None:
     assert len(warnings) == 1, "the peer got two requests"
 
 
-def test_nobody_takes_all_places_for_ever(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_client_takes_all_places_permanently(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that connect and send nothing are dropped. Until then others get the status BUSY."""
     monkeypatch.setattr(loopback_server, "MAX_CONNECTIONS", 2)
     monkeypatch.setattr(peer_server, "REQUEST_SECONDS", 5 * SECONDS)
@@ -261,12 +261,12 @@ def test_addresses_of_this_host(text: str) -> None:
         ({"peers": "127.0.0.1:9000"}, "did you mean 'peer'"),
     ],
 )
-def test_what_settings_cannot_say(given: dict[str, object], message: str) -> None:
+def test_invalid_settings_are_rejected(given: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         parse({"capacity": "1GiB", **given})
 
 
-def test_a_question_is_what_was_asked() -> None:
+def test_a_received_request_equals_the_sent_one() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         request = Request(Kind.GET, MODEL, list(KEYS))

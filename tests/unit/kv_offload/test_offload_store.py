@@ -213,6 +213,6 @@ def test_a_cache_that_is_not_in_blocks_is_refused() -> None:
         ({"capacity": "1GiB", "folder": "/nowhere/at/all"}, "is not a folder"),
     ],
 )
-def test_what_settings_cannot_say_is_an_error(given: dict[str, object], message: str) -> None:
+def test_invalid_settings_are_rejected(given: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         parse(given)

@@ -74,5 +74,5 @@ def test_a_convolution_is_left_alone(report: dict[str, list[float]]) -> None:
     assert report["convolution"] == [8, 1, 4]
 
 
-def test_processes_are_forked_unless_the_user_says_otherwise(report: dict[str, list[float]]) -> None:
+def test_processes_are_forked_by_default(report: dict[str, list[float]]) -> None:
     assert report["start method"] == "fork"

@@ -59,7 +59,7 @@ QUERY = "model.layers.1.self_attn.query"
         (stage(0, 3), "layers.4.self_attn.o_proj", {"chosen": ["qkv_proj"], "pooling": True}),
     ],
 )
-def test_what_the_model_has_nowhere_is_told(model: torch.nn.Module, name: str, more: Any) -> None:
+def test_a_layer_that_the_model_lacks_is_reported(model: torch.nn.Module, name: str, more: Any) -> None:
     assert reported(model, name, **more) == [f"the model has no layer {name!r} that takes an adapter"]
 
 

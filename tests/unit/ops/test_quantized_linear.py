@@ -1,3 +1,5 @@
+"""Tests the linear operator with quantized weights: packing, the layout of codes, and the matrix product."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -75,7 +77,7 @@ def test_over_samples(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize(("rows", "fan_in", "group", "width"), [(5, 40, 8, 4), (16, 64, 32, 16), (3, 24, 24, 1)])
-def test_every_code_lies_where_the_layout_says(
+def test_every_code_lies_where_the_layout_places_it(
     bits: int, rows: int, fan_in: int, group: int, width: int, signed: bool
 ) -> None:
     plain = space(torch.float32).integers(2**bits, rows, fan_in, dtype=torch.uint8)

@@ -17,7 +17,7 @@ def _line(table: tuple[resolution.Resolution, ...], name: str) -> resolution.Res
     return next(line for line in table if line.operator == name)
 
 
-def test_without_kernels_everything_is_a_reference_and_says_why() -> None:
+def test_without_kernels_everything_is_a_reference_with_a_reason() -> None:
     table = resolution.resolve("XLA", "provider")
     assert {line.operator for line in table} == set(declared())
     assert {line.implementation for line in table} == {"reference"}

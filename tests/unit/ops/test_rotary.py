@@ -1,3 +1,5 @@
+"""Tests the rotary embedding operator against multiplication by complex numbers."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -134,7 +134,7 @@ def family(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Family]:
     made.end()
 
 
-def test_a_killed_server_takes_its_engine_along_and_nobody_else(family: Family) -> None:
+def test_a_killed_server_ends_its_engine_and_no_other_process(family: Family) -> None:
     """A forked process watches from its start. A spawned one starts to watch when it loads the plugin."""
     family.wait_for("server", "engine", "worker", "another")
     time.sleep(1)

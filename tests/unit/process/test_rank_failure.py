@@ -31,7 +31,7 @@ def parallel(tensor: int, pipeline: int, backend: str = "mp") -> ParallelConfig:
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), SIZES)
-def test_the_rank_that_vllm_reads_is_heard_and_no_other(tensor: int, pipeline: int) -> None:
+def test_only_the_rank_that_vllm_reads_is_an_output_rank(tensor: int, pipeline: int) -> None:
     config = parallel(tensor, pipeline)
     executor = object.__new__(MultiprocExecutor)
     executor.parallel_config, executor.world_size = config, tensor * pipeline
@@ -39,11 +39,11 @@ def test_the_rank_that_vllm_reads_is_heard_and_no_other(tensor: int, pipeline: i
     assert output_ranks == [executor._get_output_rank()]
 
 
-def test_every_process_with_an_engine_of_its_own_is_heard() -> None:
+def test_every_process_with_an_engine_of_its_own_is_an_output_rank() -> None:
     assert all(is_output_rank(parallel(2, 2, "external_launcher"), rank) for rank in range(4))
 
 
-def test_what_is_heard_is_raised() -> None:
+def test_a_failure_of_an_output_rank_is_raised() -> None:
     with pytest.raises(ValueError, match="a card is gone"), terminate_on_unread_failure(parallel(2, 1), 0, "a step"):
         raise ValueError("a card is gone")
 
@@ -68,7 +68,7 @@ print("it goes on")
 
 
 @pytest.mark.process
-def test_what_nobody_hears_is_told_and_ends_the_process(tmp_path: Path) -> None:
+def test_a_failure_of_another_rank_is_logged_and_ends_the_process(tmp_path: Path) -> None:
     done = programs.run(programs.command(CHILD), timeout=120, cwd=tmp_path)
     assert done.returncode == EXIT_STATUS
     output = done.stdout + done.stderr
@@ -93,7 +93,7 @@ class Output(AsyncModelRunnerOutput):
 
 
 @pytest.mark.parametrize("event", ["async_copy_ready_event", "copy_event", None])
-def test_an_answer_that_nobody_reads_is_copied_before_it_is_dropped(event: str | None) -> None:
+def test_an_output_that_is_not_read_is_copied_before_it_is_dropped(event: str | None) -> None:
     output = Output(event)
     wait_for_output_copy(output)
     assert output.done == ["later work waits" if event else "the host waits"]

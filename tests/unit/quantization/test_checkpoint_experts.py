@@ -61,7 +61,7 @@ EXPERTS: dict[str, tuple[Mapping[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", EXPERTS)
-def test_experts_multiply_by_what_the_checkpoint_says(case: str) -> None:
+def test_experts_multiply_by_the_weights_of_the_checkpoint(case: str) -> None:
     config, make = EXPERTS[case]
     runner = experts(configured(config))
     layer, weights = runner.routed_experts, {}
@@ -97,7 +97,7 @@ def test_experts_are_not_loaded_again() -> None:
         first.weight_loader(first, torch.zeros(1), "", "w2", 0)
 
 
-def test_an_expert_that_is_missing_is_told() -> None:
+def test_a_missing_expert_is_rejected() -> None:
     layer = experts(configured(made.AWQ)).routed_experts
     for shard in ("w1", "w3"):
         stored = made.awq(FAN_IN, 128, 4, 32)
@@ -108,7 +108,7 @@ def test_an_expert_that_is_missing_is_told() -> None:
         layer.quant_method.process_weights_after_loading(layer)
 
 
-def test_an_expert_of_another_size_is_told() -> None:
+def test_an_expert_of_another_size_is_rejected() -> None:
     layer = experts(configured(made.AWQ)).routed_experts
     with pytest.raises(CheckpointError, match=r"\(256, 12\) for qweight .* requires \(256, 16\)"):
         load_expert(layer, 0, "w1", made.awq(FAN_IN, 96, 4, 32))

@@ -60,7 +60,7 @@ def _alone(one_worker: None) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_layer_multiplies_by_what_the_checkpoint_says(case: str) -> None:
+def test_a_layer_multiplies_by_the_weights_of_the_checkpoint(case: str) -> None:
     config, make = CASES[case]
     layer = RowParallelLinear(FAN_IN, 72, bias=False, quant_config=configured(config), prefix="down")
     stored = make(72, 1)
@@ -249,7 +249,7 @@ def test_parts_in_different_orders_are_refused() -> None:
         load(layer, made.gptq(FAN_IN, 16, 4, 32, by_activation=3), "v")
 
 
-def test_an_order_that_is_missing_is_told() -> None:
+def test_a_missing_order_is_rejected() -> None:
     config = configured(made.GPTQ, desc_act=True)
     layer = RowParallelLinear(FAN_IN, 24, bias=False, quant_config=config, prefix="down")
     stored = made.gptq(FAN_IN, 24, 4, 32)
@@ -259,7 +259,7 @@ def test_an_order_that_is_missing_is_told() -> None:
         process(layer)
 
 
-def test_unequal_groups_are_told() -> None:
+def test_unequal_groups_are_rejected() -> None:
     config = configured(made.GPTQ, desc_act=True)
     layer = RowParallelLinear(FAN_IN, 24, bias=False, quant_config=config, prefix="down")
     stored = made.gptq(FAN_IN, 24, 4, 32, by_activation=1)
@@ -359,7 +359,7 @@ def test_layers_are_loaded_again_at_the_same_addresses(case: str) -> None:
     assert_product(model.down, again.weight)
 
 
-def test_weights_that_stay_in_small_pages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_stay_in_small_pages_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[str] = []
     monkeypatch.setattr(packed_parameters.logger, "info_once", lambda text, reason: logged.append(text % reason))
     layer = torch.nn.Module()

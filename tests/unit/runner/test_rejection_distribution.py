@@ -62,9 +62,9 @@ def draw(certain: bool, top_k: int | None) -> torch.Tensor:
     described.target_logits_indices = rows[:, :DRAFTS].reshape(-1).int()
     described.bonus_logits_indices = rows[:, DRAFTS].int()
     changes: dict[str, Any] = {} if top_k is None else {"top_k": torch.full((REQUESTS,), top_k, dtype=torch.int32)}
-    asked = metadata([TEMPERATURE] * REQUESTS, **changes)
+    sampling = metadata([TEMPERATURE] * REQUESTS, **changes)
     sampler = RejectionSampler(BackplaneSampler())
-    return sampler(described, probabilities, target.repeat(REQUESTS, 1), asked).sampled_token_ids
+    return sampler(described, probabilities, target.repeat(REQUESTS, 1), sampling).sampled_token_ids
 
 
 def fits(drawn: torch.Tensor, top_k: int | None) -> list[float]:

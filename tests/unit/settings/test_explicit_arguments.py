@@ -53,7 +53,7 @@ BOTH = pytest.mark.parametrize("arguments", [by_command_line, by_python])
 
 @BOTH
 @pytest.mark.parametrize(("options", "expected"), [({}, False), ({"async_scheduling": True}, True)])
-def test_async_scheduling_is_on_where_it_is_asked_for(
+def test_async_scheduling_is_on_where_it_is_requested(
     arguments: Arguments, dense: Path, options: dict[str, bool], expected: bool
 ) -> None:
     """Runs on a device without streams."""
@@ -66,7 +66,7 @@ def test_async_scheduling_is_on_where_it_is_asked_for(
 
 
 @BOTH
-def test_prefixes_of_a_hybrid_are_refused_where_they_are_asked_for(arguments: Arguments, hybrid: Path) -> None:
+def test_prefix_caching_of_a_hybrid_is_refused_where_it_is_requested(arguments: Arguments, hybrid: Path) -> None:
     assert arguments(hybrid).create_engine_config().cache_config.enable_prefix_caching is False
     with pytest.raises(
         BackplaneError, match=r"JambaForCausalLM carries a recurrent state.* remove --enable-prefix-caching"

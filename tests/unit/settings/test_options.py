@@ -27,14 +27,14 @@ SCOPES = {"": (DEVICE, SHARE), "cpu": (THREADS, MODE), "sim": (THREADS,), "bare"
 
 
 @pytest.mark.parametrize(("given", "environment"), [({"acme": {"x": 1}}, {}), ({}, {"BACKPLANE_ACME_X": "1"})])
-def test_an_option_of_a_device_that_cannot_be_imported_says_so(given, environment):
+def test_an_option_of_a_device_that_cannot_be_imported_names_the_reason(given, environment):
     scopes = {**SCOPES, "acme": "device 'acme' cannot be used: libacme.so is missing"}
     with pytest.raises(OptionError, match=r"acme.*libacme\.so is missing"):
         resolve(scopes, given, environment)
     assert "acme" not in resolve(scopes, {}, {"BACKPLANE_SIM_THREADS": "5"})
 
 
-def test_without_anything_given_defaults_apply_and_say_so():
+def test_without_anything_given_defaults_apply_and_are_named_as_source():
     settled = resolve(SCOPES, {}, {})
     assert settled[""]["memory_share"].value == 0.5
     assert settled["cpu"]["bind-mode"].value == "near"

@@ -211,7 +211,7 @@ def test_versions_are_stated_in_one_place() -> None:
     assert [release.coverage == FULL for release in RELEASES] == [release is NEWEST for release in RELEASES]
 
 
-def test_differences_are_asked_for_in_compat_alone() -> None:
+def test_differences_are_looked_up_in_compat_alone() -> None:
     """Only settings/ and the commands that report versions depend on vLLM's version; others call compat.
 
     `compat.vllm_version()` is allowed: peers exchange it.

@@ -93,7 +93,7 @@ def test_a_gguf_file_counts_as_it_is_multiplied(tmp_path: Path, tied: bool) -> N
     assert weight_bytes(model) == embedding + 10 * (32 + 2 * 4) + 6 * (64 + 2 * 2) + 64 * 2
 
 
-def test_nothing_tells_nothing(tmp_path: Path) -> None:
+def test_without_a_checkpoint_the_size_is_unknown(tmp_path: Path) -> None:
     assert computed(tmp_path) is None
 
 

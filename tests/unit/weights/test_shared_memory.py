@@ -133,7 +133,9 @@ def test_a_process_that_cannot_be_looked_into(hold: Callable[..., Holder], tmp_p
 
 
 @pytest.mark.process
-def test_an_offer_that_says_what_is_not_so(hold: Callable[..., Holder], tmp_path: Path) -> None:
+def test_registered_weights_that_differ_from_their_digest_are_rejected(
+    hold: Callable[..., Holder], tmp_path: Path
+) -> None:
     registry, _ = WeightsRegistry(tmp_path / "registry"), hold()
     [file] = registered(registry)
     content = json.loads(file.read_text())

@@ -83,7 +83,7 @@ def test_all_that_a_model_holds(relay: Relay, warnings: list[str]) -> None:
     [Fault(after=20_000), Fault(after=0), Fault(after=40_000, flip=True), Fault(after=20_000, hang=2 * SECONDS)],
     ids=["cut", "cut at once", "damaged", "hangs"],
 )
-def test_what_breaks_off_is_asked_for_again(relay: Relay, warnings: list[str], fault: Fault) -> None:
+def test_what_breaks_off_is_requested_again(relay: Relay, warnings: list[str], fault: Fault) -> None:
     relay.faults = {1: fault}
     assert_same(fetch(relay.address, warnings))
     assert relay.connections == 3
@@ -109,7 +109,7 @@ def test_a_peer_that_gets_on_is_not_given_up(relay: Relay, warnings: list[str]) 
     assert relay.connections > 4
 
 
-def test_nobody_is_there(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_is_not_there_is_an_error(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_client, "RETRY_SECONDS", 0.01)
     address = free_address()
     with pytest.raises(BackplaneError, match=rf"{address}: .*refused .* check that the server runs, or load from the"):

@@ -93,7 +93,7 @@ def step(
     return ""
 
 
-def test_a_clean_step_says_nothing() -> None:
+def test_a_clean_step_reports_nothing() -> None:
     assert step(Model()) == ""
 
 
@@ -111,7 +111,7 @@ def test_a_flipped_exponent_is_named_where_it_happened(value: float) -> None:
     assert "Its inputs had no such values" in error
 
 
-def test_a_number_that_is_only_huge_is_told_as_such() -> None:
+def test_a_number_that_is_only_huge_is_reported_as_such() -> None:
     model = Model()
     model.layers[1].mlp.plant = put((2, 3), value=-2e30)
     error = step(model)
@@ -147,7 +147,7 @@ def test_infinities_count_and_one_row_has_one_request() -> None:
     assert "in token 3 of 6 (request c)" in error
 
 
-def test_what_came_in_is_told_from_what_arose() -> None:
+def test_values_from_the_inputs_are_reported_as_such() -> None:
     model = Model()
     model.layers[2].between = lambda x: x.index_fill(0, torch.tensor([5]), torch.nan)
     error = step(model)
@@ -291,7 +291,7 @@ def test_hooks_do_not_change_results() -> None:
     guard.finish()
 
 
-def test_a_device_that_checks_no_copies_says_why() -> None:
+def test_a_device_that_checks_no_copies_returns_the_reason() -> None:
     class Bare(Device):
         name, torch_type, dispatch_key = "bare", "cpu", "CPU"
 

@@ -69,7 +69,7 @@ def test_asking_for_more_than_there_is_names_both_numbers() -> None:
     assert budget.kv_cache_bytes(3 * GIB, activations=GIB) == 3 * GIB
 
 
-def test_the_host_keeps_some_whatever_is_asked_for() -> None:
+def test_the_host_keeps_some_whatever_is_requested() -> None:
     card = HostCard()
     kept = 512 << 20  # which is more than 3 % of 16 GiB
     for share in (0.99, 1.0):
@@ -87,7 +87,7 @@ def message(fault: pytest.ExceptionInfo[BackplaneError]) -> str:
 
 
 @pytest.mark.parametrize("share", [0.97, 1.0])
-def test_what_is_kept_for_the_host_is_told_and_no_share_would_help(share: float) -> None:
+def test_what_is_reserved_for_the_host_is_reported_and_no_share_would_help(share: float) -> None:
     """Two workers share 10 GiB less 0.5 GiB and get 4.75 GiB each."""
     card = HostCard()
     budget = Budget.at_start(card, 0, share=share, workers=2)
@@ -118,7 +118,7 @@ def test_a_larger_share_is_advised_where_it_is_enough(expected: int, helps: bool
     assert ("raise BACKPLANE_MEMORY_SHARE" in message(fault)) == helps
 
 
-def test_what_others_took_meanwhile_is_told() -> None:
+def test_what_others_took_meanwhile_is_reported() -> None:
     card = HostCard()
     budget = Budget.at_start(card, 0, share=0.5, workers=1)
     card.free = GIB
@@ -130,7 +130,7 @@ def test_a_card_of_its_own_may_be_filled() -> None:
     assert Budget.at_start(Card(), 0, share=1.0, workers=1).allowed == 10 * GIB
 
 
-def test_the_option_that_asked_for_too_much_is_named() -> None:
+def test_the_option_that_requested_too_much_is_named() -> None:
     budget = Budget.at_start(Card(), 0, share=0.5, workers=1)
     with pytest.raises(BackplaneError, match="lower --num-gpu-blocks-override"):
         budget.kv_cache_bytes(20 * GIB, 0, "--num-gpu-blocks-override")

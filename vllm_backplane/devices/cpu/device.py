@@ -23,7 +23,7 @@ from vllm_backplane.settings.options import Option, integer, text
 
 
 class CpuDevice(Device):
-    """The host's processor as one card."""
+    """Implements the host's processor as one card."""
 
     name: ClassVar[str] = "cpu"
     torch_type: ClassVar[str] = "cpu"
@@ -175,7 +175,7 @@ class CpuDevice(Device):
     def place_worker(self, index: int, workers_on_host: int) -> None:
         cpus = self._share_of(index, workers_on_host).cpus
         # With one worker, vLLM may run it in the user's own process, which has other work too. Such a process is bound
-        # only if the user asks for it.
+        # only if the user requests it.
         is_worker_process = multiprocessing.parent_process() is not None
         if cpus is not None and (is_worker_process or self.settings["bind"] != threads.AUTO):
             threads.bind(cpus)

@@ -46,7 +46,7 @@ def _check(status: int, failure: str) -> None:
 
 
 class CpuGraph(Graph):
-    """A graph of the C++ library."""
+    """Captures and replays a graph of the C++ library."""
 
     def __init__(self) -> None:
         self._library = _library()

@@ -27,7 +27,7 @@ FOLDER = Path(tempfile.gettempdir()) / "vllm-backplane-memory-ledger"
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """One process's entry in the ledger."""
+    """Describes one process's entry in the ledger."""
 
     bytes: int
     """Bytes that the process has reserved and not written."""

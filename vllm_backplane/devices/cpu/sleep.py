@@ -34,7 +34,7 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Whole pages inside a tensor's storage."""
+    """Describes whole pages inside a tensor's storage."""
 
     storage: weakref.ref[torch.UntypedStorage]
     storage_address: int
@@ -50,7 +50,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A mapped address range of this process."""
+    """Describes a mapped address range of this process."""
 
     start: int
     end: int
@@ -59,7 +59,7 @@ class Mapping:
 
 
 class SleepPool:
-    """Storages that are released and restored together."""
+    """Collects storages, and releases and restores them together."""
 
     def __init__(self, folder: Callable[[], Path]) -> None:
         """`folder` returns the folder for saved contents, or raises if there is none."""

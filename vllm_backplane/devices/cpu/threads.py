@@ -31,7 +31,7 @@ Binding = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The part of the host that this process may use."""
+    """Describes the part of the host that this process may use."""
 
     cores: tuple[Core, ...]
     threads: int
@@ -56,7 +56,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The threads and cores of one worker."""
+    """Describes the threads and cores of one worker."""
 
     threads: int
     cpus: frozenset[int] | None

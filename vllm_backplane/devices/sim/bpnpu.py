@@ -72,7 +72,7 @@ _maybe_exchange_device = _exchange_device
 
 
 class device:
-    """Context manager that makes a card the current one."""
+    """Makes a card the current one inside a `with` block."""
 
     def __init__(self, card: _Card) -> None:
         self.idx = _index(card)
@@ -86,7 +86,7 @@ class device:
 
 
 class device_of(device):
-    """Context manager that makes the card of a tensor the current one; for a tensor elsewhere, nothing changes."""
+    """Makes the card of a tensor the current one inside a `with` block; for a tensor elsewhere, nothing changes."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.device if tensor.device.type == NAME else current_device())
@@ -136,7 +136,7 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 
 
 class Stream(torch.Stream):
-    """A stream of a card."""
+    """Represents a stream of a card."""
 
     def __new__(cls, device: _Card = None, priority: int = 0, **given: Any) -> Stream:
         if given:  # an existing stream, by number
@@ -178,7 +178,7 @@ def set_stream(stream: torch.Stream | None) -> None:
 
 
 class StreamContext:
-    """Context manager that makes a stream the current one of its card."""
+    """Makes a stream the current one of its card inside a `with` block."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream

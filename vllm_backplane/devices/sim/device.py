@@ -36,7 +36,7 @@ COLLECTIVES = "bpccl"
 
 
 class SimDevice(Device):
-    """The simulated NPU. Its cards belong to one process."""
+    """Implements the simulated NPU. Its cards belong to one process."""
 
     name: ClassVar[str] = "sim"
     torch_type: ClassVar[str] = TORCH_NAME

@@ -13,7 +13,7 @@ from vllm_backplane.errors import GraphError
 
 
 class SimGraph(Graph):
-    """A graph of the driver."""
+    """Captures and replays a graph of the driver."""
 
     def __init__(self, card: int) -> None:
         self._card = card

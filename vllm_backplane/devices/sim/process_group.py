@@ -20,7 +20,7 @@ _c10d: Any = torch._C._distributed_c10d  # Any, because its type stubs are incom
 
 
 class _Work(dist.Work):
-    """Gloo operations in flight, and a function that is called when they have ended."""
+    """Waits for Gloo operations in flight, and then calls a given function."""
 
     def __init__(self, works: list[dist.Work], staged: Any, finish: Callable[[], None] | None = None) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def _copy_back(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], N
 
 
 class StagedProcessGroup(dist.ProcessGroup):
-    """The collectives of one group. Host tensors are accepted too, because PyTorch itself sends some over a group."""
+    """Runs the collectives of one group. It accepts host tensors too, because PyTorch itself sends some."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]

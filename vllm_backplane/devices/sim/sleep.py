@@ -14,7 +14,7 @@ _HOST_TO_DEVICE, _DEVICE_TO_HOST = 0, 1
 
 
 class Pool:
-    """Allocations of one card that are released and restored together."""
+    """Collects allocations of one card, and releases and restores them together."""
 
     def __init__(self, card: int) -> None:
         runtime("start")

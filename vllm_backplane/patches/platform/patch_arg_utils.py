@@ -23,7 +23,7 @@ _SOURCE = (
     how="Records which of the two were given explicitly, before any default is filled in. Everything else is "
     "unchanged.",
     upstream="https://github.com/vllm-project/vllm/issues/48283",
-    remove_when="vLLM asks the platform for its defaults, or passes it the explicit arguments.",
+    remove_when="vLLM gets its defaults from the platform, or passes it the explicit arguments.",
     fingerprints={"0.30.0": _SOURCE, "0.31.0": _SOURCE, "0.32.0": _SOURCE},
 )
 def _set_default_chunked_prefill_and_prefix_caching_args(self: Any, model_config: Any) -> None:

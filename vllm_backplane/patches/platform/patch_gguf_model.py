@@ -21,7 +21,7 @@ _SINCE_0_31 = "b111ccf44caca4a9 eb26 49d0 5346 9e4c 4afa 4899 5933 8b1b b8e3 06e
     how="Replaces the path of a GGUF file by a folder that describes it, and refuses the name of a repository that has "
     "only GGUF files. Any other model passes through unchanged.",
     upstream="https://github.com/vllm-project/vllm/issues/39583",
-    remove_when="vLLM asks a registered config parser about models that it cannot read itself.",
+    remove_when="vLLM passes models that it cannot read itself to a registered config parser.",
     fingerprints={"0.30.0": _UNTIL_0_30, "0.31.0": _SINCE_0_31, "0.32.0": _SINCE_0_31},
 )
 def maybe_override_with_speculators(model: str, *args: Any, **options: Any) -> Any:

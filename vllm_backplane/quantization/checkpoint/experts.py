@@ -38,7 +38,7 @@ _PROJECTIONS = {"up": ("w1", "w3"), "down": ("w2",)}
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """How a checkpoint stores the weight of one expert."""
+    """Describes how a checkpoint stores the weight of one expert."""
 
     bits: int
     group: int

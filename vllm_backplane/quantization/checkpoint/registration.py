@@ -47,7 +47,7 @@ def unsupported(what: str) -> CheckpointError:
 
 
 class LazyConfig(BackplaneQuantizationConfig):
-    """Placeholder for a configuration class that is imported on first use."""
+    """Takes the place of a configuration class that is imported on first use."""
 
     path: ClassVar[str]
     name: ClassVar[str]

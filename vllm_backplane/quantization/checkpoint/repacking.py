@@ -24,7 +24,7 @@ groups have smaller rounding errors."""
 
 @dataclass(frozen=True, slots=True)
 class PackedWords:
-    """A matrix of codes, several of which are packed into each 32-bit word."""
+    """Holds a matrix of codes, several of which are packed into each 32-bit word."""
 
     data: torch.Tensor
     """int32, two dimensions."""
@@ -64,7 +64,7 @@ class PackedWords:
 
 @dataclass(frozen=True, slots=True)
 class ZeroPoints:
-    """Zero points of the groups of a weight."""
+    """Holds the zero points of the groups of a weight."""
 
     words: PackedWords
     """The stored values, packed like codes, with groups in the place of inputs."""

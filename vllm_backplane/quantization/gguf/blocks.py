@@ -26,7 +26,7 @@ TypedRows = tuple[Type, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive rows of one GGUF type, packed into a parameter of the layer."""
+    """Describes consecutive rows of one GGUF type, packed into a parameter of the layer."""
 
     rows: int
     bits: int

@@ -23,7 +23,7 @@ from vllm_backplane.quantization.gguf.linear import GgufLinearMethod
 
 
 class GgufEmbeddingMethod(LinearQuantizationMethod):
-    """Method of the embedding. `used_as_head`: the model is tied, and the table computes the logits too."""
+    """Loads and computes the embedding. With `used_as_head`, the model is tied, and the table computes logits too."""
 
     def __init__(self, prefix: str, *, used_as_head: bool) -> None:
         self._prefix = prefix
@@ -88,7 +88,7 @@ class GgufEmbeddingMethod(LinearQuantizationMethod):
 
 
 class GgufHeadMethod(GgufEmbeddingMethod):
-    """Method of the LM head. A tied head computes with the embedding's packed table."""
+    """Loads and computes the LM head. A tied head computes with the embedding's packed table."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__(prefix, used_as_head=True)

@@ -34,7 +34,7 @@ from vllm_backplane.quantization.packed_parameters import free_storage, release_
 
 
 class _EagerlyArrangedMethod(BackplaneLinearMethod):
-    """Method of unquantized layers whose weight is rearranged as soon as the layer is loaded.
+    """Rearranges the weight of an unquantized layer as soon as the layer is loaded.
 
     vLLM would rearrange all layers after the last one is loaded. Here one layer at a time is in memory twice.
     """

@@ -37,7 +37,7 @@ _PROJECTIONS = ("w13", "w2")
 
 @dataclass(frozen=True, slots=True)
 class _LoadedTensor:
-    """A tensor of the checkpoint, with the arguments that vLLM's weight loader needs for it."""
+    """Holds a tensor of the checkpoint, with the arguments that vLLM's weight loader needs for it."""
 
     tensor: torch.Tensor
     name: str

@@ -15,7 +15,7 @@ from vllm_backplane.ops.quantized_linear import padded_size
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a weight is quantized: bits of a code, and the weights that share a scale."""
+    """Describes how a weight is quantized: bits of a code, and the weights that share a scale."""
 
     bits: int
     group: int

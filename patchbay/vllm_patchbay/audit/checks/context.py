@@ -20,7 +20,7 @@ F = TypeVar("F")
 
 @dataclass(slots=True)
 class UpstreamDefinition:
-    """The upstream definition that a fact concerns in one vLLM, for comparison with another vLLM."""
+    """Describes the upstream definition that a fact concerns in one vLLM, for comparison with another vLLM."""
 
     path: str
     fingerprint: str = ""
@@ -29,7 +29,7 @@ class UpstreamDefinition:
 
 @dataclass(slots=True)
 class Context:
-    """The input of the checks for one file and one vLLM, and the tables in which they record definitions."""
+    """Holds the input of the checks for one file and one vLLM, and the tables in which they record definitions."""
 
     file: str
     facts: list[Fact]

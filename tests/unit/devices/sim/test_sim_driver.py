@@ -46,7 +46,7 @@ def build(variant: str) -> Path:
     """Returns the test program. The files of a folder are compiled together, which saves most of the time: that of the
     standard library's headers. One by one, the build of the library compiles the driver's."""
     cxx = compiled.compiler()
-    # Files are compiled together, so a name of one may hide a name of another. Clang cannot tell these cases apart.
+    # Files are compiled together, so a name of one may hide a name of another. Clang cannot distinguish these cases.
     shadows = "-Wno-shadow" if compiled.is_clang(cxx) else "-Wshadow=local"
     flags = [*FLAGS, "-Wno-shadow", shadows, *VARIANTS[variant]]
     objects = []

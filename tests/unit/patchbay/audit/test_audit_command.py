@@ -57,7 +57,7 @@ def findings(capsys, *arguments: str) -> list[tuple[str, str, int, str]]:
     return [(f["rule"], f["severity"], f["line"], f["vllm"]) for f in document["findings"]]
 
 
-def test_one_vllm_says_what_is_broken_there(plugin, new, capsys):
+def test_with_one_vllm_what_is_broken_there_is_reported(plugin, new, capsys):
     assert findings(capsys, plugin, "--vllm", new) == [
         ("BP102", "error", 3, "2.0.0"),
         ("BP601", "warning", 6, "2.0.0"),
@@ -65,7 +65,7 @@ def test_one_vllm_says_what_is_broken_there(plugin, new, capsys):
     ]
 
 
-def test_two_also_say_what_changed_in_whatever_order(plugin, old, new, capsys):
+def test_with_two_what_changed_is_reported_too_in_whatever_order(plugin, old, new, capsys):
     expected = [
         ("BP102", "error", 3, "2.0.0"),
         ("BP202", "warning", 5, "2.0.0"),

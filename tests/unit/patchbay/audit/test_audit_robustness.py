@@ -299,7 +299,7 @@ def damaged_wheel(path: Path, name: str) -> Path:
     return path
 
 
-def test_an_upstream_file_that_is_damaged_is_told_and_nothing_is_guessed(plugin, tmp_path):
+def test_an_upstream_file_that_is_damaged_is_reported_and_nothing_is_guessed(plugin, tmp_path):
     (plugin / "patch.py").write_text(
         "import os\nfrom vllm.engine import Engine\nfrom vllm.custom_op import CustomOp\n"
         "Engine.no_such_method = 3\nos.environ['VLLM_NO_SUCH'] = '1'\n"

@@ -45,7 +45,7 @@ def test_comments_docstrings_and_formatting_are_no_drift(host: Host) -> None:
     assert applied(host, same).verdicts["same"].outcome is Outcome.FITS
 
 
-def test_a_patch_may_tolerate_change_and_says_why(host: Host) -> None:
+def test_a_patch_may_tolerate_change_and_names_the_reason(host: Host) -> None:
     known = {"1.0": host.fingerprint("host_package.core:double")}
     host.rewrite("core.py", "return x * by", "return by * x")
 
@@ -82,7 +82,7 @@ def test_versions_decide(host: Host, version: str, outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("version", ["2.0", "2.0rc1", "3.1.dev1+gabc"])
-def test_a_version_that_nobody_examined_stops_the_start(
+def test_a_version_that_was_not_examined_stops_the_start(
     host: Host, version: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     host.version = version

@@ -93,7 +93,7 @@ def test_it_is_loaded_with_its_feature_and_not_before(host: Host, put: Put) -> N
         ({"extra": "always = Patch"}, ""),
     ],
 )
-def test_what_is_wrong_with_it_stops_nobody_else(host: Host, put: Put, wrong: dict[str, str], message: str) -> None:
+def test_a_faulty_patch_stops_no_other(host: Host, put: Put, wrong: dict[str, str], message: str) -> None:
     put(**{"target": "late:feature", "name": "feature", **wrong})
     put("core:double", "always", on_import=False)
     _start(host)

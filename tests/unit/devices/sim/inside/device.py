@@ -431,7 +431,7 @@ def test_an_allocation_that_fails(faults) -> None:
     assert torch.ones(5, device=CARD).sum().item() == 5
 
 
-def test_a_launch_that_fails_is_told_at_the_next_wait(faults) -> None:
+def test_a_launch_that_fails_is_reported_at_the_next_wait(faults) -> None:
     faults("fail@launch=aten::mul*")
     a = torch.ones(3, device=CARD)
     a.mul_(2)
@@ -441,7 +441,7 @@ def test_a_launch_that_fails_is_told_at_the_next_wait(faults) -> None:
         a.sum().item()
 
 
-def test_a_kernel_that_raises_is_told_with_its_words(faults) -> None:
+def test_a_kernel_that_raises_is_reported_with_its_message(faults) -> None:
     a = torch.ones(3, device=CARD)
     bad = a[torch.tensor([7], device=CARD)]
     with pytest.raises(torch.AcceleratorError, match=r"index 7 is out of bounds"):
@@ -479,7 +479,7 @@ def test_a_corrupted_cache_write_strikes_a_row_that_was_written(faults) -> None:
 
 
 @pytest.mark.process
-def test_a_fork_after_the_first_tensor_is_told() -> None:
+def test_a_fork_after_the_first_tensor_is_reported() -> None:
     torch.ones(1, device=CARD)
     read, write = os.pipe()
     child = os.fork()

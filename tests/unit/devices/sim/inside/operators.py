@@ -370,7 +370,7 @@ def test_the_default_generator_can_be_seeded_saved_and_restored() -> None:
     assert torch.equal(second.cpu(), torch.rand(5, device=CARD).cpu())
 
 
-def test_mistakes_are_told_at_the_call() -> None:
+def test_mistakes_are_reported_at_the_call() -> None:
     a = torch.zeros(3, 4, device=CARD)
     with pytest.raises(RuntimeError, match="size"):
         a + torch.zeros(5, device=CARD)
