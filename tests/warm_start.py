@@ -4,6 +4,9 @@ Importing vLLM takes nine seconds, and seven of these are spent on PyTorch, tran
 this module, every engine and server of the tests would spend them. The forked child imports only vLLM and Backplane,
 and reads their environment variables itself.
 
+Engines and servers that have the same variables as an earlier one are forked from a process that has imported vLLM and
+Backplane too, under these variables (`with_vllm`).
+
 `fork` returns None where a forked child could behave differently from a started one, and the caller then starts it in
 the usual way. This is the case if the child's environment differs in a variable that an imported library may have
 read, or if its PYTHONPATH has a module or an entry point that an imported library would have used. Tests of the start
@@ -29,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 MODULES = (
     "torch",
@@ -49,6 +52,17 @@ MODULES = (
 IMPORTED_BY_CHILD = {"vllm": "VLLM_", "vllm_backplane": "BACKPLANE_", "numba": "NUMBA_"}
 """Packages that each child imports after the fork, with the prefix of the environment variables that only they read."""
 
+VLLM_MODULES = (
+    "vllm.v1.worker.gpu_worker",
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.openai.api_server",
+    "vllm_backplane.worker.worker",
+    "vllm_backplane.runner.v1",
+    "vllm_backplane.settings.compat",
+)
+"""What is imported for engines and servers with the same variables as an earlier one."""
+
 OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """A variable that vLLM sets itself when it is imported, which is too late here: PyTorch is imported before."""
@@ -63,13 +77,13 @@ STARTUP_MODULES = ("sitecustomize", "usercustomize")
 class Forked:
     """A forked child with those methods of subprocess.Popen that the tests use."""
 
-    def __init__(self, command: Sequence[str], pid: int) -> None:
-        self.args, self.pid = command, pid
+    def __init__(self, command: Sequence[str], pid: int, forker: _Forker) -> None:
+        self.args, self.pid, self._forker = command, pid, forker
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            self.returncode = _forker().request({"poll": self.pid})
+            self.returncode = self._forker.request({"poll": self.pid})
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -88,17 +102,20 @@ def fork(
     *,
     errors: Path | None = None,
     folder: Path | None = None,
+    with_vllm: bool = False,
 ) -> Forked | None:
     """Runs a Python program in a forked process with its own session; returns None if the environment forbids a fork.
 
     The program runs in `folder`, or in the folder of its log. The log and the file for `errors` must exist; without
-    `errors`, standard error goes to the log.
+    `errors`, standard error goes to the log. With `with_vllm`, the program may find vLLM imported already.
     """
     if os.environ.get("OMP_NUM_THREADS") != "1":
         return None  # numpy would start its threads at import, and a fork does not have them
     forker = _forker()
     if not forker.allows(variables):
         return None
+    if with_vllm:
+        forker = forker.with_vllm(variables) or forker
     pid = forker.request(
         {
             "program": list(command[1:] if command[0] == sys.executable else command),
@@ -107,28 +124,49 @@ def fork(
             "variables": dict(variables),
         }
     )
-    return None if pid is None else Forked(command, pid)
+    return None if pid is None else Forked(command, pid, forker)
 
 
 class _Forker:
-    """Starts the process from which programs are forked, and sends requests to it. It ends with this process."""
+    """Sends requests to a process from which programs are forked. The process ends with this one."""
 
-    def __init__(self) -> None:
-        self._variables = {**os.environ, **OFFLINE, **ONE_THREAD}
+    def __init__(self, control: socket.socket, log: IO[str], process: subprocess.Popen[bytes] | None = None) -> None:
+        self._socket, self._log, self._process = control, log, process
+        self._control = control.makefile("rw")
         self._one_at_a_time = threading.Lock()
+        self._variables = {**os.environ, **OFFLINE, **ONE_THREAD}
+        self._with_vllm: dict[frozenset[tuple[str, str]], _Forker | None] = {}
+
+    @classmethod
+    def start(cls) -> _Forker:
         ours, theirs = socket.socketpair()
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # for as long as this process
-        self._process = subprocess.Popen(
+        log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # for as long as this process
+        process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
-            env=self._variables,
+            env={**os.environ, **OFFLINE, **ONE_THREAD},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=self._log,
+            stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         theirs.close()
-        self._control = ours.makefile("rw")
+        return cls(ours, log, process)
+
+    def with_vllm(self, variables: Mapping[str, str]) -> _Forker | None:
+        """Returns a process that has imported vLLM under these variables, from the second request for them on.
+
+        The first request may be the only one, and then such a process would save nothing.
+        """
+        key = frozenset((name, value) for name, value in variables.items() if not name.startswith("PYTEST_"))
+        if key not in self._with_vllm:
+            self._with_vllm[key] = None
+        elif self._with_vllm[key] is None and self.request({"with_vllm": dict(variables)}):
+            ours, theirs = socket.socketpair()
+            socket.send_fds(self._socket, [b"\n"], [theirs.fileno()])
+            theirs.close()
+            self._with_vllm[key] = _Forker(ours, self._log)
+        return self._with_vllm[key]
 
     def allows(self, variables: Mapping[str, str]) -> bool:
         """Returns whether a child with these variables may be forked."""
@@ -147,7 +185,8 @@ class _Forker:
                 response = ""
         if not response:
             self._log.seek(0)
-            raise RuntimeError(f"{__file__} ended with status {self._process.wait(60)}:\n{self._log.read()[-4000:]}")
+            status = self._process.wait(60) if self._process else "unknown"
+            raise RuntimeError(f"{__file__} ended with status {status}:\n{self._log.read()[-4000:]}")
         return json.loads(response)
 
 
@@ -161,7 +200,7 @@ def _forker() -> _Forker:
 
 @cache
 def _only_forker() -> _Forker:
-    return _Forker()
+    return _Forker.start()
 
 
 def _folders(variables: Mapping[str, str]) -> list[str]:
@@ -191,7 +230,12 @@ def _path(variables: Mapping[str, str], path: list[str]) -> list[str] | None:
 
 
 def _run_program(
-    program: list[str], outputs: list[str], folder: str, variables: dict[str, str], path: list[str]
+    program: list[str],
+    outputs: list[str],
+    folder: str,
+    variables: dict[str, str],
+    path: list[str],
+    set_by_imports: dict[str, str],
 ) -> None:
     """Runs a program as the main program of this process, which has just been forked and leads its session."""
     os.chdir(folder)
@@ -200,7 +244,7 @@ def _run_program(
         os.dup2(output, place)
         os.close(output)
     os.environ.clear()
-    os.environ.update(variables)
+    os.environ.update({**variables, **set_by_imports})
     # Python reseeds its generator after a fork; numpy and PyTorch would draw the same numbers in all children.
     importlib.import_module("numpy").random.seed()
     importlib.import_module("torch").default_generator.seed()
@@ -247,28 +291,62 @@ def _main() -> None:
         importlib.import_module(name)
     # setproctitle locates the memory of the process title here, while the environment is at its original address.
     importlib.import_module("setproctitle").getproctitle()
-    gc.freeze()
     early = sorted(IMPORTED_BY_CHILD.keys() & sys.modules.keys())
     assert not early, f"{early} must be imported after the fork, because each child has its own variables for them"
+    _serve(control, path, {}, fixed_path=False)
+
+
+def _serve(control: socket.socket, path: list[str], set_by_imports: dict[str, str], *, fixed_path: bool) -> None:
+    """Forks a child for each request, until the other end of the socket is closed.
+
+    The path of a child depends on its variables, unless it is fixed.
+    """
+    gc.freeze()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{len(threads)} threads: a fork copies the locks of all, and only one of the threads"
     requests = control.makefile("rw")
     while line := requests.readline():
         request = json.loads(line)
+        response: int | None
         if "poll" in request:
             pid, status = os.waitpid(request["poll"], os.WNOHANG)
             response = os.waitstatus_to_exitcode(status) if pid else None
-        elif (found := _path(request["variables"], path)) is None:
+        elif "with_vllm" in request:
+            found = _path(request["with_vllm"], path)
+            requests.write(json.dumps(found is not None) + "\n")
+            requests.flush()
+            if found is not None:
+                _, [descriptor], _, _ = socket.recv_fds(control, 1, 1)
+                if _fork() == 0:
+                    requests.close()
+                    control.close()
+                    _serve_with_vllm(socket.socket(fileno=descriptor), request["with_vllm"], found)
+                    return
+                os.close(descriptor)
+            continue
+        elif (found := path if fixed_path else _path(request["variables"], path)) is None:
             response = None
         else:
             response = _fork()
             if response == 0:
                 requests.close()
                 control.close()
-                _run_program(**request, path=found)  # and ends as the program does
+                _run_program(**request, path=found, set_by_imports=set_by_imports)  # and ends as the program does
                 return
         requests.write(json.dumps(response) + "\n")
         requests.flush()
+
+
+def _serve_with_vllm(control: socket.socket, variables: dict[str, str], path: list[str]) -> None:
+    """Imports vLLM and Backplane under these variables, and serves requests of programs that have the same ones."""
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:] = path
+    importlib.invalidate_caches()
+    for name in VLLM_MODULES:
+        importlib.import_module(name)
+    set_by_imports = {name: value for name, value in os.environ.items() if variables.get(name) != value}
+    _serve(control, path, set_by_imports, fixed_path=True)
 
 
 if __name__ == "__main__":

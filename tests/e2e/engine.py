@@ -82,7 +82,7 @@ def try_engines(
     given, results, log = folder / "jobs.json", folder / "results.json", folder / "engine.log"
     given.write_text(json.dumps(jobs))
     command = [sys.executable, str(SCRIPT), str(given), str(results), *([] if warm else [UNMODIFIED])]
-    with Child(command, log, variables, warm=warm) as child:
+    with Child(command, log, variables, warm=warm, with_vllm=True) as child:
         status = child.wait(timeout)
         assert status == 0, f"exit status {status}\n{tail(log)}"
     return json.loads(results.read_text()), log

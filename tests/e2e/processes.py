@@ -62,15 +62,19 @@ class Child:
         variables: Mapping[str, str | None] | None = None,
         *,
         warm: bool = False,
+        with_vllm: bool = False,
     ) -> None:
-        """Starts the command; with `warm`, forks it with imported libraries where possible (tests/warm_start.py)."""
+        """Starts the command; with `warm`, forks it with imported libraries where possible (tests/warm_start.py).
+
+        With `with_vllm` too, vLLM may be one of them.
+        """
         self.command = list(command)
         self.log = log
         self._seen: dict[int, psutil.Process] = {}
         logs.append((" ".join(self.command), log))
         given = environment(**(variables or {}))
         with log.open("wb") as output:
-            self.process = (warm and _fork(self.command, log, given)) or subprocess.Popen(
+            self.process = (warm and _fork(self.command, log, given, with_vllm)) or subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -143,10 +147,10 @@ class Child:
             psutil.wait_procs(left, timeout=30)
 
 
-def _fork(command: list[str], log: Path, variables: dict[str, str]) -> Forked | None:
+def _fork(command: list[str], log: Path, variables: dict[str, str], with_vllm: bool) -> Forked | None:
     from tests import warm_start  # imported here, because child processes use this module and cannot import `tests`
 
-    return warm_start.fork(command, log, variables)
+    return warm_start.fork(command, log, variables, with_vllm=with_vllm)
 
 
 def commands_in_session(leader: int, *, but: int) -> list[str]:
