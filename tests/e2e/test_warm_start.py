@@ -94,6 +94,43 @@ def test_it_is_like_one_that_was_started(program: Path) -> None:
     assert not set(numbers) & set(again), "children forked from one process must draw different random numbers"
 
 
+WITH_VLLM = f"""
+import importlib, json, os, sys
+imported = "vllm.v1.worker.gpu_worker" in sys.modules
+for name in {warm_start.VLLM_MODULES}:
+    importlib.import_module(name)
+from vllm import envs
+from vllm.platforms import current_platform
+print(json.dumps([imported, {{
+    "path": [folder for folder in sys.path if "setuptools" not in folder],  # which appends a folder when it is imported
+    "folder": os.getcwd(),
+    "threads": len(os.listdir("/proc/self/task")),
+    "device": [type(current_platform).__name__, current_platform.device_type, envs.VLLM_LOGGING_PREFIX],
+    "variables": {{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}},
+}}]), flush=True)
+os._exit(0)
+"""
+
+
+def test_children_with_the_same_variables_find_vllm_imported_under_them(tmp_path: Path) -> None:
+    """Tests a program that is started, then forked before vLLM is imported, and then twice after that."""
+    (tmp_path / "program.py").write_text(WITH_VLLM)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    own = {"BACKPLANE_DEVICE": "sim", "VLLM_LOGGING_PREFIX": "a test "}
+
+    def run_once(*, warm: bool) -> list[Any]:
+        with Child(command, tmp_path / "log", own, warm=warm, with_vllm=True) as child:
+            assert child.wait(120) == 0, child.text()
+            [printed] = [line for line in child.text().splitlines() if line.startswith(("[true", "[false"))]
+            return list(json.loads(printed))
+
+    plain, *forked = [run_once(warm=warm) for warm in (False, True, True, True)]
+    assert [imported for imported, _ in (plain, *forked)] == [False, False, True, True]
+    assert plain[1]["device"][1:] == ["bpnpu", own["VLLM_LOGGING_PREFIX"]]
+    for _, found in forked:
+        assert found == plain[1]
+
+
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "TMPDIR", "HOME", "HF_HOME", "LD_PRELOAD"])
 def test_variables_that_a_library_may_have_read_are_not_for_a_fork(name: str, tmp_path: Path) -> None:
     """Tests that a child with another value of such a variable, or without the variable, is not forked."""
