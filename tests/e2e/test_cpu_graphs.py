@@ -148,7 +148,9 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "tight": job(tiny_llama, steps=[CROWD, {"rpc": "replays"}, *TRACED], profiler_config=traces, **TIGHT),
         "tight and eager": job(tiny_llama, steps=[*INPUTS, *INPUTS_MISSED], enforce_eager=True, **TIGHT),
         "stale": job(tiny_llama, steps=[FIRST, {"rpc": "plant_stale_input"}, FIRST, {"rpc": "replays"}]),
-        ENCODER_DECODER: job(folder / ENCODER_DECODER, steps=compared_in_both(transcribed), max_model_len=64),
+        ENCODER_DECODER: job(
+            folder / ENCODER_DECODER, steps=compared_in_both(transcribed), max_model_len=64, skip_tokenizer_init=False
+        ),
         **{name: job(tiny_llama, **engine) for name, engine in WITHOUT.items()},
         **{
             name: job(tiny_llama, steps=METADATA_ONCE, enforce_eager=True, worker_extension_cls=extension)

@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.mark.parametrize("device", DEVICES)
 def test_sound(models: Models, tmp_path: Path, device: str) -> None:
     sounds = batch([multimodal_models.FIRST] * len(SOUNDS), greedy(TOKENS, logprobs=0)) | {"sounds": SOUNDS}
-    work = job(models.folder / "whisper", sounds, max_model_len=64)
+    work = job(models.folder / "whisper", sounds, max_model_len=64, skip_tokenizer_init=False)
     [result] = run_engines(tmp_path, [work], DEVICES[device], device=device)
     found = [multimodal_reference.of_sound(models, multimodal_models.sound(number)) for number in SOUNDS]
     for output, expected in zip(result["batches"][0], multimodal_reference.require_distinct(found), strict=True):
