@@ -106,7 +106,12 @@ def test_a_block_that_is_damaged_where_it_is_kept_is_not_sent(store: BlockStore,
         (None, PATIENCE, [None] * 3),
         (Fault(1 + (HEADER + SIZE) + HEADER + 500, flip=True), PATIENCE, [None, Outcome.DAMAGED, None]),
         (Fault(SIZE + 500), PATIENCE, [None, Outcome.UNREACHABLE, Outcome.UNREACHABLE]),
-        (Fault(SIZE + 500, hang=2 * PATIENCE), BLOCK_SECONDS, [None, Outcome.UNREACHABLE, Outcome.UNREACHABLE]),
+        pytest.param(
+            Fault(SIZE + 500, hang=2 * PATIENCE),
+            BLOCK_SECONDS,
+            [None, Outcome.UNREACHABLE, Outcome.UNREACHABLE],
+            marks=pytest.mark.slow,
+        ),
         (Fault(0, hang=2 * PATIENCE), SECONDS, [Outcome.UNREACHABLE] * 3),
         (Fault(0, flip=True), PATIENCE, [Outcome.UNREACHABLE] * 3),
         (Fault(1, flip=True), PATIENCE, [Outcome.UNREACHABLE] * 3),
@@ -137,6 +142,7 @@ def test_who_is_not_there_is_left_alone_for_a_while(served: Address) -> None:
     assert len(warnings) == 1, "the peer got two requests"
 
 
+@pytest.mark.slow
 def test_no_client_takes_all_places_permanently(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that connect and send nothing are dropped. Until then others get the status BUSY."""
     monkeypatch.setattr(loopback_server, "MAX_CONNECTIONS", 2)

@@ -107,6 +107,7 @@ def test_it_fits_the_installed_vllm() -> None:
     assert verify(serve_http, SymbolIndex(tree), tree.version).outcome is Outcome.FITS
 
 
+@pytest.mark.slow
 def test_a_dead_engine_is_an_error(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The patch notices it without vLLM's own watchdog, which would take seconds longer."""
 
@@ -119,6 +120,7 @@ def test_a_dead_engine_is_an_error(patched: Any, monkeypatch: pytest.MonkeyPatch
         serve(patched, engine, lambda: setattr(engine, "errored", True))
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_no_error_and_waits_for_no_stream(patched: Any) -> None:
     serve(patched, Engine(), interrupt)
 

@@ -80,7 +80,12 @@ def test_all_that_a_model_holds(relay: Relay, warnings: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault(after=20_000), Fault(after=0), Fault(after=40_000, flip=True), Fault(after=20_000, hang=2 * SECONDS)],
+    [
+        Fault(after=20_000),
+        Fault(after=0),
+        Fault(after=40_000, flip=True),
+        pytest.param(Fault(after=20_000, hang=2 * SECONDS), marks=pytest.mark.slow),
+    ],
     ids=["cut", "cut at once", "damaged", "hangs"],
 )
 def test_what_breaks_off_is_requested_again(relay: Relay, warnings: list[str], fault: Fault) -> None:

@@ -59,6 +59,7 @@ def binds(signature: inspect.Signature, count: int, names: tuple[str, ...]) -> b
 CALLS = [(count, names) for count in range(5) for size in range(4) for names in itertools.combinations("abcxq", size)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("original", SHAPES)
 def test_a_mismatch_is_found_exactly_where_a_call_fails(original):
     """Every call that the original accepts is tried on the replacement."""
