@@ -119,7 +119,7 @@ def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Pa
     work = batch([[1, 2, 3]], greedy(2))
     jobs = [job(tiny_llama, work)] if method == "fork" else []
     jobs.append(job(tiny_llama, work, tensor_parallel_size=2))
-    results, log = try_engines(tmp_path, jobs, _variables(distribution, records, method), warm=False)
+    results, log = try_engines(tmp_path, jobs, _variables(distribution, records, method), warm=method == "fork")
     assert not any("error" in result for result in results), results
     where, kinds = _ran_in(records)
     assert set(where) == {"platform", "engine", "worker", "used"}, tail(log)
