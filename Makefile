@@ -6,9 +6,11 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
-# Two steps at a time, so that kernels are compiled while pip installs. Only one pip runs at a time.
-ifeq ($(filter -j%,$(MAKEFLAGS)),)
+# Two steps at a time, so that kernels are compiled while pip installs. Only one pip runs at a time. Several goals, such as
+# `make clean setup`, run one after another.
 MAKEFLAGS += -j2
+ifneq ($(words $(MAKECMDGOALS)),1)
+.NOTPARALLEL:
 endif
 .DEFAULT_GOAL := help
 

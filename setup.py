@@ -34,11 +34,22 @@ LIBRARIES = {
 # Files that are compiled as one: torch's headers take longer to parse than most files take to compile.
 # Names in their anonymous namespaces must differ. Files with large loops are compiled alone, so that all cores work.
 TOGETHER = {
-    "cpu-graphs": "csrc/cpu/graph_*.cpp",
-    "cpu-layers": "csrc/cpu/attention.cpp csrc/cpu/kv_cache.cpp csrc/cpu/moe*.cpp csrc/cpu/qu*.cpp csrc/cpu/ro*.cpp",
-    "cpu-tokens": "csrc/cpu/allowed_tokens.cpp csrc/cpu/penalties.cpp csrc/cpu/random_draw.cpp csrc/cpu/[sv]*.cpp",
-    "sim-driver": "csrc/sim/driver/*.cpp",
-    "sim-runtime": "csrc/sim/runtime/*.cpp",
+    "cpu-graphs": ["csrc/cpu/graph_*.cpp"],
+    "cpu-layers": [
+        *("csrc/cpu/attention.cpp", "csrc/cpu/kv_cache.cpp", "csrc/cpu/moe.cpp", "csrc/cpu/moe_route.cpp"),
+        *(
+            "csrc/cpu/quantize_rows.cpp",
+            "csrc/cpu/quantized_linear.cpp",
+            "csrc/cpu/roofline.cpp",
+            "csrc/cpu/rotary.cpp",
+        ),
+    ],
+    "cpu-tokens": [
+        *("csrc/cpu/allowed_tokens.cpp", "csrc/cpu/penalties.cpp", "csrc/cpu/random_draw.cpp"),
+        *("csrc/cpu/sampling.cpp", "csrc/cpu/slot_mapping.cpp", "csrc/cpu/value_statistics.cpp"),
+    ],
+    "sim-driver": ["csrc/sim/driver/*.cpp"],
+    "sim-runtime": ["csrc/sim/runtime/*.cpp"],
 }
 SWITCH = "BACKPLANE_BUILD_KERNELS"
 WITHOUT = f"or set {SWITCH}=0 to install without kernels"
@@ -145,7 +156,7 @@ def translation_units(sources: list[str], folder: Path) -> dict[str, Path]:
     """Returns what the compiler gets, by the name of the object: a source, or a file that includes several."""
     left, units = list(sources), {}
     for name, patterns in TOGETHER.items():
-        together = [source for source in left if any(fnmatch.fnmatchcase(source, each) for each in patterns.split())]
+        together = [source for source in left if any(fnmatch.fnmatchcase(source, each) for each in patterns)]
         if not together:
             continue
         unit = folder / f"{name}.cpp"
@@ -172,7 +183,7 @@ def includes_torch(unit: Path, seen: set[Path] | None = None) -> bool:
 
 
 def precompile_torch(cxx: list[str], flags: list[str], header: Path) -> Path:
-    """Precompiles torch's headers with GCC, which saves a fifth of a full build, and returns the path of the result."""
+    """Precompiles torch's headers with GCC, for all files that include them, and returns the path of the result."""
     about = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
     result = header.with_suffix(".h.gch")  # the path at which GCC looks for it
     if "Free Software Foundation" in about:

@@ -133,7 +133,7 @@ class _Forker:
     def __init__(self, control: socket.socket, log: IO[str], process: subprocess.Popen[bytes] | None = None) -> None:
         self._socket, self._log, self._process = control, log, process
         self._control = control.makefile("rw")
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = threading.RLock()
         self._variables = {**os.environ, **OFFLINE, **ONE_THREAD}
         self._with_vllm: dict[frozenset[tuple[str, str]], _Forker | None] = {}
 
@@ -159,14 +159,15 @@ class _Forker:
         The first request may be the only one, and then such a process would save nothing.
         """
         key = frozenset((name, value) for name, value in variables.items() if not name.startswith("PYTEST_"))
-        if key not in self._with_vllm:
-            self._with_vllm[key] = None
-        elif self._with_vllm[key] is None and self.request({"with_vllm": dict(variables)}):
-            ours, theirs = socket.socketpair()
-            socket.send_fds(self._socket, [b"\n"], [theirs.fileno()])
-            theirs.close()
-            self._with_vllm[key] = _Forker(ours, self._log)
-        return self._with_vllm[key]
+        with self._one_at_a_time:  # no other request may come between this one and its socket
+            if key not in self._with_vllm:
+                self._with_vllm[key] = None
+            elif self._with_vllm[key] is None and self.request({"with_vllm": dict(variables)}):
+                ours, theirs = socket.socketpair()
+                socket.send_fds(self._socket, [b"\n"], [theirs.fileno()])
+                theirs.close()
+                self._with_vllm[key] = _Forker(ours, self._log)
+            return self._with_vllm[key]
 
     def allows(self, variables: Mapping[str, str]) -> bool:
         """Returns whether a child with these variables may be forked."""

@@ -37,8 +37,9 @@ class Server(Child):
         # Requests to the loopback interface must not use the proxies of the environment.
         self.http = httpx.Client(base_url=self.address, timeout=300, trust_env=False)
         line = [command, "serve", *arguments, "--port", str(self.port)]
-        # The option --device is a variable that is set before vLLM is imported.
-        super().__init__(line, folder / "server.log", variables, warm=warm, with_vllm="--device" not in arguments)
+        # The option --device sets a variable before vLLM is imported.
+        with_vllm = not any(argument.partition("=")[0] == "--device" for argument in arguments)
+        super().__init__(line, folder / "server.log", variables, warm=warm, with_vllm=with_vllm)
         try:
             self._wait_until_ready()
         except BaseException:

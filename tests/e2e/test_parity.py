@@ -51,6 +51,7 @@ def case(smollm2: Path) -> Case:
 @pytest.fixture(scope="module")
 def results(case: Case, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     sampling = greedy(FEWER)
+    defaults: dict[str, Any] = {"skip_tokenizer_init": False, "num_gpu_blocks_override": None}  # those of vLLM
     whole = job(
         smollm2,
         batch(case.all, greedy(TOKENS)),
@@ -59,6 +60,7 @@ def results(case: Case, smollm2: Path, tmp_path_factory: pytest.TempPathFactory)
         max_num_seqs=16,
         max_num_batched_tokens=2048,
         enable_prefix_caching=False,
+        **defaults,
     )
     cut = job(
         smollm2,
@@ -69,6 +71,7 @@ def results(case: Case, smollm2: Path, tmp_path_factory: pytest.TempPathFactory)
         max_num_seqs=16,
         max_num_batched_tokens=CHUNK,
         enable_prefix_caching=True,
+        **defaults,
     )
     # In a new interpreter with unmodified vLLM, like the program of a user.
     return run_engines(tmp_path_factory.mktemp("parity"), [whole, cut], warm=False)

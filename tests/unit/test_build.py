@@ -6,6 +6,7 @@ Nothing is compiled here: the kernels were, by `make`, and a build takes what ha
 
 from __future__ import annotations
 
+import ast
 import email
 import os
 import re
@@ -159,6 +160,18 @@ def test_the_wheel_holds_every_file_and_both_libraries(whole: Wheel) -> None:
 def test_a_second_build_compiles_nothing(whole: Wheel) -> None:
     assert "libbackplane_cpu: " in whole.output, "the build prints what it does"
     assert "  compiling " not in whole.output and "linking lib" not in whole.output
+
+
+def test_files_that_are_compiled_together_exist() -> None:
+    assigned = {
+        statement.targets[0].id: statement.value
+        for statement in ast.parse((ROOT / "setup.py").read_text()).body
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
+    }
+    patterns = [node.value for node in ast.walk(assigned["TOGETHER"]) if isinstance(node, ast.Constant)]
+    named = [pattern for pattern in patterns if str(pattern).endswith(".cpp")]
+    assert len(named) >= 10
+    assert not [pattern for pattern in named if not list(ROOT.glob(pattern))]
 
 
 def test_the_wheel_names_neither_vllm_nor_torch(whole: Wheel) -> None:
