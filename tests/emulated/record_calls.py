@@ -10,7 +10,7 @@ PyTorch cannot read them in C++.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,14 @@ class Recorder:
         self.parts = self.bytes = self.total = self.left_out = 0
 
     def compare(
-        self, operator: Any, args: tuple[Any, ...], label: str, bound: float = comparisons.FLOAT32_BOUND
+        self,
+        operator: Any,
+        args: tuple[Any, ...] | Callable[[], tuple[Any, ...]],
+        label: str,
+        bound: float = comparisons.FLOAT32_BOUND,
     ) -> Iterator[str]:
         """Replaces the function of the same name of the tests: records a call with the bounds of the test."""
+        args = args() if callable(args) else args
         positions = written(operator)
         expected = comparisons.outcome(operator.reference, args, positions)
         everything = list(tensors([args, expected]))

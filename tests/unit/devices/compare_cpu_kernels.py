@@ -1,12 +1,13 @@
 """Compares the C++ kernels of the cpu device with the references; test_cpu_kernels.py runs this script.
 
-python compare_cpu_kernels.py 1                          # prints the differences with AVX2, by part, as JSON
-python compare_cpu_kernels.py 0 tests/unit/ops -q        # runs tests with the kernels for the baseline instruction set
+Kernels run with every instruction set of the machine. The references run once.
+
+python compare_cpu_kernels.py                          # prints the differences, by part, as JSON
+python compare_cpu_kernels.py tests/unit/ops -q        # runs tests with the kernels instead of the references
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import random
 import sys
@@ -26,7 +27,8 @@ from special_numbers import special
 OPERATOR_TESTS = Path(__file__).resolve().parents[1] / "ops"
 NAN, INF = float("nan"), float("inf")
 FLOAT32_BOUND = 4e-6  # for dot products of some hundred terms, summed in another order
-NO_SUCH_ISA = 77
+ISAS = {"base": 0, "avx2": 1, "avx512": 2}
+"""Instruction sets by the library's numbers; processors other than x86 have the first only."""
 EXPECTED_KERNELS = {
     "allowed_tokens_mask", "apply_penalties", "blocked_linear", "compute_slot_mapping", "fatrelu_and_mul",
     "fused_add_gemma_rms_norm", "fused_add_rms_norm", "gelu", "gelu_and_mul", "gelu_fast", "gelu_new",
@@ -39,18 +41,25 @@ EXPECTED_KERNELS = {
 Report = dict[str, list[str]]
 
 
-def worker(isa: int) -> Report | None:
-    """Returns the failures of every part, or None if the machine lacks the instruction set."""
+def report() -> Report:
+    """Returns the failures of every part, and under "instruction sets" the names of those that the machine has."""
     sys.path.insert(0, str(OPERATOR_TESTS))
+    for impossible in (-1, 3, 99):
+        assert force_isa(impossible) == -1
+    return {"instruction sets": list(each_isa()), **{part.__name__: list(part()) for part in PARTS}}
+
+
+def force_isa(level: int) -> int:
     from vllm_backplane.devices.cpu import native
 
-    assert native.fault() is None, native.fault()
-    library = ctypes.CDLL(str(native._PATH))
-    for impossible in (-1, 3, 99):
-        assert library.backplane_cpu_force_isa(impossible) == -1
-    if library.backplane_cpu_force_isa(isa) != isa:
-        return None
-    return {part.__name__: list(part()) for part in PARTS}
+    return int(native.library().backplane_cpu_force_isa(level))
+
+
+def each_isa() -> Iterator[str]:
+    """Selects one instruction set of the machine after the other, the best last, and yields their names."""
+    for name, level in ISAS.items():
+        if force_isa(level) == level:
+            yield name
 
 
 def outcome(function: Callable[..., Any], args: tuple[Any, ...], written: list[int]) -> list[torch.Tensor]:
@@ -61,19 +70,36 @@ def outcome(function: Callable[..., Any], args: tuple[Any, ...], written: list[i
     return [t for t in (*returned, *(mine[i] for i in written if i < len(mine))) if isinstance(t, torch.Tensor)]
 
 
-def compare(operator: Any, args: tuple[Any, ...], label: str, bound: float = FLOAT32_BOUND) -> Iterator[str]:
+def compare(
+    operator: Any, args: tuple[Any, ...] | Callable[[], tuple[Any, ...]], label: str, bound: float = FLOAT32_BOUND
+) -> Iterator[str]:
     """Yields the differences between kernel and reference: dtypes, strides, and values beyond the tolerance.
 
-    The tolerance is the operator's; for float32 it is `bound`.
+    The tolerance is the operator's; for float32 it is `bound`. If the memory layout of an argument depends on the
+    instruction set, `args` is a function, and the reference is called once for each layout.
     """
+    from operator_checks import written
+
+    positions = written(operator)
+    if callable(args):
+        for isa in each_isa():
+            expected = outcome(operator.reference, args(), positions)
+            yield from differences(operator, args(), expected, f"{operator.name} ({isa}): {label}", bound)
+    else:
+        expected = outcome(operator.reference, args, positions)
+        for isa in each_isa():
+            yield from differences(operator, args, expected, f"{operator.name} ({isa}): {label}", bound)
+
+
+def differences(
+    operator: Any, args: tuple[Any, ...], expected: list[torch.Tensor], label: str, bound: float
+) -> Iterator[str]:
+    """Yields the differences between the kernel, with the selected instruction set, and `expected`."""
     from operator_checks import written
 
     from vllm_backplane.ops.operator import EXACT, Tolerance
 
-    positions = written(operator)
-    actual = outcome(operator.call, args, positions)
-    expected = outcome(operator.reference, args, positions)
-    label = f"{operator.name}: {label}"
+    actual = outcome(operator.call, args, written(operator))
     if len(actual) != len(expected):
         yield f"{label}: {len(actual)} results, not {len(expected)}"
     for place, (left, right) in enumerate(zip(actual, expected, strict=False)):
@@ -340,14 +366,16 @@ def compare_masks(args: tuple[Any, ...], label: str) -> Iterator[str]:
     """Compares counts, because it is not defined which of several equal logits stay at the limit of top-p."""
     from vllm_backplane import ops
 
-    (actual,) = outcome(ops.top_k_top_p_mask.call, args, [0])
     (expected,) = outcome(ops.top_k_top_p_mask.reference, args, [0])
-    survivors = (actual != -INF) & ~actual.isnan()
-    if not torch.equal(actual[survivors], args[0][survivors]):
-        yield f"top_k_top_p_mask: {label}: a logit that stays was changed"
-    if not torch.equal(actual.sort(-1).values.nan_to_num(nan=7.25), expected.sort(-1).values.nan_to_num(nan=7.25)):
-        counts = (actual != -INF).sum(-1).tolist(), (expected != -INF).sum(-1).tolist()
-        yield f"top_k_top_p_mask: {label}: other logits stay; by row {counts[0]}, not {counts[1]}"
+    staying = expected.sort(-1).values.nan_to_num(nan=7.25)
+    for isa in each_isa():
+        (actual,) = outcome(ops.top_k_top_p_mask.call, args, [0])
+        survivors = (actual != -INF) & ~actual.isnan()
+        if not torch.equal(actual[survivors], args[0][survivors]):
+            yield f"top_k_top_p_mask ({isa}): {label}: a logit that stays was changed"
+        if not torch.equal(actual.sort(-1).values.nan_to_num(nan=7.25), staying):
+            counts = (actual != -INF).sum(-1).tolist(), (expected != -INF).sum(-1).tolist()
+            yield f"top_k_top_p_mask ({isa}): {label}: other logits stay; by row {counts[0]}, not {counts[1]}"
 
 
 def sampling_rows() -> Iterator[str]:
@@ -383,7 +411,13 @@ def sampling_rows() -> Iterator[str]:
 
 
 def thread_counts() -> Iterator[str]:
-    """Checks that results have the same bits for any number of threads, because work is split by request."""
+    """Yields the operators whose results differ in a bit with another number of threads; work is split by request."""
+    for isa in each_isa():
+        for name in operators_that_depend_on_threads():
+            yield f"{name} ({isa}) depends on the number of threads"
+
+
+def operators_that_depend_on_threads() -> Iterator[str]:
     from operator_checks import same_bits
 
     from vllm_backplane import ops
@@ -420,7 +454,7 @@ def thread_counts() -> Iterator[str]:
         for other in results[1:]:
             for left, right in zip(results[0], other, strict=True):
                 if not same_bits(left, right):
-                    yield f"{operator.name} depends on the number of threads"
+                    yield operator.name
     torch.set_num_threads(before)
 
 
@@ -458,14 +492,15 @@ def refusals() -> Iterator[str]:
         *wrong_experts(),
         *wrong_choices(),
     ]
-    for operator, args, message in wrong:
-        try:
-            operator(*args)
-        except RuntimeError as error:
-            if message not in str(error):
-                yield f"{operator.name}: the error is {error}, not {message!r}"
-        else:
-            yield f"{operator.name}: accepted what should have been refused with {message!r}"
+    for isa in each_isa():
+        for operator, args, message in wrong:
+            try:
+                operator(*args)
+            except RuntimeError as error:
+                if message not in str(error):
+                    yield f"{operator.name} ({isa}): the error is {error}, not {message!r}"
+            else:
+                yield f"{operator.name} ({isa}): accepted what should have been refused with {message!r}"
 
 
 PARTS = (
@@ -476,25 +511,43 @@ PARTS = (
 )  # fmt: skip
 
 
+class EachIsa:
+    """Repeats every test with every instruction set of the machine, as a plugin of pytest.
+
+    test_every_operator.py takes longest and does not depend on the instruction set: it runs with the best only.
+    """
+
+    names = tuple(ISAS)
+
+    def __init__(self) -> None:
+        self.available = tuple(each_isa())
+
+    @pytest.fixture(autouse=True, params=names)
+    def _isa(self, request: pytest.FixtureRequest) -> None:
+        assert force_isa(ISAS[request.param]) == ISAS[request.param]
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        def wanted(item: pytest.Item) -> bool:
+            isa = item.callspec.params["_isa"]  # type: ignore[attr-defined]
+            return isa == self.available[-1] if item.path.name == "test_every_operator.py" else isa in self.available
+
+        config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+        items[:] = filter(wanted, items)
+
+
 def main() -> int:
     torch.manual_seed(0)
-    isa, arguments = int(sys.argv[1]), sys.argv[2:]
-    if not arguments:
-        print(json.dumps(worker(isa)))
-        return 0
     from vllm_backplane.devices.cpu import native
     from vllm_backplane.ops.resolution import has_kernel
 
     assert native.fault() is None, native.fault()
-    force = ctypes.CDLL(str(native._PATH)).backplane_cpu_force_isa
-    is_best = force(isa + 1) == -1
-    if force(isa) != isa:
-        return NO_SUCH_ISA
     assert has_kernel("paged_attention", "CPU")
-    # test_every_operator.py takes longest and does not depend on the instruction set.
-    skipped = [] if is_best else [f"--ignore={OPERATOR_TESTS / 'test_every_operator.py'}"]
-    return int(pytest.main([*arguments, *skipped]))
+    if len(sys.argv) > 1:
+        return int(pytest.main(sys.argv[1:], plugins=[EachIsa()]))
+    print(json.dumps(report()))
+    return 0
 
 
 if __name__ == "__main__":
+    sys.modules["compare_cpu_kernels"] = sys.modules["__main__"]  # the cases import it by name
     sys.exit(main())

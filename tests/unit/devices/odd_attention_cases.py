@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,27 +42,42 @@ def wrong_rows(
     operator: Any, args: tuple[Any, ...], held: list[torch.Tensor], seeing: list[bool], choose: Callable[[Any], Any]
 ) -> Iterator[str]:
     """Yields the errors if one key or value is NaN or infinite; `seeing` has for every row whether it sees it."""
-    from compare_cpu_kernels import compare, outcome
+    from compare_cpu_kernels import compare, each_isa
 
     side, chosen = choose(((KEYS, NAN), (KEYS, INF), (KEYS, -INF), (VALUES, NAN), (VALUES, INF), (VALUES, -INF)))
     number = torch.tensor(chosen).to(held[0].dtype).float()  # a dtype may have no infinities
-    written = [len(args) - 1]
     label = f"{tuple(args[0].shape)}, {held[0].dtype}, {number.item()} among {'keys' if side == KEYS else 'values'}"
-    bound = TOLERANCE[args[0].dtype]
-    place = torch.tensor(seeing)
-    functions = {"kernel": operator.call, "reference": operator.reference}
-    before = {name: outcome(function, args, written)[0][: len(place)] for name, function in functions.items()}
-    with spoilt(held[side - KEYS], number):
-        for name, function in functions.items():
-            after = outcome(function, args, written)[0][: len(place)]
-            unseen = (after[~place].float(), before[name][~place].float())
-            if not torch.allclose(*unseen, rtol=bound, atol=bound):
-                yield f"{operator.name}: {label}: the {name} changes rows that do not see it"
-            marked = after[place][..., 0] if side == VALUES else after[place]
-            is_marked = bool(number.isnan() if side == KEYS else ~number.isfinite())
-            if is_marked and marked.isfinite().any():
-                yield f"{operator.name}: {label}: the {name} leaves it out of rows that see it"
+    spoil = partial(spoilt, held[side - KEYS], number)
+    for error in wrong_rows_of(operator.reference, args, spoil, seeing, number, side):
+        yield f"{operator.name} (reference): {label}: {error}"
+    for isa in each_isa():
+        for error in wrong_rows_of(operator.call, args, spoil, seeing, number, side):
+            yield f"{operator.name} ({isa}): {label}: {error}"
+    with spoil():
         yield from compare(operator, args, label, 1e-5)
+
+
+def wrong_rows_of(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    spoil: Callable[[], AbstractContextManager[None]],
+    seeing: list[bool],
+    number: torch.Tensor,
+    side: int,
+) -> Iterator[str]:
+    """Yields the errors of one implementation."""
+    from compare_cpu_kernels import outcome
+
+    written, place, bound = [len(args) - 1], torch.tensor(seeing), TOLERANCE[args[0].dtype]
+    before = outcome(function, args, written)[0][: len(place)]
+    with spoil():
+        after = outcome(function, args, written)[0][: len(place)]
+    if not torch.allclose(after[~place].float(), before[~place].float(), rtol=bound, atol=bound):
+        yield "rows change that do not see it"
+    marked = after[place][..., 0] if side == VALUES else after[place]
+    is_marked = bool(number.isnan() if side == KEYS else ~number.isfinite())
+    if is_marked and marked.isfinite().any():
+        yield "rows that see it do not change"
 
 
 def attention_of_odd_numbers() -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from lora_kernel_cases import FLOATS
@@ -79,7 +80,6 @@ def products_of_odd_numbers() -> Iterator[str]:
     from compare_cpu_kernels import compare
 
     from vllm_backplane import ops
-    from vllm_backplane.devices.cpu import native
 
     for dtype in FLOATS:
         for rows, inner, outer in ((1, 7, 3), (3, 64, 65), (5, 100, 33), (18, 577, 130), (130, 96, 40)):
@@ -94,7 +94,14 @@ def products_of_odd_numbers() -> Iterator[str]:
                 label = f"{made}, {rows} x {inner} -> {outer}, {dtype}"
                 yield from compare(ops.linear, (left, right), label)
                 yield from compare(ops.logits, (left, right), label)
-                yield from compare(ops.blocked_linear, (left, native.to_blocks(right), outer), label)
+                yield from compare(ops.blocked_linear, partial(with_blocks, left, right), label)
+
+
+def with_blocks(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Returns the arguments of `blocked_linear` for the selected instruction set."""
+    from vllm_backplane.devices.cpu import native
+
+    return x, native.to_blocks(weight), len(weight)
 
 
 def long_contexts() -> Iterator[str]:
