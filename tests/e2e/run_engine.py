@@ -27,6 +27,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from vllm_backplane.cli.serve import exit_without_teardown, use_own_socket_folder
 
 POLL_SECONDS = 0.0002
@@ -273,7 +275,8 @@ def run(job: dict[str, Any], times: list[float], failed: list[float]) -> dict[st
         failed.append(time.monotonic())  # before the shutdown of the engine, which is not part of the time
         raise
     finally:
-        with engines_woken():
+        # vLLM kills the processes that have not ended in time, and fails if one ends just then.
+        with engines_woken(), suppress(psutil.NoSuchProcess):
             engine.llm_engine.engine_core.shutdown()
         del engine
         gc.collect()

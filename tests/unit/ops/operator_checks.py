@@ -68,9 +68,8 @@ def run(operator: Operator, args: tuple[Any, ...]) -> Outcome:
     return Outcome(as_tuple(operator(*mine)), mine)
 
 
-def results(operator: Operator, args: tuple[Any, ...]) -> list[torch.Tensor]:
+def results(operator: Operator, outcome: Outcome) -> list[torch.Tensor]:
     """Returns all results of the operator: the returned tensors, then the arguments that it wrote to."""
-    outcome = run(operator, args)
     produced = [*outcome.returned, *(outcome.args[i] for i in written(operator) if i < len(outcome.args))]
     return [value for value in produced if isinstance(value, torch.Tensor)]
 
