@@ -15,6 +15,8 @@ import pytest
 from feature_matrix import pytest_addoption, pytest_configure  # noqa: F401  # hooks
 from process_guard import pytest_runtest_protocol, pytest_runtest_teardown  # noqa: F401  # hooks
 
+from tests import environment  # noqa: F401  # before any library that sets variables
+
 HERE = Path(__file__).parent
 LONGEST = (
     "unit/devices/test_cpu_quantized_memory.py",

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests import warm_start
+from tests.environment import AT_START
 
 _BEFORE = "import gc; gc.disable()\n"
 _AFTER = "\nimport os, sys; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)\n"
@@ -44,7 +45,7 @@ def run(
     already where the environment allows it (warm_start.py).
     """
     sys.audit("subprocess.Popen", given[0], given, cwd, None)  # warm_start.py forks without an event
-    variables = {**(os.environ if env is None else env), **warm_start.OFFLINE}
+    variables = {**(AT_START if env is None else env), **warm_start.OFFLINE}
     where = cwd or Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")

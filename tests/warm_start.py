@@ -134,7 +134,7 @@ class _Forker:
         self._socket, self._log, self._process = control, log, process
         self._control = control.makefile("rw")
         self._one_at_a_time = threading.RLock()
-        self._variables = {**os.environ, **OFFLINE, **ONE_THREAD}
+        self._variables = _variables()
         self._with_vllm: dict[frozenset[tuple[str, str]], _Forker | None] = {}
 
     @classmethod
@@ -143,7 +143,7 @@ class _Forker:
         log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # for as long as this process
         process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
-            env={**os.environ, **OFFLINE, **ONE_THREAD},
+            env=_variables(),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -189,6 +189,13 @@ class _Forker:
             status = self._process.wait(60) if self._process else "unknown"
             raise RuntimeError(f"{__file__} ended with status {status}:\n{self._log.read()[-4000:]}")
         return json.loads(response)
+
+
+def _variables() -> dict[str, str]:
+    """Returns the environment variables of the process from which programs are forked."""
+    from tests.environment import AT_START  # imported here, because that process cannot import `tests`
+
+    return {**AT_START, **OFFLINE, **ONE_THREAD}
 
 
 _starting = threading.Lock()

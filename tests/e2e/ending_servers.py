@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,10 @@ class Starter:
         made.mkdir()
         return made
 
-    def __call__(self, *arguments: str, warm: bool = True) -> Server:
-        """Starts a server with additional arguments, and returns it when it is ready."""
+    def __call__(self, *arguments: str, variables: Mapping[str, str] | None = None, warm: bool = True) -> Server:
+        """Starts a server with additional arguments and variables, and returns it when it is ready."""
         given = (str(self._model), "--served-model-name", "tiny", *SMALL, *arguments)
-        server = Server(self._folder(), *given, warm=warm)
+        server = Server(self._folder(), *given, variables=variables, warm=warm)
         self._servers.append(server)
         return server
 

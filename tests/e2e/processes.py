@@ -29,11 +29,13 @@ logs: list[tuple[str, Path]] = []
 
 
 def environment(**changes: str | None) -> dict[str, str]:
-    """Returns this process's environment for a child: offline, without usage reports, with `changes`.
+    """Returns the environment of a child: that of the tests, offline, without usage reports, with `changes`.
 
     The value None removes a variable.
     """
-    result = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    from tests.environment import AT_START  # imported here, because child processes use this module too
+
+    result = {**AT_START, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     for name, value in changes.items():
         if value is None:
             result.pop(name, None)

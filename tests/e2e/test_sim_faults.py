@@ -53,11 +53,8 @@ def test_a_stream_that_hangs_ends_the_server(
     variables: dict[str, str],
     fault: str,
     start: Starter,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in {**SIM, **variables, "BACKPLANE_SIM_FAULTS": fault}.items():
-        monkeypatch.setenv(name, value)
-    server = start(*arguments)
+    server = start(*arguments, variables={**SIM, **variables, "BACKPLANE_SIM_FAULTS": fault})
     request = Request(server)
     server.descendants()
     assert wait_for_exit_after_fault(server) != 0

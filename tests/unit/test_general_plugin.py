@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import programs
+from tests.environment import AT_START
 from vllm_backplane.gguf.configuration import QUANTIZATION
 from vllm_backplane.kv_offload.settings import NAME as TIER
 from vllm_backplane.weights.load_formats import ALL_SHARED, PEER
@@ -69,7 +69,7 @@ REGISTERED = {
 def loaded(folder: Path, **variables: str) -> tuple[dict[str, Any], str]:
     """Runs the program, and returns what it found and its output."""
     (folder / "home").mkdir()
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("BACKPLANE_", "XDG_", "VLLM_"))}
+    kept = {name: value for name, value in AT_START.items() if not name.startswith(("BACKPLANE_", "XDG_", "VLLM_"))}
     result = folder / "found.json"
     own = {"HOME": str(folder / "home"), "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "backplane"}
     done = subprocess.run(

@@ -14,6 +14,7 @@ import pytest
 
 import vllm_backplane
 from tests import programs
+from tests.environment import AT_START
 from vllm_backplane import ops
 from vllm_backplane.binding.hooks import HOOKS, IR_OPERATOR, RUNNER_KERNEL, callers
 from vllm_backplane.binding.registry import BINDINGS
@@ -30,7 +31,8 @@ def _plain_environment(monkeypatch):
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     script = os.path.join(os.path.dirname(sys.executable), "vllm-backplane")
-    return programs.run([script, "ops", *arguments], env=os.environ | variables)
+    plain = {name: value for name, value in AT_START.items() if not name.startswith("BACKPLANE_")}
+    return programs.run([script, "ops", *arguments], env=plain | variables)
 
 
 @pytest.mark.process

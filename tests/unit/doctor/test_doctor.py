@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import vllm_backplane
+from tests.environment import AT_START
 from vllm_backplane.doctor import devices, options, plugins, software, subprocess_checks, vllm_checks
 from vllm_backplane.doctor.plugins import EntryPointInfo
 from vllm_backplane.doctor.report import Report
@@ -33,7 +34,7 @@ PACKAGE = Path(vllm_backplane.__file__).parent
 
 def environment(*folders: Path, **variables: str) -> dict[str, str]:
     decisive = ("BACKPLANE_", "VLLM_PLUGINS", "VLLM_TARGET_DEVICE")
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(decisive)}
+    plain = {name: value for name, value in AT_START.items() if not name.startswith(decisive)}
     path = os.pathsep.join(map(str, folders))
     return plain | ({"PYTHONPATH": path} if path else {}) | variables
 
@@ -453,5 +454,5 @@ def test_a_stage_that_fails_between_steps_ends():
 
 @pytest.mark.process
 def test_a_runner_that_the_device_cannot_run_is_an_error() -> None:
-    report = json_report({**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}, serves=False)
+    report = json_report({**AT_START, "VLLM_USE_V2_MODEL_RUNNER": "1"}, serves=False)
     assert finding(report, "error", "V2 model runner")["remedy"] == "set VLLM_USE_V2_MODEL_RUNNER=0"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
+from tests.environment import AT_START
 from vllm_backplane.doctor import devices, subprocess_checks
 from vllm_backplane.doctor.findings import Finding
 
 
 def findings(section: dict[str, Any] | None = None, **variables: str) -> tuple[Finding, ...]:
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("BACKPLANE_")}
+    plain = {name: value for name, value in AT_START.items() if not name.startswith("BACKPLANE_")}
     request = {"additional_config": {"backplane": section or {}}}
     results = subprocess_checks.run(devices.CHECKS, request, {**plain, "BACKPLANE_DEVICE": "sim", **variables})
     return devices.judge(results).findings

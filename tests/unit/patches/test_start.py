@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests import programs
+from tests.environment import AT_START
 from vllm_patchbay.patch import take_fingerprint
 from vllm_patchbay.upstream import SymbolIndex, installed_tree
 
@@ -26,7 +26,7 @@ print(type(current_platform).__name__, lifecycle.session().version, sorted(lifec
 
 
 def _start(program: str = START, **variables: str) -> subprocess.CompletedProcess[str]:
-    return programs.run(programs.command(program), env={**os.environ, **variables})
+    return programs.run(programs.command(program), env={**AT_START, **variables})
 
 
 def test_the_version_variable_decides_and_vllm_accepts_it() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import gguf
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests import programs
+from tests.environment import AT_START
 
 pytestmark = pytest.mark.process
 
@@ -80,7 +80,7 @@ def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> No
         "of the hub": {"model": "org/model-GGUF:Q4_0"},
         "damaged": {"model": str(tmp_path / "damaged.gguf")},
     }
-    variables = {**os.environ, "BACKPLANE_CACHE": str(tmp_path / "cache")}
+    variables = {**AT_START, "BACKPLANE_CACHE": str(tmp_path / "cache")}
     done = programs.run(programs.command(PROGRAM, json.dumps(requests)), env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

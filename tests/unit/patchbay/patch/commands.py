@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import programs
+from tests.environment import AT_START
 from vllm_patchbay.cli import main
 
 TARGET = "vllm.v1.engine.core:EngineCore.step"
@@ -27,5 +27,5 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
 
 def python(folder: Path, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a program in a folder of another project, without Backplane's platform."""
-    variables = {**os.environ, "PYTHONPATH": programs.on_path(folder), "VLLM_PLUGINS": ""}
+    variables = {**AT_START, "PYTHONPATH": programs.on_path(folder), "VLLM_PLUGINS": ""}
     return programs.run(programs.command(program, *arguments), cwd=folder, env=variables)
