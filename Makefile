@@ -115,6 +115,10 @@ test: lint $(suffix)  ## Run what a pull request needs: lint, types, unit and en
 test-all: lint $(suffix)  ## Run all tests, also emulated processors, sanitizers, large downloads, every supported vLLM
 	@printf '\n==> all tests\n'
 	$(pytest) tests/e2e tests/unit $(ARGS)
+	case $$(uname -m) in
+	    x86_64) printf '\n==> the x86-64 kernels ran on this processor, without an emulator\n' ;;
+	    *) $(bin)/python tests/emulated/x86.py build/emulated ;;
+	esac
 	$(PYTHON) tests/matrix/run.py $(VERSIONS)
 
 .PHONY: lint

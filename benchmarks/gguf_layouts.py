@@ -45,14 +45,16 @@ TOLERANCE = 1e-4
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
+FLAGS = ("-std=c++17", "-O3", "-march=armv8.2-a+dotprod", "-shared", "-fPIC")
+
+
 def build_library() -> ctypes.CDLL:
     compiler = shutil.which("g++")
     if compiler is None:
         raise SystemExit("g++ is not installed, which is needed to build gguf_layouts.cpp; install it")
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "gguf_layouts.so"
-        command = [compiler, "-std=c++17", "-O3", "-march=armv8.2-a+dotprod", "-shared", "-fPIC", "-o"]
-        subprocess.run([*command, str(library), str(SOURCE)], check=True)
+        subprocess.run([compiler, *FLAGS, "-o", str(library), str(SOURCE)], check=True)
         return ctypes.CDLL(str(library))
 
 
@@ -118,6 +120,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.3, help="approximate time per layout and line")
+    parser.add_argument("--library", type=Path, help="gguf_layouts.cpp as a library, which is then not built")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if platform.machine() not in ("aarch64", "arm64"):
@@ -129,7 +132,7 @@ def main() -> None:
         raise SystemExit("this processor has no dot-product instructions (ARMv8.2), which both layouts need")
     native.use_dot_kernel("dotprod")
     torch.set_num_threads(1)
-    library = build_library()
+    library = ctypes.CDLL(str(args.library)) if args.library else build_library()
     kinds = [kind for kind in TYPES if args.types is None or kind.name in args.types]
     shapes = [tuple(map(int, text.split("x"))) for text in args.shapes] if args.shapes else SHAPES
     lines: list[dict[str, Any]] = []

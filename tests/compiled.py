@@ -1,7 +1,7 @@
 """Compiles the C++ programs of the tests, and caches each result under a hash of everything that it depends on.
 
-The cache is in the user's cache folder, so a fresh clone reuses what another clone has compiled. It holds only results
-of the tests.
+The cache is in the user's cache folder, so a fresh clone reuses what another clone has compiled. Programs that are
+linked with PyTorch are an exception, because they contain the path of its libraries.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 TORCH = Path(torch.__file__).parent
 TORCH_INCLUDES = ("-isystem", f"{TORCH}/include", "-isystem", f"{TORCH}/include/torch/csrc/api/include")
 TORCH_LIBRARIES = (f"-L{TORCH}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH}/lib")
+
+KEPT = 6
+"""Number of results of one name that remain in the cache: compilers and options differ between tests and clones."""
 
 
 @cache
@@ -55,9 +58,9 @@ def build(
     """
     command = compiler() if command is None else command
     given = [*command, *map(str, arguments)]
-    # Names relative to the repository: another clone with the same content has the same key.
-    described = [word.replace(str(ROOT), "") for word in given]
-    state = hashlib.sha256("\0".join([version(command), torch.__version__, str(TORCH), *described]).encode())
+    # PyTorch's folder is part of the key only if the result refers to it. It is often inside the repository.
+    described = [word if str(TORCH) in word else word.replace(str(ROOT), "") for word in given]
+    state = hashlib.sha256("\0".join([version(command), torch.__version__, *described]).encode())
     for path in sorted(_files(depends)):
         state.update(path.name.encode() + b"\0" + path.read_bytes())
     folder = _cache() / f"{name}-{state.hexdigest()[:24]}"
@@ -72,7 +75,15 @@ def build(
             )
             assert done.returncode == 0, done.stderr[-4000:]
             partial.replace(result)
+            _remove_old(name)
     return result
+
+
+def _remove_old(name: str) -> None:
+    """Deletes all but the latest results of this name, except those that are being built."""
+    found = [path for path in _cache().glob(f"{name}-*/{name}") if len(path.parent.name) == len(name) + 25]
+    for old in sorted(found, key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        shutil.rmtree(old.parent, ignore_errors=True)
 
 
 def _files(depends: Iterable[Path]) -> set[Path]:

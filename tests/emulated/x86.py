@@ -8,7 +8,7 @@ except calls with 8-bit floats, with several threads, and calls that raise. The 
 times: with baseline x86-64 instructions, with AVX2, and with the library's own choice on an emulated processor without
 AVX2, where an unsupported instruction would end the program. The emulator has neither AVX-512 nor AMX.
 
-It takes a quarter of an hour on two cores. It is not part of `make test`, because it downloads half a gigabyte.
+It takes a quarter of an hour on two cores and downloads half a gigabyte, so it is a part of `make test-all` only.
 """
 
 from __future__ import annotations

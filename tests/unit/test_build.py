@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import vllm_backplane
 import vllm_patchbay
+from vllm_backplane.settings.releases import NEWEST, RELEASES
 
 pytestmark = pytest.mark.process
 
@@ -179,7 +181,11 @@ def test_the_wheel_names_neither_vllm_nor_torch(whole: Wheel) -> None:
     always = {line.split(";")[0].strip() for line in needed if "extra ==" not in line}
     assert {re.split(r"[<>=!~ ]", line)[0] for line in always} == {"gguf", "packaging", "psutil", "vllm-patchbay"}
     assert all(re.search(r"[<>=]", line) for line in always), "every requirement has a bound"
-    assert not [line for line in needed if re.match(r"(vllm|torch)\b(?!-)", line)]
+    [supported] = [Requirement(line) for line in needed if re.match(r"vllm\b(?!-)", line)]
+    assert str(supported.marker) == 'extra == "vllm"'
+    assert all(release.version in supported.specifier for release in RELEASES)
+    major, minor, _ = map(int, NEWEST.version.split("."))
+    assert f"{major}.{minor + 1}.0" not in supported.specifier
 
 
 def test_both_distributions_have_their_metadata(whole: Wheel, patchbay: Wheel) -> None:
@@ -189,7 +195,7 @@ def test_both_distributions_have_their_metadata(whole: Wheel, patchbay: Wheel) -
         assert described["Version"] == package.__version__
         assert described["License-Expression"] == "Apache-2.0"
         assert described["License-File"] == "LICENSE"
-        assert described["Requires-Python"] == ">=3.11"
+        assert set(described["Requires-Python"].split(",")) == {">=3.11", "<3.14"}
         assert {line.split(",")[0] for line in described.get_all("Project-URL")} >= {"Homepage", "Issues", "Changelog"}
         assert "Typing :: Typed" in described.get_all("Classifier")
         assert any(name.endswith("/py.typed") for name in built.files)

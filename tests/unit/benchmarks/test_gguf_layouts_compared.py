@@ -12,18 +12,35 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gguf_layouts
+from tests import compiled
 from vllm_backplane.devices.cpu import native
 
 PROGRAM = Path(gguf_layouts.__file__)
 
 
+@pytest.mark.process
+@pytest.mark.compiler
 @pytest.mark.skipif(platform.machine() != "aarch64", reason="gguf_layouts.cpp is written for ARM")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the program builds gguf_layouts.cpp with g++")
 def test_both_forms_of_every_type_give_the_same_results() -> None:
     """The program fails if results differ. Five rows are a group of four rows and a remainder."""
     if native.fault() is not None or "dotprod" not in native.available_dot_kernels():
         pytest.skip("needs dot-product instructions and the CPU kernel library")
-    options = ["--shapes", "20x512", "--rows", "1", "5", "--rounds", "1", "--seconds", "0.001", "--json"]
+    library = compiled.build("gguf_layouts.so", [*gguf_layouts.FLAGS, gguf_layouts.SOURCE], [gguf_layouts.SOURCE])
+    options = [
+        "--library",
+        str(library),
+        "--shapes",
+        "20x512",
+        "--rows",
+        "1",
+        "5",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.001",
+        "--json",
+    ]
     ended = subprocess.run([sys.executable, str(PROGRAM), *options], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     lines = json.loads(ended.stdout)["results"]

@@ -211,16 +211,24 @@ def test_the_schema_is_the_real_one(valid):
             valid(broken)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.download
-def test_sarif(plugin, old, new, tmp_path, capsys, valid):
+@pytest.fixture
+def sarif(plugin, old, new, tmp_path, capsys):
+    """Returns the SARIF report of a plugin with a file that cannot be read, written beside the table."""
     (Path(plugin) / "plug" / "broken.py").write_bytes(b"\0")
     file = tmp_path / "report.sarif"
     assert main(["audit", plugin, "--vllm", old, new, "--sarif", str(file), "--diff"]) == 1
     assert "WHERE" in capsys.readouterr().out
-    document = json.loads(file.read_text())
-    valid(document)
-    [run] = document["runs"]
+    return json.loads(file.read_text())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.download
+def test_sarif_follows_the_schema(sarif, valid):
+    valid(sarif)
+
+
+def test_sarif(sarif):
+    [run] = sarif["runs"]
     rules = [rule["id"] for rule in run["tool"]["driver"]["rules"]]
     assert rules == list(RULES)
     assert [rules[result["ruleIndex"]] for result in run["results"]] == [r["ruleId"] for r in run["results"]]
@@ -255,19 +263,27 @@ def test_sarif_alone_on_stdout(plugin, new, capsys, valid):
     valid(json.loads(capsys.readouterr().out))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.download
-def test_sarif_of_nothing_and_of_every_rule(tmp_path, capsys, valid):
-    """The whole corpus is one plugin here, with nearly every rule and many kinds of messages and paths."""
-    (tmp_path / "fine.py").write_text("import vllm\n")
-    main(["audit", str(tmp_path / "fine.py"), "--sarif", "-"])
-    valid(json.loads(capsys.readouterr().out))
+@pytest.fixture
+def sarif_of_the_corpus(tmp_path, capsys):
+    """Returns the SARIF report of the whole corpus as one plugin, with many kinds of messages and paths."""
     for number, case in enumerate(read_cases()):
         case.write(tmp_path / "all" / f"case {number}")
     main(["audit", str(tmp_path / "all"), "--sarif", "-", "--diff"])
-    document = json.loads(capsys.readouterr().out)
-    valid(document)
-    assert len({result["ruleId"] for result in document["runs"][0]["results"]}) >= len(RULES) - 5
+    return json.loads(capsys.readouterr().out)
+
+
+def test_sarif_has_nearly_every_rule(sarif_of_the_corpus):
+    results = sarif_of_the_corpus["runs"][0]["results"]
+    assert len({result["ruleId"] for result in results}) >= len(RULES) - 5
+
+
+@pytest.mark.exhaustive
+@pytest.mark.download
+def test_sarif_of_nothing_and_of_every_rule_follows_the_schema(tmp_path, capsys, valid, sarif_of_the_corpus):
+    (tmp_path / "fine.py").write_text("import vllm\n")
+    main(["audit", str(tmp_path / "fine.py"), "--sarif", "-"])
+    valid(json.loads(capsys.readouterr().out))
+    valid(sarif_of_the_corpus)
 
 
 def test_a_report_that_cannot_be_written(plugin, new, tmp_path, capsys):
