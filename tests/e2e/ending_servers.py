@@ -58,7 +58,7 @@ class Starter:
         made.mkdir()
         return made
 
-    def __call__(self, *arguments: str, variables: Mapping[str, str] | None = None, warm: bool = True) -> Server:
+    def __call__(self, *arguments: str, variables: Mapping[str, str | None] | None = None, warm: bool = True) -> Server:
         """Starts a server with additional arguments and variables, and returns it when it is ready."""
         given = (str(self._model), "--served-model-name", "tiny", *SMALL, *arguments)
         server = Server(self._folder(), *given, variables=variables, warm=warm)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SCRIPTS = Path(sys.executable).parent
 TAIL_LINES = 80
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 logs: list[tuple[str, Path]] = []
 """Command and log of every started child, for the report of a failure."""
@@ -68,13 +69,14 @@ class Child:
     ) -> None:
         """Starts the command; with `warm`, forks it with imported libraries where possible (tests/warm_start.py).
 
-        With `with_vllm` too, vLLM may be one of them.
+        With `with_vllm` too, vLLM may be one of them. With `warm`, vLLM forks its own processes as well, unless
+        `variables` has another method: a spawned process would import all of vLLM again.
         """
         self.command = list(command)
         self.log = log
         self._seen: dict[int, psutil.Process] = {}
         logs.append((" ".join(self.command), log))
-        given = environment(**(variables or {}))
+        given = environment(**({START_METHOD: "fork"} if warm else {}) | dict(variables or {}))
         with log.open("wb") as output:
             self.process = (warm and _fork(self.command, log, given, with_vllm)) or subprocess.Popen(
                 self.command,

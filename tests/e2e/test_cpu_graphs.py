@@ -196,7 +196,6 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "BACKPLANE_MEMORY_SHARE": "0.2",
         "PYTHONPATH": on_path(Path(__file__).parent),
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # not spawned: each process would import all of vLLM again
     }
     with Server(folder, str(folder / "experts"), *LIMITS, *two, *options, variables=variables) as server:
         yield server

@@ -28,7 +28,6 @@ VARIABLES = {
     "BACKPLANE_SIM_CARDS": "4",
     "BACKPLANE_SIM_MEMORY": "512MiB",
     "BACKPLANE_MEMORY_SHARE": "0.2",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a spawned process would import all of vLLM again
 }
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "parallel.md").read_text()
 SIZES = re.findall(r"^vllm-backplane serve \S+ (.*)$", PAGE, re.MULTILINE)[0].split()

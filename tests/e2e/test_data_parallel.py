@@ -26,7 +26,6 @@ VARIABLES = {
     "BACKPLANE_MEMORY_SHARE": "0.2",
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "1GiB",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a spawned process would import all of vLLM again
     "BACKPLANE_SIM_SYNC_TIMEOUT": "3",  # less than the default, because the last test waits for the timeout
     "BACKPLANE_SIM_FAULTS": "hang@launch=backplane::paged_attention,nth=600,card=1",  # more than other tests launch
 }

@@ -25,7 +25,6 @@ PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place i
 VARIABLES = {
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "1GiB",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a spawned process would import all of vLLM again
     "VLLM_SERVER_DEV_MODE": "1",
     "PYTHONPATH": on_path(Path(__file__).parent),
 }

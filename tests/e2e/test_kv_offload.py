@@ -112,7 +112,6 @@ def offload(device: str, model: Path, tmp_path_factory: pytest.TempPathFactory) 
     given = (str(model), "--served-model-name", "tiny", *limits, "--kv-transfer-config", json.dumps(transfer))
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a spawned process would import all of vLLM again
         **(SIM if device == "sim" else {"BACKPLANE_DEVICE": "cpu"}),
     }
     with Server(tmp_path_factory.mktemp("server"), *given, variables=variables) as server:

@@ -23,7 +23,6 @@ WORKERS = {"cpu": 1, "sim": 2}
 VARIABLES = {
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "1GiB",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # a spawned process would import all of vLLM again
 }
 
 

@@ -156,7 +156,6 @@ def test_the_command_of_the_page(
     given = (*shlex.split(arguments), *limits, "--max-num-seqs", "4", "--dtype", "float32")
     extension = ("--worker-extension-cls", "worker_rpc.OverHttp")
     common = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": on_path(Path(__file__).parent)}
-    common["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # a spawned process would import all of vLLM again
     with Server(tmp_path, *given, *extension, variables=common | variables) as server:
         assert f"Operators on device {device}:" in server.text()
         request = {"prompt": text, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0}

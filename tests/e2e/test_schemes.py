@@ -27,8 +27,6 @@ PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place i
 TOKENS = 8
 ROUNDED = 0.03
 """Largest allowed mean difference of log-probabilities, where the inputs of matrix products are rounded to 8 bits."""
-FORK = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-"""Environment variables of servers. A spawned process would import all of vLLM again."""
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
 
 
@@ -258,7 +256,7 @@ def test_the_command_of_the_page(
     # The response has log-probabilities by word, so the server needs a tokenizer.
     multimodal_models.tokenizer(COMMON["vocab_size"]).save_pretrained(folder / name)
     given = (str(tmp_path / documented), *options, *LIMITS)
-    with Server(tmp_path, *given, command=VLLM, variables=FORK | variables) as server:
+    with Server(tmp_path, *given, command=VLLM, variables=variables) as server:
         assert f"Operators on device {device}:" in server.text()
         answers = [server.complete(ids, TOKENS, model=given[0], logprobs=0) for ids in PROMPTS]
     outputs = [{"token_ids": one["token_ids"], "logprobs": one["logprobs"]["token_logprobs"]} for one in answers]

@@ -21,6 +21,7 @@ import multimodal_reference
 import pytest
 from architectures import ARCHITECTURES
 from multimodal_reference import TOKENS, Models
+from processes import START_METHOD
 from server import Server
 from test_architectures import DEVICES, LOGPROB_TOLERANCE, PROMPTS
 from test_architectures import TOKENS as DECODED
@@ -35,8 +36,6 @@ LIMITS = ("--max-num-seqs", "4", "--dtype", "float32", "--max-num-batched-tokens
 CACHE = ("--kv-cache-memory-bytes", str(32 << 20))
 """An explicit size of the KV cache. Otherwise two servers that start at the same time would each take half of the free
 memory."""
-FORK = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-"""Environment variables of servers. A spawned process would import all of vLLM again."""
 SOUNDS, PICTURES = [1, 2, 3], [1, 2, 2]
 OTHER_QUESTION = "how many cats do you see, and where?"
 DECODERS = [
@@ -155,7 +154,9 @@ def answers(
             folder, option = logs / "model", OPTIONS["decoder"]
             # With 64 tokens per step, long prompts have several chunks and share steps with other prompts.
             send, limits = decode, ("64", "--max-model-len", "256", *CACHE)
-        variables = DEVICES[device] | ({} if model == "whisper" else FORK)  # vLLM warns about a forked Whisper
+        variables: dict[str, str | None] = {**DEVICES[device]}
+        if model == "whisper":  # vLLM warns about a forked Whisper
+            variables[START_METHOD] = None
         with Server(logs, str(folder), *shlex.split(option), *LIMITS, *limits, variables=variables) as server:
             found = send(server)
             assert f"Operators on device {device}:" in server.text()

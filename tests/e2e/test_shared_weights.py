@@ -26,7 +26,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "shared-weights
 def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     [documented] = re.findall(r"^vllm-backplane serve \S+ (.*)$", PAGE, re.MULTILINE)
     given = (str(smollm2), "--served-model-name", "tiny", *LIMITS, *documented.split(), "--api-server-count", "1")
-    variables = {"BACKPLANE_MEMORY_SHARE": "0.2", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    variables = {"BACKPLANE_MEMORY_SHARE": "0.2"}
     # The server has its own folder for temporary files, so that its registry does not contain servers of other tests
     # with the same model. The name of the folder is short, because it also contains sockets.
     with (

@@ -45,8 +45,6 @@ DEVICES: dict[str, dict[str, str | None]] = {
         **INTERPRETED,
     },
 }
-FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-"""Environment variables of servers. A spawned process would import all of vLLM again."""
 AT_A_TIME = 2
 """Number of concurrent servers: one starts while another one ends or waits for requests."""
 CACHE = 64 << 20
@@ -167,7 +165,7 @@ def served(folder: Path, logs: Path, device: str, method: str) -> Run:
     limits = ("--max-model-len", "256", "--max-num-seqs", "32", "--max-num-batched-tokens", "256", "--seed", "1")
     limits += ("--kv-cache-memory-bytes", str(CACHE))
     more = ("--dtype", "float32", "--skip-tokenizer-init", "--worker-extension-cls", "worker_rpc.OverHttp")
-    variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": on_path(Path(__file__).parent), **FORKED, **DEVICES[device]}
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": on_path(Path(__file__).parent), **DEVICES[device]}
     with Server(logs, str(target(folder, method)), *option, *limits, *more, variables=variables) as server:
         assert f"Operators on device {device}:" in server.text()
         first = int(call_worker(server, "rpc_compiled_ngrams"))
@@ -400,7 +398,7 @@ def test_the_default_model(default_model: DefaultModel, tmp_path: Path, device: 
     """Tests the command of the documentation: tokens of plain decoding, and the expected acceptance rate."""
     configured, share = OF_DEFAULT_MODEL[method]
     option = configured.replace('"shallow"', json.dumps(str(default_model.shallow)))
-    variables = {**FORKED, **INTERPRETED, **DEVICES[device]}
+    variables = {**INTERPRETED, **DEVICES[device]}
     with Server(tmp_path, *SERVED, option, *LIMITS, variables=variables) as server:
         assert f"Operators on device {device}:" in server.text()
         assert [generate(server, text) for text in TEXTS] == default_model.answers
