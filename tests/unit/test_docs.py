@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import re
@@ -24,8 +25,10 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "patchbay/README.md", *sorted(DOCS.rglob("*.md"))]
+MEASURED = sorted((ROOT / "benchmarks/results").glob("*/README.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "patchbay/README.md", *sorted(DOCS.rglob("*.md")), *MEASURED]
 MOST_WORDS = 1000
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
 
 
 def name_of(path: Path) -> str:
@@ -89,8 +92,11 @@ def test_the_example_device_is_as_small_as_the_page_states() -> None:
 
 
 def links(page: Path) -> Iterator[tuple[str, str]]:
+    """Yields the linked files and anchors, relative to the page. Links to files of `main` count as well."""
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", prose(page)):
-        if not re.match(r"[a-z]+:", target):
+        if of_main := re.fullmatch(rf"{re.escape(REPOSITORY)}/(?:blob|tree)/main/(.*)", target):
+            yield os.path.relpath(ROOT / of_main[1], page.parent), anchor
+        elif not re.match(r"[a-z]+:", target):
             yield target, anchor
 
 
@@ -190,7 +196,7 @@ def test_quotations_are_from_the_source() -> None:
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
-PROGRAMS = ("vllm-backplane", "vllm-patchbay", "make", "python", "pip", "curl", "pytest")
+PROGRAMS = ("vllm", "vllm-backplane", "vllm-patchbay", "make", "python", "pip", "curl", "pytest")
 
 
 class Quoted(NamedTuple):
@@ -220,6 +226,10 @@ def commands_of(line: str) -> Iterator[tuple[str, ...]]:
         if word in ("&&", "|", ";"):
             while command and re.fullmatch(r"[A-Z_]+=.*", command[0]):
                 command.pop(0)
+            if command:
+                command[0] = command[0].removeprefix(".venv/bin/")
+            if command[:3] == ["python", "-m", "pytest"]:
+                del command[:2]
             if command and command[0] in PROGRAMS:
                 yield tuple(command)
             command = []
@@ -304,10 +314,12 @@ def test_flags_that_are_passed_on_are_flags_of_vllm() -> None:
     (command_of_vllm,) = serve.cmd_init()
     command_of_vllm.subparser_init(parser.add_subparsers(dest="subparser"))
     known = subparsers(parser)["serve"]._option_string_actions
-    serving = [command for command in COMMANDS if command.words[:2] == ("vllm-backplane", "serve")]
-    assert len(serving) >= 20
-    for command in serving:
-        for flag in check_words(command, build_parser()):
+    ours = [command for command in COMMANDS if command.words[:2] == ("vllm-backplane", "serve")]
+    assert len(ours) >= 20
+    theirs = [command for command in COMMANDS if command.words[:2] == ("vllm", "serve")]
+    assert len(theirs) >= 3
+    for command in (*ours, *theirs):
+        for flag in check_words(command, build_parser()) if command in ours else flags_of(command.words[2:]):
             assert flag.partition(".")[0] in known, f"{command}: {flag}"
 
 
@@ -396,8 +408,9 @@ def test_quoted_tests_exist() -> None:
     mine = [command for command in COMMANDS if command.program == "pytest"]
     assert mine
     for command in mine:
-        for word in command.words[1:]:
-            assert word.startswith("-") or (ROOT / word.partition("::")[0]).exists(), str(command)
+        for before, word in itertools.pairwise(command.words):
+            if not word.startswith("-") and before not in ("-k", "-m"):
+                assert (ROOT / word.partition("::")[0]).exists(), str(command)
 
 
 # --- features ---------------------------------------------------------------------------------------------------------
