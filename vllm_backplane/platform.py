@@ -146,7 +146,7 @@ class BackplanePlatform(Platform):
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
         """Raises for a quantization method without kernels here. Upstream accepts all methods if its list is empty."""
-        from vllm_backplane.gguf.configuration import QUANTIZATION
+        from vllm_backplane.gguf.hf_config import QUANTIZATION
         from vllm_backplane.quantization.checkpoint import registration
         from vllm_backplane.quantization.online import formats
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import programs
-from vllm_backplane.gguf.configuration import QUANTIZATION
+from vllm_backplane.gguf.hf_config import QUANTIZATION
 from vllm_backplane.kv_offload.settings import NAME as TIER
 from vllm_backplane.weights.load_formats import ALL_SHARED, PEER
 

@@ -100,13 +100,13 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "quantization method",
         "vllm.model_executor.layers.linear:LinearMethodBase",
-        f"{_QUANTIZATION}.online.linear:QuantizedLinearMethod",
+        f"{_QUANTIZATION}.online.linear:OnlineLinearMethod",
         ("quantized_linear", "linear"),
     ),
     Hook(
         "quantization method",
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
-        f"{_QUANTIZATION}.online.experts:QuantizedMoEMethod",
+        f"{_QUANTIZATION}.online.experts:OnlineMoEMethod",
         ("quantized_linear", "silu_and_mul"),
     ),
     Hook(

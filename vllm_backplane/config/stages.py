@@ -83,18 +83,16 @@ def set_memory(config: VllmConfig, chosen: Runtime) -> None:
 
 
 def set_loading(config: VllmConfig) -> None:
-    """Loads the model of a folder that describes a GGUF file (`gguf/folder.py`) from that file, under the file's
+    """Loads the model of a folder that describes a GGUF file (`gguf/config_folder.py`) from that file, under the file's
     path."""
-    from vllm_backplane.gguf.configuration import QUANTIZATION
+    from vllm_backplane.gguf.hf_config import QUANTIZATION
 
     model, loading = config.model_config, config.load_config
     if model is None or model.quantization != QUANTIZATION:
         return
-    from vllm_backplane.quantization.gguf import config as methods
-    from vllm_backplane.quantization.gguf import loader
+    from vllm_backplane.quantization.gguf import registration
 
-    methods.register()  # raises if another plugin has registered the same name since
-    loader.register()
+    registration.register()
     own = {"auto": QUANTIZATION, load_formats.SHARED: load_formats.SHARED_GGUF}
     loading.load_format = own.get(loading.load_format, loading.load_format)
     if loading.load_format not in own.values():

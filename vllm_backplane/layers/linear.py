@@ -22,7 +22,7 @@ from vllm.model_executor.layers.linear import (
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.layers.deferred_weights import defer_bias_loading
+from vllm_backplane.layers.layerwise_loading import defer_bias_loading
 from vllm_backplane.runtime import runtime
 
 

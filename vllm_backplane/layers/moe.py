@@ -72,7 +72,7 @@ class Activation:
 
 class BackplaneFusedMoEMethod(UnquantizedFusedMoEMethod):
     uses_fused_operator = True
-    """Whether one call of `moe_experts` computes all experts. Otherwise `quantization/per_expert_linear.py` computes
+    """Whether one call of `moe_experts` computes all experts. Otherwise `quantization/per_expert_moe.py` computes
     them one by one."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:

@@ -19,9 +19,9 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.transformers_utils.utils import parse_safetensors_file_metadata
 
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.gguf.blocks import FLOATS
-from vllm_backplane.gguf.configuration import QUANTIZATION
-from vllm_backplane.gguf.folder import open_source
+from vllm_backplane.gguf.config_folder import open_source
+from vllm_backplane.gguf.decoding import FLOATS
+from vllm_backplane.gguf.hf_config import QUANTIZATION
 from vllm_backplane.gguf.packing import bytes_in_memory
 from vllm_backplane.quantization.online import formats
 

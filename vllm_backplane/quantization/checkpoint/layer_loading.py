@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vllm_backplane.device import host
-from vllm_backplane.layers.deferred_weights import defer_loading, require_loaded
+from vllm_backplane.layers.layerwise_loading import defer_loading, require_loaded
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.quantization.base import LinearQuantizationMethod, LinearWeights
 from vllm_backplane.quantization.packed_parameters import (

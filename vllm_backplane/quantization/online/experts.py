@@ -30,7 +30,7 @@ from vllm_backplane.quantization.packed_parameters import (
     move_to_huge_pages,
     release_freed_memory,
 )
-from vllm_backplane.quantization.per_expert_linear import run_experts
+from vllm_backplane.quantization.per_expert_moe import run_experts
 
 _PROJECTIONS = ("w13", "w2")
 
@@ -44,7 +44,7 @@ class _LoadedTensor:
     expert: int
 
 
-class QuantizedMoEMethod(BackplaneFusedMoEMethod):
+class OnlineMoEMethod(BackplaneFusedMoEMethod):
     uses_fused_operator = False
     uses_meta_device = True
 
