@@ -436,7 +436,7 @@ def resident(_worker: Any) -> int:
 
 def damage_kept_blocks(worker: Any) -> int:
     """Changes every block in the memory of rank 1's KV offload, and returns their number; other ranks do nothing."""
-    from vllm_backplane.kv_offload.registration import connector_of_worker
+    from vllm_backplane.kv_offload.connector import connector_of_worker
 
     if worker.rank != 1:
         return 0

@@ -32,7 +32,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_backplane.config import graphs
 from vllm_backplane.distributed.all_or_none import raise_on_reporting_rank, run_all_or_none
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.kv_offload.registration import connector_of_worker
+from vllm_backplane.kv_offload.connector import connector_of_worker
 from vllm_backplane.lora import validation
 from vllm_backplane.lora.prefetch import AdapterPrefetcher
 from vllm_backplane.ops import resolution
@@ -44,9 +44,9 @@ from vllm_backplane.runner.step_graphs import StepGraphs
 from vllm_backplane.runtime import configured, runtime
 from vllm_backplane.settings import compat
 from vllm_backplane.settings.carried_state import workers_on_host
-from vllm_backplane.weights import missing_weights, saving
+from vllm_backplane.weights import missing_weights, save_check
 from vllm_backplane.weights.checkpoint_size import weight_bytes
-from vllm_backplane.weights.peer_server import OfferedWeights
+from vllm_backplane.weights.weights_server import OfferedWeights
 from vllm_backplane.worker import memory, profiling, sleep
 from vllm_backplane.worker.kv_cache import KvCacheAllocator
 from vllm_backplane.worker.numeric_guard import NumericGuard
@@ -330,11 +330,11 @@ class BackplaneWorker(Worker):
         self._invalidate_old_weights()
 
     def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
-        if saving.can_be_saved(self, "save_sharded_state"):
+        if save_check.can_be_saved(self, "save_sharded_state"):
             super().save_sharded_state(*args, **kwargs)
 
     def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
-        if saving.can_be_saved(self, "save_tensorized_model"):
+        if save_check.can_be_saved(self, "save_tensorized_model"):
             super().save_tensorized_model(*args, **kwargs)
 
     def _clear_graphs(self) -> None:
