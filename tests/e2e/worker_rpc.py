@@ -429,9 +429,9 @@ def plant_failing_sleep(worker: Any) -> None:
 
 def resident(_worker: Any) -> int:
     """Returns the resident memory of the worker's process, in bytes."""
-    from vllm_backplane.device import host
+    from vllm_backplane.device import host_memory
 
-    return host.own_resident_memory()
+    return host_memory.own_resident_memory()
 
 
 def damage_kept_blocks(worker: Any) -> int:

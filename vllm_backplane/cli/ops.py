@@ -99,7 +99,7 @@ def _choose(name: str | None) -> tuple[Device, str, tuple[str, ...]]:
 
 def table(device: Device, forced: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Returns every operator, sorted by family, with its implementation and its callers."""
-    from vllm_backplane.binding.hooks import callers
+    from vllm_backplane.binding.operator_callers import callers
     from vllm_backplane.ops import resolution
     from vllm_backplane.ops.operator import get
 

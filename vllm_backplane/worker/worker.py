@@ -36,7 +36,7 @@ from vllm_backplane.kv_offload.connector import connector_of_worker
 from vllm_backplane.lora import validation
 from vllm_backplane.lora.prefetch import AdapterPrefetcher
 from vllm_backplane.ops import resolution
-from vllm_backplane.patches import lifecycle
+from vllm_backplane.patches import application
 from vllm_backplane.process.cuda_shims import install_shims
 from vllm_backplane.process.rank_failure import is_output_rank, terminate_on_unread_failure, wait_for_output_copy
 from vllm_backplane.runner.factory import make_model_runner
@@ -48,9 +48,9 @@ from vllm_backplane.weights import missing_weights, save_check
 from vllm_backplane.weights.checkpoint_size import weight_bytes
 from vllm_backplane.weights.weights_server import OfferedWeights
 from vllm_backplane.worker import memory, profiling, sleep
+from vllm_backplane.worker.freeze_operators import freeze_operators
 from vllm_backplane.worker.kv_cache import KvCacheAllocator
 from vllm_backplane.worker.numeric_guard import NumericGuard
-from vllm_backplane.worker.operators import freeze_operators
 from vllm_patchbay.patch import Process
 
 logger = init_logger("vllm." + __name__)
@@ -60,7 +60,8 @@ class BackplaneWorker(Worker):
     """Runs one rank of an engine on a card of the device."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        lifecycle.start(runtime().setting("patch_drift"), Process.WORKER)  # before any code of the worker runs
+        # Patches come before any code of the worker.
+        application.apply_patches(runtime().setting("patch_drift"), Process.WORKER)
         with profiling.profiler_hidden_from_vllm(vllm_config):
             super().__init__(vllm_config, *args, **kwargs)
         self.profiler_config = vllm_config.profiler_config

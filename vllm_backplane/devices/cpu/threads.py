@@ -17,8 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from vllm_backplane.device import host
-from vllm_backplane.device.cores import Core, allowed_cpus, parse_cpu_list, physical_cores
+from vllm_backplane.device.cores import Core, allowed_cpus, parse_cpu_list, physical_cores, usable_cores
 from vllm_backplane.errors import OptionError
 
 AUTO, OFF = "auto", "off"
@@ -65,7 +64,7 @@ class Share:
 
 def this_machine() -> Machine:
     """Returns the cores and threads that this process may use."""
-    return Machine(physical_cores(allowed_cpus()), host.usable_cores())
+    return Machine(physical_cores(allowed_cpus()), usable_cores())
 
 
 def binding(value: Any) -> Binding:

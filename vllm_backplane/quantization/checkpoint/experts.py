@@ -17,7 +17,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 from vllm_backplane import ops
-from vllm_backplane.device import host
+from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.quantization.checkpoint.repacking import PackedWords, ZeroPoints, grouping_order, repack
@@ -184,7 +184,7 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
         stored = self._format
         joined = {name: self._joined(name, parts) for name in stored.needed if name != stored.group_index}
         group_indices = [part[stored.group_index] for part in parts] if stored.group_index else []
-        with host.without_huge_pages():
+        with host_memory.without_huge_pages():
             packed, order = self._pack(joined, group_indices)
         module.features = joined[stored.scales].shape[stored.output_dim]
         for copy in joined.values() if len(parts) > 1 else ():

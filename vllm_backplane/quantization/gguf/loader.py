@@ -14,7 +14,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from vllm_backplane.device import host
+from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.architectures import checkpoint_tensors
 from vllm_backplane.gguf.config_folder import open_source
@@ -38,7 +38,7 @@ class GgufModelLoader(BaseModelLoader):
         finally:
             # Most tensors were packed. The embedding is read from the file in the forward pass, a few rows at a time.
             files, self._files = self._files, []
-            for file in files if not host.memory_is_locked() else []:
+            for file in files if not host_memory.memory_is_locked() else []:
                 file.forget_pages()
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:

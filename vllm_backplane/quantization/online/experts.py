@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 
 from vllm_backplane import ops
-from vllm_backplane.device import host
+from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.layers.linear import refuse_loading
 from vllm_backplane.layers.moe import Activation, BackplaneFusedMoEMethod
@@ -115,7 +115,7 @@ class OnlineMoEMethod(BackplaneFusedMoEMethod):
             return
         del self._incomplete[projection, expert]
         # An allocator that requests huge pages would take 2 MiB for the first byte between the packed weights.
-        with host.without_huge_pages():
+        with host_memory.without_huge_pages():
             # vLLM's loader selects this worker's part and copies it. The padding of a weight stays zero.
             whole = torch.zeros((1, *param.shape[1:]), dtype=param.dtype, device=self._device)
             for name, one in tensors.items():
@@ -170,7 +170,7 @@ class OnlineMoEMethod(BackplaneFusedMoEMethod):
             )
         for projection in _PROJECTIONS:
             weight = getattr(layer, f"{projection}_weight")
-            with host.without_huge_pages():
+            with host_memory.without_huge_pages():
                 for expert in range(self._experts):
                     self._store(projection, expert, quantize(self.format, weight.data[expert]))
             free_storage(weight)

@@ -20,8 +20,8 @@ from vllm.platforms import current_platform
 
 load_general_plugins()
 current_platform.validate_environ(True)
-from vllm_backplane.patches import lifecycle
-print(type(current_platform).__name__, lifecycle.session().version, sorted(lifecycle.session().verdicts))
+from vllm_backplane.patches import application
+print(type(current_platform).__name__, application.session().version, sorted(application.session().verdicts))
 """
 
 
