@@ -22,7 +22,7 @@ def memory(worker: Any) -> dict[str, Any]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
-    device = worker.accelerator
+    device = worker.backplane_device
     device.synchronize()
     gc.unfreeze()  # what is frozen is not listed
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not isinstance(each, FakeTensor)]
@@ -413,7 +413,7 @@ def plant_unawaited_tokens(worker: Any) -> None:
 
 def plant_failing_sleep(worker: Any) -> None:
     """Lets the last worker fail to release its weights. A second call removes the fault."""
-    device = worker.accelerator
+    device = worker.backplane_device
     if "release" in vars(device):
         del device.release
     elif worker.rank == worker.parallel_config.world_size - 1:

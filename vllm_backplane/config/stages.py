@@ -25,7 +25,7 @@ def apply(config: VllmConfig, chosen: Runtime) -> None:
     """Runs the stages in order. Backplane's options are already validated; a stage raises for what it cannot fulfil."""
     refusals.refuse_unsupported(config, chosen)
     set_worker(config)
-    graphs.set_compilation(config, chosen)
+    graphs.check_compilation(config, chosen)
     scheduling.set_async_scheduling(config, chosen.device)
     scheduling.choose_scheduler(config)
     set_prefix_caching(config)
@@ -83,8 +83,8 @@ def set_memory(config: VllmConfig, chosen: Runtime) -> None:
 
 
 def set_loading(config: VllmConfig) -> None:
-    """Loads the model of a folder that describes a GGUF file (`gguf/config_folder.py`) from that file, under the file's
-    path."""
+    """Selects the load format `gguf` for a model whose folder describes a GGUF file, and names the served model after
+    the file. `gguf/config_folder.py` makes such folders."""
     from vllm_backplane.gguf.hf_config import QUANTIZATION
 
     model, loading = config.model_config, config.load_config

@@ -37,7 +37,7 @@ class DecodeInputs:
     @classmethod
     def create_if_supported(cls, runner: Any) -> DecodeInputs | None:
         """Returns None if a step needs more than these inputs, or if the device does not share the host's memory."""
-        if not (compat.has_known_decode_inputs() and runner.accelerator.capabilities.host_memory):
+        if not (compat.has_known_decode_inputs() and runner.backplane_device.capabilities.host_memory):
             return None
         unsupported = (
             runner.speculative_config, runner.lora_config, runner.uses_mrope, runner.enable_prompt_embeds,

@@ -99,10 +99,8 @@ class OfferedWeights:
 
     def start_server(self) -> None:
         assert self._manifest is not None
-        accelerator, card = self._worker.accelerator, self._worker.card
-        self._server = WeightsServer(
-            self._address, *self._manifest, lambda: accelerator.set_current(card), logger.warning
-        )
+        device, card = self._worker.backplane_device, self._worker.card
+        self._server = WeightsServer(self._address, *self._manifest, lambda: device.set_current(card), logger.warning)
         logger.info("Weights: other servers of this host may load them from %s.", self._address)
 
     def invalidate(self) -> None:

@@ -110,7 +110,7 @@ class CpuDevice(Device):
         return found
 
     def refuse_workers(self, workers_on_host: int) -> None:
-        threads.refuse(self._machine, workers_on_host, self.settings["threads"], self.settings["bind"])
+        threads.refuse_too_many_threads(self._machine, workers_on_host, self.settings["threads"], self.settings["bind"])
 
     def properties(self, index: int = 0) -> Properties:
         return Properties(name=self._model_name, uuid=f"cpu-{platform.node()}", compute_units=usable_cores())
