@@ -363,8 +363,8 @@ def plant_stale_input(worker: Any) -> None:
     worker.model_runner._model_forward = with_copy
 
 
-def missing_synchronisations(worker: Any) -> int:
-    """Returns how many missing synchronisations the simulated driver has found."""
+def missing_synchronizations(worker: Any) -> int:
+    """Returns how many missing synchronizations the simulated driver has found."""
     from vllm_backplane.devices.sim.library import races_found
 
     return races_found()

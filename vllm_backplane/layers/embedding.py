@@ -1,4 +1,4 @@
-"""Computes token embeddings and logits on the operators `embedding` and `logits`.
+"""Computes token embeddings and logits with the operators `embedding` and `logits`.
 
 Tied models use one table for both.
 """

@@ -134,7 +134,7 @@ OPTIONS: tuple[Option[Any], ...] = (
         "races",
         "off",
         one_of(*RACES),
-        "What happens with missing synchronisation between streams, or between copies and the host: it is not detected "
+        "What happens with missing synchronization between streams, or between copies and the host: it is not detected "
         "(off), printed to standard error (report), or an error (fail). docs/chip/simulated-npu.md explains what is "
         "found.",
     ),

@@ -1,4 +1,4 @@
-"""Quantizes the experts of a mixture while they are loaded, and computes them on the operator `quantized_linear`.
+"""Quantizes the experts of a mixture while they are loaded, and computes them with the operator `quantized_linear`.
 
 An expert's weight is quantized as soon as all of its tensors have arrived. One weight of one expert is therefore in
 memory in full precision at a time; vLLM's layerwise loading would hold all experts of a layer. The codes of all experts

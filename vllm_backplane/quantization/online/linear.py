@@ -1,4 +1,4 @@
-"""Quantizes linear layers while they are loaded, and computes them on the operator `quantized_linear`.
+"""Quantizes linear layers while they are loaded, and computes them with the operator `quantized_linear`.
 
 vLLM's layerwise loading creates a weight without memory and buffers the checkpoint's tensors for it. When a layer is
 complete, vLLM allocates and fills its weights and calls `process_weights_after_loading`. One layer of the
