@@ -50,7 +50,7 @@ def without(worker: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 class Engine:
-    """Runs the default model and measures the time of each step."""
+    """Runs smollm2-fp32 and measures the time of each step."""
 
     def __init__(self, dtype: str, folder: str, now: Callable[[], float]) -> None:
         from vllm import LLM
