@@ -1,6 +1,6 @@
 """Measures the overhead of the simulated NPU: its throughput relative to the cpu device, with the same kernels.
 
-    python benchmarks/devices.py                    # the default model in float32, sim over cpu
+    python benchmarks/devices.py                    # smollm2-fp32 in float32, sim over cpu
     python benchmarks/devices.py --least 0.7        # fail if a ratio is below 0.7
     python benchmarks/devices.py --steps default    # with the default graph mode of each device
 

@@ -1,6 +1,6 @@
 """Compares bfloat16 with float32 in the whole engine: tokens per second of decode and prefill.
 
-    python benchmarks/dtypes.py                     # the default model, with all instructions of this machine
+    python benchmarks/dtypes.py                     # smollm2-fp32, with all instructions of this machine
     python benchmarks/dtypes.py --without-bf16      # without BF16 instructions (x86 only)
     python benchmarks/dtypes.py --avx2              # with AVX2 at most: limits kernels, oneDNN, MKL and PyTorch
 

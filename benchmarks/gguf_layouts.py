@@ -32,7 +32,7 @@ from gguf import GGML_QUANT_SIZES
 from benchmarks.calls_in_turns import Call, medians, replayed
 from vllm_backplane import ops
 from vllm_backplane.devices.cpu import native
-from vllm_backplane.gguf.blocks import LAYOUTS, Type
+from vllm_backplane.gguf.decoding import QUANTIZED_TYPES, Type
 from vllm_backplane.gguf.packing import packed_rows
 
 TYPES = {Type.Q8_0: (0,), Type.Q6_K: (208,), Type.Q4_K: (0, 2), Type.IQ4_NL: (0,), Type.Q4_0: (0,)}
@@ -77,7 +77,7 @@ class Comparison:
     def __init__(self, library: ctypes.CDLL, kind: Type, n: int, k: int) -> None:
         layout = native.quantized_layout()
         assert layout is not None
-        self.n, self.k, self.bits = n, k, LAYOUTS[kind].bits
+        self.n, self.k, self.bits = n, k, QUANTIZED_TYPES[kind].bits
         raw = blocks_of(kind, n, k)
         parts = [part for part in packed_rows([raw], kind, layout) if part is not None]
         self.bytes = {"file layout": raw.nbytes, "repacked": sum(part.nbytes for part in parts)}

@@ -1,6 +1,6 @@
 """Compares replayed decode steps with eager ones: milliseconds per step of LLM.generate.
 
-    python benchmarks/graphs.py                             # the default model, both dtypes, 1, 4, 16 and 64 sequences
+    python benchmarks/graphs.py                             # smollm2-fp32, both dtypes, 1, 4, 16 and 64 sequences
     python benchmarks/graphs.py --dtypes float32 --sequences 1 16 --json
 
 One engine per dtype runs both modes in turns: between two calls of generate, its worker is switched between replay and

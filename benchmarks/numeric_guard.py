@@ -1,6 +1,6 @@
 """Measures the cost of the numeric guard: tokens per second with the guard at layers and at modules, relative to off.
 
-    python benchmarks/numeric_guard.py                    # the default model in float32 on the cpu device
+    python benchmarks/numeric_guard.py                    # smollm2-fp32 in float32 on the cpu device
     python benchmarks/numeric_guard.py --device sim --rounds 9
 
 The guard is switched in the running engine, and the modes are measured in turns, so that other load on the machine

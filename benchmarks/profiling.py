@@ -37,7 +37,7 @@ def without(worker: Any) -> dict[str, Callable[[Any], Any]]:
 
     def execute_model(scheduler_output: Any) -> Any:
         with worker._terminating_on_failure("execute_model"):
-            return worker._finish_output(worker._execute_model(scheduler_output))
+            return worker._finish_output(worker._run_step(scheduler_output))
 
     @torch.inference_mode()
     def sample_tokens(grammar_output: Any) -> Any:
@@ -50,7 +50,7 @@ def without(worker: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 class Engine:
-    """Runs the default model and measures the time of each step."""
+    """Runs smollm2-fp32 and measures the time of each step."""
 
     def __init__(self, dtype: str, folder: str, now: Callable[[], float]) -> None:
         from vllm import LLM

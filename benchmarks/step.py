@@ -1,6 +1,6 @@
 """Breaks down the time of a decode step into kernels, and the code that runs between them.
 
-    python benchmarks/step.py                       # the default model, 1 and 16 sequences, replayed and eager
+    python benchmarks/step.py                       # smollm2-fp32, 1 and 16 sequences, replayed and eager
     python benchmarks/step.py --dtype bfloat16 --profile 25
     python benchmarks/step.py --quantization int4
     python benchmarks/step.py --quantization int8 --operators

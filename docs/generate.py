@@ -245,7 +245,7 @@ def patches() -> str:
 
 
 def gguf_types() -> str:
-    from vllm_backplane.gguf.blocks import FLOATS, LAYOUTS
+    from vllm_backplane.gguf.decoding import FLOATS, QUANTIZED_TYPES
     from vllm_backplane.gguf.file import Tensor
     from vllm_backplane.gguf.packing import bytes_in_memory, torch
 
@@ -257,7 +257,7 @@ def gguf_types() -> str:
 
     rows = [
         (kind.name, f"{in_file(kind):g}", f"{bits(kind):g}", f"{layout.bits} bits in groups of {layout.group}", "none")
-        for kind, layout in LAYOUTS.items()
+        for kind, layout in QUANTIZED_TYPES.items()
     ]
     rows += [(kind.name, f"{in_file(kind):g}", "as `--dtype`", "values", "to `--dtype`") for kind in FLOATS]
     return table(("type", "bits per weight in the file", "in memory", "as", "rounding of weights"), rows)

@@ -75,7 +75,7 @@ LONGEST = (
     "e2e/test_memory_limits.py",
     "e2e/test_minimal_device.py",
     "unit/devices/test_cpu_attention.py",
-    "unit/patches/test_start.py",
+    "unit/patches/test_application.py",
     "e2e/test_sharded_state.py",
     "e2e/test_sim_two_cards.py",
     "e2e/test_sim_graphs.py",

@@ -39,7 +39,8 @@ class StaleInputError(GraphError):
 
 
 class NumericFault(BackplaneError):
-    """Reports that the numeric guard found NaN or Inf; the message names the first module whose output has them."""
+    """Reports that the numeric guard found NaN, Inf or a number beyond 1e30; the message names the first module whose
+    output has one."""
 
 
 class CheckpointError(BackplaneError):

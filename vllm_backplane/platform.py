@@ -16,7 +16,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.http import middleware
-from vllm_backplane.patches import lifecycle
+from vllm_backplane.patches import application
 from vllm_backplane.process.cuda_shims import install_shims
 from vllm_backplane.process.forked_sockets import release_sockets_in_engines
 from vllm_backplane.process.orphan_watchdog import watch_ancestors_in_engines
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
 
-watch_ancestors_in_engines()  # early, because a spawned engine then waits minutes for its server
+# Early: if the server is killed while its engine starts, a spawned engine would wait for it for minutes.
+watch_ancestors_in_engines()
 _device = runtime().device
 install_shims(_device, 0)
 if _device.capabilities.fork:
@@ -46,7 +47,7 @@ if _device.capabilities.fork:
 if not _device.capabilities.triton:
     # If Triton finds a GPU, vLLM would select its V2 model runner, which needs Triton for Backplane's device as well.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
+application.apply_patches(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
 
 
 class BackplanePlatform(Platform):
@@ -146,7 +147,7 @@ class BackplanePlatform(Platform):
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
         """Raises for a quantization method without kernels here. Upstream accepts all methods if its list is empty."""
-        from vllm_backplane.gguf.configuration import QUANTIZATION
+        from vllm_backplane.gguf.hf_config import QUANTIZATION
         from vllm_backplane.quantization.checkpoint import registration
         from vllm_backplane.quantization.online import formats
 
@@ -175,10 +176,10 @@ class BackplanePlatform(Platform):
     def register_triton_kernel_overrides(cls) -> None:
         from vllm.triton_utils import HAS_TRITON
 
-        from vllm_backplane.runner import kernel_adapters
+        from vllm_backplane.runner import triton_replacements
 
         if not (HAS_TRITON and _device.capabilities.triton):
-            kernel_adapters.register()
+            triton_replacements.register()
 
     @classmethod
     def get_attn_backend_cls(
@@ -239,5 +240,5 @@ class BackplanePlatform(Platform):
         chosen = configured(vllm_config.additional_config)
         stages.apply(vllm_config, chosen)
         logger.info_once("Backplane runs on device %s: %s", chosen.device.name, chosen.selection.reason)
-        if patched := lifecycle.report():
+        if patched := application.status_line():
             logger.info_once("%s", patched)

@@ -21,11 +21,11 @@ def activate() -> None:
         return
     _declare_variables()
     from vllm_backplane.binding.registry import bind
-    from vllm_backplane.patches import lifecycle
+    from vllm_backplane.patches import application
     from vllm_backplane.runtime import runtime
     from vllm_patchbay.patch import Process
 
-    lifecycle.start(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
+    application.apply_patches(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
     bind()
 
 

@@ -56,9 +56,9 @@ OPTIONS: tuple[Option[Any], ...] = (
         "numeric_guard",
         (),
         some_of("layers", "modules", "copies"),
-        "Stops the engine at the first NaN or Inf in the output of a decoder layer (layers) or any module (modules) "
-        "and names it; verifies copies between host and card (copies). Separate several with commas, or use 'all'. "
-        "docs/chip/numeric-guard.md describes its cost and its limits.",
+        "Stops the engine at the first NaN, Inf or number beyond 1e30 in the output of a decoder layer (layers) or any "
+        "module (modules) and names it; verifies copies between host and card (copies). Separate several with commas, "
+        "or use 'all'. docs/chip/numeric-guard.md describes its cost and its limits.",
     ),
     Option(
         "quantization_group",
@@ -99,6 +99,11 @@ class Runtime:
     def setting(self, key: str) -> Any:
         """Returns the value of one of Backplane's own options."""
         return self.settings[""][key].value
+
+    @property
+    def guard_checks_modules(self) -> bool:
+        """Returns whether the numeric guard checks modules when Python calls them. A replayed graph calls none."""
+        return bool({"layers", "modules"} & set(self.setting("numeric_guard")))
 
 
 def scopes(entries: Mapping[str, DeviceEntry]) -> Scopes:

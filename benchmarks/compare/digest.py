@@ -1,4 +1,4 @@
-"""Summarises all results for docs/internals/results.md, into which `docs/generate.py` writes the summary."""
+"""Summarizes all results for docs/internals/results.md, into which `docs/generate.py` writes the summary."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ class Summary:
         return (self.most - self.least) / self.median if self.median else 0.0
 
 
-def summarise(values: Sequence[float]) -> Summary:
+def summarize(values: Sequence[float]) -> Summary:
     if not values:
-        raise ValueError("no samples to summarise")
+        raise ValueError("no samples to summarize")
     return Summary(statistics.median(values), min(values), max(values), len(values))
 
 
@@ -48,4 +48,4 @@ def grouped(samples: Iterable[Sample]) -> dict[Key, Summary]:
     values: dict[Key, list[float]] = {}
     for sample in samples:
         values.setdefault((sample.model, sample.workload, sample.point, sample.variant), []).append(sample.value)
-    return {key: summarise(found) for key, found in values.items()}
+    return {key: summarize(found) for key, found in values.items()}

@@ -26,7 +26,7 @@ struct Load {
   static BACKPLANE_INLINE void row(const T* from, int64_t width, float* to) {
     int64_t i = 0;
     if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      // GCC's vectoriser unpacks a whole vector at once; a conversion of vector types does not.
+      // GCC's vectorizer unpacks a whole vector at once; a conversion of vector types does not.
       const auto* narrow = reinterpret_cast<const uint16_t*>(from);
       auto* wide = reinterpret_cast<Bits*>(to);
       for (; i + 2 * W <= width; i += 2 * W) {

@@ -39,7 +39,7 @@ struct State {
   float *slope, *position;       // for ALiBi
 };
 
-// Initialises the state before the first tile.
+// Initializes the state before the first tile.
 inline void begin_state(const Layer& layer, const Item& item, int64_t lanes, const State& state) {
   const int64_t group = layer.group, queries = item.rows * group;
   for (int64_t m = 0; m < lanes; ++m) {

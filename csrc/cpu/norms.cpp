@@ -1,4 +1,4 @@
-// Implements RMS normalisation: one pass for the sum of squares and one for the result, both from the L1 cache.
+// Implements RMS normalization: one pass for the sum of squares and one for the result, both from the L1 cache.
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -93,7 +93,7 @@ struct Result {
 };
 
 template <class T, class Weight, Style S>
-Result normalise(const at::Tensor& x, const at::Tensor* residual, const at::Tensor* weight, double eps,
+Result normalize(const at::Tensor& x, const at::Tensor* residual, const at::Tensor* weight, double eps,
                  int64_t measured) {
   // The result has the strides that PyTorch's own arithmetic would give it.
   const auto alike = [&x] { return x.is_contiguous() ? at::empty(x.sizes(), x.options()) : at::empty_like(x); };
@@ -155,8 +155,8 @@ Result dispatch(const char* name, const at::Tensor& x, const at::Tensor* residua
   const at::Tensor* scale = weight ? &*weight : nullptr;
   return with_float_type(type, name, [&](auto tag) -> Result {
     using T = decltype(tag);
-    if (weight_type == type) return normalise<T, T, S>(x, residual, scale, eps, measured);
-    return normalise<T, float, S>(x, residual, scale, eps, measured);
+    if (weight_type == type) return normalize<T, T, S>(x, residual, scale, eps, measured);
+    return normalize<T, float, S>(x, residual, scale, eps, measured);
   });
 }
 

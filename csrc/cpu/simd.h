@@ -78,7 +78,7 @@ constexpr bool kHasFactors = false;
 #endif
 
 // Converts IEEE half to float without conversion instructions: shift exponent and mantissa into place and rescale,
-// which also normalises subnormals. An all-ones exponent (infinity, NaN) must stay all ones.
+// which also normalizes subnormals. An all-ones exponent (infinity, NaN) must stay all ones.
 constexpr uint32_t kHalfSpecial = 0x0f800000, kFloatSpecial = 0x7f800000;
 constexpr float kHalfRescale = 0x1p112f;
 

@@ -1,7 +1,7 @@
 // Counts NaN and infinite values in a tensor and finds its range, for the numeric guard.
 //
 // Values are nearly always finite. So the first pass over the bits only checks that and finds the range; compilers
-// vectorise it, because integer comparisons need no care for NaN. A second pass runs only where a value is not finite.
+// vectorize it, because integer comparisons need no care for NaN. A second pass runs only where a value is not finite.
 
 #include <torch/library.h>
 

@@ -16,7 +16,7 @@ from architectures import ARCHITECTURES
 from processes import on_path
 from server import LIMITS, Server
 
-from vllm_backplane.device.host import usable_cores
+from vllm_backplane.device.cores import usable_cores
 
 pytestmark = pytest.mark.server
 

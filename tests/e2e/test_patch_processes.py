@@ -56,7 +56,7 @@ def recorded_{name}(self, *args, **kwargs):
 
 def _write(package: Path, index: SymbolIndex, target: str, name: str, *, on_import: bool = False) -> Path:
     module, _, qualified = target.partition(":")
-    fingerprint = take_fingerprint(index.normalised_source_of(module, qualified))
+    fingerprint = take_fingerprint(index.normalized_source_of(module, qualified))
     file = package / f"patch_{module.rpartition('.')[2]}.py"
     process = package.name.upper()
     file.write_text(
@@ -142,7 +142,7 @@ def drifted(distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     copy = tmp_path_factory.mktemp("drifted")
     shutil.copytree(distribution, copy, dirs_exist_ok=True)
     patch = copy / "recorded_patches" / "engine" / "patch_core.py"
-    source = SymbolIndex(installed_tree()).normalised_source_of(*TARGETS["engine"].split(":"))
+    source = SymbolIndex(installed_tree()).normalized_source_of(*TARGETS["engine"].split(":"))
     assert "self.scheduler.has_requests()" in source
     before = take_fingerprint(source.replace("has_requests", "had_requests"))
     patch.write_text(patch.read_text().replace(str(take_fingerprint(source)), str(before)))

@@ -1,4 +1,4 @@
-"""Tests race detection on the simulated NPU: it reports missing synchronisation in steps of vLLM, and nothing else.
+"""Tests race detection on the simulated NPU: it reports missing synchronization in steps of vLLM, and nothing else.
 
 The tests plant errors that often stay without effect: the tokens are sometimes or always correct.
 """
@@ -15,16 +15,16 @@ from worker_rpc import RPC_VARIABLES
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 WORK = {"batch": batch([[7, 300, 21, 9000, 44], [40000], [5, 6]], greedy(8))}
-COUNT = {"rpc": "missing_synchronisations"}
+COUNT = {"rpc": "missing_synchronizations"}
 SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **RPC_VARIABLES}
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
 DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
-MISSING = "backplane sim: missing synchronisation: "
+MISSING = "backplane sim: missing synchronization: "
 
 
 @pytest.fixture(scope="module")
 def reported(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, str]:
-    """Returns the result and the log of an engine that only reports missing synchronisation and goes on."""
+    """Returns the result and the log of an engine that only reports missing synchronization and goes on."""
     plants = ({"rpc": "plant_unawaited_stream"}, WORK, COUNT, {"rpc": "plant_unawaited_input"}, WORK, COUNT)
     steps = (WORK, COUNT, *plants)
     engine = job(tiny_llama, steps=steps, compilation_config=DECODE, async_scheduling=True, **LIMITS)
@@ -66,7 +66,7 @@ def test_a_graph_replayed_before_its_input_is_there(reported: tuple[Result, str]
 
 @pytest.fixture(scope="module")
 def failing(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Result, str]]:
-    """Returns the results and logs of two engines that fail on missing synchronisation.
+    """Returns the results and logs of two engines that fail on missing synchronization.
 
     The first has two cards and no error, and the second has a planted error.
     """
@@ -89,10 +89,10 @@ def test_two_cards_have_none(failing: list[tuple[Result, str]]) -> None:
 
 
 def test_tokens_read_before_they_have_arrived(failing: list[tuple[Result, str]]) -> None:
-    """Tests that the engine ends with the error if missing synchronisation is fatal."""
+    """Tests that the engine ends with the error if missing synchronization is fatal."""
     result, text = failing[1]
     assert "EngineDeadError" in result["error"], result["error"]
     early = r"the host accessed 0x\S+, byte 0 of \d+ in pinned memory that 'copy_d2h' on stream 0 of card 0 writes"
     assert MISSING in text, text[-4000:]
     assert re.match(re.escape(MISSING) + early, text[text.index(MISSING) :]), "the first report must be the error"
-    assert re.search(r"AcceleratorError: .*missing synchronisation: " + early, text), text[-4000:]
+    assert re.search(r"AcceleratorError: .*missing synchronization: " + early, text), text[-4000:]

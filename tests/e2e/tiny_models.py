@@ -1,6 +1,6 @@
 """Makes models that compute in milliseconds: architectures of transformers with seeded random weights.
 
-The weights are larger than those for training. A freshly initialised model gives almost the same output for every
+The weights are larger than those for training. A freshly initialized model gives almost the same output for every
 prompt. Here the next token must depend on the attention of every layer, far more than on rounding.
 """
 

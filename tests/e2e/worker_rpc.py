@@ -22,7 +22,7 @@ def memory(worker: Any) -> dict[str, Any]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
-    device = worker.accelerator
+    device = worker.backplane_device
     device.synchronize()
     gc.unfreeze()  # what is frozen is not listed
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not isinstance(each, FakeTensor)]
@@ -363,8 +363,8 @@ def plant_stale_input(worker: Any) -> None:
     worker.model_runner._model_forward = with_copy
 
 
-def missing_synchronisations(worker: Any) -> int:
-    """Returns how many missing synchronisations the simulated driver has found."""
+def missing_synchronizations(worker: Any) -> int:
+    """Returns how many missing synchronizations the simulated driver has found."""
     from vllm_backplane.devices.sim.library import races_found
 
     return races_found()
@@ -413,7 +413,7 @@ def plant_unawaited_tokens(worker: Any) -> None:
 
 def plant_failing_sleep(worker: Any) -> None:
     """Lets the last worker fail to release its weights. A second call removes the fault."""
-    device = worker.accelerator
+    device = worker.backplane_device
     if "release" in vars(device):
         del device.release
     elif worker.rank == worker.parallel_config.world_size - 1:
@@ -429,14 +429,14 @@ def plant_failing_sleep(worker: Any) -> None:
 
 def resident(_worker: Any) -> int:
     """Returns the resident memory of the worker's process, in bytes."""
-    from vllm_backplane.device import host
+    from vllm_backplane.device import host_memory
 
-    return host.own_resident_memory()
+    return host_memory.own_resident_memory()
 
 
 def damage_kept_blocks(worker: Any) -> int:
     """Changes every block in the memory of rank 1's KV offload, and returns their number; other ranks do nothing."""
-    from vllm_backplane.kv_offload.registration import connector_of_worker
+    from vllm_backplane.kv_offload.connector import connector_of_worker
 
     if worker.rank != 1:
         return 0

@@ -92,7 +92,7 @@ IMPORTED_WITHOUT_VLLM = (
     "vllm_backplane.devices.sim",
     "vllm_backplane.cli",
     "vllm_backplane.doctor",
-    "vllm_backplane.binding.hooks",
+    "vllm_backplane.binding.operator_callers",
 )
 
 
@@ -213,7 +213,7 @@ def compared_strings(path: Path) -> Iterator[tuple[int, str]]:
 
 OTHER_MEANINGS = {
     "doctor/plugins.py": 'target.lower() == "cpu"',
-    "ops/raw_memory.py": 'addresses.device.type != "cpu"',
+    "runner/raw_memory.py": 'addresses.device.type != "cpu"',
 }
 """Comparisons with 'cpu' that are not about our device: a value that vLLM treats specially, and torch's word for host
 memory. Each file contains exactly one, with this text."""

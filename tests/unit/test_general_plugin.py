@@ -11,7 +11,7 @@ import pytest
 
 from tests import programs
 from tests.environment import AT_START
-from vllm_backplane.gguf.configuration import QUANTIZATION
+from vllm_backplane.gguf.hf_config import QUANTIZATION
 from vllm_backplane.kv_offload.settings import NAME as TIER
 from vllm_backplane.weights.load_formats import ALL_SHARED, PEER
 

@@ -1,4 +1,4 @@
-"""Computes the attention of one layer on the operators `kv_cache_write`, `paged_attention` and `varlen_attention`.
+"""Computes the attention of one layer with the operators `kv_cache_write`, `paged_attention` and `varlen_attention`.
 
 vLLM calls `do_kv_cache_update` before `forward`, so a device may overlap or fuse the two. The KV cache of a layer is
 one tensor, ``[blocks, kv_heads, block_size, 2 * head]``, keys first. Its strides are read from the tensor.

@@ -179,16 +179,14 @@ def bind() -> None:
     from vllm_backplane.attention import selection
     from vllm_backplane.kv_offload import registration as kv_offload
     from vllm_backplane.quantization.checkpoint import registration as checkpoint_config
-    from vllm_backplane.quantization.gguf import config as gguf_config
-    from vllm_backplane.quantization.gguf import loader as gguf_loader
+    from vllm_backplane.quantization.gguf import registration as gguf
     from vllm_backplane.quantization.online import config as online_config
     from vllm_backplane.weights import peer_loader, shared_loader
 
     selection.register()
     online_config.register()
-    gguf_config.register()
+    gguf.register()
     checkpoint_config.register()
-    gguf_loader.register()
     shared_loader.register()
     peer_loader.register()
     kv_offload.register()

@@ -99,9 +99,9 @@ def _choose(name: str | None) -> tuple[Device, str, tuple[str, ...]]:
 
 def table(device: Device, forced: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Returns every operator, sorted by family, with its implementation and its callers."""
-    from vllm_backplane.binding.hooks import callers
+    from vllm_backplane.binding.operator_callers import callers
     from vllm_backplane.ops import resolution
-    from vllm_backplane.ops.operator import get
+    from vllm_backplane.ops.operator import operator_named
 
     device.load()
     device.load_kernels()
@@ -110,12 +110,12 @@ def table(device: Device, forced: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         {
             "operator": line.operator,
             "family": line.family,
-            "summary": get(line.operator).summary,
+            "summary": operator_named(line.operator).summary,
             "implementation": line.implementation,
             "provider": line.provider,
             "reason": line.reason,
             "called_by": [{"kind": kind, "layer": layer} for kind, layer in calling.get(line.operator, ())],
-            "fell_back": fell_back(device, get(line.operator)) if line.implementation == "reference" else {},
+            "fell_back": fell_back(device, operator_named(line.operator)) if line.implementation == "reference" else {},
         }
         for line in resolution.resolve(device.dispatch_key, device.kernel_provider(), forced)
     ]

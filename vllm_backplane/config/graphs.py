@@ -21,11 +21,6 @@ REPLAYED_SPECULATION = frozenset({"ngram", "suffix", "draft_model", "eagle3", "m
 """Speculative methods whose verification steps are replayed in tests."""
 
 
-def guard_checks_modules(chosen: Runtime) -> bool:
-    """Returns whether the numeric guard hooks modules, which a replayed graph does not call."""
-    return bool({"layers", "modules"} & set(chosen.setting("numeric_guard")))
-
-
 def decode_query_len(config: VllmConfig) -> int:
     """Returns the tokens of one sequence in a decode step: one, and with speculation all draft tokens as well."""
     speculative = config.speculative_config
@@ -53,7 +48,7 @@ def supports_default_graphs(config: VllmConfig, chosen: Runtime) -> bool:
         and (config.speculative_config is None or config.speculative_config.method in REPLAYED_SPECULATION)
         and decode_query_len(config) <= largest_graph(config, chosen)
         and (config.kv_transfer_config is None or config.kv_transfer_config.kv_connector == kv_offload.NAME)
-        and not guard_checks_modules(chosen)
+        and not chosen.guard_checks_modules
         and not config.use_v2_model_runner
     )
 
@@ -61,7 +56,7 @@ def supports_default_graphs(config: VllmConfig, chosen: Runtime) -> bool:
 def set_compilation_defaults(config: VllmConfig, chosen: Runtime) -> None:
     """Sets the compilation options that the user left open, before vLLM fills in its defaults.
 
-    Raises for graph options that the device cannot fulfil; `set_compilation` refuses the remaining combinations.
+    Raises for graph options that the device cannot fulfil; `check_compilation` refuses the remaining combinations.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
 
@@ -98,11 +93,11 @@ def set_compilation_defaults(config: VllmConfig, chosen: Runtime) -> None:
             compilation.max_cudagraph_capture_size = max(compilation.cudagraph_capture_sizes, default=0)
 
 
-def set_compilation(config: VllmConfig, chosen: Runtime) -> None:
-    """Turns compilation off, and keeps graphs of decode steps where the device supports them.
+def check_compilation(config: VllmConfig, chosen: Runtime) -> None:
+    """Raises if the user requests compilation, or graphs in a combination that is not supported.
 
-    Models run eagerly, because inductor would need a code generator for the device and minutes to start. Decode steps
-    are replayed as graphs if the user's option or the device's default requests it.
+    Models run eagerly, because inductor would need a code generator for the device and minutes to start. Without graphs
+    of decode steps, the options by which vLLM would capture them are cleared.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
 
@@ -125,7 +120,7 @@ def set_compilation(config: VllmConfig, chosen: Runtime) -> None:
                 "vLLM's V2 model runner captures graphs on CUDA only; remove -cc.cudagraph_mode, or set "
                 "VLLM_USE_V2_MODEL_RUNNER=0"
             )
-        if guard_checks_modules(chosen):
+        if chosen.guard_checks_modules:
             raise BackplaneError(
                 "numeric_guard checks modules when Python calls them, and a replayed graph does not call them; remove "
                 "-cc.cudagraph_mode, or use numeric_guard=copies"

@@ -25,7 +25,7 @@ def apply(config: VllmConfig, chosen: Runtime) -> None:
     """Runs the stages in order. Backplane's options are already validated; a stage raises for what it cannot fulfil."""
     refusals.refuse_unsupported(config, chosen)
     set_worker(config)
-    graphs.set_compilation(config, chosen)
+    graphs.check_compilation(config, chosen)
     scheduling.set_async_scheduling(config, chosen.device)
     scheduling.choose_scheduler(config)
     set_prefix_caching(config)
@@ -83,18 +83,16 @@ def set_memory(config: VllmConfig, chosen: Runtime) -> None:
 
 
 def set_loading(config: VllmConfig) -> None:
-    """Loads the model of a folder that describes a GGUF file (`gguf/folder.py`) from that file, under the file's
-    path."""
-    from vllm_backplane.gguf.configuration import QUANTIZATION
+    """Selects the load format `gguf` for a model whose folder describes a GGUF file, and names the served model after
+    the file. `gguf/config_folder.py` makes such folders."""
+    from vllm_backplane.gguf.hf_config import QUANTIZATION
 
     model, loading = config.model_config, config.load_config
     if model is None or model.quantization != QUANTIZATION:
         return
-    from vllm_backplane.quantization.gguf import config as methods
-    from vllm_backplane.quantization.gguf import loader
+    from vllm_backplane.quantization.gguf import registration
 
-    methods.register()  # raises if another plugin has registered the same name since
-    loader.register()
+    registration.register()
     own = {"auto": QUANTIZATION, load_formats.SHARED: load_formats.SHARED_GGUF}
     loading.load_format = own.get(loading.load_format, loading.load_format)
     if loading.load_format not in own.values():

@@ -101,7 +101,8 @@ class Capabilities:
     host_memory: bool = False
     """Whether the cards use the host's memory, so that the workers of one host divide it among themselves."""
     profile_tokens: int | None = None
-    """Number of tokens in the step that measures activation memory, if a step of the maximum size takes too long."""
+    """Largest number of tokens in the short steps from which activation memory is extrapolated; None: the largest step
+    is measured."""
     default_memory_share: float = 0.9
     """Fraction of the free memory that weights and KV cache may use if the user gives none."""
 
@@ -131,7 +132,8 @@ class Device(ABC):
     """Qualified name of a communicator class that replaces the default one over torch.distributed."""
     model_runner: ClassVar[str | None] = None
     """Qualified name of a model-runner class that replaces Backplane's. It is called with vLLM's configuration, the
-    torch device and this object, and must have the methods that `runner/v1.py` adds to vLLM's runner."""
+    torch device and this object. Besides the methods of vLLM's runner it must have those that the worker calls on
+    Backplane's (`runner/v1.py`): `profile_step(tokens)`, `profile_forward(tokens)` and `warm_up()`."""
 
     def __init__(self, settings: Mapping[str, Any] | None = None) -> None:
         """Stores the resolved values of `options`; options that `settings` lacks have their defaults."""
@@ -197,7 +199,7 @@ class Device(ABC):
 
     def peak_memory(self, index: int = 0) -> int:
         """Returns the highest `own_memory` since the last reset. If a device does not override it, Backplane reserves
-        a tenth of the allowed memory for activations."""
+        what is measured, and at least a tenth of the allowed memory, for activations."""
         return self.own_memory(index)
 
     def arrange_linear(self, weight: torch.Tensor) -> torch.Tensor | None:

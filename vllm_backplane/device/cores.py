@@ -1,4 +1,4 @@
-"""Finds the physical cores that this process may use, by NUMA node.
+"""Finds the cores that this process may use: how many, and which physical ones, by NUMA node.
 
 Two hardware threads of one core share its arithmetic units, so a kernel that keeps those units busy gains nothing from
 the second thread. Memory belongs to a NUMA node, and the cores of other nodes access it more slowly.
@@ -12,7 +12,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-_ROOT = Path("/sys/devices/system")
+from vllm_backplane.device.control_groups import MEMBERSHIP, ROOT, groups_of
+
+_TOPOLOGY = Path("/sys/devices/system")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,30 @@ def allowed_cpus() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def physical_cores(allowed: Collection[int], root: Path = _ROOT) -> tuple[Core, ...]:
+def control_group_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float | None:
+    """Returns the CPU quota of the control groups in cores, or None if there is none."""
+    granted = []
+    for folder, version in groups_of("cpu", root, membership):
+        try:
+            if version == 2:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        except (OSError, ValueError):  # this group does not limit CPU time
+            continue
+        if quota.isdigit():  # "max" or -1 if there is no limit
+            granted.append(int(quota) / int(period))
+    return min(granted, default=None)
+
+
+def usable_cores() -> int:
+    """Returns how many cores this process may use, by its affinity and the CPU quota of its container."""
+    cores = len(allowed_cpus())
+    quota = control_group_cores()
+    return max(min(cores, int(quota)), 1) if quota else cores
+
+
+def physical_cores(allowed: Collection[int], root: Path = _TOPOLOGY) -> tuple[Core, ...]:
     """Returns the cores of the allowed hardware threads, sorted by NUMA node and number.
 
     If the system does not report its topology, each hardware thread counts as a core, and all are on one node.

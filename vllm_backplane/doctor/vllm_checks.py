@@ -132,12 +132,12 @@ def _check_runner() -> None:
 
 
 def _check_bindings(checks: CheckRunner) -> None:
-    from vllm_backplane.binding import hooks, registry
+    from vllm_backplane.binding import operator_callers, registry
 
     for layer in registry.BINDINGS:
         checks.attempt(_BINDING + layer.upstream, partial(_describe, "layer", layer, registry.check))
-    for hook in hooks.HOOKS:
-        checks.attempt(_HOOK + hook.upstream, partial(_describe, hook.kind, hook, hooks.check))
+    for hook in operator_callers.HOOKS:
+        checks.attempt(_HOOK + hook.upstream, partial(_describe, hook.kind, hook, operator_callers.check))
 
 
 def _describe(kind: str, bound: Any, check: Callable[[Any], Any]) -> dict[str, Any]:

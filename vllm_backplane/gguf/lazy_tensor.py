@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from vllm_backplane.gguf.architectures import CheckpointTensor
-from vllm_backplane.gguf.blocks import FLOATS, Type, dequantized
+from vllm_backplane.gguf.decoding import FLOATS, Type, dequantized
 from vllm_backplane.gguf.packing import mapped_rows
 
 

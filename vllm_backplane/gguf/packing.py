@@ -1,6 +1,6 @@
 """Packs the blocks of GGUF tensors into the layout of the operator `quantized_linear`.
 
-Nothing is rounded: codes, scales and offsets are those of the file (see `blocks`). Codes of 5 and 6 bits, and the
+Nothing is rounded: codes, scales and offsets are those of the file (`decoding.py`). Codes of 5 and 6 bits, and the
 values of IQ4_NL, take 8 bits each in this layout. Codes of 2 and 3 bits take 4. The scales of K-types are float32.
 """
 
@@ -14,7 +14,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 
 from vllm_backplane.device.contract import CodeLayout
-from vllm_backplane.gguf.blocks import LAYOUTS, Type, grouped
+from vllm_backplane.gguf.decoding import QUANTIZED_TYPES, Type, grouped
 from vllm_backplane.gguf.file import Tensor
 from vllm_backplane.gguf.model_files import TensorLocation
 from vllm_backplane.ops.quantized_linear import Packed, empty_codes, packed_codes
@@ -26,12 +26,12 @@ _CHUNK = 1 << 20
 def bytes_in_memory(tensor: Tensor, dtype: torch.dtype) -> int:
     """Returns the bytes of a packed tensor without padding, or in `dtype` for a type that is not quantized."""
     weights = prod(tensor.shape)
-    layout = LAYOUTS.get(tensor.type)
-    if layout is None:
+    described = QUANTIZED_TYPES.get(tensor.type)
+    if described is None:
         return weights * dtype.itemsize
     sample = grouped(torch.zeros(1, GGML_QUANT_SIZES[tensor.type][1], dtype=torch.uint8), tensor.type)
     numbers = sample.scales.itemsize * (1 if sample.offsets is None else 2)
-    return weights * layout.bits // 8 + weights // layout.group * numbers
+    return weights * described.bits // 8 + weights // described.group * numbers
 
 
 def mapped_rows(location: TensorLocation) -> torch.Tensor:
@@ -50,7 +50,7 @@ def packed_rows(
 
     Zero rows are appended up to `out_features`. `chunk` is the number of weights that are converted at once.
     """
-    in_file, width = LAYOUTS[kind], layout.width
+    in_file, width = QUANTIZED_TYPES[kind], layout.width
     rows = max(sum(len(part) for part in parts), out_features)
     sample = grouped(parts[0][:1], kind)
     groups = sample.scales.shape[1]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -26,12 +27,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.kv_offload import settings
+from vllm_backplane.kv_offload.blocks_client import BlockClient
+from vllm_backplane.kv_offload.blocks_protocol import model_identity
+from vllm_backplane.kv_offload.blocks_server import BlockServer
 from vllm_backplane.kv_offload.cache_rows import CacheRows
 from vllm_backplane.kv_offload.metadata import StepMetadata
 from vllm_backplane.kv_offload.metrics import OffloadPromMetrics, OffloadStats
-from vllm_backplane.kv_offload.peer_client import BlockClient
-from vllm_backplane.kv_offload.peer_protocol import model_identity
-from vllm_backplane.kv_offload.peer_server import BlockServer
 from vllm_backplane.kv_offload.scheduler import OffloadScheduler
 from vllm_backplane.kv_offload.slots import FileSlots, MemorySlots, Slots
 from vllm_backplane.kv_offload.store import BlockStore, Outcome
@@ -257,6 +258,12 @@ class BackplaneTier(KVConnectorBase_V1):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> OffloadPromMetrics:
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def connector_of_worker() -> BackplaneTier | None:
+    """Returns the KV offload connector of this worker, or None if the worker has none or another one."""
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return connector if isinstance(connector, BackplaneTier) else None
 
 
 def _warn(text: str) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from vllm_backplane.kv_offload.block_index import BlockIndex
 from vllm_backplane.kv_offload.block_keys import KeyChain
+from vllm_backplane.kv_offload.blocks_client import BlockClient
 from vllm_backplane.kv_offload.metadata import BlockLoad, BlockSave, RequestLoad, StepMetadata
-from vllm_backplane.kv_offload.peer_client import BlockClient
 
 PEER_RESULT_SECONDS = 1.0
 """Seconds for which the peer's response is reused. vLLM queries a request that cannot be scheduled yet in every

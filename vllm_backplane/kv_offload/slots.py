@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy
 import numpy.typing
 
-from vllm_backplane.device.host import host_memory
+from vllm_backplane.device.host_memory import usable_memory
 from vllm_backplane.errors import BackplaneError
 
 Bytes = numpy.typing.NDArray[numpy.uint8]
@@ -35,7 +35,7 @@ class MemorySlots:
     def __init__(self, count: int, size: int, reserved: int, workers: int = 1) -> None:
         """Raises if the host has too little free memory. `workers` is the number of workers that do the same on this
         host; `reserved` is what each of them has reserved for another use and not allocated yet, in bytes."""
-        free = host_memory().free - workers * reserved
+        free = usable_memory().free - workers * reserved
         if workers * count * size > free:
             raise BackplaneError(
                 f"KV offload may use {workers * count * size} bytes of host memory, but only {max(free, 0)} are free; "

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from vllm_backplane.kv_offload.blocks_client import BlockClient
 from vllm_backplane.kv_offload.cache_rows import CacheRows
 from vllm_backplane.kv_offload.metadata import BlockLoad, RequestLoad, StepMetadata
-from vllm_backplane.kv_offload.peer_client import BlockClient
 from vllm_backplane.kv_offload.slots import Bytes
 from vllm_backplane.kv_offload.store import BlockStore, BlockUnavailable, Outcome
 

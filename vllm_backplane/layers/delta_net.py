@@ -1,4 +1,4 @@
-"""Computes the gated delta net of Qwen3-Next and Qwen3.5 on the operators `causal_convolution` and `gated_delta_rule`.
+"""Computes gated delta nets (Qwen3-Next, Qwen3.5) with the operators `causal_convolution` and `gated_delta_rule`.
 
 vLLM's layer calls CUDA and Triton kernels. The subclass keeps vLLM's parameters, sharding and states.
 """

@@ -1,4 +1,4 @@
-"""Computes token embeddings and logits on the operators `embedding` and `logits`.
+"""Computes token embeddings and logits with the operators `embedding` and `logits`.
 
 Tied models use one table for both.
 """
@@ -16,7 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from vllm_backplane import ops
-from vllm_backplane.layers.deferred_weights import defer_bias_loading
+from vllm_backplane.layers.layerwise_loading import defer_bias_loading
 
 
 class SelfLoadingHeadMethod(ABC):

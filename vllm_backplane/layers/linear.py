@@ -1,4 +1,4 @@
-"""Computes unquantized linear layers on the operator `linear`, or on `blocked_linear` if the device rearranges weights.
+"""Computes unquantized linear layers with the operator `linear`, or `blocked_linear` if the device rearranges weights.
 
 vLLM chooses the GEMM of an unquantized layer in a function that has no case for out-of-tree platforms. These subclasses
 therefore replace the layer's quantization method after construction. Parameters, sharding and weight loading stay
@@ -22,7 +22,7 @@ from vllm.model_executor.layers.linear import (
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.layers.deferred_weights import defer_bias_loading
+from vllm_backplane.layers.layerwise_loading import defer_bias_loading
 from vllm_backplane.runtime import runtime
 
 

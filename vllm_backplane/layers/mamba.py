@@ -1,4 +1,4 @@
-"""Computes Mamba and Mamba2 layers on the operators `causal_convolution` and `selective_scan`.
+"""Computes Mamba and Mamba2 layers with the operators `causal_convolution` and `selective_scan`.
 
 vLLM's mixers call Triton kernels, one pair for prefill and one for decode. The subclasses keep vLLM's parameters,
 sharding and states. Their operators take requests of any query length, so prefill and decode use the same ones

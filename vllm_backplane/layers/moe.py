@@ -1,4 +1,4 @@
-"""Computes unquantized mixture-of-experts layers on the operators `moe_route` and `moe_experts`.
+"""Computes unquantized mixture-of-experts layers with the operators `moe_route` and `moe_experts`.
 
 vLLM has no expert kernels for out-of-tree platforms, and its routers call CUDA kernels. vLLM passes the router logits
 to a method that declares itself monolithic, and that method routes and computes. Loading, sharding, shared experts and
@@ -72,7 +72,7 @@ class Activation:
 
 class BackplaneFusedMoEMethod(UnquantizedFusedMoEMethod):
     uses_fused_operator = True
-    """Whether one call of `moe_experts` computes all experts. Otherwise `quantization/per_expert_linear.py` computes
+    """Whether one call of `moe_experts` computes all experts. Otherwise `quantization/per_expert_moe.py` computes
     them one by one."""
 
     def __init__(self, moe: FusedMoEConfig) -> None:

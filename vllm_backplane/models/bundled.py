@@ -122,7 +122,7 @@ MINILM = BundledModel(
 
 DEFAULT = SMOLLM2
 FULL_PRECISION = SMOLLM2_FP32
-"""The default model in float32, for comparisons with another engine and for online quantization."""
+"""The weights of the default model in float32, for comparisons with another engine and for online quantization."""
 _MODELS = {model.name: model for model in (SMOLLM2, SMOLLM2_FP32, MINILM)}
 
 

@@ -31,7 +31,7 @@ def write_folder(file: Path, folder: Path, progress: Callable[[str], None]) -> N
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    progress("expanding the quantised weights to float32 (about 20 seconds)")
+    progress("expanding the quantized weights to float32 (about 20 seconds)")
     # By default transformers may keep weights quantized where it finds a kernel for them.
     dequantize: dict[str, Any] = (
         {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}

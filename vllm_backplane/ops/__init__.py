@@ -1,6 +1,7 @@
 """Declares the operators that a device may implement, one file per family; importing this package declares them all.
 
-It imports nothing of vLLM. `layers/` and `attention/` bind vLLM's layers and kernels to these operators.
+It imports nothing of vLLM. `layers/`, `attention/`, `quantization/`, `runner/`, `lora/`, `worker/` and `binding/ir.py`
+call the operators; `vllm-backplane ops` lists the callers of each.
 """
 
 from vllm_backplane.ops.activations import (

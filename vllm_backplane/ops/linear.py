@@ -1,4 +1,4 @@
-"""Declares the operators of the unquantised linear layer, which takes most of a model's time.
+"""Declares the operators of the unquantized linear layer, which takes most of a model's time.
 
 A checkpoint's weight is [out, in]. A device may want another memory layout (`Device.arrange_linear`), such as blocks of
 rows, each transposed: the weight is rearranged once, after loading, and multiplied by `blocked_linear`. The strides

@@ -1,4 +1,4 @@
-"""Declares the operators for RMS normalisation, plain and fused with the residual addition.
+"""Declares the operators for RMS normalization, plain and fused with the residual addition.
 
 Statistics are computed in float32 for every input dtype: half-precision squares overflow at 256 (fp16) or
 lose the small terms (bf16). The weight is applied in its own dtype, and the result has the input's.
@@ -16,16 +16,16 @@ from vllm_backplane.ops.operator import Sample, SampleSpace, operator
 _SHAPES = ((1, 8), (3, 64), (7, 577), (2, 5, 32), (0, 16))
 
 
-def _normalised(x: torch.Tensor, eps: float, variance_size: int | None) -> torch.Tensor:
+def _normalized(x: torch.Tensor, eps: float, variance_size: int | None) -> torch.Tensor:
     wide = x.float()
     measured = wide if variance_size is None else wide[..., :variance_size]
     return wide * torch.rsqrt(measured.square().mean(-1, keepdim=True) + eps)
 
 
-def _weighted(normalised: torch.Tensor, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _weighted(normalized: torch.Tensor, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     if weight is None:
-        return normalised.to(dtype)
-    return (normalised.to(weight.dtype) * weight).to(dtype)
+        return normalized.to(dtype)
+    return (normalized.to(weight.dtype) * weight).to(dtype)
 
 
 def _norm_samples(space: SampleSpace) -> Iterator[Sample]:
@@ -41,7 +41,7 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, variance_size: int | None = None
 ) -> torch.Tensor:
     """Returns x / rms(x) * weight over the last dimension; the rms may be that of its first variance_size elements."""
-    return _weighted(_normalised(x, eps, variance_size), weight, x.dtype)
+    return _weighted(_normalized(x, eps, variance_size), weight, x.dtype)
 
 
 def _fused_samples(space: SampleSpace) -> Iterator[Sample]:
@@ -63,7 +63,7 @@ def fused_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (rms_norm(x + residual), x + residual); the norm uses the sum in float32."""
     total = x.float() + residual.float()
-    return _weighted(_normalised(total, eps, variance_size), weight, x.dtype), total.to(x.dtype)
+    return _weighted(_normalized(total, eps, variance_size), weight, x.dtype), total.to(x.dtype)
 
 
 def _gemma_samples(space: SampleSpace) -> Iterator[Sample]:
@@ -74,7 +74,7 @@ def _gemma_samples(space: SampleSpace) -> Iterator[Sample]:
 @operator("(Tensor x, Tensor weight, float eps) -> Tensor", samples=_gemma_samples)
 def gemma_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Returns x / rms(x) * (1 + weight), multiplied in float32."""
-    return (_normalised(x, eps, None) * (1.0 + weight.float())).to(x.dtype)
+    return (_normalized(x, eps, None) * (1.0 + weight.float())).to(x.dtype)
 
 
 def _gemma_fused_samples(space: SampleSpace) -> Iterator[Sample]:
@@ -89,4 +89,4 @@ def fused_add_gemma_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (gemma_rms_norm(x + residual), x + residual)."""
     total = x.float() + residual.float()
-    return (_normalised(total, eps, None) * (1.0 + weight.float())).to(x.dtype), total.to(x.dtype)
+    return (_normalized(total, eps, None) * (1.0 + weight.float())).to(x.dtype), total.to(x.dtype)

@@ -165,7 +165,7 @@ def declared() -> Mapping[str, Operator]:
     return dict(_operators)
 
 
-def get(name: str) -> Operator:
+def operator_named(name: str) -> Operator:
     """Returns an operator by name; raises an OperatorError with the nearest name if there is none."""
     try:
         return _operators[name]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vllm_backplane.errors import OperatorError
-from vllm_backplane.ops.operator import NAMESPACE, declared, get
+from vllm_backplane.ops.operator import NAMESPACE, declared, operator_named
 
 _kernels = torch.library.Library(NAMESPACE, "IMPL")
 _python_kernels: dict[tuple[str, str], str] = {}
@@ -42,7 +42,7 @@ def kernel(name: str, dispatch_key: str) -> Callable[[Callable[..., Any]], Calla
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        operator = get(name)
+        operator = operator_named(name)
         if _frozen is not None:
             raise OperatorError(
                 f"a kernel for {name!r} was registered after start-up; register it in Device.load_kernels()"
@@ -58,7 +58,7 @@ def kernel(name: str, dispatch_key: str) -> Callable[[Callable[..., Any]], Calla
 
 def has_kernel(name: str, dispatch_key: str) -> bool:
     """Returns whether an operator has a kernel for a dispatch key."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(get(name).qualified_name, dispatch_key)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator_named(name).qualified_name, dispatch_key)
 
 
 def resolve(dispatch_key: str, provider: str, force_reference: Iterable[str] = ()) -> tuple[Resolution, ...]:
@@ -88,14 +88,14 @@ _FORCED = "forced by option reference_ops"
 
 def _named(operators: Iterable[str]) -> set[str]:
     names = set(operators)
-    return set(declared()) if "all" in names else {get(name).name for name in names}
+    return set(declared()) if "all" in names else {operator_named(name).name for name in names}
 
 
 def _override_with_reference(name: str, dispatch_key: str) -> None:
     with warnings.catch_warnings():
         # PyTorch warns that a kernel is replaced, which the user requested.
         warnings.simplefilter("ignore", UserWarning)
-        _kernels.impl(name, get(name).reference, dispatch_key, allow_override=True)
+        _kernels.impl(name, operator_named(name).reference, dispatch_key, allow_override=True)
 
 
 def freeze(table: tuple[Resolution, ...], dispatch_key: str) -> None:

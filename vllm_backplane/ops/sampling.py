@@ -1,6 +1,6 @@
 """Declares the sampling operators: argmax, masks (grammar, top-k, top-p, min-p), penalties and the random draw.
 
-Logits are float32 [batch, vocabulary] and must never be copied to the host: no operator here synchronises.
+Logits are float32 [batch, vocabulary] and must never be copied to the host: no operator here synchronizes.
 The caller draws the random numbers, because seeds belong to requests. The draw itself is a race of exponential
 clocks, which needs neither a cumulative sum nor the host.
 """
@@ -95,7 +95,7 @@ def top_k_top_p_mask(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tens
     """Sets the logits that top-k and then top-p exclude to -inf; k = vocabulary and p = 1 exclude nothing.
 
     All logits equal to the k-th largest stay. Top-p drops the least likely tokens whose probabilities,
-    renormalised after top-k, sum to at most 1 - p; the most likely token always stays. Which of several equally
+    renormalized after top-k, sum to at most 1 - p; the most likely token always stays. Which of several equally
     likely tokens stay at that limit is not defined.
     """
     if k is None and p is None:
@@ -213,7 +213,7 @@ def _race_fake(probs: torch.Tensor, exponential_noise: torch.Tensor) -> torch.Te
     tolerances=FLOAT32_EXACT,
 )
 def sample_by_race(probs: torch.Tensor, exponential_noise: torch.Tensor) -> torch.Tensor:
-    """Draws a token from each row of probabilities: the argmax of probs / noise, with exponential noise.
+    """Draws a token from each row by the Gumbel-max trick (exponential race): the arg-max of probs / exponential noise.
 
     noise / probs[i] is an exponential time of rate probs[i], and token i has the shortest time with probability
     probs[i]. If the noise has a wider dtype, the division is computed in it.

@@ -6,6 +6,7 @@ A socket's own timeout applies to each call, so a peer that sends one byte at a 
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import TypeVar
 from vllm_backplane.peering.addresses import Address
 
 _Status = TypeVar("_Status", bound=IntEnum)
+_COUNT = struct.Struct("!I")
 
 MIN_BYTES_PER_SECOND = 16 << 20
 """Deadlines of large transfers are computed from this rate. A slower peer is treated as one that hangs."""
@@ -79,3 +81,10 @@ class Connection:
             return kind(value)
         except ValueError:
             raise WireError(f"{value} is not a known status") from None
+
+    def send_count(self, count: int) -> None:
+        """Sends a number of 32 bits, in network byte order."""
+        self.send(_COUNT.pack(count))
+
+    def receive_count(self) -> int:
+        return int(_COUNT.unpack(self.receive(_COUNT.size))[0])

@@ -1,4 +1,4 @@
-"""Defines the base classes of Backplane's quantization methods and configurations, and registers the configurations."""
+"""Defines the base classes of Backplane's quantization methods and configurations."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.quantization import (
-    QUANTIZATION_METHODS,
-    get_quantization_config,
-    register_quantization_config,
-)
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-
-from vllm_backplane.errors import BindingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +81,3 @@ class BackplaneQuantizationConfig(AnyDeviceConfig, QuantizationConfig):
     @staticmethod
     def get_config_filenames() -> list[str]:
         return []
-
-
-def register(name: str, config: type[BackplaneQuantizationConfig]) -> None:
-    """Registers a value of --quantization with vLLM, once per process."""
-    if name not in QUANTIZATION_METHODS:
-        register_quantization_config(name)(config)
-        return
-    found = get_quantization_config(name)
-    if found is not config:
-        raise BindingError(
-            f"--quantization {name} already belongs to {found.__module__}; uninstall one of the two plugins, or "
-            "install a vLLM that this version of vllm-backplane supports"
-        )

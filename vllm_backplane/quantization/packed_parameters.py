@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from vllm.logger import init_logger
 
-from vllm_backplane.device import host
+from vllm_backplane.device import host_memory
 from vllm_backplane.layers.linear import refuse_loading
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.runtime import runtime
@@ -47,7 +47,7 @@ def free_storage(tensor: torch.Tensor) -> None:
     storage = tensor.data.untyped_storage()
     tensor.data = tensor.data.new_empty(0)
     if tensor.is_cpu:
-        host.drop_unused_storage(storage)
+        host_memory.drop_unused_storage(storage)
 
 
 def release_freed_memory() -> None:
@@ -60,5 +60,5 @@ def release_freed_memory() -> None:
 
 def move_to_huge_pages(codes: torch.Tensor) -> None:
     """Moves codes to huge pages. They are allocated in small pages, so that they take no more memory than they need."""
-    if codes.is_cpu and (reason := host.collapse_to_huge_pages(codes.untyped_storage())):
+    if codes.is_cpu and (reason := host_memory.collapse_to_huge_pages(codes.untyped_storage())):
         logger.info_once("Packed weights stay in small pages, which are slower to read (%s).", reason)

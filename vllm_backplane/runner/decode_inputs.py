@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy
+import torch
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.block_table import SlotMappingMode
 
-from vllm_backplane.runner import kernel_adapters
+from vllm_backplane import ops
 from vllm_backplane.settings import compat
 
 
@@ -35,7 +37,7 @@ class DecodeInputs:
     @classmethod
     def create_if_supported(cls, runner: Any) -> DecodeInputs | None:
         """Returns None if a step needs more than these inputs, or if the device does not share the host's memory."""
-        if not (compat.has_known_decode_inputs() and runner.accelerator.capabilities.host_memory):
+        if not (compat.has_known_decode_inputs() and runner.backplane_device.capabilities.host_memory):
             return None
         unsupported = (
             runner.speculative_config, runner.lora_config, runner.uses_mrope, runner.enable_prompt_embeds,
@@ -79,7 +81,7 @@ class DecodeInputs:
         for table in tables:
             if table.slot_mapping_mode == SlotMappingMode.TOKEN_TO_KV_SLOT:
                 starts, positions = runner.query_start_loc.gpu[: count + 1], runner.positions[:count]
-                kernel_adapters.write_slot_mapping(table, starts, positions)
+                _write_slot_mapping(table, starts, positions)
         return slice(count), None, 1
 
     def _write(self, name: str, values: Any, count: int | None = None) -> None:
@@ -87,6 +89,15 @@ class DecodeInputs:
         end = len(values) if isinstance(values, numpy.ndarray) else count
         for side in self._buffers[name]:
             side[:end] = values
+
+
+def _write_slot_mapping(table: Any, starts: torch.Tensor, positions: torch.Tensor) -> None:
+    """Computes the same as `table.compute_slot_mapping` without context parallelism, and pads the rest.
+
+    vLLM's launcher binds a dozen arguments by name, twice, which takes longer than the operator itself.
+    """
+    blocks, slots = table.block_table.gpu, table.slot_mapping.gpu
+    ops.compute_slot_mapping.call(starts, positions, blocks, slots, table.block_size, PAD_SLOT_ID, 1, 0, 1, None)
 
 
 def _host_and_device(buffer: Any) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]]:

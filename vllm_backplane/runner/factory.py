@@ -1,7 +1,7 @@
 """Creates the model runner of a worker: a subclass of one of vLLM's two runners, or the device's own class.
 
 Nothing is copied from vLLM's runners. They depend on CUDA through `torch.Event`, `torch.cuda.Stream` and Triton
-kernels. `process/cuda_shims.py` replaces the first two on a device that has none, and `runner/kernel_adapters.py`
+kernels. `process/cuda_shims.py` replaces the first two on a device that has none, and `runner/triton_replacements.py`
 replaces the kernels.
 """
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _EVERY_TOKEN = -1
 
 
-def rows_of_masks(
+def masks_in_batch_order(
     masks: numpy.ndarray, masked: Sequence[str], batch: Sequence[str], drafts: Mapping[str, Sequence[int]]
 ) -> numpy.ndarray:
     """Returns a mask for every row of logits.
@@ -41,11 +41,11 @@ def rows_of_masks(
     return result
 
 
-def masks_on(
+def masks_on_device(
     device: torch.device, grammar: GrammarOutput, batch: Sequence[str], drafts: Mapping[str, Sequence[int]]
 ) -> torch.Tensor:
     """Returns the mask of allowed tokens for every row of logits, on the device of the logits."""
-    masks = rows_of_masks(grammar.grammar_bitmask, grammar.structured_output_request_ids, batch, drafts)
+    masks = masks_in_batch_order(grammar.grammar_bitmask, grammar.structured_output_request_ids, batch, drafts)
     staged = torch.from_numpy(masks)
     if current_platform.is_pin_memory_available():
         staged = staged.pin_memory()  # a copy from pageable memory would wait for all work queued on the device

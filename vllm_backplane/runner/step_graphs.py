@@ -24,7 +24,7 @@ from vllm_backplane.device import Device
 from vllm_backplane.device.graph import CapturedCalls
 from vllm_backplane.errors import GraphError, StaleInputError
 from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
-from vllm_backplane.ops.operator import get
+from vllm_backplane.ops.operator import operator_named
 from vllm_backplane.ops.resolution import Resolution
 
 logger = init_logger("vllm." + __name__)
@@ -99,7 +99,9 @@ def uncapturable(model: torch.nn.Module, operators: Iterable[Resolution]) -> lis
     """Returns the operators and layers of a decode step that read tensor values on the host. A capture that computes
     nothing cannot contain them."""
     found = {
-        line.operator for line in operators if line.implementation == "reference" and get(line.operator).reads_values
+        line.operator
+        for line in operators
+        if line.implementation == "reference" and operator_named(line.operator).reads_values
     }
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     experts = [method for method in methods if isinstance(method, BackplaneFusedMoEMethod)]

@@ -22,7 +22,7 @@ from vllm_backplane.device import Device
 from vllm_backplane.layers.mamba import refuse_unsupported_state_layers
 from vllm_backplane.ops import resolution
 from vllm_backplane.runner.decode_inputs import DecodeInputs
-from vllm_backplane.runner.grammar import masks_on
+from vllm_backplane.runner.grammar import masks_on_device
 from vllm_backplane.runner.sampler import replace_sampler
 from vllm_backplane.runner.step_graphs import StepGraphs, uncapturable
 
@@ -36,12 +36,12 @@ class BackplaneModelRunnerV1(GPUModelRunner):
     """`decode_inputs` wrote the inputs of the step that is being prepared."""
 
     def __init__(self, vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> None:
-        self.accelerator = device  # vLLM's attribute `device` is a torch.device
+        self.backplane_device = device  # vLLM's attribute `device` is a torch.device
         super().__init__(vllm_config, torch_device)
         replace_sampler(self)
 
     def profile_step(self, tokens: int) -> None:
-        """Runs upstream's profiling step with fewer tokens than the largest step has."""
+        """Runs upstream's profiling step with `tokens` tokens."""
         largest, self.max_num_tokens = self.max_num_tokens, tokens
         try:
             self.profile_run()
@@ -50,8 +50,8 @@ class BackplaneModelRunnerV1(GPUModelRunner):
             # This buffer between pipeline stages was made for `tokens`; warm_up makes it again.
             self.intermediate_tensors = None
 
-    def forward_step(self, tokens: int) -> None:
-        """Runs only the forward pass of a profiling step."""
+    def profile_forward(self, tokens: int) -> None:
+        """Runs only the forward pass of a profiling step, with `tokens` tokens."""
         self._dummy_run(tokens, is_profile=True)
         self._sync_device()
 
@@ -61,7 +61,7 @@ class BackplaneModelRunnerV1(GPUModelRunner):
         _compile_ngram_lookup(self)
         if (
             self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-            and not self.accelerator.capabilities.capture_computes
+            and not self.backplane_device.capabilities.capture_computes
         ):
             self.capture_model()
 
@@ -69,7 +69,7 @@ class BackplaneModelRunnerV1(GPUModelRunner):
         super().load_model(*args, **kwargs)
         refuse_unsupported_state_layers(self.compilation_config.static_forward_context.values())
         if type(self.model) is CUDAGraphWrapper:
-            config, device, model = self.vllm_config, self.accelerator, self.model.unwrap()
+            config, device, model = self.vllm_config, self.backplane_device, self.model.unwrap()
             missing = [] if device.capabilities.capture_computes else uncapturable(model, resolution.frozen() or ())
             has_graphs = graphs.finalize_graphs(config, device, missing)
             self.model = StepGraphs(model, config, device, self.device.index or 0) if has_graphs else model
@@ -103,7 +103,7 @@ class BackplaneModelRunnerV1(GPUModelRunner):
         state = self.execute_model_state
         if grammar_output is not None and state is not None and not state.logits.is_cpu:
             drafts = state.scheduler_output.scheduled_spec_decode_tokens
-            masks = masks_on(state.logits.device, grammar_output, self.input_batch.req_ids, drafts)
+            masks = masks_on_device(state.logits.device, grammar_output, self.input_batch.req_ids, drafts)
             ops.allowed_tokens_mask.call(state.logits, masks)
             grammar_output = None  # upstream uses it only to apply the masks
         return super().sample_tokens(grammar_output)
@@ -140,7 +140,7 @@ class BackplaneModelRunnerV1(GPUModelRunner):
             generators.update(removed)
 
     def _sync_device(self) -> None:
-        self.accelerator.synchronize()
+        self.backplane_device.synchronize()
 
     def _init_kv_zero_meta(self) -> None:
         """Does nothing. Upstream prepares raw addresses for a Triton kernel, and `_zero_block_ids` needs none."""

@@ -13,21 +13,21 @@ class BackplaneModelRunnerV2(GPUModelRunner):
     max_num_tokens: int
 
     def __init__(self, vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> None:
-        self.accelerator = device  # vLLM's attribute `device` is a torch.device
+        self.backplane_device = device  # vLLM's attribute `device` is a torch.device
         super().__init__(vllm_config, torch_device)
 
     def profile_step(self, tokens: int) -> None:
-        """Runs upstream's profiling step with fewer tokens than the largest step has."""
+        """Runs upstream's profiling step with `tokens` tokens."""
         largest, self.max_num_tokens = self.max_num_tokens, tokens
         try:
             self.profile_run()
         finally:
             self.max_num_tokens = largest
 
-    def forward_step(self, tokens: int) -> None:
-        """Runs only the forward pass of a profiling step."""
+    def profile_forward(self, tokens: int) -> None:
+        """Runs only the forward pass of a profiling step, with `tokens` tokens."""
         self._dummy_run(tokens, skip_attn=True, is_profile=True)
-        self.accelerator.synchronize()
+        self.backplane_device.synchronize()
 
     def warm_up(self) -> None:
         """Does nothing: graphs with this runner are refused (`config/graphs.py`)."""

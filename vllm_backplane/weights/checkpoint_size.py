@@ -19,9 +19,9 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 from vllm.transformers_utils.utils import parse_safetensors_file_metadata
 
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.gguf.blocks import FLOATS
-from vllm_backplane.gguf.configuration import QUANTIZATION
-from vllm_backplane.gguf.folder import open_source
+from vllm_backplane.gguf.config_folder import open_source
+from vllm_backplane.gguf.decoding import FLOATS
+from vllm_backplane.gguf.hf_config import QUANTIZATION
 from vllm_backplane.gguf.packing import bytes_in_memory
 from vllm_backplane.quantization.online import formats
 
@@ -33,10 +33,15 @@ CAST_DTYPES = ("F64", "F32", "F16", "BF16")
 INDEX = "model.safetensors.index.json"
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 
-
-UNQUANTIZED = ("embed", "wte", "wpe", "experts")
-"""Parts of the names of matrices that keep the model's dtype under online quantization. A head that is tied to its
+UNQUANTIZED_TABLES = ("embed", "wte", "wpe")
+"""Parts of the names of tables that keep the model's dtype under online quantization. A head that is tied to its
 embedding is in no file; its quantized copy is not counted."""
+
+UNQUANTIZED_LAYERS = {"gate", "router", "score"}
+"""Names of linear layers that keep the model's dtype: routers, and the head of a classifier."""
+
+EXPERT_LAYERS = {"experts", "block_sparse_moe"}
+"""Names of layers whose tensors of three dimensions hold the weights of several experts."""
 
 
 def weight_bytes(model: ModelConfig) -> int | None:
@@ -63,8 +68,14 @@ def weight_bytes(model: ModelConfig) -> int | None:
             ) from fault
         logger.warning("The headers of %s cannot be read (%s: %s).", model.model, type(fault).__name__, fault)
         return None
-    quantized = formats.ONLINE.get(model.quantization or "")
-    return sum(tensor.bytes_as(model.dtype, quantized) for tensor in tensors) or None
+    online = formats.ONLINE.get(model.quantization or "")
+    # Experts with biases are quantized after the whole model is loaded, so they are in memory in the model's dtype.
+    keeps_experts = any(tensor.is_bias_of_experts for tensor in tensors)
+    total = 0
+    for tensor in tensors:
+        quantized = online is not None and tensor.is_quantized_online and not (keeps_experts and tensor.of_experts)
+        total += tensor.bytes_as(model.dtype, online if quantized else None)
+    return total or None
 
 
 def _gguf_bytes(model: ModelConfig) -> int:
@@ -92,11 +103,30 @@ class _Tensor:
         begin, end = header["data_offsets"]
         return cls(name, tuple(header["shape"]), int(end - begin), header["dtype"] in CAST_DTYPES)
 
+    @property
+    def of_experts(self) -> bool:
+        return not EXPERT_LAYERS.isdisjoint(self.name.split("."))
+
+    @property
+    def is_bias_of_experts(self) -> bool:
+        return "experts" in self.name.split(".") and self.name.endswith((".bias", "_proj_bias"))
+
+    @property
+    def is_quantized_online(self) -> bool:
+        """Returns whether `--quantization int8` and `int4` quantize the tensor (`quantization/online/config.py`)."""
+        is_matrix = len(self.shape) == 2 or (len(self.shape) == 3 and self.of_experts)
+        if not (self.is_cast and is_matrix) or self.is_bias_of_experts:
+            return False
+        is_kept = not UNQUANTIZED_LAYERS.isdisjoint(self.name.split("."))
+        return not is_kept and not any(part in self.name for part in UNQUANTIZED_TABLES)
+
     def bytes_as(self, dtype: torch.dtype, quantized: formats.Format | None) -> int:
+        """Returns the bytes in memory: quantized, or in `dtype` if loading casts the tensor, or as in the file."""
         if not self.is_cast:
             return self.bytes
-        if quantized and len(self.shape) == 2 and not any(part in self.name for part in UNQUANTIZED):
-            return quantized.bytes_of(*self.shape)
+        if quantized is not None:
+            *rows, fan_in = self.shape
+            return quantized.bytes_of(math.prod(rows), fan_in)
         return math.prod(self.shape) * dtype.itemsize
 
 

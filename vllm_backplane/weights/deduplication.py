@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_backplane.device import host
+from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.weights.sealed_memory import Segment, SegmentUnavailable, aligned
 from vllm_backplane.weights.shared_registry import SegmentEntry, WeightsRegistry
@@ -66,7 +66,7 @@ class _Allocation:
             moved = torch.empty(0, dtype=tensor.dtype)
             tensor.data = moved.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         if self.owned:
-            host.drop_unused_storage(old)
+            host_memory.drop_unused_storage(old)
 
 
 def share_weights(model: torch.nn.Module, registry: WeightsRegistry) -> SharingResult:
@@ -93,7 +93,7 @@ def share_weights(model: torch.nn.Module, registry: WeightsRegistry) -> SharingR
         if segments:
             file = registry.add([SegmentEntry(0, segment.descriptor, tensors) for segment, tensors in segments])
             weakref.finalize(model, _unregister, file, [segment for segment, _ in segments])
-    host.trim_heap()
+    host_memory.trim_heap()
     result.duplicated = sum(storage.nbytes() for storage in (reference() for reference in old) if storage is not None)
     return result
 

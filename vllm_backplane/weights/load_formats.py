@@ -1,4 +1,4 @@
-"""Defines the names and settings of the load formats that share or fetch weights, and registers their loaders.
+"""Defines the names and settings of the load formats that share or fetch weights.
 
 Importing this module does not import vLLM, because the options are checked before a loader exists.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_backplane.errors import BindingError, OptionError, nearest
+from vllm_backplane.errors import OptionError, nearest
 from vllm_backplane.peering.addresses import Address, loopback_address
 from vllm_backplane.settings.options import integer
 
@@ -58,23 +58,3 @@ def parse_peer_settings(given: Any) -> PeerSettings:
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= 600:
         raise OptionError(f"'timeout' in {_WHERE} is {timeout!r}; expected seconds, more than 0 and at most 600")
     return PeerSettings(peer, float(timeout), attempts)
-
-
-def register_loader(name: str, loader: Any, extra_config: dict[str, Any] | None = None) -> None:
-    """Registers a loader class with vLLM, once per process. Raises if another plugin has taken the load format.
-
-    `extra_config` is a value of --model-loader-extra-config with which the class can be instantiated: vLLM returns the
-    loader of a format only as an instance.
-    """
-    from vllm.config.load import LoadConfig
-    from vllm.model_executor.model_loader import get_model_loader, register_model_loader
-
-    try:
-        present = get_model_loader(LoadConfig(load_format=name, model_loader_extra_config=extra_config or {}))
-    except ValueError:
-        register_model_loader(name)(loader)
-        return
-    if type(present) is not loader:
-        raise BindingError(
-            f"--load-format {name} already belongs to {type(present).__module__}; uninstall one of the two plugins"
-        )

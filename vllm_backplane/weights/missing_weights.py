@@ -2,8 +2,8 @@
 
 For quantized checkpoints vLLM compares the loaded weights with the model's parameters only if an option enables it.
 This module enables it, so that a missing norm, embedding or head is an error for every model that returns the names of
-what it loaded. Layers that are packed during loading check their own parts (`layers/deferred_weights.py`). vLLM's error
-names no remedy, so it is replaced by one that does.
+what it loaded. Layers that are packed during loading check their own parts (`layers/layerwise_loading.py`). vLLM's
+error names no remedy, so it is replaced by one that does.
 """
 
 from __future__ import annotations

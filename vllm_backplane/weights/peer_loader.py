@@ -18,12 +18,13 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.peering.digests import without_model_path
+from vllm_backplane.quantization.registration import register_loader
 from vllm_backplane.runtime import configured
 from vllm_backplane.settings import compat
-from vllm_backplane.weights.load_formats import PEER, parse_peer_settings, register_loader
-from vllm_backplane.weights.model_state import model_tensors
-from vllm_backplane.weights.peer_client import WeightsClient
-from vllm_backplane.weights.peer_protocol import Manifest
+from vllm_backplane.weights.load_formats import PEER, parse_peer_settings
+from vllm_backplane.weights.model_tensors import model_tensors
+from vllm_backplane.weights.weights_client import WeightsClient
+from vllm_backplane.weights.weights_protocol import Manifest
 
 logger = init_logger("vllm." + __name__)
 

@@ -18,8 +18,9 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from vllm_backplane.quantization.gguf.loader import GgufModelLoader
+from vllm_backplane.quantization.registration import register_loader
 from vllm_backplane.weights.deduplication import SharingResult, share_weights
-from vllm_backplane.weights.load_formats import SHARED, SHARED_GGUF, register_loader
+from vllm_backplane.weights.load_formats import SHARED, SHARED_GGUF
 from vllm_backplane.weights.shared_registry import WeightsRegistry
 
 logger = init_logger("vllm." + __name__)

@@ -1,4 +1,5 @@
-"""Implements the numeric guard, which finds the first module of a step whose output is not finite or too large.
+"""Implements the numeric guard, which finds the first module of a step whose output contains NaN, Inf or
+numbers too large for a model.
 
 Forward hooks on the model's modules tally the tensors that go in and come out (`ops.tally_values`, on the device and
 without synchronization). At the end of a step the host reads one small table and searches it for the first bad output.

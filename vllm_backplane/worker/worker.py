@@ -29,28 +29,28 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_backplane.config import graphs
 from vllm_backplane.distributed.all_or_none import raise_on_reporting_rank, run_all_or_none
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.kv_offload.registration import connector_of_worker
+from vllm_backplane.kv_offload.connector import connector_of_worker
 from vllm_backplane.lora import validation
 from vllm_backplane.lora.prefetch import AdapterPrefetcher
 from vllm_backplane.ops import resolution
-from vllm_backplane.patches import lifecycle
+from vllm_backplane.patches import application
 from vllm_backplane.process.cuda_shims import install_shims
-from vllm_backplane.process.rank_failure import is_output_rank, terminate_on_unread_failure, wait_for_output_copy
+from vllm_backplane.process.rank_failure import engine_reads, terminate_on_unread_failure
 from vllm_backplane.runner.factory import make_model_runner
 from vllm_backplane.runner.step_graphs import StepGraphs
 from vllm_backplane.runtime import configured, runtime
 from vllm_backplane.settings import compat
 from vllm_backplane.settings.carried_state import workers_on_host
-from vllm_backplane.weights import missing_weights, saving
+from vllm_backplane.weights import missing_weights, save_check
 from vllm_backplane.weights.checkpoint_size import weight_bytes
-from vllm_backplane.weights.peer_server import OfferedWeights
+from vllm_backplane.weights.weights_server import OfferedWeights
 from vllm_backplane.worker import memory, profiling, sleep
+from vllm_backplane.worker.freeze_operators import freeze_operators
 from vllm_backplane.worker.kv_cache import KvCacheAllocator
 from vllm_backplane.worker.numeric_guard import NumericGuard
-from vllm_backplane.worker.operators import freeze_operators
+from vllm_backplane.worker.output_copy import wait_for_output_copy
 from vllm_patchbay.patch import Process
 
 logger = init_logger("vllm." + __name__)
@@ -60,14 +60,15 @@ class BackplaneWorker(Worker):
     """Runs one rank of an engine on a card of the device."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
-        lifecycle.start(runtime().setting("patch_drift"), Process.WORKER)  # before any code of the worker runs
+        # Patches come before any code of the worker.
+        application.apply_patches(runtime().setting("patch_drift"), Process.WORKER)
         with profiling.profiler_hidden_from_vllm(vllm_config):
             super().__init__(vllm_config, *args, **kwargs)
         self.profiler_config = vllm_config.profiler_config
         self.trace: profiling.Trace | None = None
         self.ranges: profiling.ModuleRanges | None = None
         self.runtime = configured(vllm_config.additional_config)
-        self.accelerator = self.runtime.device  # the Device; vLLM's attribute `device` is a torch.device
+        self.backplane_device = self.runtime.device  # the Device; vLLM's attribute `device` is a torch.device
         self.guard: NumericGuard | None = None
         self.offered_weights: OfferedWeights | None = None
         self.adapter_prefetcher: AdapterPrefetcher | None = None
@@ -83,15 +84,15 @@ class BackplaneWorker(Worker):
             # Imported objects stay alive, and each garbage collection while memory is measured would scan all of them.
             # The user's own process is not frozen, because its objects belong to the user.
             gc.freeze()
-        self.accelerator.place_worker(self._index_on_host(), self._workers_on_host())
+        self.backplane_device.place_worker(self._index_on_host(), self._workers_on_host())
         self.card = self._card()
-        self.device = self.accelerator.torch_device(self.card)
-        self.accelerator.set_current(self.card)
-        install_shims(self.accelerator, self.card)
-        self.sleeper = sleep.Sleeper(self.accelerator, self.card)
+        self.device = self.backplane_device.torch_device(self.card)
+        self.backplane_device.set_current(self.card)
+        install_shims(self.backplane_device, self.card)
+        self.sleeper = sleep.Sleeper(self.backplane_device, self.card)
         self._check_copies()
         current_platform.check_if_supports_dtype(self.model_config.dtype)
-        freeze_operators(self.accelerator, self.runtime.setting("reference_ops"))
+        freeze_operators(self.backplane_device, self.runtime.setting("reference_ops"))
         init_worker_distributed_environment(
             self.vllm_config,
             self.rank,
@@ -101,9 +102,9 @@ class BackplaneWorker(Worker):
         )
         set_random_seed(self.model_config.seed)
         gc.collect()
-        self.accelerator.empty_cache()
+        self.backplane_device.empty_cache()
         self.budget = memory.Budget.at_start(
-            self.accelerator,
+            self.backplane_device,
             self.card,
             share=self.cache_config.gpu_memory_utilization,
             workers=self._workers_on_host(),
@@ -115,7 +116,7 @@ class BackplaneWorker(Worker):
     def _card(self) -> int:
         """Returns the card of this worker: 0 if all workers share the host's memory, otherwise a card of its own, by
         the same mapping of ranks to cards as in vLLM's own workers."""
-        if self.accelerator.capabilities.host_memory:
+        if self.backplane_device.capabilities.host_memory:
             return 0
         parallel = self.parallel_config
         logical = self.local_rank
@@ -127,9 +128,10 @@ class BackplaneWorker(Worker):
         card = current_platform.logical_device_id_to_visible_device_id(logical)
         count = self.runtime.selection.probe.count
         if card >= count:
+            device = self.backplane_device
             raise BackplaneError(
-                f"worker {logical} is to use card {card}, and device {self.accelerator.name!r} has {count}; lower the "
-                f"parallel sizes or correct {self.accelerator.visible_cards_variable}"
+                f"worker {logical} is to use card {card}, and device {device.name!r} has {count}; lower the parallel "
+                f"sizes or correct {device.visible_cards_variable}"
             )
         return int(card)
 
@@ -148,14 +150,14 @@ class BackplaneWorker(Worker):
         """Turns on the numeric guard's checks of copies, before weights are copied."""
         if "copies" not in self.runtime.setting("numeric_guard"):
             return
-        reason = self.accelerator.check_copies()
+        name, reason = self.backplane_device.name, self.backplane_device.check_copies()
         if reason is None:
-            logger.info("Numeric guard: copies between the host and device %s are checked.", self.accelerator.name)
+            logger.info("Numeric guard: copies between the host and device %s are checked.", name)
         else:
-            logger.warning("Numeric guard: copies are not checked on device %s: %s.", self.accelerator.name, reason)
+            logger.warning("Numeric guard: copies are not checked on device %s: %s.", name, reason)
 
     def _make_model_runner(self) -> Any:
-        return make_model_runner(self.vllm_config, self.device, self.accelerator)
+        return make_model_runner(self.vllm_config, self.device, self.backplane_device)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         expected = None if load_dummy_weights else weight_bytes(self.model_config)
@@ -169,13 +171,13 @@ class BackplaneWorker(Worker):
         with missing_weights.error_with_remedy():
             super().load_model(load_dummy_weights=load_dummy_weights)
         # vLLM has just set one host thread for serving, which suits only devices whose host merely launches kernels.
-        self.accelerator.prepare_worker(self._workers_on_host())
+        self.backplane_device.prepare_worker(self._workers_on_host())
         self.adapter_prefetcher = AdapterPrefetcher.create_if_supported(self.vllm_config, self.model_runner)
         if self.model_config.enable_sleep_mode:
             self._preserved_parameters()  # raises for an unknown name now instead of at the first sleep
         if self.offered_weights is not None:
             self.offered_weights.record()
-        if graphs.guard_checks_modules(self.runtime):
+        if self.runtime.guard_checks_modules:
             self.set_numeric_guard("modules" if "modules" in self.runtime.setting("numeric_guard") else "layers")
 
     # --- the numeric guard --------------------------------------------------------------------------------------------
@@ -187,12 +189,12 @@ class BackplaneWorker(Worker):
             self.guard.remove()
             self.guard = None
         if mode != "off":
-            name = f"rank {self.rank} on card {self.card} of {self.accelerator.name}"
+            name = f"rank {self.rank} on card {self.card} of {self.backplane_device.name}"
             self.guard = NumericGuard(self.model_runner.get_model(), self.device, name, submodules=mode == "modules")
             logger.info("Numeric guard: checks the inputs and outputs of %d modules.", len(self.guard.watched))
-        self._suspend_graphs()
+        self._update_graph_suspension()
 
-    def _suspend_graphs(self) -> None:
+    def _update_graph_suspension(self) -> None:
         """Suspends graphs while the guard or a trace has hooks on modules, and resumes them otherwise."""
         if isinstance(self.model_runner.model, StepGraphs):
             self.model_runner.model.suspended = self.guard is not None or self.ranges is not None
@@ -221,7 +223,7 @@ class BackplaneWorker(Worker):
         delay = limits.get("delay_iterations")
         self.trace.require_start(delayed=bool(self.profiler_config.delay_iterations if delay is None else delay))
         self.ranges = profiling.ModuleRanges(self.model_runner.get_model())
-        self._suspend_graphs()
+        self._update_graph_suspension()
 
     def _end_trace(self) -> None:
         self._drop_ranges()
@@ -245,7 +247,7 @@ class BackplaneWorker(Worker):
         if self.ranges is not None:
             self.ranges.remove()
             self.ranges = None
-            self._suspend_graphs()
+            self._update_graph_suspension()
 
     def _trace_range(self, name: str) -> AbstractContextManager[Any]:
         return nullcontext() if self.ranges is None else torch.autograd.profiler.record_function(name)
@@ -257,9 +259,11 @@ class BackplaneWorker(Worker):
         return terminate_on_unread_failure(self.parallel_config, self.rank, operation)
 
     def _finish_output(self, output: Any) -> Any:
-        """Returns the output of a step with its failed requests marked. On ranks whose output vLLM drops, orders later
-        work after the copy of the output."""
-        if not is_output_rank(self.parallel_config, self.rank):
+        """Marks failed requests in the output of a step, and returns it.
+
+        On a rank whose output vLLM drops, later work waits until the output has been copied to the host.
+        """
+        if not engine_reads(self.parallel_config, self.rank):
             wait_for_output_copy(output)
         return output if self.adapter_prefetcher is None else self.adapter_prefetcher.mark_output(output)
 
@@ -267,16 +271,17 @@ class BackplaneWorker(Worker):
         with self._terminating_on_failure("execute_model"):
             # A step without tokens only removes finished requests.
             if self.ranges is None or not scheduler_output.total_num_scheduled_tokens:
-                return self._finish_output(self._execute_model(scheduler_output))
+                return self._finish_output(self._run_step(scheduler_output))
             with self._trace_range("step"):
-                output = self._finish_output(self._execute_model(scheduler_output))
+                output = self._finish_output(self._run_step(scheduler_output))
             if self.trace is not None and self.trace.has_ended():  # after the requested number of steps
                 self._drop_ranges()
             return output
 
     @torch.inference_mode()
-    def _execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        """Runs a step. With the numeric guard, raises if a module's output was bad."""
+    def _run_step(self, scheduler_output: SchedulerOutput) -> Any:
+        """Loads the LoRA adapters of a step and runs the step. With the numeric guard, raises if a module's output was
+        bad."""
         if self.adapter_prefetcher is not None:
             self.adapter_prefetcher.prepare(scheduler_output)
         if self.guard is None:
@@ -330,11 +335,11 @@ class BackplaneWorker(Worker):
         self._invalidate_old_weights()
 
     def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
-        if saving.can_be_saved(self, "save_sharded_state"):
+        if save_check.can_be_saved(self, "save_sharded_state"):
             super().save_sharded_state(*args, **kwargs)
 
     def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
-        if saving.can_be_saved(self, "save_tensorized_model"):
+        if save_check.can_be_saved(self, "save_tensorized_model"):
             super().save_tensorized_model(*args, **kwargs)
 
     def _clear_graphs(self) -> None:
@@ -374,7 +379,7 @@ class BackplaneWorker(Worker):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self._kv_cache_allocator = KvCacheAllocator(
-            self.accelerator, self.card, self._check_kv_cache_size, partial(self._sleep_pool, sleep.KV_CACHE)
+            self.backplane_device, self.card, self._check_kv_cache_size, partial(self._sleep_pool, sleep.KV_CACHE)
         )
         super().initialize_from_config(kv_cache_config)
         if kv_cache_config.kv_cache_tensors:  # an encoder has no KV cache
@@ -403,12 +408,12 @@ class BackplaneWorker(Worker):
         )
 
     def _fall_asleep(self, level: int) -> None:
-        self.accelerator.synchronize()
-        before = self.accelerator.memory(self.card).free
+        self.backplane_device.synchronize()
+        before = self.backplane_device.memory(self.card).free
         self.sleeper.sleep(level, self._models(), self._preserved_parameters())
         gc.collect()
-        self.accelerator.empty_cache()
-        after = self.accelerator.memory(self.card)
+        self.backplane_device.empty_cache()
+        after = self.backplane_device.memory(self.card)
         logger.info("Asleep: %s released, %s still in use.", memory.gib(after.free - before), memory.gib(after.used))
 
     def _undo_sleep(self, level: int) -> None:
@@ -449,13 +454,13 @@ class BackplaneWorker(Worker):
         Sampling and the forward pass do not hold their memory at the same time. The memory of sampling grows with the
         number of sequences, that of the forward pass with the number of tokens. Two short steps of each give the slope.
         """
-        limit, largest = self.accelerator.capabilities.profile_tokens, self.model_runner.max_num_tokens
+        limit, largest = self.backplane_device.capabilities.profile_tokens, self.model_runner.max_num_tokens
         if limit is None:
             return self._peak(partial(self.model_runner.profile_step, largest))
         runner = self.model_runner
         # A step of n tokens samples for n sequences.
         sampled = self._peaks(runner.profile_step, min(limit // 2, self.scheduler_config.max_num_seqs))
-        forward = self._peaks(runner.forward_step, min(limit, largest))
+        forward = self._peaks(runner.profile_forward, min(limit, largest))
         sequences = min(self.scheduler_config.max_num_seqs, largest)
         return max(memory.extrapolate(sampled, sequences), memory.extrapolate(forward, largest))
 
@@ -465,13 +470,13 @@ class BackplaneWorker(Worker):
         return {tokens: self._peak(partial(step, tokens)) for tokens in (size, max(size // 2, 1))}
 
     def _peak(self, step: Callable[[], None]) -> int:
-        self.accelerator.reset_peak_memory(self.card)
-        before = self.accelerator.own_memory(self.card)
+        self.backplane_device.reset_peak_memory(self.card)
+        before = self.backplane_device.own_memory(self.card)
         with set_current_vllm_config(self.vllm_config), self._terminating_on_failure("profiling"):
             step()
-        peak = self.accelerator.peak_memory(self.card) - before
+        peak = self.backplane_device.peak_memory(self.card) - before
         gc.collect()
-        self.accelerator.empty_cache()
+        self.backplane_device.empty_cache()
         return max(peak, 0)
 
     # --- warm-up ----------------------------------------------------------------------------------------------
@@ -494,10 +499,10 @@ class BackplaneWorker(Worker):
     # --- end --------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        if fell_back := self.accelerator.fallbacks():
+        if fell_back := self.backplane_device.fallbacks():
             logger.warning(
                 "Operators that ran on the host because device %s lacks them: %s.",
-                self.accelerator.name,
+                self.backplane_device.name,
                 ", ".join(f"{name} ({count})" for name, count in sorted(fell_back.items())),
             )
         if hasattr(self, "card"):
@@ -506,12 +511,12 @@ class BackplaneWorker(Worker):
 
     def modelled_seconds(self) -> float | None:
         """Returns how long the chip that the user described would have been busy so far, for `collective_rpc`."""
-        self.accelerator.synchronize()
-        return self.accelerator.modelled_seconds(self.card)
+        self.backplane_device.synchronize()
+        return self.backplane_device.modelled_seconds(self.card)
 
     def _log_modelled_time(self) -> None:
         try:
-            seconds = self.accelerator.modelled_seconds(self.card)
+            seconds = self.backplane_device.modelled_seconds(self.card)
         except BackplaneError as fault:  # the card failed, and its error was reported before
             logger.warning("The busy time of the modelled chip is unknown: %s", fault)
             return

@@ -139,7 +139,7 @@ bool allow_reported_access(uintptr_t address) {
   driver->races.count_host_access();
   const uint64_t card = copy.stream / BPSIM_MAX_STREAMS, stream = copy.stream % BPSIM_MAX_STREAMS;
   Message message;
-  message << "missing synchronisation: the host " << (copy.written ? "accessed " : "wrote ");
+  message << "missing synchronization: the host " << (copy.written ? "accessed " : "wrote ");
   message.hex(address) << ", byte " << (address - copy.first) << " of " << (copy.last - copy.first)
                        << " in pinned memory that '" << copy.name << "' on stream " << stream << " of card " << card
                        << (copy.written ? " writes" : " reads")

@@ -13,7 +13,7 @@ const char* bpsim_status_name(bpsim_status status) {
     case BPSIM_OK: return "BPSIM_OK";
     case BPSIM_NOT_READY: return "BPSIM_NOT_READY";
     case BPSIM_INVALID: return "BPSIM_INVALID";
-    case BPSIM_NOT_INITIALISED: return "BPSIM_NOT_INITIALISED";
+    case BPSIM_NOT_INITIALIZED: return "BPSIM_NOT_INITIALIZED";
     case BPSIM_FORKED: return "BPSIM_FORKED";
     case BPSIM_OUT_OF_MEMORY: return "BPSIM_OUT_OF_MEMORY";
     case BPSIM_LAUNCH_FAILED: return "BPSIM_LAUNCH_FAILED";
@@ -54,7 +54,7 @@ bpsim_status bpsim_shutdown(void) {
   }
 }
 
-int bpsim_is_initialised(void) { return driver_runs() ? 1 : 0; }
+int bpsim_is_initialized(void) { return driver_runs() ? 1 : 0; }
 
 bpsim_status bpsim_card_count(int32_t* count) {
   return with_driver([&](Driver& driver) {

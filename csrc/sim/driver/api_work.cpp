@@ -96,7 +96,7 @@ bpsim_status bpsim_stream_query(bpsim_stream handle) {
     const HostWait wait(stream.card().driver(), stream);
     if (!stream.idle()) return BPSIM_NOT_READY;
     wait.over();
-    return stream.card().synchronised_status();
+    return stream.card().synchronized_status();
   });
 }
 
@@ -106,7 +106,7 @@ bpsim_status bpsim_stream_synchronize(bpsim_stream handle) {
     const HostWait wait(stream.card().driver(), stream);
     if (status == BPSIM_OK && !stream.idle()) status = stream.wait(stream.submitted());
     if (status == BPSIM_OK) wait.over();
-    return status == BPSIM_OK ? stream.card().synchronised_status() : status;
+    return status == BPSIM_OK ? stream.card().synchronized_status() : status;
   });
 }
 

@@ -80,7 +80,7 @@ bpsim_status Card::submit_status() const {
   return fail(BPSIM_LAUNCH_FAILED, "%s. The card runs nothing until it is reset (bpsim_card_reset)", failure_.c_str());
 }
 
-bpsim_status Card::synchronised_status() {
+bpsim_status Card::synchronized_status() {
   if (failed_.load(std::memory_order_acquire)) reported_.store(true);
   return submit_status();
 }
@@ -110,7 +110,7 @@ bpsim_status Card::synchronize() {
     if (status == BPSIM_OK && !stream.idle()) status = stream.wait(stream.submitted());
     if (status == BPSIM_OK) wait.over();
   });
-  return status == BPSIM_OK ? synchronised_status() : status;
+  return status == BPSIM_OK ? synchronized_status() : status;
 }
 
 bpsim_status Card::may_synchronize(const char* call, Stream* stream) {

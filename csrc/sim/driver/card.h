@@ -47,15 +47,15 @@ class Card {
   bool is_lost() const { return lost_.load(std::memory_order_acquire); }
   // Records the failure of a launch; the first one is kept.
   void fail_with(const std::string& text);
-  // The same, and reports it at the next call already, not only at the next synchronising call.
+  // The same, and reports it at the next call already, not only at the next synchronizing call.
   void fail_now(const std::string& text);
   void lose(const char* why);
   // Returns BPSIM_LOST, with its text.
   bpsim_status lost_status() const;
-  // The status for a call that submits work: a failure is returned only after a synchronising call has returned it.
+  // The status for a call that submits work: a failure is returned only after a synchronizing call has returned it.
   bpsim_status submit_status() const;
-  // The status for a synchronising call after it has waited.
-  bpsim_status synchronised_status();
+  // The status for a synchronizing call after it has waited.
+  bpsim_status synchronized_status();
   bpsim_status reset();
 
   // Waits for every stream without reporting errors; returns false if waiting is impossible now (a capture, a worker, a
@@ -63,7 +63,7 @@ class Card {
   bool drain();
   bpsim_status synchronize();
 
-  // Refuses a synchronising call on a worker, or during a capture, which the call makes invalid. `stream` null: the
+  // Refuses a synchronizing call on a worker, or during a capture, which the call makes invalid. `stream` null: the
   // call concerns the whole card.
   bpsim_status may_synchronize(const char* call, Stream* stream);
   std::atomic<int> captures{0};

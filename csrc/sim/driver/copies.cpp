@@ -162,7 +162,7 @@ bpsim_status copy(Driver& driver, Stream& stream, bpsim_direction direction, voi
   status = stream.wait(sequence);
   if (status == BPSIM_OK) {
     wait_for.over();
-    return card.synchronised_status();
+    return card.synchronized_status();
   }
   if (ticket) {
     // The caller owns the memory again once this returns.

@@ -11,13 +11,13 @@
  *   - Environment variables are not read here: the caller passes values.
  *   - After a fork, in the child of a process that had called bpsim_init, every call returns BPSIM_FORKED and none
  *     waits, because worker threads do not survive a fork. Start processes with spawn.
- *   - Inside a launch (on a worker thread), calls that submit work or synchronise return BPSIM_INVALID, because they
+ *   - Inside a launch (on a worker thread), calls that submit work or synchronize return BPSIM_INVALID, because they
  *     would wait for themselves. Memory calls, queries and destroying objects are allowed.
  *
  * Errors of launches are asynchronous, as on a real card. The card stores the failure of a launch with its name. Work
  * queued behind it on that card is dropped, work submitted meanwhile is accepted and dropped, and the next
- * synchronising call (bpsim_*_synchronize, bpsim_*_query, bpsim_copy) returns BPSIM_LAUNCH_FAILED. From then on every
- * call that submits work or synchronises on that card returns it too, until bpsim_card_reset.
+ * synchronizing call (bpsim_*_synchronize, bpsim_*_query, bpsim_copy) returns BPSIM_LAUNCH_FAILED. From then on every
+ * call that submits work or synchronizes on that card returns it too, until bpsim_card_reset.
  *
  * Nothing is shared between processes: a device pointer is invalid in another process, and handles cannot be exported.
  * Collectives between processes copy through host memory, in the layer above.
@@ -42,15 +42,15 @@ typedef enum bpsim_status {
   BPSIM_OK = 0,
   BPSIM_NOT_READY = 1,       /* returned by queries: work is still in flight; not an error, no text */
   BPSIM_INVALID = 2,         /* the call is wrong: an argument, a pointer in the wrong place, a stale handle */
-  BPSIM_NOT_INITIALISED = 3, /* bpsim_init was not called, or bpsim_shutdown was */
-  BPSIM_FORKED = 4,          /* initialised before fork */
+  BPSIM_NOT_INITIALIZED = 3, /* bpsim_init was not called, or bpsim_shutdown was */
+  BPSIM_FORKED = 4,          /* initialized before fork */
   BPSIM_OUT_OF_MEMORY = 5,   /* of a card: the text has the request, free memory, limit and largest free block */
   BPSIM_LAUNCH_FAILED = 6,   /* a launch failed earlier; stays until bpsim_card_reset */
   BPSIM_TIMEOUT = 7,         /* from the watchdog: the text names the launch that hangs */
   BPSIM_LOST = 8,            /* the card has disappeared: every later call for it returns this */
   BPSIM_CAPTURE = 9,         /* not possible while capturing, or the capture is invalid; the text has the reason */
   BPSIM_SYSTEM = 10,         /* the operating system refused: no memory for the host, no thread, no mapping */
-  BPSIM_RACE = 11            /* missing synchronisation (bpsim_check_races): the work was not submitted */
+  BPSIM_RACE = 11            /* missing synchronization (bpsim_check_races): the work was not submitted */
 } bpsim_status;
 
 /* Returns the text of the calling thread's last error; never NULL; valid until the thread's next call. */
@@ -80,7 +80,7 @@ typedef struct bpsim_config {
   uint32_t struct_size;     /* sizeof(bpsim_config): set by bpsim_config_default */
   int32_t cards;            /* 1 .. BPSIM_MAX_CARDS; default 2 */
   uint64_t memory_bytes;    /* of each card; default 1 GiB; rounded down to 2 MiB, at least 2 MiB */
-  uint32_t sync_timeout_ms; /* watchdog: a synchronising call whose stream finishes nothing for this long returns
+  uint32_t sync_timeout_ms; /* watchdog: a synchronizing call whose stream finishes nothing for this long returns
                                BPSIM_TIMEOUT; 0 (default): no time-out */
   int32_t spin_us;          /* how long an idle worker and a waiting host poll before they sleep; -1 (default): chosen
                                by the number of cores */
@@ -100,13 +100,13 @@ BPSIM_API void bpsim_config_default(bpsim_config* config);
 /* Starts the driver, once per process (again after bpsim_shutdown). A second call meanwhile returns BPSIM_INVALID. */
 BPSIM_API bpsim_status bpsim_init(const bpsim_config* config);
 /* Stops the driver: the launch that runs on each stream ends, queued ones are dropped (destroyed, not run), hanging
- * ones are released, calls that wait in other threads return BPSIM_NOT_INITIALISED, threads are joined, all memory is
+ * ones are released, calls that wait in other threads return BPSIM_NOT_INITIALIZED, threads are joined, all memory is
  * returned. Called automatically at exit. A caller whose launches need something that ends earlier (an interpreter)
  * must call it before that, without holding a lock that a launch may need. A launch that does not end within 5 s is
- * abandoned with a message; its threads and memory are not freed. Does nothing if the driver is not initialised. */
+ * abandoned with a message; its threads and memory are not freed. Does nothing if the driver is not initialized. */
 BPSIM_API bpsim_status bpsim_shutdown(void);
 /* Returns 1 or 0; 0 in a forked child too. */
-BPSIM_API int bpsim_is_initialised(void);
+BPSIM_API int bpsim_is_initialized(void);
 
 BPSIM_API bpsim_status bpsim_card_count(int32_t* count);
 /* Clears the failure of a launch after the card's streams have drained. A lost card stays lost. */
@@ -201,7 +201,7 @@ BPSIM_API bpsim_status bpsim_blocks(int32_t card, bpsim_pool pool, bpsim_block_i
 
 /* Returns the kernel address of a device pointer: the address at which a launch, on a worker thread, reads and writes
  * its memory. Dereference it only inside a launch: the host is not stopped from doing so, but nothing orders its
- * access. The address may be computed anywhere, and is constant while the driver is initialised. Interior pointers are
+ * access. The address may be computed anywhere, and is constant while the driver is initialized. Interior pointers are
  * allowed, null stays null; a pointer outside every card is BPSIM_INVALID. Costs a few nanoseconds. */
 BPSIM_API bpsim_status bpsim_translate(const void* device_pointer, void** kernel_pointer);
 /* Returns the range of a card's device pointers, and the constant difference kernel address - device pointer. */
@@ -341,7 +341,7 @@ typedef enum bpsim_capture_state { BPSIM_CAPTURE_NONE = 0, BPSIM_CAPTURE_ACTIVE 
  * at the same time.
  * Waiting for the capturing stream or its card, pageable copies, waiting for events from outside, and another stream
  * waiting for an event of the capture return BPSIM_CAPTURE and make the capture invalid; so does any other
- * synchronising call on the card by the thread that began the capture. */
+ * synchronizing call on the card by the thread that began the capture. */
 BPSIM_API bpsim_status bpsim_capture_begin(bpsim_stream stream, bpsim_pool pool);
 /* Ends the capture and returns the graph, or BPSIM_CAPTURE with the first mistake; the capture is over either way. */
 BPSIM_API bpsim_status bpsim_capture_end(bpsim_stream stream, bpsim_graph* graph);

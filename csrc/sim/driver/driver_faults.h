@@ -1,5 +1,5 @@
 /* This is the part of the driver's API that real drivers do not have: fault injection for tests, checks for missing
- * synchronisation, and traces. driver.h includes it, and its rules apply here. */
+ * synchronization, and traces. driver.h includes it, and its rules apply here. */
 #ifndef BACKPLANE_SIM_DRIVER_FAULTS_H
 #define BACKPLANE_SIM_DRIVER_FAULTS_H
 
@@ -49,7 +49,7 @@ BPSIM_API bpsim_status bpsim_fault_add(const bpsim_fault* fault);
  *              corrupt@launch=matmul*,nth=3,kind=bitflip;corrupt@copy=5,kind=bitflip
  * Blanks around ';' are ignored. If any rule is wrong, none is added; the text has the rule and the mistake. */
 BPSIM_API bpsim_status bpsim_faults_add(const char* spec);
-/* Checks a specification without adding it. Works uninitialised, so that a mistake is found before the start. */
+/* Checks a specification without adding it. Works uninitialized, so that a mistake is found before the start. */
 BPSIM_API bpsim_status bpsim_faults_check(const char* spec);
 /* Removes all rules; faults that were already injected remain. */
 BPSIM_API bpsim_status bpsim_faults_clear(void);
@@ -61,7 +61,7 @@ BPSIM_API bpsim_status bpsim_release_hangs(int32_t card);
 /* Makes the card lost at once, without a rule. */
 BPSIM_API bpsim_status bpsim_lose_card(int32_t card);
 
-/* ---- missing synchronisation ------------------------------------------------------------------------------------- */
+/* ---- missing synchronization ------------------------------------------------------------------------------------- */
 
 typedef enum bpsim_races {
   BPSIM_RACES_OFF = 0,
@@ -71,7 +71,7 @@ typedef enum bpsim_races {
 
 /* Checks from now on that two launches, copies or replayed graphs that access the same memory, of which one writes, are
  * ordered: by their stream, by an event that was waited for, or by a wait on the host between them. The check is made
- * when the second is submitted, from the requested synchronisation and not from the actual execution, so it does not
+ * when the second is submitted, from the requested synchronization and not from the actual execution, so it does not
  * depend on timing. A launch counts as accessing all of its ranges; work submitted before this call is not checked.
  * Pinned memory that is allocated from now on is watched too: until the host has waited for a copy into it, the host
  * must not access what is copied, and until it has waited for a copy from it, not write it. A violation is reported on

@@ -75,7 +75,7 @@ bpsim_status query_event(Event& event) {
   if (card.is_lost()) return card.lost_status();
   if (!record.stream->finished(record.sequence)) return BPSIM_NOT_READY;
   if (record.known) card.driver().races.host_waited(*record.known);
-  return card.synchronised_status();
+  return card.synchronized_status();
 }
 
 bpsim_status synchronize_event(Event& event) {
@@ -87,7 +87,7 @@ bpsim_status synchronize_event(Event& event) {
   bpsim_status status = card.may_synchronize("bpsim_event_synchronize", record.stream);
   if (status == BPSIM_OK) status = record.stream->wait(record.sequence);
   if (status == BPSIM_OK && record.known) card.driver().races.host_waited(*record.known);
-  return status == BPSIM_OK ? card.synchronised_status() : status;
+  return status == BPSIM_OK ? card.synchronized_status() : status;
 }
 
 bpsim_status wait_for_event(Driver& driver, Stream& stream, Event& event) {

@@ -58,7 +58,7 @@ bpsim_status Allocator::suspend(Pool& pool) {
     if (block->segment->pool == &pool)
       return fail(BPSIM_INVALID,
                   "card %d: the pool cannot be suspended: a stream of another card still works on %p, which is freed. "
-                  "Synchronise that card first",
+                  "Synchronize that card first",
                   card_.index(), reinterpret_cast<void*>(block->start()));
   pool.asleep.store(true);
   for (const auto& [address, segment] : segments_) {

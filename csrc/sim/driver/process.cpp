@@ -35,12 +35,12 @@ void at_exit() {
 
 bpsim_status after_fork() {
   return fail(BPSIM_FORKED,
-              "the simulated NPU was initialised before fork, and its worker threads do not exist in the child: start "
+              "the simulated NPU was initialized before fork, and its worker threads do not exist in the child: start "
               "processes with spawn (multiprocessing: set_start_method('spawn'))");
 }
 
 bpsim_status not_started() {
-  return fail(BPSIM_NOT_INITIALISED, "the simulated NPU is not initialised (or was shut down): call bpsim_init first");
+  return fail(BPSIM_NOT_INITIALIZED, "the simulated NPU is not initialized (or was shut down): call bpsim_init first");
 }
 
 }  // namespace
@@ -75,7 +75,7 @@ bpsim_status start_driver(const bpsim_config& config) {
   std::lock_guard<Monitor> lock(lifecycle);
   if (the_driver.load())
     return fail(BPSIM_INVALID,
-                "the simulated NPU is already initialised: call bpsim_shutdown before another bpsim_init");
+                "the simulated NPU is already initialized: call bpsim_shutdown before another bpsim_init");
   static const bool prepared = [] {
     return pthread_atfork(nullptr, nullptr, in_forked_child) == 0 && std::atexit(at_exit) == 0;
   }();

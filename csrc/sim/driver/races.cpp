@@ -1,4 +1,4 @@
-// Implements the detection of missing synchronisation with vector clocks.
+// Implements the detection of missing synchronization with vector clocks.
 
 #include "races.h"
 
@@ -125,7 +125,7 @@ std::string Races::text(const Found& found) const {
   char first[96], second[96];
   std::snprintf(first, sizeof first, "stream %u of card %u", index_of(earlier.stream), card_of(earlier.stream));
   std::snprintf(second, sizeof second, "stream %u of card %u", index_of(later.stream), card_of(later.stream));
-  std::string text = std::string("missing synchronisation: '") + later.name + "' on " + second +
+  std::string text = std::string("missing synchronization: '") + later.name + "' on " + second +
                      (found.writes ? " writes " : " reads ") + place + ", which '" + earlier.name + "' on " + first +
                      (found.conflict.earlier_writes ? " writes" : " reads") + ", and nothing orders the two: ";
   text += reads_after_write ? "it may read the old contents. " : "either may come first. ";

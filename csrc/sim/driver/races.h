@@ -1,4 +1,4 @@
-// Detects missing synchronisation: work that accesses the same memory without an order between the accesses.
+// Detects missing synchronization: work that accesses the same memory without an order between the accesses.
 //
 // Every stream has a vector clock of the work of other streams that precedes its next submission, and so has the host.
 // Events, waits and submissions propagate the clocks. AccessHistory holds the accesses that they are compared with, and

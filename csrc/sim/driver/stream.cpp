@@ -109,7 +109,7 @@ bpsim_status Stream::wait(uint64_t sequence) {
   if (card_.is_lost()) return card_.lost_status();
   // Checked before success: dropped work finishes quickly too.
   if (!driver_.stopping.load(std::memory_order_acquire)) return BPSIM_OK;
-  return fail(BPSIM_NOT_INITIALISED, "the driver was shut down while this call waited for card %d, stream %d",
+  return fail(BPSIM_NOT_INITIALIZED, "the driver was shut down while this call waited for card %d, stream %d",
               card_.index(), index_);
 }
 

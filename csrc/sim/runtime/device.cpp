@@ -44,7 +44,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return ready(bpsim_stream_query(handle_of(stream)), "stream query");
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    check(bpsim_stream_synchronize(handle_of(stream)), "synchronising a stream");
+    check(bpsim_stream_synchronize(handle_of(stream)), "synchronizing a stream");
   }
   bool isStreamCapturing(const c10::Stream& stream) const override {
     if (!started()) return false;

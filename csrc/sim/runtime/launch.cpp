@@ -99,7 +99,7 @@ class Call {
     }
     c10::SmallVector<at::Tensor, 6> tensors;
     for (const View& view : views_) {
-      tensors.push_back(view.same >= 0 ? tensors[view.same] : materialise(view));
+      tensors.push_back(view.same >= 0 ? tensors[view.same] : materialize(view));
       c10::IValue& argument = stack[view.argument];
       if (view.element == kWhole) argument = tensors.back();
       else if (plan_.arguments[view.argument].kind == Plan::Kind::tensors)
@@ -241,7 +241,7 @@ class Call {
                                             c10::elementSize(view.type));
   }
 
-  at::Tensor materialise(const View& view) const {
+  at::Tensor materialize(const View& view) const {
     void* const data = view.scalar == 0 ? view.data : const_cast<char*>(scalars_[view.scalar - 1].bytes);
     at::Tensor made = host_tensor(data, numbers_.data() + view.dims, view.rank, view.type);
     if (view.wrapped) made.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -266,7 +266,7 @@ class Call {
       if (!there) displaced.emplace_back(&place, result.clone());
     }
     stack.clear();
-    for (auto& [place, result] : displaced) materialise(*place).copy_(result);
+    for (auto& [place, result] : displaced) materialize(*place).copy_(result);
   }
 
   const Plan& plan_;

@@ -69,11 +69,11 @@ void shapes_of_index_select(const Plan& plan, Arguments arguments, c10::DeviceIn
 
 void shapes_of_layer_norm(const Plan& plan, Arguments arguments, c10::DeviceIndex card, Results& results) {
   const at::Tensor& input = arguments[0].toTensor();
-  const int64_t normalised = static_cast<int64_t>(arguments[1].toDimVector().size());
-  TORCH_CHECK(normalised >= 1 && normalised <= input.dim(), plan.name, ": the normalized shape does not fit ",
+  const int64_t normalized = static_cast<int64_t>(arguments[1].toDimVector().size());
+  TORCH_CHECK(normalized >= 1 && normalized <= input.dim(), plan.name, ": the normalized shape does not fit ",
               input.sizes());
   Sizes statistics(input.sizes().begin(), input.sizes().end());
-  for (int64_t i = input.dim() - normalised; i < input.dim(); ++i) statistics[i] = 1;
+  for (int64_t i = input.dim() - normalized; i < input.dim(); ++i) statistics[i] = 1;
   // With mixed types, statistics have the type of the weight.
   const bool mixed = arguments[2].isTensor() && arguments[2].toTensor().scalar_type() != input.scalar_type();
   const at::ScalarType type = mixed ? arguments[2].toTensor().scalar_type() : input.scalar_type();

@@ -67,7 +67,7 @@ int card_count() { return driver().config.cards; }
 
 bool started() { return driver().started.load(std::memory_order_acquire); }
 
-bool forked_after_start() { return started() && bpsim_is_initialised() == 0; }
+bool forked_after_start() { return started() && bpsim_is_initialized() == 0; }
 
 void start() {
   Driver& d = driver();
@@ -141,7 +141,7 @@ c10::Stream pooled_stream(c10::DeviceIndex index) {
 void synchronize(c10::DeviceIndex index) {
   if (!started()) return;  // no work was ever queued, and a process without a driver may still fork
   card(index);
-  check(bpsim_card_synchronize(index), "synchronising");
+  check(bpsim_card_synchronize(index), "synchronizing");
 }
 
 bpsim_pool current_pool() { return this_pool; }

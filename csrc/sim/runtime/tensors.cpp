@@ -127,7 +127,7 @@ void copy_on_card(const at::Tensor& to, const at::Tensor& from) {
           [to = HostView(to), from = HostView(from)] { to.tensor().copy_(from.tensor()); });
 }
 
-// The streams of both cards synchronise before and after, so that no work on either overtakes the copy.
+// The streams of both cards synchronize before and after, so that no work on either overtakes the copy.
 void copy_to_peer(const at::Tensor& to, const at::Tensor& from) {
   const at::Tensor source = same_bytes(to, from) ? from : from.to(to.scalar_type()).contiguous();
   const at::Tensor target = same_bytes(to, source) ? to : at::empty_strided(to.sizes(), source.strides(), to.options());

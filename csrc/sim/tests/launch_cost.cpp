@@ -1,4 +1,4 @@
-// Measures the cost of launches and synchronisation. It is not a test: it prints numbers for a reader.
+// Measures the cost of launches and synchronization. It is not a test: it prints numbers for a reader.
 //
 //   g++ -std=c++17 -O2 -pthread csrc/sim/tests/launch_cost.cpp csrc/sim/driver/*.cpp -o launch_cost && ./launch_cost
 #include <time.h>
@@ -75,13 +75,13 @@ int main(int count, char** words) {
                 for (int i = 0; i < 100000; ++i) must(bpsim_enqueue(stream, &empty));
                 must(bpsim_stream_synchronize(stream));
               }));
-  std::printf("synchronise an idle stream:       %8.0f ns\n", measured(1000, [&] {
+  std::printf("synchronize an idle stream:       %8.0f ns\n", measured(1000, [&] {
                 for (int i = 0; i < 1000; ++i) must(bpsim_stream_synchronize(stream));
               }));
-  std::printf("synchronise an idle card:         %8.0f ns\n", measured(1000, [&] {
+  std::printf("synchronize an idle card:         %8.0f ns\n", measured(1000, [&] {
                 for (int i = 0; i < 1000; ++i) must(bpsim_card_synchronize(0));
               }));
-  std::printf("launch and synchronise:           %8.0f ns (worker awake)\n", measured(1000, [&] {
+  std::printf("launch and synchronize:           %8.0f ns (worker awake)\n", measured(1000, [&] {
                 for (int i = 0; i < 1000; ++i) {
                   must(bpsim_enqueue(stream, &empty));
                   must(bpsim_stream_synchronize(stream));
@@ -97,7 +97,7 @@ int main(int count, char** words) {
     woken.push_back(now() - start);
   }
   std::sort(woken.begin(), woken.end());
-  std::printf("launch and synchronise:           %8.0f ns (worker asleep)\n", woken[50]);
+  std::printf("launch and synchronize:           %8.0f ns (worker asleep)\n", woken[50]);
   void* pointer = nullptr;
   std::printf("allocate and free 4 KiB:          %8.0f ns\n", measured(1000, [&] {
                 for (int i = 0; i < 1000; ++i) {

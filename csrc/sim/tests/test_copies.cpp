@@ -44,7 +44,7 @@ TEST(asynchronous_is_what_it_says) {
   }
   {
     // Pinned memory is read when the stream reaches the copy. A program that changes it earlier has a missing
-    // synchronisation, and here it shows every time.
+    // synchronization, and here it shows every time.
     Gate gate(session.stream);
     CHECK_OK(bpsim_copy_async(session.stream, BPSIM_HOST_TO_DEVICE, device, pinned, 4));
     *pinned = 2;

@@ -58,7 +58,7 @@ TEST(fault_specs_are_checked) {
   CHECK_STATUS(bpsim_init(&config), BPSIM_INVALID, "a rule names card 2, but there are 2");
   config.faults = "rubbish";
   CHECK_STATUS(bpsim_init(&config), BPSIM_INVALID, "fault 'rubbish'");
-  CHECK_EQ(bpsim_is_initialised(), 0);
+  CHECK_EQ(bpsim_is_initialized(), 0);
   Session session;
   // If one rule is wrong, none is added.
   CHECK_STATUS(bpsim_faults_add("fail@launch=1;rubbish"), BPSIM_INVALID, "rubbish");

@@ -12,19 +12,19 @@ TEST(nothing_works_before_init_and_after_shutdown) {
   for (int round = 0; round < 2; ++round) {
     int32_t count = 0;
     void* pointer = nullptr;
-    CHECK_EQ(bpsim_is_initialised(), 0);
-    CHECK_STATUS(bpsim_card_count(&count), BPSIM_NOT_INITIALISED, "call bpsim_init first");
-    CHECK_STATUS(bpsim_alloc(1, 0, 16, &pointer), BPSIM_NOT_INITIALISED, "call bpsim_init first");
-    CHECK_STATUS(launch(1, "early", [] {}), BPSIM_NOT_INITIALISED, "call bpsim_init first");
+    CHECK_EQ(bpsim_is_initialized(), 0);
+    CHECK_STATUS(bpsim_card_count(&count), BPSIM_NOT_INITIALIZED, "call bpsim_init first");
+    CHECK_STATUS(bpsim_alloc(1, 0, 16, &pointer), BPSIM_NOT_INITIALIZED, "call bpsim_init first");
+    CHECK_STATUS(launch(1, "early", [] {}), BPSIM_NOT_INITIALIZED, "call bpsim_init first");
     CHECK_EQ(closures_alive.load(), 0);
     CHECK_OK(bpsim_shutdown());
     Session session([](bpsim_config& config) { config.cards = 3; });
     CHECK_OK(bpsim_card_count(&count));
     CHECK_EQ(count, 3);
-    CHECK_EQ(bpsim_is_initialised(), 1);
+    CHECK_EQ(bpsim_is_initialized(), 1);
     bpsim_config again;
     bpsim_config_default(&again);
-    CHECK_STATUS(bpsim_init(&again), BPSIM_INVALID, "already initialised");
+    CHECK_STATUS(bpsim_init(&again), BPSIM_INVALID, "already initialized");
   }
 }
 
@@ -47,7 +47,7 @@ TEST(the_configuration_is_checked) {
   config.struct_size -= 8;
   CHECK_STATUS(bpsim_init(&config), BPSIM_INVALID, "bpsim_config_default first");
   CHECK_STATUS(bpsim_init(nullptr), BPSIM_INVALID, "bpsim_config_default first");
-  CHECK_EQ(bpsim_is_initialised(), 0);
+  CHECK_EQ(bpsim_is_initialized(), 0);
 }
 
 TEST(shutdown_drops_what_is_queued_and_ends_waits) {
@@ -76,7 +76,7 @@ TEST(shutdown_drops_what_is_queued_and_ends_waits) {
     std::atomic<bool> waiting{false};
     waiter = std::thread([stream, &waiting] {
       waiting = true;
-      CHECK_STATUS(bpsim_stream_synchronize(stream), BPSIM_NOT_INITIALISED, "shut down");
+      CHECK_STATUS(bpsim_stream_synchronize(stream), BPSIM_NOT_INITIALIZED, "shut down");
     });
     eventually([&] { return waiting.load(); });
     for (int i = 0; i < 20; ++i) doze();
@@ -144,9 +144,9 @@ TEST(a_forked_child_is_told_to_spawn) {
         bpsim_memset_async(session.stream, device, 0, 64), bpsim_capture_begin(session.stream, 0),
         bpsim_capture_end(session.stream, &graph), bpsim_graph_launch(session.stream, 1), bpsim_faults_clear(),
         bpsim_lose_card(0), bpsim_release_hangs(-1)};
-    int wrong = bpsim_is_initialised();
+    int wrong = bpsim_is_initialized();
     for (const bpsim_status status : all) wrong += status != BPSIM_FORKED;
-    wrong += !std::strstr(bpsim_last_error(), "initialised before fork");
+    wrong += !std::strstr(bpsim_last_error(), "initialized before fork");
     wrong += !std::strstr(bpsim_last_error(), "spawn");
     _exit(wrong);
   }

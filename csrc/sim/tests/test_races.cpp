@@ -1,4 +1,4 @@
-// Tests that missing synchronisation is found where it is missing, and nowhere else.
+// Tests that missing synchronization is found where it is missing, and nowhere else.
 #include <unistd.h>
 
 #include <random>
@@ -50,7 +50,7 @@ TEST(a_read_that_does_not_wait_for_the_write_is_a_race) {
   CHECK_OK(writes(session.stream, at, 256));
   CHECK_OK(bpsim_stream_query(other));  // on the wrong stream
   CHECK_STATUS(reads(other, at + 32), BPSIM_RACE,
-               "missing synchronisation: 'reader' on stream 1 of card 0 reads bytes 32 to 96 of the allocation");
+               "missing synchronization: 'reader' on stream 1 of card 0 reads bytes 32 to 96 of the allocation");
   CHECK_STATUS(reads(other, at), BPSIM_RACE, "which 'writer' on stream 0 of card 0 writes");
   CHECK_STATUS(reads(other, at), BPSIM_RACE, "Record an event on stream 0 of card 0 after 'writer' and let stream 1");
   order(session.stream, other);

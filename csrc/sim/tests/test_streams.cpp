@@ -6,7 +6,7 @@
 
 TEST(launches_run_in_order) {
   Session session;
-  std::vector<int> order;  // only the worker writes; the synchronisation must make it visible here
+  std::vector<int> order;  // only the worker writes; the synchronization must make it visible here
   for (int i = 0; i < 5000; ++i) CHECK_OK(launch(session.stream, "push", [&order, i] { order.push_back(i); }));
   CHECK_OK(bpsim_stream_synchronize(session.stream));
   CHECK_EQ(order.size(), 5000u);
@@ -51,7 +51,7 @@ TEST(threads_submit_to_one_stream) {
 }
 
 TEST(a_step_like_vllm_has) {
-  // Launches, small copies and synchronisation in turn, as fast as possible: a lost wake-up would hang here.
+  // Launches, small copies and synchronization in turn, as fast as possible: a lost wake-up would hang here.
   Session session;
   int* const device = allocate<int>(session.stream, 4);
   int* const at = kernel(device);
@@ -99,7 +99,7 @@ TEST(streams_have_names_that_go_stale) {
   CHECK_STATUS(bpsim_card_synchronize(-1), BPSIM_INVALID, "there is no card -1");
 }
 
-TEST(a_failed_launch_is_told_at_the_next_synchronisation) {
+TEST(a_failed_launch_is_told_at_the_next_synchronization) {
   Session session;
   int ran = 0;
   Gate gate(session.stream);
@@ -112,7 +112,7 @@ TEST(a_failed_launch_is_told_at_the_next_synchronisation) {
   gate.open();
   bpsim_counters counters{};
   eventually([&] { return bpsim_card_counters(0, &counters) == BPSIM_OK && counters.dropped == 2; });
-  // Until a synchronising call, work is accepted and dropped.
+  // Until a synchronizing call, work is accepted and dropped.
   for (int i = 0; i < 100; ++i) CHECK_OK(launch(session.stream, "after", [&ran] { ++ran; }));
   CHECK_STATUS(bpsim_stream_synchronize(session.stream), BPSIM_LAUNCH_FAILED,
                "card 0: launch 'bad_one' (number 2 of the card, on stream 0) failed: the reason");

@@ -229,7 +229,7 @@ def _diff(args: argparse.Namespace) -> int:
     known = max(patch.fingerprints, key=Version)
     before = _original_source(patch, known, _progress(args))
     target = index.resolve(patch.target_module, patch.target_name)
-    after = index.normalised_source_of(target.module, target.qualname) if target.is_found else ""
+    after = index.normalized_source_of(target.module, target.qualname) if target.is_found else ""
     lines = list(
         difflib.unified_diff(
             before.splitlines(), after.splitlines(), f"vLLM {known}", f"vLLM {version}", lineterm="", n=3
@@ -252,7 +252,7 @@ def _original_source(patch: Patch, version: str, progress: output.Progress) -> s
     for opened in (open_tree, published_tree):
         index = SymbolIndex(opened(version, progress))
         if index.resolve(patch.target_module, patch.target_name).is_found:
-            source = index.normalised_source_of(patch.target_module, patch.target_name)
+            source = index.normalized_source_of(patch.target_module, patch.target_name)
             if take_fingerprint(source).digest == patch.known_fingerprints()[version].digest:
                 return source
     raise PatchError(

@@ -1,6 +1,6 @@
 """Finds the modules of this process that imported an object by name from the module that defines it.
 
-Most objects are recognised by identity. That does not work for numbers and strings, of which equal ones are often the
+Most objects are recognized by identity. That does not work for numbers and strings, of which equal ones are often the
 same object, nor for a class that has a second name. For those the source of the modules decides: what they import,
 through re-exports and star imports.
 """

@@ -63,7 +63,7 @@ def write_skeleton(new: NewPatch, index: SymbolIndex, version: str, root: Path) 
         raise PatchError(f"{new.target}: {reason}")
     stem = _stem(module, root / Path(*new.package.split(".")) / new.process)
     name = re.sub(r"\W|(?<=[a-z])(?=[A-Z])", "_", qualified).lower()
-    source = index.normalised_source_of(found.module, found.qualname)
+    source = index.normalized_source_of(found.module, found.qualname)
     declaration = _declaration(name, found.symbol, source, _fields(new, source, version))
     why = new.texts.get("why") or "Write here in one line what is wrong with it."
     read = templates.READ.format(name=name) if found.symbol.binds is Binds.PROPERTY else ""

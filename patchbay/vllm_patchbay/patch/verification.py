@@ -78,7 +78,7 @@ class Verdict:
 
 
 def take_fingerprint(source: str) -> Fingerprint:
-    """Returns the fingerprint of a target's normalised source, which has no comments and docstrings."""
+    """Returns the fingerprint of a target's normalized source, which has no comments and docstrings."""
     lines = [line.strip() for line in source.splitlines() if line.strip()]
     return Fingerprint(fingerprint(source), tuple(hashlib.sha256(line.encode()).hexdigest()[:4] for line in lines))
 
@@ -120,7 +120,7 @@ def _verify_target(patch: Patch, index: SymbolIndex, version: str) -> Verdict:
     fault = fault or on_demand_reason(index, patch.target_module, patch.target_name, target)
     if fault:
         return Verdict(patch.name, Outcome.INCOMPATIBLE, fault)
-    return _compare_source(patch, index.normalised_source_of(target.module, target.qualname), version)
+    return _compare_source(patch, index.normalized_source_of(target.module, target.qualname), version)
 
 
 def absence_reason(index: SymbolIndex, target: Resolution) -> str:
@@ -138,7 +138,7 @@ def _incompatibility(patch: Patch, index: SymbolIndex, target: Resolution) -> st
     if "." in patch.target_name and target.qualname != patch.target_name:
         return f"{patch.target} is inherited from {target.path}; patch it there"
     if index.is_imported(patch.target_module, patch.target_name) and target.path != patch.target:
-        # Two patches of one object under two names would not be recognised as conflicting.
+        # Two patches of one object under two names would not be recognized as conflicting.
         return f"{patch.target} is imported from {target.path}; patch it there"
     is_value = target.symbol is not None and target.symbol.binds is Binds.ASSIGNMENT
     if is_value and "." not in patch.target_name and patch.is_decorated and _is_plain_value(index, target):
@@ -166,7 +166,7 @@ def class_incompatibility(patch: Patch, index: SymbolIndex, replacement: type) -
 def _is_plain_value(index: SymbolIndex, target: Resolution) -> bool:
     """Returns whether the target is bound to a literal, which cannot be called."""
     try:
-        [statement, *_] = ast.parse(index.normalised_source_of(target.module, target.qualname)).body
+        [statement, *_] = ast.parse(index.normalized_source_of(target.module, target.qualname)).body
         ast.literal_eval(getattr(statement, "value", None) or ast.Name("unknown"))
     except (SyntaxError, ValueError, SourceError):
         return False
@@ -258,7 +258,7 @@ def _cached_source(patch: Patch, version: str, known: Fingerprint) -> str | None
     index = SymbolIndex(tree) if tree is not None else None
     if index is None or not index.resolve(patch.target_module, patch.target_name).is_found:
         return None
-    source = index.normalised_source_of(patch.target_module, patch.target_name)
+    source = index.normalized_source_of(patch.target_module, patch.target_name)
     return source if take_fingerprint(source).digest == known.digest else None
 
 

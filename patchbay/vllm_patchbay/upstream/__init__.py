@@ -5,7 +5,7 @@ changed. The modules of this folder import nothing of Patchbay but its cache fol
 """
 
 from vllm_patchbay.upstream.locate import cached_tree, installed_tree, open_tree, published_tree, version_of
-from vllm_patchbay.upstream.normalized import fingerprint, normalised
+from vllm_patchbay.upstream.normalized import fingerprint, normalized_source
 from vllm_patchbay.upstream.signatures import Mismatch, Signature, mismatches
 from vllm_patchbay.upstream.source import SourceError, SourceTree
 from vllm_patchbay.upstream.symbols import Outcome, Resolution, SymbolIndex
@@ -26,7 +26,7 @@ __all__ = [
     "installed_version",
     "is_beyond",
     "mismatches",
-    "normalised",
+    "normalized_source",
     "open_tree",
     "published_tree",
     "version_of",

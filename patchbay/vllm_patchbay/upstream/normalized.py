@@ -1,4 +1,4 @@
-"""Normalises and fingerprints source, so that comments, docstrings, layout and quoting make no difference.
+"""Normalizes and fingerprints source, so that comments, docstrings, layout and quoting make no difference.
 
 A fingerprint is taken from the syntax tree in a form of Patchbay's own: neither ``ast.unparse`` nor ``ast.dump`` gives
 the same text under every version of Python, and a fingerprint is compared years after it was recorded.
@@ -14,13 +14,13 @@ _IGNORED = frozenset({"ctx", "kind", "type_comment", "type_ignores", "lineno", "
 _DIGITS = 16
 
 
-def normalised(source: str) -> str:
+def normalized_source(source: str) -> str:
     """Returns the source of one or more statements without comments and docstrings, laid out by ``ast.unparse``."""
     return ast.unparse(_parse(source))
 
 
 def fingerprint(source: str) -> str:
-    """Returns a digest of 16 hexadecimal digits, which is equal for `source` and ``normalised(source)``."""
+    """Returns a digest of 16 hexadecimal digits, which is equal for `source` and ``normalized_source(source)``."""
     text = "".join(_canonical(_parse(source)))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGITS]
 

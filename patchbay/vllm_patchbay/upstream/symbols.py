@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Protocol
 
 from vllm_patchbay.upstream.modules import Binds, ClassBody, ModuleSymbols, Symbol, read_module
-from vllm_patchbay.upstream.normalized import fingerprint, normalised
+from vllm_patchbay.upstream.normalized import fingerprint, normalized_source
 from vllm_patchbay.upstream.signatures import Signature
 from vllm_patchbay.upstream.source import SourceError, SourceTree
 from vllm_patchbay.upstream.star_imports import NO_STAR_IMPORTS, StarImports, resolve_star_imports
@@ -159,9 +159,9 @@ class SymbolIndex:
         parts = ["".join(lines[s.line - 1 : s.end_line]) for s in self._definitions(found)]
         return "".join(part if part.endswith("\n") else part + "\n" for part in parts)
 
-    def normalised_source_of(self, module: str, qualname: str) -> str:
+    def normalized_source_of(self, module: str, qualname: str) -> str:
         """Returns the text of a definition without comments and docstrings. Raises SourceError as `source_of`."""
-        return normalised(self.source_of(module, qualname))
+        return normalized_source(self.source_of(module, qualname))
 
     def fingerprint_of(self, module: str, qualname: str) -> str:
         """Returns the fingerprint of a definition. Raises SourceError as `source_of`."""

@@ -19,7 +19,7 @@ from benchmarks.compare.samples import Sample
 from benchmarks.compare.subjects import TINY
 from benchmarks.compare.variants import GGUF_FORMATS, choose, choose_formats, in_turns
 from benchmarks.compare.workloads import BY_FORMAT
-from vllm_backplane.gguf.blocks import SERVED
+from vllm_backplane.gguf.decoding import SERVED
 
 MACHINE = {"class": "x", "processor": "a processor", "architecture": "x86_64", "cores": 2, "memory_gib": 8}
 FILES = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_backplane.gguf.blocks import SERVED
+from vllm_backplane.gguf.decoding import SERVED
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "gguf-perplexity.json"
 FORMATS = json.loads(RESULTS.read_text())["formats"]

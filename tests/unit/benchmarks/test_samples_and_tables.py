@@ -15,7 +15,7 @@ from benchmarks.compare.digest import NOTHING, PROFILED, digest
 from benchmarks.compare.drivers import failure_of, llama_figures
 from benchmarks.compare.machine import machine_class
 from benchmarks.compare.results import Run
-from benchmarks.compare.samples import Sample, grouped, summarise
+from benchmarks.compare.samples import Sample, grouped, summarize
 from benchmarks.compare.variants import VARIANTS, choose
 from benchmarks.compare.workloads import FULL, QUICK
 
@@ -36,11 +36,11 @@ def run(found: list[Sample], **changes: object) -> Run:
 
 
 def test_summaries() -> None:
-    summary = summarise([3.0, 1.0, 10.0, 2.0])
+    summary = summarize([3.0, 1.0, 10.0, 2.0])
     assert (summary.median, summary.least, summary.most, summary.count) == (2.5, 1.0, 10.0, 4)
     assert summary.spread == pytest.approx(3.6)
     with pytest.raises(ValueError, match="no samples"):
-        summarise([])
+        summarize([])
 
 
 def test_samples_of_a_variant_are_taken_together_over_rounds() -> None:

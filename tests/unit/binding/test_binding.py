@@ -15,9 +15,9 @@ from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers import activation, layernorm, linear
 from vllm.platforms import current_platform
 
-from vllm_backplane.binding import hooks
+from vllm_backplane.binding import operator_callers
 from vllm_backplane.binding import registry as binding
-from vllm_backplane.binding.hooks import HOOKS
+from vllm_backplane.binding.operator_callers import HOOKS
 from vllm_backplane.binding.registry import BINDINGS, Binding, bind, check
 from vllm_backplane.errors import BindingError
 from vllm_backplane.layers import activation as our_activation
@@ -69,7 +69,7 @@ def test_every_layer_exists_and_can_be_replaced(each):
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.layer)
 def test_every_hook_fits(hook):
-    hooks.check(hook)
+    operator_callers.check(hook)
 
 
 def test_names_are_bound_once():
@@ -111,14 +111,14 @@ def test_a_class_under_another_name_is_refused(monkeypatch):
 def test_a_hook_on_nothing_is_refused(change, word):
     sampler = next(hook for hook in HOOKS if hook.layer == "Sampler")
     with pytest.raises(BindingError, match=word):
-        hooks.check(dataclasses.replace(sampler, **change))
+        operator_callers.check(dataclasses.replace(sampler, **change))
 
 
 def test_a_kernel_or_ir_operator_that_is_gone_is_refused():
-    for kind in (hooks.RUNNER_KERNEL, hooks.IR_OPERATOR):
+    for kind in (operator_callers.RUNNER_KERNEL, operator_callers.IR_OPERATOR):
         hook = next(each for each in HOOKS if each.kind == kind)
         with pytest.raises(BindingError, match="gone_away"):
-            hooks.check(dataclasses.replace(hook, upstream=hook.upstream.partition(":")[0] + ":gone_away"))
+            operator_callers.check(dataclasses.replace(hook, upstream=hook.upstream.partition(":")[0] + ":gone_away"))
 
 
 def test_binding_twice_is_binding_once(bound):

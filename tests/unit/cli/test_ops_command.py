@@ -16,7 +16,7 @@ import vllm_backplane
 from tests import programs
 from tests.environment import AT_START
 from vllm_backplane import ops
-from vllm_backplane.binding.hooks import HOOKS, IR_OPERATOR, RUNNER_KERNEL, callers
+from vllm_backplane.binding.operator_callers import HOOKS, IR_OPERATOR, OWN_CALLERS, RUNNER_KERNEL, callers
 from vllm_backplane.binding.registry import BINDINGS
 from vllm_backplane.cli import main
 
@@ -159,6 +159,7 @@ def test_a_hook_calls_its_operators_itself():
 
 def test_no_operator_is_called_from_a_module_without_a_declaration():
     declared = {bound.replacement.partition(":")[0] for bound in (*BINDINGS, *HOOKS)}
+    declared |= {caller.path.partition(":")[0] for caller in OWN_CALLERS}
     outside = []
     for path in PACKAGE.rglob("*.py"):
         module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
@@ -169,14 +170,14 @@ def test_no_operator_is_called_from_a_module_without_a_declaration():
 
 def test_hooks_of_registries_are_those_that_are_registered():
     from vllm_backplane.binding import ir
-    from vllm_backplane.runner import kernel_adapters
+    from vllm_backplane.runner import triton_replacements
 
     kernels = {
         hook.upstream.replace(":", "."): hook.replacement.partition(":")[2]
         for hook in HOOKS
         if hook.kind == RUNNER_KERNEL
     }
-    assert kernels == {name: adapter.__name__ for name, adapter in kernel_adapters.ADAPTERS.items()}
+    assert kernels == {name: replacement.__name__ for name, replacement in triton_replacements.REPLACEMENTS.items()}
     assert {hook.layer: hook.operators for hook in HOOKS if hook.kind == IR_OPERATOR} == ir.BOUND
 
 

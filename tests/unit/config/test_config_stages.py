@@ -447,7 +447,7 @@ def test_weights_of_several_replicas_or_with_adapters_are_not_offered() -> None:
 def test_a_worker_for_which_there_is_no_card(rank: int, replica: int, card: int | None) -> None:
     worker = BackplaneWorker.__new__(BackplaneWorker)  # without starting a process
     worker.runtime = cards()
-    worker.accelerator = worker.runtime.device
+    worker.backplane_device = worker.runtime.device
     worker.parallel_config = ParallelConfig()
     worker.parallel_config.data_parallel_rank_local = replica
     worker.local_rank = rank

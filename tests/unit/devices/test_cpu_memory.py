@@ -12,13 +12,13 @@ import psutil
 import pytest
 import torch
 
-from vllm_backplane.device import host
-from vllm_backplane.device.host import (
+from vllm_backplane.device import host_memory
+from vllm_backplane.device.cores import control_group_cores
+from vllm_backplane.device.host_memory import (
     collapse_to_huge_pages,
-    control_group_cores,
     control_group_limits,
     drop_unused_storage,
-    host_memory,
+    usable_memory,
     without_huge_pages,
 )
 from vllm_backplane.devices.cpu import CpuDevice
@@ -68,13 +68,13 @@ def test_no_control_groups_means_no_limits(tmp_path: Path) -> None:
 
 
 def test_the_machine_is_never_overstated() -> None:
-    now, machine = host_memory(), psutil.virtual_memory()
+    now, machine = usable_memory(), psutil.virtual_memory()
     assert 0 < now.free <= now.total <= machine.total
 
 
 PEAK = """
 import numpy
-from vllm_backplane.device.host import own_peak_memory, reset_peak
+from vllm_backplane.device.host_memory import own_peak_memory, reset_peak
 reset_peak()
 start = own_peak_memory()
 block = numpy.ones(64 << 20, dtype=numpy.int8)
@@ -151,14 +151,14 @@ def test_memory_that_is_locked_stays() -> None:
 
 def test_pages_that_stay_small_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system is made to reject the request, as one without MADV_COLLAPSE does."""
-    monkeypatch.setattr(host, "_huge_pages_of_system", lambda: "[madvise]")
+    monkeypatch.setattr(host_memory, "_huge_pages_of_system", lambda: "[madvise]")
     storage = torch.ones(8 << 20, dtype=torch.uint8).untyped_storage()
-    monkeypatch.setattr(host, "_COLLAPSE", 9999)
+    monkeypatch.setattr(host_memory, "_COLLAPSE", 9999)
     assert collapse_to_huge_pages(storage) == "MADV_COLLAPSE, which requires Linux 6.1: Invalid argument"
     assert collapse_to_huge_pages(torch.ones(8, dtype=torch.uint8).untyped_storage()) == "", (
         "it is smaller than a huge page"
     )
-    monkeypatch.setattr(host, "_huge_pages_of_system", lambda: "[never]")
+    monkeypatch.setattr(host_memory, "_huge_pages_of_system", lambda: "[never]")
     assert collapse_to_huge_pages(storage) == ""
 
 

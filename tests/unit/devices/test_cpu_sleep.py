@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from vllm_backplane.device import MemoryInfo, host
+from vllm_backplane.device import MemoryInfo, host_memory
 from vllm_backplane.devices.cpu import CpuDevice, memory_ledger, sleep
 from vllm_backplane.devices.cpu.sleep import SMALLEST, Mapping, SleepPool, anonymous_ranges, folder_on_disk
 from vllm_backplane.errors import BackplaneError
@@ -33,7 +33,7 @@ def _own_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resident() -> int:
-    return host.own_resident_memory()
+    return host_memory.own_resident_memory()
 
 
 def test_what_is_kept_comes_back_to_where_it_was(pool: SleepPool) -> None:
@@ -111,13 +111,13 @@ def test_pages_that_the_system_does_not_take_leave_all_as_it_was(
         first, second = torch.ones(MIB), torch.ones(MIB)
     dropped: list[int] = []
 
-    def drop(start: int, length: int, original: Callable[[int, int], None] = host.drop_pages) -> None:
+    def drop(start: int, length: int, original: Callable[[int, int], None] = host_memory.drop_pages) -> None:
         if dropped:
             raise BackplaneError("refused")
         dropped.append(start)
         original(start, length)
 
-    monkeypatch.setattr(host, "drop_pages", drop)
+    monkeypatch.setattr(host_memory, "drop_pages", drop)
     with pytest.raises(BackplaneError, match="refused"):
         pool.release(keep=True)
     assert first.all() and second.all()
@@ -128,7 +128,7 @@ def test_waking_waits_for_memory(pool: SleepPool, monkeypatch: pytest.MonkeyPatc
         weights = torch.ones(MIB)
     pool.release(keep=True)
     with monkeypatch.context() as little:
-        little.setattr(host, "host_memory", lambda: MemoryInfo(total=64 << 30, free=MIB))
+        little.setattr(host_memory, "usable_memory", lambda: MemoryInfo(total=64 << 30, free=MIB))
         with pytest.raises(BackplaneError, match=r"waking up needs 0\.00 GiB .* wake up again"):
             pool.restore()
     pool.restore()

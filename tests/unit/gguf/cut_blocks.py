@@ -13,11 +13,11 @@ from pathlib import Path
 
 import gguf
 
-from vllm_backplane.gguf.blocks import LAYOUTS
+from vllm_backplane.gguf.decoding import QUANTIZED_TYPES
 
 RESULT = Path(__file__).with_name("smollm2-blocks.gguf")
 ROWS = slice(100, 103)
-KINDS = [kind for kind in LAYOUTS if kind.name != "Q4_1"]
+KINDS = [kind for kind in QUANTIZED_TYPES if kind.name != "Q4_1"]
 
 
 def main() -> None:

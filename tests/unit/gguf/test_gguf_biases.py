@@ -14,7 +14,7 @@ from test_gguf_description import write
 
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.architectures import checkpoint_tensors
-from vllm_backplane.gguf.configuration import configuration
+from vllm_backplane.gguf.hf_config import configuration
 from vllm_backplane.gguf.lazy_tensor import weights
 from vllm_backplane.gguf.model_files import open_model
 

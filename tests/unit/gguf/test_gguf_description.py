@@ -17,8 +17,8 @@ import pytest
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf import tokenizer as vocabularies
 from vllm_backplane.gguf.architectures import ARCHITECTURES, checkpoint_tensors
-from vllm_backplane.gguf.configuration import configuration
-from vllm_backplane.gguf.folder import config_folder, open_source
+from vllm_backplane.gguf.config_folder import config_folder, open_source
+from vllm_backplane.gguf.hf_config import configuration
 from vllm_backplane.gguf.model_files import is_model, open_model
 
 TEXTS = [

@@ -17,7 +17,16 @@ from sound_models import MODELS, mutated_model, single_changes
 from test_gguf_hostile import HOSTILE
 
 from vllm_backplane.errors import CheckpointError
-from vllm_backplane.gguf import architectures, configuration, consistency, cursor, file, folder, lazy_tensor, tokenizer
+from vllm_backplane.gguf import (
+    architectures,
+    config_folder,
+    consistency,
+    cursor,
+    file,
+    hf_config,
+    lazy_tensor,
+    tokenizer,
+)
 from vllm_backplane.gguf.cursor import Limits
 from vllm_backplane.gguf.file import GgufFile
 from vllm_backplane.gguf.model_files import open_model
@@ -87,7 +96,7 @@ def test_any_model_is_described_or_refused(tmp_path: Path, monkeypatch: pytest.M
         for path, content in zip(paths, contents, strict=True):
             path.write_bytes(content)
         try:
-            result = folder.config_folder(paths[0])
+            result = config_folder.config_folder(paths[0])
         except CheckpointError:
             outcomes["refused"] += 1
             return
@@ -107,4 +116,4 @@ def test_any_model_is_described_or_refused(tmp_path: Path, monkeypatch: pytest.M
     reached = fuzz(target, single_changes(), MODEL_RUNS, "vllm_backplane/gguf")
     assert outcomes["accepted"] > 100 and outcomes["refused"] > 300, outcomes
     refusals = ("raise reader.fault(", "raise self.fault(", "raise _fault(", "raise CheckpointError(")
-    require_coverage(reached, refusals, consistency, architectures, configuration, tokenizer, missed=0.3)
+    require_coverage(reached, refusals, consistency, architectures, hf_config, tokenizer, missed=0.3)

@@ -14,13 +14,13 @@ import torch
 from tests.breaking_relay import Fault, Relay
 from tests.ports import free_address
 from vllm_backplane.errors import BackplaneError, OptionError
-from vllm_backplane.kv_offload import peer_server
+from vllm_backplane.kv_offload import blocks_server
 from vllm_backplane.kv_offload.block_keys import KeyChain
+from vllm_backplane.kv_offload.blocks_client import BlockClient
+from vllm_backplane.kv_offload.blocks_protocol import BlockConnection, Kind, Request, model_identity
+from vllm_backplane.kv_offload.blocks_server import BlockServer
 from vllm_backplane.kv_offload.cache_rows import CacheRows
 from vllm_backplane.kv_offload.metadata import BlockLoad, RequestLoad, StepMetadata
-from vllm_backplane.kv_offload.peer_client import BlockClient
-from vllm_backplane.kv_offload.peer_protocol import BlockConnection, Kind, Request, model_identity
-from vllm_backplane.kv_offload.peer_server import BlockServer
 from vllm_backplane.kv_offload.settings import parse
 from vllm_backplane.kv_offload.slots import MemorySlots
 from vllm_backplane.kv_offload.store import BlockStore, BlockUnavailable, Outcome
@@ -146,7 +146,7 @@ def test_who_is_not_there_is_left_alone_for_a_while(served: Address) -> None:
 def test_no_client_takes_all_places_permanently(store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that connect and send nothing are dropped. Until then others get the status BUSY."""
     monkeypatch.setattr(loopback_server, "MAX_CONNECTIONS", 2)
-    monkeypatch.setattr(peer_server, "REQUEST_SECONDS", 5 * SECONDS)
+    monkeypatch.setattr(blocks_server, "REQUEST_SECONDS", 5 * SECONDS)
     address = free_address()
     server = BlockServer(address, MODEL, store, silent)
     mute = [socket.create_connection((address.host, address.port)) for _ in range(2)]

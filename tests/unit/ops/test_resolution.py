@@ -10,7 +10,7 @@ import pytest
 from vllm_backplane import ops
 from vllm_backplane.errors import OperatorError
 from vllm_backplane.ops import resolution
-from vllm_backplane.ops.operator import Sample, declared, get, operator
+from vllm_backplane.ops.operator import Sample, declared, operator, operator_named
 
 
 def _line(table: tuple[resolution.Resolution, ...], name: str) -> resolution.Resolution:
@@ -27,7 +27,7 @@ def test_without_kernels_everything_is_a_reference_with_a_reason() -> None:
 
 def test_an_unknown_operator_suggests_the_nearest() -> None:
     with pytest.raises(OperatorError, match="did you mean 'rms_norm'"):
-        get("rms_nrm")
+        operator_named("rms_nrm")
     with pytest.raises(OperatorError, match="did you mean 'linear'"):
         resolution.resolve("XLA", "provider", ["linaer"])
 

@@ -103,7 +103,7 @@ def test_query_and_key_may_have_different_numbers_of_heads_and_shapes() -> None:
 
 
 def test_compiled_with_slices_of_one_tensor() -> None:
-    """Functionalisation must write both slices back into the tensor that they are slices of."""
+    """Functionalization must write both slices back into the tensor that they are slices of."""
 
     def layer(positions: torch.Tensor, fused: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         fused = fused * 2

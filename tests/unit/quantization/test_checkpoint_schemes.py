@@ -40,7 +40,7 @@ from vllm.platforms import current_platform
 
 from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import BackplaneError, CheckpointError
-from vllm_backplane.layers import deferred_weights
+from vllm_backplane.layers import layerwise_loading
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.quantization import packed_parameters
 from vllm_backplane.quantization.checkpoint import layer_loading
@@ -375,4 +375,4 @@ def test_weights_that_stay_in_small_pages_are_logged(monkeypatch: pytest.MonkeyP
 )
 def test_parts_of_a_layer_by_the_names_that_loaders_give(shard: object, parts: list[int]) -> None:
     call = cast(BoundArguments, SimpleNamespace(arguments={"loaded_shard_id": shard}))
-    assert list(deferred_weights._loaded_shards(call, 3)) == parts
+    assert list(layerwise_loading._loaded_shards(call, 3)) == parts

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
-from vllm_backplane.gguf.blocks import FLOATS, LAYOUTS
+from vllm_backplane.gguf.decoding import FLOATS, QUANTIZED_TYPES
 from vllm_backplane.gguf.lazy_tensor import LazyTensor
 from vllm_backplane.quantization.gguf.config import GgufConfig
 from vllm_backplane.quantization.gguf.embedding import GgufEmbeddingMethod
@@ -76,7 +76,7 @@ def assert_held(layer: torch.nn.Module, kind: Type, weights: int) -> None:
 
 
 def test_every_type_that_is_served_is_looked_at() -> None:
-    assert set(HELD) == {*LAYOUTS, *FLOATS}
+    assert set(HELD) == {*QUANTIZED_TYPES, *FLOATS}
 
 
 @pytest.mark.parametrize("kind", HELD, ids=lambda kind: kind.name)

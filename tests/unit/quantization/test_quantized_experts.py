@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.quantization.online.config import Int4Config, Int8Config, OnlineConfig
-from vllm_backplane.quantization.online.experts import QuantizedMoEMethod
+from vllm_backplane.quantization.online.experts import OnlineMoEMethod
 from vllm_backplane.runtime import runtime
 
 CONFIGS = (Int8Config, Int4Config)
@@ -56,7 +56,7 @@ def build(config: type[OnlineConfig], **changes: Any) -> Any:
         "quant_config": config(),
     }
     runner = FusedMoEFactory(**(settings | changes))
-    assert isinstance(runner.routed_experts.quant_method, QuantizedMoEMethod)
+    assert isinstance(runner.routed_experts.quant_method, OnlineMoEMethod)
     return runner
 
 

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.quantization.online.config import Int4Config, Int8Config, OnlineConfig, register
-from vllm_backplane.quantization.online.head import QuantizedHeadMethod
+from vllm_backplane.quantization.online.head import OnlineHeadMethod
 from vllm_backplane.runtime import runtime
 
 CONFIGS = (Int8Config, Int4Config)
@@ -169,7 +169,7 @@ class Tied(torch.nn.Module):
 
 def test_a_tied_head_is_a_quantized_copy_of_the_table() -> None:
     model, table, x = Tied(), matrix(128, 64), matrix(3, 64, 1) * 8
-    assert isinstance(model.lm_head.quant_method, QuantizedHeadMethod)
+    assert isinstance(model.lm_head.quant_method, OnlineHeadMethod)
     record_metadata_for_reloading(model)
     load(model.embed_tokens, table)
     finalize_layerwise_processing(model, MODEL)

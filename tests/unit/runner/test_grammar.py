@@ -10,7 +10,7 @@ import torch
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 from vllm_backplane import ops
-from vllm_backplane.runner.grammar import masks_on
+from vllm_backplane.runner.grammar import masks_on_device
 
 VOCABULARY = 1000
 BATCH = ["first", "free", "second", "third"]
@@ -39,6 +39,6 @@ def test_it_is_what_vllm_does(masked: list[str], drafts: dict[str, list[int]], d
     upstream, ours = logits.clone(), logits.clone()
     step = SimpleNamespace(scheduled_spec_decode_tokens=drafts)
     apply_grammar_bitmask(step, grammar, SimpleNamespace(req_ids=BATCH), upstream)  # type: ignore[arg-type]
-    ops.allowed_tokens_mask(ours, masks_on(ours.device, grammar, BATCH, drafts))  # type: ignore[arg-type]
+    ops.allowed_tokens_mask(ours, masks_on_device(ours.device, grammar, BATCH, drafts))  # type: ignore[arg-type]
     assert torch.equal(ours, upstream)
     assert torch.isinf(ours).any() and torch.isfinite(ours).any()

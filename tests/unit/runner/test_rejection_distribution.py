@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernel_adapters import metadata
+from test_triton_replacements import metadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from tests.statistics_of_draws import UNLIKELY, p_value
 from vllm_backplane import ops
-from vllm_backplane.runner import kernel_adapters
+from vllm_backplane.runner import triton_replacements
 from vllm_backplane.runner.sampler import BackplaneSampler
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ TEMPERATURE = 0.8
 
 @pytest.fixture(autouse=True)
 def _kernels_replaced() -> None:
-    kernel_adapters.register()
+    triton_replacements.register()
 
 
 def logits() -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from vllm_backplane.binding.hooks import IR_OPERATOR, RUNNER_KERNEL, Hook
+from vllm_backplane.binding.operator_callers import IR_OPERATOR, RUNNER_KERNEL, Hook
 from vllm_backplane.binding.registry import Binding
 from vllm_patchbay.audit.checks.context import Context
 from vllm_patchbay.audit.checks.overrides import _bases, _reaches_vllm, inherited
@@ -30,7 +30,7 @@ def index_of(package: Path, tree: SourceTree) -> SymbolIndex:
     return SymbolIndex(tree, FolderTree(package, "0", package.name))
 
 
-# --- the declarations in binding/registry.py and binding/hooks.py
+# --- the declarations in binding/registry.py and binding/operator_callers.py
 
 
 def faults_of_bindings(index: SymbolIndex, bindings: Iterable[Binding]) -> Iterator[str]:
@@ -70,13 +70,13 @@ def _not_derived(index: SymbolIndex, replacement: str, upstream: str) -> Iterato
 
 
 def _unknown_arguments(index: SymbolIndex, hook: Hook) -> Iterator[str]:
-    """Yields the adapter's parameters without a default that the kernel lacks; every supported vLLM must have them."""
-    kernel, adapter = (index.signature_of(*path.split(":")) for path in (hook.upstream, hook.replacement))
-    if kernel is None or adapter is None:
+    """Yields the required parameters of a replacement that the kernel lacks; every supported vLLM must have them."""
+    kernel, function = (index.signature_of(*path.split(":")) for path in (hook.upstream, hook.replacement))
+    if kernel is None or function is None:
         yield f"{hook.upstream}: not a function, here or upstream"
         return
     known = {parameter.name for parameter in kernel.parameters}
-    for parameter in adapter.parameters:
+    for parameter in function.parameters:
         if parameter.kind is Kind.KEYWORD_ONLY and not parameter.has_default and parameter.name not in known:
             yield f"{hook.upstream}: it has no argument {parameter.name}"
 

@@ -15,7 +15,7 @@ from own_calls import calls
 from own_names import Presence, faults_of_bindings, faults_of_hooks, index_of
 
 import vllm_backplane
-from vllm_backplane.binding.hooks import HOOKS, IR_OPERATOR
+from vllm_backplane.binding.operator_callers import HOOKS, IR_OPERATOR
 from vllm_backplane.binding.registry import BINDINGS
 from vllm_backplane.cli import main
 from vllm_backplane.settings import compat
@@ -62,7 +62,7 @@ def test_our_package_audits_clean(version: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.download
 def test_what_changed_upstream_is_what_we_know_of(trees: list[SourceTree]) -> None:
-    """The kernel lost two arguments in 0.32; its adapter binds arguments by name and does not need them."""
+    """The kernel lost two arguments in 0.32; its replacement binds arguments by name and does not need them."""
     report = audit(PACKAGE, trees)
     found = [(f.rule_id, f.severity, f.vllm, f.message.partition(" changed")[0]) for f in report.findings]
     kernel = "vllm.v1.worker.block_table:ComputeSlotMappingKernel.kernel"
@@ -114,7 +114,7 @@ def test_a_wrong_binding_is_found() -> None:
 
 
 def test_a_wrong_hook_is_found(tmp_path: Path) -> None:
-    copy = _copy(tmp_path, {"runner/kernel_adapters.py": (r"cu_num_tokens_ptr: torch", "cu_num_token_ptr: torch")})
+    copy = _copy(tmp_path, {"runner/triton_replacements.py": (r"cu_num_tokens_ptr: torch", "cu_num_token_ptr: torch")})
     gone = [dataclasses.replace(hook, upstream=hook.upstream + "s") for hook in HOOKS]
     index = index_of(copy, open_tree("installed"))
     assert len(list(faults_of_hooks(index, gone))) == len(HOOKS)

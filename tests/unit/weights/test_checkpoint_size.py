@@ -48,12 +48,34 @@ def test_what_will_be_quantized_counts_as_codes_and_scales(tmp_path: Path) -> No
         "layers.0.up_proj.weight": torch.zeros(100, 64),
         "layers.0.norm.weight": torch.zeros(64),
         "embed_tokens.weight": torch.zeros(1000, 64),
-        "layers.0.experts.1.up_proj.weight": torch.zeros(10, 64),
+        "layers.0.mlp.gate.weight": torch.zeros(8, 64),
     }
     save_file(weights, tmp_path / "m.safetensors")
-    unquantized = (64 + 1010 * 64) * 2
+    unquantized = (64 + 1008 * 64) * 2
     assert computed(tmp_path, quantization="int4") == 100 * (32 + 2 * 4) + unquantized
     assert computed(tmp_path, quantization="int8") == 100 * (64 + 2) + unquantized
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {f"layers.0.mlp.experts.{expert}.up_proj.weight": torch.zeros(10, 64) for expert in range(4)},
+        {"layers.0.mlp.experts.up_proj": torch.zeros(4, 10, 64)},
+        {"layers.0.block_sparse_moe.input_linear.weight": torch.zeros(4, 10, 64)},
+        {"layers.0.mlp.shared_experts.up_proj.weight": torch.zeros(40, 64)},
+    ],
+    ids=["one tensor per expert", "one tensor", "one tensor of Granite", "shared experts"],
+)
+def test_experts_are_quantized_and_their_router_is_not(tmp_path: Path, experts: dict[str, torch.Tensor]) -> None:
+    save_file({**experts, "layers.0.mlp.router.weight": torch.zeros(4, 64)}, tmp_path / "m.safetensors")
+    assert computed(tmp_path, quantization="int4") == 40 * (32 + 2 * 4) + 4 * 64 * 2
+    assert computed(tmp_path, quantization="int8") == 40 * (64 + 2) + 4 * 64 * 2
+
+
+def test_experts_with_biases_are_in_memory_unquantized_until_all_layers_are_loaded(tmp_path: Path) -> None:
+    experts = {"gate_up_proj": torch.zeros(4, 64, 10), "gate_up_proj_bias": torch.zeros(4, 10)}
+    save_file({f"layers.0.mlp.experts.{name}": one for name, one in experts.items()}, tmp_path / "m.safetensors")
+    assert computed(tmp_path, quantization="int4") == (4 * 64 * 10 + 40) * 2
 
 
 def test_of_two_layouts_the_one_in_the_index_counts(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from tests.breaking_relay import Fault, Relay
 from tests.ports import free_address
 from vllm_backplane.errors import BackplaneError, OptionError
 from vllm_backplane.peering.addresses import Address
-from vllm_backplane.weights import peer_client, peer_server
 from vllm_backplane.weights import peer_loader as loader
+from vllm_backplane.weights import weights_client, weights_server
 from vllm_backplane.weights.load_formats import PeerSettings, parse_peer_settings
-from vllm_backplane.weights.model_state import model_tensors
-from vllm_backplane.weights.peer_client import WeightsClient
-from vllm_backplane.weights.peer_protocol import Kind
-from vllm_backplane.weights.peer_server import WeightsServer, build_manifest
+from vllm_backplane.weights.model_tensors import model_tensors
+from vllm_backplane.weights.weights_client import WeightsClient
+from vllm_backplane.weights.weights_protocol import Kind
+from vllm_backplane.weights.weights_server import WeightsServer, build_manifest
 
 SECONDS = 5.0
 DESCRIPTION: dict[str, Any] = {"model": {"layers": 2}, "--dtype": "torch.float32"}
@@ -54,7 +54,7 @@ def server() -> Iterator[tuple[WeightsServer, Address]]:
 
 @pytest.fixture
 def relay(server: tuple[WeightsServer, Address], monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
-    monkeypatch.setattr(peer_client, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(weights_client, "RETRY_SECONDS", 0.01)
     made_relay = Relay(server[1])
     yield made_relay
     made_relay.close()
@@ -115,7 +115,7 @@ def test_a_peer_that_gets_on_is_not_given_up(relay: Relay, warnings: list[str]) 
 
 
 def test_a_peer_that_is_not_there_is_an_error(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_client, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(weights_client, "RETRY_SECONDS", 0.01)
     address = free_address()
     with pytest.raises(BackplaneError, match=rf"{address}: .*refused .* check that the server runs, or load from the"):
         fetch(address, warnings)
@@ -157,7 +157,7 @@ def test_something_else_listens(warnings: list[str]) -> None:
 
 def test_a_question_that_is_none(server: tuple[WeightsServer, Address], monkeypatch: pytest.MonkeyPatch) -> None:
     # Long enough that the server closes the connection because of its content, and not because of the deadline.
-    monkeypatch.setattr(peer_server, "REQUEST_SECONDS", 300.0)
+    monkeypatch.setattr(weights_server, "REQUEST_SECONDS", 300.0)
     with socket.create_connection((server[1].host, server[1].port)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n" + bytes(100))
         connection.settimeout(60)

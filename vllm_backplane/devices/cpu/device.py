@@ -14,7 +14,17 @@ from typing import Any, ClassVar
 import numpy
 import torch
 
-from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties, fork_safety, host
+from vllm_backplane.device import (
+    Capabilities,
+    CodeLayout,
+    Device,
+    MemoryInfo,
+    Probe,
+    Properties,
+    fork_safety,
+    host_memory,
+)
+from vllm_backplane.device.cores import usable_cores
 from vllm_backplane.device.graph import Graph
 from vllm_backplane.devices.cpu import memory_ledger, native, threads
 from vllm_backplane.devices.cpu.graphs import CpuGraph
@@ -100,26 +110,26 @@ class CpuDevice(Device):
         return found
 
     def refuse_workers(self, workers_on_host: int) -> None:
-        threads.refuse(self._machine, workers_on_host, self.settings["threads"], self.settings["bind"])
+        threads.refuse_too_many_threads(self._machine, workers_on_host, self.settings["threads"], self.settings["bind"])
 
     def properties(self, index: int = 0) -> Properties:
-        return Properties(name=self._model_name, uuid=f"cpu-{platform.node()}", compute_units=host.usable_cores())
+        return Properties(name=self._model_name, uuid=f"cpu-{platform.node()}", compute_units=usable_cores())
 
     def memory(self, index: int = 0) -> MemoryInfo:
-        now = host.host_memory()
+        now = host_memory.usable_memory()
         return MemoryInfo(total=now.total, free=max(now.free - memory_ledger.unwritten_bytes(), 0))
 
     def own_memory(self, index: int = 0) -> int:
-        return host.own_resident_memory()
+        return host_memory.own_resident_memory()
 
     def reset_peak_memory(self, index: int = 0) -> None:
-        host.reset_peak()
+        host_memory.reset_peak()
 
     def peak_memory(self, index: int = 0) -> int:
-        return host.own_peak_memory()
+        return host_memory.own_peak_memory()
 
     def empty_cache(self) -> None:
-        host.trim_heap()
+        host_memory.trim_heap()
 
     def arrange_linear(self, weight: torch.Tensor) -> torch.Tensor | None:
         return native.to_blocks(weight) if native.wants_blocks(weight.dtype) else None
@@ -131,7 +141,7 @@ class CpuDevice(Device):
         # numpy requests zero pages from the system, which become resident when they are first written. torch.zeros
         # would write the whole cache at start, which takes seconds for gigabytes, although much of it often stays
         # unused.
-        memory_ledger.reserve(count, host.host_memory().free)
+        memory_ledger.reserve(count, host_memory.usable_memory().free)
         pages = numpy.zeros(count, dtype=numpy.int8)
         weakref.finalize(pages, memory_ledger.cancel, count).atexit = False
         tensor = torch.from_numpy(pages)

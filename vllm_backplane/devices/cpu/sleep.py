@@ -22,7 +22,7 @@ from typing import IO, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_backplane.device import host
+from vllm_backplane.device import host_memory
 from vllm_backplane.devices.cpu import memory_ledger
 from vllm_backplane.errors import BackplaneError
 
@@ -89,7 +89,7 @@ class SleepPool:
         self._saved = (self._save(pages), pages) if keep and pages else None
         try:
             for one in pages:
-                host.drop_pages(one.start, one.length)
+                host_memory.drop_pages(one.start, one.length)
         except BaseException:
             self._read_back()
             raise
@@ -99,7 +99,7 @@ class SleepPool:
 
     def restore(self) -> None:
         """Reads the saved contents back and renews the reservations. It may be called again after it has failed."""
-        free = host.host_memory().free - memory_ledger.unwritten_bytes()
+        free = host_memory.usable_memory().free - memory_ledger.unwritten_bytes()
         wanted = self._saved_bytes + sum(self._live_reservations())
         if wanted > free:
             raise BackplaneError(
@@ -108,7 +108,7 @@ class SleepPool:
             )
         self._read_back()
         for count in self._live_reservations():
-            memory_ledger.reserve(count, host.host_memory().free)
+            memory_ledger.reserve(count, host_memory.usable_memory().free)
 
     def _live_reservations(self) -> list[int]:
         return [count for owner, count in self._reservations if owner() is not None]
@@ -121,7 +121,7 @@ class SleepPool:
             if storage is None:
                 continue
             base = storage.data_ptr()
-            first, last = host.whole_pages(base, base + storage.nbytes())
+            first, last = host_memory.whole_pages(base, base + storage.nbytes())
             for start, end in anonymous_ranges(mappings, first, last):
                 yield Pages(reference, base, start, end - start)
 

@@ -3,9 +3,9 @@
 By default a worker gets its share of the physical cores: the second hardware thread of a core adds nothing to kernels
 that keep the core's arithmetic units busy. A machine with a single core, the smallest of a cloud, is the exception: its
 second thread reads memory while the first one waits for memory. If a share is large, one core is left free for the
-other processes of the server; otherwise all threads of a step would wait for the thread that shares its core with them.
-Workers are bound to cores of their own on a machine with several NUMA nodes. On a single node, binding would only
-prevent the system from moving a thread to an idle core.
+other processes of the server. Without it, one thread of the worker would share its core with those processes, and all
+other threads of a step would wait for that one. Workers are bound to cores of their own on a machine with several NUMA
+nodes. On a single node, binding would only prevent the system from moving a thread to an idle core.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from vllm_backplane.device import host
-from vllm_backplane.device.cores import Core, allowed_cpus, parse_cpu_list, physical_cores
+from vllm_backplane.device.cores import Core, allowed_cpus, parse_cpu_list, physical_cores, usable_cores
 from vllm_backplane.errors import OptionError
 
 AUTO, OFF = "auto", "off"
@@ -65,7 +64,7 @@ class Share:
 
 def this_machine() -> Machine:
     """Returns the cores and threads that this process may use."""
-    return Machine(physical_cores(allowed_cpus()), host.usable_cores())
+    return Machine(physical_cores(allowed_cpus()), usable_cores())
 
 
 def binding(value: Any) -> Binding:
@@ -107,8 +106,9 @@ def faults(machine: Machine, option: int | None, bound: Binding) -> tuple[tuple[
     return tuple(found)
 
 
-def refuse(machine: Machine, workers: int, option: int | None, bound: Binding) -> None:
-    """Raises an OptionError if the settings do not allow this number of workers. One thread each is always allowed."""
+def refuse_too_many_threads(machine: Machine, workers: int, option: int | None, bound: Binding) -> None:
+    """Raises an OptionError if the workers would have more threads than there are cores, or no bound core each. One
+    thread each is always allowed."""
     available = _available_threads(machine, bound)
     if option is not None and option > 1 and option * workers > available:
         raise OptionError(
@@ -124,7 +124,7 @@ def refuse(machine: Machine, workers: int, option: int | None, bound: Binding) -
 
 def share(machine: Machine, index: int, workers: int, option: int | None, bound: Binding) -> Share:
     """Returns the threads and cores of the `index`-th of the workers on this host."""
-    refuse(machine, workers, option, bound)
+    refuse_too_many_threads(machine, workers, option, bound)
     available = _available_threads(machine, bound)
     if isinstance(bound, str):
         cores, units = machine.cores, min(machine.units, available)

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties, fork_safety, host
+from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties, fork_safety
+from vllm_backplane.device.cores import usable_cores
 from vllm_backplane.device.graph import Graph
 from vllm_backplane.devices.sim import library
 from vllm_backplane.devices.sim.graphs import SimGraph
@@ -130,7 +131,7 @@ class SimDevice(Device):
         if runtime("started"):
             return
         runtime("configure", byref(driver_config(self.settings)))
-        runtime("set_compute_threads", self.settings["threads"] or host.usable_cores())
+        runtime("set_compute_threads", self.settings["threads"] or usable_cores())
         SimDevice._driver_settings = {key: self.settings[key] for key in DRIVER_OPTIONS}
 
     def load_kernels(self) -> None:
@@ -181,7 +182,7 @@ class SimDevice(Device):
 
     def prepare_worker(self, workers_on_host: int) -> None:
         _explain_stray_accesses()
-        runtime("set_compute_threads", self.settings["threads"] or max(host.usable_cores() // workers_on_host, 1))
+        runtime("set_compute_threads", self.settings["threads"] or max(usable_cores() // workers_on_host, 1))
 
     # --- the card ---------------------------------------------------------------------------------------------------
 
@@ -198,7 +199,7 @@ class SimDevice(Device):
 
     def properties(self, index: int = 0) -> Properties:
         number = visible_cards(self.settings["cards"])[index]
-        return Properties(name="Backplane simulated NPU", uuid=f"sim-{number}", compute_units=host.usable_cores())
+        return Properties(name="Backplane simulated NPU", uuid=f"sim-{number}", compute_units=usable_cores())
 
     def wants_graphs(self) -> bool:
         return True  # a decode step is hundreds of launches, and Python needs more time for them than the card

@@ -219,7 +219,7 @@ def host_resident(card: int) -> int:
 
 
 def races_found() -> int:
-    """Returns how many missing synchronisations were found since the start, if the option ``races`` is on."""
+    """Returns how many missing synchronizations were found since the start, if the option ``races`` is on."""
     count = c_uint64()
     driver("races_found", byref(count))
     return count.value

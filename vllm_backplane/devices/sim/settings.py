@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_backplane.device import host
+from vllm_backplane.device import host_memory
 from vllm_backplane.devices.sim.library import Config, Model, default_config
 from vllm_backplane.errors import OptionError
 from vllm_backplane.settings.options import Option, byte_count, integer, one_of, text
@@ -134,7 +134,7 @@ OPTIONS: tuple[Option[Any], ...] = (
         "races",
         "off",
         one_of(*RACES),
-        "What happens with missing synchronisation between streams, or between copies and the host: it is not detected "
+        "What happens with missing synchronization between streams, or between copies and the host: it is not detected "
         "(off), printed to standard error (report), or an error (fail). docs/chip/simulated-npu.md explains what is "
         "found.",
     ),
@@ -169,7 +169,7 @@ def card_memory(settings: Mapping[str, Any]) -> int:
     """Returns the bytes of a card's memory; the default is a multiple of 2 MiB."""
     if settings["memory"] is not None:
         return int(settings["memory"])
-    return int(host.host_memory().total * RAM_SHARE) // int(settings["cards"]) >> 21 << 21
+    return int(host_memory.usable_memory().total * RAM_SHARE) // int(settings["cards"]) >> 21 << 21
 
 
 def driver_config(settings: Mapping[str, Any]) -> Config:

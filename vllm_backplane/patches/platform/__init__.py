@@ -1,1 +1,1 @@
-"""Holds the patches for every process, which apply when vLLM chooses the platform: one patch_<module>.py per module."""
+"""Holds the patches for every process. They are applied when vLLM chooses the platform."""

@@ -28,10 +28,9 @@ def maybe_override_with_speculators(model: str, *args: Any, **options: Any) -> A
     refuse_repository(model, options.get("revision"), options.get("hf_token"))
     if is_model(model):
         # Imported late: few models are GGUF files, and these modules take time to import.
-        from vllm_backplane.gguf.folder import config_folder
-        from vllm_backplane.quantization.gguf import config, loader
+        from vllm_backplane.gguf.config_folder import config_folder
+        from vllm_backplane.quantization.gguf import registration
 
-        config.register()  # raises if another plugin has registered the same name since
-        loader.register()
+        registration.register()
         model = str(config_folder(model))
     return maybe_override_with_speculators.original(model, *args, **options)

@@ -1,3 +1,3 @@
-"""Holds the patches for the processes that run the model, one patch_<module>.py per module of vLLM. There is none at
+"""Holds the patches for the processes that run the model. The worker applies them when it starts. There is none at
 present.
 """

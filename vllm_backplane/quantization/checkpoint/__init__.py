@@ -1,4 +1,4 @@
-"""Loads GPTQ, AWQ and compressed-tensors checkpoints, and computes them on the operator `quantized_linear`.
+"""Loads GPTQ, AWQ and compressed-tensors checkpoints, and computes them with the operator `quantized_linear`.
 
 vLLM's own classes read the formats; the classes here extend them. Only `registration.py` may be imported before vLLM
 has read a quantized checkpoint.

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.quantization.base import AnyDeviceConfig, LinearWeights
 from vllm_backplane.quantization.checkpoint import mixed_precision
-from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertLayout
+from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertFormat
 from vllm_backplane.quantization.checkpoint.layer_loading import CheckpointLinearMethod
 from vllm_backplane.quantization.checkpoint.registration import unsupported
 
@@ -65,13 +65,13 @@ class BackplaneAWQConfig(AnyDeviceConfig, AutoAWQConfig):
         if isinstance(layer, RoutedExperts):
             if is_unquantized:
                 return UnquantizedFusedMoEMethod(layer.moe_config)
-            return CheckpointMoEMethod(layer.moe_config, prefix, self._expert_layout())
+            return CheckpointMoEMethod(layer.moe_config, prefix, self._expert_format())
         if is_unquantized:
             return UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
         return BackplaneAWQLinearMethod(self)
 
-    def _expert_layout(self) -> ExpertLayout:
-        return ExpertLayout(
+    def _expert_format(self) -> ExpertFormat:
+        return ExpertFormat(
             bits=self.weight_bits,
             group=self.group_size,
             codes="qweight",

@@ -23,14 +23,14 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 
 from vllm_backplane.quantization.base import AnyDeviceConfig, LinearWeights
 from vllm_backplane.quantization.checkpoint import mixed_precision
-from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertLayout
+from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertFormat
 from vllm_backplane.quantization.checkpoint.layer_loading import CheckpointLinearMethod
 from vllm_backplane.quantization.checkpoint.registration import unsupported
 from vllm_backplane.settings import compat
 
 _PACK_QUANTIZED, _INT_QUANTIZED = "pack-quantized", "int-quantized"
 
-_W8A8_EXPERTS = ExpertLayout(
+_W8A8_EXPERTS = ExpertFormat(
     bits=8,
     group=-1,
     codes="weight",
@@ -77,7 +77,7 @@ class BackplaneCompressedTensorsConfig(AnyDeviceConfig, CompressedTensorsConfig)
         if first.get("input_activations") is not None:  # W8A8: `from_config` refuses others
             return CheckpointMoEMethod(layer.moe_config, prefix, _W8A8_EXPERTS)
         weights: Any = first["weights"]
-        layout = ExpertLayout(
+        expert_format = ExpertFormat(
             bits=weights.num_bits,
             group=weights.group_size if _name(weights.strategy) == "group" else -1,
             codes="weight_packed",
@@ -88,7 +88,7 @@ class BackplaneCompressedTensorsConfig(AnyDeviceConfig, CompressedTensorsConfig)
             packed_dim=1,
             ignored=("weight_shape",),
         )
-        return CheckpointMoEMethod(layer.moe_config, prefix, layout)
+        return CheckpointMoEMethod(layer.moe_config, prefix, expert_format)
 
 
 @register_weight_loader_v2_supported_method

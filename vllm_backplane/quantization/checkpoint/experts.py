@@ -17,7 +17,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 from vllm_backplane import ops
-from vllm_backplane.device import host
+from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.quantization.checkpoint.repacking import PackedWords, ZeroPoints, grouping_order, repack
@@ -28,7 +28,7 @@ from vllm_backplane.quantization.packed_parameters import (
     move_to_huge_pages,
     release_freed_memory,
 )
-from vllm_backplane.quantization.per_expert_linear import PerExpertMoEMethod, run_experts
+from vllm_backplane.quantization.per_expert_moe import PerExpertMoEMethod, run_experts
 from vllm_backplane.runtime import runtime
 from vllm_backplane.settings import compat
 
@@ -37,7 +37,7 @@ _PROJECTIONS = {"up": ("w1", "w3"), "down": ("w2",)}
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertLayout:
+class ExpertFormat:
     """Describes how a checkpoint stores the weight of one expert."""
 
     bits: int
@@ -75,9 +75,9 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
     source = "quantized checkpoints"
     uses_meta_device = True  # vLLM's check of what was loaded skips the layer, which checks its experts itself
 
-    def __init__(self, moe: FusedMoEConfig, prefix: str, layout: ExpertLayout) -> None:
+    def __init__(self, moe: FusedMoEConfig, prefix: str, expert_format: ExpertFormat) -> None:
         super().__init__(moe, prefix)
-        self._layout = layout
+        self._format = expert_format
         self._loaded: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
         self._complete: set[int] = set()
         self._processed = False
@@ -89,7 +89,7 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
                 "or use a model without experts"
             )
         self._check_sizes(layer.moe_config.moe_parallel_config.tp_size)
-        for name in (*self._layout.needed, *self._layout.ignored):
+        for name in (*self._format.needed, *self._format.ignored):
             for weight in ("w13", "w2"):
                 parameter = torch.nn.Parameter(torch.empty(0, device=self._device), requires_grad=False)
                 parameter.weight_loader = partial(self._load, layer, name)  # type: ignore[attr-defined]
@@ -100,15 +100,15 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
         )
 
     def _check_sizes(self, workers: int) -> None:
-        layout = self._layout
-        unit = max(layout.group, layout.per_word)
-        if (layout.group != -1 and layout.group % 8) or self._hidden % unit or self._intermediate % unit:
+        stored = self._format
+        unit = max(stored.group, stored.per_word)
+        if (stored.group != -1 and stored.group % 8) or self._hidden % unit or self._intermediate % unit:
             raise CheckpointError(
                 f"the experts of {self._prefix} have {self._hidden} inputs and {self._intermediate} intermediate "
                 f"features per worker; both must be multiples of {unit}, and groups must be multiples of 8: choose "
                 "another --tensor-parallel-size, or another checkpoint"
             )
-        if layout.group_index is not None and workers > 1:
+        if stored.group_index is not None and workers > 1:
             raise BackplaneError(
                 "this GPTQ checkpoint has activation order (desc_act), so its experts cannot be divided among workers; "
                 "use --tensor-parallel-size 1"
@@ -127,7 +127,7 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
     ) -> bool | None:
         if self._processed:
             raise BackplaneError(f"quantized experts ({self._prefix}) cannot be reloaded; restart the server")
-        if name in self._layout.needed:
+        if name in self._format.needed:
             shard = self._shard(layer, name, loaded_weight, shard_id)
             self._loaded.setdefault((expert_id, shard_id), {})[name] = shard
             self._pack_if_complete(layer, expert_id)
@@ -135,10 +135,10 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
 
     def _shard(self, layer: Any, name: str, loaded: torch.Tensor, weight: str) -> torch.Tensor:
         """Returns this worker's part of a tensor."""
-        layout, parallel = self._layout, layer.moe_config.moe_parallel_config
-        if name == layout.group_index:
+        stored, parallel = self._format, layer.moe_config.moe_parallel_config
+        if name == stored.group_index:
             return loaded
-        if name == layout.scales and layout.is_w8a8 and loaded.numel() == 1:  # one scale for all outputs
+        if name == stored.scales and stored.is_w8a8 and loaded.numel() == 1:  # one scale for all outputs
             return loaded.reshape(1, 1).expand(self._hidden if weight == "w2" else self._intermediate, 1)
         if loaded.dim() != 2:
             raise CheckpointError(
@@ -146,18 +146,18 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
                 "supported; choose a checkpoint that stores experts separately"
             )
         inputs, outputs = (self._intermediate, self._hidden) if weight == "w2" else (self._hidden, self._intermediate)
-        if name == layout.codes:
+        if name == stored.codes:
             sizes = [inputs, outputs]
-            sizes[1 if layout.packed_dim == layout.output_dim else 0] //= layout.per_word
+            sizes[1 if stored.packed_dim == stored.output_dim else 0] //= stored.per_word
         else:
-            sizes = [1 if layout.group == -1 else inputs // layout.group, outputs]
-            if name == layout.zero_points:
-                sizes[1] //= layout.per_word
-        divided = 1 - layout.output_dim if weight == "w2" else layout.output_dim
-        if layout.output_dim == 0:
+            sizes = [1 if stored.group == -1 else inputs // stored.group, outputs]
+            if name == stored.zero_points:
+                sizes[1] //= stored.per_word
+        divided = 1 - stored.output_dim if weight == "w2" else stored.output_dim
+        if stored.output_dim == 0:
             sizes.reverse()
         full_sizes = list(sizes)
-        if name == layout.codes or weight != "w2" or layout.group != -1:
+        if name == stored.codes or weight != "w2" or stored.group != -1:
             full_sizes[divided] *= parallel.tp_size
         if list(loaded.shape) != full_sizes:
             raise CheckpointError(
@@ -169,7 +169,7 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
         return loaded.narrow(divided, parallel.tp_rank * sizes[divided], sizes[divided])
 
     def _pack_if_complete(self, layer: Any, expert: int) -> None:
-        needed = len(self._layout.needed)
+        needed = len(self._format.needed)
         if any(len(self._loaded.get((expert, weight), ())) < needed for weight in ("w1", "w2", "w3")):
             return
         for projection, weights in _PROJECTIONS.items():
@@ -181,12 +181,12 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
 
     def _install(self, module: Any, parts: list[Mapping[str, torch.Tensor]]) -> None:
         """Packs the weights of a projection into the expert's module, and frees everything else."""
-        layout = self._layout
-        joined = {name: self._joined(name, parts) for name in layout.needed if name != layout.group_index}
-        group_indices = [part[layout.group_index] for part in parts] if layout.group_index else []
-        with host.without_huge_pages():
+        stored = self._format
+        joined = {name: self._joined(name, parts) for name in stored.needed if name != stored.group_index}
+        group_indices = [part[stored.group_index] for part in parts] if stored.group_index else []
+        with host_memory.without_huge_pages():
             packed, order = self._pack(joined, group_indices)
-        module.features = joined[layout.scales].shape[layout.output_dim]
+        module.features = joined[stored.scales].shape[stored.output_dim]
         for copy in joined.values() if len(parts) > 1 else ():
             free_storage(copy)
         install_packed(module, packed)
@@ -196,7 +196,7 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
     def _joined(self, name: str, parts: list[Mapping[str, torch.Tensor]]) -> torch.Tensor:
         """Returns the concatenated parts, a copy. A single part is returned as it is, a view of the mapped file."""
         tensors = [part[name].to(self._device) for part in parts]
-        return torch.cat(tensors, dim=self._layout.output_dim) if len(tensors) > 1 else tensors[0]
+        return torch.cat(tensors, dim=self._format.output_dim) if len(tensors) > 1 else tensors[0]
 
     def _pack(
         self, joined: Mapping[str, torch.Tensor], group_indices: list[torch.Tensor]
@@ -205,22 +205,22 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
 
         No reference to the loaded tensors remains, so that they can be freed.
         """
-        layout = self._layout
-        scales = joined[layout.scales]
-        if layout.is_w8a8:
-            return pack_int8(joined[layout.codes], scales.float()), None
-        codes = PackedWords(joined[layout.codes], layout.bits, layout.packed_dim, layout.output_dim, layout.word_order)
-        scales = scales if layout.output_dim == 0 else scales.t()
+        stored = self._format
+        scales = joined[stored.scales]
+        if stored.is_w8a8:
+            return pack_int8(joined[stored.codes], scales.float()), None
+        codes = PackedWords(joined[stored.codes], stored.bits, stored.packed_dim, stored.output_dim, stored.word_order)
+        scales = scales if stored.output_dim == 0 else scales.t()
         zero_points = None
-        if layout.has_zero_points:
+        if stored.has_zero_points:
             words = PackedWords(
-                joined[layout.zero_points], layout.bits, layout.output_dim, layout.output_dim, layout.word_order
+                joined[stored.zero_points], stored.bits, stored.output_dim, stored.output_dim, stored.word_order
             )
-            zero_points = ZeroPoints(words, layout.zero_point_offset)
-        per_word = 1 if layout.packed_dim == layout.output_dim else codes.per_word
-        fan_in = codes.data.shape[1 - layout.output_dim] * per_word
+            zero_points = ZeroPoints(words, stored.zero_point_offset)
+        per_word = 1 if stored.packed_dim == stored.output_dim else codes.per_word
+        fan_in = codes.data.shape[1 - stored.output_dim] * per_word
         order = self._input_order(group_indices, scales.shape[1]) if group_indices else None
-        target = runtime().device.quantized_layout(layout.bits)
+        target = runtime().device.quantized_layout(stored.bits)
         return repack(codes, scales, zero_points, fan_in=fan_in, layout=target, order=order), order
 
     def _input_order(self, group_indices: list[torch.Tensor], groups: int) -> torch.Tensor | None:
@@ -244,7 +244,7 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
                 f"it has no {self._first_missing(layer, missing[0])}; choose a complete one"
             )
         self._processed = True
-        for name in (*self._layout.needed, *self._layout.ignored):
+        for name in (*self._format.needed, *self._format.ignored):
             for weight in ("w13", "w2"):
                 if hasattr(layer, f"{weight}_{name}"):
                     delattr(layer, f"{weight}_{name}")
@@ -257,7 +257,7 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
         return next(
             f"{self._prefix}.{expert}.{weight_name}.{name}"
             for weight, weight_name in names
-            for name in self._layout.needed
+            for name in self._format.needed
             if name not in self._loaded.get((expert, weight), ())
         )
 
@@ -267,7 +267,7 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
             if module.order is not None:
                 tokens = tokens.index_select(-1, module.order)
             return ops.quantized_linear.call(
-                tokens, module.weight, module.weight_scale, module.weight_offset, self._layout.bits, module.features
+                tokens, module.weight, module.weight_scale, module.weight_offset, self._format.bits, module.features
             )
 
         def up(expert: int, tokens: torch.Tensor) -> torch.Tensor:

@@ -24,10 +24,10 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import (
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
-from vllm_backplane.layers.deferred_weights import QKV_SHARDS
+from vllm_backplane.layers.layerwise_loading import QKV_SHARDS
 from vllm_backplane.quantization.base import AnyDeviceConfig, LinearWeights
 from vllm_backplane.quantization.checkpoint import mixed_precision
-from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertLayout
+from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertFormat
 from vllm_backplane.quantization.checkpoint.layer_loading import CheckpointLinearMethod
 from vllm_backplane.quantization.checkpoint.registration import unsupported
 
@@ -81,7 +81,7 @@ class BackplaneGPTQConfig(AnyDeviceConfig, AutoGPTQConfig):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         config = deepcopy(self)
         override_config(config, prefix=prefix)
-        layout = ExpertLayout(
+        expert_format = ExpertFormat(
             bits=config.weight_bits,
             group=config.group_size,
             codes="qweight",
@@ -94,7 +94,7 @@ class BackplaneGPTQConfig(AnyDeviceConfig, AutoGPTQConfig):
             group_index="g_idx" if config.desc_act else None,
             ignored=(() if config.desc_act else ("g_idx",)) + (("qzeros",) if config.is_sym else ()),
         )
-        return CheckpointMoEMethod(layer.moe_config, prefix, layout)
+        return CheckpointMoEMethod(layer.moe_config, prefix, expert_format)
 
 
 @register_weight_loader_v2_supported_method

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from vllm_backplane.device import host
-from vllm_backplane.layers.deferred_weights import defer_loading, require_loaded
+from vllm_backplane.device import host_memory
+from vllm_backplane.layers.layerwise_loading import defer_loading, require_loaded
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.quantization.base import LinearQuantizationMethod, LinearWeights
 from vllm_backplane.quantization.packed_parameters import (
@@ -63,7 +63,7 @@ def replace_with_packed(
 ) -> None:
     """Replaces the parameters `needed`, from which `pack` makes the packed weights, and removes those `unused`."""
     require_loaded(layer, needed)
-    with host.without_huge_pages():
+    with host_memory.without_huge_pages():
         packed = pack()
     for name in (*needed, *unused):
         parameter = None if name is None else getattr(layer, name, None)

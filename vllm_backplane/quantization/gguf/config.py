@@ -12,7 +12,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.gguf.configuration import QUANTIZATION
+from vllm_backplane.gguf.hf_config import QUANTIZATION
 from vllm_backplane.quantization import base
 from vllm_backplane.quantization.gguf.embedding import GgufEmbeddingMethod, GgufHeadMethod
 from vllm_backplane.quantization.gguf.experts import GgufMoEMethod
@@ -44,8 +44,3 @@ class GgufConfig(base.BackplaneQuantizationConfig):
             tied = bool(getattr(get_current_vllm_config().model_config.hf_config, "tie_word_embeddings", False))
             return GgufEmbeddingMethod(prefix, used_as_head=tied)
         return None
-
-
-def register() -> None:
-    """Registers the quantization `gguf` with vLLM, once per process."""
-    base.register(QUANTIZATION, GgufConfig)

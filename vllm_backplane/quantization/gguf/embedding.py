@@ -14,12 +14,18 @@ from typing import Any
 import torch
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
-from vllm_backplane.gguf.blocks import FLOATS, Type, dequantized
+from vllm_backplane.gguf.decoding import FLOATS, Type, dequantized
 from vllm_backplane.layers.embedding import BackplaneEmbeddingMethod
 from vllm_backplane.layers.linear import refuse_loading
 from vllm_backplane.quantization.base import LinearQuantizationMethod, LinearWeights
-from vllm_backplane.quantization.gguf.blocks import Run, float_values, install_runs, require_lazy, shape_mismatch
 from vllm_backplane.quantization.gguf.linear import GgufLinearMethod
+from vllm_backplane.quantization.gguf.packed_rows import (
+    PackedRows,
+    float_values,
+    install_packed_rows,
+    require_lazy,
+    shape_mismatch,
+)
 
 
 class GgufEmbeddingMethod(LinearQuantizationMethod):
@@ -29,7 +35,7 @@ class GgufEmbeddingMethod(LinearQuantizationMethod):
         self._prefix = prefix
         self._used_as_head = used_as_head
         self._used_as_embedding = True
-        self._runs: list[Run] = []
+        self._packed_rows: list[PackedRows] = []
         self._kind: Type | None = None
 
     def create_parameters(self, layer: torch.nn.Module, weights: LinearWeights) -> None:
@@ -54,7 +60,7 @@ class GgufEmbeddingMethod(LinearQuantizationMethod):
             return
         if self._used_as_head:
             vocabulary = self._weights.output_size_per_partition
-            self._runs = install_runs(layer, [(self._kind, rows)], dtype, self._device, vocabulary)
+            self._packed_rows = install_packed_rows(layer, [(self._kind, rows)], dtype, self._device, vocabulary)
         if self._used_as_embedding:
             name = "blocks" if self._used_as_head else "weight"
             setattr(layer, name, torch.nn.Parameter(rows.to(self._device), requires_grad=False))
@@ -79,12 +85,12 @@ class GgufEmbeddingMethod(LinearQuantizationMethod):
         return values.to(self._weights.params_dtype).view(*input_.shape, values.shape[-1])
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if not self._runs:
+        if not self._packed_rows:
             raise BackplaneError(
                 f"the model computes logits with {self._prefix}, but its configuration does not tie the embedding to "
                 "the LM head; use the model's original checkpoint"
             )
-        return GgufLinearMethod.apply_runs(layer, self._runs, x, bias)
+        return GgufLinearMethod.apply_packed_rows(layer, self._packed_rows, x, bias)
 
 
 class GgufHeadMethod(GgufEmbeddingMethod):

@@ -13,17 +13,17 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 from vllm_backplane import ops
 from vllm_backplane.errors import CheckpointError
-from vllm_backplane.quantization.gguf.blocks import (
-    Run,
+from vllm_backplane.quantization.gguf.linear import GgufLinearMethod
+from vllm_backplane.quantization.gguf.packed_rows import (
+    PackedRows,
     TypedRows,
     input_shard,
-    install_runs,
+    install_packed_rows,
     require_lazy,
     shape_mismatch,
 )
-from vllm_backplane.quantization.gguf.linear import GgufLinearMethod
 from vllm_backplane.quantization.packed_parameters import release_freed_memory
-from vllm_backplane.quantization.per_expert_linear import PerExpertMoEMethod, run_experts
+from vllm_backplane.quantization.per_expert_moe import PerExpertMoEMethod, run_experts
 
 _PROJECTIONS = {"w1": ("up", 0), "w3": ("up", 1), "w2": ("down", 0)}
 """The linear layer of an expert that each of vLLM's weights belongs to, and the weight's place in it."""
@@ -35,7 +35,7 @@ class GgufMoEMethod(PerExpertMoEMethod):
     def __init__(self, moe: FusedMoEConfig, prefix: str) -> None:
         super().__init__(moe, prefix)
         self._loaded: dict[tuple[int, str, int], TypedRows] = {}
-        self._runs: list[dict[str, list[Run]]] = []
+        self._packed_rows: list[dict[str, list[PackedRows]]] = []
 
     def create_parameters(self, layer: Any) -> None:
         for weight in (layer.w13_weight, layer.w2_weight):
@@ -70,25 +70,25 @@ class GgufMoEMethod(PerExpertMoEMethod):
     def _pack(self, layer: Any) -> None:
         modules = torch.nn.ModuleList()
         for expert in range(self._experts):
-            module, runs = torch.nn.ModuleDict({"up": torch.nn.Module(), "down": torch.nn.Module()}), {}
+            module, packed = torch.nn.ModuleDict({"up": torch.nn.Module(), "down": torch.nn.Module()}), {}
             for projection, places in (("up", 2), ("down", 1)):
                 parts = [self._loaded.pop((expert, projection, place)) for place in range(places)]
                 size = self._intermediate * 2 if projection == "up" else layer.hidden_size
-                runs[projection] = install_runs(module[projection], parts, self._dtype, self._device, size)
+                packed[projection] = install_packed_rows(module[projection], parts, self._dtype, self._device, size)
             modules.append(module)
-            self._runs.append(runs)
+            self._packed_rows.append(packed)
         layer.backplane_experts = modules
         self._clear_full_weights(layer)
         release_freed_memory()
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if not self._runs:
+        if not self._packed_rows:
             raise CheckpointError(f"the file has no weights, or not all, for {self._prefix}; choose a complete one")
 
     def experts(self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         def linear(projection: str, expert: int, tokens: torch.Tensor) -> torch.Tensor:
-            module, runs = layer.backplane_experts[expert][projection], self._runs[expert][projection]
-            return GgufLinearMethod.apply_runs(module, runs, tokens, None)
+            module, packed = layer.backplane_experts[expert][projection], self._packed_rows[expert][projection]
+            return GgufLinearMethod.apply_packed_rows(module, packed, tokens, None)
 
         def up(expert: int, tokens: torch.Tensor) -> torch.Tensor:
             return ops.silu_and_mul.call(linear("up", expert, tokens))

@@ -17,16 +17,16 @@ from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinea
 from vllm_backplane import ops
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.lazy_tensor import LazyTensor
-from vllm_backplane.layers.deferred_weights import QKV_SHARDS
+from vllm_backplane.layers.layerwise_loading import QKV_SHARDS
 from vllm_backplane.layers.linear import BackplaneLinearMethod
 from vllm_backplane.quantization.base import LinearQuantizationMethod, LinearWeights
-from vllm_backplane.quantization.gguf.blocks import (
-    Run,
+from vllm_backplane.quantization.gguf.packed_rows import (
+    PackedRows,
     TypedRows,
     all_floats,
     float_values,
     input_shard,
-    install_runs,
+    install_packed_rows,
     require_lazy,
     shape_mismatch,
 )
@@ -53,7 +53,7 @@ class GgufLinearMethod(LinearQuantizationMethod, LinearMethodBase):
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._loaded: dict[int, TypedRows] = {}
-        self._runs: list[Run] = []
+        self._packed_rows: list[PackedRows] = []
 
     def create_parameters(self, layer: torch.nn.Module, weights: LinearWeights) -> None:
         # Without the attributes: the weight loader among them refers to the layer, which would become a cycle.
@@ -116,29 +116,31 @@ class GgufLinearMethod(LinearQuantizationMethod, LinearMethodBase):
             layer.quant_method = _EagerlyArrangedMethod()
             layer.quant_method.arrange(layer)
         else:
-            self._runs = install_runs(
+            self._packed_rows = install_packed_rows(
                 layer, parts, weights.params_dtype, self._device, weights.output_size_per_partition
             )
         release_freed_memory()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        if not self._runs:
+        if not self._packed_rows:
             raise CheckpointError(f"the file has no weights, or not all, for {self._prefix}; choose a complete one")
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self.apply_runs(layer, self._runs, x, bias)
+        return self.apply_packed_rows(layer, self._packed_rows, x, bias)
 
     @staticmethod
-    def apply_runs(layer: Any, runs: Sequence[Run], x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Returns the concatenated outputs of all runs."""
+    def apply_packed_rows(
+        layer: Any, packed: Sequence[PackedRows], x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the outputs of all rows of a layer, computed one GGUF type after another and concatenated."""
         outputs, first = [], 0
-        for run in runs:
-            run_bias = None if bias is None else bias[first : first + run.rows]
-            first += run.rows
-            weight = getattr(layer, run.name)
-            if run.bits == 0:
-                outputs.append(ops.linear.call(x, weight, run_bias))
+        for part in packed:
+            part_bias = None if bias is None else bias[first : first + part.rows]
+            first += part.rows
+            weight = getattr(layer, part.name)
+            if part.bits == 0:
+                outputs.append(ops.linear.call(x, weight, part_bias))
                 continue
-            scale, offset = getattr(layer, f"{run.name}_scale"), getattr(layer, f"{run.name}_offset")
-            outputs.append(ops.quantized_linear.call(x, weight, scale, offset, run.bits, run.rows, run_bias))
+            scale, offset = getattr(layer, f"{part.name}_scale"), getattr(layer, f"{part.name}_offset")
+            outputs.append(ops.quantized_linear.call(x, weight, scale, offset, part.bits, part.rows, part_bias))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)

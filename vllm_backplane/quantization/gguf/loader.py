@@ -12,15 +12,14 @@ import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
-from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from vllm_backplane.device import host
-from vllm_backplane.errors import BackplaneError, BindingError, CheckpointError
+from vllm_backplane.device import host_memory
+from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.architectures import checkpoint_tensors
-from vllm_backplane.gguf.configuration import QUANTIZATION
+from vllm_backplane.gguf.config_folder import open_source
 from vllm_backplane.gguf.file import GgufFile
-from vllm_backplane.gguf.folder import open_source
+from vllm_backplane.gguf.hf_config import QUANTIZATION
 from vllm_backplane.gguf.lazy_tensor import weights
 from vllm_backplane.gguf.model_files import GgufModel
 
@@ -39,7 +38,7 @@ class GgufModelLoader(BaseModelLoader):
         finally:
             # Most tensors were packed. The embedding is read from the file in the forward pass, a few rows at a time.
             files, self._files = self._files, []
-            for file in files if not host.memory_is_locked() else []:
+            for file in files if not host_memory.memory_is_locked() else []:
                 file.forget_pages()
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
@@ -77,17 +76,3 @@ def _weights(model: GgufModel, show_progress: bool) -> Iterator[tuple[str, torch
         for one in checkpoint_tensors(model):
             yield from weights(one)
             bar.update(one.location.tensor.size)
-
-
-def register() -> None:
-    """Registers the load format with vLLM, once per process."""
-    try:
-        present = get_model_loader(LoadConfig(load_format=QUANTIZATION))
-    except ValueError:
-        register_model_loader(QUANTIZATION)(GgufModelLoader)
-        return
-    if type(present) is not GgufModelLoader:
-        raise BindingError(
-            f"--load-format {QUANTIZATION} already belongs to {type(present).__module__}; uninstall one of the two "
-            "plugins"
-        )

@@ -19,9 +19,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.quantization import base
 from vllm_backplane.quantization.online import formats
-from vllm_backplane.quantization.online.experts import QuantizedMoEMethod
-from vllm_backplane.quantization.online.head import QuantizedHeadMethod
-from vllm_backplane.quantization.online.linear import QuantizedLinearMethod
+from vllm_backplane.quantization.online.experts import OnlineMoEMethod
+from vllm_backplane.quantization.online.head import OnlineHeadMethod
+from vllm_backplane.quantization.online.linear import OnlineLinearMethod
+from vllm_backplane.quantization.registration import register_quantization
 from vllm_backplane.runtime import configured
 
 
@@ -67,8 +68,8 @@ class OnlineConfig(base.BackplaneQuantizationConfig):
             weight_format = replace(weight_format, group=group)
         if isinstance(layer, RoutedExperts):
             must_be_loaded = config.load_config.load_format != "dummy"
-            return QuantizedMoEMethod(layer.moe_config, weight_format, prefix, must_be_loaded)
-        method = QuantizedHeadMethod if is_head else QuantizedLinearMethod
+            return OnlineMoEMethod(layer.moe_config, weight_format, prefix, must_be_loaded)
+        method = OnlineHeadMethod if is_head else OnlineLinearMethod
         return method(weight_format, prefix, self.packed_modules_mapping)
 
 
@@ -109,4 +110,4 @@ class Int4Config(OnlineConfig):
 def register() -> None:
     """Registers both values of --quantization with vLLM, once per process."""
     for config in (Int8Config, Int4Config):
-        base.register(config.name, config)
+        register_quantization(config.name, config)

@@ -1,4 +1,4 @@
-"""Quantizes the experts of a mixture while they are loaded, and computes them on the operator `quantized_linear`.
+"""Quantizes the experts of a mixture while they are loaded, and computes them with the operator `quantized_linear`.
 
 An expert's weight is quantized as soon as all of its tensors have arrived. One weight of one expert is therefore in
 memory in full precision at a time; vLLM's layerwise loading would hold all experts of a layer. The codes of all experts
@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 
 from vllm_backplane import ops
-from vllm_backplane.device import host
+from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.layers.linear import refuse_loading
 from vllm_backplane.layers.moe import Activation, BackplaneFusedMoEMethod
@@ -30,7 +30,7 @@ from vllm_backplane.quantization.packed_parameters import (
     move_to_huge_pages,
     release_freed_memory,
 )
-from vllm_backplane.quantization.per_expert_linear import run_experts
+from vllm_backplane.quantization.per_expert_moe import run_experts
 
 _PROJECTIONS = ("w13", "w2")
 
@@ -44,7 +44,7 @@ class _LoadedTensor:
     expert: int
 
 
-class QuantizedMoEMethod(BackplaneFusedMoEMethod):
+class OnlineMoEMethod(BackplaneFusedMoEMethod):
     uses_fused_operator = False
     uses_meta_device = True
 
@@ -115,7 +115,7 @@ class QuantizedMoEMethod(BackplaneFusedMoEMethod):
             return
         del self._incomplete[projection, expert]
         # An allocator that requests huge pages would take 2 MiB for the first byte between the packed weights.
-        with host.without_huge_pages():
+        with host_memory.without_huge_pages():
             # vLLM's loader selects this worker's part and copies it. The padding of a weight stays zero.
             whole = torch.zeros((1, *param.shape[1:]), dtype=param.dtype, device=self._device)
             for name, one in tensors.items():
@@ -170,7 +170,7 @@ class QuantizedMoEMethod(BackplaneFusedMoEMethod):
             )
         for projection in _PROJECTIONS:
             weight = getattr(layer, f"{projection}_weight")
-            with host.without_huge_pages():
+            with host_memory.without_huge_pages():
                 for expert in range(self._experts):
                     self._store(projection, expert, quantize(self.format, weight.data[expert]))
             free_storage(weight)

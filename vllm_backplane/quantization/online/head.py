@@ -16,11 +16,11 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.layers.embedding import SelfLoadingHeadMethod
 from vllm_backplane.quantization.base import LinearWeights
-from vllm_backplane.quantization.online.linear import QuantizedLinearMethod, quantize
+from vllm_backplane.quantization.online.linear import OnlineLinearMethod, quantize
 from vllm_backplane.quantization.packed_parameters import install_packed, packed_tensors
 
 
-class QuantizedHeadMethod(QuantizedLinearMethod, SelfLoadingHeadMethod):
+class OnlineHeadMethod(OnlineLinearMethod, SelfLoadingHeadMethod):
     def create_parameters(self, layer: torch.nn.Module, weights: LinearWeights) -> None:
         super().create_parameters(layer, weights)
         # Undoes the wrapping by vLLM's layerwise loading: `load` quantizes the weight without buffering it.

@@ -1,4 +1,4 @@
-"""Quantizes linear layers while they are loaded, and computes them on the operator `quantized_linear`.
+"""Quantizes linear layers while they are loaded, and computes them with the operator `quantized_linear`.
 
 vLLM's layerwise loading creates a weight without memory and buffers the checkpoint's tensors for it. When a layer is
 complete, vLLM allocates and fills its weights and calls `process_weights_after_loading`. One layer of the
@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from vllm_backplane import ops
-from vllm_backplane.layers.deferred_weights import defer_loading, require_loaded
+from vllm_backplane.layers.layerwise_loading import defer_loading, require_loaded
 from vllm_backplane.ops.quantized_linear import Packed, packed
 from vllm_backplane.quantization.base import LinearQuantizationMethod, LinearWeights
 from vllm_backplane.quantization.online.formats import Format
@@ -22,7 +22,7 @@ from vllm_backplane.quantization.packed_parameters import free_storage, install_
 from vllm_backplane.runtime import runtime
 
 
-class QuantizedLinearMethod(LinearQuantizationMethod, LinearMethodBase):
+class OnlineLinearMethod(LinearQuantizationMethod, LinearMethodBase):
     uses_meta_device = True
 
     def __init__(self, weight_format: Format, prefix: str, packed_modules: Mapping[str, list[str]]) -> None:

@@ -113,7 +113,7 @@ def test_the_sanitizers_would_find_it(variant: str, scenario: str, report: str) 
 ALLOCATION = r"the allocation 0x[0-9a-f]+ of {bytes} bytes on card {card}\. "
 REMEDY = r"The host cannot read or write a card's memory: copy it first \(tensor\.cpu\(\), bpsim_copy\)"
 EARLY = (
-    "backplane sim: missing synchronisation: the host {} 0x[0-9a-f]+, byte {} of 64 in pinned memory that '{}' on "
+    "backplane sim: missing synchronization: the host {} 0x[0-9a-f]+, byte {} of 64 in pinned memory that '{}' on "
     "stream 0 of card 0 {}, without waiting for it"
 )
 WENT_ON = r"(.|\n)*^went on$"

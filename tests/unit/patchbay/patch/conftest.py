@@ -82,7 +82,7 @@ class Host:
 
     def fingerprint(self, target: str) -> str:
         module, _, name = target.partition(":")
-        return str(take_fingerprint(self.index.normalised_source_of(module, name)))
+        return str(take_fingerprint(self.index.normalized_source_of(module, name)))
 
     def patch(self, name: str, **changes: Any) -> Patch:
         target = f"host_package.{name}"

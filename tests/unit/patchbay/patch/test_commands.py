@@ -42,7 +42,7 @@ def stepping(self):
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     index = SymbolIndex(installed_tree())
-    fingerprint = take_fingerprint(index.normalised_source_of(*TARGET.split(":")))
+    fingerprint = take_fingerprint(index.normalized_source_of(*TARGET.split(":")))
     folder = tmp_path / "site" / "some_patches" / "engine"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from vllm_patchbay.upstream import SourceError, SymbolIndex, fingerprint, normalised, open_tree
+from vllm_patchbay.upstream import SourceError, SymbolIndex, fingerprint, normalized_source, open_tree
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_source_of_what_is_not_there(index):
 def test_the_fingerprint_ignores_layout_comments_and_docstrings():
     one = 'def f(x, y=1):\n    """Says."""\n    # why\n    return {"a": [x,\n        y]}\n'
     two = "def f(x, y = 1):\n    return {'a': [x, y]}   # because\n"
-    assert fingerprint(one) == fingerprint(two) == fingerprint(normalised(one))
+    assert fingerprint(one) == fingerprint(two) == fingerprint(normalized_source(one))
     assert len(fingerprint(one)) == 16
     for other in ("def f(x, y=2):\n    return {'a': [x, y]}\n", "def g(x, y=1):\n    return {'a': [x, y]}\n"):
         assert fingerprint(other) != fingerprint(one)

@@ -132,7 +132,7 @@ for wait in (torch.bpnpu.synchronize, device.synchronize):
 
 
 @pytest.mark.process
-def test_synchronising_waits_also_before_the_first_tensor() -> None:
+def test_synchronizing_waits_also_before_the_first_tensor() -> None:
     done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -376,7 +376,7 @@ def test_streams_run_beside_each_other_and_wait_for_events(hang) -> None:
     assert b.tolist() == [10, 10, 10]
 
 
-def test_a_missing_synchronisation_reads_stale_data(hang) -> None:
+def test_a_missing_synchronization_reads_stale_data(hang) -> None:
     """A device in host memory would hide this mistake."""
     total = torch.zeros(4, pin_memory=True)
     values = torch.zeros(4, device=CARD) + 3

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy
 
-from vllm_backplane.kv_offload.peer_protocol import MAX_KEYS, BlockConnection, Kind, Request, Status
+from vllm_backplane.kv_offload.blocks_protocol import MAX_KEYS, BlockConnection, Kind, Request, Status
 from vllm_backplane.kv_offload.slots import Bytes
 from vllm_backplane.kv_offload.store import BlockUnavailable, Outcome, checksum
 from vllm_backplane.peering.addresses import Address

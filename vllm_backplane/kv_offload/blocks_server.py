@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from vllm_backplane.kv_offload.peer_protocol import BlockConnection, Kind, Request, Status
+from vllm_backplane.kv_offload.blocks_protocol import BlockConnection, Kind, Request, Status
 from vllm_backplane.kv_offload.store import BlockStore, BlockUnavailable, Outcome
 from vllm_backplane.peering.addresses import Address
 from vllm_backplane.peering.server import LoopbackServer

@@ -35,8 +35,8 @@ class Grouped(NamedTuple):
     """Shape and type of `scales`. None: the type has no offsets, and the code 2 ** (bits - 1) stands for zero."""
 
 
-class Layout(NamedTuple):
-    """Describes one quantized type."""
+class QuantizedType(NamedTuple):
+    """Describes a quantized GGUF type: how its blocks become codes, scales and offsets."""
 
     bits: int
     """4 or 8: the smaller of the two that holds the codes."""
@@ -146,21 +146,21 @@ def _q6_k(raw: torch.Tensor) -> Grouped:
     return Grouped(((low | (high << 4)) + (128 - 32)).view(-1, 16, 16), scales, None)
 
 
-LAYOUTS = {
-    Type.Q4_0: Layout(4, 32, _q4_0),
-    Type.Q4_1: Layout(4, 32, _q4_1),
-    Type.Q5_0: Layout(8, 32, _q5_0),
-    Type.Q5_1: Layout(8, 32, _q5_1),
-    Type.Q8_0: Layout(8, 32, _q8_0),
-    Type.Q2_K: Layout(4, 16, _q2_k),
-    Type.Q3_K: Layout(4, 16, _q3_k),
-    Type.Q4_K: Layout(4, 32, _q4_k),
-    Type.Q5_K: Layout(8, 32, _q5_k),
-    Type.Q6_K: Layout(8, 16, _q6_k),
-    Type.IQ4_NL: Layout(8, 32, _iq4_nl),
+QUANTIZED_TYPES = {
+    Type.Q4_0: QuantizedType(4, 32, _q4_0),
+    Type.Q4_1: QuantizedType(4, 32, _q4_1),
+    Type.Q5_0: QuantizedType(8, 32, _q5_0),
+    Type.Q5_1: QuantizedType(8, 32, _q5_1),
+    Type.Q8_0: QuantizedType(8, 32, _q8_0),
+    Type.Q2_K: QuantizedType(4, 16, _q2_k),
+    Type.Q3_K: QuantizedType(4, 16, _q3_k),
+    Type.Q4_K: QuantizedType(4, 32, _q4_k),
+    Type.Q5_K: QuantizedType(8, 32, _q5_k),
+    Type.Q6_K: QuantizedType(8, 16, _q6_k),
+    Type.IQ4_NL: QuantizedType(8, 32, _iq4_nl),
 }
 
-SERVED = (*LAYOUTS, *FLOATS)
+SERVED = (*QUANTIZED_TYPES, *FLOATS)
 
 
 def require_served_type(kind: Type, what: str) -> None:
@@ -172,11 +172,11 @@ def require_served_type(kind: Type, what: str) -> None:
 
 def grouped(rows: torch.Tensor, kind: Type) -> Grouped:
     """Decodes rows of a quantized type, uint8 [rows, row_bytes]."""
-    layout, block_bytes = LAYOUTS[kind], GGML_QUANT_SIZES[kind][1]
-    found = layout.parse(rows.reshape(-1, block_bytes))
+    described, block_bytes = QUANTIZED_TYPES[kind], GGML_QUANT_SIZES[kind][1]
+    found = described.parse(rows.reshape(-1, block_bytes))
     count = rows.shape[0]
     return Grouped(
-        found.codes.reshape(count, -1, layout.group),
+        found.codes.reshape(count, -1, described.group),
         found.scales.reshape(count, -1),
         None if found.offsets is None else found.offsets.reshape(count, -1),
     )
@@ -189,7 +189,7 @@ def dequantized(rows: torch.Tensor, kind: Type) -> torch.Tensor:
     found = grouped(rows, kind)
     values, scales = found.codes.float(), found.scales.float().unsqueeze(-1)
     if found.offsets is None:
-        values = (values - 2 ** (LAYOUTS[kind].bits - 1)) * scales
+        values = (values - 2 ** (QUANTIZED_TYPES[kind].bits - 1)) * scales
     else:
         values = values * scales + found.offsets.float().unsqueeze(-1)
     return values.flatten(1)

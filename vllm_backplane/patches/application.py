@@ -1,9 +1,9 @@
 """Applies the patches of a process when the process starts, and reports them.
 
-`vllm_backplane.platform` calls `start` when vLLM chooses the platform, the general plugin calls it again when vLLM
-loads plugins, and the worker calls it when it starts. With fork, the engine's process inherits the applied patches.
-With spawn, it applies them itself, because vLLM loads the platform and the plugins in every spawned process. The engine
-is thus patched without a replacement of its class.
+`vllm_backplane.platform` calls `apply_patches` when vLLM chooses the platform, the general plugin calls it again when
+vLLM loads plugins, and the worker calls it when it starts. With fork, the engine's process inherits the applied
+patches. With spawn, it applies them itself, because vLLM loads the platform and the plugins in every spawned process.
+The engine is thus patched without a replacement of its class.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def session() -> PatchSession:
     return PatchSession.for_installed_vllm(drift_setting="BACKPLANE_PATCH_DRIFT=warn")
 
 
-def start(drift: str, *processes: Process) -> None:
+def apply_patches(drift: str, *processes: Process) -> None:
     """Applies the patches for `processes` to this process. Does nothing if there are no patches."""
     if not patches():
         return
@@ -35,7 +35,7 @@ def start(drift: str, *processes: Process) -> None:
         session().apply(patches(), process)
 
 
-def report() -> str:
+def status_line() -> str:
     """Returns a log line with the status of each patch in this process, or an empty string if there are no patches.
 
     vLLM configures logging after it chooses the platform, so messages logged while patches are applied may be lost.

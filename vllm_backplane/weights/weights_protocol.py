@@ -16,13 +16,12 @@ from typing import Any
 
 from vllm_backplane.peering.connection import Connection, WireError
 from vllm_backplane.peering.digests import DIGEST_BYTES
-from vllm_backplane.weights.model_state import Scalars
+from vllm_backplane.weights.model_tensors import Scalars
 
 MAGIC = b"backplane-weights-1\n"
 UNKNOWN = bytes(DIGEST_BYTES)
 MAX_MANIFEST_BYTES = 1 << 28
 _HEADER = struct.Struct(f"!{len(MAGIC)}sB{DIGEST_BYTES}sI")
-_LENGTH = struct.Struct("!I")
 
 
 class Kind(IntEnum):
@@ -98,12 +97,13 @@ class Request:
 
 
 def send_manifest(connection: Connection, text: bytes) -> None:
-    connection.send(_LENGTH.pack(len(text)) + text)
+    connection.send_count(len(text))
+    connection.send(text)
 
 
 def receive_manifest(connection: Connection) -> bytes:
     """Returns the encoded manifest. Raises WireError if it is too long."""
-    [count] = _LENGTH.unpack(connection.receive(_LENGTH.size))
+    count = connection.receive_count()
     if count > MAX_MANIFEST_BYTES:
         raise WireError(f"the manifest has {count} bytes, more than {MAX_MANIFEST_BYTES}")
     return connection.receive(count)

@@ -1,6 +1,6 @@
-"""Measures and manages the memory and cores of the host that this process may use.
+"""Measures and manages the memory of the host that this process may use.
 
-Inside a container the kernel reports the totals of the machine, but the OOM killer acts on the limit of the control
+Inside a container the kernel reports the total of the machine, but the OOM killer acts on the limit of the control
 group. The smaller of the two counts.
 """
 
@@ -21,9 +21,9 @@ import psutil
 import torch
 
 from vllm_backplane.device.contract import MemoryInfo
+from vllm_backplane.device.control_groups import MEMBERSHIP, ROOT, groups_of
 from vllm_backplane.errors import BackplaneError
 
-_ROOT = Path("/sys/fs/cgroup")
 _DONT_NEED, _COLLAPSE = 4, 25
 """Linux's constants MADV_DONTNEED and MADV_COLLAPSE."""
 _SET_THP_DISABLE, _GET_THP_DISABLE = 41, 42
@@ -32,7 +32,7 @@ _HUGE = 2 << 20
 """Bytes of a huge page."""
 
 
-def host_memory() -> MemoryInfo:
+def usable_memory() -> MemoryInfo:
     """Returns the total and available memory of the machine, or of the control group if that is less."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
@@ -42,10 +42,10 @@ def host_memory() -> MemoryInfo:
     return MemoryInfo(total=total, free=free)
 
 
-def control_group_limits(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> list[tuple[int, int]]:
+def control_group_limits(root: Path = ROOT, membership: Path = MEMBERSHIP) -> list[tuple[int, int]]:
     """Returns (limit, used) in bytes of every control group that limits this process, from its own up to the root."""
     limits = []
-    for folder, version in _groups("memory", root, membership):
+    for folder, version in groups_of("memory", root, membership):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         limit, used = (_number(folder / name) for name in names)
         if limit is None or used is None or limit >= 1 << 60:  # v1 writes a huge number for "no limit"
@@ -53,50 +53,6 @@ def control_group_limits(root: Path = _ROOT, membership: Path = Path("/proc/self
         # Page cache counts as used, but the kernel reclaims it before it kills a process.
         limits.append((limit, max(used - _reclaimable(folder), 0)))
     return limits
-
-
-def control_group_cores(root: Path = _ROOT, membership: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Returns the CPU quota of the control groups in cores, or None if there is none."""
-    granted = []
-    for folder, version in _groups("cpu", root, membership):
-        try:
-            if version == 2:
-                quota, period = (folder / "cpu.max").read_text().split()
-            else:
-                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        except (OSError, ValueError):  # this group does not limit CPU time
-            continue
-        if quota.isdigit():  # "max" or -1 if there is no limit
-            granted.append(int(quota) / int(period))
-    return min(granted, default=None)
-
-
-def usable_cores() -> int:
-    """Returns how many cores this process may use, by its affinity and the CPU quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = control_group_cores()
-    return max(min(cores, int(quota)), 1) if quota else cores
-
-
-def _groups(controller: str, root: Path, membership: Path) -> list[tuple[Path, int]]:
-    """Returns (folder, cgroup version) of this process's groups under a controller, from its own up to the root."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:  # no procfs: not Linux, so no control groups either
-        return []
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        base, version = (root / controller, 1) if controllers else (root, 2)
-        folder = base / path.strip("/")
-        while True:
-            found.append((folder, version))
-            if folder == base or base not in folder.parents:
-                break
-            folder = folder.parent
-    return found
 
 
 def _number(file: Path) -> int | None:

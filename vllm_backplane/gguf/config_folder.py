@@ -17,8 +17,8 @@ from typing import Any
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf import tokenizer
 from vllm_backplane.gguf.architectures import checkpoint_tensors
-from vllm_backplane.gguf.blocks import require_served_type
-from vllm_backplane.gguf.configuration import QUANTIZATION, configuration
+from vllm_backplane.gguf.decoding import require_served_type
+from vllm_backplane.gguf.hf_config import QUANTIZATION, configuration
 from vllm_backplane.gguf.model_files import GgufModel, open_model
 from vllm_backplane.models.cache import MANIFEST, damage, derived_folder
 from vllm_backplane.models.package import sha256

@@ -19,7 +19,7 @@ from vllm.v1.worker import mamba_utils
 from vllm.v1.worker.block_table import BlockTable
 
 from vllm_backplane.errors import BindingError
-from vllm_backplane.runner import kernel_adapters
+from vllm_backplane.runner import triton_replacements
 from vllm_backplane.settings import compat
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _kernels_replaced() -> None:
-    kernel_adapters.register()
+    triton_replacements.register()
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -40,12 +40,12 @@ def longs(*values: int) -> torch.Tensor:
 
 def test_registering_again_changes_nothing() -> None:
     before = rejection_sampler.expand_kernel
-    kernel_adapters.register()
+    triton_replacements.register()
     assert rejection_sampler.expand_kernel is before
 
 
 def test_every_kernel_of_the_list_is_replaced() -> None:
-    for name in kernel_adapters.ADAPTERS:
+    for name in triton_replacements.REPLACEMENTS:
         host, attribute = dispatcher._resolve_kernel(name)
         kernel = getattr(host, attribute)
         assert isinstance(kernel, dispatcher.KernelOverride), name
@@ -209,17 +209,17 @@ def test_copying_mamba_states() -> None:
 
 def test_a_kernel_that_is_gone_is_named() -> None:
     with pytest.raises(BindingError, match=r"rejection_sampler\.gone_kernel does not exist"):
-        kernel_adapters.launcher("vllm.v1.sample.rejection_sampler.gone_kernel", lambda: None)
+        triton_replacements.launcher("vllm.v1.sample.rejection_sampler.gone_kernel", lambda: None)
     with pytest.raises(BindingError, match=r"vllm\.v1\.nowhere\.kernel does not exist"):
-        kernel_adapters.launcher("vllm.v1.nowhere.kernel", lambda: None)
+        triton_replacements.launcher("vllm.v1.nowhere.kernel", lambda: None)
 
 
 def test_an_argument_that_is_gone_is_named() -> None:
-    def adapter(*, output_ptr: torch.Tensor, input_pointer: torch.Tensor) -> None:
+    def replacement(*, output_ptr: torch.Tensor, input_pointer: torch.Tensor) -> None:
         raise AssertionError("never launched")
 
     with pytest.raises(BindingError, match=r"expand_kernel has no argument 'input_pointer'; did you mean 'input_ptr'"):
-        kernel_adapters.launcher("vllm.v1.sample.rejection_sampler.expand_kernel", adapter)
+        triton_replacements.launcher("vllm.v1.sample.rejection_sampler.expand_kernel", replacement)
 
 
 def test_without_a_dispatcher_kernels_are_replaced_where_modules_hold_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +268,8 @@ def test_arguments_are_bound_by_name(monkeypatch: pytest.MonkeyPatch, by_keyword
         "block_table_stride, block_size, slot_mapping_ptr, KV_CACHE_BLOCK_SIZE, BLOCKS_PER_KV_BLOCK, "
         "TOTAL_CP_WORLD_SIZE, TOTAL_CP_RANK, CP_KV_CACHE_INTERLEAVE_SIZE, PAD_ID, BLOCK_SIZE"
     )
-    adapter = kernel_adapters.ADAPTERS["vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"]
-    launch = kernel_adapters.launcher(other_signature(monkeypatch, names), adapter)
+    replacement = triton_replacements.REPLACEMENTS["vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"]
+    launch = triton_replacements.launcher(other_signature(monkeypatch, names), replacement)
     out = torch.full((5,), 7, dtype=torch.int64)
     table = ints(10, 11, 20, 21).view(1, 4)
     values = [3, 4, ints(0, 3), longs(1, 2, 4), table, 4, 2, out, 4, 2, 1, 0, 1, -1, 1024]

@@ -20,8 +20,8 @@ from vllm.platforms import current_platform
 
 load_general_plugins()
 current_platform.validate_environ(True)
-from vllm_backplane.patches import lifecycle
-print(type(current_platform).__name__, lifecycle.session().version, sorted(lifecycle.session().verdicts))
+from vllm_backplane.patches import application
+print(type(current_platform).__name__, application.session().version, sorted(application.session().verdicts))
 """
 
 
@@ -85,7 +85,7 @@ def first(self, *args, **kwargs):
 def test_the_patches_of_a_worker_are_applied_before_it_runs(tmp_path: Path) -> None:
     folder = tmp_path / "first_patches" / "worker"
     folder.mkdir(parents=True)
-    source = SymbolIndex(installed_tree()).normalised_source_of("vllm.v1.worker.gpu_worker", "Worker.__init__")
+    source = SymbolIndex(installed_tree()).normalized_source_of("vllm.v1.worker.gpu_worker", "Worker.__init__")
     (folder / "patch_gpu_worker.py").write_text(FIRST.format(fingerprint=take_fingerprint(source)))
     for package in (folder, folder.parent):
         (package / "__init__.py").touch()

@@ -1,10 +1,12 @@
-"""Copies host memory between raw addresses, for vLLM's kernel that moves the states of recurrent layers.
+"""Copies host memory between raw addresses, in place of vLLM's kernel that moves the states of recurrent layers.
 
-vLLM moves these states between cache blocks with a kernel that takes lists of addresses instead of tensors.
-It cannot be an operator: a schema cannot express which tensors are written, and a reference cannot turn an
-address on an arbitrary device into memory. If the addresses are the host's own, the copy is a memmove, which
-is implemented here. A device with its own memory that supports prefix caching for such models replaces vLLM's
-kernel itself, with one that can access its addresses.
+vLLM launches that kernel for prefix caching of recurrent models alone, which Backplane refuses (`config/stages.py`), so
+no server calls this module. It exists because the kernel is in the list of those that vLLM's runner can launch, and all
+of them are replaced (`triton_replacements.py`): a launch copies or names the remedy, instead of failing inside Triton.
+
+The kernel takes lists of addresses instead of tensors, so it cannot be an operator: a schema cannot express which
+tensors are written, and a reference cannot turn an address on an arbitrary device into memory. Addresses of the host
+are copied by memmove. A device with its own memory has to replace the kernel itself.
 """
 
 from __future__ import annotations

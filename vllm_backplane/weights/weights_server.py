@@ -13,10 +13,10 @@ from vllm_backplane.peering.addresses import Address, loopback_address
 from vllm_backplane.peering.connection import MIN_BYTES_PER_SECOND, Connection, WireError
 from vllm_backplane.peering.digests import byte_chunks, tensor_digests
 from vllm_backplane.peering.server import LoopbackServer
-from vllm_backplane.weights import peer_protocol
-from vllm_backplane.weights.model_state import model_tensors
+from vllm_backplane.weights import weights_protocol
+from vllm_backplane.weights.model_tensors import model_tensors
 from vllm_backplane.weights.peer_loader import compatibility_description
-from vllm_backplane.weights.peer_protocol import Kind, Manifest, Request, Status, TensorEntry
+from vllm_backplane.weights.weights_protocol import Kind, Manifest, Request, Status, TensorEntry
 
 logger = init_logger("vllm." + __name__)
 
@@ -51,7 +51,7 @@ class WeightsServer(LoopbackServer):
     ) -> None:
         """`prepare_thread` makes the worker's card the current one of the thread that calls it."""
         self._manifest, self._tensors, self._prepare_thread = manifest.encode(), tensors, prepare_thread
-        self._digest = peer_protocol.manifest_digest(self._manifest)
+        self._digest = weights_protocol.manifest_digest(self._manifest)
         self._changed = False
         super().__init__(address, "the offer of weights", OPTION, warn)
 
@@ -72,7 +72,7 @@ class WeightsServer(LoopbackServer):
             raise WireError(f"the client requested tensor {request.first} of {len(self._tensors)}")
         connection.send_status(Status.OK)
         if request.kind is Kind.DESCRIBE:
-            peer_protocol.send_manifest(Connection(sock, STALL_SECONDS), self._manifest)
+            weights_protocol.send_manifest(Connection(sock, STALL_SECONDS), self._manifest)
             return
         self._prepare_thread()
         for tensor in self._tensors[request.first :]:
@@ -99,10 +99,8 @@ class OfferedWeights:
 
     def start_server(self) -> None:
         assert self._manifest is not None
-        accelerator, card = self._worker.accelerator, self._worker.card
-        self._server = WeightsServer(
-            self._address, *self._manifest, lambda: accelerator.set_current(card), logger.warning
-        )
+        device, card = self._worker.backplane_device, self._worker.card
+        self._server = WeightsServer(self._address, *self._manifest, lambda: device.set_current(card), logger.warning)
         logger.info("Weights: other servers of this host may load them from %s.", self._address)
 
     def invalidate(self) -> None:

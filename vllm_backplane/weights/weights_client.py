@@ -13,8 +13,8 @@ from vllm_backplane.errors import BackplaneError
 from vllm_backplane.peering.addresses import Address
 from vllm_backplane.peering.connection import MIN_BYTES_PER_SECOND, Connection, WireError, connect
 from vllm_backplane.peering.digests import tensor_digest
-from vllm_backplane.weights import peer_protocol
-from vllm_backplane.weights.peer_protocol import MAX_MANIFEST_BYTES, Kind, Manifest, Request, Status
+from vllm_backplane.weights import weights_protocol
+from vllm_backplane.weights.weights_protocol import MAX_MANIFEST_BYTES, Kind, Manifest, Request, Status
 
 RETRY_SECONDS = 0.5
 """Pause before the first retry. It doubles with every further one."""
@@ -32,7 +32,7 @@ class WeightsClient:
 
     def __init__(self, address: Address, seconds: float, attempts: int, warn: Callable[[str], None]) -> None:
         self._address, self._seconds, self._attempts, self._warn = address, seconds, attempts, warn
-        self._manifest_digest = peer_protocol.UNKNOWN
+        self._manifest_digest = weights_protocol.UNKNOWN
 
     def fetch_manifest(self) -> Manifest:
         fetched: list[Manifest] = []
@@ -40,8 +40,8 @@ class WeightsClient:
         def fetch() -> None:
             with self._request(Request(Kind.DESCRIBE)) as sock:
                 seconds = self._seconds + MAX_MANIFEST_BYTES / MIN_BYTES_PER_SECOND
-                text = peer_protocol.receive_manifest(Connection(sock, seconds))
-            self._manifest_digest = peer_protocol.manifest_digest(text)
+                text = weights_protocol.receive_manifest(Connection(sock, seconds))
+            self._manifest_digest = weights_protocol.manifest_digest(text)
             fetched.append(Manifest.decode(text))
 
         self._retry(fetch, lambda: 0)

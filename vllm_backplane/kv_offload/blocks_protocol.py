@@ -28,7 +28,6 @@ MAX_KEYS = 1 << 16
 CHECKSUM_BYTES = 16
 IDENTITY_BYTES = 32
 _HEADER = struct.Struct(f"!{len(MAGIC)}sB{IDENTITY_BYTES}sI")
-_COUNT = struct.Struct("!I")
 
 
 class Kind(IntEnum):
@@ -64,12 +63,6 @@ class BlockConnection(Connection):
         return Request(
             Kind(kind), identity, [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]
         )
-
-    def send_count(self, count: int) -> None:
-        self.send(_COUNT.pack(count))
-
-    def receive_count(self) -> int:
-        return int(_COUNT.unpack(self.receive(_COUNT.size))[0])
 
     def send_block(self, checksum: bytes, row: Bytes) -> None:
         self.send(b"\1" + checksum)

@@ -11,7 +11,7 @@ import torch
 
 from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import CheckpointError
-from vllm_backplane.gguf.blocks import LAYOUTS, SERVED, Type, dequantized, grouped, require_served_type
+from vllm_backplane.gguf.decoding import QUANTIZED_TYPES, SERVED, Type, dequantized, grouped, require_served_type
 from vllm_backplane.gguf.file import GgufFile
 from vllm_backplane.gguf.model_files import TensorLocation
 from vllm_backplane.gguf.packing import mapped_rows, packed_rows
@@ -44,17 +44,17 @@ def test_dequantization_is_bit_equal_to_the_gguf_package(kind: Type) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", QUANTIZED_TYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("layout", CODE_LAYOUTS)
 def test_the_operators_form_holds_the_same_values(kind: Type, layout: CodeLayout) -> None:
     raw = random_blocks(kind, rows=21)
     made = packed_rows([torch.from_numpy(raw)], kind, layout, chunk=1000)
-    found = from_packed(made.codes, made.scales, made.offsets, LAYOUTS[kind].bits)
+    found = from_packed(made.codes, made.scales, made.offsets, QUANTIZED_TYPES[kind].bits)
     assert same_bits(found[:21], gguf.quants.dequantize(raw, kind))
     assert not made.scales[-1, :, 21 % layout.width :].any()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind != Type.Q4_1], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [kind for kind in QUANTIZED_TYPES if kind != Type.Q4_1], ids=lambda kind: kind.name)
 def test_what_llama_quantize_made_is_bit_equal(kind: Type) -> None:
     """Compares values both dequantized and packed for the operator; the gguf package's own reader gives the expected
     ones."""
@@ -67,12 +67,14 @@ def test_what_llama_quantize_made_is_bit_equal(kind: Type) -> None:
     assert same_bits(dequantized(rows, kind), expected)
     for layout in CODE_LAYOUTS:
         made = packed_rows([rows], kind, layout)
-        assert same_bits(from_packed(made.codes, made.scales, made.offsets, LAYOUTS[kind].bits)[: len(rows)], expected)
+        assert same_bits(
+            from_packed(made.codes, made.scales, made.offsets, QUANTIZED_TYPES[kind].bits)[: len(rows)], expected
+        )
 
 
-@pytest.mark.parametrize("kind", LAYOUTS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", QUANTIZED_TYPES, ids=lambda kind: kind.name)
 def test_codes_and_groups_match_the_layout(kind: Type) -> None:
-    layout = LAYOUTS[kind]
+    layout = QUANTIZED_TYPES[kind]
     found = grouped(torch.from_numpy(random_blocks(kind)), kind)
     assert found.codes.shape[-1] == layout.group and int(found.codes.max()) < 2**layout.bits
     assert found.codes.shape[1] * layout.group == BLOCKS * gguf.GGML_QUANT_SIZES[kind][0]

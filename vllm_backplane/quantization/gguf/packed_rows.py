@@ -1,7 +1,7 @@
-"""Packs the rows of a GGUF layer for the device: one packed weight for each run of rows of the same GGUF type.
+"""Packs the rows of a GGUF layer for the device: one packed weight for consecutive rows of the same GGUF type.
 
 The weights that a layer fuses may have different types (Q4_K_M files store Q and K as Q4_K, and V as Q6_K), and the
-operator takes one type. Such a layer computes each run separately and concatenates the outputs.
+operator takes one type. Such a layer computes one type after another and concatenates the outputs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
-from vllm_backplane.gguf.blocks import FLOATS, LAYOUTS, Type, dequantized
+from vllm_backplane.gguf.decoding import FLOATS, QUANTIZED_TYPES, Type, dequantized
 from vllm_backplane.gguf.lazy_tensor import LazyTensor
 from vllm_backplane.gguf.packing import packed_rows
 from vllm_backplane.quantization.packed_parameters import install_packed, set_parameter
@@ -25,7 +25,7 @@ TypedRows = tuple[Type, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PackedRows:
     """Describes consecutive rows of one GGUF type, packed into a parameter of the layer."""
 
     rows: int
@@ -81,15 +81,15 @@ def float_values(parts: Sequence[TypedRows], dtype: torch.dtype, out: torch.Tens
     return values
 
 
-def install_runs(
+def install_packed_rows(
     layer: torch.nn.Module, parts: Sequence[TypedRows], dtype: torch.dtype, device: torch.device, out_features: int
-) -> list[Run]:
+) -> list[PackedRows]:
     """Packs the parts and sets them as parameters of the layer: weight, weight_scale, weight_offset, weight_1 etc.
 
     Outputs beyond the given rows, up to `out_features`, are zero.
     """
-    runs: list[Run] = []
-    grouped = [(kind, [rows for _kind, rows in run]) for kind, run in groupby(parts, key=lambda part: part[0])]
+    result: list[PackedRows] = []
+    grouped = [(kind, [rows for _kind, rows in same]) for kind, same in groupby(parts, key=lambda part: part[0])]
     for number, (kind, of_kind) in enumerate(grouped):
         name = f"weight_{number}" if number else "weight"
         rows = sum(map(len, of_kind))
@@ -99,10 +99,10 @@ def install_runs(
             values = torch.zeros(rows, of_kind[0].shape[1] // FLOATS[kind].itemsize, dtype=dtype, device="cpu")
             float_values([(kind, one) for one in of_kind], dtype, values)
             set_parameter(layer, name, values, device)
-            runs.append(Run(rows, 0, name))
+            result.append(PackedRows(rows, 0, name))
             continue
-        bits = LAYOUTS[kind].bits
+        bits = QUANTIZED_TYPES[kind].bits
         packed = packed_rows(of_kind, kind, runtime().device.quantized_layout(bits), out_features=rows)
         install_packed(layer, packed, name, device)
-        runs.append(Run(rows, bits, name))
-    return runs
+        result.append(PackedRows(rows, bits, name))
+    return result

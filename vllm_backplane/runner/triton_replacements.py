@@ -1,9 +1,9 @@
 """Replaces the Triton kernels of vLLM's V1 model runner by operators.
 
 vLLM launches these kernels on every platform, and offers one hook to replace them: its kernel dispatcher. The
-dispatcher drops the launch grid, so an adapter takes sizes from tensors and scalars. Adapters bind the arguments by
-name, because between vLLM releases the kernels gain, lose and reorder arguments. A required parameter of an adapter
-must exist in every supported vLLM; an optional one may be absent.
+dispatcher drops the launch grid, so a replacement takes sizes from tensors and scalars. Arguments are bound by name,
+because between vLLM releases the kernels gain, lose and reorder arguments. A required parameter of a replacement must
+exist in every supported vLLM; an optional one may be absent.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BindingError, nearest
-from vllm_backplane.ops.raw_memory import copy_host_memory
+from vllm_backplane.runner.raw_memory import copy_host_memory
 from vllm_backplane.settings import compat
 from vllm_backplane.settings.releases import INSTALL_SUPPORTED
 
@@ -53,16 +52,6 @@ def _slot_mapping(
         CP_KV_CACHE_INTERLEAVE_SIZE,
         block_size,
     )
-
-
-def write_slot_mapping(table: Any, starts: torch.Tensor, positions: torch.Tensor) -> None:
-    """Computes the same as `table.compute_slot_mapping` without context parallelism, and pads the rest.
-
-    The decode fast path calls it: vLLM's launcher binds a dozen arguments by name, twice, which takes longer than the
-    operator itself.
-    """
-    blocks, slots = table.block_table.gpu, table.slot_mapping.gpu
-    ops.compute_slot_mapping(starts, positions, blocks, slots, table.block_size, PAD_SLOT_ID, 1, 0, 1, None)
 
 
 def _eagle_step(
@@ -297,7 +286,7 @@ def _batch_memcpy(*, src_ptrs: torch.Tensor, dst_ptrs: torch.Tensor, sizes: torc
     copy_host_memory(src_ptrs, dst_ptrs, sizes)
 
 
-ADAPTERS: Mapping[str, Launch] = {
+REPLACEMENTS: Mapping[str, Launch] = {
     "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _slot_mapping,
     "vllm.v1.spec_decode.utils.eagle_step_slot_mapping_metadata_kernel": _eagle_step,
     "vllm.v1.spec_decode.utils.eagle_prepare_inputs_padded_kernel": _eagle_prepare_inputs,
@@ -315,14 +304,14 @@ ADAPTERS: Mapping[str, Launch] = {
 @cache
 def register() -> None:
     """Replaces the runner's kernels by operators. A second call does nothing."""
-    compat.register_kernels({name: launcher(name, adapter) for name, adapter in ADAPTERS.items()})
+    compat.register_kernels({name: launcher(name, replacement) for name, replacement in REPLACEMENTS.items()})
 
 
-def launcher(name: str, adapter: Launch) -> Launch:
-    """Returns the function that vLLM calls instead of the kernel `name`: it passes the launch arguments to the adapter
-    by name."""
+def launcher(name: str, replacement: Launch) -> Launch:
+    """Returns the function that vLLM calls instead of the kernel `name`: it passes the launch arguments to the
+    replacement by name."""
     arguments = argument_names(name)
-    parameters = inspect.signature(adapter).parameters
+    parameters = inspect.signature(replacement).parameters
     for parameter in parameters.values():
         if parameter.default is parameter.empty and parameter.name not in arguments:
             raise BindingError(
@@ -332,7 +321,7 @@ def launcher(name: str, adapter: Launch) -> Launch:
 
     def launch(*args: Any, **kwargs: Any) -> None:
         given = dict(zip(arguments, args, strict=False)) | kwargs
-        adapter(**{key: given[key] for key in parameters if key in given})
+        replacement(**{key: given[key] for key in parameters if key in given})
 
     # The dispatcher passes keywords only to an implementation with the kernel's own parameter names.
     launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.layers.linear import refuse_loading
-from vllm_backplane.weights import saving
+from vllm_backplane.weights import save_check
 from vllm_backplane.worker.worker import BackplaneWorker
 
 METHODS = ("save_sharded_state", "save_tensorized_model")
@@ -32,7 +32,7 @@ def worker(*, arranged: bool = False, quantization: str | None = None, rank: int
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Returns the paths that vLLM's own methods have written. All workers have the same failure."""
     found: list[str] = []
-    monkeypatch.setattr(saving, "gather_failure", lambda failure: failure)
+    monkeypatch.setattr(save_check, "gather_failure", lambda failure: failure)
     for method in METHODS:
         monkeypatch.setattr(Worker, method, lambda _self, path: found.append(path))
     return found

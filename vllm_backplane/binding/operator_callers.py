@@ -1,8 +1,9 @@
-"""Declares the extension points of vLLM, other than layer classes, through which vLLM calls Backplane's operators.
+"""Lists the callers of Backplane's operators that are no layer classes, so that they can be named and checked.
 
-`registry.py` lists the layer classes. The other extension points are the attention backends, IR operators, the model
-runner's Triton kernels, the sampler, the LoRA wrapper and the quantization methods. They are listed here so that
-`vllm-backplane ops` can name the callers of each operator, and so that they are checked like the layers.
+Nothing is installed here. The list names attention backends, IR operators, the model runner's Triton kernels, the
+sampler, the LoRA wrapper and the quantization methods; each is installed by its own module (docs/internals/bindings.md
+has the table). `vllm-backplane ops` shows the callers of each operator, and `vllm-backplane doctor` and the tests check
+the list against the installed vLLM. Layer classes are in `registry.py`.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ class Hook:
 
 
 _QUANTIZATION = "vllm_backplane.quantization"
+_REPLACEMENTS = "vllm_backplane.runner.triton_replacements"
 
 
 def _ir(name: str) -> Hook:
     return Hook(IR_OPERATOR, f"vllm.ir.ops:{name}", f"vllm_backplane.binding.ir:{name}", (name,))
 
 
-def _kernel(upstream: str, adapter: str, *operators: str) -> Hook:
-    return Hook(RUNNER_KERNEL, f"vllm.v1.{upstream}", f"vllm_backplane.runner.kernel_adapters:{adapter}", operators)
+def _kernel(upstream: str, function: str, *operators: str) -> Hook:
+    return Hook(RUNNER_KERNEL, f"vllm.v1.{upstream}", f"{_REPLACEMENTS}:{function}", operators)
 
 
-def _speculation(name: str, adapter: str) -> Hook:
-    return _kernel(f"spec_decode.utils:{name}_kernel", adapter, name)
+def _speculation(name: str, function: str) -> Hook:
+    return _kernel(f"spec_decode.utils:{name}_kernel", function, name)
 
 
-def _rejection(name: str, adapter: str, operator: str) -> Hook:
-    return _kernel(f"sample.rejection_sampler:{name}_kernel", adapter, operator)
+def _rejection(name: str, function: str, operator: str) -> Hook:
+    return _kernel(f"sample.rejection_sampler:{name}_kernel", function, operator)
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -100,13 +102,13 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "quantization method",
         "vllm.model_executor.layers.linear:LinearMethodBase",
-        f"{_QUANTIZATION}.online.linear:QuantizedLinearMethod",
+        f"{_QUANTIZATION}.online.linear:OnlineLinearMethod",
         ("quantized_linear", "linear"),
     ),
     Hook(
         "quantization method",
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
-        f"{_QUANTIZATION}.online.experts:QuantizedMoEMethod",
+        f"{_QUANTIZATION}.online.experts:OnlineMoEMethod",
         ("quantized_linear", "silu_and_mul"),
     ),
     Hook(
@@ -153,12 +155,28 @@ HOOKS: tuple[Hook, ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class OwnCaller:
+    """Declares a part of Backplane that calls operators and replaces nothing in vLLM."""
+
+    kind: str
+    path: str
+    """module:name."""
+    operators: tuple[str, ...]
+
+
+OWN_CALLERS: tuple[OwnCaller, ...] = (
+    OwnCaller("worker", "vllm_backplane.worker.numeric_guard:NumericGuard", ("tally_values",)),
+    OwnCaller("decode fast path", "vllm_backplane.runner.decode_inputs:DecodeInputs", ("compute_slot_mapping",)),
+)
+
+
 def check(hook: Hook) -> None:
     """Raises BindingError if vLLM no longer has the extension point, or the replacement does not fit it."""
     if hook.kind == RUNNER_KERNEL:
-        from vllm_backplane.runner import kernel_adapters
+        from vllm_backplane.runner import triton_replacements
 
-        kernel_adapters.launcher(hook.upstream.replace(":", "."), load(hook.replacement))
+        triton_replacements.launcher(hook.upstream.replace(":", "."), load(hook.replacement))
         return
     upstream, replacement = load(hook.upstream), load(hook.replacement)
     if hook.kind == IR_OPERATOR:
@@ -172,12 +190,13 @@ def check(hook: Hook) -> None:
 
 
 def callers() -> dict[str, tuple[tuple[str, str], ...]]:
-    """Returns the callers of each operator as pairs (kind, layer): layers first, then hooks."""
+    """Returns the callers of each operator as pairs (kind, name): layers first, then hooks, then parts of
+    Backplane."""
     found: dict[str, tuple[tuple[str, str], ...]] = {}
     for kind, layer, operators in [
         *(("layer", binding.layer, binding.operators) for binding in BINDINGS),
         *((hook.kind, hook.layer, hook.operators) for hook in HOOKS),
-        ("worker", "NumericGuard", ("tally_values",)),  # called by the worker itself; replaces nothing in vLLM
+        *((caller.kind, caller.path.partition(":")[2], caller.operators) for caller in OWN_CALLERS),
     ]:
         for operator in operators:
             found[operator] = (*found.get(operator, ()), (kind, layer))
