@@ -15,7 +15,6 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.http import middleware
 from vllm_backplane.patches import application
 from vllm_backplane.process.cuda_shims import install_shims
 from vllm_backplane.process.forked_sockets import release_sockets_in_engines
@@ -48,6 +47,18 @@ if not _device.capabilities.triton:
     # If Triton finds a GPU, vLLM would select its V2 model runner, which needs Triton for Backplane's device as well.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 application.apply_patches(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
+
+
+MIDDLEWARES = ("vllm_backplane.lora.http_errors.AdapterErrors", "vllm_backplane.http.sleep_gate.SleepGate")
+"""The ASGI middlewares that Backplane adds to vLLM's HTTP server, which imports them by name."""
+
+
+def add_middlewares(parser: ArgumentParser) -> None:
+    """Appends the middlewares to the default of ``--middleware``. A parser without that option is not a server's."""
+    given = parser.get_default("middleware")
+    # 'vllm snapshot create' defines the option only to reject it.
+    if given is not None and "snapshot" not in parser.prog:
+        parser.set_defaults(middleware=[*given, *(name for name in MIDDLEWARES if name not in given)])
 
 
 class BackplanePlatform(Platform):
@@ -222,7 +233,7 @@ class BackplanePlatform(Platform):
     def pre_register_and_update(cls, parser: ArgumentParser | None = None) -> None:
         """Adds Backplane's middlewares to the server's parser. vLLM calls this before it parses a command line."""
         if parser is not None:
-            middleware.add_to(parser)
+            add_middlewares(parser)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:

@@ -6,7 +6,7 @@ has a fixed form, and this ASGI middleware searches the response for that form.
 
 A request fails without a reason if its adapter had to be loaded again and could not be. The middleware then makes
 the engine load the adapter, and sends the engine's error as the response, or as the last event of a stream.
-`http/middleware.py` adds the middleware to vLLM's server.
+`platform.py` adds the middleware to vLLM's server.
 """
 
 from __future__ import annotations

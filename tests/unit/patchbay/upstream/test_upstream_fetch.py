@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_patchbay.cache import cache_folder
 from vllm_patchbay.errors import PatchbayError
 from vllm_patchbay.upstream import SymbolIndex, open_tree
+from vllm_patchbay.upstream.fetch import cache_folder
 
 
 @pytest.fixture
