@@ -57,7 +57,7 @@ def test_a_sleep_without_a_way_back_is_refused_before_anything_is_given_up(
     ours."""
     from vllm.config import LoadConfig
 
-    from vllm_backplane.quantization.gguf.loader import register
+    from vllm_backplane.quantization.gguf.registration import register
 
     register()
     worker: Any = SimpleNamespace(
