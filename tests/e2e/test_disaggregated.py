@@ -77,7 +77,7 @@ class Pair:
     def counts(self) -> dict[str, int]:
         """Returns how many KV blocks the decode server has handled, by outcome."""
         outcomes = ("loaded", "fetched", "damaged", "missing", "unreachable")
-        return {name: int(self.decode.metric("backplane:kv_tier_blocks_total", outcome=name)) for name in outcomes}
+        return {name: int(self.decode.metric("backplane:kv_offload_blocks_total", outcome=name)) for name in outcomes}
 
     def change(self, before: dict[str, int]) -> dict[str, int]:
         """Returns the counts that have changed since `before`, with the differences."""

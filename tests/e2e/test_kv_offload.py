@@ -55,7 +55,7 @@ class OffloadServer:
     def counts(self) -> dict[str, int]:
         """Returns how many blocks the server has handled, by outcome."""
         outcomes = ("stored", "loaded", "evicted", "damaged", "missing")
-        return {name: int(self.server.metric("backplane:kv_tier_blocks_total", outcome=name)) for name in outcomes}
+        return {name: int(self.server.metric("backplane:kv_offload_blocks_total", outcome=name)) for name in outcomes}
 
     def change(self, before: dict[str, int]) -> dict[str, int]:
         """Returns the counts that have changed since `before`, with the differences."""
@@ -230,7 +230,7 @@ def test_in_host_memory_on_two_cards(tiny_llama: Path, case: Case, tmp_path: Pat
     forget = {"forget prefixes": None}
     steps = [work, forget, work, {"rpc": "damage_kept_blocks"}, forget, work, forget, work]
     transfer = {
-        "kv_connector": "BackplaneTier",
+        "kv_connector": "BackplaneOffloadConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"capacity": "4MiB"},
     }

@@ -440,9 +440,9 @@ def damage_kept_blocks(worker: Any) -> int:
 
     if worker.rank != 1:
         return 0
-    tier = connector_of_worker()
-    assert tier is not None
-    rows = tier.connector_worker.store._slots._rows
+    connector = connector_of_worker()
+    assert connector is not None
+    rows = connector.connector_worker.store._slots._rows
     rows[...] ^= 0xFF
     return len(rows)
 

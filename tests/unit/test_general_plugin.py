@@ -12,7 +12,7 @@ import pytest
 from tests import programs
 from tests.environment import AT_START
 from vllm_backplane.gguf.hf_config import QUANTIZATION
-from vllm_backplane.kv_offload.settings import NAME as TIER
+from vllm_backplane.kv_offload.settings import NAME as OFFLOAD_CONNECTOR
 from vllm_backplane.weights.load_formats import ALL_SHARED, PEER
 
 pytestmark = pytest.mark.process
@@ -62,7 +62,7 @@ json.dump({
 
 REGISTERED = {
     "load formats": {QUANTIZATION, PEER, *ALL_SHARED},
-    "KV connectors": {TIER},
+    "KV connectors": {OFFLOAD_CONNECTOR},
 }
 
 

@@ -1,6 +1,6 @@
-"""Implements `BackplaneTier`, a KV connector of vLLM that offloads KV cache blocks to host memory or disk.
+"""Implements `BackplaneOffloadConnector`, a KV connector of vLLM that offloads KV cache blocks to host memory or disk.
 
-    --kv-transfer-config '{"kv_connector": "BackplaneTier", "kv_role": "kv_both",
+    --kv-transfer-config '{"kv_connector": "BackplaneOffloadConnector", "kv_role": "kv_both",
                            "kv_connector_extra_config": {"capacity": "2GiB"}}'
 
 vLLM creates one connector for the scheduler (`scheduler.py`) and one for each worker (`worker.py`). Loads are
@@ -61,7 +61,7 @@ class OffloadHandshakeMetadata(KVConnectorHandshakeMetadata):
     """Identity of the model; empty if blocks are not exchanged with other servers."""
 
 
-class BackplaneTier(KVConnectorBase_V1):
+class BackplaneOffloadConnector(KVConnectorBase_V1):
     """Implements the connector of one process: the scheduler's or a worker's, depending on `role`."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -260,10 +260,10 @@ class BackplaneTier(KVConnectorBase_V1):
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def connector_of_worker() -> BackplaneTier | None:
+def connector_of_worker() -> BackplaneOffloadConnector | None:
     """Returns the KV offload connector of this worker, or None if the worker has none or another one."""
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-    return connector if isinstance(connector, BackplaneTier) else None
+    return connector if isinstance(connector, BackplaneOffloadConnector) else None
 
 
 def _warn(text: str) -> None:

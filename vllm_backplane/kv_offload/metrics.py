@@ -1,4 +1,4 @@
-"""Counts blocks by outcome, for vLLM's log and for Prometheus: `backplane:kv_tier_blocks_total{outcome="loaded"}`."""
+"""Counts blocks by outcome for vLLM's log and for Prometheus: `backplane:kv_offload_blocks_total{outcome="loaded"}`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from vllm_backplane.kv_offload.store import Outcome
 
-METRIC = "backplane:kv_tier_blocks"
+METRIC = "backplane:kv_offload_blocks"
 
 
 class OffloadStats(KVConnectorStats):

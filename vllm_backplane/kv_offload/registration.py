@@ -15,5 +15,5 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     # Raises if another plugin has registered the name.
-    KVConnectorFactory.register_connector(NAME, "vllm_backplane.kv_offload.connector", "BackplaneTier")
+    KVConnectorFactory.register_connector(NAME, "vllm_backplane.kv_offload.connector", "BackplaneOffloadConnector")
     _registered = True

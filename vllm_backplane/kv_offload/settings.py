@@ -11,7 +11,7 @@ from vllm_backplane.errors import OptionError, nearest
 from vllm_backplane.peering.addresses import Address, loopback_address
 from vllm_backplane.settings.options import byte_count
 
-NAME = "BackplaneTier"
+NAME = "BackplaneOffloadConnector"
 _WHERE = f"kv_connector_extra_config of {NAME}"
 
 

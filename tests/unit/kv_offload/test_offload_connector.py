@@ -24,7 +24,7 @@ FULL, WINDOW = FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_wi
 def test_it_can_be_registered_more_than_once() -> None:
     register()
     register()
-    assert KVConnectorFactory.get_connector_class_by_name(NAME) is connector.BackplaneTier
+    assert KVConnectorFactory.get_connector_class_by_name(NAME) is connector.BackplaneOffloadConnector
 
 
 def groups(*specs: Any) -> Any:

@@ -51,7 +51,7 @@ def test_with_adapters_it_is_ours() -> None:
     assert chosen(lora=True, ahead=False) == scheduling.SCHEDULER
     assert chosen(lora=True, ahead=True) == scheduling.ASYNC_SCHEDULER
     assert chosen(lora=True, ahead=False, given=scheduling.ASYNC_SCHEDULER) == scheduling.SCHEDULER, "a copy"
-    assert chosen(lora=True, ahead=True, connector="BackplaneTier") == scheduling.ASYNC_SCHEDULER
+    assert chosen(lora=True, ahead=True, connector="BackplaneOffloadConnector") == scheduling.ASYNC_SCHEDULER
     assert chosen(lora=True, ahead=True, diffusion=object()) is None, "vLLM has one of its own"
 
 
