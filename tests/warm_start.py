@@ -4,8 +4,8 @@ Importing vLLM takes nine seconds, and seven of these are spent on PyTorch, tran
 this module, every engine and server of the tests would spend them. The forked child imports only vLLM and Backplane,
 and reads their environment variables itself.
 
-Engines and servers that have the same variables as an earlier one are forked from a process that has imported vLLM and
-Backplane too, under these variables (`with_vllm`).
+Engines and servers are forked from a process that has imported vLLM and Backplane too, under their variables
+(`with_vllm`). Those that have the same variables share this process.
 
 `fork` returns None where a forked child could behave differently from a started one, and the caller then starts it in
 the usual way. This is the case if the child's environment differs in a variable that an imported library may have
@@ -61,7 +61,10 @@ VLLM_MODULES = (
     "vllm_backplane.runner.v1",
     "vllm_backplane.settings.compat",
 )
-"""What is imported for engines and servers with the same variables as an earlier one."""
+"""What is imported for engines and servers."""
+
+MOST_WITH_VLLM = 4
+"""Number of processes that keep vLLM imported, each for other variables. A process takes some 400 MB."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -80,10 +83,12 @@ class Forked:
     def __init__(self, command: Sequence[str], pid: int, forker: _Forker) -> None:
         self.args, self.pid, self._forker = command, pid, forker
         self.returncode: int | None = None
+        self._polling = threading.Lock()
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._forker.request({"poll": self.pid})
+        with self._polling:  # the status of a process can be read once
+            if self.returncode is None:
+                self.returncode = self._forker.request({"poll": self.pid})
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -124,7 +129,7 @@ def fork(
             "variables": dict(variables),
         }
     )
-    return None if pid is None else Forked(command, pid, forker)
+    return None if pid is None else forker.adopt(Forked(command, pid, forker))
 
 
 class _Forker:
@@ -135,7 +140,8 @@ class _Forker:
         self._control = control.makefile("rw")
         self._one_at_a_time = threading.RLock()
         self._variables = _variables()
-        self._with_vllm: dict[frozenset[tuple[str, str]], _Forker | None] = {}
+        self._with_vllm: dict[frozenset[tuple[str, str]], _Forker] = {}
+        self._children: list[Forked] = []
 
     @classmethod
     def start(cls) -> _Forker:
@@ -154,20 +160,37 @@ class _Forker:
         return cls(ours, log, process)
 
     def with_vllm(self, variables: Mapping[str, str]) -> _Forker | None:
-        """Returns a process that has imported vLLM under these variables, from the second request for them on.
-
-        The first request may be the only one, and then such a process would save nothing.
-        """
+        """Returns a process that has imported vLLM under these variables, or None if they forbid a fork."""
         key = frozenset((name, value) for name, value in variables.items() if not name.startswith("PYTEST_"))
         with self._one_at_a_time:  # no other request may come between this one and its socket
-            if key not in self._with_vllm:
-                self._with_vllm[key] = None
-            elif self._with_vllm[key] is None and self.request({"with_vllm": dict(variables)}):
+            found = self._with_vllm.pop(key, None)
+            if found is None:
+                if not self.request({"with_vllm": dict(variables)}):
+                    return None
                 ours, theirs = socket.socketpair()
                 socket.send_fds(self._socket, [b"\n"], [theirs.fileno()])
                 theirs.close()
-                self._with_vllm[key] = _Forker(ours, self._log)
-            return self._with_vllm[key]
+                found = _Forker(ours, self._log)
+            self._with_vllm[key] = found  # the last one was used last
+            idle = [other for other, forker in self._with_vllm.items() if forker is not found and forker.is_idle()]
+            for other in idle[: max(0, len(self._with_vllm) - MOST_WITH_VLLM)]:
+                self._with_vllm.pop(other).close()
+            return found
+
+    def adopt(self, child: Forked) -> Forked:
+        """Records a child of the process."""
+        self._children.append(child)
+        return child
+
+    def is_idle(self) -> bool:
+        """Returns whether all children have ended."""
+        self._children = [child for child in self._children if child.poll() is None]
+        return not self._children
+
+    def close(self) -> None:
+        """Ends the process, which must be idle."""
+        self._control.close()
+        self._socket.close()
 
     def allows(self, variables: Mapping[str, str]) -> bool:
         """Returns whether a child with these variables may be forked."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SCRIPTS = Path(sys.executable).parent
 TAIL_LINES = 80
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+SIM: dict[str, str] = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
+"""Variables of children on the simulated device, for tests that need no others."""
 
 logs: list[tuple[str, Path]] = []
 """Command and log of every started child, for the report of a failure."""
@@ -50,6 +52,16 @@ def on_path(folder: Path) -> str:
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+WARM: dict[str, str | None] = {
+    START_METHOD: "fork",  # a spawned process would import all of vLLM again
+    "BACKPLANE_DEVICE": "cpu",
+    "VLLM_SERVER_DEV_MODE": "1",  # for requests that call workers, forget prefixes or sleep
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for calls of functions in workers
+    "PYTHONPATH": on_path(Path(__file__).parent),  # for worker_rpc.py
+}
+"""Variables of warm children. Children with the same variables share a process that has imported vLLM."""
+
+
 def tail(log: Path, lines: int = TAIL_LINES) -> str:
     """Returns the last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
@@ -69,14 +81,14 @@ class Child:
     ) -> None:
         """Starts the command; with `warm`, forks it with imported libraries where possible (tests/warm_start.py).
 
-        With `with_vllm` too, vLLM may be one of them. With `warm`, vLLM forks its own processes as well, unless
-        `variables` has another method: a spawned process would import all of vLLM again.
+        With `with_vllm` too, vLLM may be one of them. `warm` also sets the variables in `WARM`, unless `variables` has
+        other values.
         """
         self.command = list(command)
         self.log = log
         self._seen: dict[int, psutil.Process] = {}
         logs.append((" ".join(self.command), log))
-        given = environment(**({START_METHOD: "fork"} if warm else {}) | dict(variables or {}))
+        given = environment(**(WARM if warm else {}) | dict(variables or {}))
         with log.open("wb") as output:
             self.process = (warm and _fork(self.command, log, given, with_vllm)) or subprocess.Popen(
                 self.command,

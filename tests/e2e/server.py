@@ -39,7 +39,8 @@ class Server(Child):
         line = [command, "serve", *arguments, "--port", str(self.port)]
         # The option --device sets a variable before vLLM is imported.
         with_vllm = not any(argument.partition("=")[0] == "--device" for argument in arguments)
-        super().__init__(line, folder / "server.log", variables, warm=warm, with_vllm=with_vllm)
+        given = variables if with_vllm else {"BACKPLANE_DEVICE": None, **(variables or {})}
+        super().__init__(line, folder / "server.log", given, warm=warm, with_vllm=with_vllm)
         try:
             self._wait_until_ready()
         except BaseException:

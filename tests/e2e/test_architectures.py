@@ -10,6 +10,7 @@ import pytest
 import reference
 from architectures import ARCHITECTURES
 from engine import Result, batch, greedy, job, require_backplane, run_engines, try_engines
+from processes import SIM
 
 pytestmark = pytest.mark.server
 
@@ -25,7 +26,7 @@ MARGIN = 1e-2
 
 DEVICES: dict[str, dict[str, str]] = {
     "cpu": {},
-    "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
+    "sim": SIM,
 }
 GRAPHS: dict[str, dict[str, Any]] = {"cpu": {}, "sim": {"compilation_config": {"cudagraph_capture_sizes": [1, 4]}}}
 """Engine arguments by device. The simulated card captures graphs of these sizes; two and three sequences are padded to

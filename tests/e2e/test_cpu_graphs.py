@@ -17,9 +17,7 @@ import multimodal_models
 import pytest
 from architectures import ARCHITECTURES
 from engine import Result, batch, greedy, job, require_backplane, try_engines
-from processes import on_path
 from server import LIMITS, Server
-from worker_rpc import RPC_VARIABLES
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -169,7 +167,7 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         ARCHITECTURES[name].save(folder / name)
         compared = compared_in_both(twice(few)[2])
         engines[name] = job(folder / name, steps=compared, enable_prefix_caching=False, skip_tokenizer_init=True)
-    results, log = try_engines(folder, list(engines.values()), RPC_VARIABLES)
+    results, log = try_engines(folder, list(engines.values()))
     logs = re.split(r"^=== engine \d+: .*$", log.read_text(errors="replace"), flags=re.MULTILINE)[1:]
     return {
         name: Run(result, text, engine["steps"])
@@ -194,8 +192,6 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = ("--served-model-name", "tiny", "--worker-extension-cls", "worker_rpc.OverHttp")
     variables = {
         "BACKPLANE_MEMORY_SHARE": "0.2",
-        "PYTHONPATH": on_path(Path(__file__).parent),
-        "VLLM_SERVER_DEV_MODE": "1",
     }
     with Server(folder, str(folder / "experts"), *LIMITS, *two, *options, variables=variables) as server:
         yield server

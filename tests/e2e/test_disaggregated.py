@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import reference
+from processes import SIM
 from server import Server
 
 from tests.breaking_relay import Fault, Relay
@@ -36,7 +37,7 @@ LOGPROBS = 1e-3
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "disaggregated.md").read_text()
 DEVICES = {
     "cpu": {},
-    "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
+    "sim": SIM,
 }
 LIMITS = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--dtype", "float32")
 CACHE = ("--kv-cache-memory-bytes", str(64 << 20))
@@ -109,7 +110,7 @@ def pair(device: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     def start(transfer: dict[str, Any]) -> Server:
         given = (str(model), "--served-model-name", "tiny", *LIMITS, *CACHE)
         arguments = (*given, "--kv-transfer-config", json.dumps(transfer))
-        variables = {"VLLM_SERVER_DEV_MODE": "1", **DEVICES[device]}
+        variables = {**DEVICES[device]}
         server = Server(tmp_path_factory.mktemp("server"), *arguments, variables=variables)
         return running.enter_context(server)
 

@@ -11,6 +11,7 @@ import prompts
 import pytest
 import torch
 from engine import Result, job, run_engines
+from processes import SIM
 from server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
@@ -24,7 +25,7 @@ SERVED: dict[str, tuple[dict[str, str], tuple[str, ...], float]] = {
     "cpu": ({}, (), CLOSENESS),
     # The simulated card must compute every operator itself; a fallback to the host is an error.
     "sim": (
-        {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
+        SIM,
         ("--dtype", "float32"),
         EXACT,
     ),

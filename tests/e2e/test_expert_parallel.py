@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import reference
 from architectures import ARCHITECTURES
-from processes import on_path
 from server import LIMITS, Server
 
 from vllm_backplane.device.cores import usable_cores
@@ -25,8 +24,6 @@ PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place i
 VARIABLES = {
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "1GiB",
-    "VLLM_SERVER_DEV_MODE": "1",
-    "PYTHONPATH": on_path(Path(__file__).parent),
 }
 WORKERS = 2
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "parallel.md").read_text()

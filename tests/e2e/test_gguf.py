@@ -13,7 +13,6 @@ import reference
 import torch
 from engine import Result, batch, greedy, job, require_backplane, run_engines, try_engines
 from model_spec import COMMON
-from worker_rpc import RPC_VARIABLES
 
 pytestmark = pytest.mark.server
 
@@ -53,7 +52,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, R
     # The second count follows when both workers have read the table: a page counts half only if both have it.
     two = {"steps": [{"rpc": "mapped_table"}] * 2, "tensor_parallel_size": gguf_models.ONE_KV_HEAD.workers}
     jobs.append(job(folder / "two.gguf", work, **LIMITS, **two))
-    variables = {"BACKPLANE_CACHE": str(folder / "cache"), **RPC_VARIABLES}
+    variables = {"BACKPLANE_CACHE": str(folder / "cache")}
     results, _log = try_engines(tmp_path_factory.mktemp("engines"), jobs, variables)
     return {name: (models[name], result) for name, result in zip(models, results, strict=True)}
 

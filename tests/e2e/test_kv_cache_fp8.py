@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine import batch, greedy, job, run_engines
+from processes import SIM
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -15,7 +16,6 @@ STORED = 16 << 20
 
 TOLERANCES = {"fp8": (0.035, 0.2), "fp8_e5m2": (0.06, 0.7)}
 """Limits of the mean and the largest absolute difference of log-probabilities: about twice what was measured."""
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
 ENGINES = {"cpu": (["auto", *TOLERANCES], {}), "sim": (["fp8"], SIM)}
 """Types of the KV cache and environment variables, by device. The unquantized results are those of cpu."""
 CASES = [(device, name) for device, (types, _) in ENGINES.items() for name in types if name in TOLERANCES]

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import reference
 from engine import batch, greedy, job, run_engines
+from processes import SIM
 from server import Server
-from worker_rpc import RPC_VARIABLES
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -34,7 +34,6 @@ BLOCK = {"cpu": 720 << 10, "sim": 32 << 10}
 """Bytes of a block by device: cpu serves the default model, and sim a tiny one."""
 LOGPROBS = 1e-3
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "kv-offload.md").read_text()
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
 
 
 class Case:
@@ -111,7 +110,6 @@ def offload(device: str, model: Path, tmp_path_factory: pytest.TempPathFactory) 
     limits = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--dtype", "float32")
     given = (str(model), "--served-model-name", "tiny", *limits, "--kv-transfer-config", json.dumps(transfer))
     variables = {
-        "VLLM_SERVER_DEV_MODE": "1",
         **(SIM if device == "sim" else {"BACKPLANE_DEVICE": "cpu"}),
     }
     with Server(tmp_path_factory.mktemp("server"), *given, variables=variables) as server:
@@ -235,7 +233,7 @@ def test_in_host_memory_on_two_cards(tiny_llama: Path, case: Case, tmp_path: Pat
         "kv_connector_extra_config": {"capacity": "4MiB"},
     }
     one = job(tiny_llama, steps=steps, tensor_parallel_size=2, kv_transfer_config=transfer)
-    [result] = run_engines(tmp_path, [one], {**SIM, **RPC_VARIABLES}, device="sim")
+    [result] = run_engines(tmp_path, [one], SIM, device="sim")
     computed, _, loaded, damaged, _, recomputed, _, again = result["steps"]
     assert damaged[0] == 0 and damaged[1] > 0
     for outputs in (computed, loaded, recomputed, again):

@@ -23,6 +23,7 @@ import pytest
 import reference
 from engine import batch, greedy, job, run_engines
 from lora_adapters import BROKEN, Adapter
+from processes import SIM
 from server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
@@ -37,7 +38,7 @@ LIMITS = {"max_loras": 2, "max_cpu_loras": 3, "max_lora_rank": 64}
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "lora.md").read_text()
 VARIABLES: dict[str, dict[str, str]] = {
     "cpu": {},
-    "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"},
+    "sim": SIM,
 }
 
 
@@ -83,7 +84,7 @@ def server(device: str, case: Case, tmp_path_factory: pytest.TempPathFactory) ->
     [documented] = re.findall(r"^VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
     assert all(f"--{name.replace('_', '-')} {value}" in documented for name, value in LIMITS.items())
     given = (*documented.split(), "--lora-modules", f"{SMALL}={case.adapters[SMALL].folder}")
-    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1", **VARIABLES[device]}
+    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", **VARIABLES[device]}
     with Server(tmp_path_factory.mktemp(device), *given, *limits, variables=variables) as running:
         assert f"Operators on device {device}:" in running.text()
         load(running, LARGE, case.adapters[LARGE].folder)

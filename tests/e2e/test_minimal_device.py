@@ -17,7 +17,6 @@ import test_gguf
 import test_schemes
 from engine import Result, batch, greedy, job, run_engines
 from processes import on_path
-from worker_rpc import RPC_VARIABLES
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -44,7 +43,7 @@ def outcomes(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
         one["engine"] |= {**LIMITS, "skip_tokenizer_init": True}
         one["steps"] = [{"rpc": "operators"}]
     chosen = {"PYTHONPATH": on_path(installed), "BACKPLANE_DEVICE": "minimal", "BACKPLANE_CACHE": str(folder / "cache")}
-    results = run_engines(tmp_path_factory.mktemp("engines"), jobs, {**chosen, **RPC_VARIABLES}, device="minimal")
+    results = run_engines(tmp_path_factory.mktemp("engines"), jobs, chosen, device="minimal")
     return dict(zip(models, zip(models.values(), results, strict=True), strict=True))
 
 

@@ -15,6 +15,7 @@ import pytest
 import reference
 import torch
 from engine import Result, batch, greedy, job, require_backplane, try_engines
+from processes import SIM
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -96,7 +97,7 @@ def runs(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         "two cards": guarded("all", f"corrupt@launch={launch_in(2)},card=1,kind=nan", tensor_parallel_size=2),
         "clean, two cards": guarded("all", tensor_parallel_size=2),
     }
-    variables = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"}
+    variables = SIM
     return run(tmp_path_factory.mktemp("guard"), jobs, variables)
 
 

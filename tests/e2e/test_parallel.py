@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import reference
 from engine import Result, batch, greedy, job, run_engines
-from worker_rpc import RPC_VARIABLES
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -45,7 +44,7 @@ def results(tiny_llama: Path, smollm2: Path, tmp_path_factory: pytest.TempPathFa
         # Two stages, because its thirty layers are divisible by two and its nine heads are not.
         "default model": job(smollm2, batch(PROMPTS, greedy(SHORTER)), pipeline_parallel_size=2, **limits),
     }
-    done = run_engines(tmp_path_factory.mktemp("parallel"), list(engines.values()), RPC_VARIABLES)
+    done = run_engines(tmp_path_factory.mktemp("parallel"), list(engines.values()))
     return dict(zip(engines, done, strict=True))
 
 

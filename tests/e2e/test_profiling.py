@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from processes import SIM
 from server import LIMITS, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
@@ -23,7 +24,7 @@ LAYERS = {"cpu": 30, "sim": 4}
 TOKENS = 4
 VARIABLES = {
     "cpu": {},
-    "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
+    "sim": SIM,
 }
 
 

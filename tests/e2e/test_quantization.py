@@ -15,7 +15,7 @@ import reference
 import torch
 from engine import Result, batch, greedy, job, require_backplane, run_engines, try_engines
 from model_spec import COMMON
-from processes import on_path, tail
+from processes import SIM, tail
 from server import Server
 from tiny_models import randomize
 
@@ -48,7 +48,6 @@ nearly equal probabilities."""
 MIXTURE_IDS = ([3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place in range(40)])
 CHECKPOINT = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
 LIMITS = {"max_model_len": 512, "max_num_batched_tokens": 512}
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
 PAGE = Path(__file__).resolve().parents[2] / "docs/serve/quantization.md"
 [EXAMPLE] = re.findall(r"^vllm-backplane serve (.*--quantization (\w+).*)$", PAGE.read_text(), re.MULTILINE)
 """The arguments and the format of the command on the page."""
@@ -155,8 +154,7 @@ def test_the_command_of_the_page(
     limits = [word for option, value in LIMITS.items() for word in (f"--{option.replace('_', '-')}", str(value))]
     given = (*shlex.split(arguments), *limits, "--max-num-seqs", "4", "--dtype", "float32")
     extension = ("--worker-extension-cls", "worker_rpc.OverHttp")
-    common = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": on_path(Path(__file__).parent)}
-    with Server(tmp_path, *given, *extension, variables=common | variables) as server:
+    with Server(tmp_path, *given, *extension, variables=variables) as server:
         assert f"Operators on device {device}:" in server.text()
         request = {"prompt": text, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0}
         response = server.http.post("/v1/completions", json=request)

@@ -17,7 +17,7 @@ import scheme_checkpoints as made
 import torch
 from engine import Result, batch, greedy, job, require_backplane, run_engines, try_engines
 from model_spec import COMMON
-from processes import tail
+from processes import SIM, tail
 from server import LIMITS, VLLM, Server
 from tiny_models import randomize
 
@@ -27,7 +27,6 @@ PROMPTS = [[3, 77, 401, 12], [(17 * place + place * place) % 500 + 5 for place i
 TOKENS = 8
 ROUNDED = 0.03
 """Largest allowed mean difference of log-probabilities, where the inputs of matrix products are rounded to 8 bits."""
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
 
 
 @dataclass(frozen=True)

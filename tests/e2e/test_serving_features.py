@@ -35,7 +35,6 @@ ENVIRONMENT = {
     "BACKPLANE_SIM_FALLBACK": "forbid",
     "BACKPLANE_SIM_MEMORY": "2GiB",
     "BACKPLANE_SIM_RACES": "fail",  # grammar masks are copied while the card computes, which must be synchronized
-    "VLLM_SERVER_DEV_MODE": "1",
 }
 
 CITY = {"type": "string", "enum": ["Paris", "Rome", "Tokyo"]}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine import batch, greedy, job, run_engines
+from processes import SIM
 
 from vllm_backplane.devices.cpu import CpuDevice
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.server
 
 DEVICES: dict[str, dict[str, str]] = {
     "cpu": {"BACKPLANE_DEVICE": "cpu"},
-    "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
+    "sim": SIM,
 }
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1040))]
 

@@ -8,12 +8,12 @@ import prompts
 import pytest
 import reference
 from engine import Result, batch, greedy, job, run_engines
+from processes import SIM
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 TOKENS = 20
 IDS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(31, 20031, 300))]
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
 DRAWN = {
     "temperature": 0.8,
     "top_k": 40,

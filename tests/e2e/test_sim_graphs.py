@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 from engine import Result, batch, greedy, job, require_backplane, try_engines
-from processes import tail
-from worker_rpc import RPC_VARIABLES
+from processes import SIM, tail
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 TOKENS = 24
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(31, 20031, 300)), [5, 6], [77, 78, 79]]
 SIZES = [1, 2, 4]
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **RPC_VARIABLES}
 DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES}
 LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import reference
 from engine import Result, batch, greedy, job, run_engines
-from worker_rpc import RPC_VARIABLES
+from processes import SIM
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 TOKENS = 24
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000], list(range(31, 20031, 300))]
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **RPC_VARIABLES}
 KV_CACHE = 64 << 20
 KEPT = "model.layers.1.mlp."
 

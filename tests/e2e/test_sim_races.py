@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 from engine import Result, batch, greedy, job, try_engines
-from worker_rpc import RPC_VARIABLES
+from processes import SIM
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 WORK = {"batch": batch([[7, 300, 21, 9000, 44], [40000], [5, 6]], greedy(8))}
 COUNT = {"rpc": "missing_synchronizations"}
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **RPC_VARIABLES}
 LIMITS = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 64 << 20}
 DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4]}
 MISSING = "backplane sim: missing synchronization: "

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from engine import Result, batch, greedy, job, run_engines
-from worker_rpc import RPC_VARIABLES
+from processes import SIM
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 WORK = {"batch": batch([[7, 300, 21, 9000, 44], list(range(1000, 1100)), [40000]], greedy(12))}
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB", **RPC_VARIABLES}
 KV_CACHE = 64 << 20
 
 

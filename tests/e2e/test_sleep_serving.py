@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 import pytest
+from processes import SIM
 from server import LIMITS, Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "sleep.md").read_text()
 PROMPT = list(range(1000, 1040))
-SIM = {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "2GiB"}
 CACHE = 64 << 20
 
 
@@ -48,7 +48,7 @@ def served(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     folder = tmp_path_factory.mktemp(device)
     (kept := folder / "kept").mkdir()
     [documented] = re.findall(r"^VLLM_SERVER_DEV_MODE=1 vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
-    variables = {"VLLM_SERVER_DEV_MODE": "1", **(SIM if device == "sim" else {"BACKPLANE_CPU_SLEEP_FOLDER": str(kept)})}
+    variables = {**(SIM if device == "sim" else {"BACKPLANE_CPU_SLEEP_FOLDER": str(kept)})}
     arguments = (*documented.split(), *LIMITS, "--kv-cache-memory-bytes", str(CACHE))
     with Server(folder, *arguments, variables=variables) as running:
         assert f"Operators on device {device}:" in running.text()

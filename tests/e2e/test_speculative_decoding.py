@@ -22,7 +22,6 @@ import pytest
 import reference
 import torch
 from engine import Result, batch, greedy, job, run_engines
-from processes import on_path
 from server import Server
 from transformers import AutoTokenizer
 
@@ -165,7 +164,7 @@ def served(folder: Path, logs: Path, device: str, method: str) -> Run:
     limits = ("--max-model-len", "256", "--max-num-seqs", "32", "--max-num-batched-tokens", "256", "--seed", "1")
     limits += ("--kv-cache-memory-bytes", str(CACHE))
     more = ("--dtype", "float32", "--skip-tokenizer-init", "--worker-extension-cls", "worker_rpc.OverHttp")
-    variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": on_path(Path(__file__).parent), **DEVICES[device]}
+    variables = {**DEVICES[device]}
     with Server(logs, str(target(folder, method)), *option, *limits, *more, variables=variables) as server:
         assert f"Operators on device {device}:" in server.text()
         first = int(call_worker(server, "rpc_compiled_ngrams"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Child, environment, on_path
+from processes import WARM, Child, environment, on_path
 
 from tests import programs, warm_start
 
@@ -72,7 +72,8 @@ def run(program: Path, *, warm: bool = True, **variables: str) -> tuple[list[Any
     The first part of the output must be the same for a started and a forked process. The second part shows which
     packages were imported at first, and the third part has random numbers.
     """
-    with Child([sys.executable, str(program), "a", "b"], program.parent / "log", variables, warm=warm) as child:
+    given = {**WARM, **variables}
+    with Child([sys.executable, str(program), "a", "b"], program.parent / "log", given, warm=warm) as child:
         assert child.wait(120) == 3, child.text()
         seen, modules, (found, numbers) = map(json.loads, without_leak_report(child.text()).splitlines())
         return [seen, found], modules, numbers, child.process
@@ -112,11 +113,13 @@ os._exit(0)
 """
 
 
-def test_children_with_the_same_variables_find_vllm_imported_under_them(tmp_path: Path) -> None:
-    """Tests a program that is started, then forked before vLLM is imported, and then twice after that."""
+def test_children_with_the_same_variables_find_vllm_imported_under_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests a program that is started, and then forked twice."""
     (tmp_path / "program.py").write_text(WITH_VLLM)
     command = [sys.executable, str(tmp_path / "program.py")]
-    own = {"BACKPLANE_DEVICE": "sim", "VLLM_LOGGING_PREFIX": "a test "}
+    own = {**WARM, "BACKPLANE_DEVICE": "sim", "VLLM_LOGGING_PREFIX": "a test "}
 
     def run_once(*, warm: bool) -> list[Any]:
         with Child(command, tmp_path / "log", own, warm=warm, with_vllm=True) as child:
@@ -124,11 +127,16 @@ def test_children_with_the_same_variables_find_vllm_imported_under_them(tmp_path
             [printed] = [line for line in child.text().splitlines() if line.startswith(("[true", "[false"))]
             return list(json.loads(printed))
 
-    plain, *forked = [run_once(warm=warm) for warm in (False, True, True, True)]
-    assert [imported for imported, _ in (plain, *forked)] == [False, False, True, True]
+    plain, *forked = [run_once(warm=warm) for warm in (False, True, True)]
+    assert [imported for imported, _ in (plain, *forked)] == [False, True, True]
     assert plain[1]["device"][1:] == ["bpnpu", own["VLLM_LOGGING_PREFIX"]]
     for _, found in forked:
         assert found == plain[1]
+    monkeypatch.setattr(warm_start, "MOST_WITH_VLLM", 1)
+    own["VLLM_LOGGING_PREFIX"] = "another test "
+    assert run_once(warm=True)[1]["device"][2] == "another test "
+    kept = warm_start._forker()._with_vllm
+    assert [dict(key)["VLLM_LOGGING_PREFIX"] for key in kept] == ["another test "], "idle processes must have ended"
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "TMPDIR", "HOME", "HF_HOME", "LD_PRELOAD"])

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import reference
 from architectures import ARCHITECTURES
-from processes import Child
+from processes import SIM, Child
 from server import COMMAND, LIMITS, Server
 
 from tests.breaking_relay import Fault, Relay
@@ -33,7 +33,7 @@ OTHER_LIMITS = ("--max-model-len", "192", "--max-num-seqs", "3", "--max-num-batc
 NAMED = ("--served-model-name", "tiny", "--skip-tokenizer-init")
 DEVICES = {
     "cpu": {"BACKPLANE_MEMORY_SHARE": "0.2"},
-    "sim": {"BACKPLANE_DEVICE": "sim", "BACKPLANE_SIM_FALLBACK": "forbid", "BACKPLANE_SIM_MEMORY": "1GiB"},
+    "sim": SIM,
 }
 
 

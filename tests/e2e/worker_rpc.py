@@ -1,6 +1,6 @@
 """Defines functions that tests call in the worker processes: vLLM's `collective_rpc` passes them the worker.
 
-vLLM sends functions by name only if RPC_VARIABLES are among the environment variables.
+vLLM sends functions by name only if VLLM_ALLOW_INSECURE_SERIALIZATION is set, as `WARM` in processes.py does.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from functools import partial
 from itertools import cycle
 from typing import Any
-
-RPC_VARIABLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 
 def memory(worker: Any) -> dict[str, Any]:
