@@ -21,6 +21,9 @@ BLOCK_TOKENS = 16
 SIZES_OF_KV_CACHE = {"num_gpu_blocks_override", "kv_cache_memory_bytes", "gpu_memory_utilization"}
 """Arguments of an engine that affect the size of its KV cache."""
 
+CALLS_OF_FUNCTIONS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""Variables with which vLLM sends functions to workers (worker_rpc.py)."""
+
 Result = dict[str, Any]
 """The result of one job, as run_engine.py describes it."""
 
@@ -82,7 +85,8 @@ def try_engines(
     given, results, log = folder / "jobs.json", folder / "results.json", folder / "engine.log"
     given.write_text(json.dumps(jobs))
     command = [sys.executable, str(SCRIPT), str(given), str(results), *([] if warm else [UNMODIFIED])]
-    with Child(command, log, variables, warm=warm, with_vllm=True) as child:
+    given = {**(CALLS_OF_FUNCTIONS if warm else {}), **(variables or {})}
+    with Child(command, log, given, warm=warm, with_vllm=True) as child:
         status = child.wait(timeout)
         assert status == 0, f"exit status {status}\n{tail(log)}"
     return json.loads(results.read_text()), log

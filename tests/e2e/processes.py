@@ -56,7 +56,6 @@ WARM: dict[str, str | None] = {
     START_METHOD: "fork",  # a spawned process would import all of vLLM again
     "BACKPLANE_DEVICE": "cpu",
     "VLLM_SERVER_DEV_MODE": "1",  # for requests that call workers, forget prefixes or sleep
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for calls of functions in workers
     "PYTHONPATH": on_path(Path(__file__).parent),  # for worker_rpc.py
 }
 """Variables of warm children. Children with the same variables share a process that has imported vLLM."""

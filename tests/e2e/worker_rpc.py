@@ -1,6 +1,6 @@
 """Defines functions that tests call in the worker processes: vLLM's `collective_rpc` passes them the worker.
 
-vLLM sends functions by name only if VLLM_ALLOW_INSECURE_SERIALIZATION is set, as `WARM` in processes.py does.
+vLLM sends functions by name only if VLLM_ALLOW_INSECURE_SERIALIZATION is set, as engine.py does.
 """
 
 from __future__ import annotations
