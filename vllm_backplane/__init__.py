@@ -11,9 +11,11 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 
-def register_platform() -> str:
-    """Returns the platform class, as the entry point of the group ``vllm.platform_plugins``."""
-    return "vllm_backplane.platform.BackplanePlatform"
+def register_platform() -> str | None:
+    """Returns the platform class, or None if another platform serves, as the entry point ``vllm.platform_plugins``."""
+    from vllm_backplane.activation import decision
+
+    return "vllm_backplane.platform.BackplanePlatform" if decision().activates else None
 
 
 def register_general() -> None:

@@ -5,11 +5,14 @@ vLLM loads this through the entry-point group of general plugins.
 
 from __future__ import annotations
 
+import logging
 import os
 
+from vllm_backplane.activation import HOW_TO_CHOOSE, decision, requested_by
 from vllm_backplane.errors import BackplaneError
 
-_DEVICE_VARIABLE = "BACKPLANE_DEVICE"
+_LOGGED = "_BACKPLANE_LOGGED_THAT_IT_IS_NOT_USED"
+"""Environment variable that the processes inherit which vLLM starts later."""
 
 
 def activate() -> None:
@@ -41,27 +44,33 @@ def _declare_variables() -> None:
 def _is_platform_active() -> bool:
     """Returns whether vLLM runs on Backplane's platform.
 
-    vLLM can skip a platform plugin silently. If the user requested a Backplane device, that is an error; otherwise a
-    warning is logged, and vLLM stays unchanged.
+    If the user asked for Backplane, another platform is an error. Otherwise the reason is logged once, and vLLM stays
+    unchanged.
     """
     from vllm.platforms import current_platform
 
     if getattr(type(current_platform), "is_backplane", False):
         return True
-    target = os.environ.get("VLLM_TARGET_DEVICE")
-    cause = (
-        f"VLLM_TARGET_DEVICE={target} is set, which makes vLLM ignore every out-of-tree platform. "
-        "Unset it (it is only for building vLLM)"
-        if target
-        else "vLLM did not activate the platform plugin 'backplane'. Run 'vllm-backplane doctor'"
-    )
-    problem = f"vLLM runs on {type(current_platform).__name__} although vllm-backplane is installed: {cause}"
-    if device := os.environ.get(_DEVICE_VARIABLE):
+    if target := os.environ.get("VLLM_TARGET_DEVICE"):
+        cause = f"VLLM_TARGET_DEVICE={target} is set, which makes vLLM ignore every out-of-tree platform"
+    elif not decision().activates:
+        cause = decision().reason
+    else:
+        cause = "vLLM did not activate the platform plugin 'backplane', which 'vllm-backplane doctor' explains"
+    platform = type(current_platform).__name__
+    if asked := requested_by(os.environ):
         raise BackplaneError(
-            f"{_DEVICE_VARIABLE}={device} requests a device of Backplane, but {problem}; or unset {_DEVICE_VARIABLE}."
+            f"Backplane is {asked}, but vLLM runs on {platform}: {cause}. Remove the cause, or the request."
         )
+    _log_once(f"Backplane is installed and not used: {cause}. {HOW_TO_CHOOSE}.")
+    return False
+
+
+def _log_once(message: str) -> None:
+    """Logs a message in the first process of vLLM whose log is enabled: under a script, that of the engine."""
     from vllm.logger import init_logger
 
     logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
-    logger.warning_once("%s; set VLLM_PLUGINS='' to run without Backplane and without this warning.", problem)
-    return False
+    if logger.isEnabledFor(logging.INFO) and _LOGGED not in os.environ:
+        os.environ[_LOGGED] = "1"
+        logger.info(message)

@@ -62,7 +62,9 @@ FAULT = "driver 4.2 does not answer on slot 7"
 
 CASES = {
     "vLLM ignores plugins, vllm serve": Case(
-        ("VLLM_TARGET_DEVICE", "Unset it"), {"VLLM_TARGET_DEVICE": "cpu", "BACKPLANE_DEVICE": "cpu"}, plain=True
+        ("VLLM_TARGET_DEVICE", "Remove the cause, or the request"),
+        {"VLLM_TARGET_DEVICE": "cpu", "BACKPLANE_DEVICE": "cpu"},
+        plain=True,
     ),
     "vLLM ignores plugins, our command": Case(("unset VLLM_TARGET_DEVICE",), {"VLLM_TARGET_DEVICE": "cpu"}),
     "plugins switched off, our command": Case(("unset VLLM_PLUGINS",), {"VLLM_PLUGINS": ""}),
@@ -206,7 +208,7 @@ def refused(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     for name, config in CONFIGURED.items():
         config.save_pretrained(folder / name)
     jobs = [job(folder / name if name in CONFIGURED else tiny_llama, **given) for name, (given, _) in ENGINES.items()]
-    results, _ = try_engines(folder, jobs)
+    results, _ = try_engines(folder, jobs, {"BACKPLANE_DEVICE": None})  # the device is the default one
     return dict(zip(ENGINES, results, strict=True))
 
 

@@ -18,7 +18,8 @@ from vllm_backplane.weights.load_formats import ALL_SHARED, PEER
 pytestmark = pytest.mark.process
 
 LOAD_TWICE = """
-import json, os, sys, torch
+import json, logging, os, sys, torch
+logging.basicConfig(level=logging.INFO)
 import vllm.plugins
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.platforms import current_platform
@@ -66,7 +67,7 @@ REGISTERED = {
 }
 
 
-def loaded(folder: Path, **variables: str) -> tuple[dict[str, Any], str]:
+def loaded(folder: Path, **variables: str | None) -> tuple[dict[str, Any], str]:
     """Runs the program, and returns what it found and its output."""
     (folder / "home").mkdir()
     kept = {name: value for name, value in AT_START.items() if not name.startswith(("BACKPLANE_", "XDG_", "VLLM_"))}
@@ -74,7 +75,7 @@ def loaded(folder: Path, **variables: str) -> tuple[dict[str, Any], str]:
     own = {"HOME": str(folder / "home"), "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "backplane"}
     done = subprocess.run(
         programs.command(LOAD_TWICE, str(result)),
-        env={**kept, **own, **variables},
+        env={name: value for name, value in {**kept, **own, **variables}.items() if value is not None},
         cwd=folder,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -86,14 +87,14 @@ def loaded(folder: Path, **variables: str) -> tuple[dict[str, Any], str]:
 
 
 def test_under_another_platform_it_does_nothing_and_logs_that_once(tmp_path: Path) -> None:
-    found, output = loaded(tmp_path, VLLM_TARGET_DEVICE="cpu")
+    found, output = loaded(tmp_path, VLLM_TARGET_DEVICE="cpu", VLLM_PLUGINS=None)
     assert found["platform"] != "BackplanePlatform"
     before, first, second = found["states"]
     assert before == first == second
     assert before["layers"] == []
-    assert set(found["modules"]) <= {"vllm_backplane.plugin", "vllm_backplane.errors"}
+    assert set(found["modules"]) <= {f"vllm_backplane.{name}" for name in ("activation", "errors", "plugin")}
     assert found["written"] == []
-    assert output.count("although vllm-backplane is installed: VLLM_TARGET_DEVICE=cpu is set") == 1
+    assert output.count("Backplane is installed and not used: VLLM_TARGET_DEVICE=cpu is set") == 1
 
 
 def test_on_its_platform_the_second_time_changes_nothing(tmp_path: Path) -> None:
@@ -109,6 +110,11 @@ def test_on_its_platform_the_second_time_changes_nothing(tmp_path: Path) -> None
 
 
 def test_a_requested_device_is_not_passed_over(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="BACKPLANE_DEVICE=cpu requests a device") as raised:
+    with pytest.raises(AssertionError, match="Backplane is requested by BACKPLANE_DEVICE=cpu, but") as raised:
         loaded(tmp_path, VLLM_TARGET_DEVICE="cpu", BACKPLANE_DEVICE="cpu")
-    assert "Unset it" in str(raised.value)
+    assert "VLLM_TARGET_DEVICE=cpu is set" in str(raised.value)
+
+
+def test_a_named_plugin_is_not_passed_over(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="Backplane is requested by VLLM_PLUGINS=backplane, but"):
+        loaded(tmp_path, VLLM_TARGET_DEVICE="cpu")

@@ -136,7 +136,8 @@ def _operators(report: Report, verbose: bool) -> Iterable[str]:
 
 
 def _vllm(report: Report, verbose: bool) -> Iterable[str]:
-    rows: list[tuple[str, ...]] = [(report.platform.mark, "platform", report.platform.name or "none")]
+    platform = ": ".join(filter(None, (report.platform.name or "none", report.platform.reason)))
+    rows: list[tuple[str, ...]] = [(report.platform.mark, "platform", platform)]
     kinds = dict.fromkeys(binding.kind for binding in report.bindings)
     for kind in kinds:
         of_kind = [binding for binding in report.bindings if binding.kind == kind]

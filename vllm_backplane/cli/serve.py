@@ -27,6 +27,7 @@ from importlib.util import find_spec
 from types import FrameType
 from typing import NoReturn
 
+from vllm_backplane.activation import COMMAND_VARIABLE, DEVICE_VARIABLE, PLUGINS_VARIABLE, active_plugin
 from vllm_backplane.cli import _output
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.models import DEFAULT, models, obtain
@@ -35,7 +36,6 @@ NAME = "serve"
 HELP = "serve a model with the OpenAI API"
 PASSES_ON = True
 
-DEVICE_VARIABLE = "BACKPLANE_DEVICE"
 MAX_BASE_LENGTH = 107 - len("/vllm-12345678/01234567-89ab-cdef-0123-456789abcdef")
 """Longest path of a folder for sockets: the path of a Unix socket has at most 107 bytes."""
 
@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             f"vLLM is not installed for {sys.executable}; install it, or run 'make setup' in the repository"
         )
     refuse_disabled_plugin(os.environ)
+    refuse_other_platform(os.environ)
     launch = plan(args, os.environ)
     if args.dry_run:
         if args.json:
@@ -181,9 +182,24 @@ def refuse_disabled_plugin(environment: Mapping[str, str]) -> None:
             raise BackplaneError(f"{finding.what}; {finding.remedy}")
 
 
+def refuse_other_platform(environment: Mapping[str, str]) -> None:
+    """Raises `BackplaneError` if a platform plugin of another distribution is active: vLLM accepts one platform."""
+    from vllm_backplane.doctor import plugins
+
+    if (other := active_plugin(environment)) is None:
+        return
+    allowed = plugins.allowed_names(environment)
+    found = {plugin.name for plugin in plugins.find() if plugins.is_allowed(plugin, allowed)}
+    names = ",".join(sorted(found - {other.name}))
+    raise BackplaneError(
+        f"the platform plugin {other.name!r} of {other.distribution} is active too, and vLLM accepts one platform; set "
+        f"{PLUGINS_VARIABLE}={names}, or uninstall {other.distribution}"
+    )
+
+
 def plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Launch:
     """Returns the command line of vLLM for the arguments; prepares a bundled model if needed."""
-    variables = {}
+    variables = {} if environment.get(DEVICE_VARIABLE) or args.device else {COMMAND_VARIABLE: NAME}
     if args.device:
         configured = environment.get(DEVICE_VARIABLE, "")
         if configured and configured != args.device:

@@ -172,8 +172,10 @@ def judge(
         plugin, finding = _judge_one(info, is_allowed(info, allowed), results)
         plugins.append(plugin)
         findings += finding
-    rivals = [plugin for plugin in plugins if plugin.activates and plugin.distribution != OUR_DISTRIBUTION]
-    for rival in rivals:
+    # Unless it was asked for, Backplane does not activate itself beside another platform plugin.
+    active = [plugin for plugin in plugins if plugin.activates]
+    is_asked_for = any(plugin.distribution == OUR_DISTRIBUTION for plugin in active)
+    for rival in [plugin for plugin in active if plugin.distribution != OUR_DISTRIBUTION and is_asked_for]:
         findings.append(
             error(
                 f"{rival.distribution} has the platform plugin {rival.name!r}, which would be active together with "

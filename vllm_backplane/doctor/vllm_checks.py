@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from vllm_backplane.activation import HOW_TO_CHOOSE
 from vllm_backplane.doctor import plugins
-from vllm_backplane.doctor.findings import Finding, Mark, error
+from vllm_backplane.doctor.findings import Finding, Mark, error, warning
 from vllm_backplane.doctor.plugins import EntryPointInfo
 from vllm_backplane.doctor.subprocess_checks import CheckResult, CheckRunner
 from vllm_backplane.errors import BackplaneError
@@ -47,6 +48,8 @@ class PlatformInfo:
     name: str
     """Name of its class; empty if vLLM finds no platform."""
     mark: Mark
+    reason: str = ""
+    """Why Backplane is this platform, or why it yields to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +111,15 @@ def _import_vllm() -> str:
 def _platform() -> dict[str, Any]:
     from vllm.platforms import current_platform
 
+    from vllm_backplane.activation import decision
+
     cls = type(current_platform)
-    return {"class": f"{cls.__module__}.{cls.__qualname__}", "ours": getattr(cls, "is_backplane", False)}
+    return {
+        "class": f"{cls.__module__}.{cls.__qualname__}",
+        "ours": getattr(cls, "is_backplane", False),
+        "yields": not decision().activates,
+        "reason": decision().reason,
+    }
 
 
 def _import_worker() -> None:
@@ -189,8 +199,12 @@ def _judge_platform(result: CheckResult | None) -> tuple[PlatformInfo, list[Find
     if result.fault is not None:
         return PlatformInfo("", "error"), [error(f"vLLM finds no platform: {result.fault}", remedy)]
     name = result.value["class"].rpartition(".")[2]
+    reason = result.value["reason"]
     if result.value["ours"]:
-        return PlatformInfo(name, "ok"), []
+        return PlatformInfo(name, "ok", reason), []
+    if result.value["yields"]:
+        what = f"vLLM would run on {name}, and Backplane yields: {reason}"
+        return PlatformInfo(name, "warning", reason), [warning(what, HOW_TO_CHOOSE)]
     return PlatformInfo(name, "error"), [error(f"vLLM would run on {name}, not on Backplane", remedy)]
 
 

@@ -239,6 +239,8 @@ OTHER_VARIABLES: dict[str, str] = {
     "BACKPLANE_CACHE": "folder for prepared models and for the configuration that vLLM reads of GGUF files; default: "
     "vllm-backplane in the user's cache folder for models, vllm-backplane-USER in the folder for temporary files for "
     "GGUF configurations",
+    "BACKPLANE_COMMAND": "set by 'vllm-backplane serve' for vLLM's processes: Backplane is their platform, also beside "
+    "an accelerator that vLLM serves itself",
     "BACKPLANE_VISIBLE_CARDS": "which cards of a device to use, for devices without a variable of their own",
 }
 """Environment variables that are not options, because they are read before or outside a running engine."""

@@ -186,7 +186,7 @@ class TestServe:
             *(str(prepared_folder(DEFAULT)), "--served-model-name", "SmolLM2-135M-Instruct", "--dtype", "float32"),
             *("--host", "127.0.0.1", "--port", "8000"),
         ]
-        assert variables == {}
+        assert variables == {"BACKPLANE_COMMAND": "serve"}
 
     @pytest.mark.process
     def test_a_model_that_changed_and_kept_its_size_is_not_served(self, prepared, capsys, monkeypatch):

@@ -120,7 +120,8 @@ def test_a_sound_installation_serves():
     }
     assert {line["implementation"] for line in report["operators"]} <= {"kernel", "reference"}
     assert len(report["operators"]) > 40
-    assert report["platform"] == {"name": "BackplanePlatform", "mark": "ok"}
+    reason = "no accelerator that this vLLM serves, and no other platform plugin"
+    assert report["platform"] == {"name": "BackplanePlatform", "mark": "ok", "reason": reason}
     assert len(report["bindings"]) > 40
     assert not [binding for binding in report["bindings"] if binding["fault"]]
     assert not [each for each in report["findings"] if each["severity"] == "error"]
@@ -233,7 +234,8 @@ def test_a_second_platform_and_plugins_that_end_the_process(tmp_path):
             "def ends(): os._exit(7)\n"
         ),
     )
-    report = json_report(environment(tmp_path), serves=False)
+    asked = environment(tmp_path, BACKPLANE_DEVICE="cpu")
+    report = json_report(asked, serves=False)
     rival = finding(report, "error", "rival-accelerator has the platform plugin 'rival'", "vLLM refuses two")
     assert "uninstall rival-accelerator" in rival["remedy"]
     finding(report, "error", "plugin 'raises'", "fails when called: RuntimeError: no licence")
@@ -241,6 +243,12 @@ def test_a_second_platform_and_plugins_that_end_the_process(tmp_path):
     # This is the text of vLLM's own error.
     finding(report, "error", "vLLM finds no platform: RuntimeError: Only one platform plugin can be activated")
     assert {plugin["name"] for plugin in report["plugins"] if plugin["activates"]} == {"backplane", "rival"}
+    yielding = json_report(environment(tmp_path), serves=False)
+    why = "the platform plugin 'rival' of rival-accelerator is active"
+    found = finding(yielding, "warning", "vLLM would run on UnspecifiedPlatform, and Backplane yields", why)
+    assert "BACKPLANE_DEVICE" in found["remedy"]
+    assert yielding["platform"] == {"name": "UnspecifiedPlatform", "mark": "warning", "reason": why}
+    assert {plugin["name"] for plugin in yielding["plugins"] if plugin["activates"]} == {"rival"}
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
