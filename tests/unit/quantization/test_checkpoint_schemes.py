@@ -365,7 +365,8 @@ def test_weights_that_stay_in_small_pages_are_logged(monkeypatch: pytest.MonkeyP
     layer = torch.nn.Module()
     packed = Packed(torch.zeros(1, 2, 8, 4, dtype=torch.uint8), torch.zeros(1, 1, 8), None)
     for reason in ("", "no reason"):
-        monkeypatch.setattr(packed_parameters.host_memory, "collapse_to_huge_pages", lambda _storage, reason=reason: reason)
+        moved = "collapse_to_huge_pages"
+        monkeypatch.setattr(packed_parameters.host_memory, moved, lambda _storage, reason=reason: reason)
         layer_loading.replace_with_packed(layer, (), lambda: packed)
     assert logged == ["Packed weights stay in small pages, which are slower to read (no reason)."]
 
