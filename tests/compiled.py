@@ -76,6 +76,7 @@ def build(
             assert done.returncode == 0, done.stderr[-4000:]
             partial.replace(result)
             _remove_old(name)
+        os.utime(result)  # the results that are in use are the latest
     return result
 
 

@@ -64,7 +64,7 @@ VLLM_MODULES = (
 """What is imported for engines and servers."""
 
 MOST_WITH_VLLM = 4
-"""Number of processes that keep vLLM imported, each for other variables. A process takes some 400 MB."""
+"""Number of processes that keep vLLM imported, each for other variables. Each takes memory."""
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
 ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}

@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 def register_platform() -> str | None:
     """Returns the platform class, or None if another platform serves, as the entry point ``vllm.platform_plugins``."""
-    from vllm_backplane.activation import decision
+    from vllm_backplane.platform_choice import decision
 
     return "vllm_backplane.platform.BackplanePlatform" if decision().activates else None
 

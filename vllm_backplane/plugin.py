@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 
-from vllm_backplane.activation import HOW_TO_CHOOSE, decision, requested_by
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.platform_choice import HOW_TO_CHOOSE, decision, requested_by
 
 _LOGGED = "_BACKPLANE_LOGGED_THAT_IT_IS_NOT_USED"
 """Environment variable that the processes inherit which vLLM starts later."""
@@ -51,16 +51,18 @@ def _is_platform_active() -> bool:
 
     if getattr(type(current_platform), "is_backplane", False):
         return True
+    remedy = "Run 'vllm-backplane doctor'"
     if target := os.environ.get("VLLM_TARGET_DEVICE"):
         cause = f"VLLM_TARGET_DEVICE={target} is set, which makes vLLM ignore every out-of-tree platform"
+        remedy = "Unset VLLM_TARGET_DEVICE (it is only for building vLLM)"
     elif not decision().activates:
         cause = decision().reason
     else:
-        cause = "vLLM did not activate the platform plugin 'backplane', which 'vllm-backplane doctor' explains"
+        cause = "vLLM did not activate the platform plugin 'backplane'"
     platform = type(current_platform).__name__
     if asked := requested_by(os.environ):
         raise BackplaneError(
-            f"Backplane is {asked}, but vLLM runs on {platform}: {cause}. Remove the cause, or the request."
+            f"Backplane is {asked}, but vLLM runs on {platform}: {cause}. {remedy}, or remove the request."
         )
     _log_once(f"Backplane is installed and not used: {cause}. {HOW_TO_CHOOSE}.")
     return False

@@ -62,7 +62,7 @@ FAULT = "driver 4.2 does not answer on slot 7"
 
 CASES = {
     "vLLM ignores plugins, vllm serve": Case(
-        ("VLLM_TARGET_DEVICE", "Remove the cause, or the request"),
+        ("VLLM_TARGET_DEVICE", "Unset VLLM_TARGET_DEVICE"),
         {"VLLM_TARGET_DEVICE": "cpu", "BACKPLANE_DEVICE": "cpu"},
         plain=True,
     ),

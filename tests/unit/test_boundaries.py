@@ -19,7 +19,7 @@ PACKAGE = Path(vllm_backplane.__file__).parent
 PATCHBAY = Path(vllm_patchbay.__file__).parent
 
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("activation", "errors", "http"),
+    ("errors", "http", "platform_choice"),
     ("distributed", "models", "peering", "settings"),
     ("device",),
     ("ops", "process", "runtime"),

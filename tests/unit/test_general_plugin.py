@@ -92,7 +92,7 @@ def test_under_another_platform_it_does_nothing_and_logs_that_once(tmp_path: Pat
     before, first, second = found["states"]
     assert before == first == second
     assert before["layers"] == []
-    assert set(found["modules"]) <= {f"vllm_backplane.{name}" for name in ("activation", "errors", "plugin")}
+    assert set(found["modules"]) <= {f"vllm_backplane.{name}" for name in ("errors", "platform_choice", "plugin")}
     assert found["written"] == []
     assert output.count("Backplane is installed and not used: VLLM_TARGET_DEVICE=cpu is set") == 1
 

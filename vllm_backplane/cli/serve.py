@@ -27,10 +27,10 @@ from importlib.util import find_spec
 from types import FrameType
 from typing import NoReturn
 
-from vllm_backplane.activation import COMMAND_VARIABLE, DEVICE_VARIABLE, PLUGINS_VARIABLE, active_plugin
 from vllm_backplane.cli import _output
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.models import DEFAULT, models, obtain
+from vllm_backplane.platform_choice import COMMAND_VARIABLE, DEVICE_VARIABLE, PLUGINS_VARIABLE, active_plugin
 
 NAME = "serve"
 HELP = "serve a model with the OpenAI API"

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from vllm_backplane.activation import HOW_TO_CHOOSE
 from vllm_backplane.doctor import plugins
 from vllm_backplane.doctor.findings import Finding, Mark, error, warning
 from vllm_backplane.doctor.plugins import EntryPointInfo
 from vllm_backplane.doctor.subprocess_checks import CheckResult, CheckRunner
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.platform_choice import HOW_TO_CHOOSE
 
 CHECKS = f"{__name__}:examine"
 """The function that the subprocess runs."""
@@ -111,7 +111,7 @@ def _import_vllm() -> str:
 def _platform() -> dict[str, Any]:
     from vllm.platforms import current_platform
 
-    from vllm_backplane.activation import decision
+    from vllm_backplane.platform_choice import decision
 
     cls = type(current_platform)
     return {

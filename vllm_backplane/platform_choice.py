@@ -8,6 +8,7 @@ distributions and the machine. Nothing here imports PyTorch or a device.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -110,10 +111,14 @@ def working_accelerator() -> str | None:
 
 
 def _detects(detect: Callable[[], object]) -> bool:
-    """Returns whether a platform plugin activates itself. One that raises does not: vLLM goes on without it."""
+    """Returns whether a platform plugin activates itself. One that raises does not: vLLM goes on without it.
+
+    vLLM calls the same function, and logs the exception at the same level; 'vllm-backplane doctor' reports it.
+    """
     try:
         return detect() is not None
     except Exception:
+        logging.getLogger("vllm." + __name__).debug("A platform plugin failed during detection.", exc_info=True)
         return False
 
 

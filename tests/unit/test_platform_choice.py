@@ -12,9 +12,9 @@ import pytest
 
 from tests import programs
 from tests.environment import AT_START
-from vllm_backplane import activation
-from vllm_backplane.activation import decide
+from vllm_backplane import platform_choice
 from vllm_backplane.cli import main
+from vllm_backplane.platform_choice import decide
 
 ACCELERATORS = ("none", "in-tree", "in-tree without kernels")
 FOREIGN = ("none", "active", "inactive", "broken", "filtered out")
@@ -64,7 +64,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
             OurPlugin(),
             *([] if foreign == "none" else [ForeignPlugin(foreign.replace("filtered out", "active"))]),
         ]
-        monkeypatch.setattr(activation, "entry_points", lambda group: found if group == "vllm.platform_plugins" else [])
+        monkeypatch.setattr(
+            platform_choice, "entry_points", lambda group: found if group == "vllm.platform_plugins" else []
+        )
         detectors = {name: lambda: None for name in vllm.platforms.builtin_platform_plugins}
         detectors["cpu"] = vllm.platforms.cpu_platform_plugin  # type: ignore[assignment]
         monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")  # so that it detects a CPU
@@ -72,7 +74,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
             detectors["xpu"] = lambda: "vllm.platforms.xpu.XPUPlatform"  # type: ignore[assignment,return-value]
         monkeypatch.setattr(vllm.platforms, "builtin_platform_plugins", detectors)
         kernels = {"vllm_xpu_kernels": object()} if accelerator == "in-tree" else {}
-        monkeypatch.setattr(activation, "find_spec", kernels.get)
+        monkeypatch.setattr(platform_choice, "find_spec", kernels.get)
         return {"VLLM_PLUGINS": "others"} if foreign == "filtered out" else {}
 
     return simulate
@@ -121,7 +123,7 @@ def test_a_plugin_that_asks_back_gets_an_answer(machine: Any, monkeypatch: pytes
         def load(self) -> Any:
             return lambda: answers.append(decide({}).activates)
 
-    monkeypatch.setattr(activation, "entry_points", lambda group: [Rival("inactive")])
+    monkeypatch.setattr(platform_choice, "entry_points", lambda group: [Rival("inactive")])
     assert decide({}).activates
     assert answers == [False]
 
@@ -223,7 +225,7 @@ def test_vllm_runs_on(site: Path, tmp_path: Path, present: str, platform: str, r
         assert "not used" not in output
     else:
         assert found["unchanged"] and not found["replaced layers"]
-        assert output.count(f"Backplane is installed and not used: {reason}. {activation.HOW_TO_CHOOSE}.") == 1
+        assert output.count(f"Backplane is installed and not used: {reason}. {platform_choice.HOW_TO_CHOOSE}.") == 1
         [line] = [line for line in output.splitlines() if "not used" in line]
         assert line.startswith("INFO:")
 
