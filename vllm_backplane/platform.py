@@ -16,9 +16,10 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.patches import application
-from vllm_backplane.process.cuda_shims import install_shims
+from vllm_backplane.process.engine_exit import shut_engines_down_at_exit
 from vllm_backplane.process.forked_sockets import release_sockets_in_engines
 from vllm_backplane.process.orphan_watchdog import watch_ancestors_in_engines
+from vllm_backplane.process.vllm_torch import bind_torch_of_vllm
 from vllm_backplane.runtime import configured, runtime
 from vllm_patchbay.patch import Process
 
@@ -37,8 +38,9 @@ logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own
 
 # Early: if the server is killed while its engine starts, a spawned engine would wait for it for minutes.
 watch_ancestors_in_engines()
+shut_engines_down_at_exit()
 _device = runtime().device
-install_shims(_device, 0)
+bind_torch_of_vllm(_device, 0)
 if _device.capabilities.fork:
     # vLLM's command line sets spawn unless the variable is set; it checks that after importing this module.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")

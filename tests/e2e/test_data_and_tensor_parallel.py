@@ -33,7 +33,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "parallel.md").
 SIZES = re.findall(r"^vllm-backplane serve \S+ (.*)$", PAGE, re.MULTILINE)[0].split()
 
 
-@pytest.fixture(scope="module", params=["cpu", "sim"])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("sim", marks=pytest.mark.exhaustive)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

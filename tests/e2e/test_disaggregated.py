@@ -30,8 +30,8 @@ FEATURE = "KV cache: disaggregated prefill and decode"
 TOKENS = 8
 LENGTH = 150
 FULL_BLOCKS = LENGTH // 16
-BLOCK = 17 + (720 << 10)
-"""Bytes of a KV block of the default model in a response, with its header. A status byte precedes the first block."""
+BLOCK = 17 + (32 << 10)
+"""Bytes of a KV block of the tiny model in a response, with its header. A status byte precedes the first block."""
 TIMEOUT = 10.0
 LOGPROBS = 1e-3
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "disaggregated.md").read_text()
@@ -60,13 +60,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(device: str, smollm2: Path, tiny_llama: Path) -> Path:
-    return {"cpu": smollm2, "sim": tiny_llama}[device]
-
-
-@pytest.fixture(scope="module")
-def case(model: Path) -> Case:
-    return Case(model)
+def case(tiny_llama: Path) -> Case:
+    return Case(tiny_llama)
 
 
 class Pair:
@@ -100,7 +95,7 @@ def complete(server: Server, prompt: Sequence[int], tokens: int) -> tuple[list[i
 
 
 @pytest.fixture(scope="module")
-def pair(device: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(device: str, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     listen = free_address()
     documented = re.findall(r"^vllm-backplane serve --port \d+ --kv-transfer-config '(.*)'$", PAGE, re.MULTILINE)
     first, second = (json.loads(text) for text in documented)
@@ -108,10 +103,9 @@ def pair(device: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     first["kv_connector_extra_config"] |= {"capacity": "64MiB", "listen": str(listen)}
 
     def start(transfer: dict[str, Any]) -> Server:
-        given = (str(model), "--served-model-name", "tiny", *LIMITS, *CACHE)
+        given = (str(tiny_llama), "--served-model-name", "tiny", *LIMITS, *CACHE)
         arguments = (*given, "--kv-transfer-config", json.dumps(transfer))
-        variables = {**DEVICES[device]}
-        server = Server(tmp_path_factory.mktemp("server"), *arguments, variables=variables)
+        server = Server(tmp_path_factory.mktemp("server"), *arguments, variables=DEVICES[device])
         return running.enter_context(server)
 
     with ExitStack() as running:

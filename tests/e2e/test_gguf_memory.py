@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.server]
 
 LIMIT = 1.2
 """Largest allowed memory peak while loading, as a multiple of the size of the loaded weights."""
-WIDTH, KV_HEADS, HEAD, LAYERS, VOCABULARY = 4864, 2, 64, 4, 64000
+WIDTH, KV_HEADS, HEAD, LAYERS, VOCABULARY = 4864, 2, 64, 3, 40000
 EXPERTS, EXPERT_WIDTH = 24, 512
 
 

@@ -30,8 +30,8 @@ LENGTH = 150
 FULL_BLOCKS = LENGTH // 16
 KEPT = 32
 """Number of blocks that fit into the capacity."""
-BLOCK = {"cpu": 720 << 10, "sim": 32 << 10}
-"""Bytes of a block by device: cpu serves the default model, and sim a tiny one."""
+BLOCK = 32 << 10
+"""Bytes of a block of the tiny model."""
 LOGPROBS = 1e-3
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "kv-offload.md").read_text()
 
@@ -92,26 +92,19 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(device: str, smollm2: Path, tiny_llama: Path) -> Path:
-    return {"cpu": smollm2, "sim": tiny_llama}[device]
+def case(tiny_llama: Path) -> Case:
+    return Case(tiny_llama)
 
 
 @pytest.fixture(scope="module")
-def case(model: Path) -> Case:
-    return Case(model)
-
-
-@pytest.fixture(scope="module")
-def offload(device: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OffloadServer]:
+def offload(device: str, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OffloadServer]:
     folder = tmp_path_factory.mktemp("offload")
     [documented] = re.findall(r"^vllm-backplane serve --kv-transfer-config '(.*)'$", PAGE, re.MULTILINE)
     transfer = json.loads(documented.replace("/path/to/folder", str(folder)))
-    transfer["kv_connector_extra_config"]["capacity"] = capacity = KEPT * BLOCK[device]
+    transfer["kv_connector_extra_config"]["capacity"] = capacity = KEPT * BLOCK
     limits = ("--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "128", "--dtype", "float32")
-    given = (str(model), "--served-model-name", "tiny", *limits, "--kv-transfer-config", json.dumps(transfer))
-    variables = {
-        **(SIM if device == "sim" else {"BACKPLANE_DEVICE": "cpu"}),
-    }
+    given = (str(tiny_llama), "--served-model-name", "tiny", *limits, "--kv-transfer-config", json.dumps(transfer))
+    variables = SIM if device == "sim" else {}
     with Server(tmp_path_factory.mktemp("server"), *given, variables=variables) as server:
         assert f"Operators on device {device}:" in server.text()
         yield OffloadServer(server, folder, capacity)

@@ -78,6 +78,12 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+ON_ONE_DEVICE = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("sim", marks=pytest.mark.exhaustive)], indirect=True
+)
+"""Marks tests of what happens to an adapter before its weights reach the device."""
+
+
 @pytest.fixture(scope="module")
 def server(device: str, case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     limits = ("--max-model-len", "256", "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--dtype", "float32")
@@ -156,6 +162,7 @@ def test_adapters_and_the_model_in_one_batch(server: Server, case: Case) -> None
 
 
 @pytest.mark.feature("LoRA: load, list and unload over HTTP", "{device}")
+@ON_ONE_DEVICE
 def test_load_list_and_unload(server: Server, case: Case) -> None:
     folder = case.adapters[SMALL].folder
     assert set(served(server)) == {MODEL, SMALL, LARGE}
@@ -174,6 +181,7 @@ def test_load_list_and_unload(server: Server, case: Case) -> None:
 
 @pytest.mark.feature("LoRA: a broken adapter is refused, and serving goes on", "{device}")
 @pytest.mark.parametrize("name", BROKEN)
+@ON_ONE_DEVICE
 def test_a_broken_adapter_is_refused(server: Server, case: Case, tmp_path: Path, name: str) -> None:
     make, message = BROKEN[name]
     make(tmp_path / "broken")
@@ -191,6 +199,7 @@ def test_a_broken_adapter_is_refused(server: Server, case: Case, tmp_path: Path,
     assert_expected(generate(server, LARGE, case.prompts[1], 1), case.expected[LARGE][1])
 
 
+@ON_ONE_DEVICE
 def test_the_commands_of_the_page(server: Server, case: Case) -> None:
     commands = re.findall(r"^curl -s http://127\.0\.0\.1:8000(\S+) .*\n  -d '(.*)'$", PAGE, re.MULTILINE)
     responses = {}
@@ -203,6 +212,7 @@ def test_the_commands_of_the_page(server: Server, case: Case) -> None:
     assert text == case.decode(case.expected[SMALL][0].token_ids)
 
 
+@ON_ONE_DEVICE
 def test_a_folder_that_is_not_there(server: Server, tmp_path: Path) -> None:
     request = {"lora_name": "broken", "lora_path": str(tmp_path / "nothing")}
     assert server.http.post("/v1/load_lora_adapter", json=request).status_code == 404
@@ -229,6 +239,7 @@ def test_a_pinned_adapter_stays(server: Server, case: Case) -> None:
 
 
 @pytest.mark.feature("LoRA: a broken adapter is refused, and serving goes on", "{device}")
+@ON_ONE_DEVICE
 def test_an_adapter_that_was_damaged_after_its_eviction(
     server: Server, case: Case, tmp_path: Path, device: str
 ) -> None:

@@ -108,17 +108,15 @@ def _ran_in(records: Path) -> tuple[dict[str, set[int]], dict[str, set[str]]]:
     return pids, kinds
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)])
 def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
-    """Tests an engine whose two workers have their own processes.
+    """Tests an engine whose two workers have their own processes, and one whose worker is in the engine's process.
 
-    Under fork, it also tests an engine whose worker is in the process of the engine. test_online tests that under
-    spawn.
+    test_online tests two workers under spawn.
     """
     records = tmp_path / "records"
     work = batch([[1, 2, 3]], greedy(2))
-    jobs = [job(tiny_llama, work)] if method == "fork" else []
-    jobs.append(job(tiny_llama, work, tensor_parallel_size=2))
+    jobs = [job(tiny_llama, work), job(tiny_llama, work, tensor_parallel_size=2)]
     results, log = try_engines(tmp_path, jobs, _variables(distribution, records, method), warm=method == "fork")
     assert not any("error" in result for result in results), results
     where, kinds = _ran_in(records)
@@ -150,7 +148,10 @@ def drifted(distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
-    """Tests a server under spawn, with one patch that has drifted and is applied because drift is only a warning."""
+    """Tests a server with two workers under spawn.
+
+    One of the patches has drifted, and is applied because drift is only a warning.
+    """
     records = tmp_path / "records"
     variables = {**_variables(drifted, records, "spawn"), "BACKPLANE_PATCH_DRIFT": "warn"}
     arguments = [
@@ -161,6 +162,8 @@ def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
         "4",
         "--max-num-batched-tokens",
         "128",
+        "--tensor-parallel-size",
+        "2",
     ]
     with Server(tmp_path, *arguments, variables=variables, warm=False) as server:
         answer = server.client().completions.create(model=str(tiny_llama), prompt=[1, 2, 3], max_tokens=2)
@@ -168,9 +171,11 @@ def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
         logged = server.text()
     where, kinds = _ran_in(records)
     assert set(where) == {"platform", "engine", "worker", "used"}
-    assert where["worker"] == where["engine"]
-    assert not where["engine"] & where["platform"]
-    assert kinds["engine"] == {"SpawnProcess"}
+    assert len(where["worker"]) == 2
+    assert where["used"] == where["worker"]
+    assert not where["engine"] & (where["platform"] | where["worker"])
+    assert not where["worker"] & where["platform"]
+    assert kinds["engine"] == kinds["worker"] == {"SpawnProcess"}
     assert DRIFTED in logged
 
 

@@ -22,14 +22,23 @@ def _pytest(folder: Path, test: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
 
 
-def test_the_end_to_end_test_of_a_new_patch(tmp_path: Path) -> None:
+@pytest.fixture
+def test(tmp_path: Path) -> Path:
+    """Returns the end-to-end test that the command wrote for a new patch."""
     target = "vllm.v1.engine.core:EngineCore.step"
     where = ("--process", "engine", "--root", str(tmp_path), "--package", "fresh.patches")
     assert main(["new", target, *where, *TEXTS]) == 0
-    test = tmp_path / "tests" / "e2e" / "test_patch_core_running.py"
+    return tmp_path / "tests" / "e2e" / "test_patch_core_running.py"
+
+
+@pytest.mark.exhaustive
+def test_it_fails_while_no_distribution_has_an_entry_point_for_the_package(test: Path, tmp_path: Path) -> None:
     done = _pytest(tmp_path, test)
-    assert "1 failed" in done.stdout, done.stdout  # no distribution has an entry point for the package yet
+    assert "1 failed" in done.stdout, done.stdout
     assert "step applied" in done.stdout, done.stdout  # the assertion that failed
+
+
+def test_it_passes_with_the_patch(test: Path, tmp_path: Path) -> None:
     metadata = tmp_path / "fresh-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fresh\nVersion: 1.0\n")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 from ending_servers import (
@@ -16,6 +18,7 @@ from ending_servers import (
     title,
     wait_for_exit,
 )
+from processes import Child
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -84,3 +87,23 @@ def test_a_terminated_engine_is_an_error(start: Starter) -> None:
     (engine,) = processes_titled(server, "EngineCore")
     engine.send_signal(signal.SIGTERM)
     assert wait_for_exit(server) != 0
+
+
+PROGRAM = """
+import sys, tempfile
+first = tempfile.TemporaryDirectory()  # Python now runs finalizers after it has waited for child processes
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], max_model_len=64, max_num_seqs=2, dtype="float32", kv_cache_memory_bytes=1 << 24)
+    [output] = llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4, ignore_eos=True))
+    print("tokens:", len(output.outputs[0].token_ids))
+"""
+
+
+def test_the_program_of_a_user_ends(tiny_llama: Path, tmp_path: Path) -> None:
+    """Tests a program that keeps its engine until the end, and has used a finalizer before it imports vLLM."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with Child([sys.executable, "program.py", str(tiny_llama)], tmp_path / "log") as child:
+        assert wait_for_exit(child) == 0, child.text()
+    assert "tokens: 4" in child.text()
+    assert "Traceback" not in child.text() and "ERROR" not in child.text(), child.text()

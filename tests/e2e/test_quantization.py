@@ -145,7 +145,11 @@ def test_the_default_model_is_near_its_decoded_weights(
 
 
 @pytest.mark.feature("Format: online quantization: int4, over HTTP", "{device}")
-@pytest.mark.parametrize(("device", "variables"), [("cpu", {}), ("sim", SIM)], ids=["cpu", "sim"])
+@pytest.mark.parametrize(
+    ("device", "variables"),
+    [("cpu", {}), pytest.param("sim", SIM, marks=pytest.mark.exhaustive)],
+    ids=["cpu", "sim"],
+)
 def test_the_command_of_the_page(
     device: str, variables: dict[str, str], smollm2: Path, text: list[int], tmp_path: Path
 ) -> None:

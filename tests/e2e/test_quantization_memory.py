@@ -22,11 +22,11 @@ GROUP = 128
 WIDTHS = {
     "hidden_size": 896,
     "intermediate_size": 4864,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
 }
-"""Sizes of Qwen2.5-0.5B, with a quarter of its layers."""
+"""Sizes of Qwen2.5-0.5B, with a sixth of its layers."""
 SMALL = {
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -104,7 +104,7 @@ def save(folder: Path, tied: bool, mixture: bool, widths: dict[str, int] = WIDTH
     """
     import transformers
 
-    kind, changes = "Qwen2", {"vocab_size": 64000 if widths is WIDTHS else 512}
+    kind, changes = "Qwen2", {"vocab_size": 40000 if widths is WIDTHS else 512}
     if mixture:
         kind, changes = "Qwen3Moe", {"vocab_size": 512, "num_experts": 8, "num_experts_per_tok": 2}
         changes |= {"num_hidden_layers": 4, "moe_intermediate_size": widths["intermediate_size"] // 4, "head_dim": 64}

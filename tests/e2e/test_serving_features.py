@@ -53,6 +53,12 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+ON_ONE_DEVICE = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("sim", marks=pytest.mark.exhaustive)], indirect=True
+)
+"""Marks tests of vLLM's HTTP server and scheduler, which are the same code on each device."""
+
+
 @pytest.fixture(scope="module")
 def server(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     [documented] = re.findall(r"^vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
@@ -145,6 +151,7 @@ def test_async_scheduling_is_on_and_tokens_are_those_of_transformers(server: Ser
     assert [answer["token_ids"] for answer in answers] == [expected.token_ids for expected in case.expected]
 
 
+@ON_ONE_DEVICE
 def test_the_request_of_the_page(server: Server) -> None:
     [body] = re.findall(r"^curl -s \S+/v1/completions .* -d '(.*?)'$", PAGE, re.MULTILINE | re.DOTALL)
     assert re.fullmatch(" [0-9]{4}", post(server, "/v1/completions", **json.loads(body))["choices"][0]["text"])
@@ -184,6 +191,7 @@ def test_a_grammar_changes_nothing_that_it_allows_nor_its_neighbour(server: Serv
     assert [answer["token_ids"] for answer in answers] == [expected.token_ids for expected in case.expected]
 
 
+@ON_ONE_DEVICE
 def test_a_grammar_that_cannot_be_read_is_refused(server: Server) -> None:
     response = server.http.post(
         "/v1/completions", json={"model": MODEL, "prompt": "a", "structured_outputs": {"regex": "[0-9"}}
@@ -193,12 +201,14 @@ def test_a_grammar_that_cannot_be_read_is_refused(server: Server) -> None:
 
 
 @pytest.mark.feature("Serving: tool calls", "{device}")
+@ON_ONE_DEVICE
 def test_tool_calls(server: Server) -> None:
     named = chat(server, tool_choice={"type": "function", "function": {"name": "get_weather"}})
     assert_calls_weather(named)
     assert_calls_weather(chat(server, tool_choice="required", parallel_tool_calls=False))
 
 
+@ON_ONE_DEVICE
 def test_a_tool_call_is_found_in_what_the_model_writes(server: Server) -> None:
     """Tests the tool parser. The default model does not call tools, so a grammar forces a call within other text."""
     written = r'So: <tool_call>\n\{"name": "get_weather", "arguments": \{"city": "(Rome|Paris)", "days": [1-3], '
@@ -220,6 +230,7 @@ def test_prompt_logprobs_are_those_of_transformers(server: Server, case: Case) -
 
 
 @pytest.mark.feature("Serving: beam search", "{device}")
+@ON_ONE_DEVICE
 def test_beams_are_those_of_transformers(server: Server, case: Case) -> None:
     width, tokens, prompt = 3, 4, case.prompts[0]
     expected = case.beams(prompt, width, tokens)
@@ -232,6 +243,7 @@ def test_beams_are_those_of_transformers(server: Server, case: Case) -> None:
 
 
 @pytest.mark.feature("Serving: priority scheduling", "{device}")
+@ON_ONE_DEVICE
 def test_urgent_requests_overtake_those_that_came_before(server: Server) -> None:
     """Tests priorities: of four waiting requests, the last two have the highest priority and must end first.
 
@@ -274,6 +286,7 @@ def test_urgent_requests_overtake_those_that_came_before(server: Server) -> None
 
 
 @pytest.mark.feature("KV cache: prefix caching with salt", "{device}")
+@ON_ONE_DEVICE
 def test_salt_keeps_prefixes_apart(server: Server, case: Case) -> None:
     ids = case.tokenizer.encode(prompts.PASSAGE)[:100]
 

@@ -113,6 +113,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.exhaustive
 def test_children_with_the_same_variables_find_vllm_imported_under_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

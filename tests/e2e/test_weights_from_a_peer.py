@@ -1,7 +1,6 @@
 """Tests that a server without a checkpoint loads its weights from a running server (docs/serve/weights-from-a-peer.md).
 
-On cpu the model is the default one. On sim it has latent attention and experts, whose weights become other tensors
-after loading.
+On sim the model has latent attention and experts, whose weights become other tensors after loading.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def model(device: str, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(device: str, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
     without = tmp_path_factory.mktemp("no-weights")
     if device == "cpu":
-        return Model(smollm2, without, reference.load(smollm2))
+        return Model(tiny_llama, without, reference.load(tiny_llama))
     folder = tmp_path_factory.mktemp("model")
     return Model(folder, without, ARCHITECTURES["MLA (DeepSeek)"].save(folder))
 
@@ -118,6 +117,7 @@ def test_a_server_without_a_checkpoint(source: Source, device: str, model: Model
 
 
 @pytest.mark.feature(FEATURE, "{device}")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("sim", marks=pytest.mark.exhaustive)], indirect=True)
 def test_the_running_server_is_killed_in_the_middle(source: Source, device: str, model: Model, tmp_path: Path) -> None:
     """Tests the error if the source ends during loading. It must be the last test, because it kills the source."""
     source.relay.faults = {source.relay.connections + 1: Fault(after=model.size // 2, then=source.server.kill)}

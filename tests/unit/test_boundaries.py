@@ -19,7 +19,8 @@ PACKAGE = Path(vllm_backplane.__file__).parent
 PATCHBAY = Path(vllm_patchbay.__file__).parent
 
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "http", "platform_choice"),
+    ("errors",),
+    ("http", "platform_choice", "private_folder"),
     ("distributed", "models", "peering", "settings"),
     ("device",),
     ("ops", "process", "runtime"),
@@ -44,6 +45,7 @@ FREE_OF_VLLM = (
     "models",
     "peering",
     "errors.py",
+    "private_folder.py",
     "runtime.py",
     "settings/options.py",
     "settings/explicit_arguments.py",

@@ -18,7 +18,7 @@ from vllm_backplane.weights.load_formats import ALL_SHARED, PEER
 pytestmark = pytest.mark.process
 
 LOAD_TWICE = """
-import json, logging, os, sys, torch
+import json, logging, os, sys
 logging.basicConfig(level=logging.INFO)
 import vllm.plugins
 from vllm.model_executor.custom_op import op_registry_oot
@@ -44,7 +44,6 @@ def state():
         ],
         "load formats": sorted((name, id(kind)) for name, kind in model_loader._LOAD_FORMAT_TO_MODEL_LOADER.items()),
         "KV connectors": sorted((name, id(found)) for name, found in KVConnectorFactory._registry.items()),
-        "torch": [id(torch.cuda.Stream), id(torch.cuda.Event), id(torch.accelerator.synchronize)],
     }
 
 before, found = state(), written()

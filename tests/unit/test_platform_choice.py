@@ -149,7 +149,6 @@ logging.basicConfig(level=logging.INFO)
 import vllm.platforms
 if "accelerator" in sys.argv[2]:
     vllm.platforms.builtin_platform_plugins["xpu"] = lambda: "foreign_npu.Accelerator"
-unchanged = [id(torch.cuda.Event), id(torch.cuda.Stream), id(torch.accelerator.synchronize)]
 found = {}
 try:
     found["platform"] = type(vllm.platforms.current_platform).__name__
@@ -158,8 +157,8 @@ try:
     vllm.plugins.load_general_plugins()
 except Exception as error:
     found["error"] = str(error)
-now = [id(torch.cuda.Event), id(torch.cuda.Stream), id(torch.accelerator.synchronize)]
-found["unchanged"] = now == unchanged and "vllm_backplane.platform" not in sys.modules
+import vllm.utils.torch_utils
+found["unchanged"] = vllm.utils.torch_utils.torch is torch and "vllm_backplane.platform" not in sys.modules
 if "error" not in found:
     from vllm.model_executor.custom_op import op_registry_oot
     found["replaced layers"] = len(op_registry_oot)

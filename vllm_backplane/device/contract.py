@@ -50,6 +50,8 @@ class MemoryInfo:
 
     total: int
     free: int
+    reserved_by_others: int = 0
+    """Bytes that other processes have reserved and not written yet. They are not part of `free`."""
 
     @property
     def used(self) -> int:

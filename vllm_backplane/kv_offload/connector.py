@@ -38,7 +38,6 @@ from vllm_backplane.kv_offload.slots import FileSlots, MemorySlots, Slots
 from vllm_backplane.kv_offload.store import BlockStore, Outcome
 from vllm_backplane.kv_offload.worker import OffloadWorker
 from vllm_backplane.peering.digests import without_model_path
-from vllm_backplane.runtime import runtime
 from vllm_backplane.settings import compat
 from vllm_backplane.settings.carried_state import workers_on_host
 
@@ -112,10 +111,7 @@ class BackplaneOffloadConnector(KVConnectorBase_V1):
     def _make_slots(self, cache: CacheRows, workers: int) -> Slots:
         if self._settings.folder is not None:
             return FileSlots(self._settings.folder, self._slots, cache.row_bytes, workers)
-        # A KV cache in host memory is allocated already, but becomes resident only as it is written.
-        cache_bytes = cache.row_bytes * self._kv_cache_config.num_blocks
-        reserved = cache_bytes if runtime().device.capabilities.host_memory else 0
-        return MemorySlots(self._slots, cache.row_bytes, reserved, workers)
+        return MemorySlots(self._slots, cache.row_bytes)
 
     def bind_model(self, model: torch.nn.Module) -> None:
         """Computes the model's identity and starts the server for peers, if blocks are exchanged. The worker calls it

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Protocol
 
 import numpy
 import numpy.typing
 
-from vllm_backplane.device.host_memory import usable_memory
+from vllm_backplane.device.memory_ledger import ledger
 from vllm_backplane.errors import BackplaneError
 
 Bytes = numpy.typing.NDArray[numpy.uint8]
@@ -32,15 +33,11 @@ class Slots(Protocol):
 class MemorySlots:
     """Keeps slots in host memory."""
 
-    def __init__(self, count: int, size: int, reserved: int, workers: int = 1) -> None:
-        """Raises if the host has too little free memory. `workers` is the number of workers that do the same on this
-        host; `reserved` is what each of them has reserved for another use and not allocated yet, in bytes."""
-        free = usable_memory().free - workers * reserved
-        if workers * count * size > free:
-            raise BackplaneError(
-                f"KV offload may use {workers * count * size} bytes of host memory, but only {max(free, 0)} are free; "
-                "lower 'capacity', or store blocks on disk with 'folder'"
-            )
+    def __init__(self, count: int, size: int) -> None:
+        """Reserves the memory, or raises if the host has too little that is free."""
+        remedy = "lower 'capacity', or store blocks on disk with 'folder'"
+        ledger.reserve(count * size, purpose="KV offload to host memory", remedy=remedy)
+        self._cancel = weakref.finalize(self, ledger.cancel, count * size)
         self._rows = numpy.empty((count, size), numpy.uint8)  # becomes resident as it is written
 
     def write(self, slot: int, row: Bytes) -> None:
@@ -50,7 +47,8 @@ class MemorySlots:
         return self._rows[slot]
 
     def close(self) -> None:
-        self._rows = self._rows[:0]
+        self._rows = numpy.empty((0, 0), numpy.uint8)
+        self._cancel()
 
     def describe(self) -> str:
         return "host memory"

@@ -12,7 +12,6 @@ import json
 import os
 import shlex
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from pathlib import Path
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.models.bundled import MIB, BundledModel, find
 from vllm_backplane.models.package import fetch, installed_content, sha256
+from vllm_backplane.private_folder import private_folder
 
 MANIFEST = "backplane-manifest.json"
 
@@ -43,23 +43,11 @@ def derived_folder() -> Path:
     """Returns the folder for files that the plugin derives from the user's files while vLLM runs.
 
     That is $BACKPLANE_CACHE, otherwise a folder of the user among temporary files: a plugin should not write to a home
-    folder without a request. The files in it are trusted, and every user can create folders among temporary files.
-    The folder must therefore belong to the user and be closed to others; otherwise `BackplaneError` is raised.
+    folder without a request.
     """
     if (configured := _configured_folder()) is not None:
         return configured
-    folder = Path(tempfile.gettempdir(), f"vllm-backplane-{os.getuid()}")
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()  # a symbolic link must fail the check, whatever its target is
-    except OSError as fault:
-        raise BackplaneError(f"cannot create {folder}: {fault}; set BACKPLANE_CACHE to a writable folder") from fault
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise BackplaneError(
-            f"{folder} is not a folder that only you can read and write; remove it, or set BACKPLANE_CACHE to another "
-            "folder"
-        )
-    return folder
+    return private_folder(remedy="set BACKPLANE_CACHE to a folder of your own")
 
 
 def _configured_folder() -> Path | None:

@@ -1,7 +1,7 @@
 """Creates the model runner of a worker: a subclass of one of vLLM's two runners, or the device's own class.
 
 Nothing is copied from vLLM's runners. They depend on CUDA through `torch.Event`, `torch.cuda.Stream` and Triton
-kernels. `process/cuda_shims.py` replaces the first two on a device that has none, and `runner/triton_replacements.py`
+kernels. `process/vllm_torch.py` replaces the first two on a device that has none, and `runner/triton_replacements.py`
 replaces the kernels.
 """
 
@@ -14,7 +14,6 @@ from vllm.config import VllmConfig
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_backplane.device import Device
-from vllm_backplane.process.cuda_shims import host_events
 
 
 def make_model_runner(vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> Any:
@@ -25,5 +24,4 @@ def make_model_runner(vllm_config: VllmConfig, torch_device: torch.device, devic
         from vllm_backplane.runner.v2 import BackplaneModelRunnerV2 as cls
     else:
         from vllm_backplane.runner.v1 import BackplaneModelRunnerV1 as cls
-    with host_events(device):
-        return cls(vllm_config, torch_device, device)
+    return cls(vllm_config, torch_device, device)

@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.private_folder import private_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class WeightsRegistry:
     """Keeps this user's registry of shared weights on this host. The JSON keys are a protocol: do not change them."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or Path(tempfile.gettempdir()) / f"vllm-backplane-weights-{os.getuid()}"
+        self.folder = folder or private_folder() / "weights"
 
     def entries(self) -> list[SegmentEntry]:
         """Returns the segments of all live processes. To be called under `locked`. A file may still disappear during

@@ -40,13 +40,14 @@ class Budget:
     total: int
     free_at_start: int
     own_at_start: int
+    reserved_by_others: int = 0
 
     @classmethod
     def at_start(cls, device: Device, card: int, share: float, workers: int) -> Budget:
         """Measures the memory now, and returns the budget for `share` of what is free."""
         now = device.memory(card)
         sharing = workers if device.capabilities.host_memory else 1
-        return cls(device, card, share, sharing, now.total, now.free, device.own_memory(card))
+        return cls(device, card, share, sharing, now.total, now.free, device.own_memory(card), now.reserved_by_others)
 
     @property
     def place(self) -> str:
@@ -74,21 +75,26 @@ class Budget:
     def _divisor(self) -> str:
         return f" / {self.workers} workers" if self.workers > 1 else ""
 
+    @property
+    def _free(self) -> str:
+        """Returns the free memory for messages, with what was deducted."""
+        others = f" beside {gib(self.reserved_by_others)} that other processes have reserved"
+        return f"{gib(self.free_at_start)} free{others if self.reserved_by_others else ''}"
+
     def describe(self) -> str:
         """Returns the log line about the budget."""
         is_limited = self.free_at_start * (1 - self.share) < self.host_reserve
         limit = f", all but {gib(self.host_reserve)} at most" if is_limited else ""
         return (
-            f"Memory on {self.place}: {gib(self.total)} in all, {gib(self.free_at_start)} free; weights and KV cache "
-            f"may take {self.share:.2f} of that{limit}{self._divisor} = {gib(self.allowed)} (option memory_share)."
+            f"Memory on {self.place}: {gib(self.total)} in all, {self._free}; weights and KV cache may take "
+            f"{self.share:.2f} of that{limit}{self._divisor} = {gib(self.allowed)} (option memory_share)."
         )
 
     def _terms(self) -> str:
         """Returns how `allowed` was computed."""
         if self.host_reserve and self.allowed == self.maximum:
-            free, reserve = gib(self.free_at_start), gib(self.host_reserve)
-            return f"{free} free at start less {reserve} reserved for the host{self._divisor}"
-        return f"share {self.share:.2f} of {gib(self.free_at_start)} free at start{self._divisor}"
+            return f"{self._free} at start less {gib(self.host_reserve)} reserved for the host{self._divisor}"
+        return f"share {self.share:.2f} of {self._free} at start{self._divisor}"
 
     def refuse_weights(self, expected: int) -> None:
         """Raises before loading if the weights cannot fit. Loading them would end in the system's OOM killer."""

@@ -36,8 +36,8 @@ from vllm_backplane.lora import validation
 from vllm_backplane.lora.prefetch import AdapterPrefetcher
 from vllm_backplane.ops import resolution
 from vllm_backplane.patches import application
-from vllm_backplane.process.cuda_shims import install_shims
 from vllm_backplane.process.rank_failure import engine_reads, terminate_on_unread_failure
+from vllm_backplane.process.vllm_torch import bind_torch_of_vllm
 from vllm_backplane.runner.factory import make_model_runner
 from vllm_backplane.runner.step_graphs import StepGraphs
 from vllm_backplane.runtime import configured, runtime
@@ -88,7 +88,7 @@ class BackplaneWorker(Worker):
         self.card = self._card()
         self.device = self.backplane_device.torch_device(self.card)
         self.backplane_device.set_current(self.card)
-        install_shims(self.backplane_device, self.card)
+        bind_torch_of_vllm(self.backplane_device, self.card)
         self.sleeper = sleep.Sleeper(self.backplane_device, self.card)
         self._check_copies()
         current_platform.check_if_supports_dtype(self.model_config.dtype)

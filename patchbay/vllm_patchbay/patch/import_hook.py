@@ -1,4 +1,4 @@
-"""Runs a function when a module has been imported: at once, or after a later import.
+"""Runs a function when a module, or each module of a package, has been imported: at once, or after a later import.
 
 Patches use it to wait for the module of their target.
 """
@@ -9,9 +9,11 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 
 Action = Callable[[], None]
+ModuleAction = Callable[[ModuleType], None]
 
 
 class _Watcher(importlib.abc.MetaPathFinder):
@@ -20,11 +22,16 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[Action]] = {}
+        self.packages: dict[str, list[ModuleAction]] = {}
+
+    def actions(self, module: str) -> list[ModuleAction]:
+        """Returns the actions for all modules of the top-level package to which a module belongs."""
+        return self.packages.get(module.partition(".")[0], [])
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self.waiting:
+        if fullname not in self.waiting and not self.actions(fullname):
             return None
         for finder in sys.meta_path:
             if finder is not self:
@@ -51,8 +58,11 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
+        module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
+        for every in list(self._watcher.actions(module.__name__)):
+            every(module)
         for action in list(self._watcher.waiting.get(module.__name__, ())):
             # An action that raises fails this import and stays registered: a second import must not succeed without it.
             action()
@@ -94,6 +104,19 @@ def when_imported(module: str, action: Action) -> None:
     elif present is not None:
         action()
     else:
-        if _watcher not in sys.meta_path:
-            sys.meta_path.insert(0, _watcher)
+        _start_watching()
         _watcher.waiting.setdefault(module, []).append(action)
+
+
+def for_each_module(package: str, action: ModuleAction) -> None:
+    """Calls `action` with each imported module of a top-level package, and with every other one after its import."""
+    _start_watching()
+    _watcher.packages.setdefault(package, []).append(action)
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == package:
+            when_imported(name, partial(action, module))
+
+
+def _start_watching() -> None:
+    if _watcher not in sys.meta_path:
+        sys.meta_path.insert(0, _watcher)

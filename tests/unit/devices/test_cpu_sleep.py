@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from vllm_backplane.device import MemoryInfo, host_memory
-from vllm_backplane.devices.cpu import CpuDevice, memory_ledger, sleep
+from vllm_backplane.device.memory_ledger import MemoryLedger
+from vllm_backplane.devices.cpu import CpuDevice, sleep
+from vllm_backplane.devices.cpu import device as cpu_device
 from vllm_backplane.devices.cpu.sleep import SMALLEST, Mapping, SleepPool, anonymous_ranges, folder_on_disk
 from vllm_backplane.errors import BackplaneError
 
@@ -26,10 +28,12 @@ def pool(tmp_path: Path) -> SleepPool:
 
 
 @pytest.fixture(autouse=True)
-def _own_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("unwritten_bytes", "reserve", "cancel"):
-        function = getattr(memory_ledger, name)
-        monkeypatch.setattr(function, "__defaults__", (tmp_path / "ledger",))
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryLedger:
+    """Returns a ledger that replaces the user's, where other processes may change their reservations meanwhile."""
+    own = MemoryLedger(tmp_path / "ledger")
+    for module in (cpu_device, sleep):
+        monkeypatch.setattr(module, "ledger", own)
+    return own
 
 
 def resident() -> int:
@@ -148,22 +152,19 @@ def test_pages_of_a_file_are_left_alone(pool: SleepPool, tmp_path: Path) -> None
     assert (part == 2).all()
 
 
-def test_the_cache_of_the_device_sleeps_with_its_reservation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = tmp_path / "ledger"  # not the host's, where other processes may change their reservations meanwhile
-    for function in (memory_ledger.reserve, memory_ledger.cancel, memory_ledger.unwritten_bytes):
-        monkeypatch.setattr(function, "__defaults__", (ledger,))
+def test_the_cache_of_the_device_sleeps_with_its_reservation(tmp_path: Path, ledger: MemoryLedger) -> None:
     device = CpuDevice({"sleep_folder": str(tmp_path)})
     count = 64 * MIB
     with device.sleep_pool("cache"):
         cache = device.zeroed_bytes(count)
-    assert memory_ledger.unwritten_bytes() > 0.9 * count
+    assert ledger.unwritten_bytes() > 0.9 * count
     cache.fill_(1)
     before = resident()
     device.release("cache", keep=False)
     assert before - resident() > 0.95 * count
-    assert memory_ledger.unwritten_bytes() == 0, "other processes may use it"
+    assert ledger.unwritten_bytes() == 0, "other processes may use it"
     device.restore("cache")
-    assert memory_ledger.unwritten_bytes() > 0.9 * count
+    assert ledger.unwritten_bytes() > 0.9 * count
     assert not cache[MIB:-MIB].any()
 
 

@@ -49,7 +49,7 @@ def silent(_: str) -> None:
 
 @pytest.fixture
 def store() -> Iterator[BlockStore]:
-    made = BlockStore(MemorySlots(BLOCKS, SIZE, 0))
+    made = BlockStore(MemorySlots(BLOCKS, SIZE))
     for number, (key, row) in enumerate(zip(KEYS[:3], ROWS, strict=False)):
         made.write(key, number, row)
     yield made
@@ -184,7 +184,7 @@ def test_a_port_that_is_taken_is_an_error(served: Address, store: BlockStore) ->
 def test_a_load_from_both_sides(served: Address) -> None:
     """Loads blocks of this server's store and of the peer, and one that neither has."""
     cache = torch.zeros(8, SIZE // 4)
-    own = BlockStore(MemorySlots(1, SIZE, 0))
+    own = BlockStore(MemorySlots(1, SIZE))
     own.write(KEYS[0], 0, ROWS[0])
     worker = OffloadWorker(CacheRows([cache], 8), own, client(served), silent)
     blocks = [BlockLoad(key, 7 - place, from_peer=place > 0) for place, key in enumerate(KEYS)]
@@ -206,7 +206,7 @@ def test_what_is_under_way_when_weights_change_does_not_count(store: BlockStore)
     server = BlockServer(free_address(), MODEL, store, silent)
     relay = Relay(Address(*server._socket.getsockname()), Fault(2 * SIZE, hang=PATIENCE))
     cache = torch.zeros(8, SIZE // 4)
-    worker = OffloadWorker(CacheRows([cache], 8), BlockStore(MemorySlots(1, SIZE, 0)), client(relay.address), silent)
+    worker = OffloadWorker(CacheRows([cache], 8), BlockStore(MemorySlots(1, SIZE)), client(relay.address), silent)
     blocks = tuple(BlockLoad(key, place, from_peer=True) for place, key in enumerate(KEYS[:3]))
     worker.start_loads(StepMetadata(loads=[RequestLoad("one", blocks)]))
     end = time.monotonic() + PATIENCE

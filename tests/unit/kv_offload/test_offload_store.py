@@ -9,7 +9,9 @@ import numpy
 import pytest
 import torch
 
+from vllm_backplane.device.memory_ledger import MemoryLedger
 from vllm_backplane.errors import BackplaneError, OptionError
+from vllm_backplane.kv_offload import slots as slots_module
 from vllm_backplane.kv_offload.block_index import BlockIndex
 from vllm_backplane.kv_offload.block_keys import KeyChain
 from vllm_backplane.kv_offload.cache_rows import CacheRows
@@ -94,7 +96,7 @@ def test_clearing_gives_all_slots_back_but_those_being_read() -> None:
 
 @pytest.fixture(params=["memory", "file"])
 def slots(request: pytest.FixtureRequest, tmp_path: Path) -> Slots:
-    return MemorySlots(3, SIZE, 0) if request.param == "memory" else FileSlots(tmp_path, 3, SIZE)
+    return MemorySlots(3, SIZE) if request.param == "memory" else FileSlots(tmp_path, 3, SIZE)
 
 
 def test_what_is_written_is_read(slots: Slots) -> None:
@@ -168,10 +170,19 @@ def test_a_file_has_no_name(tmp_path: Path) -> None:
 def test_more_than_there_is_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BackplaneError, match="lower 'capacity'"):
         FileSlots(tmp_path, 1 << 30, 1 << 30)
-    with pytest.raises(BackplaneError, match="'folder'"):
-        MemorySlots(1, SIZE, 1 << 60)
-    with pytest.raises(BackplaneError, match="'folder'"):
-        MemorySlots(1, SIZE, 0, workers=1 << 50)
+    with pytest.raises(BackplaneError, match=r"KV offload to host memory of .* does not fit: .*'folder'"):
+        MemorySlots(1 << 30, 1 << 30)
+
+
+def test_memory_is_reserved_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = MemoryLedger(tmp_path / "ledger")
+    monkeypatch.setattr(slots_module, "ledger", ledger)
+    made = MemorySlots(1024, 1 << 16)
+    assert ledger.unwritten_bytes() == pytest.approx(1 << 26, abs=1 << 23)
+    made.close()
+    assert ledger.unwritten_bytes() == 0
+    MemorySlots(1024, 1 << 16)
+    assert ledger.unwritten_bytes() == 0, "also without a call of close"
 
 
 # --- the KV cache

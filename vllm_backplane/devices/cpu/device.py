@@ -26,7 +26,8 @@ from vllm_backplane.device import (
 )
 from vllm_backplane.device.cores import usable_cores
 from vllm_backplane.device.graph import Graph
-from vllm_backplane.devices.cpu import memory_ledger, native, threads
+from vllm_backplane.device.memory_ledger import ledger
+from vllm_backplane.devices.cpu import native, threads
 from vllm_backplane.devices.cpu.graphs import CpuGraph
 from vllm_backplane.devices.cpu.sleep import SleepPool, folder_on_disk, unfit_reason
 from vllm_backplane.settings.options import Option, integer, text
@@ -117,7 +118,8 @@ class CpuDevice(Device):
 
     def memory(self, index: int = 0) -> MemoryInfo:
         now = host_memory.usable_memory()
-        return MemoryInfo(total=now.total, free=max(now.free - memory_ledger.unwritten_bytes(), 0))
+        free = max(now.free - ledger.unwritten_bytes(), 0)
+        return MemoryInfo(total=now.total, free=free, reserved_by_others=ledger.unwritten_bytes(of_others=True))
 
     def own_memory(self, index: int = 0) -> int:
         return host_memory.own_resident_memory()
@@ -141,9 +143,10 @@ class CpuDevice(Device):
         # numpy requests zero pages from the system, which become resident when they are first written. torch.zeros
         # would write the whole cache at start, which takes seconds for gigabytes, although much of it often stays
         # unused.
-        memory_ledger.reserve(count, host_memory.usable_memory().free)
+        remedy = "start this server again, or lower BACKPLANE_MEMORY_SHARE"
+        ledger.reserve(count, purpose="a KV cache", remedy=remedy)
         pages = numpy.zeros(count, dtype=numpy.int8)
-        weakref.finalize(pages, memory_ledger.cancel, count).atexit = False
+        weakref.finalize(pages, ledger.cancel, count).atexit = False
         tensor = torch.from_numpy(pages)
         if self._active_pool is not None:
             self._active_pool.add(tensor)

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_backplane.device import host_memory
-from vllm_backplane.devices.cpu import memory_ledger
+from vllm_backplane.device.memory_ledger import ledger
 from vllm_backplane.errors import BackplaneError
 
 SMALLEST = 64 << 10
@@ -95,11 +95,11 @@ class SleepPool:
             raise
         self._saved_bytes = sum(one.length for one in pages) if keep else 0
         for count in self._live_reservations():
-            memory_ledger.cancel(count)
+            ledger.cancel(count)
 
     def restore(self) -> None:
         """Reads the saved contents back and renews the reservations. It may be called again after it has failed."""
-        free = host_memory.usable_memory().free - memory_ledger.unwritten_bytes()
+        free = host_memory.usable_memory().free - ledger.unwritten_bytes()
         wanted = self._saved_bytes + sum(self._live_reservations())
         if wanted > free:
             raise BackplaneError(
@@ -108,7 +108,7 @@ class SleepPool:
             )
         self._read_back()
         for count in self._live_reservations():
-            memory_ledger.reserve(count, host_memory.usable_memory().free)
+            ledger.reserve(count, purpose="a KV cache", remedy="end other processes, and wake up again")
 
     def _live_reservations(self) -> list[int]:
         return [count for owner, count in self._reservations if owner() is not None]

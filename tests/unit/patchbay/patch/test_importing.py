@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_patchbay.errors import PatchError
-from vllm_patchbay.patch import PatchSet, Process
+from vllm_patchbay.patch import PatchSet, Process, import_hook
 
 from .conftest import Host, applied
 
@@ -151,3 +151,35 @@ def test_a_module_imported_later_is_patched_before_anyone_sees_it(host: Host) ->
     assert type(late.__spec__.loader).__name__ == "SourceFileLoader"
     session.undo()
     assert late.feature() == "plain"
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns a list of the modules of the package for which the action ran."""
+    monkeypatch.setattr(import_hook, "_watcher", import_hook._Watcher())
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    return []
+
+
+def test_an_action_runs_once_for_each_module_of_a_package(host: Host, watched: list[str]) -> None:
+    host.module("core")
+    import_hook.for_each_module("host_package", lambda module: watched.append(module.__name__))
+    assert sorted(watched) == ["host_package", "host_package.core"], "modules that are imported already"
+    late = host.module("late")
+    assert watched[2:] == ["host_package.late"], "and every other one after its import"
+    assert late.feature() == "plain"
+    assert late.__loader__ is late.__spec__.loader
+    assert type(late.__loader__).__module__ == "_frozen_importlib_external"
+    host.module("late")
+    assert len(watched) == 3
+
+
+def test_an_action_for_a_package_that_fails_fails_the_import(host: Host, watched: list[str]) -> None:
+    def refuse(module: ModuleType) -> None:
+        if module.__name__ == "host_package.late":
+            raise ValueError("not this one")
+
+    import_hook.for_each_module("host_package", refuse)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not this one"):
+            host.module("late")

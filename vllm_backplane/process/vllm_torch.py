@@ -1,0 +1,156 @@
+"""Gives vLLM's modules a module `torch` of their own, whose calls that assume CUDA reach the device.
+
+vLLM calls `torch.cuda` and `torch.accelerator` on out-of-tree platforms too: it creates an event when the runner is
+built, uses a stream for speculative decoding and for copies of results, and synchronizes when the process ends. It
+takes streams and events from `torch.cuda` by name; its V2 model runner creates some in every step.
+
+PyTorch itself stays as it is, because other code of the process may use a GPU: for it, an event that waits for nothing
+would mean reading stale bytes. Only the global name `torch` of vLLM's modules refers to a view of PyTorch, in which
+
+- the streams and events of a device that is PyTorch's accelerator replace those of `torch.cuda`: its device module has
+  the same interface;
+- host streams and events replace them if the device is not PyTorch's accelerator. Such a device has finished its work
+  when a call returns, so there is nothing to wait for. Without an accelerator PyTorch raises in `torch.accelerator` and
+  when an event is created. Here the device implements the calls of `torch.accelerator`.
+"""
+
+from __future__ import annotations
+
+import time
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vllm_backplane.device import Device
+from vllm_backplane.errors import BackplaneError
+from vllm_patchbay.patch.import_hook import for_each_module
+
+
+class HostEvent(torch.cpu.Event):
+    """Implements an event for a device without streams: the work is done when the event is recorded.
+
+    Arguments are ignored.
+    """
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self._recorded = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return (end._recorded - self._recorded) * 1000
+
+
+class HostStream(torch.cpu.Stream):
+    """Implements a stream for a device without streams. Its device and priority are ignored."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+
+class View(ModuleType):
+    """Shows a module with some attributes replaced. It reads and writes all others in the module itself."""
+
+    def __init__(self, module: ModuleType) -> None:
+        super().__init__(module.__name__, module.__doc__)
+        vars(self)["_viewed"] = module
+
+    def replace(self, **attributes: Any) -> None:
+        """Replaces attributes in this view only."""
+        vars(self).update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._viewed, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._viewed, name, value)
+
+
+_torch, _cuda, _accelerator = View(torch), View(torch.cuda), View(torch.accelerator)
+_bound = False
+
+
+def bind_torch_of_vllm(device: Device, card: int) -> None:
+    """Routes the accelerator calls of vLLM's modules to a card of the device, for the rest of this process."""
+    global _bound
+    # Attributes of torch are read in every step. A copy is found at once, and `__getattr__` finds what is added later.
+    _torch.replace(**vars(torch))
+    if not _is_accelerator(device):
+        _replace_by_host_calls(device, card)
+    elif device.capabilities.streams and torch.get_device_module(device.torch_type) is not torch.cuda:
+        _replace_by_device_module(device)
+    else:
+        return
+    _torch.replace(cuda=_cuda, accelerator=_accelerator)
+    if not _bound:
+        for_each_module("vllm", _bind)
+        _bound = True
+
+
+def _bind(module: ModuleType) -> None:
+    bound = vars(module).get("torch")
+    if isinstance(bound, ModuleType) and bound.__name__ == torch.__name__:  # torch, or vLLM's lazy loader of it
+        module.torch = _torch  # type: ignore[attr-defined]
+
+
+def _is_accelerator(device: Device) -> bool:
+    """Returns whether the device is PyTorch's accelerator. Raises if another device claims streams."""
+    current = torch.accelerator.current_accelerator()
+    is_accelerator = current is not None and current.type == device.torch_type
+    if device.capabilities.streams and not is_accelerator:
+        raise BackplaneError(
+            f"device {device.name!r} claims streams, but PyTorch's accelerator is {current}, not "
+            f"{device.torch_type!r}; register the device module and its accelerator hooks in Device.load()"
+        )
+    return is_accelerator
+
+
+def _replace_by_device_module(device: Device) -> None:
+    """Replaces the streams and events of `torch.cuda` with those of the device's own torch module."""
+    module: Any = torch.get_device_module(device.torch_type)
+    for name in ("Stream", "Event", "current_stream", "stream"):
+        try:
+            _cuda.replace(**{name: getattr(module, name)})
+        except AttributeError:
+            raise BackplaneError(
+                f"device {device.name!r} claims streams, but torch.{device.torch_type} has no {name!r}; add it to the "
+                "device module"
+            ) from None
+
+
+def _replace_by_host_calls(device: Device, card: int) -> None:
+    """Replaces streams and events with those of the host, and calls of `torch.accelerator` with those of the device."""
+
+    # Distinct functions: Dynamo keys its handling of synchronize by the object.
+    def synchronize(_device: Any = None, /) -> None:
+        device.synchronize()
+
+    def empty_cache() -> None:
+        device.empty_cache()
+
+    def empty_host_cache() -> None:
+        """Does nothing: the device has no pinned memory, so there is no cache of it."""
+
+    def get_memory_info(_device: Any = None, /) -> tuple[int, int]:
+        now = device.memory(card)
+        return now.free, now.total
+
+    def set_stream(_stream: Any) -> None:
+        """Does nothing: there is only one stream."""
+
+    _accelerator.replace(
+        synchronize=synchronize,
+        empty_cache=empty_cache,
+        empty_host_cache=empty_host_cache,
+        get_memory_info=get_memory_info,
+    )
+    _cuda.replace(
+        Event=HostEvent,
+        Stream=HostStream,
+        current_stream=torch.cpu.current_stream,
+        stream=torch.cpu.stream,
+        set_stream=set_stream,
+    )
+    _torch.replace(Event=HostEvent)
