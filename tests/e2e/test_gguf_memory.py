@@ -45,6 +45,8 @@ CASES = {
     "F16": Case("qwen2", gguf.GGMLQuantizationType.F16, 896, False, 16.0, 16384),
     "BF16": Case("qwen2", gguf.GGMLQuantizationType.BF16, 896, False, 16.0, 16384),
 }
+ALWAYS = {"llama, Q4_K", "Q4_0, experts", "BF16"}
+"""The cases of `make test`. `make test-all` loads the others too."""
 COPIED = ("F16",)
 """Cases whose embedding is copied instead of being looked up in the file, because its type is not that of the model."""
 
@@ -111,12 +113,19 @@ def write(path: Path, case: Case, width: int = WIDTH, layers: int = LAYERS, voca
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Returns the number of weights in matrix products and the measured memory, by case. One process loads all."""
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Returns the number of weights in matrix products and the measured memory, by case.
+
+    One process loads all models of the tests that were selected.
+    """
     folder = tmp_path_factory.mktemp("files")
-    multiplied = [write(folder / f"{number}.gguf", case) for number, case in enumerate(CASES.values())]
+    selected = {item.name for item in request.session.items if item.path == request.path}
+    cases = {name: case for name, case in CASES.items() if any(f"[{name}]" in one for one in selected)}
+    multiplied = [write(folder / f"{number}.gguf", case) for number, case in enumerate(cases.values())]
     given = []
-    for number, case in enumerate(CASES.values()):
+    for number, case in enumerate(cases.values()):
         small = folder / f"small-{number}.gguf"
         write(small, case, width=256, layers=1, vocabulary=512)
         given += [str(small), str(folder / f"{number}.gguf"), "none"]
@@ -129,14 +138,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, dict
         [sys.executable, str(script), *given], capture_output=True, text=True, timeout=600, env=variables
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "Loading 0.gguf: 100%" in run.stderr
+    assert "Loading shared.gguf: 100%" in run.stderr
     measured = [json.loads(line) for line in run.stdout.splitlines() if line.startswith('{"model"')]
     for file in folder.glob("*.gguf"):
         file.unlink()
-    return dict(zip((*CASES, "shared"), zip(multiplied, measured, strict=True), strict=True))
+    return dict(zip((*cases, "shared"), zip(multiplied, measured, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.exhaustive) for name in CASES]
+)
 def test_the_peak_is_near_the_end(found: dict[str, tuple[int, dict[str, Any]]], name: str) -> None:
     multiplied, memory = found[name]
     print(f"{name}: {memory}, {memory['peak'] / memory['weights']:.3f}")

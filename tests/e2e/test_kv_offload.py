@@ -214,7 +214,6 @@ def test_the_file_has_no_name_and_is_private(offload: OffloadServer) -> None:
 
 @pytest.mark.feature(DAMAGED, "sim")
 @pytest.mark.feature(FEATURE, "sim")
-@pytest.mark.parametrize("device", ["sim"], indirect=True)
 def test_in_host_memory_on_two_cards(tiny_llama: Path, case: Case, tmp_path: Path) -> None:
     """Tests that both cards compute blocks again which are damaged on the second card only."""
     work = {"batch": batch(case.prompts, greedy(TOKENS, logprobs=0))}

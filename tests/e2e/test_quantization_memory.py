@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,8 @@ MIXTURES = ("AWQ", "W8A8")
 """Schemes that are also loaded with experts: one packs several codes into a word, and the other does not."""
 SHARED = {"GPTQ, by activation, shared": ("GPTQ, by activation", False), "AWQ experts, shared": ("AWQ", True)}
 """Cases of the load format `backplane_shared`: the scheme, and whether the model has experts."""
+ALWAYS = {"int8", "int4, experts", "GPTQ, by activation", "AWQ experts", "GPTQ, by activation, shared"}
+"""The cases of `make test`, one for each way of loading. `make test-all` loads the others too."""
 EXPERTS = {"num_experts": 24, "moe_intermediate_size": 512, "num_experts_per_tok": 2}
 """Configuration of the experts, which are much larger than the attention of a layer."""
 
@@ -176,26 +178,35 @@ def save_scheme(
     return folder
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Returns the measured memory by case. One process loads all models."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    folders = {}
-    for name, kind in ONLINE.items():
-        small, large = save(folder / f"small {name}", *kind, SMALL), save(folder / name, *kind)
-        folders[name] = (small, large, name.partition(",")[0])
-    for name in SCHEMES:
-        folders[name] = (save_scheme(folder / f"small {name}", name, SMALL), save_scheme(folder / name, name), "none")
-    for name in MIXTURES:
-        small, large = f"small {name} experts", f"{name} experts"
-        folders[large] = (
-            save_scheme(folder / small, name, SMALL, mixture=True),
-            save_scheme(folder / large, name, {**WIDTHS, "num_hidden_layers": 3}, mixture=True),
-            "none",
-        )
-    for name, (scheme, mixture) in SHARED.items():
+def checkpoints(folder: Path, name: str) -> tuple[Path, Path, str]:
+    """Saves the models of a case, and returns their folders and the quantization."""
+    scheme = name.removesuffix(" experts")
+    if name in ONLINE:
+        quantization = name.partition(",")[0]
+        return save(folder / f"small {name}", *ONLINE[name], SMALL), save(folder / name, *ONLINE[name]), quantization
+    if name in SHARED:
+        scheme, mixture = SHARED[name]
         twice = save_scheme(folder / name, scheme, {**WIDTHS, "num_hidden_layers": 2}, mixture=mixture, distinct=True)
-        folders[name] = (twice, twice, "shared")
+        return twice, twice, "shared"
+    mixture = name != scheme
+    widths = {**WIDTHS, "num_hidden_layers": 3} if mixture else WIDTHS
+    small = save_scheme(folder / f"small {name}", scheme, SMALL, mixture=mixture)
+    return small, save_scheme(folder / name, scheme, widths, mixture=mixture), "none"
+
+
+def cases(names: Iterable[str]) -> list[Any]:
+    """Returns the cases as parameters of a test."""
+    return [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.exhaustive) for name in names]
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Returns the measured memory by case. One process loads all models of the tests that were selected."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    selected = [
+        item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)
+    ]
+    folders = {name: checkpoints(folder, name) for item in selected for name in [item.callspec.params["name"]]}
     given = [str(word) for pair in folders.values() for word in pair]
     script = Path(__file__).with_name("loading_memory.py")
     variables = {**os.environ, "TMPDIR": str(folder)}
@@ -211,7 +222,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return result
 
 
-@pytest.mark.parametrize("name", [*ONLINE, *SCHEMES, *(f"{name} experts" for name in MIXTURES)])
+@pytest.mark.parametrize("name", cases([*ONLINE, *SCHEMES, *(f"{name} experts" for name in MIXTURES)]))
 def test_the_peak_is_near_the_end(found: dict[str, dict[str, Any]], name: str) -> None:
     memory = found[name]
     print(f"{name}: {memory}, {memory['peak'] / memory['weights']:.3f}")
@@ -223,7 +234,7 @@ def test_the_peak_is_near_the_end(found: dict[str, dict[str, Any]], name: str) -
     assert memory["peak"] < LIMIT * memory["weights"], memory
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", cases(SHARED))
 def test_a_second_model_shares_the_weights_of_a_checkpoint(found: dict[str, dict[str, Any]], name: str) -> None:
     """Tests `--load-format backplane_shared`: a second model of the checkpoint needs almost no memory of its own."""
     memory = found[name]
