@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,34 @@ def _no_description(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{not json")
 
 
+def _pipe(folder: Path) -> None:
+    _for_layer(Q, 8, WIDTH, WIDTH)(folder)
+    (folder / TENSORS).unlink()
+    os.mkfifo(folder / TENSORS)
+
+
+def _with_value(value: float) -> Callable[[Path], None]:
+    """Returns a function that writes an adapter with one value that is not a finite number."""
+
+    def make(folder: Path) -> None:
+        b = torch.ones(WIDTH, 8)
+        b[5, 3] = value
+        write(folder, 8, 16, {Q: (torch.ones(8, WIDTH), b)}, ("q_proj",))
+
+    return make
+
+
+def _with_pattern(ranks: dict[str, int]) -> Callable[[Path], None]:
+    """Returns a function that writes an adapter with ranks by pattern of module names."""
+
+    def make(folder: Path) -> None:
+        _for_layer(Q, 8, WIDTH, WIDTH)(folder)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": ranks}))
+
+    return make
+
+
 WIDTH = 576
 """Hidden size of the default model, which has 30 layers."""
 Q = "model.layers.3.self_attn.q_proj"
@@ -117,5 +146,15 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a truncated file": (_truncated, "Error while deserializing header"),
     "one factor without the other": (_one_factor, "self_attn.q_proj.lora_B.weight is missing"),
     "an adapter_config.json that is not JSON": (_no_description, "Expecting property name"),
+    "a file instead of a folder": (Path.touch, "is not a folder; give the folder of the adapter"),
+    "an adapter_config.json that is a folder": (
+        lambda folder: (folder / "adapter_config.json").mkdir(parents=True),
+        "adapter_config.json is not a regular file",
+    ),
+    "weights that are a pipe": (_pipe, "adapter_model.safetensors is not a regular file"),
+    "NaN": (_with_value(float("nan")), "lora_B has NaN or infinite values"),
+    "an infinite weight": (_with_value(float("inf")), "lora_B has NaN or infinite values"),
+    "a rank over the limit in a pattern": (_with_pattern({"q_proj": 512}), "the rank 512 for 'q_proj'"),
+    "a pattern that takes years": (_with_pattern({"(a+)+b": 8}), "'(a+)+b', which is not a pattern of module names"),
 }
 """Broken adapters by name: the function that writes the adapter, and a part of the expected error message."""

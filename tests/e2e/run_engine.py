@@ -148,6 +148,10 @@ def run_step(engine: Any, step: dict[str, Any], times: list[float]) -> Any:
             return watch(engine, given, times)
         case "interrupted":
             return interrupted(engine, given)
+        case "shorten file":
+            return os.truncate(given, os.path.getsize(given) // 2)
+        case "overwrite file":
+            return Path(given).write_bytes(bytes(os.path.getsize(given)))
         case "sleep":
             return engine.sleep(level=given)
         case "try to sleep":

@@ -171,3 +171,18 @@ def compare(model: Any, outputs: list[dict[str, Any]], *, rounded: bool) -> None
         assert sum(differences) / len(differences) < ROUNDED, differences
     else:
         assert max(differences) < TOLERANCE, differences
+
+
+def test_a_file_that_changes_while_it_is_served(tmp_path: Path) -> None:
+    """Tests that the engine ends with the reason, instead of a signal or wrong tokens."""
+    ways = ("shorten file", "overwrite file")
+    work = {"batch": batch(PROMPTS, greedy(TOKENS))}
+    jobs = []
+    for way in ways:
+        path = tmp_path / f"{way}.gguf"
+        gguf_models.ONE_KV_HEAD.write(path)
+        jobs.append(job(path, steps=[work, {way: str(path)}, work], **LIMITS))
+    results, log = try_engines(tmp_path, jobs, {"BACKPLANE_CACHE": str(tmp_path / "cache")})
+    for way, result in zip(ways, results, strict=True):
+        assert "EngineDeadError" in result["error"], result
+        assert f"CheckpointError: {tmp_path}/{way}.gguf was changed while it is served" in log.read_text()

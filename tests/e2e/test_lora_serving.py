@@ -213,6 +213,24 @@ def test_the_commands_of_the_page(server: Server, case: Case) -> None:
 
 
 @ON_ONE_DEVICE
+def test_a_path_or_a_name_that_cannot_be_used(server: Server, case: Case) -> None:
+    folder = str(case.adapters[SMALL].folder)
+    for name, path, message in (
+        ("broken", "/" + "p" * 300, "cannot be opened: File name too long"),
+        ("broken", "/a" * 3000, "cannot be opened: File name too long"),
+        ("broken", "/tmp/\x00", "cannot be opened: embedded null byte"),
+        ("\ud800", folder, "is not text that can be encoded as UTF-8"),
+        ("broken", "\udcff", "is not text that can be encoded as UTF-8"),
+    ):
+        body = json.dumps({"lora_name": name, "lora_path": path})  # with escapes: httpx would refuse lone surrogates
+        headers = {"content-type": "application/json"}
+        refused = server.http.post("/v1/load_lora_adapter", content=body, headers=headers)
+        assert refused.status_code == 400, refused.text
+        assert message in refused.json()["error"]["message"]
+    assert set(served(server)) == {MODEL, SMALL, LARGE}
+
+
+@ON_ONE_DEVICE
 def test_a_folder_that_is_not_there(server: Server, tmp_path: Path) -> None:
     request = {"lora_name": "broken", "lora_path": str(tmp_path / "nothing")}
     assert server.http.post("/v1/load_lora_adapter", json=request).status_code == 404

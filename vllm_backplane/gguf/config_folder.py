@@ -23,8 +23,10 @@ from vllm_backplane.gguf.model_files import GgufModel, open_model
 from vllm_backplane.models.cache import MANIFEST, damage, derived_folder
 from vllm_backplane.models.package import sha256
 
-RECIPE = 4
+RECIPE = 5
 """Version of this code's output. It is incremented when the same file gives a different folder, or an error."""
+_NAME_CHARACTERS = 48
+"""Characters of the file's name in the name of its folder. File systems allow 255 bytes, four per character at most."""
 
 
 def config_folder(path: str | Path) -> Path:
@@ -35,7 +37,7 @@ def config_folder(path: str | Path) -> Path:
     model = open_model(path)
     source = str(model.path.absolute())
     key = hashlib.sha256(f"{RECIPE} {source} {model.header_digest()}".encode()).hexdigest()[:16]
-    folder = derived_folder() / "gguf" / f"{model.path.stem}-{key}"
+    folder = derived_folder() / "gguf" / f"{model.path.stem[:_NAME_CHARACTERS]}-{key}"
     if not damage(folder, hashes=True):
         return folder
     try:

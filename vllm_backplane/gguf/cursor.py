@@ -24,8 +24,10 @@ class Limits(NamedTuple):
     name_bytes: int = 512
     text_bytes: int = 1 << 24
     nesting: int = 4
-    objects: int = 1 << 22
-    """Total number of strings and inner arrays in all arrays; each becomes a Python object."""
+    strings: int = 1 << 22
+    """Total number of strings in all arrays; each becomes a Python object."""
+    inner_arrays: int = 1 << 12
+    """Total number of arrays in arrays. Each takes some 500 bytes of memory, and published files have none."""
     dimensions: int = 4
     alignment: int = 1 << 16
 
@@ -60,7 +62,7 @@ class Cursor:
         self._buffer = buffer
         self._source = source
         self._limits = limits
-        self._objects = 0
+        self._strings = self._inner_arrays = 0
         self.position = 0
 
     @property
@@ -120,11 +122,14 @@ class Cursor:
         if kind not in (_TEXT, _ARRAY):
             raise self.fault(f"{what} is an array of the unknown type {kind}")
         self._require_fit(count, _SMALLEST_TEXT if kind == _TEXT else _SMALLEST_ARRAY, what)
-        self._objects += count
-        if self._objects > self._limits.objects:
-            raise self.fault(f"with {what} the file has more than {self._limits.objects} strings and inner arrays")
         if kind == _TEXT:
+            self._strings += count
+            if self._strings > self._limits.strings:
+                raise self.fault(f"with {what} the file has more than {self._limits.strings} strings")
             return self._texts(count, what)
+        self._inner_arrays += count
+        if self._inner_arrays > self._limits.inner_arrays:
+            raise self.fault(f"with {what} the file has more than {self._limits.inner_arrays} arrays in arrays")
         return [self._of_kind(kind, what, depth) for _ in range(count)]
 
     def _texts(self, count: int, what: str) -> list[str]:

@@ -1,7 +1,8 @@
 """Maps one GGUF file into memory and reads its metadata and the positions of its tensors.
 
-The whole header is validated when the file is opened, before anything is used: every tensor must lie within the file,
-and no two tensors may share bytes. Block sizes come from the `gguf` package.
+The whole header is validated when the file is opened, before anything is used: the tensors must fill the file exactly,
+one after another, with the padding that the format prescribes. A wrong type or shape would leave a gap or an overlap.
+Block sizes come from the `gguf` package.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import hashlib
 import mmap
 import os
 import stat
+import weakref
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,38 @@ class Tensor:
         return self.shape[-1] // per_block * block_bytes
 
 
+class _Mapping(mmap.mmap):
+    """Maps a file into memory, and remembers its state. It lives as long as any view of its bytes."""
+
+    path: Path
+    descriptor: int
+    state: tuple[int, int]
+
+    def found(self) -> tuple[int, int]:
+        """Returns the size and the modification time of the file now."""
+        now = os.fstat(self.descriptor)
+        return now.st_size, now.st_mtime_ns
+
+
+_mappings: weakref.WeakSet[_Mapping] = weakref.WeakSet()
+
+
+def require_unchanged_files() -> None:
+    """Raises if a file that this process has mapped was changed since it was opened.
+
+    Reading a page beyond the new end of a file would end the process with a signal, and other bytes in the place of
+    weights would give wrong outputs.
+    """
+    for mapping in _mappings:
+        now = mapping.found()
+        if now != mapping.state:
+            sizes = f" (it had {mapping.state[0]} bytes, and has {now[0]})" if now[0] != mapping.state[0] else ""
+            raise CheckpointError(
+                f"{mapping.path} was changed while it is served{sizes}; start the server again. To replace the file of "
+                "a running server, rename the new file to its name"
+            )
+
+
 class GgufFile:
     """Gives access to an open GGUF file. It needs no closing: the mapping ends with the last view of its data."""
 
@@ -68,8 +101,11 @@ class GgufFile:
         self.header_size = cursor.position
         self._place(found, cursor)
 
+    def _aligned(self, position: int) -> int:
+        return -(-position // self.alignment) * self.alignment
+
     def _place(self, found: list[Tensor], cursor: Cursor) -> None:
-        begin = -(-self.header_size // self.alignment) * self.alignment
+        begin = self._aligned(self.header_size)
         for tensor in found:
             if tensor.name in self.tensors:
                 raise cursor.fault(f"the tensor {tensor.name!r} occurs twice")
@@ -86,10 +122,14 @@ class GgufFile:
             self.tensors[tensor.name] = Tensor(
                 tensor.name, tensor.type, tensor.shape, begin + tensor.offset, tensor.size
             )
-        ordered = sorted(self.tensors.values(), key=lambda tensor: tensor.offset)
-        for one, next_one in pairwise(ordered):
-            if one.offset + one.size > next_one.offset:
-                raise cursor.fault(f"the tensors {one.name!r} and {next_one.name!r} overlap")
+        end, before = begin, "the header"
+        for tensor in sorted(self.tensors.values(), key=lambda tensor: tensor.offset):
+            if tensor.offset != self._aligned(end):
+                kind = "overlap" if tensor.offset < self._aligned(end) else f"have a gap of {tensor.offset - end} bytes"
+                raise cursor.fault(f"{before} and the tensor {tensor.name!r} {kind}")
+            end, before = tensor.offset + tensor.size, f"the tensor {tensor.name!r}"
+        if self.tensors and len(self.data) > self._aligned(end):
+            raise cursor.fault(f"it ends at byte {len(self.data)}, and {before} at {end}")
 
     def bytes_of(self, tensor: Tensor) -> memoryview:
         return self.data[tensor.offset : tensor.offset + tensor.size]
@@ -121,7 +161,7 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _mapped(path: Path) -> _Mapping:
     try:
         # Without O_NONBLOCK, opening a pipe would wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -135,9 +175,14 @@ def _mapped(path: Path) -> mmap.mmap:
             raise CheckpointError(f"{path} is not a regular file; give the path of a GGUF file")
         if found.st_size < len(MAGIC) + 4:
             raise CheckpointError(f"{path} has {found.st_size} bytes, too few for a GGUF file; download it again")
-        return mmap.mmap(descriptor, found.st_size, access=mmap.ACCESS_READ)
-    finally:
+        mapping = _Mapping(descriptor, found.st_size, access=mmap.ACCESS_READ)
+    except BaseException:
         os.close(descriptor)
+        raise
+    mapping.path, mapping.descriptor, mapping.state = path, descriptor, (found.st_size, found.st_mtime_ns)
+    weakref.finalize(mapping, os.close, descriptor)
+    _mappings.add(mapping)
+    return mapping
 
 
 def _preamble(cursor: Cursor, limits: Limits) -> tuple[int, int, int]:

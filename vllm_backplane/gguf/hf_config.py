@@ -25,6 +25,18 @@ _REQUIRED = {
 }
 _LARGEST = 1 << 24
 """Upper bound of every size in a configuration; the longest contexts and the largest vocabularies are below it."""
+_RANGES = {
+    "attention.layer_norm_epsilon": (1e-13, 1e-2),
+    "attention.layer_norm_rms_epsilon": (1e-13, 1e-2),
+    "rope.freq_base": (1.0, 1e12),
+    "rope.freq_base_swa": (1.0, 1e12),
+    "rope.scaling.factor": (1e-2, 1e5),
+    "rope.scaling.attn_factor": (1e-2, 1e2),
+    "attn_logit_softcapping": (1e-2, 1e5),
+    "final_logit_softcapping": (1e-2, 1e5),
+}
+"""Ranges of the numbers of a file by key, far beyond those of published models. A number outside of its range cannot be
+meant: most of them would make every output NaN."""
 _ROTARY_TABLE_BYTES = 1 << 28
 """Size up to which the rotary embedding table is always accepted. vLLM allocates the table for the whole context, in
 float32 at first. A table larger than this and larger than the file means that the file's context length is wrong."""
@@ -54,17 +66,16 @@ class _Reader:
         return found
 
     def real(self, key: str) -> float | None:
+        """Returns a number within its range in `_RANGES`, or None if the file has none or 0."""
         found = self._model.real(f"{self.architecture}.{key}")
-        if found is not None and not math.isfinite(found):
-            raise self.fault(f"{self.architecture}.{key} is {found}")
-        return found
+        low, high = _RANGES[key]
+        if found and not low <= found <= high:  # NaN is outside of every range
+            raise self.fault(f"{self.architecture}.{key} is {found:g}, not from {low:g} to {high:g}")
+        return found or None
 
     def rope_theta(self, key: str) -> float:
         """Returns the base of the rotary frequencies, 10000 where the file has none."""
-        found = self.real(key) or 10000.0
-        if found < 0:
-            raise self.fault(f"{self.architecture}.{key} is {found}")
-        return found
+        return self.real(key) or 10000.0
 
     def text(self, key: str) -> str | None:
         return self._model.text(f"{self.architecture}.{key}")
@@ -155,8 +166,8 @@ def _epsilon(reader: _Reader, layer_norm: bool) -> dict[str, float]:
     its float32 neighbour 9.999999747378752e-06."""
     key = f"attention.layer_norm_{'' if layer_norm else 'rms_'}epsilon"
     found = reader.real(key)
-    if found is None or not 0 < found < 1:
-        raise reader.fault(f"{reader.architecture}.{key} is {found}")
+    if found is None:
+        raise reader.fault(f"{reader.architecture}.{key} is missing or 0")
     return {"layer_norm_eps" if layer_norm else "rms_norm_eps": float(f"{found:.6g}")}
 
 
@@ -174,8 +185,6 @@ def _rope_parameters(model: GgufModel, reader: _Reader, head_dim: int) -> dict[s
         rope["partial_rotary_factor"] = rotated / head_dim
     scaling = reader.text("rope.scaling.type") or "none"
     factor = reader.real("rope.scaling.factor") or 1.0
-    if factor < 0:
-        raise reader.fault(f"{reader.architecture}.rope.scaling.factor is {factor}")
     factors = model.tensors.get("rope_freqs.weight")
     if factors is not None:
         rope |= _llama3(reader, _factors(reader, factors, "rope_freqs", head_dim // 2), theta, head_dim)

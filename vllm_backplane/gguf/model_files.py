@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_backplane.errors import CheckpointError
+from vllm_backplane.errors import CheckpointError, short_repr
 from vllm_backplane.gguf.file import GgufFile, Tensor, is_gguf
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -98,7 +98,7 @@ class GgufModel:
 def open_model(path: str | Path) -> GgufModel:
     """Opens the model of a file, of any part of a split file, or of a folder that contains one model."""
     given = Path(path)
-    first = _only_model(given) if given.is_dir() else given
+    first = _only_model(given) if _is_folder(given) else given
     match = _PART.fullmatch(first.name)
     if match is None:
         file = GgufFile(first)
@@ -138,9 +138,22 @@ def is_model(path: str | Path) -> bool:
     the tokenizer of the GGUF file are used.
     """
     given = Path(path)
-    if given.is_dir():
+    if _is_folder(given):
         return bool(_models(given)) and not has_other_weights(file.name for file in given.iterdir())
     return is_gguf(given)
+
+
+def _is_folder(path: Path) -> bool:
+    """Returns whether `path` is a folder. Raises `CheckpointError` if the path itself cannot be used."""
+    try:
+        str(path).encode()  # the path is written to files, which are UTF-8
+        return path.is_dir()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"the path {short_repr(str(path))} is not UTF-8; rename the file or its folder") from None
+    except OSError as fault:
+        raise CheckpointError(
+            f"{short_repr(str(path))} cannot be opened: {fault.strerror}; give the path or the name of a model"
+        ) from None
 
 
 def has_other_weights(names: Iterable[str]) -> bool:

@@ -280,6 +280,11 @@ def _add_special(tokenizer: Any, vocabulary: _Vocabulary) -> None:
 def _prepend(tokenizer: Any, token: str, number: int) -> None:
     from tokenizers import processors
 
+    # The template has a name of its own for the token: the token's text comes from the file, and `$` and `:` have a
+    # meaning in templates.
+    name = "bos"
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=[token, "$A"], pair=[token, "$A", token, "$B:1"], special_tokens=[(token, number)]
+        single=[name, "$A"],
+        pair=[name, "$A", name, "$B:1"],
+        special_tokens=[{"id": name, "ids": [number], "tokens": [token]}],
     )

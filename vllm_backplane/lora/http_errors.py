@@ -50,11 +50,30 @@ class AdapterErrors:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"].endswith(PATHS):
-            await self._replace_failures(scope, receive, send, _find_refusal)
+            await self._load(scope, receive, send)
         elif _has_type(b"application/json", scope) and (adapters := _served_adapters(scope)):
             await self._explain_failures(scope, receive, send, adapters)
         else:
             await self.app(scope, receive, send)
+
+    async def _load(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serves a request that loads an adapter, unless its texts cannot be sent back: vLLM repeats them in its
+        response, and in those of later requests."""
+        messages = [await receive()]
+        while messages[-1].get("more_body", False):
+            messages.append(await receive())
+        body = b"".join(message.get("body", b"") for message in messages)
+        if unusable := _unusable_text(body):
+            response = error_body(400, f"{unusable} is not text that can be encoded as UTF-8; choose another one")
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(response)).encode())]
+            await send({"type": "http.response.start", "status": 400, "headers": headers})
+            await send({"type": "http.response.body", "body": response})
+            return
+
+        async def repeat() -> Message:
+            return messages.pop(0) if messages else await receive()
+
+        await self._replace_failures(scope, repeat, send, _find_refusal)
 
     async def _explain_failures(
         self, scope: Message, receive: Receive, send: Send, adapters: Mapping[str, Any]
@@ -126,6 +145,20 @@ class AdapterErrors:
                         await send(part)
 
         await self.app(scope, receive, hold_failures)
+
+
+def _unusable_text(body: bytes) -> str | None:
+    """Returns the name and value of the first text in a JSON object that has lone surrogates, or None."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        return None  # vLLM answers it
+    for name, value in given.items() if isinstance(given, dict) else ():
+        try:
+            f"{name}{value}".encode()
+        except UnicodeEncodeError:
+            return f"{name!a} {value!a}"
+    return None
 
 
 def _has_type(content_type: bytes, message: Message) -> bool:

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from vllm_backplane.distributed.all_or_none import gather_failure, is_reporting_rank
+from vllm_backplane.lora.adapter_files import require_loadable
 from vllm_backplane.lora.http_errors import AdapterRefused
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def load_and_validate(
     number, added, raised = request.lora_int_id, False, None
     before = manager.get_adapter(number)
     try:
+        require_loadable(get_adapter_absolute_path(request.lora_path), manager.lora_config.max_lora_rank)
         added = load(request)
     except Exception as fault:
         raised = fault
@@ -204,6 +206,9 @@ def _shape_mismatches(name: str, weights: LoRALayerWeights, base: Any, rank: int
         if a is None or b is None:
             yield f"{part}: lora_{'A' if a is None else 'B'} is missing"
             continue
+        for letter, factor in (("A", a), ("B", b)):
+            if not bool(torch.isfinite(factor).all()):
+                yield f"{part}: lora_{letter} has NaN or infinite values"
         expected = (
             (a.shape[0] if rank is None else rank, base.input_size),
             (width, a.shape[0] if rank is None else rank),

@@ -31,6 +31,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_backplane.distributed.all_or_none import raise_on_reporting_rank, run_all_or_none
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.gguf.file import require_unchanged_files
 from vllm_backplane.kv_offload.connector import connector_of_worker
 from vllm_backplane.lora import validation
 from vllm_backplane.lora.prefetch import AdapterPrefetcher
@@ -282,6 +283,7 @@ class BackplaneWorker(Worker):
     def _run_step(self, scheduler_output: SchedulerOutput) -> Any:
         """Loads the LoRA adapters of a step and runs the step. With the numeric guard, raises if a module's output was
         bad."""
+        require_unchanged_files()  # the embedding of a GGUF file is read from the file
         if self.adapter_prefetcher is not None:
             self.adapter_prefetcher.prepare(scheduler_output)
         if self.guard is None:

@@ -136,7 +136,10 @@ def test_a_file_in_half_precision_has_dtype_float16(tmp_path: Path) -> None:
         ({"block_count": 1_000_000}, "1000000 layers"),
         ({"block_count": 2}, "has 2 layers .* does not match its tensors of 1 layers"),
         ({"context_length": 10_000_000}, "context_length is 10000000"),
-        ({"context_length": 1 << 20, "rope__scaling__type": "linear", "rope__scaling__factor": 1e6}, "scaled by 1e"),
+        (
+            {"context_length": 1 << 20, "rope__scaling__type": "linear", "rope__scaling__factor": 1e5},
+            "scaled by 100000",
+        ),
         ({"feed_forward_length": (1 << 31) - 1}, "feed_forward_length"),
         ({"feed_forward_length": 1 << 20}, r"blk.0.ffn_gate.weight has the shape \(64, 32\)"),
         ({"attention__head_count": (1 << 31) - 1}, "attention.head_count"),
@@ -147,6 +150,12 @@ def test_a_file_in_half_precision_has_dtype_float16(tmp_path: Path) -> None:
         ({"attention__key_length": 1 << 20}, "attn_q.weight has the shape"),
         ({"attention__key_length": 7}, "4 heads of size 7"),
         ({"rope__freq_base": -1.0}, "freq_base"),
+        ({"rope__freq_base": 1e-45}, "freq_base is 1.4013e-45, not from 1 to 1e"),
+        ({"rope__freq_base": 3e38}, "freq_base is 3e"),
+        ({"rope__scaling__factor": 1e-30}, "factor is 1e-30"),
+        ({"attention__layer_norm_rms_epsilon": 0.5}, "epsilon is 0.5, not from 1e-13 to 0.01"),
+        ({"attention__layer_norm_rms_epsilon": 1e-40}, "epsilon is 1"),
+        ({"architecture": "gemma2", "attn_logit_softcapping": 1e-30}, "attn_logit_softcapping is 1e-30|no blk.0"),
         ({"rope__scaling__factor": -2.0}, "factor"),
         ({"tokenizer": {"ggml.tokens": ["a"] * 9}, "rows": 8}, "9 tokens, and its embedding 8 rows"),
         ({"tensors": {"output": (9, 32)}}, "output.weight has the shape"),
@@ -311,6 +320,31 @@ def test_byte_level_vocabularies_split_as_their_pre_tokenizer_does(
         config_folder(write(tmp_path / "m.gguf", tokenizer={**tokenizer, "ggml.pre": "babble"}))
     with pytest.raises(CheckpointError, match="merges"):
         config_folder(write(tmp_path / "m.gguf", tokenizer={**tokenizer, "ggml.merges": ["no such"]}))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("text", ["<s>", "<s>:x", "<s>:1", "$A", "$B", "$1", "$", ":", "$A:1", "a b", "ab"])
+def test_the_text_of_a_bos_token_is_no_template(tmp_path: Path, kind: str, text: str) -> None:
+    tokenizer = {
+        "ggml.model": kind,
+        "ggml.pre": "gpt-2",
+        "ggml.tokens": ["<unk>", "x", "y", text],
+        "ggml.token_type": [2, 1, 1, 3],
+        "ggml.scores": [0.0] * 4,
+        "ggml.merges": [],
+        "ggml.bos_token_id": 3,
+        "ggml.add_bos_token": True,
+        "ggml.add_space_prefix": False,
+    }
+    made = ours(config_folder(write(tmp_path / "m.gguf", tokenizer=tokenizer)))
+    assert made.encode("xy").ids == [3, 1, 2]
+    assert made.encode("xy").tokens == [text, "x", "y"]
+    assert made.encode("x", "y").ids == [3, 1, 3, 2]
+    assert made.encode("xy", add_special_tokens=False).ids == [1, 2]
+
+
+def test_a_file_with_a_long_name_is_served(tmp_path: Path) -> None:
+    assert config_folder(write(tmp_path / ("ü" * 120 + ".gguf"))).is_dir()
 
 
 @pytest.mark.parametrize("prefix", [True, False])

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 RUNS = 6000
 MODEL_RUNS = 200
-SMALL = Limits(objects=24, nesting=2)
+SMALL = Limits(strings=24, inner_arrays=8, nesting=2)
 """Limits small enough for a fuzzer to exceed."""
 
 

@@ -7,15 +7,17 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES
 from gguf_bytes import ARRAY, BOOL, F32, Q4_0, STRING, U8, U32, U64, File, array, key, tensor, text, u32, u64
 
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.cursor import Limits
-from vllm_backplane.gguf.file import GgufFile
-from vllm_backplane.gguf.model_files import open_model
+from vllm_backplane.gguf.file import GgufFile, require_unchanged_files
+from vllm_backplane.gguf.model_files import is_model, open_model
 
 HUGE = 1 << 60
 
@@ -78,6 +80,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "array of too many words": (_file(keys=[key("a", ARRAY, array(STRING, HUGE, b""))]), "declares"),
     "array of too many arrays": (_file(keys=[key("a", ARRAY, array(ARRAY, HUGE, b""))]), "declares"),
     "size that overflows": (_file(keys=[key("a", ARRAY, array(U64, 1 << 61, b""))]), "declares"),
+    "many arrays in arrays": (
+        _file(keys=[key("a", ARRAY, array(ARRAY, 5000, array(U8, 0, b"") * 5000))]),
+        "more than 4096 arrays in arrays",
+    ),
     "arrays in arrays": (_file(keys=[key("a", ARRAY, _deep(5000))]), "deep"),
     "truth of 2": (_file(keys=[key("a", BOOL, b"\x02")]), "boolean"),
     "alignment 0": (_file(keys=[key("general.alignment", U32, u32(0))]), "alignment"),
@@ -99,6 +105,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "misaligned": (_file(tensors=[tensor("t", [4], F32, 4)]), "misaligned"),
     "overlap": (_file(tensors=[tensor("a", [12], F32, 0), tensor("b", [4], F32, 32)]), "overlap"),
     "same place": (_file(tensors=[tensor("a", [4], F32, 0), tensor("b", [4], F32, 0)]), "overlap"),
+    "gap": (_file(tensors=[tensor("a", [4], F32, 0), tensor("b", [4], F32, 64)]), "'a' and .* 'b' have a gap of 48"),
+    "gap before the first": (_file(tensors=[tensor("a", [4], F32, 64)]), "the header and .* 'a' have a gap"),
+    "bytes after the last": (_file(tensors=[tensor("a", [4], F32, 0)]), "ends at byte .*, and the tensor 'a' at"),
     "tensor twice": (_file(tensors=[tensor("a", [4], F32, 0), tensor("a", [4], F32, 32)]), "twice"),
     "unknown type": (_file(tensors=[tensor("t", [32], 4, 0)]), "unknown type 4"),
     "type of tomorrow": (_file(tensors=[tensor("t", [32], 4096, 0)]), "unknown type 4096"),
@@ -123,6 +132,20 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             GgufFile(write(tmp_path, whole[:size]))
     assert GgufFile(write(tmp_path, whole)).tensors
+
+
+def test_another_type_of_a_tensor_is_refused(tmp_path: Path) -> None:
+    """Changes the type of each tensor. Only a type whose values take the same number of bytes cannot be noticed."""
+    for name, width in (("blk.0.w", 32), ("norm", 4)):
+        for kind, (per_block, block_bytes) in GGML_QUANT_SIZES.items():
+            sound = {"blk.0.w": (Q4_0, 36), "norm": (F32, 16)}
+            changed = {**{one: number for one, (number, _) in sound.items()}, name: int(kind)}
+            rows = 2 if name == "blk.0.w" else 1
+            if width % per_block == 0 and rows * width // per_block * block_bytes == sound[name][1]:
+                continue
+            tensors = [tensor("blk.0.w", [32, 2], changed["blk.0.w"], 0), tensor("norm", [4], changed["norm"], 64)]
+            with pytest.raises(CheckpointError):
+                GgufFile(write(tmp_path, _file(tensors=tensors)))
 
 
 def test_refusals_take_little_memory(tmp_path: Path) -> None:
@@ -151,9 +174,44 @@ def test_refusals_take_little_memory(tmp_path: Path) -> None:
 def test_limits_are_for_the_whole_file(tmp_path: Path) -> None:
     words = array(STRING, 6, text("") * 6)
     path = write(tmp_path, _file(keys=[key(name, ARRAY, words) for name in "ab"]))
-    assert len(GgufFile(path, Limits(objects=12)).metadata) == 2
+    assert len(GgufFile(path, Limits(strings=12)).metadata) == 2
     with pytest.raises(CheckpointError, match="more than 11 strings"):
-        GgufFile(path, Limits(objects=11))
+        GgufFile(path, Limits(strings=11))
+
+
+@pytest.mark.parametrize("use", [open_model, is_model])
+@pytest.mark.parametrize(
+    ("name", "message"), [("n" * 300, "File name too long"), ("m\udcff.gguf", "is not UTF-8; rename the file")]
+)
+def test_a_path_that_cannot_be_used_is_refused(tmp_path: Path, use: Any, name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as fault:
+        use(tmp_path / name)
+    assert len(str(fault.value)) < 1000 and "\n" not in str(fault.value)
+
+
+@pytest.mark.parametrize("shorter", [True, False])
+def test_a_file_that_changes_while_it_is_mapped(tmp_path: Path, shorter: bool) -> None:
+    path = write(tmp_path, File().build())
+    file = GgufFile(path)
+    rows = np.frombuffer(file.bytes_of(file.tensors["norm"]), np.uint8)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    del file
+    require_unchanged_files()
+    other = write(tmp_path, File().build(), "other")
+    other.rename(path)  # the mapping keeps the first file
+    require_unchanged_files()
+    opened = GgufFile(path)
+    if shorter:
+        os.truncate(path, 64)
+    else:
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1_000_000))
+    with pytest.raises(CheckpointError, match=f"{path} was changed while it is served.*rename the new file") as fault:
+        require_unchanged_files()
+    assert ("bytes, and has 64)" in str(fault.value)) is shorter
+    del opened
+    require_unchanged_files()
+    del rows
+    assert len(os.listdir("/proc/self/fd")) < descriptors
 
 
 def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:

@@ -268,6 +268,51 @@ def test_unequal_groups_are_rejected() -> None:
         load(layer, stored)
 
 
+@pytest.mark.parametrize("group", [-2, 3, (1 << 31) - 1])
+def test_a_group_that_does_not_exist_is_rejected(group: int) -> None:
+    """Tests groups that a table of counts by group would need gigabytes for."""
+    layer = RowParallelLinear(
+        FAN_IN, 24, bias=False, quant_config=configured(made.GPTQ, desc_act=True, group_size=32), prefix="down"
+    )
+    stored = made.gptq(FAN_IN, 24, 4, 32, by_activation=1)
+    stored.tensors["g_idx"][5] = group if group != 3 else FAN_IN // 32
+    with pytest.raises(CheckpointError, match=r"no g_idx for down|g_idx of down .*its groups are 0 to \d+, and .* has"):
+        load(layer, stored)
+
+
+def test_a_short_order_is_rejected() -> None:
+    layer = RowParallelLinear(FAN_IN, 24, bias=False, quant_config=configured(made.GPTQ, desc_act=True), prefix="down")
+    stored = made.gptq(FAN_IN, 24, 4, 32, by_activation=1)
+    stored.tensors["g_idx"] = stored.tensors["g_idx"][:1]
+    with pytest.raises(CheckpointError, match=r"g_idx .* has the shape \(1,\)"):
+        load(layer, stored)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("case", CASES)
+def test_scales_that_are_no_numbers_are_rejected(case: str, value: float) -> None:
+    config, make = CASES[case]
+    layer = RowParallelLinear(FAN_IN, 72, bias=False, quant_config=configured(config), prefix="layers.3.down")
+    stored = make(72, 1)
+    [scales] = [tensor for name, tensor in stored.tensors.items() if name.endswith(("scales", "weight_scale"))]
+    scales.view(-1)[3] = value
+
+    def use() -> None:
+        load(layer, stored)
+        finish(layer)
+
+    with pytest.raises(CheckpointError, match=r"scales of layers\.3\.down have NaN or infinite values; download"):
+        use()
+
+
+@pytest.mark.parametrize("value", [None, "32", 32.5, [32], True])
+@pytest.mark.parametrize("name", ["bits", "group_size"])
+@pytest.mark.parametrize("config", [made.GPTQ, made.AWQ], ids=["GPTQ", "AWQ"])
+def test_a_config_without_numbers_is_rejected(config: Mapping[str, Any], name: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"for {name}, not an integer; download"):
+        configured(config, **{name: value})
+
+
 SPARSE = {"format": "sparse-24-bitmask", "targets": ["Linear"], "sparsity_structure": "2:4"}
 REFUSED: dict[str, Mapping[str, Any]] = {
     "GPTQ with 3 bits": {**made.GPTQ, "bits": 3},

@@ -27,7 +27,7 @@ from vllm_backplane.quantization.base import AnyDeviceConfig, LinearWeights
 from vllm_backplane.quantization.checkpoint import mixed_precision
 from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertFormat
 from vllm_backplane.quantization.checkpoint.layer_loading import CheckpointLinearMethod
-from vllm_backplane.quantization.checkpoint.registration import unsupported
+from vllm_backplane.quantization.checkpoint.registration import require_integers, unsupported
 
 WORD_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 """Positions of the codes in a word, by bits of a code: even codes are in the lower half, odd codes in the upper."""
@@ -45,6 +45,7 @@ class BackplaneAWQConfig(AnyDeviceConfig, AutoAWQConfig):
         modules_to_not_convert: list[str] | None = None,
         full_config: dict[str, Any] | None = None,
     ) -> None:
+        require_integers("AWQ", bits=weight_bits, group_size=group_size)
         if weight_bits not in self.TYPE_MAP:
             raise unsupported(f"AWQ with {weight_bits} bits")
         if not zero_point:

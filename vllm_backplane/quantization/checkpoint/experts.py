@@ -20,6 +20,7 @@ from vllm_backplane import ops
 from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.ops.quantized_linear import Packed
+from vllm_backplane.quantization.checkpoint.registration import require_finite
 from vllm_backplane.quantization.checkpoint.repacking import PackedWords, ZeroPoints, grouping_order, repack
 from vllm_backplane.quantization.checkpoint.w8a8_int8 import pack_int8
 from vllm_backplane.quantization.packed_parameters import (
@@ -207,6 +208,7 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
         """
         stored = self._format
         scales = joined[stored.scales]
+        require_finite(scales, f"an expert of {self._prefix}")
         if stored.is_w8a8:
             return pack_int8(joined[stored.codes], scales.float()), None
         codes = PackedWords(joined[stored.codes], stored.bits, stored.packed_dim, stored.output_dim, stored.word_order)

@@ -29,7 +29,7 @@ from vllm_backplane.quantization.base import AnyDeviceConfig, LinearWeights
 from vllm_backplane.quantization.checkpoint import mixed_precision
 from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertFormat
 from vllm_backplane.quantization.checkpoint.layer_loading import CheckpointLinearMethod
-from vllm_backplane.quantization.checkpoint.registration import unsupported
+from vllm_backplane.quantization.checkpoint.registration import require_integers, unsupported
 
 _ZERO_POINT_OFFSET = {"gptq": 1, "gptq_v2": 0}
 """Difference between a zero point and its stored value, by checkpoint format."""
@@ -52,11 +52,13 @@ class BackplaneGPTQConfig(AnyDeviceConfig, AutoGPTQConfig):
         full_config: dict[str, Any],
         modules_in_block_to_quantize: list[str] | None = None,
     ) -> None:
-        if (weight_bits, is_sym) not in self.TYPE_MAP:
+        require_integers("GPTQ", bits=weight_bits, group_size=group_size)
+        if (weight_bits, bool(is_sym)) not in self.TYPE_MAP:
             raise unsupported(f"GPTQ with {weight_bits} bits")
         checkpoint_format = str(full_config.get("checkpoint_format") or "gptq")
         if checkpoint_format not in _ZERO_POINT_OFFSET:
             raise unsupported(f"GPTQ in the format {checkpoint_format!r}")
+        is_sym = bool(is_sym)
         # vLLM's constructor refuses desc_act, in the dynamic rules too, so both are set afterwards.
         super().__init__(
             weight_bits, group_size, False, is_sym, lm_head_quantized, {}, full_config, modules_in_block_to_quantize
@@ -130,6 +132,11 @@ class BackplaneGPTQLinearMethod(CheckpointLinearMethod, AutoGPTQLinearMethod):
         """
         rows = param.data if shard is None else [param.data[QKV_SHARDS[shard] if isinstance(shard, str) else shard]]
         for row in rows:
+            if loaded.dim() != 1 or len(loaded) < len(row):
+                raise CheckpointError(
+                    f"a g_idx of this GPTQ checkpoint has the shape {tuple(loaded.shape)}, and its layer {len(row)} "
+                    "inputs; download the checkpoint again"
+                )
             row.copy_(loaded[: len(row)])
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:

@@ -10,10 +10,11 @@ import importlib
 from functools import cache
 from typing import Any, ClassVar
 
+import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from vllm_backplane.errors import CheckpointError
+from vllm_backplane.errors import CheckpointError, short_repr
 from vllm_backplane.quantization.base import BackplaneQuantizationConfig
 from vllm_backplane.runtime import runtime
 
@@ -44,6 +45,22 @@ def unsupported(what: str) -> CheckpointError:
         f"{what} does not run on device {runtime().device.name!r}; choose a checkpoint of: {'; '.join(SUPPORTED)}; or "
         "one in full precision, with --quantization int8 or int4 to quantize it while it is loaded"
     )
+
+
+def require_integers(format_name: str, **values: Any) -> None:
+    """Raises CheckpointError unless the values of a checkpoint's quantization config are integers."""
+    for name, value in values.items():
+        if type(value) is not int:
+            raise CheckpointError(
+                f"the quantization config of this {format_name} checkpoint has {short_repr(value)} for {name}, not an "
+                "integer; download the checkpoint again"
+            )
+
+
+def require_finite(scales: torch.Tensor, prefix: str) -> None:
+    """Raises CheckpointError if a scale of a layer is NaN or infinite, which would make all outputs NaN."""
+    if not bool(torch.isfinite(scales).all()):
+        raise CheckpointError(f"the scales of {prefix} have NaN or infinite values; download the checkpoint again")
 
 
 class LazyConfig(BackplaneQuantizationConfig):

@@ -89,8 +89,12 @@ def split_group(fan_in: int) -> int:
 def grouping_order(group_index: torch.Tensor, groups: int) -> torch.Tensor | None:
     """Returns the order of inputs, int64, that makes the inputs of each group adjacent; None if they already are.
 
-    `group_index` is the group of each input. Raises ValueError if the groups have different sizes.
+    `group_index` is the group of each input. Raises ValueError if the groups have different sizes, or if there is no
+    such group.
     """
+    lowest, highest = (int(one) for one in group_index.aminmax())
+    if lowest < 0 or highest >= groups:
+        raise ValueError(f"its groups are {lowest} to {highest}, and the layer has {groups}")
     counts = torch.bincount(group_index.cpu().long(), minlength=groups)
     if len(counts) != groups or bool((counts != len(group_index) // groups).any()):
         raise ValueError(f"{len(group_index)} inputs belong to {len(counts)} groups of unequal size")

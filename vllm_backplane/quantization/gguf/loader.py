@@ -18,7 +18,7 @@ from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.architectures import checkpoint_tensors
 from vllm_backplane.gguf.config_folder import open_source
-from vllm_backplane.gguf.file import GgufFile
+from vllm_backplane.gguf.file import GgufFile, require_unchanged_files
 from vllm_backplane.gguf.hf_config import QUANTIZATION
 from vllm_backplane.gguf.lazy_tensor import weights
 from vllm_backplane.gguf.model_files import GgufModel
@@ -34,7 +34,9 @@ class GgufModelLoader(BaseModelLoader):
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
         try:
-            return super().load_model(vllm_config, model_config, prefix)
+            model = super().load_model(vllm_config, model_config, prefix)
+            require_unchanged_files()
+            return model
         finally:
             # Most tensors were packed. The embedding is read from the file in the forward pass, a few rows at a time.
             files, self._files = self._files, []
