@@ -19,6 +19,7 @@ from vllm_backplane.patches import application
 from vllm_backplane.process.engine_exit import shut_engines_down_at_exit
 from vllm_backplane.process.forked_sockets import release_sockets_in_engines
 from vllm_backplane.process.orphan_watchdog import watch_ancestors_in_engines
+from vllm_backplane.process.start_signals import end_start_on_signals
 from vllm_backplane.process.vllm_torch import bind_torch_of_vllm
 from vllm_backplane.runtime import configured, runtime
 from vllm_patchbay.patch import Process
@@ -241,15 +242,18 @@ class BackplanePlatform(Platform):
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
         """Turns compilation off, and graphs on where the user or the device wants them, before vLLM fills in its
         defaults."""
-        from vllm_backplane.config import graphs
+        from vllm_backplane.config import graphs, refusals
 
-        graphs.set_compilation_defaults(vllm_config, configured(vllm_config.additional_config))
+        chosen = configured(vllm_config.additional_config)
+        refusals.refuse_features_of_v2_runner(vllm_config, chosen.device)
+        graphs.set_compilation_defaults(vllm_config, chosen)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Adapts vLLM's configuration to the device, or raises for options that the device cannot fulfil."""
         from vllm_backplane.config import stages
 
+        end_start_on_signals()
         chosen = configured(vllm_config.additional_config)
         stages.apply(vllm_config, chosen)
         logger.info_once("Backplane runs on device %s: %s", chosen.device.name, chosen.selection.reason)

@@ -65,6 +65,13 @@ class Starter:
         self._servers.append(server)
         return server
 
+    def starting(self, command: str = COMMAND) -> Child:
+        """Starts a server, and returns it at once."""
+        line = [command, "serve", str(self._model), "--port", str(free_port()), *SMALL]
+        server = Child(line, self._folder() / "server.log", warm=True, with_vllm=True)
+        self._servers.append(server)
+        return server
+
     def slow(self) -> Child:
         """Starts a server on the slow device, and returns it as soon as its engine process exists."""
         folder = self._folder()

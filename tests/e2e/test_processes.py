@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from ending_servers import (
     wait_for_exit,
 )
 from processes import Child
+from server import COMMAND, VLLM
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -87,6 +90,41 @@ def test_a_terminated_engine_is_an_error(start: Starter) -> None:
     (engine,) = processes_titled(server, "EngineCore")
     engine.send_signal(signal.SIGTERM)
     assert wait_for_exit(server) != 0
+
+
+NUMBER_OF_MOMENTS = 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moments", [3, pytest.param(NUMBER_OF_MOMENTS, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "command", [COMMAND, pytest.param(VLLM, marks=pytest.mark.exhaustive)], ids=["vllm-backplane serve", "vllm serve"]
+)
+def test_a_signal_ends_the_server_at_any_moment(
+    start: Starter, number: signal.Signals, moments: int, command: str
+) -> None:
+    """Tests random moments of the start and the first seconds of serving.
+
+    A server that ends by itself has the status 0 or that of the signal; Python itself may not have installed its
+    handler yet.
+    """
+    began = time.monotonic()
+    start().kill()
+    whole = time.monotonic() - began
+    expected = {0, 128 + number, -number}
+    took = []
+    for moment in range(moments):
+        # One in each part of the time, so that few moments also cover all of it.
+        seconds = 1.2 * whole * (moment + random.random()) / moments
+        server = start.starting(command)
+        time.sleep(seconds)
+        server.descendants()
+        sent = time.monotonic()
+        server.signal(number)
+        status = wait_for_exit(server)
+        took.append(time.monotonic() - sent)
+        assert status in expected, f"{status} after {seconds:.2f} s of {whole:.2f} s\n{server.text()}"
+    print(f"{number.name}: ended within {max(took):.1f} s")
 
 
 PROGRAM = """

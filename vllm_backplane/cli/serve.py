@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
-import multiprocessing
 import os
 import shlex
 import shutil
@@ -24,7 +23,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from types import FrameType
 from typing import NoReturn
 
 from vllm_backplane.cli import _output
@@ -93,6 +91,7 @@ def run_vllm(launch: Launch) -> NoReturn:
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from vllm_backplane.process import start_signals
     from vllm_backplane.settings import compat
 
     gc.freeze()
@@ -107,36 +106,18 @@ def run_vllm(launch: Launch) -> NoReturn:
     args = parser.parse_args()
     compat.configure_logging(args)
     command.validate(args)
-    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, start_signals.interrupt)
+    signal.signal(signal.SIGTERM, start_signals.interrupt)
     try:
         command.cmd(args)
-    except Interrupted:
-        # vLLM may have been interrupted after it started a process and before it recorded that process.
-        for process in multiprocessing.active_children():
-            process.kill()
-        exit_without_teardown(Interrupted.STATUS)
-    except SystemExit as end:  # the engine died; exit fast, because a supervisor waits to restart the server
+    except KeyboardInterrupt:  # vLLM's handler of SIGTERM raised it, before the engine's configuration was made
+        exit_without_teardown(128 + signal.SIGTERM)
+    except SystemExit as end:  # a signal came, or the engine died; exit fast, because a supervisor waits to restart it
         exit_without_teardown(end.code)
     except BaseException:
         gc.unfreeze()  # frozen objects outlive the interpreter, and some libraries then print errors
         raise
     exit_without_teardown(0)
-
-
-class Interrupted(SystemExit):
-    """Reports that Ctrl-C was pressed before the server was up."""
-
-    STATUS = 128 + signal.SIGINT
-
-
-def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Handles SIGINT until the server is up; the running server installs its own handler.
-
-    With Python's default handler, asyncio would delay the interrupt until the engine is ready, minutes later for a
-    large model. An immediate KeyboardInterrupt would be lost: vLLM's `zmq_socket_ctx` catches it and keeps waiting for
-    an engine that it can no longer reach. Hence an exception derived from SystemExit.
-    """
-    raise Interrupted(Interrupted.STATUS)
 
 
 def use_own_socket_folder() -> None:

@@ -28,28 +28,56 @@ def decode_query_len(config: VllmConfig) -> int:
 
 
 def largest_graph(config: VllmConfig, chosen: Runtime) -> int:
-    """Returns the tokens of the largest captured step, from the user's option or else from the device."""
-    return config.compilation_config.max_cudagraph_capture_size or max(
+    """Returns the tokens of the largest captured step, from the user's option or else from the device.
+
+    It is never larger than the largest step that vLLM schedules.
+    """
+    largest = config.compilation_config.max_cudagraph_capture_size or max(
         chosen.device.capabilities.graph_sizes, default=1
     )
+    return min(largest, config.scheduler_config.max_num_batched_tokens)
+
+
+def obstacle(config: VllmConfig, chosen: Runtime) -> tuple[str, str] | None:
+    """Returns why decode steps cannot be captured and what the user can remove, or None if they can.
+
+    They can if the model has decode steps, and no Python code has to run between their operators.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    speculative, transfer = config.speculative_config, config.kv_transfer_config
+    if model is not None and model.runner_type != "generate":
+        return "a pooling model has no decode steps", "--runner"
+    if model is not None and model.is_encoder_decoder:
+        return "the steps of an encoder-decoder model also run its encoder", "the model"
+    if parallel.world_size > 1:  # vLLM captures collectives only with the communicators of CUDA and XPU
+        return f"graphs on device {chosen.device.name!r} cannot contain the collectives of several workers", (
+            "the parallel sizes"
+        )
+    if parallel.world_size_across_dp > 1:
+        return "replicas decide together in every step how it is executed", "--data-parallel-size"
+    if config.lora_config is not None:
+        return "a graph cannot contain the adapters of a batch", "--enable-lora"
+    if speculative is not None and speculative.method not in REPLAYED_SPECULATION:
+        return f"no test replays the steps of the speculative method {speculative.method!r}", "--speculative-config"
+    if transfer is not None and transfer.kv_connector != kv_offload.NAME:
+        return f"the KV connector {transfer.kv_connector!r} runs code in every layer", "--kv-transfer-config"
+    if chosen.guard_checks_modules:
+        return "numeric_guard checks modules when Python calls them, and a replayed graph does not call them", (
+            "use numeric_guard=copies"
+        )
+    if config.use_v2_model_runner:
+        return "vLLM's V2 model runner captures graphs on CUDA only", "set VLLM_USE_V2_MODEL_RUNNER=0"
+    return None
 
 
 def supports_default_graphs(config: VllmConfig, chosen: Runtime) -> bool:
-    """Returns whether decode steps may be captured without an option of the user: the model has decode steps, and no
-    Python code has to run between their operators."""
-    model, parallel = config.model_config, config.parallel_config
+    """Returns whether decode steps are captured without an option of the user."""
+    model = config.model_config
     return (
         model is not None
         and not model.enforce_eager
-        and model.runner_type == "generate"
-        and not model.is_encoder_decoder
-        and parallel.world_size_across_dp == 1
-        and config.lora_config is None
-        and (config.speculative_config is None or config.speculative_config.method in REPLAYED_SPECULATION)
         and decode_query_len(config) <= largest_graph(config, chosen)
-        and (config.kv_transfer_config is None or config.kv_transfer_config.kv_connector == kv_offload.NAME)
-        and not chosen.guard_checks_modules
-        and not config.use_v2_model_runner
+        and obstacle(config, chosen) is None
     )
 
 
@@ -84,7 +112,7 @@ def set_compilation_defaults(config: VllmConfig, chosen: Runtime) -> None:
                 raise BackplaneError(
                     f"a decode step with {each - 1} speculative tokens has {each} tokens per sequence, and device "
                     f"{chosen.device.name!r} captures steps of at most {largest} tokens; lower num_speculative_tokens, "
-                    "or remove -cc.cudagraph_mode"
+                    "raise --max-num-batched-tokens if it is lower, or remove -cc.cudagraph_mode"
                 )
             compilation.cudagraph_capture_sizes = [
                 count * each for count in can.graph_sizes if count <= sequences and count * each <= largest
@@ -109,22 +137,9 @@ def check_compilation(config: VllmConfig, chosen: Runtime) -> None:
         )
     config.kernel_config.enable_jit_warmup = False  # nothing is compiled at run time
     if device.capabilities.graphs and compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
-        # vLLM captures collectives only with the communicators of CUDA and XPU.
-        if config.parallel_config.world_size > 1:
-            raise BackplaneError(
-                f"graphs on device {device.name!r} cannot contain the collectives of several workers; remove "
-                "-cc.cudagraph_mode, or the parallel sizes"
-            )
-        if config.use_v2_model_runner:
-            raise BackplaneError(
-                "vLLM's V2 model runner captures graphs on CUDA only; remove -cc.cudagraph_mode, or set "
-                "VLLM_USE_V2_MODEL_RUNNER=0"
-            )
-        if chosen.guard_checks_modules:
-            raise BackplaneError(
-                "numeric_guard checks modules when Python calls them, and a replayed graph does not call them; remove "
-                "-cc.cudagraph_mode, or use numeric_guard=copies"
-            )
+        if (found := obstacle(config, chosen)) is not None:
+            reason, remedy = found
+            raise BackplaneError(f"{reason}; remove -cc.cudagraph_mode, or {remedy}")
         return
     _run_eagerly(config)
 

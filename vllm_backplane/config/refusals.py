@@ -22,6 +22,7 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
         raise BackplaneError("dual-batch overlap needs two hardware queues per card; remove --enable-dbo")
     if config.parallel_config.enable_eplb:
         raise BackplaneError("expert load balancing is not supported; remove --enable-eplb")
+    refuse_features_of_v2_runner(config, device)
     if config.use_v2_model_runner and not can.triton:
         raise BackplaneError(
             f"vLLM selected its V2 model runner, which needs Triton, and device {device.name!r} has no Triton; set "
@@ -50,6 +51,23 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
     refuse_unfetchable(config, chosen)
     refuse_unused_group_size(config, chosen)
     refuse_expert_adapters(config)
+
+
+def refuse_features_of_v2_runner(config: VllmConfig, device: Device) -> None:
+    """Raises for features that vLLM gives to its V2 model runner whatever VLLM_USE_V2_MODEL_RUNNER is, on a device that
+    cannot run it."""
+    if device.capabilities.triton:
+        return
+    features = (
+        ("HiSparse attention", "hisparse_config from --attention-config", config.attention_config, "hisparse_config"),
+        ("watermarking", "--watermark-config", config, "watermark_config"),
+    )
+    for feature, option, part, name in features:
+        if getattr(part, name, None) is not None:  # not every supported release has both
+            raise BackplaneError(
+                f"{feature} needs vLLM's V2 model runner, which needs Triton, and device {device.name!r} has no "
+                f"Triton; remove {option}"
+            )
 
 
 def workers_of_all_replicas(config: VllmConfig) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CacheConfig, CompilationConfig, CUDAGraphMode, ParallelConfig, VllmConfig
+from vllm.config import CacheConfig, CompilationConfig, CompilationMode, CUDAGraphMode, ParallelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig
 from vllm.platforms import current_platform
@@ -109,6 +109,23 @@ def test_the_v2_model_runner_without_triton(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(BackplaneError, match="device 'cpu' has no Triton; set VLLM_USE_V2_MODEL_RUNNER=0"):
         VllmConfig()
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "expected"),
+    [
+        ("attention_config", "hisparse_config", "HiSparse attention .* remove hisparse_config from --attention-config"),
+        (None, "watermark_config", "watermarking needs .* remove --watermark-config"),
+    ],
+)
+def test_features_of_the_v2_model_runner_alone(part: str | None, name: str, expected: str) -> None:
+    """Tests features for which vLLM ignores or refuses VLLM_USE_V2_MODEL_RUNNER=0, so that is no remedy."""
+    config = VllmConfig()
+    object.__setattr__(getattr(config, part) if part else config, name, object())
+    with pytest.raises(BackplaneError, match=expected):
+        current_platform.apply_config_platform_defaults(config)
+    with pytest.raises(BackplaneError, match=expected):
+        refusals.refuse_unsupported(config, configured({}))
 
 
 def test_graphs_on_a_device_without_them() -> None:
@@ -274,8 +291,10 @@ def speculating(method: str, drafts: int, **more: Any) -> Any:
     return SimpleNamespace(
         speculative_config=SimpleNamespace(method=method, num_speculative_tokens=drafts) if method else None,
         model_config=SimpleNamespace(enforce_eager=False, runner_type="generate", is_encoder_decoder=False),
-        parallel_config=SimpleNamespace(world_size_across_dp=1),
-        scheduler_config=SimpleNamespace(max_num_seqs=more.get("sequences", 3)),
+        parallel_config=SimpleNamespace(world_size=1, world_size_across_dp=1),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=more.get("sequences", 3), max_num_batched_tokens=more.get("tokens", 4096)
+        ),
         compilation_config=CompilationConfig(),
         lora_config=None,
         kv_transfer_config=None,
@@ -461,6 +480,49 @@ def test_a_worker_for_which_there_is_no_card(rank: int, replica: int, card: int 
         worker._card()
 
 
+def test_graphs_are_not_larger_than_a_step() -> None:
+    """Tests a token budget below the device's capture sizes, which vLLM would refuse."""
+    config = speculating("ngram", 4, tokens=12)
+    graphs.set_compilation_defaults(config, choose(name="cpu"))
+    assert config.compilation_config.cudagraph_capture_sizes == [5, 10]
+    config = speculating("ngram", 4, tokens=4)
+    graphs.set_compilation_defaults(config, choose(name="cpu"))
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"lora_config": LoRAConfig(max_lora_rank=8)}, "adapters of a batch; remove -cc.cudagraph_mode, or --enable-"),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="Foreign")}, "'Foreign' runs code in every layer; remove"),
+        (
+            {"speculative_config": SimpleNamespace(method="medusa", num_speculative_tokens=2)},
+            "speculative method 'medusa'",
+        ),
+        ({"parallel_config": SimpleNamespace(world_size=2, world_size_across_dp=2)}, "collectives of several workers"),
+        ({"parallel_config": SimpleNamespace(world_size=1, world_size_across_dp=2)}, "replicas decide together"),
+        ({"use_v2_model_runner": True}, "or set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (
+            {"model_config": SimpleNamespace(runner_type="pooling", is_encoder_decoder=False)},
+            "a pooling model has no decode steps",
+        ),
+        (
+            {"model_config": SimpleNamespace(runner_type="generate", is_encoder_decoder=True)},
+            "encoder-decoder model",
+        ),
+    ],
+)
+def test_requested_graphs_meet_the_check_of_the_default(change: dict[str, Any], expected: str) -> None:
+    config, chosen = speculating("", 0), choose(name="cpu")
+    config.kernel_config = SimpleNamespace()
+    config.compilation_config.mode = CompilationMode.NONE
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    graphs.check_compilation(config, chosen)
+    vars(config).update(change)
+    with pytest.raises(BackplaneError, match=expected):
+        graphs.check_compilation(config, chosen)
+
+
 def test_graphs_that_hold_fewer_tokens_than_a_draft() -> None:
     config, chosen = speculating("ngram", 4), choose(name="cpu")
     config.compilation_config.max_cudagraph_capture_size = 4
@@ -468,5 +530,5 @@ def test_graphs_that_hold_fewer_tokens_than_a_draft() -> None:
     assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE, "the user did not request graphs"
     config = speculating("ngram", 16)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-    with pytest.raises(BackplaneError, match="at most 16 tokens; lower num_speculative_tokens, or remove -cc"):
+    with pytest.raises(BackplaneError, match=r"at most 16 tokens; lower num_speculative_tokens, .* or remove -cc"):
         graphs.set_compilation_defaults(config, choose(name="sim"))
