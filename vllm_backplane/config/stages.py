@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_backplane.config import graphs, refusals, scheduling
+from vllm_backplane.config import chat_template, graphs, refusals, scheduling
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.kv_offload import settings as kv_offload
 from vllm_backplane.runtime import Runtime
@@ -24,6 +24,7 @@ WORKER = "vllm_backplane.worker.worker.BackplaneWorker"
 def apply(config: VllmConfig, chosen: Runtime) -> None:
     """Runs the stages in order. Backplane's options are already validated; a stage raises for what it cannot fulfil."""
     refusals.refuse_unsupported(config, chosen)
+    chat_template.require_bounded_template(config)
     set_worker(config)
     graphs.check_compilation(config, chosen)
     scheduling.set_async_scheduling(config, chosen.device)
