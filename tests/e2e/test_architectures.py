@@ -33,6 +33,25 @@ GRAPHS: dict[str, dict[str, Any]] = {"cpu": {}, "sim": {"compilation_config": {"
 four."""
 
 
+ELSEWHERE_ON_SIM = {
+    "Gemma2: every second layer sees a window": "the operators of Gemma2 with soft caps",
+    "OPT: ReLU, positions with an offset": "the operators of GPT-2, and ReLU in test_every_operator.py",
+    "Qwen-MoE": "test_served_families.py",
+    "MLA (DeepSeek)": "test_served_families.py",
+    "gated delta net (Qwen-Next)": "test_served_families.py",
+}
+"""Models that run on sim in `make test-all` only, and what tests their operators there in `make test`."""
+ON_EACH = [
+    pytest.param(
+        *(device, name),
+        marks=[pytest.mark.exhaustive] if device == "sim" and name in ELSEWHERE_ON_SIM else [],
+        id=f"{device}-{name}",
+    )
+    for device in DEVICES
+    for name in ARCHITECTURES
+]
+
+
 @cache
 def answers(name: str) -> list[reference.Continuation]:
     """Returns the outputs of transformers for all prompts."""
@@ -50,28 +69,29 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def outcomes(request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Returns a function of the device that returns the engines' results by architecture.
 
-    One process runs all engines of a device, one after another.
+    One process runs all engines of the tests that were selected, one after another.
     """
+    selected = {item.name for item in request.session.items if item.path == request.path}
     # With 64 tokens per step, long prompts are split into chunks, and short ones decode in the same steps.
     work = batch(PROMPTS, greedy(TOKENS, logprobs=0))
     limits = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
     @cache
     def run(device: str) -> dict[str, Result]:
-        jobs = [job(folder, work, **limits, **GRAPHS[device]) for folder in folders.values()]
+        names = [name for name in folders if f"{test_tokens_equal_transformers.__name__}[{device}-{name}]" in selected]
+        jobs = [job(folders[name], work, **limits, **GRAPHS[device]) for name in names]
         results, log = try_engines(tmp_path_factory.mktemp(device), jobs, DEVICES[device])
         assert log.read_text(errors="replace").count(f"Operators on device {device}:") == len(jobs)
-        return dict(zip(folders, results, strict=True))
+        return dict(zip(names, results, strict=True))
 
     return run
 
 
 @pytest.mark.feature("Model family: {name}", "{device}")
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "name"), ON_EACH)
 def test_tokens_equal_transformers(outcomes: Any, name: str, device: str) -> None:
     result = outcomes(device)[name]
     assert "error" not in result, result["error"]

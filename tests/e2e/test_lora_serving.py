@@ -1,4 +1,6 @@
-"""Tests LoRA adapters that are loaded while the default model is served: outputs are those of the merged model.
+"""Tests LoRA adapters that are loaded while a model is served: outputs are those of the merged model.
+
+The model is the default one on cpu, and a tiny one on sim.
 
 The commands and requests are those of docs/serve/lora.md.
 """
@@ -68,14 +70,20 @@ class Case:
         return [(name, place) for place in range(len(TEXTS)) for name in self.expected]
 
 
-@pytest.fixture(scope="module")
-def case(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return Case(smollm2, tmp_path_factory.mktemp("adapters"))
-
-
 @pytest.fixture(scope="module", params=["cpu", "sim"])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(device: str, smollm2: Path, tiny_llama: Path) -> Path:
+    """Returns the folder of the model."""
+    return {"cpu": smollm2, "sim": tiny_llama}[device]
+
+
+@pytest.fixture(scope="module")
+def case(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(folder, tmp_path_factory.mktemp("adapters"))
 
 
 ON_ONE_DEVICE = pytest.mark.parametrize(
@@ -85,11 +93,13 @@ ON_ONE_DEVICE = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def server(device: str, case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(device: str, folder: Path, case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     limits = ("--max-model-len", "256", "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--dtype", "float32")
     [documented] = re.findall(r"^VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
     assert all(f"--{name.replace('_', '-')} {value}" in documented for name, value in LIMITS.items())
-    given = (*documented.split(), "--lora-modules", f"{SMALL}={case.adapters[SMALL].folder}")
+    model, *options = documented.split()
+    served = (model, *options) if device == "cpu" else (str(folder), "--served-model-name", MODEL, *options)
+    given = (*served, "--lora-modules", f"{SMALL}={case.adapters[SMALL].folder}")
     variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", **VARIABLES[device]}
     with Server(tmp_path_factory.mktemp(device), *given, *limits, variables=variables) as running:
         assert f"Operators on device {device}:" in running.text()

@@ -112,7 +112,7 @@ def _ran_in(records: Path) -> tuple[dict[str, set[int]], dict[str, set[str]]]:
 def test_offline(method: str, distribution: Path, tiny_llama: Path, tmp_path: Path) -> None:
     """Tests an engine whose two workers have their own processes, and one whose worker is in the engine's process.
 
-    test_online tests two workers under spawn.
+    test_online tests spawned processes.
     """
     records = tmp_path / "records"
     work = batch([[1, 2, 3]], greedy(2))
@@ -147,8 +147,9 @@ def drifted(distribution: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return copy
 
 
-def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
-    """Tests a server with two workers under spawn.
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path, workers: int) -> None:
+    """Tests a server under spawn.
 
     One of the patches has drifted, and is applied because drift is only a warning.
     """
@@ -163,7 +164,7 @@ def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
         "--max-num-batched-tokens",
         "128",
         "--tensor-parallel-size",
-        "2",
+        str(workers),
     ]
     with Server(tmp_path, *arguments, variables=variables, warm=False) as server:
         answer = server.client().completions.create(model=str(tiny_llama), prompt=[1, 2, 3], max_tokens=2)
@@ -171,10 +172,10 @@ def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:
         logged = server.text()
     where, kinds = _ran_in(records)
     assert set(where) == {"platform", "engine", "worker", "used"}
-    assert len(where["worker"]) == 2
+    assert len(where["worker"]) == workers
     assert where["used"] == where["worker"]
-    assert not where["engine"] & (where["platform"] | where["worker"])
-    assert not where["worker"] & where["platform"]
+    assert bool(where["engine"] & where["worker"]) == (workers == 1)
+    assert not (where["engine"] | where["worker"]) & where["platform"]
     assert kinds["engine"] == kinds["worker"] == {"SpawnProcess"}
     assert DRIFTED in logged
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,18 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/serve/checkpoints.md"
 [EXAMPLE] = re.findall(r"^vllm serve (.*gptq.*)$", PAGE.read_text(), re.MULTILINE)
 
 
-def named(*devices: str, names: Iterable[str] = SCHEMES) -> list[Any]:
-    """Returns the schemes as parameters of a test that demonstrates them on these devices."""
+def named(*devices: str, always: Container[str] = SCHEMES) -> list[Any]:
+    """Returns the schemes as parameters of a test that demonstrates them on these devices. `make test` runs those in
+    `always`."""
     return [
-        pytest.param(name, marks=[pytest.mark.feature(f"Format: {row}", *devices) for row in ROWS.get(name, (name,))])
-        for name in names
+        pytest.param(
+            name,
+            marks=[
+                *(pytest.mark.feature(f"Format: {row}", *devices) for row in ROWS.get(name, (name,))),
+                *([] if name in always else [pytest.mark.exhaustive]),
+            ],
+        )
+        for name in SCHEMES
     ]
 
 
@@ -232,13 +239,24 @@ def test_what_cannot_run_is_refused_before_a_worker_starts(outcomes: tuple[dict[
     assert "GPTQ with 3 bits does not run on device 'cpu'; choose a checkpoint of: GPTQ with 4" in outcomes[1]["error"]
 
 
+ALWAYS_ON_SIM = {BY_ACTIVATION, "GPTQ, 8 bits, zero points, experts", "W4A16, two workers", "W8A8, experts"}
+"""The schemes of `make test` on sim, one for each way of repacking. `make test-all` serves the others too."""
+
+
 @pytest.fixture(scope="module")
-def on_sim(folder: Path, models: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    results = run_engines(tmp_path_factory.mktemp("sim"), jobs_for(folder, *SCHEMES), SIM, device="sim")
-    return dict(zip(SCHEMES, results, strict=True))
+def on_sim(
+    request: pytest.FixtureRequest,
+    folder: Path,
+    models: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Result]:
+    selected = {item.name for item in request.session.items if item.path == request.path}
+    names = [name for name in SCHEMES if f"{test_another_device_serves_them.__name__}[{name}]" in selected]
+    results = run_engines(tmp_path_factory.mktemp("sim"), jobs_for(folder, *names), SIM, device="sim")
+    return dict(zip(names, results, strict=True))
 
 
-@pytest.mark.parametrize("name", named("sim"))
+@pytest.mark.parametrize("name", named("sim", always=ALWAYS_ON_SIM))
 def test_another_device_serves_them(on_sim: dict[str, Result], models: dict[str, Any], name: str) -> None:
     assert on_sim[name]["device"] == "bpnpu"
     assert distance(on_sim[name], models[name]) < ROUNDED

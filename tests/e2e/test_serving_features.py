@@ -1,7 +1,7 @@
 """Tests vLLM's API features on each device, with the command and requests of docs/serve/api-features.md.
 
-There is one server for each device, with the default model in full precision. Where possible, outputs are compared with
-those of transformers.
+There is one server for each device: on cpu with the default model in full precision, and on sim with a tiny model.
+Where possible, outputs are compared with those of transformers.
 """
 
 from __future__ import annotations
@@ -60,13 +60,21 @@ ON_ONE_DEVICE = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def server(device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def folder(device: str, smollm2: Path, tiny_llama: Path) -> Path:
+    """Returns the folder of the model."""
+    return {"cpu": smollm2, "sim": tiny_llama}[device]
+
+
+@pytest.fixture(scope="module")
+def server(device: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     [documented] = re.findall(r"^vllm-backplane serve (.*)$", PAGE, re.MULTILINE)
+    model, *options = documented.split()
+    given = (model, *options) if device == "cpu" else (str(folder), "--served-model-name", MODEL, *options)
     limits = ("--max-model-len", "512", "--max-num-batched-tokens", str(CHUNK), "--dtype", "float32")
     # A model as small as this one may generate blanks without end where JSON allows them.
     limits += ("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}))
     variables = {"BACKPLANE_DEVICE": device, **ENVIRONMENT}
-    with Server(tmp_path_factory.mktemp(device), *documented.split(), *limits, variables=variables) as running:
+    with Server(tmp_path_factory.mktemp(device), *given, *limits, variables=variables) as running:
         assert f"Operators on device {device}" in running.text()
         yield running
 
@@ -102,8 +110,8 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(smollm2: Path) -> Case:
-    case = Case(smollm2)
+def case(folder: Path) -> Case:
+    case = Case(folder)
     assert min(answer.smallest_margin for answer in case.expected) > 5e-3, "near a tie; change the prompts"
     return case
 

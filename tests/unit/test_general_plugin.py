@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,9 @@ pytestmark = pytest.mark.process
 
 LOAD_TWICE = """
 import json, logging, os, sys
+os.environ["HOME"] = sys.argv[2]  # here, because a program with another HOME would not be forked (tests/warm_start.py)
+for name in [name for name in os.environ if name.startswith("XDG_")]:
+    del os.environ[name]
 logging.basicConfig(level=logging.INFO)
 import vllm.plugins
 from vllm.model_executor.custom_op import op_registry_oot
@@ -69,17 +71,13 @@ REGISTERED = {
 def loaded(folder: Path, **variables: str | None) -> tuple[dict[str, Any], str]:
     """Runs the program, and returns what it found and its output."""
     (folder / "home").mkdir()
-    kept = {name: value for name, value in AT_START.items() if not name.startswith(("BACKPLANE_", "XDG_", "VLLM_"))}
+    kept = {name: value for name, value in AT_START.items() if not name.startswith(("BACKPLANE_", "VLLM_"))}
     result = folder / "found.json"
-    own = {"HOME": str(folder / "home"), "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "backplane"}
-    done = subprocess.run(
-        programs.command(LOAD_TWICE, str(result)),
+    own = {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "backplane"}
+    done = programs.run(
+        programs.command(LOAD_TWICE, str(result), str(folder / "home")),
         env={name: value for name, value in {**kept, **own, **variables}.items() if value is not None},
         cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(result.read_text()), done.stdout + done.stderr

@@ -128,7 +128,7 @@ class GgufFile:
                 kind = "overlap" if tensor.offset < self._aligned(end) else f"have a gap of {tensor.offset - end} bytes"
                 raise cursor.fault(f"{before} and the tensor {tensor.name!r} {kind}")
             end, before = tensor.offset + tensor.size, f"the tensor {tensor.name!r}"
-        if self.tensors and len(self.data) > self._aligned(end):
+        if self.tensors and len(self.data) not in (end, self._aligned(end)):
             raise cursor.fault(f"it ends at byte {len(self.data)}, and {before} at {end}")
 
     def bytes_of(self, tensor: Tensor) -> memoryview:

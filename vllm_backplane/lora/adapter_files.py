@@ -30,11 +30,12 @@ class UnusableFiles(ValueError):
     """Reports why the files of an adapter cannot be loaded."""
 
 
-def require_loadable(folder: str, max_rank: int) -> None:
-    """Raises `UnusableFiles` if vLLM could not load the adapter in `folder`, or would wait for its files.
+def require_loadable(path: str, max_rank: int) -> None:
+    """Raises `UnusableFiles` if vLLM could not load the adapter in the folder `path`, or would wait for its files.
 
-    A folder that does not exist is left to vLLM, which reports it.
+    A folder that does not exist is left to vLLM, which reports it, or downloads the adapter of that name.
     """
+    folder = os.path.expanduser(path)
     kind = _kind(folder)
     if kind is None:
         return

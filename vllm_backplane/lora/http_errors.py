@@ -155,9 +155,9 @@ def _unusable_text(body: bytes) -> str | None:
         return None  # vLLM answers it
     for name, value in given.items() if isinstance(given, dict) else ():
         try:
-            f"{name}{value}".encode()
+            json.dumps([name, value], ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            return f"{name!a} {value!a}"
+            return f"{name!a}: {value!a}"
     return None
 
 

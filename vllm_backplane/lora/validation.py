@@ -79,7 +79,7 @@ def load_and_validate(
     number, added, raised = request.lora_int_id, False, None
     before = manager.get_adapter(number)
     try:
-        require_loadable(get_adapter_absolute_path(request.lora_path), manager.lora_config.max_lora_rank)
+        require_loadable(request.lora_path, manager.lora_config.max_lora_rank)
         added = load(request)
     except Exception as fault:
         raised = fault

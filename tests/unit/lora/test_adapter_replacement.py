@@ -18,7 +18,9 @@ class Runner:
 
     def __init__(self, held: Any) -> None:
         self.held = {NUMBER: held} if held is not None else {}
-        self.manager = SimpleNamespace(get_adapter=self.held.get, modules={}, lora_config=None)
+        self.manager = SimpleNamespace(
+            get_adapter=self.held.get, modules={}, lora_config=SimpleNamespace(max_lora_rank=8, target_modules=None)
+        )
 
     def get_model(self) -> Any:
         return SimpleNamespace(lora_manager=self.manager)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_backplane.lora.http_errors import AdapterErrors, AdapterRefused
+from vllm_backplane.lora.http_errors import PATHS, AdapterErrors, AdapterRefused
 
 LOAD = "/v1/load_lora_adapter"
 REFUSED = str(AdapterRefused("it's 'mine'", "lora_A is (8, 64)"))
@@ -46,8 +46,8 @@ def through(
         sent.append(message)
 
     async def request() -> Any:
-        assert request_body is not None, "the request body must not be read"
-        return {"type": "http.request", "body": request_body}
+        assert request_body is not None or path.endswith(PATHS), "the request body must not be read"
+        return {"type": "http.request", "body": request_body or b"{}"}
 
     headers = [(b"content-type", kind)]
     scope = {
@@ -90,6 +90,21 @@ def test_a_refused_adapter_is_the_requests_fault(path: str) -> None:
 )
 def test_other_answers_stay(path: str, status: int, body: bytes) -> None:
     assert through(path, status, [body])[:2] == (status, body)
+
+
+@pytest.mark.parametrize("path", [LOAD, "/adapters"])
+@pytest.mark.parametrize("body", [b'{"lora_name": "\\ud800", "lora_path": "/a"}', b'{"a": {"b": ["\\udcff"]}}'])
+def test_text_that_cannot_be_sent_back_is_refused(path: str, body: bytes) -> None:
+    """Tests lone surrogates, which JSON can express and UTF-8 cannot."""
+    status, answer, headers = through(path, 200, [b"never sent"], body)
+    assert status == 400
+    assert "is not text that can be encoded as UTF-8; choose another one" in json.loads(answer)["error"]["message"]
+    assert headers[b"content-length"] == str(len(answer)).encode()
+
+
+@pytest.mark.parametrize("body", [b"", b"no JSON", b"[1]", b'"text"', '{"lora_name": "Zürich"}'.encode()])
+def test_other_requests_reach_the_server_as_they_are(body: bytes) -> None:
+    assert through(LOAD, 200, [b"done"], body or b" ")[:2] == (200, b"done")
 
 
 def test_other_connections_pass() -> None:

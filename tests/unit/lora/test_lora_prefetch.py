@@ -36,7 +36,7 @@ class Runner:
             req_id_to_index={}, request_lora_mapping=[], lora_id_to_request_ids={}, lora_id_to_lora_request={}
         )
         self.modules: dict[str, Any] = {}
-        self.lora_config = SimpleNamespace(target_modules=None)
+        self.lora_config = SimpleNamespace(target_modules=None, max_lora_rank=8)
 
     def get_model(self) -> Any:
         return SimpleNamespace(lora_manager=self)

@@ -295,7 +295,7 @@ def test_scales_that_are_no_numbers_are_rejected(case: str, value: float) -> Non
     layer = RowParallelLinear(FAN_IN, 72, bias=False, quant_config=configured(config), prefix="layers.3.down")
     stored = make(72, 1)
     [scales] = [tensor for name, tensor in stored.tensors.items() if name.endswith(("scales", "weight_scale"))]
-    scales.view(-1)[3] = value
+    scales.view(-1)[-1] = value
 
     def use() -> None:
         load(layer, stored)
