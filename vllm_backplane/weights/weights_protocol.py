@@ -68,7 +68,7 @@ class Manifest:
                 for path, dtype, shape, digest in content["tensors"]
             )
             return cls(dict(content["description"]), tensors, dict(content["numbers"]))
-        except (ValueError, KeyError, TypeError) as fault:
+        except (ValueError, KeyError, TypeError, RecursionError) as fault:
             raise WireError(f"the peer sent an invalid manifest ({type(fault).__name__}: {fault})") from fault
 
 
