@@ -32,7 +32,7 @@ from vllm_backplane.kv_offload.blocks_protocol import model_identity
 from vllm_backplane.kv_offload.blocks_server import BlockServer
 from vllm_backplane.kv_offload.cache_rows import CacheRows
 from vllm_backplane.kv_offload.metadata import StepMetadata
-from vllm_backplane.kv_offload.metrics import OffloadPromMetrics, OffloadStats
+from vllm_backplane.kv_offload.metrics import WEIGHTS, OffloadPromMetrics, OffloadStats
 from vllm_backplane.kv_offload.scheduler import OffloadScheduler
 from vllm_backplane.kv_offload.slots import FileSlots, MemorySlots, Slots
 from vllm_backplane.kv_offload.store import BlockStore, Outcome
@@ -186,9 +186,9 @@ class BackplaneOffloadConnector(KVConnectorBase_V1):
         return self.connector_worker.take_failed_blocks()
 
     def weights_changed(self) -> None:
-        """Discards all blocks, and computes the model's identity again. The worker calls it after it has loaded other
-        weights."""
-        self.connector_worker.reset()
+        """Discards all blocks on both sides, and computes the model's identity again. The worker calls it after it has
+        loaded other weights. The scheduler learns of it from the statistics of the next step."""
+        self.connector_worker.weights_changed()
         if self._shared:
             self._update_identity()
 
@@ -219,6 +219,8 @@ class BackplaneOffloadConnector(KVConnectorBase_V1):
         return OffloadConnectorMetadata(self._connector_scheduler.build_metadata(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
+        stats = connector_output.kv_connector_stats
+        self._connector_scheduler.set_weights(stats.data.get(WEIGHTS, 0) if isinstance(stats, OffloadStats) else 0)
         if connector_output.invalid_block_ids:
             self._connector_scheduler.handle_failed_blocks(connector_output.invalid_block_ids)
         self._connector_scheduler.finish_loads(connector_output.finished_recving or ())
@@ -239,6 +241,8 @@ class BackplaneOffloadConnector(KVConnectorBase_V1):
             counts = {Outcome.EVICTED.value: evicted} if evicted else {}
         else:
             counts = self.connector_worker.take_counts()
+            if self.connector_worker.weights:
+                counts[WEIGHTS] = self.connector_worker.weights
         return OffloadStats(counts) if counts else None
 
     @classmethod

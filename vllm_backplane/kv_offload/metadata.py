@@ -36,6 +36,8 @@ class RequestLoad:
 class StepMetadata:
     """Lists the loads and saves of one scheduler step."""
 
+    weights: int = 0
+    """Number of times that weights have changed, as far as the scheduler knew when it planned the step."""
     reset: bool = False
     """Whether all offloaded blocks are discarded, before anything else in this step."""
     idle: bool = False

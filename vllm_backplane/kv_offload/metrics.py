@@ -9,10 +9,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm_backplane.kv_offload.store import Outcome
 
 METRIC = "backplane:kv_offload_blocks"
+WEIGHTS = "weights"
+"""Key of the number of times that a worker's weights have changed, which the scheduler reads. It counts no blocks."""
 
 
 class OffloadStats(KVConnectorStats):
-    """Counts blocks by outcome since the last report, in `data`. Each worker counts its own part of a block."""
+    """Counts blocks by outcome since the last report, in `data`. Each worker counts its own part of a block.
+
+    `data` may also have the number of changes of the weights, under `WEIGHTS`.
+    """
 
     data: dict[str, Any]
 
@@ -21,11 +26,12 @@ class OffloadStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for outcome, count in other.data.items():
-            self.data[outcome] = self.data.get(outcome, 0) + count
+            known = self.data.get(outcome, 0)
+            self.data[outcome] = max(known, count) if outcome == WEIGHTS else known + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {f"blocks {outcome}": count for outcome, count in sorted(self.data.items())}
+        return {f"blocks {outcome}": count for outcome, count in sorted(self.data.items()) if outcome != WEIGHTS}
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
@@ -55,4 +61,6 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for outcome, count in transfer_stats_data.items():
+            if outcome == WEIGHTS:
+                continue
             self._counters[engine_idx, outcome].inc(count)

@@ -68,6 +68,7 @@ class OffloadScheduler:
         self._requests: dict[str, _TrackedRequest] = {}
         self._pending_loads: dict[str, _PendingLoad] = {}
         self._metadata = StepMetadata()
+        self._weights = 0
 
     def set_slots(self, slots: int) -> None:
         """Sets the number of slots, which every worker has."""
@@ -151,6 +152,7 @@ class OffloadScheduler:
             tracked.block_ids.extend(added[0] if added else ())
             self._plan_saves(request_id, num_computed_tokens + output.num_scheduled_tokens[request_id])
         metadata, self._metadata = self._metadata, StepMetadata()
+        metadata.weights = self._weights
         metadata.idle = output.total_num_scheduled_tokens == 0
         return metadata
 
@@ -199,6 +201,12 @@ class OffloadScheduler:
         self._requests.clear()
         self._metadata.reset = True
         self._metadata.saves.clear()
+
+    def set_weights(self, weights: int) -> None:
+        """Discards everything that was computed with other weights, if the workers report new ones."""
+        if weights > self._weights:
+            self._weights = weights
+            self.reset()
 
     def take_evicted(self) -> int:
         """Returns how many blocks were evicted since the last call."""

@@ -56,6 +56,8 @@ class OffloadWorker:
         """IDs of the blocks that are in the KV cache already, by request that still waits for others."""
         self._generation = 0
         """Number of resets. Blocks of an earlier generation must not be used."""
+        self.weights = 0
+        """Number of times that weights have changed."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-offload-loads", daemon=True)
         self._thread.start()
@@ -72,6 +74,8 @@ class OffloadWorker:
             self._loads.put((self._generation, load))
 
     def save_blocks(self, metadata: StepMetadata) -> None:
+        if metadata.weights != self.weights:
+            return  # the scheduler does not know yet that the requests of this step began with other weights
         for save in metadata.saves:
             row = self.cache.read(save.block_id)
             try:
@@ -125,6 +129,11 @@ class OffloadWorker:
         for blocks in self._loaded.values():
             self.failed_blocks.update(blocks)
             blocks.clear()
+
+    def weights_changed(self) -> None:
+        """Discards all blocks, and saves none until the scheduler has discarded what it has planned."""
+        self.reset()
+        self.weights += 1
 
     def close(self) -> None:
         self._closing.set()

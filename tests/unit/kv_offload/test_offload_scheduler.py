@@ -7,9 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from vllm_backplane.kv_offload.cache_rows import CacheRows
 from vllm_backplane.kv_offload.metadata import StepMetadata
+from vllm_backplane.kv_offload.metrics import WEIGHTS, OffloadStats
 from vllm_backplane.kv_offload.scheduler import OffloadScheduler
+from vllm_backplane.kv_offload.slots import MemorySlots
+from vllm_backplane.kv_offload.store import BlockStore
+from vllm_backplane.kv_offload.worker import OffloadWorker
 
 SIZE = 4
 
@@ -174,3 +180,39 @@ def test_of_a_prompt_whose_every_token_is_wanted_nothing_is_loaded(scheduler: Of
         scheduler.num_matched_tokens(request("logprobs of the prompt", range(9), skip_reading_prefix_cache=True), 0)
         == 0
     )
+
+
+def test_new_weights_reach_both_sides(scheduler: OffloadScheduler) -> None:
+    """Tests a request that runs while weights change: none of its blocks may be stored under the new weights."""
+    cache = torch.zeros(8, 16)
+    store = BlockStore(MemorySlots(8, cache[0].nbytes))
+    worker = OffloadWorker(CacheRows([cache], 8), store, None, lambda _text: None)
+    one = request("a", range(12))
+    first = run(scheduler, request("before", range(20, 30)), [4, 5, 6])
+    worker.begin_step(first)
+    worker.save_blocks(first)
+    assert scheduler.num_matched_tokens(one, 0) == 0
+    planned = step(scheduler, [(one, [1, 2, 3], 0, 8)])
+    worker.weights_changed()
+    assert saved(planned) == [1, 2]
+    worker.begin_step(planned)
+    worker.save_blocks(planned)  # planned before the scheduler knew
+    late = go_on(scheduler, "a", 8, 4, [])
+    worker.begin_step(late)
+    worker.save_blocks(late)
+    assert store.count_stored([save.key for save in (*first.saves, *planned.saves, *late.saves)]) == 0
+    assert worker.take_counts() == {"stored": 2}
+    stats = OffloadStats({WEIGHTS: worker.weights}).aggregate(OffloadStats({WEIGHTS: worker.weights, "stored": 1}))
+    assert stats.data == {WEIGHTS: 1, "stored": 1}, "two workers report one change"
+    assert stats.reduce() == {"blocks stored": 1}
+    scheduler.set_weights(stats.data[WEIGHTS])
+    assert saved(go_on(scheduler, "a", 12, 1, [])) == []
+    assert scheduler.num_matched_tokens(request("again", range(20, 30)), 0) == 0, "it was computed with other weights"
+    new = run(scheduler, request("b", range(12)), [1, 2, 3])
+    assert (saved(new), new.weights) == ([1, 2, 3], 1)
+    worker.begin_step(new)
+    worker.save_blocks(new)
+    assert store.count_stored([save.key for save in new.saves]) == 3
+    scheduler.set_weights(1)
+    assert scheduler.num_matched_tokens(request("c", range(12)), 0) == 8, "a report of known weights changes nothing"
+    worker.close()
