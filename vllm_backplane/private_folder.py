@@ -20,12 +20,13 @@ def private_folder(remedy: str = "set TMPDIR to a folder of your own") -> Path:
     Raises if the folder cannot be created, or if it belongs to another user or is open to others; `remedy` ends the
     message.
     """
-    folder = Path(tempfile.gettempdir(), f"vllm-backplane-{os.getuid()}")
+    name = f"vllm-backplane-{os.getuid()}"
     try:
+        folder = Path(tempfile.gettempdir(), name)
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()  # a symbolic link must fail the check, whatever its target is
     except OSError as fault:
-        raise BackplaneError(f"cannot create {folder}: {fault}; {remedy}") from fault
+        raise BackplaneError(f"cannot create {name} among temporary files: {fault}; {remedy}") from fault
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise BackplaneError(f"{folder} is not a folder that only you can read and write; remove it, or {remedy}")
     return folder

@@ -1,8 +1,9 @@
 """Refuses a checkpoint whose chat template takes too long or too much memory to render.
 
 vLLM's server renders the template in its own process, the first time when it starts. A template comes with the
-checkpoint, and may loop for ever or build a text of gigabytes. It is therefore rendered once in a child process, within
-limits. A template that raises is left to vLLM, which reports that to the user of the chat.
+checkpoint, and may loop for ever or build a text of gigabytes. The templates of a local folder are therefore rendered
+in a child process first, within limits and with the same conversation. A template that raises is left to vLLM, which
+reports that. Names on a hub are not checked, and neither is what a template does with other conversations.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import multiprocessing
 import os
 import resource
 import signal
+import time
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_backplane.errors import CheckpointError
+from vllm_backplane.errors import BackplaneError, CheckpointError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,15 +29,21 @@ BYTES = 1 << 30
 """Memory that a template may take for one message."""
 _CHARACTERS = 1 << 20
 """Length limit of a template. Published templates have some thousand characters."""
-_OUT_OF_MEMORY = 3
+_OUT_OF_MEMORY, _UNCHECKED = 3, 4
+"""Exit statuses of the child process."""
+_FILES = ("tokenizer_config.json", "processor_config.json", "chat_template.json")
+"""Files whose key "chat_template" has a template."""
+_FILE_BYTES = 1 << 28
+"""Size limit of these files, in which some models list their vocabulary."""
 _VARIABLES: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "hello"}],
+    "messages": [{"role": "user", "content": "warmup"}],
     "add_generation_prompt": True,
     "tools": None,
     "documents": None,
     "bos_token": "<s>",
     "eos_token": "</s>",
 }
+"""The conversation with which vLLM's server renders the template when it starts."""
 
 
 def require_bounded_template(config: VllmConfig) -> None:
@@ -47,9 +55,13 @@ def require_bounded_template(config: VllmConfig) -> None:
     for name, template in templates(folder).items():
         fault = fault_of(template)
         if fault is not None:
+            described = getattr(model.hf_config, "quantization_config", None)
+            is_gguf = isinstance(described, dict) and described.get("quant_method") == "gguf"
+            # The folder of a GGUF file was made from the file.
+            source = model.hf_config.quantization_config["file"] if is_gguf else folder / name
             raise CheckpointError(
-                f"the chat template in {folder / name} {fault}; give another one with --chat-template, and remove it "
-                "from the folder, or choose another model"
+                f"the chat template in {source} {fault}; choose another checkpoint, or one without a template and give "
+                "one with --chat-template"
             )
 
 
@@ -58,9 +70,10 @@ def templates(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     if not folder.is_dir():
         return found
-    if (file := folder / "chat_template.jinja").is_file():
-        found[file.name] = file.read_text(encoding="utf-8", errors="replace")
-    for file in (folder / "tokenizer_config.json", folder / "chat_template.json"):
+    for file in (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))):
+        if _is_small(file):
+            found[str(file.relative_to(folder))] = file.read_text(encoding="utf-8", errors="replace")
+    for file in (folder / name for name in _FILES if _is_small(folder / name)):
         try:
             given = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):  # vLLM reports what is wrong with the file
@@ -72,6 +85,11 @@ def templates(folder: Path) -> dict[str, str]:
     return found
 
 
+def _is_small(file: Path) -> bool:
+    """Returns whether a path is a regular file of a size that can be read. vLLM reports other ones."""
+    return file.is_file() and file.stat().st_size <= _FILE_BYTES
+
+
 @cache
 def fault_of(template: str) -> str | None:
     """Returns what is wrong with a template, or None if it is rendered, or raises, within the limits."""
@@ -80,39 +98,62 @@ def fault_of(template: str) -> str | None:
     child = os.fork()
     if child == 0:
         _render_and_exit(template)
-    _, status = os.waitpid(child, 0)
+    status = _wait(child)
+    if status is None:
+        return f"takes more than {SECONDS} s to render one message"
     if os.WIFSIGNALED(status):
-        if os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
+        if os.WTERMSIG(status) == signal.SIGXCPU:
             return f"takes more than {SECONDS} s to render one message"
         return f"ends the process that renders it with signal {os.WTERMSIG(status)}"
+    if os.WEXITSTATUS(status) == _UNCHECKED:
+        raise BackplaneError(
+            "the chat template could not be checked within limits of memory and time; raise the limits of this "
+            "process (ulimit -v, ulimit -t)"
+        )
     return f"takes more than {BYTES >> 20} MiB to render one message" if os.WEXITSTATUS(status) else None
 
 
+def _wait(child: int) -> int | None:
+    """Returns the status of a child, or None after ending one that waits for something for too long."""
+    end = time.monotonic() + 6 * SECONDS  # a limit for a process that does not compute, whose processor time stands
+    pause = 0.001
+    try:
+        while time.monotonic() < end:
+            found, status = os.waitpid(child, os.WNOHANG)
+            if found:
+                child = 0
+                return status
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return None
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
 def _render_and_exit(template: str) -> None:
-    """Renders a template within limits, as transformers does, and ends this process."""
-    status = 0
+    """Renders a template within limits, with the environment of transformers, and ends this process."""
+    status = _UNCHECKED
     try:
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-        used = sum(os.times()[:2])
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used) + SECONDS, int(used) + SECONDS + 1))
+        _limit(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + SECONDS)
         virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (virtual + BYTES, virtual + BYTES))
-        import jinja2.ext
-        import jinja2.sandbox
+        _limit(resource.RLIMIT_AS, virtual + BYTES)
+        from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = str
-        environment.from_string(template).render(**_VARIABLES)
+        status = 0
+        _compile_jinja_template(template).render(**_VARIABLES)
     except MemoryError:
         status = _OUT_OF_MEMORY
     except BaseException:  # the template refuses this conversation, or has an error; vLLM reports either
-        status = 0
+        pass
     finally:
         os._exit(status)
 
 
-def _raise(message: str) -> None:
-    raise ValueError(message)
+def _limit(kind: int, value: int) -> None:
+    """Sets a limit of this process, unless it has a lower one."""
+    _, hard = resource.getrlimit(kind)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, hard))

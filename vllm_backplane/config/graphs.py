@@ -39,28 +39,31 @@ def largest_graph(config: VllmConfig, chosen: Runtime) -> int:
 
 
 def obstacle(config: VllmConfig, chosen: Runtime) -> tuple[str, str] | None:
-    """Returns why decode steps cannot be captured and what the user can remove, or None if they can.
+    """Returns why decode steps cannot be captured and what else the user can do, or None if they can be captured.
 
     They can if the model has decode steps, and no Python code has to run between their operators.
     """
     model, parallel = config.model_config, config.parallel_config
     speculative, transfer = config.speculative_config, config.kv_transfer_config
-    if model is not None and model.runner_type != "generate":
-        return "a pooling model has no decode steps", "--runner"
+    if model is not None and model.runner_type == "pooling":
+        return "a pooling model has no decode steps", ""
     if model is not None and model.is_encoder_decoder:
-        return "the steps of an encoder-decoder model also run its encoder", "the model"
+        return "the steps of an encoder-decoder model also run its encoder", ""
     if parallel.world_size > 1:  # vLLM captures collectives only with the communicators of CUDA and XPU
         return f"graphs on device {chosen.device.name!r} cannot contain the collectives of several workers", (
-            "the parallel sizes"
+            "remove the parallel sizes"
         )
     if parallel.world_size_across_dp > 1:
-        return "replicas decide together in every step how it is executed", "--data-parallel-size"
+        return "replicas decide together in every step how it is executed", "remove --data-parallel-size"
     if config.lora_config is not None:
-        return "a graph cannot contain the adapters of a batch", "--enable-lora"
+        return "a graph cannot contain the adapters of a batch", "remove --enable-lora"
     if speculative is not None and speculative.method not in REPLAYED_SPECULATION:
-        return f"no test replays the steps of the speculative method {speculative.method!r}", "--speculative-config"
+        return (
+            f"no test replays the steps of the speculative method {speculative.method!r}",
+            "remove --speculative-config",
+        )
     if transfer is not None and transfer.kv_connector != kv_offload.NAME:
-        return f"the KV connector {transfer.kv_connector!r} runs code in every layer", "--kv-transfer-config"
+        return f"the KV connector {transfer.kv_connector!r} runs code in every layer", "remove --kv-transfer-config"
     if chosen.guard_checks_modules:
         return "numeric_guard checks modules when Python calls them, and a replayed graph does not call them", (
             "use numeric_guard=copies"
@@ -76,6 +79,7 @@ def supports_default_graphs(config: VllmConfig, chosen: Runtime) -> bool:
     return (
         model is not None
         and not model.enforce_eager
+        and model.runner_type == "generate"
         and decode_query_len(config) <= largest_graph(config, chosen)
         and obstacle(config, chosen) is None
     )
@@ -139,7 +143,7 @@ def check_compilation(config: VllmConfig, chosen: Runtime) -> None:
     if device.capabilities.graphs and compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY:
         if (found := obstacle(config, chosen)) is not None:
             reason, remedy = found
-            raise BackplaneError(f"{reason}; remove -cc.cudagraph_mode, or {remedy}")
+            raise BackplaneError(f"{reason}; remove -cc.cudagraph_mode{', or ' + remedy if remedy else ''}")
         return
     _run_eagerly(config)
 

@@ -61,7 +61,8 @@ def _kind(path: str) -> int | None:
 
 def _require_sound_config(file: Path, max_rank: int) -> None:
     try:
-        text = file.read_bytes()[: _CONFIG_BYTES + 1]
+        with file.open("rb") as opened:
+            text = opened.read(_CONFIG_BYTES + 1)
     except FileNotFoundError:
         return  # vLLM reports it
     except OSError as fault:

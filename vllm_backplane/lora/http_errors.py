@@ -16,13 +16,15 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from vllm_backplane.errors import BackplaneError
+from vllm_backplane.errors import BackplaneError, short_repr
 from vllm_backplane.http.asgi import App, Message, Receive, Send, error_body
 
 PATHS = ("/v1/load_lora_adapter", "/adapters")
 """Path suffixes of the requests that load adapters: vLLM's, and SageMaker's."""
 
-_MESSAGE = "LoRA adapter {name!r} cannot be used: {reason} (correct the adapter, or load another)"
+UNLOAD = "/v1/unload_lora_adapter"
+
+_MESSAGE = "LoRA adapter {name} cannot be used: {reason} (correct the adapter, or load another)"
 _GENERIC = "Internal server error"
 """vLLM's error message for a request that the engine ended with an error."""
 _ERROR_EVENT = b'data: {"error"'
@@ -37,7 +39,7 @@ class AdapterRefused(BackplaneError):
     """Reports that an adapter does not fit the model or the options, or that its files are damaged."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(_MESSAGE.format(name=name, reason=reason))
+        super().__init__(_MESSAGE.format(name=short_repr(name), reason=reason))
 
 
 class AdapterErrors:
@@ -49,7 +51,7 @@ class AdapterErrors:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif scope["path"].endswith(PATHS):
+        elif scope["path"].endswith((*PATHS, UNLOAD)):
             await self._load(scope, receive, send)
         elif _has_type(b"application/json", scope) and (adapters := _served_adapters(scope)):
             await self._explain_failures(scope, receive, send, adapters)
@@ -57,8 +59,8 @@ class AdapterErrors:
             await self.app(scope, receive, send)
 
     async def _load(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Serves a request that loads an adapter, unless its texts cannot be sent back: vLLM repeats them in its
-        response, and in those of later requests."""
+        """Serves a request that loads or unloads an adapter, unless its texts cannot be sent back: vLLM repeats them in
+        its response, and in those of later requests."""
         messages = [await receive()]
         while messages[-1].get("more_body", False):
             messages.append(await receive())
@@ -157,7 +159,7 @@ def _unusable_text(body: bytes) -> str | None:
         try:
             json.dumps([name, value], ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            return f"{name!a}: {value!a}"
+            return f"{short_repr(name)!a}: {short_repr(value)!a}"
     return None
 
 

@@ -10,7 +10,7 @@ All workers agree on the result, and the last rank raises the error (`distribute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,7 +111,7 @@ def _find_failure(
     if adapter is None or adapter is before:
         faults = []
     else:
-        faults = list(mismatches(manager, adapter, _rank(request), parallel))
+        faults = list(mismatches(manager, adapter, _ranks(request), parallel))
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         return Failure("; ".join(faults[:SHOWN]) + more, True)
@@ -137,23 +137,28 @@ def _text(raised: Exception) -> str:
     return str(raised) or type(raised).__name__
 
 
-def _rank(request: LoRARequest) -> int | None:
-    """Returns the rank in adapter_config.json, or None where layers have ranks of their own."""
+def _ranks(request: LoRARequest) -> tuple[int, ...]:
+    """Returns the ranks in adapter_config.json: that of the adapter, and those that some layers have of their own."""
     described = PEFTHelper.from_local_dir(get_adapter_absolute_path(request.lora_path), None)
-    return None if getattr(described, "rank_pattern", None) else described.r  # patterns: since vLLM 0.32
+    return (described.r, *(getattr(described, "rank_pattern", None) or {}).values())  # patterns: since vLLM 0.32
 
 
 def mismatches(
-    manager: LoRAModelManager, adapter: LoRAModel, rank: int | None, parallel: ParallelConfig
+    manager: LoRAModelManager, adapter: LoRAModel, ranks: Sequence[int], parallel: ParallelConfig
 ) -> Iterator[str]:
-    """Yields a text for each layer of a loaded adapter that the model lacks, or whose shapes do not fit the model."""
+    """Yields a text for each layer of a loaded adapter that the model lacks, whose shapes do not fit the model, or
+    whose values are not finite. `ranks` are those of the description, the adapter's own first."""
     has_target_modules = bool(manager.lora_config.target_modules)
     for name, weights in adapter.loras.items():
+        for letter, factors in (("A", weights.lora_a), ("B", weights.lora_b)):
+            for factor in factors if isinstance(factors, list) else [factors]:
+                if factor is not None and not bool(torch.isfinite(factor).all()):
+                    yield f"{name}: lora_{letter} has NaN or infinite values"
         layer = manager.modules.get(name)
         if layer is None and getattr(manager, "is_pooling_model", False):  # their checkpoints may omit the prefix
             layer = manager.modules.get(f"model.{name}")
         if layer is not None:
-            yield from _shape_mismatches(name, weights, getattr(layer, "base_layer", None), rank)
+            yield from _shape_mismatches(name, weights, getattr(layer, "base_layer", None), ranks)
         elif "experts" in name.split("."):  # experts have no LoRA layers (`config/refusals.py`)
             yield f"{name!r}: experts take no adapter"
         elif not _may_lack_lora_layer(manager, name, has_target_modules, parallel):
@@ -187,7 +192,7 @@ def _location(model: torch.nn.Module, name: str) -> str:
     return "another stage" if isinstance(module._modules.get(last), PPMissingLayer) else "this stage"
 
 
-def _shape_mismatches(name: str, weights: LoRALayerWeights, base: Any, rank: int | None) -> Iterator[str]:
+def _shape_mismatches(name: str, weights: LoRALayerWeights, base: Any, ranks: Sequence[int]) -> Iterator[str]:
     """Yields a text for each shape that does not fit a linear layer. Sizes are unsharded, also under tensor
     parallelism. vLLM checks embeddings and logits itself."""
     if not isinstance(base, LinearBase):
@@ -206,13 +211,8 @@ def _shape_mismatches(name: str, weights: LoRALayerWeights, base: Any, rank: int
         if a is None or b is None:
             yield f"{part}: lora_{'A' if a is None else 'B'} is missing"
             continue
-        for letter, factor in (("A", a), ("B", b)):
-            if not bool(torch.isfinite(factor).all()):
-                yield f"{part}: lora_{letter} has NaN or infinite values"
-        expected = (
-            (a.shape[0] if rank is None else rank, base.input_size),
-            (width, a.shape[0] if rank is None else rank),
-        )
+        rank = a.shape[0] if a.shape[0] in ranks else ranks[0]
+        expected = ((rank, base.input_size), (width, rank))
         if (tuple(a.shape), tuple(b.shape)) != expected:
             yield (
                 f"{part}: lora_A is {tuple(a.shape)} and lora_B {tuple(b.shape)}, but the model and "

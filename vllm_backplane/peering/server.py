@@ -24,7 +24,7 @@ MAX_WAITING = 64
 WAIT_SECONDS = 3.0
 """Seconds for which a connection waits for a place before it is rejected as busy."""
 SLOW_BYTES_PER_SECOND = 1 << 20
-"""A client that transfers less on average, and is served for longer than SLOW_SECONDS, may lose its place."""
+"""A client that transfers less on average during SLOW_SECONDS may lose its place."""
 SLOW_SECONDS = 1.0
 POLL_SECONDS = 0.1
 """Seconds between two searches for a slow client, while a connection waits."""
@@ -37,8 +37,10 @@ class _ClientSocket(socket.socket):
 
     def __init__(self, connected: socket.socket) -> None:
         super().__init__(connected.family, connected.type, connected.proto, connected.detach())
-        self.began = time.monotonic()
         self.transferred = 0
+        self._rate = float("inf")
+        self._counted = 0
+        self._counted_at = time.monotonic()
 
     def send(self, *args: Any) -> int:
         sent = super().send(*args)
@@ -51,9 +53,12 @@ class _ClientSocket(socket.socket):
         return received
 
     def rate(self) -> float:
-        """Returns the bytes per second so far, or infinity if the client is not served for long."""
-        seconds = time.monotonic() - self.began
-        return self.transferred / seconds if seconds > SLOW_SECONDS else float("inf")
+        """Returns the bytes per second between two of the last calls, or infinity for a client that is new."""
+        now = time.monotonic()
+        if now - self._counted_at > SLOW_SECONDS:
+            self._rate = (self.transferred - self._counted) / (now - self._counted_at)
+            self._counted, self._counted_at = self.transferred, now
+        return self._rate
 
 
 class LoopbackServer(ABC):

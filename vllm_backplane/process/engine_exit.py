@@ -25,6 +25,7 @@ def _shut_down() -> None:
     clients = sys.modules.get(_CLIENTS)
     if clients is None or not multiprocessing.active_children():
         return
+    gc.unfreeze()  # the collector does not list objects that a program has frozen
     for found in gc.get_objects():
         if issubclass(type(found), clients.EngineCoreClient):
             found.shutdown()

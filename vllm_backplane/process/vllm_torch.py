@@ -51,14 +51,15 @@ class HostStream(torch.cpu.Stream):
 
 
 class View(ModuleType):
-    """Shows a module with some attributes replaced. It reads and writes all others in the module itself."""
+    """Shows a module with some attributes replaced or copied. It reads all others from the module, and writes them
+    there."""
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(module.__name__, module.__doc__)
         vars(self)["_viewed"] = module
 
     def replace(self, **attributes: Any) -> None:
-        """Replaces attributes in this view only."""
+        """Sets attributes in this view only, all at once."""
         vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
@@ -66,6 +67,8 @@ class View(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._viewed, name, value)
+        if name in vars(self):  # a copy
+            vars(self)[name] = value
 
 
 _torch, _cuda, _accelerator = View(torch), View(torch.cuda), View(torch.accelerator)
@@ -75,15 +78,16 @@ _bound = False
 def bind_torch_of_vllm(device: Device, card: int) -> None:
     """Routes the accelerator calls of vLLM's modules to a card of the device, for the rest of this process."""
     global _bound
-    # Attributes of torch are read in every step. A copy is found at once, and `__getattr__` finds what is added later.
-    _torch.replace(**vars(torch))
+    replaced: dict[str, Any] = {"cuda": _cuda, "accelerator": _accelerator}
     if not _is_accelerator(device):
         _replace_by_host_calls(device, card)
+        replaced["Event"] = HostEvent
     elif device.capabilities.streams and torch.get_device_module(device.torch_type) is not torch.cuda:
         _replace_by_device_module(device)
     else:
         return
-    _torch.replace(cuda=_cuda, accelerator=_accelerator)
+    # Attributes of torch are read in every step. A copy is found at once, and `__getattr__` finds what is added later.
+    _torch.replace(**{**vars(torch), **replaced})
     if not _bound:
         for_each_module("vllm", _bind)
         _bound = True
@@ -153,4 +157,3 @@ def _replace_by_host_calls(device: Device, card: int) -> None:
         stream=torch.cpu.stream,
         set_stream=set_stream,
     )
-    _torch.replace(Event=HostEvent)

@@ -118,19 +118,22 @@ class Budget:
         `requested` is a size that the user set with `option`. `activations` are the bytes that a largest step needs
         besides the KV cache.
         """
-        free = max(self.device.memory(self.card).free - activations * self.workers - self.host_reserve, 0)
+        memory = self.device.memory(self.card)
+        free = max(memory.free - activations * self.workers - self.host_reserve, 0)
+        others = f"{gib(memory.reserved_by_others)} that other processes have reserved"
+        beside = f" beside {others}" if memory.reserved_by_others else ""
         if requested is not None:
             if requested > free // self.workers:
                 raise BackplaneError(
                     f"a KV cache of {gib(requested)} was requested, and {gib(free // self.workers)} of "
-                    f"{gib(self.total)} is free for it on {self.place}; lower {option}"
+                    f"{gib(self.total)} is free for it on {self.place}{beside}; lower {option}"
                 )
             return requested
         taken = max(self.device.own_memory(self.card) - self.own_at_start, 0)
         left = min(self.allowed - taken - activations, int(free * self.share) // self.workers)
         if left <= 0:
             # Other processes may have taken memory that was free at start.
-            now = f", and {gib(free)} is free beside them now" if free == 0 else ""
+            now = f", and {gib(free)} is free beside them{' and ' + others if beside else ''} now" if free == 0 else ""
             share = "raise BACKPLANE_MEMORY_SHARE, " if free and self.maximum > taken + activations else ""
             raise BackplaneError(
                 f"nothing is left for the KV cache on {self.place}: {gib(self.allowed)} allowed ({self._terms()}), "

@@ -493,7 +493,10 @@ def test_graphs_are_not_larger_than_a_step() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"lora_config": LoRAConfig(max_lora_rank=8)}, "adapters of a batch; remove -cc.cudagraph_mode, or --enable-"),
+        (
+            {"lora_config": LoRAConfig(max_lora_rank=8)},
+            "of a batch; remove -cc.cudagraph_mode, or remove --enable-lora",
+        ),
         ({"kv_transfer_config": SimpleNamespace(kv_connector="Foreign")}, "'Foreign' runs code in every layer; remove"),
         (
             {"speculative_config": SimpleNamespace(method="medusa", num_speculative_tokens=2)},

@@ -155,7 +155,6 @@ def test_a_file_in_half_precision_has_dtype_float16(tmp_path: Path) -> None:
         ({"rope__scaling__factor": 1e-30}, "factor is 1e-30"),
         ({"attention__layer_norm_rms_epsilon": 0.5}, "epsilon is 0.5, not from 1e-13 to 0.01"),
         ({"attention__layer_norm_rms_epsilon": 1e-30}, "epsilon is 1e-30"),
-        ({"architecture": "gemma2", "attn_logit_softcapping": 1e-30}, "attn_logit_softcapping is 1e-30|no blk.0"),
         ({"rope__scaling__factor": -2.0}, "factor"),
         ({"tokenizer": {"ggml.tokens": ["a"] * 9}, "rows": 8}, "9 tokens, and its embedding 8 rows"),
         ({"tensors": {"output": (9, 32)}}, "output.weight has the shape"),

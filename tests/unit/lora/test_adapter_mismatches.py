@@ -36,9 +36,10 @@ def reported(
         lora_config=SimpleNamespace(target_modules=chosen),
         is_pooling_model=pooling,
     )
-    adapter: Any = SimpleNamespace(loras={held: None, name: None})
+    factors = SimpleNamespace(lora_a=None, lora_b=None)
+    adapter: Any = SimpleNamespace(loras={held: factors, name: factors})
     parallel: Any = SimpleNamespace(pipeline_parallel_size=stages)
-    return list(mismatches(manager, adapter, 8, parallel))
+    return list(mismatches(manager, adapter, [8], parallel))
 
 
 O_PROJ = "model.layers.{}.self_attn.o_proj"

@@ -73,7 +73,7 @@ def test_one_that_cannot_be_judged_leaves_nothing(monkeypatch: pytest.MonkeyPatc
         runner.held[NUMBER] = SimpleNamespace(loras={})
         return True
 
-    monkeypatch.setattr(validation, "_rank", failing(OSError("the description is gone")))
+    monkeypatch.setattr(validation, "_ranks", failing(OSError("the description is gone")))
     with pytest.raises(RuntimeError, match="the description is gone"):
         add(runner, load)
     assert runner.held == {}

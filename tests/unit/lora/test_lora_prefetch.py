@@ -87,7 +87,7 @@ def step(new: dict[str, LoRARequest | None], cached: tuple[str, ...] = ()) -> An
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setattr(validation, "gather_failure", lambda failure: failure)
-    monkeypatch.setattr(validation, "_rank", lambda request: None)
+    monkeypatch.setattr(validation, "_ranks", lambda request: (8,))
     return Runner()
 
 

@@ -305,12 +305,24 @@ def test_scales_that_are_no_numbers_are_rejected(case: str, value: float) -> Non
         use()
 
 
-@pytest.mark.parametrize("value", [None, "32", 32.5, [32], True])
+@pytest.mark.parametrize("value", [None, "32", 32.5, [32], True, 0])
 @pytest.mark.parametrize("name", ["bits", "group_size"])
 @pytest.mark.parametrize("config", [made.GPTQ, made.AWQ], ids=["GPTQ", "AWQ"])
 def test_a_config_without_numbers_is_rejected(config: Mapping[str, Any], name: str, value: Any) -> None:
-    with pytest.raises(CheckpointError, match=f"for {name}, not an integer; download"):
+    with pytest.raises(CheckpointError, match=f"for {name}, not an integer other than 0; download"):
         configured(config, **{name: value})
+
+
+@pytest.mark.parametrize("rule", [{"bits": 0}, {"bits": "4"}, {"group_size": None}])
+def test_a_rule_without_numbers_is_rejected(rule: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="not an integer other than 0; download"):
+        configured(made.GPTQ, dynamic={"+:.*down.*": rule})
+
+
+@pytest.mark.parametrize("value", ["false", None, 1])
+def test_symmetry_that_is_neither_true_nor_false_is_rejected(value: Any) -> None:
+    with pytest.raises(CheckpointError, match="for sym, not true or false"):
+        configured(made.GPTQ, sym=value)
 
 
 SPARSE = {"format": "sparse-24-bitmask", "targets": ["Linear"], "sparsity_structure": "2:4"}

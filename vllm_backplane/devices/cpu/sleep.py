@@ -102,9 +102,11 @@ class SleepPool:
         free = host_memory.usable_memory().free - ledger.unwritten_bytes()
         wanted = self._saved_bytes + sum(self._live_reservations())
         if wanted > free:
+            others = ledger.unwritten_bytes(of_others=True)
+            beside = f" beside {others / 2**30:.2f} GiB that other processes have reserved" if others else ""
             raise BackplaneError(
-                f"waking up needs {wanted / 2**30:.2f} GiB of memory, and {max(free, 0) / 2**30:.2f} GiB are free; end "
-                "other processes that use memory, and wake up again"
+                f"waking up needs {wanted / 2**30:.2f} GiB of memory, and {max(free, 0) / 2**30:.2f} GiB are free"
+                f"{beside}; end other processes that use memory, and wake up again"
             )
         self._read_back()
         for count in self._live_reservations():

@@ -103,7 +103,8 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
     def _check_sizes(self, workers: int) -> None:
         stored = self._format
         unit = max(stored.group, stored.per_word)
-        if (stored.group != -1 and stored.group % 8) or self._hidden % unit or self._intermediate % unit:
+        has_groups = stored.group == -1 or (stored.group > 0 and stored.group % 8 == 0)
+        if not has_groups or self._hidden % unit or self._intermediate % unit:
             raise CheckpointError(
                 f"the experts of {self._prefix} have {self._hidden} inputs and {self._intermediate} intermediate "
                 f"features per worker; both must be multiples of {unit}, and groups must be multiples of 8: choose "

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import (
 )
 from vllm.model_executor.models.utils import WeightsMapper
 
-from vllm_backplane.errors import BackplaneError, CheckpointError
+from vllm_backplane.errors import BackplaneError, CheckpointError, short_repr
 from vllm_backplane.layers.layerwise_loading import QKV_SHARDS
 from vllm_backplane.quantization.base import AnyDeviceConfig, LinearWeights
 from vllm_backplane.quantization.checkpoint import mixed_precision
@@ -53,12 +53,18 @@ class BackplaneGPTQConfig(AnyDeviceConfig, AutoGPTQConfig):
         modules_in_block_to_quantize: list[str] | None = None,
     ) -> None:
         require_integers("GPTQ", bits=weight_bits, group_size=group_size)
-        if (weight_bits, bool(is_sym)) not in self.TYPE_MAP:
+        for rule in dynamic.values():
+            require_integers("GPTQ", **{name: rule[name] for name in ("bits", "group_size") if name in rule})
+        if type(is_sym) is not bool:
+            raise CheckpointError(
+                f"the quantization config of this GPTQ checkpoint has {short_repr(is_sym)} for sym, not true or false; "
+                "download the checkpoint again"
+            )
+        if (weight_bits, is_sym) not in self.TYPE_MAP:
             raise unsupported(f"GPTQ with {weight_bits} bits")
         checkpoint_format = str(full_config.get("checkpoint_format") or "gptq")
         if checkpoint_format not in _ZERO_POINT_OFFSET:
             raise unsupported(f"GPTQ in the format {checkpoint_format!r}")
-        is_sym = bool(is_sym)
         # vLLM's constructor refuses desc_act, in the dynamic rules too, so both are set afterwards.
         super().__init__(
             weight_bits, group_size, False, is_sym, lm_head_quantized, {}, full_config, modules_in_block_to_quantize

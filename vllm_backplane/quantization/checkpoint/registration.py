@@ -48,12 +48,12 @@ def unsupported(what: str) -> CheckpointError:
 
 
 def require_integers(format_name: str, **values: Any) -> None:
-    """Raises CheckpointError unless the values of a checkpoint's quantization config are integers."""
+    """Raises CheckpointError unless the values of a checkpoint's quantization config are integers other than 0."""
     for name, value in values.items():
-        if type(value) is not int:
+        if type(value) is not int or value == 0:
             raise CheckpointError(
                 f"the quantization config of this {format_name} checkpoint has {short_repr(value)} for {name}, not an "
-                "integer; download the checkpoint again"
+                "integer other than 0; download the checkpoint again"
             )
 
 
