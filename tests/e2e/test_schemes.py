@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/serve/checkpoints.md"
 [EXAMPLE] = re.findall(r"^vllm serve (.*gptq.*)$", PAGE.read_text(), re.MULTILINE)
 
 
-def named(*devices: str, always: Container[str] = SCHEMES) -> list[Any]:
+def named(*devices: str, names: Iterable[str] = SCHEMES, always: Container[str] = SCHEMES) -> list[Any]:
     """Returns the schemes as parameters of a test that demonstrates them on these devices. `make test` runs those in
     `always`."""
     return [
@@ -122,7 +122,7 @@ def named(*devices: str, always: Container[str] = SCHEMES) -> list[Any]:
                 *([] if name in always else [pytest.mark.exhaustive]),
             ],
         )
-        for name in SCHEMES
+        for name in names
     ]
 
 

@@ -21,7 +21,7 @@ MAX_CONNECTIONS = 8
 """Connections that are served at a time. Further ones wait for a place."""
 MAX_WAITING = 64
 """Connections that wait for a place at a time. Further ones are rejected as busy."""
-WAIT_SECONDS = 3.0
+WAIT_SECONDS = 10.0
 """Seconds for which a connection waits for a place before it is rejected as busy."""
 SLOW_BYTES_PER_SECOND = 1 << 20
 """A client that transfers less on average during SLOW_SECONDS may lose its place."""

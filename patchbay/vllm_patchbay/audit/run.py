@@ -223,13 +223,22 @@ def _time_limit(seconds: float) -> Iterator[None]:
         yield
         return
 
+    is_over = False
+
     def stop(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal is_over
+        is_over = True
         raise _TooSlow
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
+    except SystemError:
+        # Python 3.11 raises this one instead if the signal comes while it builds a syntax tree.
+        if is_over:
+            raise _TooSlow from None
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
