@@ -42,6 +42,8 @@ class Decision:
 
 
 _deciding = False
+failures: dict[str, str] = {}
+"""Errors of platform plugins, vLLM's own included, that raised when they were asked, by the name of the plugin."""
 
 
 @cache
@@ -95,7 +97,7 @@ def active_plugin(environment: Mapping[str, str]) -> OtherPlugin | None:
             allowed is not None and plugin.name not in allowed
         ):
             continue
-        if _detects(lambda plugin=plugin: plugin.load()()):  # type: ignore[misc]
+        if _detects(plugin.name, lambda plugin=plugin: plugin.load()()):  # type: ignore[misc]
             return OtherPlugin(plugin.name, plugin.dist.name if plugin.dist else "an unknown distribution")
     return None
 
@@ -105,19 +107,21 @@ def working_accelerator() -> str | None:
     from vllm import platforms
 
     for name, detect in platforms.builtin_platform_plugins.items():
-        if detect is not platforms.cpu_platform_plugin and _detects(detect) and _has_kernels(name):
+        if detect is not platforms.cpu_platform_plugin and _detects(name, detect) and _has_kernels(name):
             return name
     return None
 
 
-def _detects(detect: Callable[[], object]) -> bool:
+def _detects(name: str, detect: Callable[[], object]) -> bool:
     """Returns whether a platform plugin activates itself. One that raises does not: vLLM goes on without it.
 
-    vLLM calls the same function, and logs the exception at the same level; 'vllm-backplane doctor' reports it.
+    vLLM calls the same function, and logs the exception at the same level. 'vllm-backplane doctor' reports it, from
+    `failures` or from its own check of each plugin.
     """
     try:
         return detect() is not None
-    except Exception:
+    except Exception as fault:
+        failures[name] = f"{type(fault).__name__}: {fault}"
         logging.getLogger("vllm." + __name__).debug("A platform plugin failed during detection.", exc_info=True)
         return False
 

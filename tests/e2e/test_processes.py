@@ -129,12 +129,13 @@ def test_a_signal_ends_the_server_at_any_moment(
 
 
 PROGRAM = """
-import sys, tempfile
+import gc, sys, tempfile
 first = tempfile.TemporaryDirectory()  # Python now runs finalizers after it has waited for child processes
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     llm = LLM(sys.argv[1], max_model_len=64, max_num_seqs=2, dtype="float32", kv_cache_memory_bytes=1 << 24)
     [output] = llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4, ignore_eos=True))
+    gc.freeze()  # the collector no longer lists the engine
     print("tokens:", len(output.outputs[0].token_ids))
 """
 

@@ -14,6 +14,8 @@ from tests import programs
 from tests.environment import AT_START
 from vllm_backplane import platform_choice
 from vllm_backplane.cli import main
+from vllm_backplane.doctor import vllm_checks
+from vllm_backplane.doctor.subprocess_checks import CheckResult
 from vllm_backplane.platform_choice import decide
 
 ACCELERATORS = ("none", "in-tree", "in-tree without kernels")
@@ -139,6 +141,30 @@ def test_serve_names_the_rival_and_the_remedy(
     error = capsys.readouterr().err
     assert "the platform plugin 'foreign' of foreign-npu is active too, and vLLM accepts one platform" in error
     assert "set VLLM_PLUGINS=" in error and "backplane" in error.partition("set VLLM_PLUGINS=")[2]
+
+
+def test_a_detection_that_raises_is_recorded_and_reported(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.platforms
+
+    given = machine("none", "none")
+    monkeypatch.setattr(platform_choice, "failures", {})
+
+    def fail() -> None:
+        raise OSError("the driver is too old")
+
+    monkeypatch.setitem(vllm.platforms.builtin_platform_plugins, "xpu", fail)
+    assert decide(given).activates
+    assert platform_choice.failures == {"xpu": "OSError: the driver is too old"}
+    described = {
+        "class": "a.Platform",
+        "ours": True,
+        "yields": False,
+        "reason": "",
+        "failures": platform_choice.failures,
+    }
+    _, [finding] = vllm_checks._judge_platform(CheckResult(described))
+    assert finding.severity == "warning"
+    assert "detection of the accelerator 'xpu' failed" in finding.what and "the driver is too old" in finding.what
 
 
 # --- with vLLM itself -------------------------------------------------------------------------------------------------

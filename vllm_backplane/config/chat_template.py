@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,9 +96,12 @@ def fault_of(template: str) -> str | None:
     """Returns what is wrong with a template, or None if it is rendered, or raises, within the limits."""
     if len(template) > _CHARACTERS:
         return f"has {len(template)} characters, more than {_CHARACTERS}"
+    # Imported here, so that a transformers without it is an error of this process.
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
     child = os.fork()
     if child == 0:
-        _render_and_exit(template)
+        _render_and_exit(lambda: _compile_jinja_template(template).render(**_VARIABLES))
     status = _wait(child)
     if status is None:
         return f"takes more than {SECONDS} s to render one message"
@@ -132,18 +136,16 @@ def _wait(child: int) -> int | None:
             os.waitpid(child, 0)
 
 
-def _render_and_exit(template: str) -> None:
-    """Renders a template within limits, with the environment of transformers, and ends this process."""
+def _render_and_exit(render: Callable[[], object]) -> None:
+    """Calls a function within limits, and ends this process with a status that states what came of it."""
     status = _UNCHECKED
     try:
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         _limit(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + SECONDS)
         virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         _limit(resource.RLIMIT_AS, virtual + BYTES)
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
         status = 0
-        _compile_jinja_template(template).render(**_VARIABLES)
+        render()
     except MemoryError:
         status = _OUT_OF_MEMORY
     except BaseException:  # the template refuses this conversation, or has an error; vLLM reports either

@@ -109,9 +109,9 @@ def _import_vllm() -> str:
 
 
 def _platform() -> dict[str, Any]:
-    from vllm.platforms import current_platform
+    from vllm.platforms import builtin_platform_plugins, current_platform
 
-    from vllm_backplane.platform_choice import decision
+    from vllm_backplane.platform_choice import decision, failures
 
     cls = type(current_platform)
     return {
@@ -119,6 +119,8 @@ def _platform() -> dict[str, Any]:
         "ours": getattr(cls, "is_backplane", False),
         "yields": not decision().activates,
         "reason": decision().reason,
+        # Plugins of other distributions are checked by themselves.
+        "failures": {name: fault for name, fault in failures.items() if name in builtin_platform_plugins},
     }
 
 
@@ -200,12 +202,19 @@ def _judge_platform(result: CheckResult | None) -> tuple[PlatformInfo, list[Find
         return PlatformInfo("", "error"), [error(f"vLLM finds no platform: {result.fault}", remedy)]
     name = result.value["class"].rpartition(".")[2]
     reason = result.value["reason"]
+    failed = [
+        warning(
+            f"vLLM's detection of the accelerator {accelerator!r} failed, and vLLM goes on without it: {fault}",
+            "repair its driver, or ignore this if the machine has no such accelerator",
+        )
+        for accelerator, fault in result.value["failures"].items()
+    ]
     if result.value["ours"]:
-        return PlatformInfo(name, "ok", reason), []
+        return PlatformInfo(name, "ok", reason), failed
     if result.value["yields"]:
         what = f"vLLM would run on {name}, and Backplane yields: {reason}"
-        return PlatformInfo(name, "warning", reason), [warning(what, HOW_TO_CHOOSE)]
-    return PlatformInfo(name, "error"), [error(f"vLLM would run on {name}, not on Backplane", remedy)]
+        return PlatformInfo(name, "warning", reason), [*failed, warning(what, HOW_TO_CHOOSE)]
+    return PlatformInfo(name, "error"), [*failed, error(f"vLLM would run on {name}, not on Backplane", remedy)]
 
 
 def _remedy(name: str) -> str:

@@ -8,6 +8,7 @@ that names no reason.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -75,9 +76,11 @@ def _require_sound_config(file: Path, max_rank: int) -> None:
         raise UnusableFiles(f"{CONFIG} is not JSON: {fault}") from None
     if not isinstance(config, dict):
         raise UnusableFiles(f"{CONFIG} has no object but {short_repr(config)}")
-    for name in ("r", "lora_alpha"):
-        if name in config and (type(config[name]) not in (int, float) or not 0 < config[name] < 1 << 20):
-            raise UnusableFiles(f"{name} in {CONFIG} is {short_repr(config[name])}, not a positive number")
+    rank, alpha = config.get("r", 1), config.get("lora_alpha", 1)
+    if type(rank) is not int or rank <= 0:
+        raise UnusableFiles(f"r in {CONFIG} is {short_repr(rank)}, not a positive integer")
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise UnusableFiles(f"lora_alpha in {CONFIG} is {short_repr(alpha)}, not a number")
     for name in ("rank_pattern", "alpha_pattern"):
         _require_sound_pattern(name, config.get(name) or {})
     for module, rank in (config.get("rank_pattern") or {}).items():

@@ -21,8 +21,9 @@ MAX_CONNECTIONS = 8
 """Connections that are served at a time. Further ones wait for a place."""
 MAX_WAITING = 64
 """Connections that wait for a place at a time. Further ones are rejected as busy."""
-WAIT_SECONDS = 10.0
-"""Seconds for which a connection waits for a place before it is rejected as busy."""
+WAIT_SECONDS = 4.0
+"""Seconds for which a connection waits for a place before it is rejected as busy. Clients of KV offload wait for five
+seconds by default, and should learn the reason."""
 SLOW_BYTES_PER_SECOND = 1 << 20
 """A client that transfers less on average during SLOW_SECONDS may lose its place."""
 SLOW_SECONDS = 1.0
@@ -53,7 +54,7 @@ class _ClientSocket(socket.socket):
         return received
 
     def rate(self) -> float:
-        """Returns the bytes per second between two of the last calls, or infinity for a client that is new."""
+        """Returns the bytes per second during the last SLOW_SECONDS or longer, or infinity for a client that is new."""
         now = time.monotonic()
         if now - self._counted_at > SLOW_SECONDS:
             self._rate = (self.transferred - self._counted) / (now - self._counted_at)
@@ -131,17 +132,23 @@ class LoopbackServer(ABC):
         if not has_place:
             self._reject(sock)
             return
-        with _ClientSocket(sock) as client:
-            try:
-                with self._changing:
-                    self._served.add(client)
-                self.handle(client)
-            except (OSError, WireError) as error:
-                self._warn(f"a request to {self._service} was not completed: {error}")
-            finally:
-                with self._changing:
-                    self._served.discard(client)
-                self._free_places.release()
+        try:
+            with _ClientSocket(sock) as client:
+                self._handle(client)
+        except (OSError, WireError) as error:
+            self._warn(f"a request to {self._service} was not completed: {error}")
+        finally:
+            self._free_places.release()
+
+    def _handle(self, client: _ClientSocket) -> None:
+        """Serves a client, which may lose its place meanwhile."""
+        with self._changing:
+            self._served.add(client)
+        try:
+            self.handle(client)
+        finally:
+            with self._changing:
+                self._served.discard(client)
 
     def _wait_for_place(self) -> bool:
         """Waits until a connection can be served, and disconnects slow clients meanwhile. Returns whether it can."""

@@ -27,6 +27,7 @@ def adapter(folder: Path, **config: Any) -> str:
         {"rank_pattern": None, "alpha_pattern": {}},
         {"rank_pattern": {"q_proj": 16, r"^model\.layers\.\d\.self_attn\..*$": 4, "layers.0.mlp|lm_head": 1}},
         {"lora_alpha": 0.5},
+        {"lora_alpha": -16},
     ],
 )
 def test_sound_files_are_accepted(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -41,9 +42,10 @@ def test_what_is_not_there_is_left_to_vllm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"r": "8"}, "r in adapter_config.json is '8', not a positive number"),
+        ({"r": "8"}, "r in adapter_config.json is '8', not a positive integer"),
         ({"r": 0}, "r in .* is 0"),
         ({"r": True}, "r in .* is True"),
+        ({"r": 8.0}, r"r in .* is 8\.0"),
         ({"lora_alpha": float("nan")}, "lora_alpha in .* is nan"),
         ({"lora_alpha": [1]}, r"lora_alpha in .* is \[1\]"),
         ({"rank_pattern": [1]}, "rank_pattern in .* has no object"),

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from tests.breaking_relay import Fault, Relay
 from tests.ports import free_address
 from vllm_backplane.errors import BackplaneError, OptionError
+from vllm_backplane.peering import server as loopback_server
 from vllm_backplane.peering.addresses import Address
 from vllm_backplane.weights import peer_loader as loader
 from vllm_backplane.weights import weights_client, weights_server
@@ -128,7 +129,10 @@ def test_other_weights_meanwhile(server: tuple[WeightsServer, Address], relay: R
         fetch(relay.address, warnings)
 
 
-def test_too_many_at_once_wait(server: tuple[WeightsServer, Address], relay: Relay, warnings: list[str]) -> None:
+def test_too_many_at_once_wait(
+    server: tuple[WeightsServer, Address], relay: Relay, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loopback_server, "WAIT_SECONDS", 0.1)  # less than the client waits
     taken = [server[0]._free_places.acquire() for _ in range(8)]
     assert all(taken)
     with pytest.raises(BackplaneError, match="the server is busy"):
