@@ -39,7 +39,8 @@ class CallReader(EnvironmentReader):
         if isinstance(node, ast.Attribute):
             self._read_attribute(node)
         elif isinstance(node, ast.Call):
-            self._read_call(node)
+            if not _is_guard_of_some_versions(node):
+                self._read_call(node)
         elif isinstance(node, ast.Lambda):
             self.lambda_expression(node)
         elif isinstance(node, ast.IfExp):
@@ -433,3 +434,10 @@ class CallReader(EnvironmentReader):
                 continue
             if "." in module and module.partition(".")[0] in self.roots:
                 self.record(PathFact(self.place(second), module, name))
+
+
+def _is_guard_of_some_versions(node: ast.Call) -> bool:
+    """Returns whether a call declares a guard (`patch/guard.py`) with `versions`: its targets are checked with these
+    versions, and other releases need not have them."""
+    name = dotted(node.func).rpartition(".")[2]
+    return name == "guarded" and any(keyword.arg == "versions" for keyword in node.keywords)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm_patchbay import __version__
-from vllm_patchbay.cli import audit, patches
+from vllm_patchbay.cli import audit, patches, upgrade
 from vllm_patchbay.errors import PatchbayError
 
 
@@ -26,15 +26,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"{audit.PROGRAM} {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    auditing = commands.add_parser(
-        "audit",
-        help=audit.HELP,
-        description=(audit.__doc__ or "").strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    audit.configure(auditing)
-    auditing.set_defaults(run=audit.run, parser=auditing)
+    for name, command in {"audit": audit, "upgrade": upgrade}.items():
+        parsing = commands.add_parser(
+            name,
+            help=command.HELP,
+            description=(command.__doc__ or "").strip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.configure(parsing)
+        parsing.set_defaults(run=command.run, parser=parsing)
     patches.add_commands(commands, patches.PatchSelection())
     return parser
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_patchbay.cli import output
 
 if TYPE_CHECKING:
-    from vllm_patchbay.patch import Patch, PatchSet
+    from vllm_patchbay.patch import Guard, GuardedPackage, Patch, PatchSet
     from vllm_patchbay.upstream import SymbolIndex
 
 
@@ -29,6 +29,9 @@ class PatchSelection:
     packages: Callable[[], Sequence[str]] | None = None
     """Returns the packages of patches, the plugin's own first; that one may be empty. With None, the user selects one
     by --package, or all announced packages are used."""
+    guarded: str | None = None
+    """Package whose source has guards. With None, it is all packages that announce theirs, or --package if that has a
+    record of fingerprints."""
 
 
 def add_commands(commands: Any, selection: PatchSelection) -> None:
@@ -53,7 +56,7 @@ def add_commands(commands: Any, selection: PatchSelection) -> None:
         added.set_defaults(run=run, selection=selection, parser=added)
         return added
 
-    command("list", _list, "list all patches with their targets and processes")
+    command("list", _list, "list all patches and guarded overrides with their targets")
     show = command(
         "show",
         _show,
@@ -63,9 +66,16 @@ def add_commands(commands: Any, selection: PatchSelection) -> None:
     check = command(
         "check",
         _check,
-        "verify all patches against a vLLM",
-        "The exit status is 1 if the target of a patch is missing or changed, if its replacement does not fit, if it "
-        "has expired, if this vLLM is later than its versions, or if its file cannot be loaded.",
+        "verify all patches and guarded overrides against a vLLM",
+        "The exit status is 1 if the target of a patch or guard is missing or changed, if a replacement does not fit, "
+        "if a patch has expired, if this vLLM is later than its versions, or if its file cannot be loaded.",
+    )
+    record = command(
+        "record",
+        _record,
+        "record the fingerprints of all guarded overrides for a vLLM",
+        "Run it after 'check' has shown the differences and the code was adapted. The fingerprints of other releases "
+        "are kept.",
     )
     diff = command(
         "diff",
@@ -109,7 +119,7 @@ def add_commands(commands: Any, selection: PatchSelection) -> None:
         default=Path("."),
         help="folder that has the package and the folder tests (default: the current folder)",
     )
-    for parser in (show, check, diff, new):
+    for parser in (show, check, diff, new, record):
         parser.add_argument(
             "--vllm",
             default="installed",
@@ -124,7 +134,34 @@ def _patches(args: argparse.Namespace) -> PatchSet:
     if args.selection.packages is not None:
         own, *others = args.selection.packages()
         return PatchSet.of_packages([own, *others], may_be_empty=(own,))
-    return PatchSet.of_packages([args.package]) if args.package else PatchSet.announced()
+    if not args.package:
+        return PatchSet.announced()
+    return PatchSet.of_packages([args.package], may_be_empty=[package.name for package in _guarded(args)])
+
+
+def _guarded(args: argparse.Namespace) -> list[GuardedPackage]:
+    from vllm_patchbay.patch import GuardedPackage
+
+    if args.selection.guarded is not None:
+        return [GuardedPackage.find(args.selection.guarded)]
+    if not args.package:
+        return GuardedPackage.announced()
+    package = GuardedPackage.find(args.package)
+    return [package] if package.record_file.exists() or args.run is _record else []
+
+
+def _described_guard(guard: Guard, package: GuardedPackage) -> dict[str, Any]:
+    return {
+        "kind": "fast path" if guard.fast_path else "override",
+        "name": guard.name,
+        "target": guard.target,
+        "on_drift": guard.reaction,
+        "why": guard.why,
+        "module": guard.place,
+        "package": package.name,
+        "fast_path": guard.fast_path or None,
+        "feature": guard.feature or None,
+    }
 
 
 def _progress(args: argparse.Namespace) -> output.Progress:
@@ -140,8 +177,10 @@ def _vllm(args: argparse.Namespace) -> tuple[SymbolIndex, str]:
 
 def _described(patch: Patch) -> dict[str, Any]:
     return {
+        "kind": "patch",
         "name": patch.name,
         "target": patch.target,
+        "on_drift": "applied with a warning" if patch.tolerates_change else "stops the start",
         "process": patch.process.value,
         "versions": patch.versions,
         "expires": patch.expires,
@@ -160,13 +199,14 @@ def _described(patch: Patch) -> dict[str, Any]:
 def _list(args: argparse.Namespace) -> int:
     patches = _patches(args)
     described = [_described(patch) for patch in patches.patches]
+    described += [_described_guard(guard, package) for package in _guarded(args) for guard in package.guards()]
     if args.json:
         output.print_json(described)
     elif described:
-        columns = ("name", "target", "process", "versions", "why")
+        columns = ("kind", "name", "target", "on_drift", "why")
         output.print_table([c.upper() for c in columns], [[str(row[c]) for c in columns] for row in described])
     elif not patches.faults:
-        print("There are no patches.")
+        print("There are no patches and no guarded overrides.")
     for fault in patches.faults.values():
         _progress(args)(f"error: {fault}")
     return 1 if patches.faults else 0
@@ -200,25 +240,47 @@ def _check(args: argparse.Namespace) -> int:
     index, version = _vllm(args)
     verdicts = [verify(patch, index, version) for patch in patches.patches]
     verdicts += [Verdict(module, Outcome.BROKEN, str(fault)) for module, fault in patches.faults.items()]
+    guards = [verdict for package in _guarded(args) for _, verdict in package.verify(index, version)]
     if args.json:
-        output.print_json(
-            {
-                "vllm": version,
-                "patches": [
-                    {"name": v.patch, "outcome": v.outcome.value, "detail": v.detail, "diff": v.diff} for v in verdicts
-                ],
-            }
-        )
-    elif verdicts:
+        described = {
+            part: [{"name": v.patch, "outcome": v.outcome.value, "detail": v.detail, "diff": v.diff} for v in found]
+            for part, found in (("patches", verdicts), ("guards", guards))
+        }
+        output.print_json({"vllm": version, **described})
+    elif verdicts := verdicts + guards:
         output.print_table(
-            ("PATCH", f"ON VLLM {version}", "DETAIL"), [(v.patch, v.outcome.value, v.detail) for v in verdicts]
+            ("PATCH OR GUARD", f"ON VLLM {version}", "DETAIL"), [(v.patch, v.outcome.value, v.detail) for v in verdicts]
         )
         for verdict in verdicts:
             if verdict.outcome.fails_check and verdict.diff:
                 print(f"\n{verdict.patch}:\n{verdict.diff}")
     else:
-        print("There are no patches to check.")
-    return 1 if any(verdict.outcome.fails_check for verdict in verdicts) else 0
+        print("There are no patches and no guarded overrides to check.")
+    return 1 if any(verdict.outcome.fails_check for verdict in [*verdicts, *guards]) else 0
+
+
+def _record(args: argparse.Namespace) -> int:
+    from vllm_patchbay.patch.guard import Record, recorded
+
+    index, version = _vllm(args)
+    written: list[dict[str, Any]] = []
+    for package in _guarded(args):
+        guards = package.guards()
+        changed = [guard.target for guard, verdict in package.verify(index, version) if verdict.outcome.fails_check]
+        recorded(guards, Record.read(package.record_file), index, version).write(package.record_file)
+        written.append({"file": str(package.record_file), "guards": len(guards), "changed": changed})
+    if args.json:
+        output.print_json({"vllm": version, "written": written})
+        return 0
+    for each in written:
+        print(
+            f"{each['file']}: {each['guards']} guards for vLLM {version}, {len(each['changed'])} of them new or changed"
+        )
+        for target in each["changed"]:
+            print(f"  {target}")
+    if not written:
+        print("There are no guarded overrides to record.")
+    return 0
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -263,7 +325,8 @@ def _original_source(patch: Patch, version: str, progress: output.Progress) -> s
 def _docs(args: argparse.Namespace) -> int:
     from vllm_patchbay.patch.documentation import page
 
-    text = page(_patches(args).require_complete(), f"{args.selection.program} docs")
+    guards = [guard for package in _guarded(args) for guard in package.guards()]
+    text = page(_patches(args).require_complete(), f"{args.selection.program} docs", guards)
     if args.output:
         output.write(args.output, text)
     if args.json:

@@ -6,12 +6,17 @@ its removal. Any vLLM plugin can use this package. It imports `upstream` and not
 
 from vllm_patchbay.patch.collection import ENTRY_POINT_GROUP, PatchSet
 from vllm_patchbay.patch.declaration import Fingerprint, Patch, Process
+from vllm_patchbay.patch.guard import Guard, GuardedPackage, Guards, OnDrift
 from vllm_patchbay.patch.session import PatchSession
 from vllm_patchbay.patch.verification import Outcome, Verdict, take_fingerprint, verify
 
 __all__ = [
     "ENTRY_POINT_GROUP",
     "Fingerprint",
+    "Guard",
+    "GuardedPackage",
+    "Guards",
+    "OnDrift",
     "Outcome",
     "Patch",
     "PatchSession",

@@ -102,8 +102,7 @@ class Patch:
                 raise PatchError(
                     f"the patch of {self.target or 'no target'!r}: the field {text!r} is empty; fill it in"
                 )
-        if not _TARGET.match(self.target):
-            raise PatchError(f"{self.target!r} is not a target; write package.module:Qualified.name")
+        check_target(self.target)
         if not isinstance(self.process, Process):
             raise PatchError(f"{self.target}: process is {self.process!r}; use Process.PLATFORM, ENGINE or WORKER")
         check_link(self.target, self.upstream)
@@ -111,14 +110,7 @@ class Patch:
             if specifier is not None:
                 if not specifier.strip():
                     raise PatchError(f"{self.target}: expires is empty; leave it out, or write it as '>=0.33'")
-                try:
-                    allowed = SpecifierSet(specifier)
-                except InvalidSpecifier as fault:
-                    raise PatchError(f"{self.target}: {fault}; write versions as '>=0.32,<0.33'") from None
-                if _is_empty(allowed):
-                    raise PatchError(
-                        f"{self.target}: no version satisfies {specifier!r}; write versions as '>=0.32,<0.33'"
-                    )
+                check_versions(self.target, specifier)
         if not self.fingerprints:
             raise PatchError(f"{self.target}: fingerprints is empty; 'vllm-patchbay new' writes them")
         for version, text in self.fingerprints.items():
@@ -178,6 +170,22 @@ def _is_empty(allowed: SpecifierSet) -> bool:
     tried += [Version(f"{version.public}.post1") for version in named if version.post is None and version.dev is None]
     tried += [Version(".".join(map(str, (*version.release, 0, 1)))) for version in named]
     return bool(named) and not any(allowed.contains(version, prereleases=True) for version in tried)
+
+
+def check_target(target: str) -> None:
+    """Raises PatchError if `target` does not name an attribute of a module or class."""
+    if not _TARGET.match(target):
+        raise PatchError(f"{target!r} is not a target; write package.module:Qualified.name")
+
+
+def check_versions(target: str, specifier: str) -> None:
+    """Raises PatchError if `specifier` is not a range of versions, or one that no version satisfies."""
+    try:
+        allowed = SpecifierSet(specifier)
+    except InvalidSpecifier as fault:
+        raise PatchError(f"{target}: {fault}; write versions as '>=0.32,<0.33'") from None
+    if _is_empty(allowed):
+        raise PatchError(f"{target}: no version satisfies {specifier!r}; write versions as '>=0.32,<0.33'")
 
 
 def check_link(target: str, upstream: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from vllm_patchbay.patch.collection import PatchSet
+from vllm_patchbay.patch.guard import Guard
 
 _HEAD = """# Patches
 
@@ -13,10 +16,24 @@ A patch is the last resort, after vLLM's hooks and after subclasses. Each names 
 """
 
 
-def page(patches: PatchSet, command: str = "vllm-patchbay docs") -> str:
+_GUARDS = """
+## Guarded overrides
+
+Code that depends on private source of vLLM without replacing it by a patch: overrides of methods, replaced kernels,
+fast paths, bodies of layers that are restated. The source of each target is compared with that of the supported
+releases when a worker starts, or when a feature is first used that not every server has. If it is another one, a fast
+path is switched off with a warning, and vLLM's own code runs; anything else stops with the difference.
+
+| target | why | on a change |
+| --- | --- | --- |
+"""
+
+
+def page(patches: PatchSet, command: str = "vllm-patchbay docs", guards: Sequence[Guard] = ()) -> str:
     """Returns the page in Markdown. `command` is the command that generates it."""
     count = len(patches.patches)
-    text = _HEAD.format(command=command) + f"There {'is 1 patch' if count == 1 else f'are {count} patches'}.\n"
+    text = _HEAD.format(command=command) + f"There {'is 1 patch' if count == 1 else f'are {count} patches'}"
+    text += f", and {len(guards)} [guarded overrides](#guarded-overrides).\n" if guards else ".\n"
     for patch in patches.patches:
         text += (
             f"\n## {patch.name}\n\n"
@@ -30,4 +47,11 @@ def page(patches: PatchSet, command: str = "vllm-patchbay docs") -> str:
         )
         if patch.tolerates_change:
             text += f"\n**Tolerates a changed target:** {patch.tolerates_change}\n"
+    if guards:
+        text += _GUARDS
+        for guard in guards:
+            reaction = f"fast path “{guard.fast_path}” off" if guard.fast_path else "stops"
+            reaction += f" ({guard.feature})" if guard.feature else ""
+            versions = f" (vLLM `{guard.versions}`)" if guard.versions else ""
+            text += f"| `{guard.target}`{versions} | {guard.why} | {reaction} |\n"
     return text

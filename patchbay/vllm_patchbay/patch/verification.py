@@ -237,7 +237,7 @@ def _compare_source(patch: Patch, source: str, version: str) -> Verdict:
             return Verdict(
                 patch.name, Outcome.FITS, f"the target is the same as in vLLM {known_version}", "", str(found)
             )
-    nearest_version, nearest = max(fingerprints.items(), key=lambda item: _similarity(item[1], found))
+    nearest_version, nearest = max(fingerprints.items(), key=lambda item: similarity(item[1], found))
     before = _cached_source(patch, nearest_version, nearest)
     diff = diff_by_digests(source, nearest, found) if before is None else diff_by_text(before, source)
     detail = f"{patch.target} in vLLM {version} is not what the patch was written against (vLLM {nearest_version})"
@@ -248,7 +248,8 @@ def _compare_source(patch: Patch, source: str, version: str) -> Verdict:
     return Verdict(patch.name, Outcome.DRIFTED, detail, diff, str(found))
 
 
-def _similarity(known: Fingerprint, found: Fingerprint) -> float:
+def similarity(known: Fingerprint, found: Fingerprint) -> float:
+    """Returns the share of lines, between 0 and 1, that two sources have in common."""
     return difflib.SequenceMatcher(None, known.lines, found.lines, autojunk=False).ratio()
 
 

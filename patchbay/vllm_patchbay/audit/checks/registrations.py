@@ -12,7 +12,7 @@ from vllm_patchbay.audit.findings import Finding
 from vllm_patchbay.audit.rules import Severity
 from vllm_patchbay.audit.vllm_target import Reachability
 
-_REPLACEABLE = frozenset({"CustomOp", "PluggableLayer"})
+REPLACEABLE = frozenset({"CustomOp", "PluggableLayer"})
 """Base classes that look up a replacement when a subclass is instantiated."""
 
 
@@ -36,7 +36,7 @@ def _replacement(context: Context, fact: RegisterFact, reachability: Reachabilit
         return
     owner = owners[0]
     if not fact.name:
-        if owner.is_class and owner.module.startswith("vllm.") and owner.qualname in _REPLACEABLE:
+        if owner.is_class and owner.module.startswith("vllm.") and owner.qualname in REPLACEABLE:
             message = f"without a name, this registers a replacement for {owner.qualname} itself, which is not a layer"
             yield context.finding("BP301", fact.place, message, reachability=reachability)
         elif owner.is_class and owner.module.startswith("vllm."):
@@ -66,9 +66,9 @@ def _without_lookup(
     """Reports a registration if no class of that name looks up replacements when it is instantiated."""
     for module, qualname in candidates:
         ancestors = context.target.index.ancestors(module, qualname)
-        if ancestors is None or any(ancestor in _REPLACEABLE for _, ancestor, _ in ancestors.classes):
+        if ancestors is None or any(ancestor in REPLACEABLE for _, ancestor, _ in ancestors.classes):
             return
         if any(not base.startswith(("torch.", "abc.", "builtins.")) for base in ancestors.unknown_bases):
             return
-    message = f"{name} is not a {' or '.join(sorted(_REPLACEABLE))} in this vLLM, so it never looks up a replacement"
+    message = f"{name} is not a {' or '.join(sorted(REPLACEABLE))} in this vLLM, so it never looks up a replacement"
     yield context.finding("BP301", fact.place, message, severity=Severity.WARNING, reachability=reachability)

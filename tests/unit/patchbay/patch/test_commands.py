@@ -16,9 +16,13 @@ import vllm_patchbay
 from vllm_patchbay.cli import main
 from vllm_patchbay.errors import PatchError
 from vllm_patchbay.patch import PatchSet, take_fingerprint
-from vllm_patchbay.upstream import SymbolIndex, installed_tree
+from vllm_patchbay.upstream import SymbolIndex, installed_tree, installed_version
 
 from .commands import COMMAND, TARGET, run
+
+MAJOR, MINOR = installed_version().release[:2]
+SERIES, EARLIER, LATER = (f"{MAJOR}.{minor}" for minor in (MINOR, MINOR - 1, MINOR + 1))
+"""Series of the installed vLLM, and of the releases before and after it."""
 
 PATCH = """
 from vllm_patchbay.patch import Patch, Process
@@ -26,13 +30,13 @@ from vllm_patchbay.patch import Patch, Process
 @Patch(
     target="{target}",
     process=Process.ENGINE,
-    versions=">=0.32,<0.33",
+    versions=">={series},<{later}",
     why="because of this",
     how="in that way",
     upstream="https://example.org/7",
     remove_when="the thing is fixed.",
-    expires=">=0.32.9",
-    fingerprints={{"0.32.0": "{fingerprint}"}},
+    expires=">={series}.9",
+    fingerprints={{"{series}.0": "{fingerprint}"}},
 )
 def stepping(self):
     return stepping.original(self)
@@ -47,14 +51,16 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
     (folder.parent / "__init__.py").touch()
-    (folder / "patch_core.py").write_text(PATCH.format(target=TARGET, fingerprint=fingerprint))
+    (folder / "patch_core.py").write_text(
+        PATCH.format(target=TARGET, fingerprint=fingerprint, series=SERIES, later=LATER)
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     yield "some_patches"
     for name in [name for name in sys.modules if name.startswith("some_patches")]:
         del sys.modules[name]
 
 
-def _wheel(folder: Path, old: str, new: str, version: str = "0.32.0") -> Path:
+def _wheel(folder: Path, old: str, new: str, version: str = f"{SERIES}.0") -> Path:
     """Writes a wheel of vLLM that has one module of the installed one, with a change."""
     source = installed_tree().read("vllm.v1.engine.core")
     assert source is not None
@@ -75,8 +81,8 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str], package: str) -> None
     status, listed = run(capsys, "list", "--package", package)
     assert (status, [(p["name"], p["target"], p["process"]) for p in listed]) == (0, [("stepping", TARGET, "engine")])
     status, shown = run(capsys, "show", "stepping", "--package", package)
-    assert (status, shown["outcome"], shown["why"], shown["vllm"]) == (0, "fits", "because of this", "0.32.0")
-    assert shown["fingerprint"] == shown["fingerprints"]["0.32.0"]
+    assert (status, shown["outcome"], shown["why"], shown["vllm"]) == (0, "fits", "because of this", f"{SERIES}.0")
+    assert shown["fingerprint"] == shown["fingerprints"][f"{SERIES}.0"]
 
 
 def test_the_default_is_every_announced_package(
@@ -135,7 +141,7 @@ def test_the_diff_is_complete_if_the_old_source_is_cached(
     before = run(capsys, "check", "--package", package, "--vllm", str(changed))[1]["patches"][0]["diff"]
     assert "removed or changed)" in before
     assert "has_requests()" not in before
-    kept = tmp_path / "cache" / "vllm-sources" / "vllm-0.32.0.zip"
+    kept = tmp_path / "cache" / "vllm-sources" / f"vllm-{SERIES}.0.zip"
     kept.parent.mkdir(parents=True)
     (tmp_path / "kept").mkdir()
     _wheel(tmp_path / "kept", old, old).rename(kept)
@@ -155,18 +161,18 @@ def test_check_finds_a_missing_target_in_a_tree(
 @pytest.mark.parametrize(
     ("version", "status", "outcome"),
     [
-        ("0.32.9", 1, "expired"),
-        ("0.31.0", 0, "not needed"),
-        ("0.32.0rc1", 0, "fits"),
-        ("0.33.0", 1, "not yet examined"),
-        ("0.33.0rc1", 1, "not yet examined"),
+        (f"{SERIES}.9", 1, "expired"),
+        (f"{EARLIER}.0", 0, "not needed"),
+        (f"{SERIES}.0rc1", 0, "fits"),
+        (f"{LATER}.0", 1, "not yet examined"),
+        (f"{LATER}.0rc1", 1, "not yet examined"),
     ],
 )
 def test_check_decides_by_version(
     capsys: pytest.CaptureFixture[str], package: str, tmp_path: Path, version: str, status: int, outcome: str
 ) -> None:
     file = tmp_path / "site" / package / "engine" / "patch_core.py"
-    file.write_text(file.read_text().replace('expires=">=0.32.9"', 'expires="==0.32.9"'))
+    file.write_text(file.read_text().replace(f'expires=">={SERIES}.9"', f'expires="=={SERIES}.9"'))
     wheel = _wheel(tmp_path, "def step(self)", "def step(self)", version)
     got, checked = run(capsys, "check", "--package", package, "--vllm", str(wheel))
     assert (got, checked["patches"][0]["outcome"]) == (status, outcome)
@@ -236,8 +242,8 @@ def test_a_tree_that_does_not_declare_its_version(
     assert tree in error
     assert "VERSION@PATH" in error
     assert "VLLM_VERSION" in error
-    assert run(capsys, "check", "--package", package, "--vllm", f"0.32.0@{tree}")[0] == 0
-    monkeypatch.setenv("VLLM_VERSION", "0.32.0")
+    assert run(capsys, "check", "--package", package, "--vllm", f"{SERIES}.0@{tree}")[0] == 0
+    monkeypatch.setenv("VLLM_VERSION", f"{SERIES}.0")
     assert run(capsys, "check", "--package", package, "--vllm", tree)[0] == 0
 
 
@@ -255,14 +261,14 @@ def test_diff_does_not_take_an_edited_tree_for_what_it_was(package: str, tmp_pat
     old, new = "if not self.scheduler.has_requests():", "if self.scheduler.has_no_requests():"
     with zipfile.ZipFile(_wheel(tmp_path, old, new)) as archive:
         archive.extractall(tmp_path / "edited")
-    kept = tmp_path / "cache" / "vllm-sources" / "vllm-0.32.0.zip"
+    kept = tmp_path / "cache" / "vllm-sources" / f"vllm-{SERIES}.0.zip"
     kept.parent.mkdir(parents=True)
     _wheel(tmp_path, old, old).rename(kept)
     variables = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path / "edited"), *sys.path]),
         "PATCHBAY_CACHE": str(tmp_path / "cache"),
-        "VLLM_VERSION": "0.32.0",
+        "VLLM_VERSION": f"{SERIES}.0",
     }
 
     def diff() -> subprocess.CompletedProcess[str]:
@@ -332,8 +338,8 @@ def test_check_imports_nothing_of_vllm(package: str, tmp_path: Path) -> None:
 def test_version_override_and_nonsense(
     capsys: pytest.CaptureFixture[str], package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_VERSION", "0.32.1.dev3+gabc")
-    assert run(capsys, "check", "--package", package)[1]["vllm"] == "0.32.1.dev3+gabc"
+    monkeypatch.setenv("VLLM_VERSION", f"{SERIES}.1.dev3+gabc")
+    assert run(capsys, "check", "--package", package)[1]["vllm"] == f"{SERIES}.1.dev3+gabc"
     monkeypatch.setenv("VLLM_VERSION", "newest")
     assert main(["check", "--package", package]) != 0
     assert "VLLM_VERSION" in capsys.readouterr().err

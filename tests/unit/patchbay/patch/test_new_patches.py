@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllm_patchbay.cli import main
-from vllm_patchbay.upstream.versions import installed_folder
+from vllm_patchbay.upstream.versions import installed_folder, installed_version
 
 from .commands import COMMAND, TARGET, TEXTS, python, run
 
@@ -22,7 +22,8 @@ def test_what_new_writes_fails_a_check_of_the_next_version(capsys: pytest.Captur
     """Otherwise later versions would skip the patch without a message."""
     where = ("--root", str(tmp_path), "--package", "fresh.patches")
     assert run(capsys, "new", "vllm.utils.mem_constants:GB_bytes", "--process", "engine", *where, *TEXTS)[0] == 0
-    for version, status in (("0.32.0", 0), ("0.33.0", 1), ("0.40.0", 1)):
+    major, minor = installed_version().release[:2]
+    for version, status in ((f"{major}.{minor}.0", 0), (f"{major}.{minor + 1}.0", 1), (f"{major}.{minor + 8}.0", 1)):
         spec = f"{version}@{installed_folder()}"
         done = python(tmp_path, COMMAND, "check", "--package", "fresh.patches", "--vllm", spec)
         assert done.returncode == status, done.stdout + done.stderr

@@ -107,7 +107,7 @@ else:
 #: case helper says this version
 from plug.versions import vllm_version_is
 
-if vllm_version_is("0.32.0"):
+if vllm_version_is("0.33.0"):
     from vllm.attention.layer import Attention  # expect: BP101
 else:
     from vllm.nowhere import Attention

@@ -178,7 +178,7 @@ import vllm
 match vllm.__version__:
     case "0.29.0" | "0.29.1":
         from vllm.gone import A
-    case "0.32.0":
+    case "0.33.0":
         from vllm.gone import B  # expect: BP101
     case _:
         from vllm.gone import C

@@ -75,7 +75,7 @@ if sys.version_info >= (3, 11):
 #: case negated helper
 from plug.tools import vllm_version_is
 
-if not vllm_version_is("0.32.0"):
+if not vllm_version_is("0.33.0"):
     from vllm.worker.worker import Worker
 
 #: case one of two helpers
