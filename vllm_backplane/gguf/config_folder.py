@@ -20,10 +20,10 @@ from vllm_backplane.gguf.architectures import checkpoint_tensors
 from vllm_backplane.gguf.decoding import require_served_type
 from vllm_backplane.gguf.hf_config import QUANTIZATION, configuration
 from vllm_backplane.gguf.model_files import GgufModel, open_model
-from vllm_backplane.models.cache import MANIFEST, damage, derived_folder
+from vllm_backplane.models.cache import MANIFEST, close_to_others, create, damage, derived_folder
 from vllm_backplane.models.package import sha256
 
-RECIPE = 5
+RECIPE = 6
 """Version of this code's output. It is incremented when the same file gives a different folder, or an error."""
 _NAME_CHARACTERS = 48
 """Characters of the file's name in the name of its folder. File systems allow 255 bytes, four per character at most."""
@@ -41,11 +41,12 @@ def config_folder(path: str | Path) -> Path:
     if not damage(folder, hashes=True):
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        create(folder.parent)
         with tempfile.TemporaryDirectory(".partial", f".{folder.name}-", folder.parent) as scratch:
             result = Path(scratch, "result")
             result.mkdir()
             _fill(model, source, result)
+            close_to_others(result)
             if folder.exists() and damage(folder, hashes=True):
                 shutil.rmtree(folder)
             try:

@@ -44,6 +44,8 @@ class QuantizedType(NamedTuple):
     """Weights that share a scale."""
     parse: Callable[[torch.Tensor], Grouped]
     """Decodes uint8 [blocks, bytes]; each row of the result is a block."""
+    halves: slice
+    """Bytes of a block that are float16. Every value of a block is finite if these are."""
 
 
 def _halves(raw: torch.Tensor) -> torch.Tensor:
@@ -147,17 +149,17 @@ def _q6_k(raw: torch.Tensor) -> Grouped:
 
 
 QUANTIZED_TYPES = {
-    Type.Q4_0: QuantizedType(4, 32, _q4_0),
-    Type.Q4_1: QuantizedType(4, 32, _q4_1),
-    Type.Q5_0: QuantizedType(8, 32, _q5_0),
-    Type.Q5_1: QuantizedType(8, 32, _q5_1),
-    Type.Q8_0: QuantizedType(8, 32, _q8_0),
-    Type.Q2_K: QuantizedType(4, 16, _q2_k),
-    Type.Q3_K: QuantizedType(4, 16, _q3_k),
-    Type.Q4_K: QuantizedType(4, 32, _q4_k),
-    Type.Q5_K: QuantizedType(8, 32, _q5_k),
-    Type.Q6_K: QuantizedType(8, 16, _q6_k),
-    Type.IQ4_NL: QuantizedType(8, 32, _iq4_nl),
+    Type.Q4_0: QuantizedType(4, 32, _q4_0, slice(0, 2)),
+    Type.Q4_1: QuantizedType(4, 32, _q4_1, slice(0, 4)),
+    Type.Q5_0: QuantizedType(8, 32, _q5_0, slice(0, 2)),
+    Type.Q5_1: QuantizedType(8, 32, _q5_1, slice(0, 4)),
+    Type.Q8_0: QuantizedType(8, 32, _q8_0, slice(0, 2)),
+    Type.Q2_K: QuantizedType(4, 16, _q2_k, slice(80, 84)),
+    Type.Q3_K: QuantizedType(4, 16, _q3_k, slice(108, 110)),
+    Type.Q4_K: QuantizedType(4, 32, _q4_k, slice(0, 4)),
+    Type.Q5_K: QuantizedType(8, 32, _q5_k, slice(0, 4)),
+    Type.Q6_K: QuantizedType(8, 16, _q6_k, slice(208, 210)),
+    Type.IQ4_NL: QuantizedType(8, 32, _iq4_nl, slice(0, 2)),
 }
 
 SERVED = (*QUANTIZED_TYPES, *FLOATS)

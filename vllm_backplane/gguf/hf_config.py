@@ -201,12 +201,15 @@ def _rope_parameters(model: GgufModel, reader: _Reader, head_dim: int) -> dict[s
 
 
 def _factors(reader: _Reader, location: TensorLocation | None, name: str, count: int) -> list[float]:
-    """Returns the RoPE scaling factors that a file stores as a tensor."""
+    """Returns the RoPE scaling factors that a file stores as a tensor, each of which is in the range of a file's only
+    factor."""
     if location is None or location.tensor.type != GGMLQuantizationType.F32 or location.tensor.shape != (count,):
         raise reader.fault(f"its {name}.weight is not {count} factors in F32")
     found = [one for (one,) in struct.iter_unpack("<f", location.file.bytes_of(location.tensor))]
-    if not all(math.isfinite(one) and one > 0 for one in found):
-        raise reader.fault(f"its {name}.weight has factors that are not positive")
+    low, high = _RANGES["rope.scaling.factor"]
+    for one in found:
+        if not low <= one <= high:  # NaN is outside of every range
+            raise reader.fault(f"its {name}.weight has the factor {one:g}, not from {low:g} to {high:g}")
     return found
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from vllm_backplane.gguf.architectures import CheckpointTensor
 from vllm_backplane.gguf.decoding import FLOATS, Type, dequantized
-from vllm_backplane.gguf.packing import mapped_rows
+from vllm_backplane.gguf.packing import mapped_rows, require_finite
 
 
 class LazyTensor(torch.Tensor):
@@ -36,8 +36,11 @@ class LazyTensor(torch.Tensor):
     def values(self) -> torch.Tensor:
         """Returns the decoded values: float32, or the file's own type where that is a floating-point type."""
         if self.kind in FLOATS:
-            return self.rows.contiguous().view(FLOATS[self.kind]).view(self.shape)
-        return dequantized(self.rows, self.kind).view(self.shape)
+            found = self.rows.contiguous().view(FLOATS[self.kind])
+        else:
+            found = dequantized(self.rows, self.kind)
+        require_finite(found, self.kind)
+        return found.view(self.shape)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -55,8 +58,8 @@ class LazyTensor(torch.Tensor):
         return func(*tree_map(decoded, args), **tree_map(decoded, kwargs or {}))
 
 
-def weights(one: CheckpointTensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the names and tensors of a checkpoint: one, or one per expert."""
+def named_tensors(one: CheckpointTensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the names and tensors that vLLM's model expects for one tensor of the file: one, or one per expert."""
     tensor = lazy_tensor(one)
     if not one.experts:
         yield one.name, tensor

@@ -14,6 +14,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 
 from vllm_backplane.device.contract import CodeLayout
+from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.decoding import QUANTIZED_TYPES, Type, grouped
 from vllm_backplane.gguf.file import Tensor
 from vllm_backplane.gguf.model_files import TensorLocation
@@ -62,6 +63,9 @@ def packed_rows(
     first = 0
     for taken in _chunks(parts, chunk_rows):
         found = grouped(taken, kind)
+        for numbers in (found.scales, found.offsets):
+            if numbers is not None:
+                require_finite(numbers, kind)
         packed = packed_codes(found.codes.flatten(1), in_file.bits, layout)
         last = first + len(packed)
         codes[first:last] = packed
@@ -70,6 +74,23 @@ def packed_rows(
             _interleave(offsets[first:last], found.offsets)
         first = last
     return Packed(codes, scales, offsets)
+
+
+def require_finite(values: torch.Tensor, kind: Type) -> None:
+    """Raises CheckpointError if values of a tensor in the file are NaN or infinite: they spread to all outputs."""
+    for part in values.reshape(-1).split(_CHUNK):
+        if not bool(torch.isfinite(part).all()):
+            raise CheckpointError(
+                f"a tensor of type {kind.name} in the GGUF file has NaN or infinite values; download the file again"
+            )
+
+
+def require_finite_blocks(rows: torch.Tensor, kind: Type) -> None:
+    """Raises CheckpointError if rows of a quantized type, uint8 [rows, row_bytes], have values that are not finite. It
+    reads the float16 numbers of the blocks only."""
+    blocks = rows.reshape(-1, GGML_QUANT_SIZES[kind][1])[:, QUANTIZED_TYPES[kind].halves]
+    for part in blocks.split(_CHUNK):
+        require_finite(part.contiguous().view(torch.float16), kind)
 
 
 def _interleave(into: torch.Tensor, values: torch.Tensor) -> None:

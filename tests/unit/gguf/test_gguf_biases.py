@@ -15,7 +15,7 @@ from test_gguf_description import write
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.architectures import checkpoint_tensors
 from vllm_backplane.gguf.hf_config import configuration
-from vllm_backplane.gguf.lazy_tensor import weights
+from vllm_backplane.gguf.lazy_tensor import named_tensors
 from vllm_backplane.gguf.model_files import open_model
 
 HEADS, HEAD, WIDTH = 4, 16, 32
@@ -38,7 +38,7 @@ def test_those_of_queries_and_keys_are_put_in_order(tmp_path: Path, kind: Type) 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = dict(pair for one in checkpoint_tensors(open_model(tmp_path / "m.gguf")) for pair in weights(one))
+    found = dict(pair for one in checkpoint_tensors(open_model(tmp_path / "m.gguf")) for pair in named_tensors(one))
     assert found.keys() == held.keys()
     for name, tensor in found.items():
         loaded = torch.zeros(tensor.shape).copy_(tensor).numpy()

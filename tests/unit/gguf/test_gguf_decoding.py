@@ -13,8 +13,9 @@ from vllm_backplane.device import CodeLayout
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.decoding import QUANTIZED_TYPES, SERVED, Type, dequantized, grouped, require_served_type
 from vllm_backplane.gguf.file import GgufFile
+from vllm_backplane.gguf.lazy_tensor import LazyTensor
 from vllm_backplane.gguf.model_files import TensorLocation
-from vllm_backplane.gguf.packing import mapped_rows, packed_rows
+from vllm_backplane.gguf.packing import mapped_rows, packed_rows, require_finite_blocks
 from vllm_backplane.ops.quantized_linear import dequantized as from_packed
 
 ROWS, BLOCKS = 7, 6
@@ -26,6 +27,16 @@ CODE_LAYOUTS = (CodeLayout(4), CodeLayout(16), CodeLayout(16, signed=True))
 def random_blocks(kind: Type, rows: int = ROWS, blocks: int = BLOCKS, seed: int = 0) -> np.ndarray:
     """Returns random bytes; infinite, NaN, subnormal and negative scales are among them."""
     return np.random.default_rng(seed).integers(0, 256, (rows, blocks * gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+
+
+def finite_blocks(kind: Type, rows: int) -> np.ndarray:
+    """Returns random bytes in which blocks with scales or offsets that are not finite are zero."""
+    raw = random_blocks(kind, rows=rows)
+    blocks = raw.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])
+    found = grouped(torch.from_numpy(blocks), kind)
+    numbers = [one for one in (found.scales, found.offsets) if one is not None]
+    blocks[~np.all([torch.isfinite(one).all(dim=1).numpy() for one in numbers], axis=0)] = 0
+    return raw
 
 
 def same_bits(found: torch.Tensor, expected: np.ndarray) -> bool:
@@ -47,11 +58,46 @@ def test_dequantization_is_bit_equal_to_the_gguf_package(kind: Type) -> None:
 @pytest.mark.parametrize("kind", QUANTIZED_TYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("layout", CODE_LAYOUTS)
 def test_the_operators_form_holds_the_same_values(kind: Type, layout: CodeLayout) -> None:
-    raw = random_blocks(kind, rows=21)
+    raw = finite_blocks(kind, rows=21)
     made = packed_rows([torch.from_numpy(raw)], kind, layout, chunk=1000)
     found = from_packed(made.codes, made.scales, made.offsets, QUANTIZED_TYPES[kind].bits)
     assert same_bits(found[:21], gguf.quants.dequantize(raw, kind))
     assert not made.scales[-1, :, 21 % layout.width :].any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", QUANTIZED_TYPES, ids=lambda kind: kind.name)
+def test_blocks_that_are_not_finite_are_refused(kind: Type) -> None:
+    """Tests one bad block of many: as packed rows, as values, and by its float16 numbers alone."""
+    raw = finite_blocks(kind, rows=21)
+    sizes = gguf.GGML_QUANT_SIZES[kind]
+    raw[7, : sizes[1]] = 0xFF  # as scales and offsets, this is NaN
+    rows = torch.from_numpy(raw)
+    with pytest.raises(CheckpointError, match=f"a tensor of type {kind.name} in the GGUF file has NaN or infinite"):
+        packed_rows([rows], kind, CodeLayout())
+    with pytest.raises(CheckpointError, match="NaN or infinite values; download the file again"):
+        LazyTensor(rows, kind, (21, raw.shape[1] // sizes[1] * sizes[0])).values()
+    halves = QUANTIZED_TYPES[kind].halves
+    for first in range(halves.start, halves.stop, 2):
+        raw = finite_blocks(kind, rows=21)
+        require_finite_blocks(torch.from_numpy(raw), kind)
+        last = raw.shape[1] - sizes[1]
+        raw[20, last + first : last + first + 2] = np.array([np.inf], np.float16).view(np.uint8)
+        assert not np.isfinite(gguf.quants.dequantize(raw, kind)[20]).all()
+        with pytest.raises(CheckpointError, match="NaN or infinite values; download the file again"):
+            require_finite_blocks(torch.from_numpy(raw), kind)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_norm_that_is_not_finite_is_refused(value: float) -> None:
+    numbers = torch.ones(64)
+    norm = LazyTensor(numbers.view(torch.uint8).view(1, -1), Type.F32, (64,))
+    assert norm.values().tolist() == [1.0] * 64
+    numbers[63] = value
+    with pytest.raises(CheckpointError, match="a tensor of type F32 in the GGUF file has NaN or infinite"):
+        torch.zeros(64).copy_(norm)
+    numbers.fill_(3e38)  # finite, although their sum is not
+    assert norm.values().max() == torch.tensor(3e38)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in QUANTIZED_TYPES if kind != Type.Q4_1], ids=lambda kind: kind.name)

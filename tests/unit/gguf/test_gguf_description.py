@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import gguf_bytes
 import numpy as np
 import pytest
 
+from tests import gguf_bytes
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf import tokenizer as vocabularies
 from vllm_backplane.gguf.architectures import ARCHITECTURES, checkpoint_tensors
@@ -65,12 +65,14 @@ def write(
     rows: int = 0,
     tensors: dict[str, tuple[int, ...] | None] | None = None,
     matrices: type[np.floating[Any]] = np.float32,
+    values: dict[str, float] | None = None,
     **changes: Any,
 ) -> Path:
     """Writes a file of one layer with the shapes of SIZES.
 
     `changes` are metadata with two underscores for dots; None omits a key. `queries` is the number of rows of attn_q,
     and `rows` that of the embedding if it is not one per token. `tensors` has other shapes; None omits a tensor.
+    `values` has the value of all elements of a tensor if it is not 1.
     """
     writer = gguf.GGUFWriter(path, architecture)
     sizes = {**SIZES, **{key.replace("__", "."): value for key, value in changes.items()}}
@@ -84,7 +86,8 @@ def write(
     for name, shape in {**shapes(rows, queries), **(tensors or {})}.items():
         if shape is not None:
             full = name if name.endswith(".bias") else f"{name}.weight"
-            writer.add_tensor(full, np.ones(shape, matrices if len(shape) > 1 else np.float32))
+            kind = matrices if len(shape) > 1 else np.float32
+            writer.add_tensor(full, np.full(shape, (values or {}).get(name, 1), kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -166,6 +169,10 @@ def test_a_file_in_half_precision_has_dtype_float16(tmp_path: Path) -> None:
         ({"tensors": {"rope_freqs": (5,)}}, "rope_freqs.weight is not 4 factors in F32"),
         ({"tensors": {"rope_freqs": (1, 3)}, "matrices": np.float16}, "rope_freqs.weight is not 4 factors in F32"),
         ({"tensors": {"rope_freqs": (4,)}, "rope__freq_base": 5e5}, "not those of Llama 3.1 or 3.2"),
+        (
+            {"tensors": {"rope_freqs": (4,)}, "values": {"rope_freqs": -1.0}},
+            "rope_freqs.weight has the factor -1, not from 0.01 to 100000",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -219,6 +226,39 @@ def test_phi2_has_biases_and_rotates_a_part(
 def test_phi2_without_one_of_its_biases_is_refused(tmp_path: Path, missing: str) -> None:
     with pytest.raises(CheckpointError, match=rf"it has no {re.escape(missing)}"):
         configuration(open_model(phi2(tmp_path / "m.gguf", **{missing: None})))
+
+
+def phi3(path: Path, **values: float) -> Path:
+    """Writes a Phi-3 file whose context is extended by factors (longrope), with given values of all factors."""
+    return write(
+        path,
+        "phi3",
+        tensors={
+            **{f"blk.0.{part}": None for part in ("attn_q", "attn_k", "attn_v", "ffn_gate")},
+            "blk.0.attn_qkv": (64, 32),
+            "blk.0.ffn_up": (128, 32),
+            "rope_factors_short": (4,),
+            "rope_factors_long": (4,),
+        },
+        values=values,
+        attention__key_length=8,
+        rope__scaling__original_context_length=16,
+    )
+
+
+def test_phi3_has_the_factors_of_the_file(tmp_path: Path) -> None:
+    made = configuration(open_model(phi3(tmp_path / "m.gguf", rope_factors_long=64.0)))
+    rope = made["rope_parameters"]
+    assert rope["short_factor"] == [1.0] * 4 and rope["long_factor"] == [64.0] * 4
+
+
+@pytest.mark.parametrize("name", ["rope_factors_short", "rope_factors_long"])
+@pytest.mark.parametrize("value", [1e-45, 1e-30, 3e38, 0.0, -1.0, float("inf"), float("nan")])
+def test_factors_that_cannot_be_meant_are_refused(tmp_path: Path, name: str, value: float) -> None:
+    """Tests values that would make the rotary frequencies infinite, zero or NaN."""
+    expected = re.escape(f"its {name}.weight has the factor {np.float32(value):g}, not from 0.01 to 100000")
+    with pytest.raises(CheckpointError, match=expected):
+        configuration(open_model(phi3(tmp_path / "m.gguf", **{name: value})))
 
 
 def test_another_architecture_is_refused_with_those_that_are_served(tmp_path: Path) -> None:

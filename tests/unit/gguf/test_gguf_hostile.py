@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES
-from gguf_bytes import ARRAY, BOOL, F32, Q4_0, STRING, U8, U32, U64, File, array, key, tensor, text, u32, u64
 
+from tests.gguf_bytes import ARRAY, BOOL, F32, Q4_0, STRING, U8, U32, U64, File, array, key, tensor, text, u32, u64
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf import file as gguf_file
 from vllm_backplane.gguf.cursor import Limits

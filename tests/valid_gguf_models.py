@@ -11,7 +11,8 @@ from math import prod
 from typing import Any
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf_bytes import ARRAY, BOOL, F32_VALUE, STRING, U32, U64, File, array, f32, key, tensor, text, u32, u64
+
+from tests.gguf_bytes import ARRAY, BOOL, F32_VALUE, STRING, U32, U64, File, array, f32, key, tensor, text, u32, u64
 
 METADATA: dict[str, Any] = {
     "context_length": 16,
@@ -195,6 +196,16 @@ def mutated_model(orders: bytes) -> list[bytes]:
     first, second = ({name: shapes[name] for name in half} for half in (names[::2], names[1::2]))
     later = [key("split.no", *value(1)), key("split.count", *value(2))]
     return [_file(keys, first, types), _file(later, second, types)]
+
+
+def built(model: Model, metadata: dict[str, Any]) -> bytes:
+    """Returns the file of a model in one part, with other metadata."""
+    keys = [key("general.architecture", *value(model.architecture))]
+    for name, one in {**model.metadata, **metadata}.items():
+        if one is not None:  # None removes a key
+            full = name if name.startswith("tokenizer.") else f"{model.architecture}.{name}"
+            keys.append(key(full, *value(one)))
+    return _file(keys, model.shapes, {})
 
 
 def _change_tensor(place: str, fate: int, shapes: dict[str, list[int]], types: dict[str, Any]) -> None:
