@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.compare import gguf_files
 from vllm_backplane.models import FULL_PRECISION, cache_folder, obtain
+from vllm_backplane.models.cache import create
 from vllm_backplane.models.package import fetch
 
 Progress = Callable[[str], None]
@@ -169,7 +170,7 @@ def _cached(path: Path, make: Callable[[Path], None], what: str, progress: Progr
     if path.exists():
         return path
     progress(f"making {what}")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    create(path.parent)
     # The scratch folder is beside the result, because a rename is atomic only within a file system.
     scratch = Path(tempfile.mkdtemp(".partial", dir=path.parent))
     try:
