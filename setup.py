@@ -192,6 +192,16 @@ def precompile_torch(cxx: list[str], flags: list[str], header: Path) -> Path:
     return result
 
 
+def state_torch(cxx: list[str], flags: list[str], objects: Path, torch: Torch) -> Path:
+    """Compiles a text with torch's version. device/torch_version.py reads it before it loads a library."""
+    unit, result = objects / "built_for.cpp", objects / "built_for.o"
+    if not unit.is_file():
+        text = f"vllm-backplane: built for PyTorch {torch.version};"
+        unit.write_text(f'__attribute__((used)) static const char built_for[] = "{text}";\n')
+    make(result, [*cxx, *flags, "-c", str(unit), "-o", str(result)], [unit], "stating torch's version")
+    return result
+
+
 class BuildKernels(build_ext):
     """Compiles changed files, in a build folder that is kept between builds, unlike pip's temporary folders."""
 
@@ -238,8 +248,9 @@ class BuildKernels(build_ext):
                 results[ext.name].append(each.result())
         if precompiled is not None:
             precompiled.result().unlink(missing_ok=True)  # it is large, and later builds compile only few files
+        stated = state_torch(cxx, flags, objects, torch)
         for ext in self.extensions:
-            self.link(ext, results[ext.name], objects, cxx, torch)
+            self.link(ext, [*results[ext.name], stated], objects, cxx, torch)
 
     def link(self, ext: Extension, results: list[Path], objects: Path, cxx: list[str], torch: Torch) -> None:
         library = objects / Path(self.get_ext_filename(ext.name)).name

@@ -3,8 +3,8 @@
     python tests/matrix/run.py                  # all releases
     python tests/matrix/run.py 0.31.0 --json    # one release, as JSON
 
-'make runtime' creates an environment per release in .venv-matrix-VERSION, which is reused. Its .backplane/logs has the
-logs.
+'make matrix-environment' creates an environment per release in .venv-matrix-VERSION, which is reused. Its
+.backplane/logs has the logs.
 """
 
 from __future__ import annotations

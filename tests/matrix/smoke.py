@@ -1,4 +1,4 @@
-"""Runs one end-to-end step with the vLLM of this Python: smoke.py chat|batch|embeddings FOLDER.
+"""Runs one end-to-end step with the vLLM of this Python: smoke.py chat|batch|embeddings|features-DEVICE FOLDER.
 
 Results are compared with those of transformers. Logs are written to FOLDER. The helpers are those of the end-to-end
 tests.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 
+import lora_adapters
 import prompts
 import reference
+import tiny_models
 import torch
 from engine import batch, greedy, job, run_engines
 from server import Server
@@ -77,7 +81,60 @@ def embeddings(folder: Path) -> None:
         assert near >= CLOSENESS, (text, near)
 
 
-STEPS: dict[str, Callable[[Path], None]] = {"chat": chat, "batch": offline, "embeddings": embeddings}
+def features(device: str, folder: Path) -> None:
+    """Generates with a tiny model on a device: eagerly, by graphs, after sleep, with an adapter, with draft tokens."""
+    model = tiny_models.save_llama(folder / "tiny", tokenizer_of=obtain(FULL_PRECISION.name))
+    plain, merged = reference.load(model), reference.load(model)
+    adapter = lora_adapters.make(folder / "adapter", plain, 4, ("q_proj", "v_proj", "down_proj"), 0.5, seed=1)
+    adapter.merge(merged)
+    ids = [[7, 300, 21, 9000, 44], list(range(1000, 1040)), [40000, 3]]
+    expected, adapted = (
+        [each.token_ids for each in reference.continue_together(transformer, ids, TOKENS)]
+        for transformer in (plain, merged)
+    )
+    assert expected != adapted
+    work = batch(ids, greedy(TOKENS))
+    with_adapter = {**work, "adapters": [["smoke", 1, str(adapter.folder)], None, ["smoke", 1, str(adapter.folder)]]}
+    draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+    asleep = [{"sleep": 1}, {"wake": None}]
+    results = run_engines(
+        folder,
+        [
+            job(model, work, enforce_eager=True),
+            job(model, steps=[{"batch": work}, {"rpc": "replays"}]),
+            job(model, steps=[{"batch": work}, *asleep, {"batch": work}], enable_sleep_mode=True),
+            job(model, with_adapter, enable_lora=True, max_lora_rank=8),
+            job(model, work, speculative_config=draft),
+        ],
+        {"BACKPLANE_DEVICE": device, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
+        device=device,
+        warm=False,
+    )
+    eager, replayed, slept, lora, speculative = results
+    [counted] = replayed["steps"][1]
+    print(f"replays on {device}: {counted}")
+    assert counted["replays"] > 0, counted
+    both = [adapted[0], expected[1], adapted[2]]
+    for name, outputs, wanted in (
+        ("eager", eager["batches"][0], expected),
+        ("replayed", replayed["steps"][0], expected),
+        ("before sleep", slept["steps"][0], expected),
+        ("after sleep", slept["steps"][-1], expected),
+        ("adapter", lora["batches"][0], both),
+        ("draft tokens", speculative["batches"][0], expected),
+    ):
+        got = [output["token_ids"] for output in outputs]
+        assert got == wanted, f"{name}: vLLM {got}\ntransformers {wanted}"
+        print(f"{name}: {len(got)} x {TOKENS} tokens")
+
+
+STEPS: dict[str, Callable[[Path], None]] = {
+    "chat": chat,
+    "batch": offline,
+    "embeddings": embeddings,
+    "features-cpu": partial(features, "cpu"),
+    "features-sim": partial(features, "sim"),
+}
 
 if __name__ == "__main__":
     STEPS[sys.argv[1]](Path(sys.argv[2]))

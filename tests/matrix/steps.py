@@ -19,8 +19,11 @@ sys.path.insert(0, str(ROOT))
 from vllm_backplane.settings.releases import Release  # noqa: E402
 
 BUILD = "environment"
-SMOKE = ("chat", "batch", "embeddings")
-STEPS = (BUILD, "doctor", "patches", *SMOKE)
+SMOKE = ("chat", "batch", "embeddings", "features-cpu", "features-sim")
+UNIT = ("versions", "binding", "runner", "worker", "layers", "lora")
+"""Folders of unit tests that depend on the release of vLLM."""
+FAST = "not (exhaustive or slow or compiler or download or models or server)"
+STEPS = (BUILD, "doctor", "patches", "unit", *SMOKE)
 LIMIT_SECONDS = 1800
 """Time after which a step counts as hanging."""
 
@@ -49,9 +52,20 @@ def command(release: Release, step: str, folder: Path) -> list[str]:
     venv = environment_of(release)
     if step == BUILD:
         variables = [f"VENV={venv.name}", f"VLLM_VERSION={release.version}", f"TORCH_VERSION={release.torch}"]
-        return ["make", "-C", str(ROOT), "runtime", f"PYTHON={sys.executable}", *variables]
+        return ["make", "-C", str(ROOT), "matrix-environment", f"PYTHON={sys.executable}", *variables]
     if step in SMOKE:
         return [str(venv / "bin/python"), str(Path(__file__).with_name("smoke.py")), step, str(folder)]
+    if step == "unit":
+        tests = [str(ROOT / "tests" / "unit" / name) for name in UNIT]
+        return [
+            str(venv / "bin/python"),
+            "-m",
+            "pytest",
+            "-q",
+            *tests,
+            "-m",
+            FAST,
+        ]
     arguments = {"doctor": ["doctor"], "patches": ["patches", "check"]}[step]
     return [str(venv / "bin/vllm-backplane"), *arguments]
 

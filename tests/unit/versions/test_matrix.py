@@ -36,10 +36,10 @@ def test_all_pass(scripted: dict[str, str], capsys: pytest.CaptureFixture[str], 
     assert matrix.main([]) == 0
     shown = capsys.readouterr()
     head, *rows, end = shown.out.splitlines()
-    assert head.split() == ["vLLM", "environment", "doctor", "patches", "chat", "batch", "embeddings"]
-    assert [row.split()[0] for row in rows] == ["0.30.0", "0.31.0", "0.32.0"]
+    assert head.split() == ["vLLM", *steps.STEPS]
+    assert [row.split()[0] for row in rows] == [release.version for release in RELEASES]
     assert all(row.count("ok ") == len(steps.STEPS) for row in rows)
-    assert end == "All 18 steps passed."
+    assert end == f"All {len(steps.STEPS) * len(RELEASES)} steps passed."
     assert "[matrix] 0.31.0 chat: ok" in shown.err
     assert (tmp_path / ".venv-matrix-0.31.0/.backplane/logs/chat.log").read_text() == "fine\n"
 
@@ -53,8 +53,8 @@ def test_a_step_that_fails_is_shown_and_the_rest_goes_on(
     shown = capsys.readouterr()
     row, end = shown.out.splitlines()[1:]
     assert row.split()[0] == "0.31.0"
-    assert (row.count("failed"), row.count("ok ")) == (1, 5)
-    assert end == "1 of 6 steps failed."
+    assert (row.count("failed"), row.count("ok ")) == (1, len(steps.STEPS) - 1)
+    assert end == f"1 of {len(steps.STEPS)} steps failed."
     assert "one drifted" in shown.err
     assert "status 3" in shown.err
 
@@ -113,13 +113,17 @@ def test_a_version_that_is_not_served(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as end:
         matrix.main(["0.29.0"])
     assert end.value.code == 2
-    assert "0.29.0 is not supported; supported: 0.30.0, 0.31.0, 0.32.0" in capsys.readouterr().err
+    assert (
+        f"0.29.0 is not supported; supported: {', '.join(release.version for release in RELEASES)}"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_real_commands() -> None:
     oldest = RELEASES[0]
     build = steps.command(oldest, "environment", Path("x"))
-    assert build[:4] == ["make", "-C", str(steps.ROOT), "runtime"]
+    assert build[:4] == ["make", "-C", str(steps.ROOT), "matrix-environment"]
     assert {"VENV=.venv-matrix-0.30.0", "VLLM_VERSION=0.30.0", "TORCH_VERSION=2.13.0"} <= set(build)
+    assert all((steps.ROOT / "tests" / "unit" / name).is_dir() for name in steps.UNIT)
     for step in steps.STEPS[1:]:
         assert Path(steps.command(oldest, step, Path("x"))[0]).parent == steps.ROOT / ".venv-matrix-0.30.0" / "bin"
