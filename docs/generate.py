@@ -234,11 +234,28 @@ def audit_corpus() -> str:
 
 def patches() -> str:
     from vllm_backplane.patches import OWN
-    from vllm_patchbay.patch import PatchSet
+    from vllm_patchbay.patch import GuardedPackage, PatchSet
     from vllm_patchbay.patch.documentation import page
 
     own = PatchSet.of_packages([OWN], may_be_empty=(OWN,)).require_complete()
-    return page(own, "vllm-backplane patches docs")
+    return page(own, "vllm-backplane patches docs", GuardedPackage.find("vllm_backplane").guards())
+
+
+def interference() -> str:
+    """Returns the README's count of what depends on private source of vLLM."""
+    from vllm_backplane.patches import OWN
+    from vllm_backplane.settings.releases import NEWEST, RELEASES
+    from vllm_patchbay.patch import GuardedPackage, PatchSet
+
+    count = len(PatchSet.of_packages([OWN], may_be_empty=(OWN,)).patches)
+    guards = len(GuardedPackage.find("vllm_backplane").guards())
+    series = [".".join(map(str, release.series)) for release in RELEASES[:-1]]
+    smoke = f"{', '.join(series[:-1])} and {series[-1]}"
+    return (
+        f"vLLM {NEWEST.version} is fully tested; {smoke} pass a smoke test. Hooks and subclasses come before patches; "
+        f"patches of vLLM: {count}, guarded overrides of its private parts: {guards} "
+        "([list](docs/reference/patches.md))."
+    )
 
 
 # --- GGUF -------------------------------------------------------------------------------------------------------------
@@ -389,6 +406,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "formats": formats,
     "gguf architectures": gguf_architectures,
     "gguf perplexity": gguf_perplexity,
+    "interference": interference,
     "gguf speed": gguf_speed,
     "gguf types": gguf_types,
     "minimal device": minimal_device,

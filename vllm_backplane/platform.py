@@ -14,7 +14,9 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from vllm_backplane.device.v2_runner import refuse_features_of_v2_runner
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.guards import set_drift
 from vllm_backplane.patches import application
 from vllm_backplane.process.engine_exit import shut_engines_down_at_exit
 from vllm_backplane.process.forked_sockets import release_sockets_in_engines
@@ -49,16 +51,24 @@ if _device.capabilities.fork:
 if not _device.capabilities.triton:
     # If Triton finds a GPU, vLLM would select its V2 model runner, which needs Triton for Backplane's device as well.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+set_drift(runtime().setting("patch_drift"))
 application.apply_patches(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
 
 
-MIDDLEWARES = ("vllm_backplane.lora.http_errors.AdapterErrors", "vllm_backplane.http.sleep_gate.SleepGate")
+MIDDLEWARES = (
+    "vllm_backplane.lora.http_errors.AdapterErrors",
+    "vllm_backplane.http.message_text.MessageText",
+    "vllm_backplane.http.sleep_gate.SleepGate",
+)
 """The ASGI middlewares that Backplane adds to vLLM's HTTP server, which imports them by name."""
 
 
 def add_middlewares(parser: ArgumentParser) -> None:
     """Appends the middlewares to the default of ``--middleware``. A parser without that option is not a server's."""
     given = parser.get_default("middleware")
+    # vLLM imports them when the engine runs. Imported here, their guards are verified before.
+    import vllm_backplane.http.sleep_gate  # noqa: F401
+
     # 'vllm snapshot create' defines the option only to reject it.
     if given is not None and "snapshot" not in parser.prog:
         parser.set_defaults(middleware=[*given, *(name for name in MIDDLEWARES if name not in given)])
@@ -242,10 +252,10 @@ class BackplanePlatform(Platform):
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
         """Turns compilation off, and graphs on where the user or the device wants them, before vLLM fills in its
         defaults."""
-        from vllm_backplane.config import graphs, refusals
+        from vllm_backplane.config import graphs
 
         chosen = configured(vllm_config.additional_config)
-        refusals.refuse_features_of_v2_runner(vllm_config, chosen.device)
+        refuse_features_of_v2_runner(vllm_config, chosen.device)
         graphs.set_compilation_defaults(vllm_config, chosen)
 
     @classmethod

@@ -28,7 +28,7 @@ KERNELS: Mapping[str, tuple[str, ...]] = {
     "xpu": ("vllm_xpu_kernels",),
     "tpu": ("tpu_inference",),
 }
-"""Modules of which a vLLM that serves an in-tree accelerator has at least one. A vLLM built for no device has none."""
+"""Modules by accelerator. A vLLM that serves it has at least one of them. A vLLM built for no device has none."""
 
 HOW_TO_CHOOSE = f"To use Backplane, run 'vllm-backplane serve', set {DEVICE_VARIABLE}, or name it in {PLUGINS_VARIABLE}"
 
@@ -58,7 +58,7 @@ def decide(environment: Mapping[str, str]) -> Decision:
     if asked := requested_by(environment):
         return Decision(True, asked)
     if _deciding:
-        return Decision(False, "another platform plugin asks while Backplane asks it")
+        return Decision(False, "another platform plugin queried this decision while it was being made")
     _deciding = True
     try:
         if other := active_plugin(environment):

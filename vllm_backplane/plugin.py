@@ -22,23 +22,15 @@ def activate() -> None:
     """
     if not _is_platform_active():
         return
-    _declare_variables()
     from vllm_backplane.binding.registry import bind
     from vllm_backplane.patches import application
     from vllm_backplane.runtime import runtime
+    from vllm_backplane.settings import compat
     from vllm_patchbay.patch import Process
 
+    compat.declare_variables()
     application.apply_patches(runtime().setting("patch_drift"), Process.PLATFORM, Process.ENGINE)
     bind()
-
-
-def _declare_variables() -> None:
-    """Adds Backplane's VLLM_* variable to vLLM's table; vLLM warns of variables outside of it, or rejects them."""
-    from vllm import envs
-
-    from vllm_patchbay.upstream.versions import VERSION_VARIABLE
-
-    envs.environment_variables[VERSION_VARIABLE] = lambda: os.environ.get(VERSION_VARIABLE)
 
 
 def _is_platform_active() -> bool:

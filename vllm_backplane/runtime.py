@@ -1,4 +1,4 @@
-"""Chooses the device of this process, once, and resolves the options.
+"""Defines Backplane's own options, resolves them, and chooses the device of this process, once.
 
 vLLM starts several processes, and each of them builds its own platform with the functions here. The device is
 therefore chosen only by what every process has in common: the environment and the installed distributions.
@@ -78,9 +78,9 @@ OPTIONS: tuple[Option[Any], ...] = (
         "patch_drift",
         "error",
         one_of("error", "warn"),
-        "What happens when the target of a patch in vLLM differs from the source that the patch was written against: "
-        "raise an error, or warn and apply the patch. Patches are applied before --additional-config is read, so only "
-        "the variable works.",
+        "What happens when a part of vLLM that Backplane patches or overrides differs from the source that the code "
+        "was written against: raise an error, or warn and go on. Patches are applied before --additional-config is "
+        "read, so only the variable works.",
     ),
 )
 

@@ -29,7 +29,8 @@ from typing import Any
 
 import psutil
 
-from vllm_backplane.cli.serve import exit_without_teardown, use_own_socket_folder
+from vllm_backplane.cli.serve import use_own_socket_folder
+from vllm_backplane.process.fast_exit import exit_without_teardown
 
 POLL_SECONDS = 0.0002
 """Pause of a worker that waits for another one, far shorter than a step."""
@@ -119,7 +120,8 @@ def watch(engine: Any, batch: dict[str, Any], times: list[float]) -> list[int]:
 
 
 def interrupted(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs a batch, and preempts all running requests once, after the number of steps that the batch gives.
+    """Runs a batch, and interrupts it once, after the number of steps that the batch gives: by steps of a job, or by
+    preempting all running requests.
 
     A preempted request loses its KV cache and is computed again.
     """
@@ -134,7 +136,10 @@ def interrupted(engine: Any, batch: dict[str, Any]) -> list[dict[str, Any]]:
             done[int(output.request_id)] = describe(output)
         taken += 1
         if taken == batch["after"]:
-            engine.llm_engine.reset_prefix_cache(reset_running_requests=True)
+            if "by" not in batch:
+                engine.llm_engine.reset_prefix_cache(reset_running_requests=True)
+            for step in batch.get("by", ()):
+                run_step(engine, step, [])
     return [done[place] for place in range(len(batch["prompts"]))]
 
 
@@ -171,8 +176,9 @@ def run_step(engine: Any, step: dict[str, Any], times: list[float]) -> Any:
                 for metric in engine.get_metrics()
                 if metric.name.startswith(given)
             }
-        case "call":  # a method of each worker
-            return engine.collective_rpc(given)
+        case "call":  # a method of each worker; a list also has its arguments
+            name, *arguments = given if isinstance(given, list) else [given]
+            return engine.collective_rpc(name, args=tuple(arguments))
         case "save":  # the loaded weights of the workers, in a folder
             return error_of(lambda folder: engine.collective_rpc("save_sharded_state", args=(folder,)), given)
         case "forget prefixes":  # clears vLLM's own prefix cache

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.server
+@pytest.mark.exhaustive
 def test_the_command_measures_saves_and_reports(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.compare", "--quick", "--models", "tiny", "--only", "decode"]
     command += ["--variants", "ours/fp32", "--output", str(tmp_path / "results"), "--json"]

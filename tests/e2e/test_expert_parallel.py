@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int
 
 @pytest.mark.feature("Serving: async scheduling off", "{device}")
 @pytest.mark.feature("Parallel: experts", "{device}")
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("sim", marks=pytest.mark.exhaustive)])
 def test_tokens_are_those_of_transformers(device: str, model: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     folder, expected = model
     given = (str(folder), "--served-model-name", "tiny", "--skip-tokenizer-init", *LIMITS)

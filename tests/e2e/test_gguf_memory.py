@@ -79,7 +79,8 @@ def write(path: Path, case: Case, width: int = WIDTH, layers: int = LAYERS, voca
     def add(name: str, rows: int, columns: int, *experts: int) -> None:
         nonlocal multiplied
         multiplied += math.prod((*experts, rows, columns)) if tied or name != "token_embd" else 0
-        blocks = random.integers(0, 128, (*experts, rows, columns // per_block * block_bytes), dtype=np.uint8)
+        # A float16 whose bytes are below 0x7C is finite.
+        blocks = random.integers(0, 0x7C, (*experts, rows, columns // per_block * block_bytes), dtype=np.uint8)
         writer.add_tensor(f"{name}.weight", blocks, raw_dtype=kind)
 
     add("token_embd", vocabulary, hidden)

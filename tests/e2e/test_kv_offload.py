@@ -14,8 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import reference
+import tiny_models
 from engine import batch, greedy, job, run_engines
 from processes import SIM
 from server import Server
@@ -234,3 +236,63 @@ def test_in_host_memory_on_two_cards(tiny_llama: Path, case: Case, tmp_path: Pat
     cached = [[output["num_cached_tokens"] for output in outputs] for outputs in (computed, loaded, again)]
     assert cached == [[0] * 3, [FULL_BLOCKS * 16] * 3, [FULL_BLOCKS * 16] * 3]
     assert "fails its checksum" in (tmp_path / "engine.log").read_text()
+
+
+@pytest.mark.feature(FEATURE, "cpu")
+def test_new_weights_take_over_completely(tiny_llama: Path, smollm2: Path, case: Case, tmp_path: Path) -> None:
+    """Tests that nothing which other weights computed is saved: neither for a request in flight, nor during a transfer
+    of weights, nor from vLLM's own prefix cache, which is not reset at first. Later blocks equal those of a new engine.
+    """
+    folder = tmp_path / "other weights"
+    tiny_models.save_llama(folder, tokenizer_of=smollm2, seed=2)
+    expected = reference.continue_together(reference.load(folder), case.prompts, TOKENS)
+    assert min(one.smallest_margin for one in expected) > 5e-3, "near a tie; change the seed"
+    first, second, third = (batch([prompt], greedy(TOKENS)) for prompt in case.prompts)
+    everything = {"batch": batch(case.prompts, greedy(TOKENS, logprobs=0))}
+    forget = {"forget prefixes": None}
+
+    def save(name: str) -> dict[str, Any]:
+        return {"rpc": ["save_offloaded_blocks", str(tmp_path / f"{name}.npz")]}
+
+    steps: list[dict[str, Any]] = [
+        {"batch": first},
+        save("old"),
+        {"interrupted": {**second, "after": 1, "by": [{"rpc": ["load_weights", str(folder)]}]}},
+        {"batch": first},
+        save("reloaded"),
+        {"rpc": "use_file_transfer"},
+        {"call": "start_weight_update"},
+        {"call": ["update_weights", {"folder": str(tiny_llama)}]},
+        {"batch": third},
+        save("during a transfer"),
+        {"call": ["update_weights", {"folder": str(folder)}]},
+        {"call": "finish_weight_update"},
+        {"batch": third},
+        save("transferred"),
+        *(forget, everything, save("new"), forget, everything),
+    ]
+    transfer = {
+        "kv_connector": "BackplaneOffloadConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"capacity": "4MiB"},
+    }
+    engine: dict[str, Any] = {"max_num_batched_tokens": 64, "kv_transfer_config": transfer}
+    # In one process, a step of the test is a step of the engine, so a request is in flight for certain.
+    in_one = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    [result] = run_engines(tmp_path, [job(tiny_llama, steps=steps, **engine)], in_one)
+    log = (tmp_path / "engine.log").read_text()
+    run_engines(tmp_path, [job(folder, steps=[everything, save("fresh")], **engine)])
+    computed, loaded = result["steps"][-4], result["steps"][-1]
+    for outputs in (computed, loaded):
+        for output, one in zip(outputs, expected, strict=True):
+            assert_expected((output["token_ids"], output["logprobs"]), one)
+    assert [output["num_cached_tokens"] for output in computed] == [0] * 3
+    assert [output["num_cached_tokens"] for output in loaded] == [FULL_BLOCKS * 16] * 3
+    blocks = {path.stem: dict(numpy.load(path)) for path in tmp_path.glob("*.npz")}
+    assert len(blocks["old"]) == FULL_BLOCKS
+    assert [len(blocks[name]) for name in ("reloaded", "during a transfer", "transferred")] == [0, 0, 0]
+    assert len(blocks["new"]) == 3 * FULL_BLOCKS
+    assert blocks["new"].keys() == blocks["fresh"].keys()
+    for key, block in blocks["new"].items():
+        numpy.testing.assert_allclose(block, blocks["fresh"][key], atol=1e-4)
+    assert "reset it when weights have been replaced" in log

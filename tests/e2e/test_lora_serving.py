@@ -27,6 +27,7 @@ from engine import batch, greedy, job, run_engines
 from lora_adapters import BROKEN, Adapter
 from processes import SIM
 from server import Server
+from stateful_architectures import LATENTS_AND_STATES as ARCHITECTURES
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -320,13 +321,13 @@ class Tiny:
     PROMPT = (77, 78, 79)
     RANKS = (16, 32)
 
-    def __init__(self, model_folder: Path, folder: Path) -> None:
+    def __init__(self, model_folder: Path, folder: Path, modules: tuple[str, ...] = lora_adapters.ALL) -> None:
         model = reference.load(model_folder)
         plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         self.expected = {0: reference.continue_without_cache(model, self.PROMPT, TOKENS)}
         self.folders = {}
         for rank in self.RANKS:
-            adapter = lora_adapters.make(folder / str(rank), model, rank, lora_adapters.ALL, 1.0, seed=rank)
+            adapter = lora_adapters.make(folder / str(rank), model, rank, modules, 1.0, seed=rank)
             adapter.merge(model)
             self.expected[rank] = reference.continue_without_cache(model, self.PROMPT, TOKENS)
             self.folders[rank] = adapter.folder
@@ -400,3 +401,19 @@ def assert_divided(outputs: list[dict[str, Any]], tiny: Tiny) -> None:
     assert min(one.smallest_margin for one in answers) > 5e-3, "near a tie; change the prompt"
     for output, expected in zip(outputs, answers, strict=True):
         assert_expected((output["token_ids"], output["logprobs"]), expected)
+
+
+DERIVED = ("q_a_proj", "kv_a_proj_with_mqa", "gate")
+"""Modules that vLLM computes in classes derived from a replaced one: DeepSeek's fused projections, a router."""
+
+
+def test_layers_of_derived_classes(tmp_path: Path) -> None:
+    """Tests adapters of a model with MLA and experts, in layers whose classes are derived from replaced ones."""
+    ARCHITECTURES["MLA (DeepSeek)"].save(tmp_path / "model")
+    case = Tiny(tmp_path / "model", tmp_path, modules=(*DERIVED, "q_b_proj", "o_proj"))
+    adapters = [None, *([f"of rank {rank}", rank, str(place)] for rank, place in case.folders.items())]
+    work = {**batch([case.PROMPT] * 3, greedy(TOKENS, logprobs=0)), "adapters": adapters}
+    targets = ["fused_qkv_a_proj", "q_b_proj", "o_proj", "gate"]
+    engine = job(tmp_path / "model", work, enable_lora=True, lora_target_modules=targets, **LIMITS)
+    [result] = run_engines(tmp_path, [engine], device="cpu")
+    assert_divided(result["batches"][0], case)

@@ -18,7 +18,7 @@ from processes import Child, on_path, tail
 from server import Server
 
 from vllm_patchbay.patch import take_fingerprint
-from vllm_patchbay.upstream import SymbolIndex, installed_tree
+from vllm_patchbay.upstream import SymbolIndex, installed_tree, installed_version
 
 TARGETS = {
     "platform": "vllm.engine.arg_utils:EngineArgs.create_engine_config",
@@ -37,12 +37,12 @@ from vllm_patchbay.patch import Patch, Process
 @Patch(
     target="{target}",
     process=Process.{process},
-    versions=">=0.30,<0.33",
+    versions=">=0.30",
     why="a test",
     how="records the process it runs in",
     upstream="none: a test",
     remove_when="never",
-    fingerprints={{"0.32.0": "{fingerprint}"}},
+    fingerprints={{"0.33.0": "{fingerprint}"}},
     on_import={on_import},
 )
 def recorded_{name}(self, *args, **kwargs):
@@ -180,7 +180,9 @@ def test_online(drifted: Path, tiny_llama: Path, tmp_path: Path, workers: int) -
     assert DRIFTED in logged
 
 
-DRIFTED = "recorded_engine: vllm.v1.engine.core:EngineCore.step in vLLM 0.32.0 is not what the patch was"
+DRIFTED = (
+    f"recorded_engine: vllm.v1.engine.core:EngineCore.step in vLLM {installed_version()} is not what the patch was"
+)
 
 
 def test_a_drifted_patch_stops_the_start_with_a_diff(drifted: Path, tiny_llama: Path, tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ending_servers import (
+    HANG_SECONDS,
     TWO_WORKERS,
     Request,
     Starter,
@@ -22,6 +25,8 @@ from ending_servers import (
 )
 from processes import Child
 from server import COMMAND, VLLM
+
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -53,7 +58,7 @@ def test_an_interrupt_of_the_main_process_leaves_nothing(start: Starter, process
     sockets = socket_files(server)
     assert sockets
     server.signal(signal.SIGINT)
-    assert wait_for_exit(server) == 0
+    assert wait_for_exit(server) == 130
     assert not [path for path in sockets if path.parent.exists()]
 
 
@@ -62,7 +67,7 @@ def test_ctrl_c_leaves_nothing(start: Starter) -> None:
     server = start(*TWO_WORKERS)
     assert len(processes_titled(server, "Worker")) == 2
     server.signal_group(signal.SIGINT)
-    assert wait_for_exit(server) == 0
+    assert wait_for_exit(server) == 130
 
 
 @pytest.mark.parametrize("processes", [(), TWO_WORKERS], ids=["one process", "two workers"])
@@ -92,6 +97,66 @@ def test_a_terminated_engine_is_an_error(start: Starter) -> None:
     assert wait_for_exit(server) != 0
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_several_api_servers(start: Starter, number: signal.Signals) -> None:
+    server = start("--api-server-count", "2", warm=False)
+    server.signal(number)
+    assert wait_for_exit(server) == 128 + number
+
+
+@pytest.mark.exhaustive
+def test_an_engine_that_was_stopped_for_a_while_goes_on(start: Starter) -> None:
+    server = start()
+    (engine,) = processes_titled(server, "EngineCore")
+    request = Request(server)
+    engine.send_signal(signal.SIGSTOP)
+    time.sleep(10)
+    assert request.is_alive()
+    engine.send_signal(signal.SIGCONT)
+    request.join(120)
+    assert request.end == "complete"
+    assert server.healthy()
+
+
+CONTROL_GROUPS = (
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),  # version 1
+    (Path("/sys/fs/cgroup"), "memory.max"),
+)
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """Returns a new control group with a limit of memory in which a server of the default model has no room."""
+    for parent, limit in CONTROL_GROUPS:
+        group = parent / f"backplane-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / limit).write_text(str(1200 << 20))
+        except OSError:
+            group.rmdir()
+            continue
+        yield group
+        group.rmdir()
+        return
+    pytest.skip("no control group with a limit of memory can be made")
+
+
+@pytest.mark.exhaustive
+def test_a_control_group_without_room_is_an_error_with_the_numbers(control_group: Path, tmp_path: Path) -> None:
+    within = ["bash", "-c", f'echo $BASHPID > {control_group}/cgroup.procs && exec "$@"', "bash"]
+    command = [*within, COMMAND, "serve", "smollm2", "--port", str(free_port())]
+    # With a folder of its own for the memory ledger, reservations of other tests are not deducted.
+    with Child(command, tmp_path / "server.log", {"TMPDIR": str(tmp_path)}) as server:
+        assert server.wait(HANG_SECONDS) == 1
+        assert not server.wait_for_nothing_left(HANG_SECONDS)
+        text = r"the weights take 0\.\d+ GiB per worker, and \d\.\d+ GiB may be used on cpu \(0\.\d+ GiB free at start"
+        assert re.search(text, server.text())
+
+
 NUMBER_OF_MOMENTS = 20
 
 
@@ -103,11 +168,7 @@ NUMBER_OF_MOMENTS = 20
 def test_a_signal_ends_the_server_at_any_moment(
     start: Starter, number: signal.Signals, moments: int, command: str
 ) -> None:
-    """Tests random moments of the start and the first seconds of serving.
-
-    The status is that of the signal until the server serves, and 0 afterwards. At the very beginning the signal itself
-    ends the process.
-    """
+    """Tests random moments of the start, the first seconds of serving, and a second signal while the server stops."""
     began = time.monotonic()
     start().kill()
     whole = time.monotonic() - began
@@ -120,10 +181,13 @@ def test_a_signal_ends_the_server_at_any_moment(
         server.descendants()
         sent = time.monotonic()
         server.signal(number)
+        if moment % 2:
+            time.sleep(0.2)
+            server.signal(number)
         status = wait_for_exit(server)
         took.append(time.monotonic() - sent)
-        serves = "Application startup complete" in server.text()
-        expected = {0} if serves else {128 + number, -number}
+        # At the very beginning, and at a second signal while the server ends, the signal itself ends the process.
+        expected = {128 + number, -number} if moment % 2 or seconds < whole / 2 else {128 + number}
         assert status in expected, f"{status} after {seconds:.2f} s of {whole:.2f} s\n{server.text()}"
     print(f"{number.name}: ended within {max(took):.1f} s")
 

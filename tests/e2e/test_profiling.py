@@ -49,7 +49,7 @@ class Range(NamedTuple):
         return self.thread == other.thread and self.begin <= other.begin and other.end <= self.end
 
 
-@pytest.fixture(scope="module", params=["cpu", "sim"])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("sim", marks=pytest.mark.exhaustive)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -263,7 +263,10 @@ def test_another_device_serves_them(on_sim: dict[str, Result], models: dict[str,
 
 
 @pytest.mark.feature("Format: GPTQ, 4 bits, over HTTP", "{device}")
-@pytest.mark.parametrize(("device", "variables"), [("cpu", {}), ("sim", SIM)], ids=["cpu", "sim"])
+@pytest.mark.parametrize(
+    ("device", "variables"),
+    [pytest.param("cpu", {}, id="cpu"), pytest.param("sim", SIM, id="sim", marks=pytest.mark.exhaustive)],
+)
 def test_the_command_of_the_page(
     device: str, variables: dict[str, str], folder: Path, models: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -52,6 +52,9 @@ DECODERS = [
 """Decoders and the device on which each is served. test_architectures.py tests all of them on both devices, without
 HTTP. test_expert_parallel.py serves Mixtral."""
 
+ON_ONE_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("sim", marks=pytest.mark.exhaustive)])
+"""Marks tests of models that test_multimodal_models.py and test_embeddings.py also run on sim, without HTTP."""
+
 
 def documented(route: str) -> Any:
     """Returns the body of the request to a route on the page, or its form fields."""
@@ -177,7 +180,7 @@ def answers(
 @pytest.mark.feature("Model family: encoder-only: a reranker", "{device}")
 @pytest.mark.feature("Model family: over HTTP: a reranker (/rerank, /score)", "{device}")
 @pytest.mark.parametrize("model", ["reranker"])
-@pytest.mark.parametrize("device", DEVICES)
+@ON_ONE_DEVICE
 def test_a_reranker(models: Models, answers: Callable[[str, str], Any], model: str, device: str) -> None:
     request = documented("/rerank")
     expected = multimodal_reference.scores(models, request["query"], request["documents"])
@@ -192,7 +195,7 @@ def test_a_reranker(models: Models, answers: Callable[[str, str], Any], model: s
 
 @pytest.mark.feature("Model family: over HTTP: encoder-decoder (/v1/audio/transcriptions)", "{device}")
 @pytest.mark.parametrize("model", ["whisper"])
-@pytest.mark.parametrize("device", DEVICES)
+@ON_ONE_DEVICE
 def test_sound(models: Models, answers: Callable[[str, str], Any], model: str, device: str) -> None:
     assert find_spec("soundfile"), "vLLM needs the package soundfile to read sound; run make setup"
     assert documented("/v1/audio/transcriptions")["max_completion_tokens"] == str(TOKENS)

@@ -48,7 +48,7 @@ FUNCTION = {"name": "get_weather", "description": "The weather", "parameters": W
 TOOLS = [{"type": "function", "function": FUNCTION}]
 
 
-@pytest.fixture(scope="module", params=["cpu", "sim"])
+@pytest.fixture(scope="module", params=["cpu", pytest.param("sim", marks=pytest.mark.exhaustive)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -25,7 +25,7 @@ DEVICES: dict[str, dict[str, str]] = {
 PROMPTS = [[7, 300, 21, 9000, 44], list(range(1000, 1040))]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("sim", marks=pytest.mark.exhaustive)])
 def test_what_is_saved_can_be_loaded(device: str, tiny_llama: Path, tmp_path: Path) -> None:
     arranged = device == "cpu" and CpuDevice().arrange_linear(torch.zeros(64, 64)) is not None
     saved, quantized = tmp_path / "saved", tmp_path / "quantized"

@@ -387,7 +387,7 @@ def default_model(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> De
             *(device, method, METHODS[method]),
             marks=[
                 *([WHERE_INSTALLED] if method == "suffix" else []),
-                *([] if (device, method) == ("cpu", "ngram") else [pytest.mark.exhaustive]),  # tiny models cover these
+                pytest.mark.exhaustive,  # tiny models are tested with every method
             ],
             id=f"{device}-{method}",
         )

@@ -55,6 +55,8 @@ class Case:
     """Whether the command is `vllm serve` instead of `vllm-backplane serve`."""
     vendor: Mapping[str, str] | None = None
     """Values for VENDOR, if the device is installed."""
+    address_space: int | None = None
+    """Limit of the address space in KiB (`ulimit -v`)."""
 
 
 BROKEN = {"BACKPLANE_DEVICE": "broken"}
@@ -90,6 +92,21 @@ CASES = {
     "unknown variable": Case(("BACKPLANE_DEVISE", "did you mean 'BACKPLANE_DEVICE'"), {"BACKPLANE_DEVISE": "cpu"}),
     "variable with a bad value": Case(
         ("BACKPLANE_MEMORY_SHARE", "a number above 0 and at most 1"), {"BACKPLANE_MEMORY_SHARE": "much"}
+    ),
+}
+
+CASES |= {
+    "ulimit -v is too low for vLLM": Case(
+        ("ulimit -v limits each process to 0.95 GiB, and a server needs 3 GiB",), address_space=1_000_000
+    ),
+    "ulimit -v is too low for the KV cache": Case(
+        (
+            "a KV cache of 2.00 GiB was requested",
+            "is free for it on cpu within ulimit -v",
+            "lower --kv-cache",
+        ),
+        arguments=("--kv-cache-memory-bytes", str(2 << 30)),
+        address_space=3_600_000,
     ),
 }
 
@@ -190,8 +207,10 @@ def test_it_ends_and_reports_why(case: Case, tiny_llama: Path, tmp_path: Path) -
         "4",
     ]
     given = [*command, *limits, *case.arguments]
+    if case.address_space is not None:
+        given = ["bash", "-c", f'ulimit -v {case.address_space} && exec "$@"', "bash", *given]
     # `vllm serve` starts in a new interpreter, as for a user in a shell.
-    with Child(given, tmp_path / "server.log", variables, warm=not case.plain) as child:
+    with Child(given, tmp_path / "server.log", variables, warm=not case.plain and case.address_space is None) as child:
         status = child.wait(LIMIT)
         output = child.text()
         assert status != 0, "the exit status must report the failure"

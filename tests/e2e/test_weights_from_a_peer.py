@@ -36,7 +36,7 @@ DEVICES = {
 }
 
 
-@pytest.fixture(scope="module", params=list(DEVICES))
+@pytest.fixture(scope="module", params=["cpu", pytest.param("sim", marks=pytest.mark.exhaustive)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -30,7 +30,7 @@ def randomize(model: Any, *, seed: int = 0, scale: float = 1.0) -> None:
                 parameter.copy_(noise * scale / parameter.shape[-1] ** 0.5)
 
 
-def save_llama(folder: Path, *, tokenizer_of: Path) -> Path:
+def save_llama(folder: Path, *, tokenizer_of: Path, seed: int = 0) -> Path:
     """Saves a tiny Llama with the tokenizer of another model, and returns the folder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -48,7 +48,7 @@ def save_llama(folder: Path, *, tokenizer_of: Path) -> Path:
             eos_token_id=2,
         )
     )
-    randomize(model)
+    randomize(model, seed=seed)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer_of / name, folder)

@@ -14,6 +14,8 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
+import numpy
+
 
 def memory(worker: Any) -> dict[str, Any]:
     """Returns the memory of every card as the device counts it, and the memory of all tensors that Python can find."""
@@ -443,6 +445,53 @@ def damage_kept_blocks(worker: Any) -> int:
     rows = connector.connector_worker.store._slots._rows
     rows[...] ^= 0xFF
     return len(rows)
+
+
+def save_offloaded_blocks(worker: Any, file: str) -> None:
+    """Writes the blocks in the store of KV offload to a file of NumPy arrays, which are named after the keys."""
+    from vllm_backplane.kv_offload.connector import connector_of_worker
+
+    connector = connector_of_worker()
+    assert connector is not None
+    store = connector.connector_worker.store
+    numpy.savez(file, **{key.hex(): store.read(key).view(numpy.float32) for key in store._entries})
+
+
+def load_weights(worker: Any, folder: str) -> None:
+    """Replaces the weights by those of a checkpoint of the same model."""
+    worker.reload_weights(weights_path=folder)
+
+
+def use_file_transfer(worker: Any) -> None:
+    """Gives the worker a transfer of weights whose messages name checkpoints. vLLM's own transfers need a GPU."""
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer.base import WeightTransferEngine
+    from vllm.model_executor.model_loader.reload import inplace
+
+    class FileTransfer(WeightTransferEngine):
+        """Loads each message completely, so that a step between two messages runs with the weights of the first."""
+
+        update_info_cls = dict
+
+        def init_transfer_engine(self, _init_info: Any) -> None:
+            pass
+
+        def start_weight_update(self) -> None:
+            pass
+
+        def receive_weights(self, update_info: Any) -> None:
+            inplace.reload_weights(self.vllm_config, self.model, None, update_info["folder"], True)
+
+        def finish_weight_update(self) -> None:
+            pass
+
+        def shutdown(self) -> None:
+            pass
+
+    # vLLM passes a wrapper, which does not set attributes of the worker.
+    worker.worker.weight_transfer_engine = FileTransfer(
+        WeightTransferConfig(), worker.vllm_config, worker.device, worker.model_runner.get_model()
+    )
 
 
 def hooks(worker: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ PATCHBAY = Path(vllm_patchbay.__file__).parent
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("http", "platform_choice", "private_folder"),
-    ("distributed", "models", "peering", "settings"),
+    ("guards", "name_patterns", "platform_choice", "private_folder"),
+    ("distributed", "http", "models", "peering", "settings"),
     ("device",),
     ("ops", "process", "runtime"),
     ("attention", "devices", "gguf", "kv_offload"),
@@ -36,6 +37,18 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 )
 """The folders and top-level modules of the package by level, lowest first. Each imports lower levels only."""
 
+ARCHITECTURE = Path(__file__).parents[2] / "docs" / "internals" / "architecture.md"
+
+
+def test_the_architecture_page_has_the_same_levels() -> None:
+    levels: list[set[str]] = []
+    for number, names in re.findall(r"^\| +(\d*) +\| ([^|]+) \|", ARCHITECTURE.read_text(), re.MULTILINE):
+        if number:
+            levels.append(set())
+        levels[-1] |= {name.removesuffix("/").removesuffix(".py") for name in re.findall(r"`([^`]+)`", names)}
+    assert levels == [{"vllm_patchbay"}, *map(set, LEVELS)]
+
+
 FREE_OF_VLLM = (
     "ops",
     "device",
@@ -45,6 +58,7 @@ FREE_OF_VLLM = (
     "models",
     "peering",
     "errors.py",
+    "name_patterns.py",
     "private_folder.py",
     "runtime.py",
     "settings/options.py",

@@ -1,4 +1,4 @@
-"""Tests that passed enter the record of features, those that failed leave it; also with pytest-xdist."""
+"""Tests the record of features: a test that passed enters it, and one that failed leaves it; also with pytest-xdist."""
 
 from __future__ import annotations
 

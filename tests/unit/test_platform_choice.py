@@ -183,9 +183,9 @@ try:
     vllm.plugins.load_general_plugins()
 except Exception as error:
     found["error"] = str(error)
-import vllm.utils.torch_utils
-found["unchanged"] = vllm.utils.torch_utils.torch is torch and "vllm_backplane.platform" not in sys.modules
 if "error" not in found:
+    import vllm.utils.torch_utils
+    found["unchanged"] = vllm.utils.torch_utils.torch is torch and "vllm_backplane.platform" not in sys.modules
     from vllm.model_executor.custom_op import op_registry_oot
     found["replaced layers"] = len(op_registry_oot)
 json.dump(found, open(sys.argv[1], "w"))

@@ -13,6 +13,8 @@ from vllm_backplane.attention.metadata import BackplaneMetadataBuilder
 
 
 class BackplaneAttentionBackend(AttentionBackend):
+    """Names the classes of Backplane's attention for vLLM, and what they support."""
+
     forward_includes_kv_cache_update = False
     accept_output_buffer = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]

@@ -7,12 +7,13 @@ one tensor, ``[blocks, kv_heads, block_size, 2 * head]``, keys first. Its stride
 from __future__ import annotations
 
 import torch
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
+from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from vllm_backplane import ops
 from vllm_backplane.attention.metadata import BackplaneAttentionMetadata
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.guards import guarded
 
 _FP8_STORAGE = {
     "fp8": torch.float8_e4m3fn,
@@ -23,6 +24,8 @@ _ENCODER = (AttentionType.ENCODER_ONLY, AttentionType.ENCODER)
 
 
 class BackplaneAttentionImpl(AttentionImpl[BackplaneAttentionMetadata]):
+    """Computes the attention of one layer with the operator `paged_attention`. vLLM creates one for each layer."""
+
     def __init__(
         self,
         num_heads: int,
@@ -74,6 +77,10 @@ class BackplaneAttentionImpl(AttentionImpl[BackplaneAttentionMetadata]):
             kv_cache = kv_cache.view(self._storage)
         return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
 
+    @guarded(
+        "vllm.model_executor.layers.attention.attention:set_default_quant_scales",
+        why="it names the scales of a quantized KV cache",
+    )
     def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
         """Returns the scales of keys and values; they are 1 unless the cache is quantized.
 

@@ -40,6 +40,8 @@ class BackplaneAttentionMetadata(AttentionMetadata):
 
 
 class BackplaneMetadataBuilder(AttentionMetadataBuilder[BackplaneAttentionMetadata]):
+    """Builds the metadata of a step, which all layers of a KV cache group share. vLLM calls it for each group."""
+
     # Replay is safe: every tensor is a view of a persistent buffer, and the operators read lengths from tensors.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 

@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm_backplane import ops
 from vllm_backplane.attention.metadata import BackplaneAttentionMetadata
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.guards import guarded
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,11 @@ class BackplaneMLAMetadataBuilder(AttentionMetadataBuilder[BackplaneMLAMetadata]
         )
 
 
+@guarded(
+    "vllm.model_executor.layers.attention.mla_attention:MLAAttention.__init__",
+    why="it marks the weights that must keep their order (_cpu_skip_gemm_dispatch)",
+    feature="latent attention (MLA)",
+)
 class BackplaneMLAImpl(MLAAttentionImpl[BackplaneMLAMetadata]):
     def __init__(
         self,
@@ -106,6 +112,7 @@ class BackplaneMLAImpl(MLAAttentionImpl[BackplaneMLAMetadata]):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        skip_scale: bool = False,  # since vLLM 0.33: the scale is 1, which it always is here
     ) -> None:
         if kv_cache.numel() == 0:  # a memory-profiling run, before the cache exists
             return

@@ -9,6 +9,7 @@ from vllm import ir as vllm_ir
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BindingError
+from vllm_backplane.guards import guarded
 from vllm_backplane.settings.releases import INSTALL_SUPPORTED
 
 if TYPE_CHECKING:
@@ -19,10 +20,12 @@ BOUND: dict[str, tuple[str, ...]] = {"rms_norm": ("rms_norm",), "fused_add_rms_n
 """Names of vLLM's IR operators, and the operators of Backplane that each implementation calls."""
 
 
+@guarded("vllm.ir.ops.layernorm:rms_norm", why="an operator computes the same")
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     return ops.rms_norm.call(x, weight, epsilon, variance_size)
 
 
+@guarded("vllm.ir.ops.layernorm:fused_add_rms_norm", why="an operator computes the same")
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:

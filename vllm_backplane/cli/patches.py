@@ -18,7 +18,7 @@ HELP = "list, check, explain or create the patches that Backplane applies"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
-    add_commands(actions, PatchSelection("vllm-backplane patches", packages))
+    add_commands(actions, PatchSelection("vllm-backplane patches", packages, "vllm_backplane"))
 
 
 def run(args: argparse.Namespace) -> int:

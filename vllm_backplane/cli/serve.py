@@ -15,11 +15,13 @@ import argparse
 import atexit
 import gc
 import os
+import resource
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,13 +29,17 @@ from typing import NoReturn
 
 from vllm_backplane.cli import _output
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.guards import guarded, verify_guards
 from vllm_backplane.models import DEFAULT, models, obtain
 from vllm_backplane.platform_choice import COMMAND_VARIABLE, DEVICE_VARIABLE, PLUGINS_VARIABLE, active_plugin
+from vllm_backplane.process.fast_exit import exit_without_teardown
 
 NAME = "serve"
 HELP = "serve a model with the OpenAI API"
 PASSES_ON = True
 
+MIN_ADDRESS_SPACE = 3 << 30
+"""Bytes of address space with which a server of a tiny model starts."""
 MAX_BASE_LENGTH = 107 - len("/vllm-12345678/01234567-89ab-cdef-0123-456789abcdef")
 """Longest path of a folder for sockets: the path of a Unix socket has at most 107 bytes."""
 
@@ -67,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         )
     refuse_disabled_plugin(os.environ)
     refuse_other_platform(os.environ)
+    require_address_space()
     launch = plan(args, os.environ)
     if args.dry_run:
         if args.json:
@@ -79,6 +86,18 @@ def run(args: argparse.Namespace) -> int:
     run_vllm(launch)
 
 
+def require_address_space() -> None:
+    """Raises if a limit of this process is too low for vLLM itself. Imports would fail at some place, or threads."""
+    for number, name in ((resource.RLIMIT_AS, "ulimit -v"), (resource.RLIMIT_DATA, "ulimit -d")):
+        limit, _ = resource.getrlimit(number)
+        if limit != resource.RLIM_INFINITY and limit < MIN_ADDRESS_SPACE:
+            raise BackplaneError(
+                f"{name} limits each process to {limit / (1 << 30):.2f} GiB, and a server needs "
+                f"{MIN_ADDRESS_SPACE >> 30} GiB besides weights and KV cache, most of which it never uses; raise the "
+                "limit, or limit the memory with a control group"
+            )
+
+
 def run_vllm(launch: Launch) -> NoReturn:
     """Runs vLLM's serve command in this process.
 
@@ -88,7 +107,6 @@ def run_vllm(launch: Launch) -> NoReturn:
     # Imports create no garbage, and collections during the imports would only take time.
     gc.disable()
     from vllm.entrypoints.cli import serve as vllm_serve
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm_backplane.process import start_signals
@@ -96,7 +114,7 @@ def run_vllm(launch: Launch) -> NoReturn:
 
     gc.freeze()
     gc.enable()
-    cli_env_setup()
+    compat.set_up_environment()
     use_own_socket_folder()
     sys.argv = launch.command
     parser = FlexibleArgumentParser(prog="vllm")
@@ -109,15 +127,23 @@ def run_vllm(launch: Launch) -> NoReturn:
     signal.signal(signal.SIGINT, start_signals.interrupt)
     signal.signal(signal.SIGTERM, start_signals.interrupt)
     try:
+        verify_guards()  # of this process: with spawned workers, some of its modules are in no other one
         command.cmd(args)
     except KeyboardInterrupt:  # vLLM's handler of SIGTERM raised it, before the engine's configuration was made
         exit_without_teardown(128 + signal.SIGTERM)
     except SystemExit as end:  # a signal came, or the engine died; exit fast, because a supervisor waits to restart it
-        exit_without_teardown(end.code)
+        exit_without_teardown(_status_of_signal(end) if end.code is None else end.code)
     except BaseException:
         gc.unfreeze()  # frozen objects outlive the interpreter, and some libraries then print errors
         raise
     exit_without_teardown(0)
+
+
+@guarded("vllm.entrypoints.cli.serve:run_headless", why="the number of a signal is read from its signal handler")
+def _status_of_signal(end: SystemExit) -> int:
+    """Returns the exit status of the signal whose handler raised `end` without a status: vLLM's, with --headless."""
+    *_, (frame, _line) = traceback.walk_tb(end.__traceback__)
+    return 128 + int(frame.f_locals["signum"])
 
 
 def use_own_socket_folder() -> None:
@@ -135,20 +161,6 @@ def use_own_socket_folder() -> None:
         return  # vLLM's own paths may still fit where a longer path does not
     folder = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm-", dir=base)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-
-
-def exit_without_teardown(status: int | str | None) -> NoReturn:
-    """Runs the exit handlers and ends the process without destroying the interpreter.
-
-    Destroying what vLLM has imported, object by object, takes seconds, for which a user who pressed Ctrl-C would wait.
-    `status` is the argument of sys.exit: a text is printed, and the exit status is 1.
-    """
-    if isinstance(status, str):
-        print(status, file=sys.stderr)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1 if isinstance(status, str) else status or 0)
 
 
 def refuse_disabled_plugin(environment: Mapping[str, str]) -> None:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from vllm_backplane.device import Device
+from vllm_backplane.device.v2_runner import refuse_features_of_v2_runner
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.runtime import Runtime
 from vllm_backplane.weights import load_formats
@@ -31,6 +32,11 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
     if has_recurrent_state(config):
         refuse_unsupported_states(config)
     speculative = config.speculative_config
+    if getattr(speculative, "rejection_sample_method", "") == "fly" and not can.triton:  # since vLLM 0.33
+        raise BackplaneError(
+            f"lossy acceptance of draft tokens (FLy) needs Triton kernels, and device {device.name!r} has no Triton; "
+            "remove 'rejection_sample_method' from --speculative-config, or choose 'standard'"
+        )
     if speculative is not None and speculative.method == "ngram" and find_spec("numba") is None:
         raise BackplaneError("vLLM's n-gram speculation needs the package numba; run: pip install numba")
     cards = chosen.selection.probe.count
@@ -51,23 +57,6 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
     refuse_unfetchable(config, chosen)
     refuse_unused_group_size(config, chosen)
     refuse_expert_adapters(config)
-
-
-def refuse_features_of_v2_runner(config: VllmConfig, device: Device) -> None:
-    """Raises for features that vLLM gives to its V2 model runner whatever VLLM_USE_V2_MODEL_RUNNER is, on a device that
-    cannot run it."""
-    if device.capabilities.triton:
-        return
-    features = (
-        ("HiSparse attention", "hisparse_config from --attention-config", config.attention_config, "hisparse_config"),
-        ("watermarking", "--watermark-config", config, "watermark_config"),
-    )
-    for feature, option, part, name in features:
-        if getattr(part, name, None) is not None:  # not every supported release has both
-            raise BackplaneError(
-                f"{feature} needs vLLM's V2 model runner, which needs Triton, and device {device.name!r} has no "
-                f"Triton; remove {option}"
-            )
 
 
 def workers_of_all_replicas(config: VllmConfig) -> int:

@@ -1,4 +1,5 @@
-"""Holds the contract between Backplane and an accelerator, the registry of devices and their selection.
+"""Holds the contract between Backplane and an accelerator, the registry of devices and their selection, and helpers for
+devices that use the host: its memory, cores, threads and the version of PyTorch.
 
 It imports `settings/options`, `private_folder` and `errors` of this package, and nothing of vLLM.
 """

@@ -52,6 +52,10 @@ class MemoryInfo:
     free: int
     reserved_by_others: int = 0
     """Bytes that other processes have reserved and not written yet. They are not part of `free`."""
+    limit: str = ""
+    """A limit of this process itself, for messages, such as `ulimit -v`. Limits of a container are part of `free`."""
+    left_to_process: int | None = None
+    """Bytes that this limit leaves to the process; None if there is no such limit."""
 
     @property
     def used(self) -> int:

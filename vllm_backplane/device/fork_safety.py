@@ -1,4 +1,4 @@
-"""Makes fork safe for a process that has computed with several threads.
+"""Makes fork safe for a process that has computed with several threads or runs an event loop.
 
 vLLM forks its engine and workers. OpenMP's threads do not survive a fork, but the OpenMP runtime in the child still
 expects them, so the first parallel operator there waits forever: a script that used PyTorch before it created an `LLM`

@@ -1,7 +1,8 @@
 """Measures and manages the memory of the host that this process may use.
 
 Inside a container the kernel reports the total of the machine, but the OOM killer acts on the limit of the control
-group. The smaller of the two counts.
+group. The smaller of the two counts. A limit of the process itself (`ulimit -v`) makes its allocations fail; it applies
+to each process of a server, and to mappings that were never written too.
 """
 
 from __future__ import annotations
@@ -33,13 +34,36 @@ _HUGE = 2 << 20
 
 
 def usable_memory() -> MemoryInfo:
-    """Returns the total and available memory of the machine, or of the control group if that is less."""
+    """Returns the total and available memory of the machine, or of the control group if that is less, and what a limit
+    of this process itself leaves it."""
     machine = psutil.virtual_memory()
     total, free = machine.total, machine.available
     for limit, used in control_group_limits():
         total = min(total, limit)
         free = min(free, max(limit - used, 0))
-    return MemoryInfo(total=total, free=free)
+    left, name = min(((max(limit - used, 0), name) for limit, used, name in process_limits()), default=(None, ""))
+    return MemoryInfo(total=total, free=free, limit=name, left_to_process=left)
+
+
+def process_limits() -> list[tuple[int, int, str]]:
+    """Returns (limit, used, name) in bytes of every limit of this process: its address space, and its private data."""
+    found = []
+    for number, line, name in (
+        (resource.RLIMIT_AS, "VmSize", "ulimit -v"),
+        (resource.RLIMIT_DATA, "VmData", "ulimit -d"),
+    ):
+        limit, _ = resource.getrlimit(number)
+        if limit != resource.RLIM_INFINITY:
+            found.append((limit, _status_bytes(line) or 0, name))
+    return found
+
+
+def _status_bytes(name: str) -> int | None:
+    """Returns a value of /proc/self/status in bytes, or None if a sandbox leaves it out."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def control_group_limits(root: Path = ROOT, membership: Path = MEMBERSHIP) -> list[tuple[int, int]]:
@@ -88,11 +112,8 @@ def reset_peak() -> None:
 
 def own_peak_memory() -> int:
     """Returns the highest resident memory of this process since `reset_peak`, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    # Some sandboxes leave the line out. This value cannot be reset, so it may be too high.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # The second value cannot be reset, so it may be too high.
+    return _status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def trim_heap() -> None:

@@ -91,6 +91,16 @@ class MemoryLedger:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Holds the ledger's lock, and applies at the end what was cancelled meanwhile."""
+        try:
+            with self._held():
+                yield
+        finally:
+            while self._cancelled:  # since the lock was released
+                with self._held():
+                    pass
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
         with self._threads:
             file = self._folder() / "lock"
             try:
@@ -99,15 +109,18 @@ class MemoryLedger:
                 raise _unusable(file, fault) from fault
             self._is_locked = True
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX)
                 try:
-                    yield
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+                    try:
+                        yield
+                    finally:
+                        while self._cancelled:
+                            self._change(-self._cancelled.popleft())
                 finally:
-                    while self._cancelled:
-                        self._change(-self._cancelled.popleft())
+                    os.close(handle)
             finally:
+                # A finalizer may run between any two steps. Until here, it must not take the lock.
                 self._is_locked = False
-                os.close(handle)
 
     def _folder(self) -> Path:
         folder = self._given or private_folder() / "memory-ledger"

@@ -62,6 +62,7 @@ def examine(
         *of_torch,
         *of_vllm,
         *software.check_requirements(),
+        *software.check_requirements_of_vllm(vllm.distribution),
         *plugins.check_environment(found, environment),
     ]
 

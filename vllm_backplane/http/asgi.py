@@ -23,3 +23,11 @@ def error_body(status: int, message: str) -> bytes:
     """Returns the JSON body of an error response, in the form that vLLM's server has."""
     error = {"message": message, "type": _TYPES[status], "param": None, "code": status}
     return json.dumps({"error": error}).encode()
+
+
+async def send_error(send: Send, status: int, message: str) -> None:
+    """Sends an error response, in the form that vLLM's server has."""
+    body = error_body(status, message)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -15,7 +15,8 @@ import asyncio
 from typing import Any
 from urllib.parse import parse_qs
 
-from vllm_backplane.http.asgi import App, Message, Receive, Send, error_body
+from vllm_backplane.guards import guarded
+from vllm_backplane.http.asgi import App, Message, Receive, Send, send_error
 
 SLEEP, WAKE = "/sleep", "/wake_up"
 NEEDS_MODEL = (
@@ -43,7 +44,7 @@ class SleepGate:
         elif path.endswith(WAKE):
             await self._wake(scope, receive, send)
         elif path.endswith(NEEDS_MODEL) and await self._is_asleep(_engine(scope)):
-            await _send_error(send, 503, ASLEEP)
+            await send_error(send, 503, ASLEEP)
         else:
             await self.app(scope, receive, send)
 
@@ -51,7 +52,7 @@ class SleepGate:
         config = engine.vllm_config
         if not config.model_config.enable_sleep_mode:
             return False
-        if getattr(config.parallel_config, "_api_process_count", 1) > 1:
+        if _api_servers(config) > 1:
             return bool(await engine.is_sleeping())
         if self._transition.locked():  # wait for the result of the /sleep or /wake_up in progress
             async with self._transition:
@@ -63,7 +64,7 @@ class SleepGate:
         # Level 0 only pauses the scheduler; vLLM lets requests wait meanwhile.
         frees_memory = parse_qs(scope["query_string"].decode("latin-1")).get("level", ["1"])[-1] != "0"
         if frees_memory and not engine.vllm_config.model_config.enable_sleep_mode:
-            await _send_error(send, 400, OFF)
+            await send_error(send, 400, OFF)
             return
         status = 0
 
@@ -80,7 +81,7 @@ class SleepGate:
                     raise
                 if not self._asleep and not engine.errored:
                     await engine.wake_up(None)
-                await _send_error(send, 500, f"The model was not put to sleep: {fault}")
+                await send_error(send, 500, f"The model was not put to sleep: {fault}")
             if status == 200:
                 self._asleep |= frees_memory
 
@@ -90,17 +91,18 @@ class SleepGate:
             try:
                 await self.app(scope, receive, send)
             except Exception as fault:
-                await _send_error(send, 500, f"The model was not woken: {fault}")
+                await send_error(send, 500, f"The model was not woken: {fault}")
             if self._asleep and not engine.errored:
                 self._asleep = await engine.is_sleeping()
 
 
+@guarded(
+    "vllm.config.parallel:ParallelConfig._validate_parallel_config",
+    why="the private field has the number of API servers",
+)
+def _api_servers(config: Any) -> int:
+    return int(config.parallel_config._api_process_count)
+
+
 def _engine(scope: Message) -> Any:
     return scope["app"].state.engine_client
-
-
-async def _send_error(send: Send, status: int, message: str) -> None:
-    body = error_body(status, message)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

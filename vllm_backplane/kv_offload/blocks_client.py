@@ -17,13 +17,15 @@ from vllm_backplane.peering.connection import MIN_BYTES_PER_SECOND, WireError, c
 BACKOFF_SECONDS = 5.0
 """Seconds after a failure in which the peer gets no requests."""
 _REASONS = {
-    Status.OTHER_MODEL: "it serves another model or runs with other options; start both servers with the same options",
+    Status.OTHER_MODEL: "it serves another model or other weights, or runs with other options; start both servers with "
+    "the same model and options",
     Status.BUSY: "it is busy with other requests",
 }
 
 
 class BlockClient:
-    """Requests the blocks of one worker of the peer. `identity` is sent with every request, and must be set first."""
+    """Requests the blocks of one worker of the peer. `identity` is sent with every request. While it is empty, because
+    the model's weights are being replaced, nothing is requested."""
 
     def __init__(self, address: Address, seconds: float, warn: Callable[[str], None]) -> None:
         self._address, self._seconds, self._warn = address, seconds, warn
@@ -36,7 +38,7 @@ class BlockClient:
 
     def count_stored(self, keys: Sequence[bytes]) -> int:
         """Returns how many of the first keys the peer has; 0 if it does not respond."""
-        if not keys or time.monotonic() < self._backoff_until:
+        if not keys or not self.identity or time.monotonic() < self._backoff_until:
             return 0
         try:
             with self._request(Kind.HAVE, keys[:MAX_KEYS]) as connection:
@@ -50,6 +52,8 @@ class BlockClient:
         """Yields for each key the block, or why it is not available."""
         done = 0
         try:
+            if not self.identity:
+                raise WireError("it gets no requests while the weights of this server are being replaced")
             with self._request(Kind.GET, keys) as connection:
                 for key in keys:
                     row = numpy.empty(size, numpy.uint8)

@@ -19,7 +19,8 @@ RESPONSE_SECONDS = 300.0
 class BlockServer(LoopbackServer):
     def __init__(self, address: Address, identity: bytes, store: BlockStore, warn: Callable[[str], None]) -> None:
         self.identity = identity
-        """Identity of the model. To be set again when the weights have changed."""
+        """Identity of the model. Empty while weights are being replaced, and set again before the first block of the
+        new weights is stored."""
         self._store = store
         super().__init__(address, "KV offload", "listen", warn)
 
@@ -46,4 +47,7 @@ class BlockServer(LoopbackServer):
                     self._warn(f"KV offload does not send a block to another server: {fault}")
                 connection.send_no_block()
             else:
-                connection.send_block(checksum, row)
+                if request.identity == self.identity:
+                    connection.send_block(checksum, row)
+                else:  # the weights have been replaced since the request arrived
+                    connection.send_no_block()

@@ -26,13 +26,14 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.guards import guarded
 from vllm_backplane.kv_offload import settings
 from vllm_backplane.kv_offload.blocks_client import BlockClient
 from vllm_backplane.kv_offload.blocks_protocol import model_identity
 from vllm_backplane.kv_offload.blocks_server import BlockServer
 from vllm_backplane.kv_offload.cache_rows import CacheRows
-from vllm_backplane.kv_offload.metadata import StepMetadata
-from vllm_backplane.kv_offload.metrics import WEIGHTS, OffloadPromMetrics, OffloadStats
+from vllm_backplane.kv_offload.metadata import StepMetadata, WeightsReport
+from vllm_backplane.kv_offload.metrics import OffloadPromMetrics, OffloadStats
 from vllm_backplane.kv_offload.scheduler import OffloadScheduler
 from vllm_backplane.kv_offload.slots import FileSlots, MemorySlots, Slots
 from vllm_backplane.kv_offload.store import BlockStore, Outcome
@@ -57,9 +58,16 @@ class OffloadHandshakeMetadata(KVConnectorHandshakeMetadata):
 
     slots: int
     identity: bytes
-    """Identity of the model; empty if blocks are not exchanged with other servers."""
+    """Identity of the model; empty while its weights are being replaced, and if blocks are not exchanged with other
+    servers."""
 
 
+@guarded(
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.__init__",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1._get_connector_metadata",
+    why="its private attributes hold the configuration and the metadata of a step",
+    feature="KV offload",
+)
 class BackplaneOffloadConnector(KVConnectorBase_V1):
     """Implements the connector of one process: the scheduler's or a worker's, depending on `role`."""
 
@@ -139,10 +147,13 @@ class BackplaneOffloadConnector(KVConnectorBase_V1):
             "part": [config.parallel_config.tensor_parallel_size, get_tensor_model_parallel_rank()],
             "vllm": compat.vllm_version(),
         }
-        self._identity = model_identity(self._model, described)
+        self._set_identity(model_identity(self._model, described))
+
+    def _set_identity(self, identity: bytes) -> None:
+        self._identity = identity
         for user in (self._peer, self._server):
             if user is not None:
-                user.identity = self._identity
+                user.identity = identity
 
     @property
     def connector_worker(self) -> OffloadWorker:
@@ -153,7 +164,7 @@ class BackplaneOffloadConnector(KVConnectorBase_V1):
         return self._connector_worker
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        if self._shared and not self._identity:
+        if self._shared and self._model is None:
             raise BackplaneError("'listen' and 'peer' of KV offload need Backplane's worker; remove --worker-cls")
         return OffloadHandshakeMetadata(self._slots, self._identity)
 
@@ -185,12 +196,24 @@ class BackplaneOffloadConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.connector_worker.take_failed_blocks()
 
-    def weights_changed(self) -> None:
-        """Discards all blocks on both sides, and computes the model's identity again. The worker calls it after it has
-        loaded other weights. The scheduler learns of it from the statistics of the next step."""
-        self.connector_worker.weights_changed()
+    def begin_weight_change(self) -> None:
+        """Discards all blocks, and ends the exchange of blocks with other servers. The worker calls it before weights
+        are replaced or lost. The scheduler learns of it from the report of the next step."""
+        self._set_identity(b"")
+        self.connector_worker.begin_weight_change()
+        logger.info("KV offload: all blocks are discarded, and none is saved until all weights have been replaced.")
+
+    def end_weight_change(self) -> None:
+        """Computes the model's identity again. The worker calls it when all weights have been replaced."""
+        self.connector_worker.end_weight_change()
         if self._shared:
             self._update_identity()
+
+    def build_connector_worker_meta(self) -> WeightsReport | None:
+        since = self.connector_worker.weights_since
+        if since == 0:
+            return None
+        return WeightsReport(since, self._identity if get_tensor_model_parallel_rank() == 0 else b"")
 
     def shutdown(self) -> None:
         if self._server is not None:
@@ -219,8 +242,11 @@ class BackplaneOffloadConnector(KVConnectorBase_V1):
         return OffloadConnectorMetadata(self._connector_scheduler.build_metadata(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        stats = connector_output.kv_connector_stats
-        self._connector_scheduler.set_weights(stats.data.get(WEIGHTS, 0) if isinstance(stats, OffloadStats) else 0)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WeightsReport):
+            self._connector_scheduler.set_weights(report.since)
+            if self._peer is not None:
+                self._peer.identity = report.identity
         if connector_output.invalid_block_ids:
             self._connector_scheduler.handle_failed_blocks(connector_output.invalid_block_ids)
         self._connector_scheduler.finish_loads(connector_output.finished_recving or ())
@@ -241,8 +267,6 @@ class BackplaneOffloadConnector(KVConnectorBase_V1):
             counts = {Outcome.EVICTED.value: evicted} if evicted else {}
         else:
             counts = self.connector_worker.take_counts()
-            if self.connector_worker.weights:
-                counts[WEIGHTS] = self.connector_worker.weights
         return OffloadStats(counts) if counts else None
 
     @classmethod

@@ -6,18 +6,14 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from vllm_backplane.guards import guarded
 from vllm_backplane.kv_offload.store import Outcome
 
 METRIC = "backplane:kv_offload_blocks"
-WEIGHTS = "weights"
-"""Key of the number of times that a worker's weights have changed, which the scheduler reads. It counts no blocks."""
 
 
 class OffloadStats(KVConnectorStats):
-    """Counts blocks by outcome since the last report, in `data`. Each worker counts its own part of a block.
-
-    `data` may also have the number of changes of the weights, under `WEIGHTS`.
-    """
+    """Counts blocks by outcome since the last report, in `data`. Each worker counts its own part of a block."""
 
     data: dict[str, Any]
 
@@ -26,17 +22,21 @@ class OffloadStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for outcome, count in other.data.items():
-            known = self.data.get(outcome, 0)
-            self.data[outcome] = max(known, count) if outcome == WEIGHTS else known + count
+            self.data[outcome] = self.data.get(outcome, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {f"blocks {outcome}": count for outcome, count in sorted(self.data.items()) if outcome != WEIGHTS}
+        return {f"blocks {outcome}": count for outcome, count in sorted(self.data.items())}
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
 
+@guarded(
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics.__init__",
+    why="its private attributes hold the classes of metrics",
+    feature="KV offload",
+)
 class OffloadPromMetrics(KVConnectorPromMetrics):
     """Exports the numbers of blocks by outcome as Prometheus counters."""
 
@@ -61,6 +61,4 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for outcome, count in transfer_stats_data.items():
-            if outcome == WEIGHTS:
-                continue
             self._counters[engine_idx, outcome].inc(count)

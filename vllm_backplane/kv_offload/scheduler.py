@@ -11,10 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.logger import init_logger
+
 from vllm_backplane.kv_offload.block_index import BlockIndex
 from vllm_backplane.kv_offload.block_keys import KeyChain
+from vllm_backplane.kv_offload.block_origins import BlockOrigins
 from vllm_backplane.kv_offload.blocks_client import BlockClient
 from vllm_backplane.kv_offload.metadata import BlockLoad, BlockSave, RequestLoad, StepMetadata
+
+logger = init_logger("vllm." + __name__)
 
 PEER_RESULT_SECONDS = 1.0
 """Seconds for which the peer's response is reused. vLLM queries a request that cannot be scheduled yet in every
@@ -67,12 +72,16 @@ class OffloadScheduler:
         self._index = BlockIndex(0)
         self._requests: dict[str, _TrackedRequest] = {}
         self._pending_loads: dict[str, _PendingLoad] = {}
-        self._metadata = StepMetadata()
-        self._weights = 0
+        self._metadata = StepMetadata(number=1)
+        self._origins = BlockOrigins(block_size)
+        self._weights_since: int | None = 0
+        """The first step with the present weights. None while weights are being replaced."""
+        self._warned_of_old_blocks = False
 
     def set_slots(self, slots: int) -> None:
-        """Sets the number of slots, which every worker has."""
-        self._index = BlockIndex(slots)
+        """Sets the number of slots, which every worker has. vLLM reports it again when the workers have slept."""
+        if slots != self._index.slots:
+            self._index = BlockIndex(slots)
 
     # --- before a request runs ------------------------------------------------------------------------------------
 
@@ -131,35 +140,51 @@ class OffloadScheduler:
             raise AssertionError(f"blocks of {request.request_id} were matched, but are not stored")
         self._pending_loads[request.request_id] = _PendingLoad(tuple(blocks), tuple(slots))
         self._metadata.loads.append(RequestLoad(request.request_id, tuple(blocks)))
+        self._origins.load((block.block_id for block in blocks), self._metadata.number)
 
     # --- every step -----------------------------------------------------------------------------------------------
 
     def build_metadata(self, output: Any) -> StepMetadata:
         """Returns the loads and saves of a step, from vLLM's SchedulerOutput."""
         for new in output.scheduled_new_reqs:
-            if new.req_id in self._requests:
-                self._requests[new.req_id].block_ids = list(new.block_ids[0])
-                self._plan_saves(new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
+            self._begin(new.req_id, new.block_ids[0], new.num_computed_tokens)
+            self._plan_saves(new.req_id, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
         cached = output.scheduled_cached_reqs
         for request_id, added, num_computed_tokens in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            tracked = self._requests.get(request_id)
-            if tracked is None:
-                continue
+            block_ids = added[0] if added else ()
             if request_id in cached.resumed_req_ids:
-                tracked.block_ids = []
-            tracked.block_ids.extend(added[0] if added else ())
+                self._begin(request_id, block_ids, num_computed_tokens)
+            else:
+                self._origins.extend(request_id, block_ids)
+                if request_id in self._requests:
+                    self._requests[request_id].block_ids.extend(block_ids)
             self._plan_saves(request_id, num_computed_tokens + output.num_scheduled_tokens[request_id])
-        metadata, self._metadata = self._metadata, StepMetadata()
-        metadata.weights = self._weights
+        metadata, self._metadata = self._metadata, StepMetadata(number=self._metadata.number + 1)
+        metadata.weights_since = self._weights_since
         metadata.idle = output.total_num_scheduled_tokens == 0
         return metadata
 
+    def _begin(self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Records the blocks of a request that begins, or that begins again after it was preempted."""
+        origin = self._origins.begin(request_id, block_ids, num_computed_tokens, self._metadata.number)
+        if request_id in self._requests:
+            self._requests[request_id].block_ids = list(block_ids)
+        if self._weights_since is not None and origin < self._weights_since and not self._warned_of_old_blocks:
+            self._warned_of_old_blocks = True
+            logger.warning(
+                "KV offload does not save blocks of requests that begin with blocks of other weights, which are still "
+                "in vLLM's prefix cache; reset it when weights have been replaced (reset_prefix_cache)."
+            )
+
     def _plan_saves(self, request_id: str, num_computed_tokens: int) -> None:
         """Plans the saves of blocks that are full after the step, when the KV cache has `num_computed_tokens` tokens.
-        Draft tokens among them may be rejected, so only tokens that the request already has count."""
-        tracked = self._requests[request_id]
+        Draft tokens among them may be rejected, so only tokens that the request already has count. Blocks that depend
+        on other weights are not saved."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or self._weights_since is None or self._origins.of_request(request_id) < self._weights_since:
+            return
         full = min(num_computed_tokens, tracked.request.num_tokens) // self._block_size
         if full <= tracked.num_handled_blocks:
             return
@@ -194,6 +219,7 @@ class OffloadScheduler:
 
     def request_finished(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
+        self._origins.end(request_id)
 
     def reset(self) -> None:
         """Discards all stored blocks, and stops saving those of running requests, which depend on discarded ones."""
@@ -202,11 +228,18 @@ class OffloadScheduler:
         self._metadata.reset = True
         self._metadata.saves.clear()
 
-    def set_weights(self, weights: int) -> None:
-        """Discards everything that was computed with other weights, if the workers report new ones."""
-        if weights > self._weights:
-            self._weights = weights
-            self.reset()
+    def set_weights(self, since: int | None) -> None:
+        """Sets the first step with the present weights, as the workers report it; None while weights are being
+        replaced. If it is another one, the index is cleared, as the workers have cleared their stores. Requests that
+        depend on no earlier step are saved from their first block on, because the workers have not saved them yet."""
+        if since == self._weights_since:
+            return
+        self._weights_since = since
+        self._warned_of_old_blocks = False
+        self._index.clear()
+        for tracked in self._requests.values():
+            tracked.num_handled_blocks = 0
+            tracked.peer_result = (0, 0, 0.0)
 
     def take_evicted(self) -> int:
         """Returns how many blocks were evicted since the last call."""

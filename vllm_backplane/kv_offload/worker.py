@@ -56,8 +56,9 @@ class OffloadWorker:
         """IDs of the blocks that are in the KV cache already, by request that still waits for others."""
         self._generation = 0
         """Number of resets. Blocks of an earlier generation must not be used."""
-        self.weights = 0
-        """Number of times that weights have changed."""
+        self.weights_since: int | None = 0
+        """The first step with the present weights. None while they are being replaced, and until the next step."""
+        self._replacing_weights = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-offload-loads", daemon=True)
         self._thread.start()
@@ -65,6 +66,8 @@ class OffloadWorker:
     # --- called by the worker's thread ----------------------------------------------------------------------------
 
     def begin_step(self, metadata: StepMetadata) -> None:
+        if self.weights_since is None and not self._replacing_weights:
+            self.weights_since = metadata.number
         if metadata.reset:
             self.reset()
 
@@ -74,8 +77,8 @@ class OffloadWorker:
             self._loads.put((self._generation, load))
 
     def save_blocks(self, metadata: StepMetadata) -> None:
-        if metadata.weights != self.weights:
-            return  # the scheduler does not know yet that the requests of this step began with other weights
+        if self.weights_since is None or metadata.weights_since != self.weights_since:
+            return  # the scheduler did not know these weights, so it may have planned blocks of other weights
         for save in metadata.saves:
             row = self.cache.read(save.block_id)
             try:
@@ -130,10 +133,17 @@ class OffloadWorker:
             self.failed_blocks.update(blocks)
             blocks.clear()
 
-    def weights_changed(self) -> None:
-        """Discards all blocks, and saves none until the scheduler has discarded what it has planned."""
+    def begin_weight_change(self) -> None:
+        """Discards all blocks, and saves none until the scheduler knows the step from which on the new weights are in
+        use."""
         self.reset()
-        self.weights += 1
+        self.weights_since = None
+        self._replacing_weights = True
+
+    def end_weight_change(self) -> None:
+        """Discards what has been requested meanwhile. The next step is the first with the new weights."""
+        self.reset()
+        self._replacing_weights = False
 
     def close(self) -> None:
         self._closing.set()

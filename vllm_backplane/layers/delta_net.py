@@ -10,6 +10,7 @@ from torch.nn.functional import softplus
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
 from vllm_backplane import ops
+from vllm_backplane.guards import guarded
 from vllm_backplane.layers.mamba import convolution_weight, metadata_and_states
 
 _EPSILON = 1e-6
@@ -21,6 +22,16 @@ def _l2_normalized(vectors: torch.Tensor) -> torch.Tensor:
     return wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + _EPSILON)
 
 
+@guarded(
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention.forward",
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention.forward_cuda",
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention._forward_core",
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention._output_projection",
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention.split_ba",
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention.fix_query_key_value_ordering",
+    why="the layer is computed by operators, in the same order",
+    feature="gated delta net",
+)
 class BackplaneQwenGatedDeltaNetAttention(QwenGatedDeltaNetAttention):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         mixed, gate, strength, decay = self._projections(hidden_states)

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from vllm_backplane import ops
+from vllm_backplane.guards import guarded
 from vllm_backplane.layers.layerwise_loading import defer_bias_loading
 
 
@@ -39,6 +40,11 @@ class SelfLoadingHeadMethod(ABC):
         """Converts the weight of a tied head from the embedding's table."""
 
 
+@guarded(
+    "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.apply",
+    "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.embedding",
+    why="operators compute the same",
+)
 class BackplaneEmbeddingMethod(UnquantizedEmbeddingMethod):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         super().process_weights_after_loading(layer)

@@ -17,11 +17,20 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 
 from vllm_backplane.errors import CheckpointError
+from vllm_backplane.guards import guarded
 
 QKV_SHARDS = {"q": 0, "k": 1, "v": 2}
 """Index of each shard of a fused QKV layer, by the name that vLLM's weight loaders give it."""
 
 
+@guarded(
+    "vllm.model_executor.model_loader.reload.layerwise:initialize_online_processing",
+    "vllm.model_executor.model_loader.reload.layerwise:make_online_process_loader",
+    "vllm.model_executor.model_loader.reload.layerwise:_layerwise_process",
+    "vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing",
+    "vllm.model_executor.model_loader.reload.types:LayerReloadingInfo",
+    why="the order of loading is relied on, and what was loaded is read from its records",
+)
 def defer_loading(layer: torch.nn.Module, prefix: str, shards: int, packed_modules: Mapping[str, list[str]]) -> None:
     """Starts vLLM's layerwise loading for a layer.
 

@@ -22,10 +22,16 @@ from vllm.model_executor.layers.linear import (
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.guards import guarded
 from vllm_backplane.layers.layerwise_loading import defer_bias_loading
 from vllm_backplane.runtime import runtime
 
 
+@guarded(
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply",
+    why="an operator computes the layer, with weights in the order of the device",
+)
 class BackplaneLinearMethod(UnquantizedLinearMethod):
     supports_pre_processed_weights = False  # a rearranged weight does not record how many rows it has
 
@@ -57,6 +63,20 @@ def refuse_loading(*_args: Any, **_kwargs: Any) -> None:
     )
 
 
+class _ReplacementOf(type):
+    """Makes every instance of the replaced class an instance of its replacement.
+
+    vLLM's LoRA chooses the wrapper of a layer by `isinstance` with the replacement. Layers of classes that vLLM derives
+    from the replaced one (routers of experts, the fused first projections of DeepSeek) would fail that check.
+    """
+
+    replaced: type
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        # A class that is derived from a replacement has ordinary instances.
+        return isinstance(instance, cls.replaced) if "replaced" in vars(cls) else super().__instancecheck__(instance)
+
+
 class _BackplaneLinear(LinearBase):
     quant_method: Any
 
@@ -67,21 +87,21 @@ class _BackplaneLinear(LinearBase):
         defer_bias_loading(self)
 
 
-class BackplaneReplicatedLinear(_BackplaneLinear, ReplicatedLinear):
-    pass
+class BackplaneReplicatedLinear(_BackplaneLinear, ReplicatedLinear, metaclass=_ReplacementOf):
+    replaced = ReplicatedLinear
 
 
-class BackplaneColumnParallelLinear(_BackplaneLinear, ColumnParallelLinear):
-    pass
+class BackplaneColumnParallelLinear(_BackplaneLinear, ColumnParallelLinear, metaclass=_ReplacementOf):
+    replaced = ColumnParallelLinear
 
 
-class BackplaneMergedColumnParallelLinear(_BackplaneLinear, MergedColumnParallelLinear):
-    pass
+class BackplaneMergedColumnParallelLinear(_BackplaneLinear, MergedColumnParallelLinear, metaclass=_ReplacementOf):
+    replaced = MergedColumnParallelLinear
 
 
-class BackplaneQKVParallelLinear(_BackplaneLinear, QKVParallelLinear):
-    pass
+class BackplaneQKVParallelLinear(_BackplaneLinear, QKVParallelLinear, metaclass=_ReplacementOf):
+    replaced = QKVParallelLinear
 
 
-class BackplaneRowParallelLinear(_BackplaneLinear, RowParallelLinear):
-    pass
+class BackplaneRowParallelLinear(_BackplaneLinear, RowParallelLinear, metaclass=_ReplacementOf):
+    replaced = RowParallelLinear

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm_backplane import ops
 from vllm_backplane.attention.state_metadata import StateMetadata
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.guards import guarded
 
 
 def metadata_and_states(layer: Any) -> tuple[StateMetadata | None, torch.Tensor, torch.Tensor]:
@@ -58,6 +59,13 @@ def refuse_unsupported_state_layers(layers: Iterable[Any]) -> None:
         )
 
 
+@guarded(
+    "vllm.model_executor.layers.mamba.mamba_mixer:MambaMixer.forward_impl",
+    "vllm.model_executor.layers.mamba.mamba_mixer:MambaMixer._ssm_transform",
+    "vllm.model_executor.layers.mamba.mamba_mixer:MambaMixer._time_proj_bias",
+    why="the layer is computed by operators, in the same order",
+    feature="MambaMixer",
+)
 class BackplaneMambaMixer(MambaMixer):
     def forward_impl(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
         x, gate = self.in_proj(hidden_states)[0].chunk(2, dim=-1)
@@ -93,6 +101,12 @@ class BackplaneMambaMixer(MambaMixer):
         output[:tokens] = self.out_proj(mixed)[0]
 
 
+@guarded(
+    "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.__init__",
+    "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.conv_ssm_forward",
+    why="the layer is computed by operators, in the same order",
+    feature="MambaMixer2",
+)
 class BackplaneMambaMixer2(MambaMixer2):
     def conv_ssm_forward(self, projected_states: torch.Tensor, output: torch.Tensor) -> None:
         metadata, conv_state, ssm_state = metadata_and_states(self)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, RoutingMethodType
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BindingError
+from vllm_backplane.guards import guarded
 from vllm_backplane.settings import compat
 
 if TYPE_CHECKING:
@@ -70,6 +72,37 @@ class Activation:
         return cls(kind.value)
 
 
+@guarded(
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.__init__",
+    why="it is not called: it selects expert kernels of other platforms",
+    feature="experts",
+)
+@guarded(
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.supports_eplb",
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.process_weights_after_loading",
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply_monolithic",
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.forward_native",
+    why="operators read the weights as they were loaded, and compute the experts",
+    feature="experts",
+)
+@guarded(
+    "vllm.model_executor.layers.fused_moe.router.router_factory:create_fused_moe_router",
+    "vllm.model_executor.layers.fused_moe.router.fused_topk_router:FusedTopKRouter",
+    "vllm.model_executor.layers.fused_moe.router.fused_topk_router:fused_topk",
+    "vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:FusedTopKBiasRouter",
+    "vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router:fused_topk_bias",
+    "vllm.model_executor.layers.fused_moe.router.grouped_topk_router:GroupedTopKRouter",
+    "vllm.model_executor.layers.fused_moe.router.grouped_topk_router:grouped_topk",
+    "vllm.model_executor.layers.fused_moe.router.custom_routing_router:CustomRoutingRouter",
+    why="an operator chooses the experts as these routers do",
+    feature="experts",
+)
+@guarded(
+    "vllm.model_executor.layers.fused_moe.activation:MoEActivation",
+    "vllm.model_executor.layers.fused_moe.activation:apply_moe_activation",
+    why="an operator computes the activation with the same constants",
+    feature="experts",
+)
 class BackplaneFusedMoEMethod(UnquantizedFusedMoEMethod):
     uses_fused_operator = True
     """Whether one call of `moe_experts` computes all experts. Otherwise `quantization/per_expert_moe.py` computes
@@ -87,7 +120,8 @@ class BackplaneFusedMoEMethod(UnquantizedFusedMoEMethod):
                 "Backplane does not support experts that are chosen by a table of token ids (hash routing); choose "
                 "another model"
             )
-        if moe.routing_method == RoutingMethodType.Simulated:
+        # Not by `moe.routing_method`: since vLLM 0.33 it is the method that is simulated.
+        if envs.VLLM_MOE_ROUTING_SIMULATION_STRATEGY:
             raise BindingError(
                 "Backplane does not support simulated routing; unset VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
             )

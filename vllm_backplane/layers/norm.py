@@ -9,8 +9,14 @@ import torch
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 
 from vllm_backplane import ops
+from vllm_backplane.guards import guarded
 
 
+@guarded(
+    "vllm.model_executor.layers.layernorm:GemmaRMSNorm.forward_native",
+    why="operators compute the same",
+    feature="GemmaRMSNorm",
+)
 class BackplaneGemmaRMSNorm(GemmaRMSNorm):
     def forward_oot(
         self, x: torch.Tensor, residual: torch.Tensor | None = None

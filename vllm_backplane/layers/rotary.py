@@ -17,8 +17,16 @@ from vllm.model_executor.layers.rotary_embedding.ntk_scaling_rope import NTKScal
 from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 
 from vllm_backplane import ops
+from vllm_backplane.guards import guarded
 
 
+@guarded(
+    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_static",
+    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding.forward_native",
+    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase._match_cos_sin_cache_dtype",
+    why="an operator computes the same from the same table",
+    feature="RotaryEmbedding",
+)
 class BackplaneRotaryEmbedding(RotaryEmbedding):
     def forward_oot(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
@@ -28,25 +36,55 @@ class BackplaneRotaryEmbedding(RotaryEmbedding):
         return query, key
 
 
+@guarded(
+    "vllm.model_executor.layers.rotary_embedding.dynamic_ntk_alpha_rope:DynamicNTKAlphaRotaryEmbedding",
+    why="it differs from the plain class in its table only",
+    feature="DynamicNTKAlphaRotaryEmbedding",
+)
 class BackplaneDynamicNTKAlphaRotaryEmbedding(BackplaneRotaryEmbedding, DynamicNTKAlphaRotaryEmbedding):
     pass
 
 
+@guarded(
+    "vllm.model_executor.layers.rotary_embedding.dynamic_ntk_scaling_rope:DynamicNTKScalingRotaryEmbedding",
+    why="it differs from the plain class in its table only",
+    feature="DynamicNTKScalingRotaryEmbedding",
+)
 class BackplaneDynamicNTKScalingRotaryEmbedding(BackplaneRotaryEmbedding, DynamicNTKScalingRotaryEmbedding):
     pass
 
 
+@guarded(
+    "vllm.model_executor.layers.rotary_embedding.linear_scaling_rope:LinearScalingRotaryEmbedding",
+    why="it differs from the plain class in its table only",
+    feature="LinearScalingRotaryEmbedding",
+)
 class BackplaneLinearScalingRotaryEmbedding(BackplaneRotaryEmbedding, LinearScalingRotaryEmbedding):
     pass
 
 
+@guarded(
+    "vllm.model_executor.layers.rotary_embedding.llama3_rope:Llama3RotaryEmbedding",
+    why="it differs from the plain class in its table only",
+    feature="Llama3RotaryEmbedding",
+)
 class BackplaneLlama3RotaryEmbedding(BackplaneRotaryEmbedding, Llama3RotaryEmbedding):
     pass
 
 
+@guarded(
+    "vllm.model_executor.layers.rotary_embedding.ntk_scaling_rope:NTKScalingRotaryEmbedding",
+    why="it differs from the plain class in its table only",
+    feature="NTKScalingRotaryEmbedding",
+)
 class BackplaneNTKScalingRotaryEmbedding(BackplaneRotaryEmbedding, NTKScalingRotaryEmbedding):
     pass
 
 
+@guarded(
+    "vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope:YaRNScalingRotaryEmbedding",
+    why="it differs from the plain class in its table only",
+    feature="YaRNScalingRotaryEmbedding",
+)
 class BackplaneYaRNScalingRotaryEmbedding(BackplaneRotaryEmbedding, YaRNScalingRotaryEmbedding):
     pass

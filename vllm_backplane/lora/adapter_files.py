@@ -12,19 +12,24 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_backplane.errors import short_repr
+from vllm_backplane.name_patterns import UnboundedPattern, ways
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 _CONFIG_BYTES = 1 << 20
 """Size limit of adapter_config.json. Published ones have some kilobytes."""
-_MODULE_PATTERN = re.compile(r"(?:[\w\-^$|]|\\?\.|\\d|\.\*){1,200}")
-"""Matches the patterns of module names that are accepted: names, dots, digits, alternatives, anchors and `.*`. vLLM
-searches with the pattern, and nested repetitions could take it years."""
+_PATTERNS = 500
+"""Limit of all patterns of module names. vLLM compiles a pattern again for every module if there are more than Python's
+cache of patterns holds."""
+_WAYS = 1e8
+"""Limit of the ways in which all patterns can match all modules of an adapter (name_patterns.py): some seconds."""
+_HEADER_BYTES = 16 << 20
+"""Size limit of the list of tensors in an adapter with patterns."""
 
 
 class UnusableFiles(ValueError):
@@ -81,8 +86,9 @@ def _require_sound_config(file: Path, max_rank: int) -> None:
         raise UnusableFiles(f"r in {CONFIG} is {short_repr(rank)}, not a positive integer")
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise UnusableFiles(f"lora_alpha in {CONFIG} is {short_repr(alpha)}, not a number")
-    for name in ("rank_pattern", "alpha_pattern"):
-        _require_sound_pattern(name, config.get(name) or {})
+    patterns = [pattern for name in ("rank_pattern", "alpha_pattern") for pattern in _patterns(config, name)]
+    if patterns:
+        _require_bounded_patterns(patterns, file.parent)
     for module, rank in (config.get("rank_pattern") or {}).items():
         if type(rank) is not int or not 0 < rank <= max_rank:
             raise UnusableFiles(
@@ -91,9 +97,52 @@ def _require_sound_config(file: Path, max_rank: int) -> None:
             )
 
 
-def _require_sound_pattern(name: str, pattern: Any) -> None:
-    if not isinstance(pattern, Mapping):
-        raise UnusableFiles(f"{name} in {CONFIG} has no object but {short_repr(pattern)}")
-    for module in pattern:
-        if not _MODULE_PATTERN.fullmatch(module):
-            raise UnusableFiles(f"{name} in {CONFIG} has {short_repr(module)}, which is not a pattern of module names")
+def _patterns(config: Mapping[str, Any], name: str) -> list[str]:
+    """Returns the patterns of module names in a part of the config."""
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise UnusableFiles(f"{name} in {CONFIG} has no object but {short_repr(found)}")
+    return list(found)
+
+
+def _require_bounded_patterns(patterns: Sequence[str], folder: Path) -> None:
+    """Raises if vLLM, which matches every pattern with the name of every module, could take minutes for that."""
+    if len(patterns) > _PATTERNS:
+        raise UnusableFiles(f"{CONFIG} has {len(patterns)} patterns of module names, more than {_PATTERNS}")
+    names = _module_names(folder)
+    longest = max(map(len, names), default=1)
+    dots = max((name.count(".") for name in names), default=0)
+    total = 0.0
+    for pattern in patterns:
+        try:
+            # vLLM's own expression around a pattern lets it begin after every dot of the name.
+            total += ways(pattern, longest) * (dots + 1) * len(names)
+        except UnboundedPattern as fault:
+            raise UnusableFiles(
+                f"{CONFIG} has {short_repr(pattern)}, which is not a pattern of module names that is served: {fault}; "
+                "write the names of the modules out"
+            ) from None
+        if total > _WAYS:
+            raise UnusableFiles(
+                f"the patterns of module names in {CONFIG}, up to {short_repr(pattern)}, may take very long to match; "
+                "write the names of the modules out"
+            )
+
+
+def _module_names(folder: Path) -> set[str]:
+    """Returns the names of the modules in an adapter's safetensors file, from its header; none if it has no weights.
+
+    The weights of an adapter with patterns must be in this format, because others cannot be listed before they load.
+    """
+    present = [name for name in WEIGHTS if (folder / name).exists()]
+    if not present:
+        return set()  # vLLM reports it
+    try:
+        with (folder / WEIGHTS[0]).open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(length)) if length <= _HEADER_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise UnusableFiles(f"patterns in {CONFIG} require a readable {WEIGHTS[0]}, of at most 16 MiB of names")
+    return {re.sub(r"\.lora_[AB](\..*)?$", "", name) for name in header}

@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 from vllm_backplane.config import scheduling
+from vllm_backplane.guards import guarded
 from vllm_backplane.lora import validation
 from vllm_backplane.lora.scheduler import mark_failed_requests
 
@@ -31,6 +32,15 @@ RETRY_SECONDS = 1.0
 requests with this adapter on the KV blocks of the request that is about to end."""
 
 
+@guarded(
+    "vllm.v1.worker.gpu_input_batch:InputBatch.__init__",
+    "vllm.v1.worker.gpu_input_batch:InputBatch.add_request",
+    "vllm.v1.worker.gpu_input_batch:InputBatch.remove_request",
+    "vllm.v1.worker.gpu_input_batch:InputBatch.make_lora_inputs",
+    "vllm.v1.worker.gpu.lora_utils:LoraState",
+    why="an adapter that failed is removed from the batch's tables",
+    feature="LoRA",
+)
 class AdapterPrefetcher:
     """Loads the adapters of each step, and marks the requests whose adapter failed on the step's output."""
 

@@ -14,6 +14,7 @@ import torch
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
 from vllm_backplane import ops
+from vllm_backplane.guards import guarded
 
 if TYPE_CHECKING:
     from vllm.lora.layers import LoRAMapping
@@ -24,6 +25,14 @@ def _stack(weights: torch.Tensor) -> torch.Tensor:
     return weights.squeeze(1) if weights.dim() == 4 else weights
 
 
+@guarded(
+    "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase.__init__",
+    "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase.update_metadata",
+    "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase._update_base_metadata",
+    "vllm.lora.punica_wrapper.punica_base:PunicaWrapperBase._select_full_linear_output",
+    why="the products read its buffers of adapter slots",
+    feature="LoRA",
+)
 class BackplanePunicaWrapper(PunicaWrapperBase):
     def update_metadata(
         self,

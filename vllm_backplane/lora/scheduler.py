@@ -42,6 +42,10 @@ class _MarkedOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         return mark_failed_requests(self._output.get_output(), self._requests)
 
+    def get_kv_connector_output(self) -> Any:
+        """Returns the output of the KV connector if `get_output` failed. vLLM calls it since 0.33."""
+        return self._output.get_kv_connector_output()
+
 
 class _FailsMarkedRequests:
     """Ends marked requests with an error, as a mixin for both of vLLM's schedulers."""

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from vllm.config import ParallelConfig
 from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.utils import get_adapter_absolute_path
+from vllm.lora.utils import get_adapter_absolute_path, parse_fine_tuned_lora_name
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.models.utils import PPMissingLayer
 
@@ -111,7 +111,7 @@ def _find_failure(
     if adapter is None or adapter is before:
         faults = []
     else:
-        faults = list(mismatches(manager, adapter, _ranks(request), parallel))
+        faults = [*mismatches(manager, adapter, _ranks(request), parallel), *rank_mismatches(request.lora_path)]
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         return Failure("; ".join(faults[:SHOWN]) + more, True)
@@ -141,6 +141,22 @@ def _ranks(request: LoRARequest) -> tuple[int, ...]:
     """Returns the ranks in adapter_config.json: that of the adapter, and those that some layers have of their own."""
     described = PEFTHelper.from_local_dir(get_adapter_absolute_path(request.lora_path), None)
     return (described.r, *(getattr(described, "rank_pattern", None) or {}).values())  # patterns: since vLLM 0.32
+
+
+def rank_mismatches(path: str) -> Iterator[str]:
+    """Yields a text for each layer whose tensors do not have the rank that a pattern in adapter_config.json gives it.
+    vLLM would scale that layer by the rank of the description. Without patterns, shapes are compared with one rank."""
+    folder = get_adapter_absolute_path(path)
+    described = PEFTHelper.from_local_dir(folder, None)
+    if not getattr(described, "rank_pattern", None):  # since vLLM 0.32
+        return
+    with safe_open(Path(folder) / "adapter_model.safetensors", "pt") as opened:  # require_loadable() requires the file
+        for name in sorted(opened.keys()):
+            module, is_a = parse_fine_tuned_lora_name(name)
+            rank, _ = described.get_rank_and_scaling(module)
+            found = opened.get_slice(name).get_shape()[0]
+            if is_a and found != rank:
+                yield f"{module}: lora_A has the rank {found}, but rank_pattern in adapter_config.json requires {rank}"
 
 
 def mismatches(

@@ -46,13 +46,54 @@ def derived_folder() -> Path:
     folder without a request.
     """
     if (configured := _configured_folder()) is not None:
+        try:
+            create(configured)
+        except OSError as fault:
+            raise BackplaneError(
+                f"cannot create {configured} (BACKPLANE_CACHE): {fault}; set it to a writable folder"
+            ) from fault
         return configured
     return private_folder(remedy="set BACKPLANE_CACHE to a folder of your own")
 
 
 def _configured_folder() -> Path | None:
+    """Returns $BACKPLANE_CACHE, which may not exist yet. Raises if another user, except root, can change files in it:
+    they include the manifests with which files are compared."""
     configured = os.environ.get("BACKPLANE_CACHE")
-    return Path(configured).expanduser().absolute() if configured else None
+    if not configured:
+        return None
+    folder = Path(configured).expanduser().absolute()
+    if not folder.is_dir():
+        return folder
+    found = folder.stat()
+    # The owner of a link can lead it to another folder later.
+    others = {found.st_uid, folder.lstat().st_uid} - {os.getuid(), 0}
+    if others:
+        raise BackplaneError(
+            f"{folder} (BACKPLANE_CACHE) belongs to another user (uid {others.pop()}), so that the files in it cannot "
+            "be trusted; set it to a folder of your own, or run the program as that user"
+        )
+    if found.st_mode & 0o022:
+        remedy = f", or run 'chmod go-w {folder}'" if found.st_uid == os.getuid() else ""
+        raise BackplaneError(
+            f"other users can write in {folder} (BACKPLANE_CACHE), so that the files in it cannot be trusted; set it "
+            f"to a folder of your own{remedy}"
+        )
+    return folder
+
+
+def create(folder: Path) -> None:
+    """Creates a folder in the cache, and its parents. Other users cannot write in the new ones, whatever the umask."""
+    for one in (*reversed(folder.parents), folder):
+        one.mkdir(mode=0o755, exist_ok=True)
+    _configured_folder()  # another user may have created it since it was checked
+
+
+def close_to_others(folder: Path) -> None:
+    """Removes the permission to write of all other users from a new folder and everything in it, whatever the umask."""
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(path.stat().st_mode & ~0o022)
 
 
 def prepared_folder(model: BundledModel) -> Path:
@@ -104,7 +145,7 @@ def obtain(name: str, progress: Callable[[str], None] = lambda _message: None, *
     if not damage(folder, hashes=verify):
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        create(folder.parent)
         with _exclusive(folder.parent / f".{model.name}.lock", progress):
             # Another process may have prepared the model while this one waited for the lock.
             fault = damage(folder, hashes=verify)
@@ -138,6 +179,7 @@ def _prepare(model: BundledModel, folder: Path, progress: Callable[[str], None])
         model.prepare(content, result, progress)
         progress("writing the manifest")
         _write_manifest(model, result)
+        close_to_others(result)
         if folder.exists():
             folder.rename(Path(scratch, "damaged"))
         result.rename(folder)
@@ -183,7 +225,11 @@ def _disk_full(model: BundledModel, where: Path) -> BackplaneError:
 @contextmanager
 def _exclusive(lock: Path, progress: Callable[[str], None]) -> Iterator[None]:
     """Holds `lock`, which one process at a time can hold. The kernel releases it when the process ends or is killed."""
-    with lock.open("w") as handle:
+    try:
+        opened = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except OSError as fault:
+        raise BackplaneError(f"cannot open {lock}: {fault.strerror}; remove it, or set BACKPLANE_CACHE") from fault
+    with os.fdopen(opened, "r+") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

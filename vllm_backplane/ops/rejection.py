@@ -1,9 +1,11 @@
 """Declares the operators of rejection sampling, which accept or reject draft tokens against the target model.
 
 The draft tokens of all requests are concatenated; `cu_num_draft_tokens` [requests] has the end of each
-request's draft tokens. Outputs are [requests, most draft tokens + 1], filled with a placeholder before the
-call: a request's row receives the accepted draft tokens, then either the target's own token at the first
-rejection or, if all are accepted, the bonus token. A draft token of -1 is padding and always rejected.
+request's draft tokens. vLLM's kernels count elements, so callers may pass values per draft token or per request,
+but not those ends, as a vector or as a matrix of one column. Outputs are [requests, most draft tokens + 1],
+filled with a placeholder before the call: a request's row receives the accepted draft tokens, then either the
+target's own token at the first rejection or, if all are accepted, the bonus token. A draft token of -1 is
+padding and always rejected.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class _Rows:
     def __call__(self, per_token: torch.Tensor) -> torch.Tensor:
         if per_token.shape[0] == 0:
             return per_token.new_zeros(self.token.shape)
-        return per_token[self.token]
+        return per_token.reshape(-1)[self.token]
 
 
 def _write(
@@ -47,7 +49,7 @@ def _write(
     before[:, 1:] = accepted[:, :-1]
     reached = before.to(torch.int32).cumprod(dim=1).bool() & (rows.is_draft | rows.is_bonus)
     if chosen is not None:
-        reached &= chosen.unsqueeze(1)
+        reached &= chosen.reshape(-1, 1)
     bonus = bonus_token_ids.reshape(-1, 1).to(output.dtype)
     values = torch.where(rows.is_bonus, bonus, tokens.to(output.dtype))
     output.copy_(torch.where(reached, values, output))
@@ -80,6 +82,8 @@ def _greedy_samples(space: SampleSpace) -> Iterator[Sample]:
         yield Sample(f"{label}, all greedy", (output, ends, drafts, target, bonus, None))
         greedy = space.integers(2, requests).bool()
         yield Sample(f"{label}, some greedy", (output.clone(), ends, drafts, target, bonus, greedy))
+        columns = (drafts.unsqueeze(1), target.unsqueeze(1), bonus.squeeze(1), greedy.unsqueeze(1))
+        yield Sample(f"{label}, columns", (output.clone(), ends, *columns))
         uniform = space.uniform(total, dtype=torch.float64)
         rates = space.tensor([0.9, 0.6, 0.3], torch.float32)
         synthetic = (output.clone(), ends, drafts, target, bonus, greedy, uniform, rates)
@@ -132,6 +136,9 @@ def _random_samples(space: SampleSpace) -> Iterator[Sample]:
         yield Sample(label, (output, ends, drafts, draft_probs, *rest, greedy))
         none = torch.zeros_like(greedy)
         yield Sample(f"{label}, no draft probabilities", (output.clone(), ends, drafts, None, *rest, none))
+        columns = (bonus.squeeze(1), recovered.unsqueeze(1), uniform.unsqueeze(1), greedy.unsqueeze(1))
+        arguments = (output.clone(), ends, drafts.unsqueeze(1), draft_probs, target_probs, *columns)
+        yield Sample(f"{label}, columns", arguments)
         rates = space.tensor([0.9, 0.6, 0.3], torch.float32)
         synthetic = (output.clone(), ends, drafts, draft_probs, *rest, greedy, rates)
         yield Sample(f"{label}, synthetic", synthetic)
@@ -168,6 +175,7 @@ def rejection_random_sample(
     if synthetic_rates is not None:
         accepted = _synthetic(rows, drafts, uniform_probs, synthetic_rates)
     else:
+        draft_token_ids = draft_token_ids.reshape(-1)
         vocabulary_index = draft_token_ids.clamp(min=0).to(torch.int64).unsqueeze(1)
         ratio = target_probs.gather(1, vocabulary_index).squeeze(1)
         possible = draft_token_ids >= 0
@@ -175,7 +183,7 @@ def rejection_random_sample(
             proposed = draft_probs.gather(1, vocabulary_index).squeeze(1)
             possible &= proposed > 0
             ratio = ratio / proposed
-        accepted = rows(possible & (ratio >= uniform_probs))
+        accepted = rows(possible & (ratio >= uniform_probs.reshape(-1)))
     tokens = torch.where(accepted, drafts, rows(recovered_token_ids).to(drafts.dtype))
     _write(output_token_ids, rows, accepted, tokens, bonus_token_ids, ~is_greedy)
 
@@ -222,6 +230,9 @@ def _recovered_samples(space: SampleSpace) -> Iterator[Sample]:
         yield Sample(label, (output, ends, drafts, draft_probs, target_probs, speed))
         without = (output.clone(), ends, drafts, None, target_probs, speed.double())
         yield Sample(f"{label}, no draft probabilities", without)
+        columns = (output.clone().unsqueeze(1), ends, drafts.unsqueeze(1))
+        yield Sample(f"{label}, columns", (*columns, draft_probs, target_probs, speed))
+        yield Sample(f"{label}, columns, no draft probabilities", (*columns, None, target_probs, speed))
 
 
 @operator(
@@ -253,8 +264,9 @@ def sample_recovered_tokens(
     owned = request < requests
     if draft_probs is None:
         vocabulary = torch.arange(target_probs.shape[1], device=target_probs.device)
-        weight = torch.where(vocabulary == draft_token_ids.unsqueeze(1), 0.0, target_probs)
+        weight = torch.where(vocabulary == draft_token_ids.reshape(-1, 1), 0.0, target_probs)
     else:
         weight = (target_probs - draft_probs).clamp(min=0.0)
     winner = (weight * inverse_noise[request.clamp(max=requests - 1)]).argmax(dim=1)
-    output_token_ids.copy_(torch.where(owned, winner.to(output_token_ids.dtype), output_token_ids))
+    drawn = torch.where(owned, winner.to(output_token_ids.dtype), output_token_ids.reshape(-1))
+    output_token_ids.copy_(drawn.view(output_token_ids.shape))

@@ -17,6 +17,7 @@ from vllm_backplane.peering.addresses import Address
 
 _Status = TypeVar("_Status", bound=IntEnum)
 _COUNT = struct.Struct("!I")
+_PIECE_BYTES = 1 << 20
 
 MIN_BYTES_PER_SECOND = 16 << 20
 """Deadlines of large transfers are computed from this rate. A slower peer is treated as one that hangs."""
@@ -59,9 +60,13 @@ class Connection:
             left = left[self._sock.send(left) :]
 
     def receive(self, count: int) -> bytes:
-        buffer = bytearray(count)
-        self.receive_into(memoryview(buffer))
-        return bytes(buffer)
+        """Returns the next `count` bytes. Memory is taken as they arrive, because the peer chooses the number."""
+        received = bytearray()
+        while len(received) < count:
+            piece = bytearray(min(count - len(received), _PIECE_BYTES))
+            self.receive_into(memoryview(piece))
+            received += piece
+        return bytes(received)
 
     def receive_into(self, buffer: memoryview) -> None:
         while buffer:

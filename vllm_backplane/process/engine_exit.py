@@ -12,9 +12,15 @@ import gc
 import multiprocessing
 import sys
 
+from vllm_backplane.guards import guarded
+
 _CLIENTS = "vllm.v1.engine.core_client"
 
 
+@guarded(
+    "vllm.v1.engine.core_client:EngineCoreClient.shutdown",
+    why="objects of the class are found in memory, and shut down at exit",
+)
 def shut_engines_down_at_exit() -> None:
     """Registers the shutdown in a process that is not itself a child of vLLM. `multiprocessing` must be imported."""
     if multiprocessing.parent_process() is None:

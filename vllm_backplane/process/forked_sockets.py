@@ -14,11 +14,18 @@ import stat
 from functools import cache
 from multiprocessing.util import register_after_fork
 
+from vllm_backplane.guards import guarded
+
 ENGINE_PROCESS_NAMES = ("EngineCore", "VllmWorker")
 """Prefixes of vLLM's names for engine and worker processes. Other processes of the program are left alone."""
 
 
 @cache
+@guarded(
+    "vllm.v1.engine.utils:CoreEngineProcManager.__init__",
+    "vllm.v1.executor.multiproc_executor:WorkerProc.make_worker_process",
+    why="engine and worker processes are recognized by their names",
+)
 def release_sockets_in_engines() -> None:
     """Makes engine and worker processes that are forked from this one release its listening sockets."""
     register_after_fork(release_sockets_in_engines, lambda _: _release())

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from vllm.config import ParallelConfig
 from vllm.logger import init_logger
 
+from vllm_backplane.guards import guarded
+
 logger = init_logger("vllm." + __name__)
 
 EXIT_STATUS = 1
@@ -26,7 +28,11 @@ GRACE_SECONDS = 1.0
 Without the delay, this exit would hide that exception."""
 
 
-def engine_reads(parallel: ParallelConfig, rank: int) -> bool:
+@guarded(
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor._get_output_rank",
+    why="the rank that the executor reads is computed in the same way",
+)
+def is_output_rank(parallel: ParallelConfig, rank: int) -> bool:
     """Returns whether the engine reads what this rank returns in a step, and so sees its exceptions.
 
     The executors for several processes read the first rank of the last pipeline stage. With a KV connector they read
@@ -41,12 +47,12 @@ def engine_reads(parallel: ParallelConfig, rank: int) -> bool:
 
 
 @contextmanager
-def terminate_on_unread_failure(parallel: ParallelConfig, rank: int, operation: str) -> Iterator[None]:
+def exit_unless_output_rank(parallel: ParallelConfig, rank: int, operation: str) -> Iterator[None]:
     """Logs an exception in the block and exits the process, unless the engine reads this rank: then it is raised."""
     try:
         yield
     except Exception:
-        if engine_reads(parallel, rank):
+        if is_output_rank(parallel, rank):
             raise
         logger.exception(
             "Rank %d failed in %s. The engine reads another rank, which would wait for this one: "

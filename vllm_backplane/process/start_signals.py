@@ -10,10 +10,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import multiprocessing
+import os
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any, NoReturn
+
+from vllm_backplane.guards import guarded
+from vllm_backplane.process.fast_exit import exit_with_status_of_signals, exit_without_teardown
+
+LAST_SECONDS = 4.0
+"""Seconds after a signal within which the process ends by itself. Then it is ended without its exit handlers."""
 
 
 class Interrupted(SystemExit):
@@ -21,24 +29,49 @@ class Interrupted(SystemExit):
 
 
 def interrupt(number: int, _frame: FrameType | None = None) -> NoReturn:
-    """Handles a signal: ends the processes that this one has started, and raises `Interrupted`."""
+    """Handles a signal: ends the processes that this one has started, and raises `Interrupted`.
+
+    Libraries in other languages turn an exception of a signal handler into one of their own, or lose it. The process
+    therefore ends with the same status if another exception arrives at its top, and after some seconds in any case.
+    """
     # vLLM may be interrupted after it has started a process and before it has recorded that process.
     for process in multiprocessing.active_children():
         process.kill()
+    sys.excepthook = lambda *_fault: exit_without_teardown(128 + number)
+    last = threading.Timer(LAST_SECONDS, os._exit, (128 + number,))
+    last.daemon = True
+    last.start()
     raise Interrupted(128 + number)
 
 
 def end_start_on_signals() -> None:
-    """Installs `interrupt` in the place of the handlers that vLLM's server has while it starts, if this is a server."""
+    """Installs `interrupt` in the place of the handlers that vLLM's server has while it starts, if this is a server.
+
+    The handlers for several API servers are in use until the end. They stay, and get an exit status.
+    """
     if multiprocessing.parent_process() is not None or threading.current_thread() is not threading.main_thread():
         return
-    if not _is_of_server(signal.getsignal(signal.SIGTERM)):
-        return
-    signal.signal(signal.SIGTERM, interrupt)
-    if _is_of_asyncio(signal.getsignal(signal.SIGINT)):
-        signal.signal(signal.SIGINT, interrupt)
+    installed = signal.getsignal(signal.SIGTERM)
+    if _is_of_several_servers(installed):
+        exit_with_status_of_signals()
+    elif _is_of_server(installed):
+        signal.signal(signal.SIGTERM, interrupt)
+        if _is_of_asyncio(signal.getsignal(signal.SIGINT)):
+            signal.signal(signal.SIGINT, interrupt)
 
 
+@guarded(
+    "vllm.entrypoints.cli.serve:run_multi_api_server",
+    why="its signal handler is recognized by name, and given an exit status",
+)
+def _is_of_several_servers(handler: Any) -> bool:
+    return getattr(handler, "__qualname__", "") == "run_multi_api_server.<locals>.signal_handler"
+
+
+@guarded(
+    "vllm.entrypoints.launchers.api_server.entry:run_server",
+    why="its signal handler is recognized by name, and replaced",
+)
 def _is_of_server(handler: Any) -> bool:
     return getattr(handler, "__qualname__", "") == "run_server.<locals>._interrupt_init"
 

@@ -24,6 +24,7 @@ import torch
 
 from vllm_backplane.device import Device
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.guards import guarded
 from vllm_patchbay.patch.import_hook import for_each_module
 
 
@@ -75,6 +76,71 @@ _torch, _cuda, _accelerator = View(torch), View(torch.cuda), View(torch.accelera
 _bound = False
 
 
+@guarded(
+    "vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput.__init__",
+    "vllm.v1.worker.gpu_model_runner:AsyncGPUPoolingModelRunnerOutput.__init__",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.__init__",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_or_create_async_output_copy_stream",
+    "vllm.distributed.parallel_state:graph_capture",
+    "vllm.distributed.parallel_state:GroupCoordinator.graph_capture",
+    why="the streams and events that it takes from torch.cuda are those of the device or of the host",
+    feature="V1 model runner",
+)
+@guarded(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._copy_draft_token_ids_to_cpu",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._copy_valid_sampled_token_count",
+    "vllm.v1.spec_decode.ngram_proposer_gpu:copy_num_valid_draft_tokens",
+    why="the streams and events that it takes from torch.cuda are those of the device or of the host",
+    feature="speculation",
+)
+@guarded(
+    "vllm.utils.torch_utils:current_stream",
+    "vllm.distributed.parallel_state:GroupCoordinator.isend_tensor_dict",
+    why="the streams and events that it takes from torch.cuda are those of the device or of the host",
+)
+@guarded(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.__init__",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.main_stream",
+    "vllm.v1.worker.gpu.async_utils:AsyncOutput.__init__",
+    "vllm.v1.worker.gpu.async_utils:AsyncPoolingOutput.__init__",
+    "vllm.v1.worker.gpu.async_utils:stream",
+    "vllm.v1.worker.gpu.pp_utils:PPHandler",
+    "vllm.v1.worker.gpu.spec_decode.utils:DraftTokensHandler",
+    "vllm.v1.worker.gpu.structured_outputs:StructuredOutputsWorker",
+    why="the streams and events that it takes from torch.cuda are those of the device or of the host",
+    feature="V2 model runner",
+)
+@guarded(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_sampler_run",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._cleanup_profiling_kv_cache",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.profile_cudagraph_memory",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.capture_model",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._warmup_and_capture",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._capture_cudagraphs",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.timed_encoder_operation",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.shutdown",
+    why="what it calls of torch.accelerator is done by the device",
+    feature="V1 model runner",
+)
+@guarded(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.profile_run",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.shutdown",
+    "vllm.v1.worker.gpu.mm.encoder_runner:EncoderRunner.timed_encoder_operation",
+    "vllm.v1.worker.gpu.spec_decode.eagle.utils:_should_share",
+    why="what it calls of torch.accelerator is done by the device",
+    feature="V2 model runner",
+)
+@guarded(
+    "vllm.v1.worker.worker_base:WorkerBase.synchronize_device",
+    "vllm.v1.worker.workspace:WorkspaceManager._ensure_workspace_size",
+    "vllm.v1.worker.sentinel.gpu_worker_sentinel:WorkerSentinel.retry",
+    "vllm.distributed.parallel_state:checkpoint_prepare_distributed_state",
+    "vllm.distributed.parallel_state:checkpoint_restore_distributed_state",
+    "vllm.distributed.parallel_state:cleanup_dist_env_and_memory",
+    "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model",
+    "vllm.utils.mem_utils:release_device_memory_under_pressure",
+    why="what it calls of torch.accelerator is done by the device",
+)
 def bind_torch_of_vllm(device: Device, card: int) -> None:
     """Routes the accelerator calls of vLLM's modules to a card of the device, for the rest of this process."""
     global _bound

@@ -16,7 +16,6 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.block_table import SlotMappingMode
 
 from vllm_backplane import ops
-from vllm_backplane.settings import compat
 
 
 class DecodeInputs:
@@ -37,7 +36,7 @@ class DecodeInputs:
     @classmethod
     def create_if_supported(cls, runner: Any) -> DecodeInputs | None:
         """Returns None if a step needs more than these inputs, or if the device does not share the host's memory."""
-        if not (compat.has_known_decode_inputs() and runner.backplane_device.capabilities.host_memory):
+        if not runner.backplane_device.capabilities.host_memory:
             return None
         unsupported = (
             runner.speculative_config, runner.lora_config, runner.uses_mrope, runner.enable_prompt_embeds,
@@ -49,7 +48,8 @@ class DecodeInputs:
 
     def prepare(self, tokens: numpy.ndarray[Any, Any]) -> tuple[slice, None, int] | None:
         """Writes the inputs and returns the result of vLLM's `_prepare_inputs`, or returns None if a sequence has more
-        than one token.
+        than one token. The result has the rows with logits, no speculative metadata, and the most tokens that a
+        sequence samples.
 
         `tokens` are the scheduled tokens of each sequence. Every row has logits, so their indices are a slice, which
         selects a view instead of a copy.

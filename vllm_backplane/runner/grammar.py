@@ -13,6 +13,8 @@ import numpy
 import torch
 from vllm.platforms import current_platform
 
+from vllm_backplane.guards import guarded
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -21,15 +23,22 @@ if TYPE_CHECKING:
 _EVERY_TOKEN = -1
 
 
+@guarded(
+    "vllm.v1.structured_output.utils:apply_grammar_bitmask",
+    "vllm.v1.structured_output:StructuredOutputManager.grammar_bitmask",
+    why="the order of the masks is that of the scheduler, and an operator applies them",
+)
 def masks_in_batch_order(
     masks: numpy.ndarray, masked: Sequence[str], batch: Sequence[str], drafts: Mapping[str, Sequence[int]]
 ) -> numpy.ndarray:
     """Returns a mask for every row of logits.
 
     A request has one row for each of its draft tokens and one more. `masks` has the rows of the requests `masked`, in
-    their order; the rows of logits are in the order of `batch`.
+    their order: until vLLM 0.32 one after another, since 0.33 in blocks of as many rows as a request can have. The rows
+    of logits are in the order of `batch`.
     """
     rows = {request: 1 + len(drafts.get(request, ())) for request in batch}
+    without_gaps = len(masks) == sum(1 + len(drafts.get(request, ())) for request in masked)
     first = dict(zip(batch, numpy.cumsum([0, *rows.values()]).tolist(), strict=False))
     result = numpy.full((sum(rows.values()), masks.shape[1]), _EVERY_TOKEN, dtype=numpy.int32)
     place = 0
@@ -37,7 +46,7 @@ def masks_in_batch_order(
         count = 1 + len(drafts.get(request, ()))
         if request in first:
             result[first[request] : first[request] + count] = masks[place : place + count]
-        place += count
+        place += count if without_gaps else len(masks) // len(masked)
     return result
 
 

@@ -20,9 +20,14 @@ from vllm.v1.sample.sampler import Sampler
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BindingError
+from vllm_backplane.guards import guarded
 
 
 class BackplaneTopKTopPSampler(TopKTopPSampler):
+    @guarded(
+        "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.__init__",
+        why="it sets the same attributes and chooses no sampler of a platform",
+    )
     def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs", use_fp64_gumbel: bool = False) -> None:
         # The parent's constructor is not called: it chooses among the samplers of other platforms and prepares their
         # kernels.
@@ -30,6 +35,11 @@ class BackplaneTopKTopPSampler(TopKTopPSampler):
         self.logprobs_mode = logprobs_mode
         self.use_fp64_gumbel = use_fp64_gumbel
 
+    @guarded(
+        "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.forward_native",
+        "vllm.v1.sample.ops.topk_topp_sampler:random_sample",
+        why="operators mask and draw, in the same order and with the same use of generators",
+    )
     def forward(
         self,
         logits: torch.Tensor,
@@ -56,14 +66,26 @@ class BackplaneTopKTopPSampler(TopKTopPSampler):
 
 
 class BackplaneSampler(Sampler):
+    """Draws the next tokens from the logits of a step, with Backplane's operators in the place of vLLM's."""
+
     def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs", use_fp64_gumbel: bool = False) -> None:
         super().__init__(logprobs_mode, use_fp64_gumbel)
         self.topk_topp_sampler = BackplaneTopKTopPSampler(logprobs_mode, use_fp64_gumbel)
 
+    @guarded(
+        "vllm.v1.sample.sampler:Sampler.greedy_sample",
+        why="an operator finds the largest logit",
+    )
     @staticmethod
     def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
         return ops.greedy_argmax.call(logits)
 
+    @guarded(
+        "vllm.v1.sample.sampler:Sampler.apply_penalties",
+        "vllm.v1.sample.ops.penalties:apply_all_penalties",
+        "vllm.v1.sample.ops.penalties:_convert_to_tensors",
+        why="an operator applies the penalties",
+    )
     @staticmethod
     def apply_penalties(
         logits: torch.Tensor, sampling_metadata: SamplingMetadata, output_token_ids: list[list[int]]
@@ -82,12 +104,22 @@ class BackplaneSampler(Sampler):
 
 
 class BackplaneMinPLogitsProcessor(MinPLogitsProcessor):
+    @guarded(
+        "vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor.apply",
+        why="an operator masks tokens below the limit",
+    )
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if self.min_p_count:
             ops.min_p_mask.call(logits, self.min_p)
         return logits
 
 
+@guarded(
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.__init__",
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
+    why="it draws with the sampler that is put in the place of the runner's",
+    feature="speculation",
+)
 def replace_sampler(runner: Any) -> None:
     """Replaces the sampler and the min-p processor of a GPUModelRunner that has not served a request yet.
 
@@ -109,6 +141,10 @@ def replace_sampler(runner: Any) -> None:
     _replace_min_p(runner)
 
 
+@guarded(
+    "vllm.v1.sample.logits_processor.state:LogitsProcessors",
+    why="a processor in its list is replaced",
+)
 def _replace_min_p(runner: Any) -> None:
     # The runner passes this very list on when it rebuilds its batch for the final cache geometry.
     processors = runner.input_batch.logitsprocs.argmax_invariant

@@ -23,6 +23,7 @@ from vllm.logger import init_logger
 from vllm_backplane.device import Device
 from vllm_backplane.device.graph import CapturedCalls
 from vllm_backplane.errors import GraphError, StaleInputError
+from vllm_backplane.guards import guarded
 from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
 from vllm_backplane.ops.operator import operator_named
 from vllm_backplane.ops.resolution import Resolution
@@ -30,6 +31,10 @@ from vllm_backplane.ops.resolution import Resolution
 logger = init_logger("vllm." + __name__)
 
 
+@guarded(
+    "vllm.compilation.cuda_graph:CUDAGraphWrapper",
+    why="its constructor is not called, and graphs of the device are captured and replayed instead",
+)
 class StepGraphs(CUDAGraphWrapper):
     """Wraps the model for the runner: replays a captured decode step, captures a new one, or calls the model."""
 

@@ -18,6 +18,7 @@ import torch
 
 from vllm_backplane import ops
 from vllm_backplane.errors import BindingError, nearest
+from vllm_backplane.guards import guarded
 from vllm_backplane.runner.raw_memory import copy_host_memory
 from vllm_backplane.settings import compat
 from vllm_backplane.settings.releases import INSTALL_SUPPORTED
@@ -25,6 +26,7 @@ from vllm_backplane.settings.releases import INSTALL_SUPPORTED
 Launch = Callable[..., None]
 
 
+@guarded("vllm.v1.worker.block_table:ComputeSlotMappingKernel.kernel", why="an operator replaces the kernel")
 def _slot_mapping(
     *,
     num_tokens: int,
@@ -54,6 +56,11 @@ def _slot_mapping(
     )
 
 
+@guarded(
+    "vllm.v1.spec_decode.utils:eagle_step_slot_mapping_metadata_kernel",
+    why="an operator replaces the kernel",
+    feature="speculation",
+)
 def _eagle_step(
     *,
     positions_ptr: torch.Tensor,
@@ -78,6 +85,11 @@ def _eagle_step(
     )
 
 
+@guarded(
+    "vllm.v1.spec_decode.utils:eagle_prepare_inputs_padded_kernel",
+    why="an operator replaces the kernel",
+    feature="speculation",
+)
 def _eagle_prepare_inputs(
     *,
     cu_num_draft_tokens_ptr: torch.Tensor,
@@ -96,6 +108,11 @@ def _eagle_prepare_inputs(
     )
 
 
+@guarded(
+    "vllm.v1.spec_decode.utils:eagle_prepare_next_token_padded_kernel",
+    why="an operator replaces the kernel",
+    feature="speculation",
+)
 def _eagle_prepare_next_token(
     *,
     sampled_token_ids_ptr: torch.Tensor,
@@ -117,6 +134,11 @@ def _eagle_prepare_next_token(
     )
 
 
+@guarded(
+    "vllm.v1.spec_decode.utils:copy_and_expand_eagle_inputs_kernel",
+    why="an operator replaces the kernel",
+    feature="speculation",
+)
 def _copy_and_expand_eagle_inputs(
     *,
     target_token_ids_ptr: torch.Tensor,
@@ -155,6 +177,11 @@ def _copy_and_expand_eagle_inputs(
     )
 
 
+@guarded(
+    "vllm.v1.spec_decode.utils:copy_and_expand_dflash_inputs_kernel",
+    why="an operator replaces the kernel",
+    feature="speculation",
+)
 def _copy_and_expand_dflash_inputs(
     *,
     next_token_ids_ptr: torch.Tensor,
@@ -198,6 +225,11 @@ def _copy_and_expand_dflash_inputs(
     )
 
 
+@guarded(
+    "vllm.v1.sample.rejection_sampler:rejection_greedy_sample_kernel",
+    why="an operator replaces the kernel",
+    feature="speculation",
+)
 def _rejection_greedy_sample(
     *,
     output_token_ids_ptr: torch.Tensor,
@@ -222,6 +254,11 @@ def _rejection_greedy_sample(
     )
 
 
+@guarded(
+    "vllm.v1.sample.rejection_sampler:rejection_random_sample_kernel",
+    why="an operator replaces the kernel",
+    feature="speculation",
+)
 def _rejection_random_sample(
     *,
     output_token_ids_ptr: torch.Tensor,
@@ -251,6 +288,11 @@ def _rejection_random_sample(
     )
 
 
+@guarded(
+    "vllm.v1.sample.rejection_sampler:expand_kernel",
+    why="an operator replaces the kernel",
+    feature="speculation",
+)
 def _expand(
     *,
     output_ptr: torch.Tensor,
@@ -262,6 +304,11 @@ def _expand(
     ops.expand_to_tokens(output_ptr, input_ptr, cu_num_tokens_ptr, replace_from, replace_to)
 
 
+@guarded(
+    "vllm.v1.sample.rejection_sampler:sample_recovered_tokens_kernel",
+    why="an operator replaces the kernel",
+    feature="speculation",
+)
 def _sample_recovered_tokens(
     *,
     output_token_ids_ptr: torch.Tensor,
@@ -282,6 +329,11 @@ def _sample_recovered_tokens(
     )
 
 
+@guarded(
+    "vllm.v1.worker.mamba_utils:batch_memcpy_kernel",
+    why="a copy on the host replaces the kernel",
+    feature="prefix caching of recurrent layers",
+)
 def _batch_memcpy(*, src_ptrs: torch.Tensor, dst_ptrs: torch.Tensor, sizes: torch.Tensor) -> None:
     copy_host_memory(src_ptrs, dst_ptrs, sizes)
 
@@ -307,6 +359,12 @@ def register() -> None:
     compat.register_kernels({name: launcher(name, replacement) for name, replacement in REPLACEMENTS.items()})
 
 
+@guarded(
+    "vllm.triton_utils.dispatcher:KernelOverride",
+    "vllm.triton_utils.dispatcher:_rebind_kernels",
+    why="launches reach an operator through it, by the names of their arguments",
+    versions=">=0.31",
+)
 def launcher(name: str, replacement: Launch) -> Launch:
     """Returns the function that vLLM calls instead of the kernel `name`: it passes the launch arguments to the
     replacement by name."""

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_backplane import ops
 from vllm_backplane.config import graphs
 from vllm_backplane.device import Device
+from vllm_backplane.guards import guarded, is_switched_off
 from vllm_backplane.layers.mamba import refuse_unsupported_state_layers
 from vllm_backplane.ops import resolution
 from vllm_backplane.runner.decode_inputs import DecodeInputs
@@ -27,7 +28,21 @@ from vllm_backplane.runner.sampler import replace_sampler
 from vllm_backplane.runner.step_graphs import StepGraphs, uncapturable
 
 
+@guarded(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.__init__",
+    why="its sampler, its graphs and its memory are replaced or read",
+    feature="V1 model runner",
+)
+@guarded(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.profile_run",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._kv_cache_spec_attn_group_iterator",
+    why="steps for profiling and warm-up, and the KV caches to zero, come from it",
+    feature="V1 model runner",
+)
 class BackplaneModelRunnerV1(GPUModelRunner):
+    """Runs the steps of a worker: vLLM's V1 model runner with Backplane's decode fast path, step graphs and sampler."""
+
     max_num_tokens: int
     model: Any
     decode_inputs: DecodeInputs | None = None
@@ -73,32 +88,68 @@ class BackplaneModelRunnerV1(GPUModelRunner):
             missing = [] if device.capabilities.capture_computes else uncapturable(model, resolution.frozen() or ())
             has_graphs = graphs.finalize_graphs(config, device, missing)
             self.model = StepGraphs(model, config, device, self.device.index or 0) if has_graphs else model
-        self.decode_inputs = DecodeInputs.create_if_supported(self)
+        self.decode_inputs = None if is_switched_off("decode steps") else DecodeInputs.create_if_supported(self)
         if self.decode_inputs is not None:
             # A late import: it imports every attention backend, and another vLLM may lack what one of them needs.
             from vllm_backplane.runner.decode_metadata import DecodeMetadataCache
 
             self.decode_metadata = DecodeMetadataCache(self)
 
+    @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_input_ids",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._compute_prev_positions",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_cumsum_and_arange",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
+        "vllm.v1.worker.block_table:BlockTable.compute_slot_mapping",
+        "vllm.v1.worker.block_table:BlockTable.commit_block_table",
+        "vllm.v1.worker.block_table:MultiGroupBlockTable.compute_slot_mapping",
+        "vllm.v1.worker.block_table:MultiGroupBlockTable.commit_block_table",
+        why="the buffers of a decode step are written by numpy instead",
+        fast_path="decode steps",
+        versions=">=0.32",
+    )
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         prepared = self.decode_inputs.prepare(num_scheduled_tokens) if self.decode_inputs is not None else None
         self.is_prepared_decode = prepared is not None
         return super()._prepare_inputs(scheduler_output, num_scheduled_tokens) if prepared is None else prepared
 
+    @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding",
+        why="its result is kept for later decode steps",
+        fast_path="decode steps",
+        versions=">=0.32",
+    )
     def _determine_batch_execution_and_padding(self, *args: Any, **sizes: Any) -> Any:
         make = partial(super()._determine_batch_execution_and_padding, *args, **sizes)
         return self.decode_metadata.mode(make, sizes) if self.is_prepared_decode else make()
 
+    @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_slot_mappings",
+        why="its result is kept for later decode steps",
+        fast_path="decode steps",
+        versions=">=0.32",
+    )
     def _get_slot_mappings(self, *args: Any, **sizes: Any) -> Any:
         make = partial(super()._get_slot_mappings, *args, **sizes)
         return self.decode_metadata.slots(make, sizes) if self.is_prepared_decode else make()
 
+    @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
+        why="its result is kept for later decode steps",
+        fast_path="decode steps",
+        versions=">=0.32",
+    )
     def _build_attention_metadata(self, *args: Any, **sizes: Any) -> Any:
         make = partial(super()._build_attention_metadata, *args, **sizes)
         # This is vLLM's last call while it prepares a step. The next forward pass may be no prepared decode step.
         is_prepared, self.is_prepared_decode = self.is_prepared_decode, False
         return self.decode_metadata.attention(make, sizes) if is_prepared else make()
 
+    @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",
+        why="it gets no masks of structured output where an operator has applied them",
+    )
     def sample_tokens(self, grammar_output: Any) -> Any:
         state = self.execute_model_state
         if grammar_output is not None and state is not None and not state.logits.is_cpu:
@@ -108,14 +159,26 @@ class BackplaneModelRunnerV1(GPUModelRunner):
             grammar_output = None  # upstream uses it only to apply the masks
         return super().sample_tokens(grammar_output)
 
+    @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample",
+        why="it gets no generators of requests whose prompt is only partly computed",
+    )
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         with self._generators_of_partial_prefills_removed():
             return super()._sample(*args, **kwargs)
 
+    @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
+        why="it rewinds no generators of requests whose prompt is only partly computed",
+    )
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         with self._generators_of_partial_prefills_removed():
             return super()._bookkeeping_sync(*args, **kwargs)
 
+    @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._to_list",
+        why="tokens that are on the host already are not copied",
+    )
     def _to_list(self, sampled_token_ids: torch.Tensor) -> list[list[int]]:
         """Returns the sampled tokens without upstream's copy to the host if they are on the host already."""
         return sampled_token_ids.tolist() if sampled_token_ids.is_cpu else super()._to_list(sampled_token_ids)
@@ -139,12 +202,24 @@ class BackplaneModelRunnerV1(GPUModelRunner):
         finally:
             generators.update(removed)
 
+    @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sync_device",
+        why="the device of Backplane is synchronized instead",
+    )
     def _sync_device(self) -> None:
         self.backplane_device.synchronize()
 
+    @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._init_kv_zero_meta",
+        why="it prepares addresses for a Triton kernel that is not launched",
+    )
     def _init_kv_zero_meta(self) -> None:
         """Does nothing. Upstream prepares raw addresses for a Triton kernel, and `_zero_block_ids` needs none."""
 
+    @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._zero_block_ids",
+        why="an operator sets KV blocks to zero",
+    )
     def _zero_block_ids(self, block_ids: list[int]) -> None:
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
         for cache in self._caches_to_zero():
@@ -163,6 +238,11 @@ class BackplaneModelRunnerV1(GPUModelRunner):
         return list(found.values())
 
 
+@guarded(
+    "vllm.v1.spec_decode.ngram_proposer:NgramProposer.propose",
+    why="it is called once at the start, to compile its lookup",
+    feature="speculation",
+)
 def _compile_ngram_lookup(runner: BackplaneModelRunnerV1) -> None:
     """Compiles the n-gram lookup of speculative decoding at start-up.
 

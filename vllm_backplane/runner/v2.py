@@ -7,8 +7,15 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_backplane.device import Device
+from vllm_backplane.guards import guarded
 
 
+@guarded(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_run",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.profile_run",
+    why="steps for profiling come from it",
+    feature="V2 model runner",
+)
 class BackplaneModelRunnerV2(GPUModelRunner):
     max_num_tokens: int
 

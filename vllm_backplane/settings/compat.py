@@ -1,19 +1,22 @@
-"""Hides the differences between the supported releases of vLLM (0.30 to 0.32).
+"""Hides the differences between the supported releases of vLLM (0.30 to 0.33).
 
-The functions test whether vLLM has a module, a name or a parameter. Only `has_known_decode_inputs` compares the
-version, because the decode fast path depends on what the runner does with its buffers, which no name shows. All other
-code is written once, for all releases. `NOT_IN_EVERY_RELEASE` lists the names of vLLM that Backplane overrides or uses
-and that some supported release lacks; a test compares the list with the source of each release.
+The functions test whether vLLM has a module, a name or a parameter, and compare no versions. Other code is written
+once, for all releases; at most it reads a single attribute with a default. `NOT_IN_EVERY_RELEASE` lists the names of
+vLLM that Backplane overrides or uses and that some supported release lacks; a test compares the list with the source of
+each release.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
+
+from vllm_backplane.guards import guarded
 
 Launch = Callable[..., None]
 
@@ -43,11 +46,6 @@ def vllm_version() -> str:
     return __version__
 
 
-def has_known_decode_inputs() -> bool:
-    """Returns whether the model runner has the buffers that runner/decode_inputs.py fills."""
-    return vllm_version().startswith("0.32.")
-
-
 def register_kernel_overrides(platform: Any) -> None:
     """Lets the platform replace the runner's Triton kernels. Since 0.31 vLLM does this itself, in every process."""
     from vllm.platforms.interface import Platform
@@ -73,6 +71,15 @@ def expert_weight_names(experts: Any) -> tuple[str, ...]:
     return tuple(getattr(experts, f"ckpt_{part}_name", part) for part in parts)
 
 
+def set_up_environment() -> None:
+    """Sets the environment variables that vLLM's command sets before it parses its arguments."""
+    try:
+        from vllm.entrypoints.common.startup import cli_env_setup  # since vLLM 0.33
+    except ImportError:
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    cli_env_setup()
+
+
 def configure_logging(args: Any) -> None:
     """Applies the logging options of a command line. Before vLLM 0.31 there were only environment variables."""
     import vllm.logger
@@ -82,6 +89,29 @@ def configure_logging(args: Any) -> None:
         configure(args)
 
 
+@guarded(
+    "vllm.platforms.interface:Platform.validate_environ",
+    why="a variable of Backplane is added to the table that it reads",
+)
+@guarded(
+    "vllm.envs:validate_environ",
+    why="a variable of Backplane is added to the table that it reads",
+    versions="<0.31",
+)
+def declare_variables() -> None:
+    """Adds Backplane's VLLM_* variable to vLLM's table; vLLM warns of variables outside of it, or rejects them."""
+    from vllm import envs
+
+    from vllm_patchbay.upstream.versions import VERSION_VARIABLE
+
+    envs.environment_variables[VERSION_VARIABLE] = lambda: os.environ.get(VERSION_VARIABLE)
+
+
+@guarded(
+    "vllm.v1.worker.gpu_worker:Worker._init_workspace_and_model_runner",
+    why="it creates the workspace and the runner",
+    versions=">=0.32",
+)
 def build_runner(worker: Any) -> None:
     """Creates a worker's workspace and model runner. vLLM has a method for it since 0.32; before, it was inlined."""
     if hasattr(type(worker), "_init_workspace_and_model_runner"):
@@ -91,6 +121,23 @@ def build_runner(worker: Any) -> None:
 
     init_workspace_manager(worker.device, 1)
     worker.model_runner = worker._make_model_runner()
+
+
+def unregister_kv_caches() -> None:
+    """Makes a KV connector drop its registration of the KV cache, which is about to be released: since vLLM 0.33."""
+    _call_connector("unregister_kv_caches")
+
+
+def restore_kv_caches() -> None:
+    """Makes a KV connector register the KV cache again: since vLLM 0.33."""
+    _call_connector("restore_kv_caches")
+
+
+def _call_connector(method: str) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if has_kv_transfer_group():
+        getattr(get_kv_transfer_group(), method, lambda: None)()
 
 
 def seed_replica(seed: int, replica: int) -> None:
@@ -130,6 +177,11 @@ class _Launcher:
         return self._launch
 
 
+@guarded(
+    "vllm.model_executor.warmup.jit_warmup_triton_helper:VllmTritonJitKernel._kernel_arg_names",
+    why="kernels that such an object holds are replaced, and its cached names removed",
+    versions="<0.31",
+)
 def _replace_kernel(name: str, launch: Launch) -> None:
     owner_name, _, attribute = name.rpartition(".")
     module_name, _, last = owner_name.rpartition(".")

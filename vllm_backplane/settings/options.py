@@ -238,7 +238,7 @@ OTHER_VARIABLES: dict[str, str] = {
     "BACKPLANE_BUILD_KERNELS": "0 builds the package without its C++ kernels (read by setup.py only)",
     "BACKPLANE_CACHE": "folder for prepared models and for the configuration that vLLM reads of GGUF files; default: "
     "vllm-backplane in the user's cache folder for models, vllm-backplane-USER in the folder for temporary files for "
-    "GGUF configurations",
+    "GGUF configurations. It must belong to you or root, and nobody else may write in it",
     "BACKPLANE_COMMAND": "set by 'vllm-backplane serve' for vLLM's processes: Backplane is their platform, also beside "
     "an accelerator that vLLM serves itself",
     "BACKPLANE_VISIBLE_CARDS": "which cards of a device to use, for devices without a variable of their own",

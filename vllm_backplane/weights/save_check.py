@@ -1,8 +1,8 @@
 """Refuses to save weights whose layout was changed after loading, because no loader could read the file.
 
-vLLM's `save_sharded_state` and `save_tensorized_model` write a model's parameters as they lie in memory. The loaders of
-these files copy them into parameters as they are before weights are processed: packed blocks would be read as rows, or
-quantized codes as weights.
+vLLM's `save_sharded_state` and `save_tensorized_model` write a model's parameters in the layout that they have in
+memory. The loaders of these files copy them into parameters as they are before weights are processed: packed blocks
+would be read as rows, or quantized codes as weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reason_not_to_save(model: torch.nn.Module, config: ModelConfig, method: str)
     else:
         return None
     return (
-        f"{method} writes weights as they lie in memory, and no loader could read them: {why}. Load the original "
+        f"{method} writes weights in this device's layout, and no loader could read them: {why}. Load the original "
         "checkpoint; --load-format backplane_shared and backplane_peer save workers and servers of one host memory and "
         "loading time"
     )

@@ -63,13 +63,22 @@ class Manifest:
     def decode(cls, text: bytes) -> Manifest:
         try:
             content = json.loads(text)
-            tensors = tuple(
-                TensorEntry(str(path), str(dtype), tuple(map(int, shape)), str(digest))
-                for path, dtype, shape, digest in content["tensors"]
-            )
-            return cls(dict(content["description"]), tensors, dict(content["numbers"]))
+            tensors = tuple(_entry(*entry) for entry in content["tensors"])
+            description, scalars = content["description"], content["numbers"]
+            if type(description) is not dict or type(scalars) is not dict:
+                raise TypeError("description and numbers must be objects")
+            return cls(description, tensors, scalars)
         except (ValueError, KeyError, TypeError, RecursionError) as fault:
             raise WireError(f"the peer sent an invalid manifest ({type(fault).__name__}: {fault})") from fault
+
+
+def _entry(path: Any, dtype: Any, shape: Any, digest: Any) -> TensorEntry:
+    """Returns the entry of a tensor. Raises TypeError if a value has another type than this protocol sends."""
+    if type(path) is not str or type(dtype) is not str or type(digest) is not str or type(shape) is not list:
+        raise TypeError("an entry must have a path, a dtype, a list of sizes and a digest")
+    if not all(type(size) is int and size >= 0 for size in shape):
+        raise TypeError(f"the shape of {path[:200]!r} is not a list of sizes")
+    return TensorEntry(path, dtype, tuple(shape), digest)
 
 
 def manifest_digest(text: bytes) -> bytes:

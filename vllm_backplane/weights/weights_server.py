@@ -1,4 +1,4 @@
-"""Offers the weights of a running worker, as they lie in its memory, to a server that is starting."""
+"""Offers the weights of a running worker, in the layout that they have in its memory, to a server that is starting."""
 
 from __future__ import annotations
 

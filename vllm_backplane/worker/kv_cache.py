@@ -16,8 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from vllm_backplane.device import Device
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.guards import guarded
 
 
+@guarded("vllm.v1.worker.utils:allocate_kv_cache", why="its call of torch.zeros is intercepted")
 class KvCacheAllocator(TorchFunctionMode):
     """Allocates vLLM's KV cache tensors through `Device.zeroed_bytes` inside a `with` block, and counts their bytes."""
 

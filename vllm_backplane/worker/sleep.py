@@ -97,6 +97,12 @@ def preserved_parameters(
     return [parameters[name] for name in names]
 
 
+def require_known(tags: Iterable[str]) -> None:
+    """Raises BackplaneError for a tag that sleep mode does not have."""
+    for tag in tags:
+        _checked_tag(tag)
+
+
 def _checked_tag(tag: str) -> str:
     if tag not in TAGS:
         raise BackplaneError(f"sleep mode has no tag {tag!r}; choose among: {', '.join(TAGS)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -32,12 +32,14 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_backplane.distributed.all_or_none import raise_on_reporting_rank, run_all_or_none
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.gguf.file import require_unchanged_files
+from vllm_backplane.gguf.hf_config import QUANTIZATION as GGUF
+from vllm_backplane.guards import guarded, set_drift, use_feature, verify_guards
 from vllm_backplane.kv_offload.connector import connector_of_worker
 from vllm_backplane.lora import validation
 from vllm_backplane.lora.prefetch import AdapterPrefetcher
 from vllm_backplane.ops import resolution
 from vllm_backplane.patches import application
-from vllm_backplane.process.rank_failure import engine_reads, terminate_on_unread_failure
+from vllm_backplane.process.rank_failure import exit_unless_output_rank, is_output_rank
 from vllm_backplane.process.vllm_torch import bind_torch_of_vllm
 from vllm_backplane.runner.factory import make_model_runner
 from vllm_backplane.runner.step_graphs import StepGraphs
@@ -46,6 +48,7 @@ from vllm_backplane.settings import compat
 from vllm_backplane.settings.carried_state import workers_on_host
 from vllm_backplane.weights import missing_weights, save_check
 from vllm_backplane.weights.checkpoint_size import weight_bytes
+from vllm_backplane.weights.load_formats import ALL_SHARED
 from vllm_backplane.weights.weights_server import OfferedWeights
 from vllm_backplane.worker import memory, profiling, sleep
 from vllm_backplane.worker.freeze_operators import freeze_operators
@@ -57,6 +60,11 @@ from vllm_patchbay.patch import Process
 logger = init_logger("vllm." + __name__)
 
 
+@guarded(
+    "vllm.v1.worker.gpu_worker:Worker.__init__",
+    "vllm.v1.worker.gpu_worker:Worker.profile",
+    why="it creates no profiler, and finds one of Backplane",
+)
 class BackplaneWorker(Worker):
     """Runs one rank of an engine on a card of the device."""
 
@@ -78,6 +86,10 @@ class BackplaneWorker(Worker):
 
     # --- start ------------------------------------------------------------------------------------------------
 
+    @guarded(
+        "vllm.v1.worker.gpu_worker:Worker.init_device",
+        why="the device, the process group, the memory budget and the runner are set up here",
+    )
     def init_device(self) -> None:
         """Selects the card, loads and freezes the operators, joins the process group, measures memory, and builds the
         runner."""
@@ -85,6 +97,12 @@ class BackplaneWorker(Worker):
             # Imported objects stay alive, and each garbage collection while memory is measured would scan all of them.
             # The user's own process is not frozen, because its objects belong to the user.
             gc.freeze()
+        set_drift(self.runtime.setting("patch_drift"))
+        verify_guards()
+        if self.speculative_config is not None:
+            use_feature("speculation")
+        if getattr(self.cache_config, "mamba_cache_mode", "none") != "none":
+            use_feature("prefix caching of recurrent layers")
         self.backplane_device.place_worker(self._index_on_host(), self._workers_on_host())
         self.card = self._card()
         self.device = self.backplane_device.torch_device(self.card)
@@ -113,6 +131,7 @@ class BackplaneWorker(Worker):
         self.available_kv_cache_memory_bytes = self._activations = 0  # until they are determined
         logger.info("%s", self.budget.describe())
         compat.build_runner(self)
+        verify_guards()  # of the modules of the runner
 
     def _card(self) -> int:
         """Returns the card of this worker: 0 if all workers share the host's memory, otherwise a card of its own, by
@@ -157,6 +176,10 @@ class BackplaneWorker(Worker):
         else:
             logger.warning("Numeric guard: copies are not checked on device %s: %s.", name, reason)
 
+    @guarded(
+        "vllm.v1.worker.gpu_worker:Worker._make_model_runner",
+        why="it returns a runner of Backplane",
+    )
     def _make_model_runner(self) -> Any:
         return make_model_runner(self.vllm_config, self.device, self.backplane_device)
 
@@ -171,6 +194,7 @@ class BackplaneWorker(Worker):
             self.offered_weights = OfferedWeights(self, address)
         with missing_weights.error_with_remedy():
             super().load_model(load_dummy_weights=load_dummy_weights)
+        verify_guards()  # of the modules that the model has imported
         # vLLM has just set one host thread for serving, which suits only devices whose host merely launches kernels.
         self.backplane_device.prepare_worker(self._workers_on_host())
         self.adapter_prefetcher = AdapterPrefetcher.create_if_supported(self.vllm_config, self.model_runner)
@@ -257,14 +281,14 @@ class BackplaneWorker(Worker):
 
     def _terminating_on_failure(self, operation: str) -> AbstractContextManager[None]:
         """Returns a context that ends this process if it fails on a rank whose exceptions vLLM does not read."""
-        return terminate_on_unread_failure(self.parallel_config, self.rank, operation)
+        return exit_unless_output_rank(self.parallel_config, self.rank, operation)
 
     def _finish_output(self, output: Any) -> Any:
         """Marks failed requests in the output of a step, and returns it.
 
         On a rank whose output vLLM drops, later work waits until the output has been copied to the host.
         """
-        if not engine_reads(self.parallel_config, self.rank):
+        if not is_output_rank(self.parallel_config, self.rank):
             wait_for_output_copy(output)
         return output if self.adapter_prefetcher is None else self.adapter_prefetcher.mark_output(output)
 
@@ -327,14 +351,33 @@ class BackplaneWorker(Worker):
     # --- changes of weights -----------------------------------------------------------------------------------
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self._begin_weight_change()
         super().reload_weights(*args, **kwargs)
-        self._clear_graphs()
-        self._invalidate_old_weights()
+        self._end_weight_change()
+
+    def reset_weights(self) -> None:
+        """Sets all weights to zero. No KV block is saved until other weights are loaded."""
+        load_format = self.vllm_config.load_config.load_format
+        if load_format in ALL_SHARED or self.model_config.quantization == GGUF:
+            kind = "a GGUF file" if self.model_config.quantization == GGUF else f"--load-format {load_format}"
+            raise BackplaneError(
+                f"the weights cannot be set to zero: with {kind} they are mapped from a file, or other servers use "
+                "them too; serve a safetensors checkpoint with the default load format"
+            )
+        self._begin_weight_change()
+        super().reset_weights()
+
+    def start_weight_update(self) -> None:
+        super().start_weight_update()
+        self._begin_weight_change()
+
+    def start_draft_weight_update(self) -> None:
+        super().start_draft_weight_update()
+        self._begin_weight_change()
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
-        self._clear_graphs()
-        self._invalidate_old_weights()
+        self._end_weight_change()
 
     def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
         if save_check.can_be_saved(self, "save_sharded_state"):
@@ -351,16 +394,27 @@ class BackplaneWorker(Worker):
         if isinstance(model, StepGraphs) and model.captures_while_serving:
             model.clear_graphs()
 
-    def _invalidate_old_weights(self) -> None:
-        """Withdraws the weights that this worker offers to peers, and the offloaded KV blocks of the old weights."""
+    def _begin_weight_change(self) -> None:
+        """Withdraws the weights that this worker offers to peers, and discards the offloaded KV blocks. If the change
+        fails, no block is saved until another change succeeds, because nobody knows which weights there are."""
         if self.offered_weights is not None:
             self.offered_weights.invalidate()
         connector = connector_of_worker()
         if connector is not None:
-            connector.weights_changed()
+            connector.begin_weight_change()
+
+    def _end_weight_change(self) -> None:
+        self._clear_graphs()
+        connector = connector_of_worker()
+        if connector is not None:
+            connector.end_weight_change()
 
     # --- memory -----------------------------------------------------------------------------------------------
 
+    @guarded(
+        "vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context",
+        why="memory for sleep is that of the device",
+    )
     @contextmanager
     def _maybe_get_memory_pool_context(self, tag: str) -> Iterator[None]:
         """Allocates the KV cache through the device, and memory that may sleep in the device's pools. Upstream uses
@@ -396,6 +450,10 @@ class BackplaneWorker(Worker):
         if count > self.available_kv_cache_memory_bytes:
             self.budget.kv_cache_bytes(count, self._activations, "--num-gpu-blocks-override")
 
+    @guarded(
+        "vllm.v1.worker.gpu_worker:Worker.sleep",
+        why="memory is released by the device",
+    )
     def sleep(self, level: int = 1) -> None:
         if not self.model_config.enable_sleep_mode:
             return raise_on_reporting_rank(
@@ -412,6 +470,9 @@ class BackplaneWorker(Worker):
     def _fall_asleep(self, level: int) -> None:
         self.backplane_device.synchronize()
         before = self.backplane_device.memory(self.card).free
+        compat.unregister_kv_caches()
+        if level == 2:
+            self._begin_weight_change()
         self.sleeper.sleep(level, self._models(), self._preserved_parameters())
         gc.collect()
         self.backplane_device.empty_cache()
@@ -420,16 +481,37 @@ class BackplaneWorker(Worker):
 
     def _undo_sleep(self, level: int) -> None:
         """Wakes this worker again because it or another one could not sleep."""
-        self.sleeper.wake(None)
+        self._wake(None)
         if level == 2:  # the weights may be lost
             self.reload_weights()
 
+    @guarded(
+        "vllm.v1.worker.gpu_worker:Worker.wake_up",
+        why="memory is restored by the device",
+    )
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Wakes all workers. If one fails, the others stay awake, and a second call wakes the rest."""
-        run_all_or_none(self.parallel_config, self.rank, partial(self.sleeper.wake, tags))
+        run_all_or_none(self.parallel_config, self.rank, partial(self._wake, tags))
 
+    def _wake(self, tags: Iterable[str] | None) -> None:
+        self.sleeper.wake(tags)
+        if tags is None or sleep.KV_CACHE in tags:
+            compat.restore_kv_caches()
+
+    @guarded(
+        "vllm.v1.worker.gpu_worker:Worker.discard",
+        why="memory is released by the device",
+    )
     def discard(self, tags: tuple[str, ...]) -> None:
-        run_all_or_none(self.parallel_config, self.rank, partial(self.sleeper.discard, tags))
+        run_all_or_none(self.parallel_config, self.rank, partial(self._discard, tags))
+
+    def _discard(self, tags: Iterable[str]) -> None:
+        sleep.require_known(tags)
+        if sleep.KV_CACHE in tags:
+            compat.unregister_kv_caches()
+        if sleep.WEIGHTS in tags:
+            self._begin_weight_change()
+        self.sleeper.discard(tags)
 
     def _models(self) -> list[torch.nn.Module]:
         drafter = getattr(getattr(self.model_runner, "drafter", None), "model", None)
@@ -440,6 +522,10 @@ class BackplaneWorker(Worker):
         model, *draft = self._models()
         return sleep.preserved_parameters(patterns, model, draft[0] if draft else None)
 
+    @guarded(
+        "vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+        why="the budget of Backplane decides about the KV cache",
+    )
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
         """Returns the bytes for the KV cache: the budget less the memory of the weights and of a largest step."""
@@ -483,6 +569,12 @@ class BackplaneWorker(Worker):
 
     # --- warm-up ----------------------------------------------------------------------------------------------
 
+    @guarded(
+        "vllm.v1.worker.gpu_worker:Worker._compile_or_warm_up_model",
+        why="the runner of Backplane warms up",
+        versions=">=0.33",
+    )
+    @guarded("vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model", why="the runner of Backplane warms up")
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Warms the runner up. Upstream's warm-up is for kernels that are compiled at run time, and imports CUDA models
         to find them. The kernels here are compiled already, and the profiling run has loaded them."""

@@ -117,10 +117,11 @@ TEST(a_hanging_stream_times_out_and_is_released) {
     config.faults = "hang@launch=attention,nth=2";
     config.sync_timeout_ms = 500;
   });
-  int ran = 0;
+  std::atomic<int> ran{0};
   char* const device = allocate(session.stream, 64);
   CHECK_OK(bpsim_memset_async(session.stream, device, 7, 64));
   for (int i = 0; i < 3; ++i) CHECK_OK(launch(session.stream, "attention", [&ran] { ++ran; }));
+  eventually([&] { return ran.load() == 1; });
   const bpsim_stream other = new_stream();
   const bpsim_event event = new_event();
   CHECK_OK(bpsim_event_record(event, session.stream));
@@ -148,7 +149,7 @@ TEST(a_hanging_stream_times_out_and_is_released) {
   CHECK_OK(bpsim_release_hangs(0));
   CHECK_OK(bpsim_set_sync_timeout(0));
   CHECK_OK(bpsim_card_synchronize(0));
-  CHECK_EQ(ran, 4);
+  CHECK_EQ(ran.load(), 4);
   CHECK_EQ(int(kept[0]), 0);
   CHECK_STATUS(bpsim_release_hangs(5), BPSIM_INVALID, "there is no card 5");
 }
@@ -234,16 +235,16 @@ TEST(a_hang_that_is_over_is_not_told_of_later_work) {
 }
 
 TEST(slow_work_is_no_hang) {
-  Session session([](bpsim_config& config) { config.sync_timeout_ms = 2000; });
-  // Each is far below the time-out, which a busy machine stretches, and three of them are above it.
+  Session session([](bpsim_config& config) { config.sync_timeout_ms = 4000; });
+  // Each is far below the time-out, which a busy machine stretches, and nine of them are above it.
   const auto nap = [] {
-    const timespec time{0, 700000000};
+    const timespec time{0, 500000000};
     nanosleep(&time, nullptr);
   };
   // On one stream while another waits, and within a graph.
   for (int i = 0; i < 3; ++i) CHECK_OK(launch(session.stream, "nap", nap));
   CHECK_OK(bpsim_capture_begin(session.stream, 0));
-  for (int i = 0; i < 3; ++i) CHECK_OK(launch(session.stream, "nap", nap));
+  for (int i = 0; i < 9; ++i) CHECK_OK(launch(session.stream, "nap", nap));
   bpsim_graph graph = 0;
   CHECK_OK(bpsim_capture_end(session.stream, &graph));
   CHECK_OK(bpsim_graph_launch(session.stream, graph));

@@ -136,7 +136,7 @@ def test_a_wrong_command_line_ends_with_status_2(arguments, capsys):
 def test_leaving_is_an_exit_but_for_what_takes_long(status, message, code):
     program = (
         "import atexit\n"
-        "from vllm_backplane.cli.serve import exit_without_teardown\n"
+        "from vllm_backplane.process.fast_exit import exit_without_teardown\n"
         "class Large:\n"
         "    def __del__(self):\n"
         "        print('taken apart')\n"
@@ -333,3 +333,12 @@ class TestModel:
 
     def test_an_unknown_name_is_an_error_with_a_hint(self, capsys):
         assert "did you mean 'minilm'" in refused(capsys, "model", "path", "minlm")
+
+
+def test_the_status_of_a_signal_is_read_from_the_handler_of_a_headless_server() -> None:
+    def signal_handler(signum: int, frame: object) -> None:
+        raise SystemExit
+
+    with pytest.raises(SystemExit) as end:
+        signal_handler(15, None)
+    assert serve._status_of_signal(end.value) == 143

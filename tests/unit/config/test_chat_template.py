@@ -19,11 +19,14 @@ LARGE = "{{ 'x' * 10 ** 11 }}"
 GROWING = (
     "{% set ns = namespace(text='xxxxxxxx') %}{% for a in range(60) %}{% set ns.text = ns.text ~ ns.text %}{% endfor %}"
 )
+IN_PARTS = "{% for part in messages[0]['content'] %}{% if part.type is defined and part.text == 'warmup' %}"
+"""A loop over the parts of the message, in which only parts have a type. Characters of a text have none."""
 
 
 def config(folder: Path | str) -> Any:
     hf_config = SimpleNamespace()
-    return SimpleNamespace(model_config=SimpleNamespace(model=str(folder), tokenizer=None, hf_config=hf_config))
+    names = {"model": str(folder), "tokenizer": None, "tokenizer_revision": None, "hf_token": None}
+    return SimpleNamespace(model_config=SimpleNamespace(**names, hf_config=hf_config))
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +45,23 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
         ("{% generation %}a{% endgeneration %}" + ENDLESS, "takes more than 1 s"),
         ("{{ messages | tojson(ensure_ascii=False) }}" + ENDLESS, "takes more than 1 s"),
         ("{% if messages[0].content == 'warmup' %}" + ENDLESS + "{% endif %}", "takes more than 1 s"),
+        (IN_PARTS + ENDLESS + "{% endif %}{% endfor %}", "takes more than 1 s"),
+        (IN_PARTS + LARGE + "{% endif %}{% endfor %}", "takes more than 1024 MiB"),
+        ("{% if messages[0].content is string %}{{ raise_exception('') }}{% endif %}" + ENDLESS, "takes more than 1 s"),
         ("a" * ((1 << 20) + 1), "has 1048577 characters"),
     ],
-    ids=["endless", "large", "growing", "after generation", "after JSON", "at the warm-up of vLLM", "long"],
+    ids=[
+        "endless",
+        "large",
+        "growing",
+        "after generation",
+        "after JSON",
+        "at the warm-up of vLLM",
+        "endless for parts",
+        "large for parts",
+        "for parts after an error for text",
+        "long",
+    ],
 )
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
 def test_a_template_without_bounds_is_refused(tmp_path: Path, file: str, template: str, expected: str) -> None:
@@ -64,11 +81,50 @@ def test_a_template_without_bounds_is_refused(tmp_path: Path, file: str, templat
         "{% if",
         "{{ strftime_now('%Y') }}{% break %}",
         "{% generation %}",
+        "{{ messages[0].content + '' }}",
+        "{% if messages[0].content is string %}{{ raise_exception('parts only') }}{% endif %}",
     ],
 )
 def test_other_templates_are_left_to_vllm(tmp_path: Path, template: str) -> None:
     (tmp_path / "chat_template.jinja").write_text(template)
     chat_template.require_bounded_template(config(tmp_path))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        ({"tokenizer_config.json": {"pad_token": "<pad>"}}, "pad_token"),
+        ({"tokenizer_config.json": {"mask_token": {"content": "<mask>", "lstrip": True}}}, "mask_token"),
+        ({"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<image>"}}}, "image_token"),
+        ({"special_tokens_map.json": {"sep_token": "<sep>"}}, "sep_token"),
+        ({}, "bos_token"),
+    ],
+    ids=["a text", "an object", "of this tokenizer alone", "in another file", "of the tokenizer's class"],
+)
+def test_a_template_is_rendered_with_the_tokens_of_its_tokenizer(tmp_path: Path, files: Any, name: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text(f"{{% if {name} is defined %}}{LARGE}{{% endif %}}")
+    for file, content in files.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="takes more than 1024 MiB"):
+        chat_template.require_bounded_template(config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "expected"),
+    [
+        ({"bos_token": None, "pad_token": "<pad>"}, {}, {"eos_token": "</s>", "pad_token": "<pad>"}),
+        ({"eos_token": "<a>"}, {"eos_token": "<b>"}, {"bos_token": "<s>", "eos_token": "<b>"}),
+        ({"added_tokens_decoder": {}}, {"pad_token": "<b>"}, {"bos_token": "<s>", "eos_token": "</s>"}),
+        ({"add_bos_token": True, "pad_token": 7}, {}, {"bos_token": "<s>", "eos_token": "</s>"}),
+        ({"extra_special_tokens": ["<a>"]}, [], {"bos_token": "<s>", "eos_token": "</s>"}),
+    ],
+    ids=["taken away", "in both files", "the other file ignored", "no tokens", "without a name"],
+)
+def test_the_tokens_of_a_tokenizer(tmp_path: Path, given: Any, more: Any, expected: dict[str, str]) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(more))
+    assert chat_template.special_tokens(tmp_path) == expected
 
 
 @pytest.mark.process
@@ -100,9 +156,10 @@ def test_the_template_of_a_gguf_file_is_named_after_the_file(tmp_path: Path) -> 
 
 
 def test_pipes_are_not_opened(tmp_path: Path) -> None:
-    for name in ("chat_template.jinja", "tokenizer_config.json"):
+    for name in ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"):
         os.mkfifo(tmp_path / name)
     assert chat_template.templates(tmp_path) == {}
+    assert chat_template.special_tokens(tmp_path) == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", json.dumps({"chat_template": 7}), "[" * 100000])
@@ -111,5 +168,37 @@ def test_damaged_files_are_left_to_vllm(tmp_path: Path, text: str) -> None:
     chat_template.require_bounded_template(config(tmp_path))
 
 
-def test_a_name_on_a_hub_has_no_template_here() -> None:
-    assert chat_template.templates(Path("organization/model")) == {}
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns the only revision of organization/model in a cache of the hub, which cannot be reached."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    stored = tmp_path / "models--organization--model"
+    (stored / "refs").mkdir(parents=True)
+    (stored / "refs" / "main").write_text("0" * 40)
+    snapshot = stored / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    return snapshot
+
+
+@pytest.mark.process
+def test_a_template_of_the_hub_is_checked(hub: Path) -> None:
+    (hub / "chat_template.jinja").write_text(SOUND)
+    chat_template.require_bounded_template(config("organization/model"))
+    (hub / "chat_template.jinja").write_text(LARGE)
+    with pytest.raises(CheckpointError, match=r"the chat template in .*chat_template\.jinja takes more than 1024 MiB"):
+        chat_template.require_bounded_template(config("organization/model"))
+
+
+@pytest.mark.parametrize("name", ["organization/unknown", "not a name//"])
+def test_a_template_that_cannot_be_downloaded_is_reported(
+    name: str, hub: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat_template.require_bounded_template(config(name))
+    assert f"The chat template of {name} is not checked" in caplog.text
+
+
+def test_checkpoints_of_another_hub_are_not_looked_up(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    (hub / "chat_template.jinja").write_text(LARGE)
+    chat_template.require_bounded_template(config("organization/model"))

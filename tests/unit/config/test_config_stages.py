@@ -5,16 +5,30 @@ Refusals that engine arguments reach on the device `cpu` are in tests/e2e/test_s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import CacheConfig, CompilationConfig, CompilationMode, CUDAGraphMode, ParallelConfig, VllmConfig
+from transformers import LlamaConfig
+from vllm.config import (
+    AttentionConfig,
+    CacheConfig,
+    CompilationConfig,
+    CompilationMode,
+    CUDAGraphMode,
+    HiSparseConfig,
+    ParallelConfig,
+    VllmConfig,
+)
 from vllm.config.load import LoadConfig
 from vllm.config.lora import LoRAConfig
+from vllm.config.watermarking import WatermarkConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -111,21 +125,53 @@ def test_the_v2_model_runner_without_triton(monkeypatch: pytest.MonkeyPatch) -> 
         VllmConfig()
 
 
-@pytest.mark.parametrize(
-    ("part", "name", "expected"),
+V2_FEATURES = pytest.mark.parametrize(
+    ("given", "arguments", "expected"),
     [
-        ("attention_config", "hisparse_config", "HiSparse attention .* remove hisparse_config from --attention-config"),
-        (None, "watermark_config", "watermarking needs .* remove --watermark-config"),
+        (
+            lambda: {"attention_config": AttentionConfig(hisparse_config=HiSparseConfig())},
+            lambda: {"attention_config": {"hisparse_config": {}}},
+            "^HiSparse attention .* device 'cpu' has no Triton; remove hisparse_config from --attention-config",
+        ),
+        (
+            lambda: {"watermark_config": WatermarkConfig(key=1)},
+            lambda: {"watermark_config": {"key": 1}},
+            "^watermarking needs .* device 'cpu' has no Triton; remove --watermark-config",
+        ),
     ],
+    ids=["HiSparse", "watermarking"],
 )
-def test_features_of_the_v2_model_runner_alone(part: str | None, name: str, expected: str) -> None:
-    """Tests features for which vLLM ignores or refuses VLLM_USE_V2_MODEL_RUNNER=0, so that is no remedy."""
-    config = VllmConfig()
-    object.__setattr__(getattr(config, part) if part else config, name, object())
+"""Features for which vLLM ignores or refuses VLLM_USE_V2_MODEL_RUNNER=0, so that is no remedy."""
+Make = Callable[[], dict[str, Any]]
+
+
+@V2_FEATURES
+@pytest.mark.parametrize("variable", ["0", "1", None])
+def test_features_of_the_v2_model_runner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None, given: Make, arguments: Make, expected: str
+) -> None:
+    """Tests a server's or a program's arguments; the platform sets the variable to 0."""
+    LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=1).save_pretrained(tmp_path)
+    choose_runner(monkeypatch, variable)
+    made = EngineArgs(model=str(tmp_path), skip_tokenizer_init=True, max_model_len=64, **arguments())
     with pytest.raises(BackplaneError, match=expected):
-        current_platform.apply_config_platform_defaults(config)
+        made.create_engine_config()
+
+
+@V2_FEATURES
+def test_features_of_the_v2_model_runner_in_a_configuration_without_arguments(
+    monkeypatch: pytest.MonkeyPatch, given: Make, arguments: Make, expected: str
+) -> None:
+    choose_runner(monkeypatch, None)  # with 0 vLLM refuses HiSparse before it calls the platform
     with pytest.raises(BackplaneError, match=expected):
-        refusals.refuse_unsupported(config, configured({}))
+        VllmConfig(**given())
+
+
+def choose_runner(monkeypatch: pytest.MonkeyPatch, variable: str | None) -> None:
+    if variable is None:
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    else:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
 
 
 def test_graphs_on_a_device_without_them() -> None:

@@ -169,6 +169,27 @@ def test_a_finalizer_that_runs_while_the_ledger_is_locked(
     assert ledger.unwritten_bytes() == pytest.approx(16 * MIB, abs=8 * MIB)
 
 
+def test_a_finalizer_that_runs_while_the_lock_is_released(
+    ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.reserve(64 * MIB, free=1 << 40, **MESSAGE)
+    close, left = os.close, [32 * MIB, 32 * MIB]
+
+    def close_and_collect(handle: int) -> None:
+        if left:
+            ledger.cancel(left.pop())
+        close(handle)
+        if left:
+            ledger.cancel(left.pop())
+
+    monkeypatch.setattr(memory_ledger.os, "close", close_and_collect)
+    done = threading.Thread(target=ledger.reserve, args=(16 * MIB,), kwargs=MESSAGE, daemon=True)
+    done.start()
+    done.join(60)
+    assert not done.is_alive(), "the finalizer waits for a lock that its thread holds"
+    assert ledger.unwritten_bytes() == pytest.approx(16 * MIB, abs=8 * MIB)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"bytes": "x"}'])
 def test_an_entry_that_cannot_be_read_is_an_error_with_a_remedy(ledger: MemoryLedger, folder: Path, text: str) -> None:
     """Tests damage: the folder belongs to the user alone, so no one else can have written the entry."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from vllm_backplane.device.host_memory import (
     collapse_to_huge_pages,
     control_group_limits,
     drop_unused_storage,
+    process_limits,
     usable_memory,
     without_huge_pages,
 )
@@ -70,6 +72,23 @@ def test_no_control_groups_means_no_limits(tmp_path: Path) -> None:
 def test_the_machine_is_never_overstated() -> None:
     now, machine = usable_memory(), psutil.virtual_memory()
     assert 0 < now.free <= now.total <= machine.total
+
+
+def test_a_limit_of_the_process_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests `ulimit -v` and `ulimit -d`, of which the one that leaves less counts."""
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    limits = {resource.RLIMIT_AS: unlimited, resource.RLIMIT_DATA: unlimited}
+    monkeypatch.setattr(resource, "getrlimit", lambda number: limits[number])
+    assert (process_limits(), usable_memory().left_to_process, usable_memory().limit) == ([], None, "")
+    used = psutil.Process().memory_info().vms
+    limits[resource.RLIMIT_AS] = (used + (1 << 30), resource.RLIM_INFINITY)
+    now = usable_memory()
+    assert now.limit == "ulimit -v"
+    assert now.left_to_process is not None and 0.9 < now.left_to_process / (1 << 30) < 1.1
+    limits[resource.RLIMIT_AS] = (used // 2, resource.RLIM_INFINITY)
+    assert usable_memory().left_to_process == 0
+    limits[resource.RLIMIT_AS], limits[resource.RLIMIT_DATA] = (1 << 60, 1 << 60), (1 << 20, 1 << 20)
+    assert (usable_memory().left_to_process, usable_memory().limit) == (0, "ulimit -d")
 
 
 PEAK = """

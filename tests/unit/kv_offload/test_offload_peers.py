@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -21,7 +22,7 @@ from vllm_backplane.kv_offload.blocks_server import BlockServer
 from vllm_backplane.kv_offload.cache_rows import CacheRows
 from vllm_backplane.kv_offload.metadata import BlockLoad, RequestLoad, StepMetadata
 from vllm_backplane.kv_offload.settings import parse
-from vllm_backplane.kv_offload.slots import MemorySlots
+from vllm_backplane.kv_offload.slots import Bytes, MemorySlots
 from vllm_backplane.kv_offload.store import BlockStore, BlockUnavailable, Outcome
 from vllm_backplane.kv_offload.worker import OffloadWorker
 from vllm_backplane.peering import server as loopback_server
@@ -214,6 +215,38 @@ def test_what_is_under_way_when_weights_change_does_not_count(store: BlockStore)
     assert worker.take_failed_blocks() == {0, 1, 2}
     worker.close()
     relay.close()
+    server.close()
+
+
+def test_a_change_of_weights_ends_the_exchange(store: BlockStore) -> None:
+    """Tests a response during which weights change, and blocks of the new weights are stored under the same keys."""
+    address = free_address()
+    server = BlockServer(address, MODEL, store, silent)
+    found = client(address).fetch(KEYS[:3], SIZE)
+    read = store.read_copy
+    waiting, replaced = threading.Event(), threading.Event()
+
+    def read_second_late(key: bytes) -> tuple[bytes, Bytes]:
+        if key == KEYS[1]:
+            waiting.set()
+            assert replaced.wait(PATIENCE)
+        return read(key)
+
+    store.read_copy = read_second_late  # type: ignore[method-assign]
+    first = next(found)
+    assert waiting.wait(PATIENCE)
+    server.identity = b""
+    store.clear()
+    server.identity = OTHER
+    store.write(KEYS[1], 0, ROWS[3])
+    replaced.set()
+    assert outcomes([first, *found]) == [None, Outcome.MISSING, Outcome.MISSING]
+    new = client(address, OTHER)
+    assert new.count_stored([KEYS[1]]) == 1
+    new.identity = b""
+    assert new.count_stored([KEYS[1]]) == 0
+    [refused] = new.fetch([KEYS[1]], SIZE)
+    assert isinstance(refused, BlockUnavailable) and "are being replaced" in str(refused)
     server.close()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 
 from vllm_backplane.kv_offload.cache_rows import CacheRows
 from vllm_backplane.kv_offload.metadata import StepMetadata
-from vllm_backplane.kv_offload.metrics import WEIGHTS, OffloadStats
 from vllm_backplane.kv_offload.scheduler import OffloadScheduler
 from vllm_backplane.kv_offload.slots import MemorySlots
 from vllm_backplane.kv_offload.store import BlockStore
@@ -182,37 +182,150 @@ def test_of_a_prompt_whose_every_token_is_wanted_nothing_is_loaded(scheduler: Of
     )
 
 
-def test_new_weights_reach_both_sides(scheduler: OffloadScheduler) -> None:
-    """Tests a request that runs while weights change: none of its blocks may be stored under the new weights."""
+@pytest.fixture
+def worker() -> Iterator[OffloadWorker]:
     cache = torch.zeros(8, 16)
     store = BlockStore(MemorySlots(8, cache[0].nbytes))
-    worker = OffloadWorker(CacheRows([cache], 8), store, None, lambda _text: None)
+    made = OffloadWorker(CacheRows([cache], 8), store, None, lambda _text: None)
+    yield made
+    made.close()
+
+
+def execute(worker: OffloadWorker, metadata: StepMetadata) -> int | None:
+    """Runs a step on the worker, and returns the first step with the present weights as the worker reports it."""
+    worker.begin_step(metadata)
+    worker.save_blocks(metadata)
+    return worker.weights_since
+
+
+def stored(worker: OffloadWorker, metadata: StepMetadata) -> int:
+    return worker.store.count_stored([save.key for save in metadata.saves])
+
+
+def replace_weights(worker: OffloadWorker) -> None:
+    worker.begin_weight_change()
+    worker.end_weight_change()
+
+
+def test_new_weights_reach_both_sides(scheduler: OffloadScheduler, worker: OffloadWorker) -> None:
+    """Tests a request that runs while weights change: none of its blocks may be stored under the new weights."""
     one = request("a", range(12))
     first = run(scheduler, request("before", range(20, 30)), [4, 5, 6])
-    worker.begin_step(first)
-    worker.save_blocks(first)
+    assert execute(worker, first) == 0
+    assert stored(worker, first) == 2
     assert scheduler.num_matched_tokens(one, 0) == 0
     planned = step(scheduler, [(one, [1, 2, 3], 0, 8)])
-    worker.weights_changed()
-    assert saved(planned) == [1, 2]
-    worker.begin_step(planned)
-    worker.save_blocks(planned)  # planned before the scheduler knew
+    assert execute(worker, planned) == 0
+    replace_weights(worker)
     late = go_on(scheduler, "a", 8, 4, [])
-    worker.begin_step(late)
-    worker.save_blocks(late)
-    assert store.count_stored([save.key for save in (*first.saves, *planned.saves, *late.saves)]) == 0
-    assert worker.take_counts() == {"stored": 2}
-    stats = OffloadStats({WEIGHTS: worker.weights}).aggregate(OffloadStats({WEIGHTS: worker.weights, "stored": 1}))
-    assert stats.data == {WEIGHTS: 1, "stored": 1}, "two workers report one change"
-    assert stats.reduce() == {"blocks stored": 1}
-    scheduler.set_weights(stats.data[WEIGHTS])
+    assert saved(late) == [3], "it was planned before the scheduler knew"
+    since = execute(worker, late)
+    assert (since, late.number) == (3, 3)
+    assert [stored(worker, metadata) for metadata in (first, planned, late)] == [0, 0, 0]
+    scheduler.set_weights(since)
     assert saved(go_on(scheduler, "a", 12, 1, [])) == []
     assert scheduler.num_matched_tokens(request("again", range(20, 30)), 0) == 0, "it was computed with other weights"
-    new = run(scheduler, request("b", range(12)), [1, 2, 3])
-    assert (saved(new), new.weights) == ([1, 2, 3], 1)
-    worker.begin_step(new)
-    worker.save_blocks(new)
-    assert store.count_stored([save.key for save in new.saves]) == 3
-    scheduler.set_weights(1)
+    new = run(scheduler, request("b", range(12)), [4, 5, 6])
+    assert saved(new) == [4, 5, 6]
+    assert execute(worker, new) == since
+    assert stored(worker, new) == 3
+    scheduler.set_weights(since)
     assert scheduler.num_matched_tokens(request("c", range(12)), 0) == 8, "a report of known weights changes nothing"
-    worker.close()
+
+
+def test_nothing_is_saved_while_weights_are_replaced(scheduler: OffloadScheduler, worker: OffloadWorker) -> None:
+    worker.begin_weight_change()
+    during = [run(scheduler, request("a", range(8)), [1, 2])]
+    scheduler.set_weights(execute(worker, during[0]))
+    during.append(run(scheduler, request("b", range(20, 28)), [3, 4]))
+    assert execute(worker, during[1]) is None
+    assert [stored(worker, metadata) for metadata in during] == [0, 0]
+    assert saved(during[1]) == [], "the scheduler knows"
+    worker.end_weight_change()
+    after = step(scheduler)
+    assert execute(worker, after) == after.number
+    scheduler.set_weights(after.number)
+    assert saved(step(scheduler, [(request("c", range(8)), [1, 2], 8, 1)])) == []
+
+
+def test_what_the_first_step_with_new_weights_computed_is_saved(
+    scheduler: OffloadScheduler, worker: OffloadWorker
+) -> None:
+    """Tests blocks that the worker did not save, because the scheduler planned them before it knew the new weights."""
+    replace_weights(worker)
+    one = request("a", range(8))
+    early = run(scheduler, one, [1, 2])
+    scheduler.set_weights(execute(worker, early))
+    assert stored(worker, early) == 0
+    again = go_on(scheduler, "a", 8, 1, [3])
+    execute(worker, again)
+    assert (saved(again), stored(worker, again)) == ([1, 2], 2)
+
+
+def begin(scheduler: OffloadScheduler, name: str, tokens: Sequence[int], blocks: list[int], found: int) -> list[int]:
+    """Computes a prompt of which vLLM's prefix cache has the first `found` tokens. Returns the saved blocks."""
+    one = request(name, tokens)
+    scheduler.num_matched_tokens(one, found)
+    return saved(step(scheduler, [(one, blocks, found, one.num_tokens - found)]))
+
+
+def test_old_blocks_in_the_prefix_cache_are_not_saved(
+    scheduler: OffloadScheduler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests that neither old blocks which vLLM finds are saved, nor what is computed after them."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    begin(scheduler, "old", range(8), [1, 2], 0)
+    begin(scheduler, "also old", range(50, 54), [6], 0)
+    step(scheduler)
+    scheduler.set_weights(3)
+    assert begin(scheduler, "a", range(13), [1, 2, 3, 4], 8) == []
+    assert begin(scheduler, "b", range(13), [1, 2, 3, 5], 12) == [], "its third block was computed after old ones"
+    assert caplog.text.count("reset_prefix_cache") == 1
+    assert begin(scheduler, "c", range(13), [4, 5, 6, 7], 0) == [4, 5, 6], "it depends on nothing old"
+    assert begin(scheduler, "d", [*range(12), 99, 98, 97, 96], [4, 5, 6, 0], 12) == [0], "it found new blocks"
+
+
+def test_a_block_that_is_found_in_part_may_be_old(scheduler: OffloadScheduler) -> None:
+    assert begin(scheduler, "a", range(8), [1, 2], 2) == [1, 2], "there have been no other weights"
+    step(scheduler)
+    scheduler.set_weights(2)
+    assert begin(scheduler, "b", range(20, 28), [3, 4], 0) == [3, 4]
+    assert begin(scheduler, "c", [*range(20, 26), 9, 9], [3, 5], 6) == [], "vLLM copied the second from another block"
+
+
+def test_requests_without_offload_pass_on_what_is_old(scheduler: OffloadScheduler) -> None:
+    """Tests a request with an image, whose text before the image other requests may find."""
+    begin(scheduler, "old", range(8), [1, 2], 0)
+    scheduler.set_weights(2)
+    pictured = request("pictured", range(12), mm_features=["an image"])
+    step(scheduler, [(pictured, [1, 2, 3], 8, 4)])
+    go_on(scheduler, "pictured", 12, 4, [4])
+    assert begin(scheduler, "a", [*range(16), 1], [1, 2, 3, 4, 5], 16) == []
+    scheduler.request_finished("pictured")
+    clean = request("clean", range(12), mm_features=["an image"])
+    step(scheduler, [(clean, [5, 6, 7], 0, 12)])
+    assert begin(scheduler, "b", range(13), [5, 6, 7, 1], 12) == [5, 6, 7]
+
+
+def test_a_request_that_is_computed_again_is_saved(scheduler: OffloadScheduler) -> None:
+    """Tests a request that ran with other weights and was preempted, as a reset of the prefix cache does."""
+    one = request("a", range(8))
+    assert scheduler.num_matched_tokens(one, 0) == 0
+    step(scheduler, [(one, [1, 2], 0, 4)])
+    scheduler.set_weights(2)
+    assert saved(go_on(scheduler, "a", 4, 4, [])) == []
+    assert scheduler.num_matched_tokens(one, 0) == 0
+    assert saved(go_on(scheduler, "a", 0, 8, [1, 2], resumed=True)) == [1, 2]
+
+
+def test_blocks_that_were_loaded_are_as_new_as_their_load(scheduler: OffloadScheduler) -> None:
+    begin(scheduler, "old", range(12), [1, 2, 3], 0)
+    scheduler.set_weights(2)
+    begin(scheduler, "new", range(12), [4, 5, 6], 0)
+    load(scheduler, request("a", [*range(8), 7, 7, 7, 7, 7]), [1, 2, 7, 8])
+    scheduler.finish_loads(["a"])
+    one = request("a", [*range(8), 7, 7, 7, 7, 7])
+    assert saved(step(scheduler, [(one, [1, 2, 7, 8], 8, 5)])) == [7]
+    load(scheduler, request("b", range(13)), [4, 5, 6, 8])
+    scheduler.set_weights(scheduler._metadata.number)
+    assert saved(step(scheduler, [(request("b", range(13)), [4, 5, 6, 8], 12, 1)])) == [], "loaded with other weights"

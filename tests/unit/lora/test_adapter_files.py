@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_backplane.lora.adapter_files import CONFIG, UnusableFiles, require_loadable
+from vllm_backplane.lora.adapter_files import CONFIG, WEIGHTS, UnusableFiles, require_loadable
 
 MAX_RANK = 16
 
@@ -26,6 +26,7 @@ def adapter(folder: Path, **config: Any) -> str:
         {},
         {"rank_pattern": None, "alpha_pattern": {}},
         {"rank_pattern": {"q_proj": 16, r"^model\.layers\.\d\.self_attn\..*$": 4, "layers.0.mlp|lm_head": 1}},
+        {"rank_pattern": {r"layers\.\d+\.self_attn\.(q|k|v)_proj": 4, r"layers\.[0-7]\.(?:mlp|attn)": 8}},
         {"lora_alpha": 0.5},
         {"lora_alpha": -16},
     ],
@@ -52,13 +53,59 @@ def test_what_is_not_there_is_left_to_vllm(tmp_path: Path) -> None:
         ({"rank_pattern": {"q_proj": 17}}, "the rank 17 for 'q_proj', and ranks from 1 to 16 are served"),
         ({"rank_pattern": {"q_proj": 1.5}}, "the rank 1.5"),
         ({"rank_pattern": {"(a+)+$": 4}}, "not a pattern of module names"),
-        ({"alpha_pattern": {"(.*)*": 4}}, "alpha_pattern .* not a pattern of module names"),
-        ({"rank_pattern": {"q" * 300: 4}}, "not a pattern of module names"),
+        ({"alpha_pattern": {"(.*)*": 4}}, "not a pattern of module names"),
+        ({"rank_pattern": {"q" * 1001: 4}}, "more than 1000 characters"),
+        ({"rank_pattern": {"(": 4}}, "not a pattern of module names"),
+        (
+            {"rank_pattern": {f"layers.{place}": 4 for place in range(501)}},
+            "501 patterns of module names, more than 500",
+        ),
     ],
 )
 def test_unsound_values_are_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnusableFiles, match=message):
         require_loadable(adapter(tmp_path, **config), MAX_RANK)
+
+
+def names(*modules: str) -> bytes:
+    """Returns the header of a safetensors file with both factors of the modules."""
+    text = json.dumps({f"base_model.model.{module}.lora_{letter}.weight": {} for module in modules for letter in "AB"})
+    return len(text).to_bytes(8, "little") + text.encode()
+
+
+MODULES = names(*(f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(80) for name in "qkvo"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "contents", "accepted"),
+    [
+        (r".*\.self_attn\..*", MODULES, True),
+        (r"layers\.\d+\.self_attn\.(q|k|v)_proj", MODULES, True),
+        (r"layers\.[0-7]\.(?:mlp|attn)", MODULES, True),
+        (".*" * 20 + "x", MODULES, False),
+        ("(.|.)" * 39 + "Z", MODULES, False),
+        ("(|.)" * 49 + "Z", MODULES, False),
+        (r".*x.*", names("x." * 8000), False),
+        (".*q_proj", b"\xff" * 20, False),
+        (".*q_proj", b"", False),
+    ],
+)
+def test_patterns_that_take_long_are_refused(tmp_path: Path, pattern: str, contents: bytes, accepted: bool) -> None:
+    folder = adapter(tmp_path, rank_pattern={pattern: 4})
+    require_loadable(folder, MAX_RANK)  # without weights, which vLLM reports
+    (tmp_path / WEIGHTS[0]).write_bytes(contents)
+    if accepted:
+        require_loadable(folder, MAX_RANK)
+    else:
+        with pytest.raises(UnusableFiles, match=r"may take very long to match|require a readable"):
+            require_loadable(folder, MAX_RANK)
+
+
+def test_patterns_need_names_that_can_be_listed(tmp_path: Path) -> None:
+    folder = adapter(tmp_path, alpha_pattern={"q_proj": 4})
+    (tmp_path / WEIGHTS[1]).write_bytes(b"a pickle")
+    with pytest.raises(UnusableFiles, match=r"require a readable adapter_model\.safetensors"):
+        require_loadable(folder, MAX_RANK)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{", "[" * 100_000, "\xff"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from vllm_backplane.lora.validation import mismatches
+from vllm_backplane.lora.validation import mismatches, rank_mismatches
 
 
 class Layer(torch.nn.Module):
@@ -77,3 +82,27 @@ def test_a_layer_that_the_model_lacks_is_reported(model: torch.nn.Module, name: 
 )
 def test_what_another_stage_has_or_the_user_left_out_is_not(model: torch.nn.Module, name: str, more: Any) -> None:
     assert reported(model, name, **more) == []
+
+
+@pytest.mark.skipif(
+    "rank_pattern" not in {field.name for field in dataclasses.fields(PEFTHelper)}, reason="patterns: since vLLM 0.32"
+)
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ({}, []),
+        ({r"layers\.0\.q": 4}, []),
+        ({"q": 4}, ["layers.1.q: lora_A has the rank 8, but rank_pattern in adapter_config.json requires 4"]),
+        ({"v": 8}, ["layers.0.q: lora_A has the rank 4, but rank_pattern in adapter_config.json requires 8"]),
+    ],
+)
+def test_a_layer_has_the_rank_of_its_pattern(tmp_path: Path, patterns: dict[str, int], expected: list[str]) -> None:
+    """vLLM scales a layer by the rank of the description, so that another rank of its tensors changes the outputs."""
+    config = {"r": 8, "lora_alpha": 16, "target_modules": ["q"], "rank_pattern": patterns}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {}
+    for name, rank in (("layers.0.q", 4), ("layers.1.q", 8)):
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.ones(rank, 16)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.ones(16, rank)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    assert list(rank_mismatches(str(tmp_path))) == expected

@@ -12,8 +12,10 @@ import sys
 import threading
 import tomllib
 import zipfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from packaging.requirements import Requirement
 
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.models import bundled, cache_folder, damage, find, models, obtain, prepared_folder
+from vllm_backplane.models import cache as models_cache
 from vllm_backplane.models.cache import MANIFEST
 from vllm_backplane.models.package import fetch, sha256
 
@@ -468,3 +471,133 @@ class TestMiniLM:
                 vectors.append(mean / np.linalg.norm(mean))
         assert vectors[0].shape == (384,)
         assert vectors[0] @ vectors[1] > 0.5 > 0.2 > vectors[0] @ vectors[2]
+
+
+BOTH_FOLDERS = pytest.mark.parametrize("folder", [models_cache.derived_folder, models_cache.cache_folder])
+
+
+@BOTH_FOLDERS
+@pytest.mark.parametrize("mode", [0o1777, 0o775, 0o757, 0o2770])
+def test_a_cache_in_which_other_users_can_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Callable[[], Path], mode: int
+) -> None:
+    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path))
+    tmp_path.chmod(mode)
+    with pytest.raises(BackplaneError, match=rf"cannot be trusted.*run 'chmod go-w {tmp_path}'"):
+        folder()
+    tmp_path.chmod(0o755)
+    assert folder() == tmp_path
+
+
+@BOTH_FOLDERS
+def test_a_cache_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Callable[[], Path]
+) -> None:
+    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path))
+    tmp_path.chmod(0o755)
+    owned_by(monkeypatch, tmp_path, 4321)
+    with pytest.raises(BackplaneError, match=rf"{tmp_path} .*belongs to another user \(uid 4321\).* of your own"):
+        folder()
+    owned_by(monkeypatch, tmp_path, 0)
+    assert folder() == tmp_path
+
+
+@BOTH_FOLDERS
+def test_a_cache_behind_a_link_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Callable[[], Path]
+) -> None:
+    """The other user may lead the link elsewhere later."""
+    link = tmp_path / "link"
+    (tmp_path / "cache").mkdir(mode=0o755)
+    link.symlink_to("cache")
+    monkeypatch.setenv("BACKPLANE_CACHE", str(link))
+    assert folder() == link
+    owned_by(monkeypatch, link, 4321)
+    with pytest.raises(BackplaneError, match="belongs to another user"):
+        folder()
+
+
+def test_other_users_cannot_write_in_what_is_made_whatever_the_umask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path / "cache"))
+    before = os.umask(0)
+    try:
+        made = models_cache.derived_folder() / "gguf" / "made"
+        models_cache.create(made)
+        (made / "below").mkdir()
+        (made / "below" / "file").touch()
+        models_cache.close_to_others(made)
+    finally:
+        os.umask(before)
+    paths = [made, made.parent, made.parent.parent, *made.rglob("*")]
+    assert len(paths) == 5
+    assert not [path for path in paths if path.stat().st_mode & 0o022]
+
+
+def owned_by(monkeypatch: pytest.MonkeyPatch, path: Path, owner: int) -> None:
+    """Lets a path, not the target of a link, seem to belong to a user: only root could give it away."""
+    genuine = os.lstat(path)
+    seeming = os.stat_result((*genuine[:4], owner, *genuine[5:]))
+
+    def stat(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        is_meant = self == path and (not follow_symlinks or not os.path.islink(path))
+        return seeming if is_meant else os.stat(self, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", stat)
+
+
+@pytest.fixture
+def shared_group() -> Iterator[None]:
+    """Sets the umask of systems on which each user has a group, where new folders are writable for the group."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("shared_group")
+def test_a_new_cache_can_be_written_by_its_user_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "new" / "cache"
+    monkeypatch.setenv("BACKPLANE_CACHE", str(cache))
+    for _ in range(2):
+        assert models_cache.derived_folder() == cache
+    assert [folder.stat().st_mode & 0o777 for folder in (cache.parent, cache)] == [0o755, 0o755]
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("shared_group")
+def test_the_folder_of_models_can_be_written_by_its_user_only(tiny: Tiny) -> None:
+    for _ in range(2):
+        obtain("tiny")
+    assert [folder.stat().st_mode & 0o777 for folder in (cache_folder(), cache_folder() / "models")] == [0o755, 0o755]
+
+
+def test_a_cache_that_another_user_makes_meanwhile_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_folder()
+    genuine = Path.mkdir
+
+    def mkdir(self: Path, *given: Any, **more: Any) -> None:
+        if self == cache:
+            genuine(self)
+            self.chmod(0o777)
+        genuine(self, *given, **more)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(BackplaneError, match="other users can write"):
+        obtain("tiny")
+
+
+def test_a_cache_that_cannot_be_created_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("BACKPLANE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(BackplaneError, match=r"cannot create .*file/cache \(BACKPLANE_CACHE\).* to a writable folder"):
+        models_cache.derived_folder()
+
+
+def test_a_lock_is_no_link(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("kept")
+    (tmp_path / "lock").symlink_to(target)
+    with pytest.raises(BackplaneError, match=r"cannot open .*lock"), models_cache._exclusive(tmp_path / "lock", print):
+        pass
+    assert target.read_text() == "kept"

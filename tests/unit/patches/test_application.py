@@ -9,6 +9,7 @@ import pytest
 
 from tests import programs
 from tests.environment import AT_START
+from vllm_backplane.settings.releases import NEWEST
 from vllm_patchbay.patch import take_fingerprint
 from vllm_patchbay.upstream import SymbolIndex, installed_tree
 
@@ -23,6 +24,11 @@ current_platform.validate_environ(True)
 from vllm_backplane.patches import application
 print(type(current_platform).__name__, application.session().version, sorted(application.session().verdicts))
 """
+
+
+SERIES = f"0.{NEWEST.series[1] + 1}"
+LATER = f"{SERIES}.0"
+"""A release after the newest one that is supported."""
 
 
 def _start(program: str = START, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -40,13 +46,15 @@ def test_the_version_variable_decides_and_vllm_accepts_it() -> None:
 
 
 def test_a_version_that_was_not_examined_stops_the_start_with_a_remedy() -> None:
-    done = _start(VLLM_VERSION="0.33.0")
+    done = _start(VLLM_VERSION=LATER)
     assert done.returncode != 0
-    assert "patch serve_http: it is for vLLM >=0.30,<0.33, and whether 0.33.0 needs it has not been" in done.stderr
-    assert "Install vLLM >=0.30,<0.33" in done.stderr
+    assert (
+        f"patch serve_http: it is for vLLM >=0.30,<{SERIES}, and whether {LATER} needs it has not been" in done.stderr
+    )
+    assert f"Install vLLM >=0.30,<{SERIES}" in done.stderr
     assert "set BACKPLANE_PATCH_DRIFT=warn" in done.stderr
-    done = _start(VLLM_VERSION="0.33.0", BACKPLANE_PATCH_DRIFT="warn")
-    assert done.stdout.split()[:2] == ["BackplanePlatform", "0.33.0"], done.stderr[-2000:]
+    done = _start(VLLM_VERSION=LATER, BACKPLANE_PATCH_DRIFT="warn")
+    assert done.stdout.split()[:2] == ["BackplanePlatform", LATER], done.stderr[-2000:]
 
 
 WORKER = """

@@ -5,10 +5,13 @@ tests/unit/settings/test_explicit_arguments.py shows its purpose.
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+from vllm.config import AttentionConfig, HiSparseConfig, VllmConfig
 
 from vllm_backplane.patches.platform.patch_arg_utils import (
     _set_default_chunked_prefill_and_prefix_caching_args as patch,
@@ -25,7 +28,7 @@ def test_it_fits_the_installed_vllm() -> None:
 
 
 def test_it_records_before_the_original_fills_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: Any = SimpleNamespace(async_scheduling=True, enable_prefix_caching=None)
+    given: Any = SimpleNamespace(async_scheduling=True, enable_prefix_caching=None, attention_config=None)
 
     def fill_in(arguments: Any, model: str) -> None:
         assert model == "the model's configuration"
@@ -35,6 +38,13 @@ def test_it_records_before_the_original_fills_in(monkeypatch: pytest.MonkeyPatch
     patch.replacement(given, "the model's configuration")
     assert given.enable_prefix_caching is True
     assert take_recorded() == {"async_scheduling": True}
+
+
+def test_vllm_alone_refuses_hisparse_with_advice_about_a_variable_that_no_user_has_set() -> None:
+    """Shows the reason for the refusal. If this fails, vLLM calls the platform earlier, and its hook suffices."""
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0", "set by the platform"
+    with pytest.raises(ValidationError, match="remove VLLM_USE_V2_MODEL_RUNNER=0"):
+        VllmConfig(attention_config=AttentionConfig(hisparse_config=HiSparseConfig()))
 
 
 def test_vllm_alone_does_not_distinguish_explicit_arguments() -> None:

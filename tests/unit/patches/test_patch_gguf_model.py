@@ -10,10 +10,13 @@ from vllm_patchbay.patch import Outcome, verify
 from vllm_patchbay.upstream import SymbolIndex, installed_tree
 
 APPLY_AND_UNDO = """
+from vllm_backplane.patches import application
 from vllm_backplane.patches.platform.patch_gguf_model import maybe_override_with_speculators
 from vllm_patchbay.patch import PatchSession, PatchSet
 from vllm_patchbay.patch.rebinding import find_target
 
+find_target(maybe_override_with_speculators)  # this import may choose the platform, which applies the patch
+application.session().undo()
 session = PatchSession.for_installed_vllm()
 owner, attribute, before = find_target(maybe_override_with_speculators)
 session.apply(PatchSet((maybe_override_with_speculators,)), maybe_override_with_speculators.process)

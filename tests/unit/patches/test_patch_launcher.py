@@ -51,6 +51,7 @@ def unpatched() -> Any:
 @pytest.fixture
 def patched(unpatched: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(serve_http, "original", unpatched)
+    monkeypatch.setattr(patch_launcher, "exit_with_status_of_signals", lambda: None)  # it is for the whole process
     return serve_http.replacement
 
 
@@ -92,10 +93,21 @@ def serve(function: Any, engine: Engine, event: Any) -> None:
                 except httpx.TransportError:
                     await asyncio.sleep(0.05)
 
+    ends: list[SystemExit] = []
+
+    async def end() -> None:
+        try:
+            await main()
+        except SystemExit as fault:
+            # A task would keep it, and asyncio would print it in some later test, when the task is destroyed.
+            ends.append(fault)
+
     async def limited() -> None:
-        await asyncio.wait_for(main(), DEADLINE)
+        await asyncio.wait_for(end(), DEADLINE)
 
     asyncio.run(limited())
+    if ends:
+        raise ends[0]
 
 
 def interrupt() -> None:

@@ -14,6 +14,7 @@ from vllm_backplane.process.vllm_torch import HostEvent, View
 
 SNAPSHOT = """
 import json, sys, torch
+import torch._dynamo  # it replaces torch.manual_seed itself
 
 def attributes():
     modules = {"torch": torch, "torch.cuda": torch.cuda, "torch.accelerator": torch.accelerator, "torch.cpu": torch.cpu}

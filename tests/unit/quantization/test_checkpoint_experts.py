@@ -130,3 +130,23 @@ def test_experts_are_not_made_without_a_checkpoint(case: str) -> None:
     )
     with set_current_vllm_config(dummy), pytest.raises(BackplaneError, match=message):
         experts(configured(config))
+
+
+@pytest.mark.parametrize(
+    "group_index",
+    [torch.zeros(FAN_IN - 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(FAN_IN)],
+    ids=["too short", "empty", "not integers"],
+)
+def test_a_damaged_group_index_of_an_expert_is_rejected(group_index: torch.Tensor) -> None:
+    layer = experts(configured({**made.GPTQ, "desc_act": True})).routed_experts
+    stored = made.gptq(FAN_IN, 128, 4, 32)
+    stored.tensors["g_idx"] = group_index
+    with pytest.raises(CheckpointError, match=rf"g_idx of shape .* and {FAN_IN} integers are required"):
+        load_expert(layer, 0, "w1", stored)
+
+
+def test_codes_of_an_expert_that_are_no_words_are_rejected() -> None:
+    stored = made.awq(FAN_IN, 128, 4, 32)
+    stored.tensors["qweight"] = stored.tensors["qweight"].float()
+    with pytest.raises(CheckpointError, match=r"qweight of type torch\.float32 .* int32 is required"):
+        load_expert(experts(configured(made.AWQ)).routed_experts, 0, "w1", stored)

@@ -43,7 +43,7 @@ from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.layers import layerwise_loading
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.quantization import packed_parameters
-from vllm_backplane.quantization.checkpoint import layer_loading
+from vllm_backplane.quantization.checkpoint import linear_method
 from vllm_backplane.quantization.checkpoint.awq import WORD_ORDER as AWQ_WORD_ORDER
 from vllm_backplane.quantization.checkpoint.repacking import (
     PackedWords,
@@ -288,20 +288,20 @@ def test_a_short_order_is_rejected() -> None:
         load(layer, stored)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("case", CASES)
 def test_scales_that_are_no_numbers_are_rejected(case: str, value: float) -> None:
     config, make = CASES[case]
     layer = RowParallelLinear(FAN_IN, 72, bias=False, quant_config=configured(config), prefix="layers.3.down")
     stored = make(72, 1)
     [scales] = [tensor for name, tensor in stored.tensors.items() if name.endswith(("scales", "weight_scale"))]
-    scales.view(-1)[-1] = value
+    scales.view(-1)[-1] = value  # 1e30 is infinite in float16
 
     def use() -> None:
         load(layer, stored)
         finish(layer)
 
-    with pytest.raises(CheckpointError, match=r"scales of layers\.3\.down have NaN or infinite values; download"):
+    with pytest.raises(CheckpointError, match=r"scales of layers\.3\.down have NaN, infinite or very large values"):
         use()
 
 
@@ -317,6 +317,43 @@ def test_a_config_without_numbers_is_rejected(config: Mapping[str, Any], name: s
 def test_a_rule_without_numbers_is_rejected(rule: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="not an integer other than 0; download"):
         configured(made.GPTQ, dynamic={"+:.*down.*": rule})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dynamic": []}, {"dynamic": {"+:.*down.*": [1]}}, {"dynamic": 5}],
+    ids=str,
+)
+def test_a_config_of_other_types_is_rejected(changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="quantization config of this checkpoint cannot be used"):
+        RowParallelLinear(FAN_IN, 24, bias=False, quant_config=configured(made.GPTQ, **changes), prefix="layers.down")
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        (made.GPTQ, {"dynamic": {"+:(.*)*x": {"bits": 8}}}),
+        (made.GPTQ, {"dynamic": {"+:(": {"bits": 8}}}),
+        (made.compressed(4, 32), {"ignore": ["re:" + ".?" * 40 + "Z"]}),
+        (made.compressed(4, 32), {"ignore": ["re:" + ".*" * 20 + "x"]}),
+    ],
+)
+def test_patterns_that_take_very_long_are_rejected(config: Mapping[str, Any], changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"may take very long to match|has no bound"):
+        configured(config, **changes)
+
+
+def test_published_patterns_are_accepted() -> None:
+    configured(made.GPTQ, dynamic={r"-:.*\.(?:q|k)_proj.*": {}, r"+:model\.layers\.(?:1|2|30)\..*": {"bits": 8}})
+    configured(made.compressed(4, 32), ignore=["lm_head", "re:.*mlp.gate$", "re:.*self_attn.*", "re:^(?!.*mlp).*$"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_tensor_of_another_shape_is_named(case: str) -> None:
+    config, make = CASES[case]
+    layer = RowParallelLinear(FAN_IN, 72, bias=False, quant_config=configured(config), prefix="layers.3.down")
+    with pytest.raises(CheckpointError, match=r"layers\.3\.down\.\w+ has the shape .* which does not fit"):
+        load(layer, make(80, 1))
 
 
 @pytest.mark.parametrize("value", ["false", None, 1])
@@ -350,7 +387,7 @@ def test_what_cannot_run_is_refused_with_what_can(message: str) -> None:
 
 
 def test_groups_that_do_not_divide_a_layer_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"96 inputs .* groups of 64; choose another --tensor-parallel-size"):
+    with pytest.raises(CheckpointError, match=r"96 inputs .* groups of 64; choose another --tensor-parallel-size"):
         RowParallelLinear(96, 24, bias=False, quant_config=configured(made.GPTQ, group_size=64), prefix="down")
 
 
@@ -424,7 +461,7 @@ def test_weights_that_stay_in_small_pages_are_logged(monkeypatch: pytest.MonkeyP
     for reason in ("", "no reason"):
         moved = "collapse_to_huge_pages"
         monkeypatch.setattr(packed_parameters.host_memory, moved, lambda _storage, reason=reason: reason)
-        layer_loading.replace_with_packed(layer, (), lambda: packed)
+        linear_method.replace_with_packed(layer, (), lambda: packed)
     assert logged == ["Packed weights stay in small pages, which are slower to read (no reason)."]
 
 

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
+from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.decoding import FLOATS, QUANTIZED_TYPES
 from vllm_backplane.gguf.lazy_tensor import LazyTensor
 from vllm_backplane.quantization.gguf.config import GgufConfig
@@ -54,9 +55,9 @@ def _alone(one_worker: None) -> None:
 
 
 def stored(kind: Type, rows: int, columns: int) -> LazyTensor:
-    """Returns a tensor of random bytes: its memory does not depend on the content."""
+    """Returns a tensor of random bytes, whose numbers are finite: its memory does not depend on the content."""
     per_block, block_bytes = GGML_QUANT_SIZES[kind]
-    blocks = torch.randint(0, 128, (rows, columns // per_block * block_bytes), dtype=torch.uint8)
+    blocks = torch.randint(0, 60, (rows, columns // per_block * block_bytes), dtype=torch.uint8)
     return LazyTensor(blocks, kind, (rows, columns))
 
 
@@ -145,3 +146,16 @@ def test_an_embedding_is_looked_up_in_the_file(kind: Type, used_as_head: bool, p
     tokens = torch.tensor([0, 7, WIDTH - 1])
     found = method.embedding(layer, tokens)
     torch.testing.assert_close(found, table.values()[tokens].bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", [Type.BF16, Type.Q8_0])
+def test_an_embedding_in_the_file_with_values_that_are_not_finite_is_refused(kind: Type) -> None:
+    layer: Any = torch.nn.Module()
+    layer.org_vocab_size, layer.embedding_dim = WIDTH, HIDDEN
+    layer.shard_indices = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=WIDTH)
+    method: Any = GgufEmbeddingMethod("model.embed_tokens", used_as_head=False)
+    method.create_weights(layer, HIDDEN, [WIDTH], HIDDEN, WIDTH, torch.bfloat16)
+    table = stored(kind, WIDTH, HIDDEN)
+    table.rows[WIDTH - 1] = 0xFF
+    with pytest.raises(CheckpointError, match=f"of type {kind.name} in the GGUF file has NaN or infinite values"):
+        layer.weight.weight_loader(layer.weight, table)

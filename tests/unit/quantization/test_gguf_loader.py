@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.architectures import checkpoint_tensors
 from vllm_backplane.gguf.file import GgufFile
-from vllm_backplane.gguf.lazy_tensor import LazyTensor, weights
+from vllm_backplane.gguf.lazy_tensor import LazyTensor, named_tensors
 from vllm_backplane.gguf.model_files import open_model
 from vllm_backplane.quantization.gguf.loader import GgufModelLoader
 
@@ -88,7 +88,9 @@ def test_a_matrix_of_one_row_may_be_a_vector(tmp_path: Path, shape: tuple[int, .
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    [(name, weight)] = [pair for one in checkpoint_tensors(open_model(tmp_path / "m.gguf")) for pair in weights(one)]
+    [(name, weight)] = [
+        pair for one in checkpoint_tensors(open_model(tmp_path / "m.gguf")) for pair in named_tensors(one)
+    ]
     assert name == "model.layers.0.mlp.shared_expert_gate.weight"
     assert (weight + 0).tolist() == [list(range(32))]
 

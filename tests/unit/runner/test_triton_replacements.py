@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 
 import pytest
 import torch
-from vllm.triton_utils import dispatcher
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -45,6 +45,7 @@ def test_registering_again_changes_nothing() -> None:
 
 
 def test_every_kernel_of_the_list_is_replaced() -> None:
+    dispatcher = pytest.importorskip("vllm.triton_utils.dispatcher", reason="vLLM 0.30 has no dispatcher")
     for name in triton_replacements.REPLACEMENTS:
         host, attribute = dispatcher._resolve_kernel(name)
         kernel = getattr(host, attribute)
@@ -53,7 +54,8 @@ def test_every_kernel_of_the_list_is_replaced() -> None:
 
 
 def test_slot_mapping() -> None:
-    table = BlockTable(4, 3, 8, 12, False, CPU, 1)
+    of_kernels = (4,) if "kernel_block_size" in inspect.signature(BlockTable).parameters else ()  # in vLLM 0.30
+    table = BlockTable(4, 3, 8, 12, False, CPU, *of_kernels, 1)
     table.add_row([5, 6, 7], 0)
     table.add_row([9, 2], 1)
     table.block_table.gpu.copy_(table.block_table.cpu)
@@ -195,6 +197,25 @@ def test_the_whole_rejection_sampler(temperature: list[float]) -> None:
     drafts = [[1, 2], [3, 9], [4]]
     certain = [1, 2, 5, 3, 7, 6, 8, 2]
     assert speculate(drafts, certain, temperature) == [[1, 2, 5], [3, 7, -1], [8, -1, -1]]
+
+
+@pytest.mark.parametrize("probabilities", [True, False])
+def test_draft_tokens_in_a_column_are_replaced_as_those_in_a_row(probabilities: bool) -> None:
+    """Tests that the shape of draft tokens does not matter, because vLLM's kernel counts elements."""
+    generator = torch.Generator().manual_seed(3)
+    counts, ends = [2, 0, 3], ints(2, 2, 5)
+    target = torch.rand(5, 40, generator=generator).softmax(-1)
+    draft = torch.rand(5, 40, generator=generator).softmax(-1) if probabilities else None
+    tokens = ints(1, 9, 39, 0, 7)
+    drawn = []
+    for shaped in (tokens, tokens.unsqueeze(1)):
+        seeded = metadata([1.0] * 3, generators={place: torch.Generator().manual_seed(place) for place in (0, 2)})
+        found = rejection_sampler.sample_recovered_tokens(3, counts, ends, shaped, draft, target, seeded, CPU)
+        assert found.shape == shaped.shape
+        drawn.append(found.reshape(-1).tolist())
+    assert drawn[0] == drawn[1]
+    if not probabilities:
+        assert all(new != old for new, old in zip(drawn[0], tokens.tolist(), strict=True))
 
 
 def test_copying_mamba_states() -> None:

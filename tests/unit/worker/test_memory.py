@@ -9,7 +9,7 @@ import pytest
 
 from vllm_backplane.device import Capabilities, Device, MemoryInfo, Probe
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.worker.memory import GIB, Budget, extrapolate
+from vllm_backplane.worker.memory import GIB, PROCESS_RESERVE_BYTES, Budget, extrapolate
 
 
 class Card(Device):
@@ -41,6 +41,39 @@ def test_the_cache_gets_what_weights_and_activations_leave() -> None:
     assert budget.allowed == 5 * GIB  # cards are not shared, so the second worker takes nothing away
     card.own, card.free = 2 * GIB, 8 * GIB
     assert budget.kv_cache_bytes(None, activations=GIB) == 2 * GIB
+
+
+class Limited(HostCard):
+    """A card of a process with a limit of its own."""
+
+    left = 3 * GIB
+
+    def memory(self, index: int = 0) -> MemoryInfo:
+        return MemoryInfo(total=16 * GIB, free=self.free, limit="ulimit -v", left_to_process=self.left)
+
+
+def test_a_limit_of_the_process_is_not_divided_among_workers() -> None:
+    card = Limited()
+    budget = Budget.at_start(card, 0, share=0.9, workers=2)
+    assert budget.allowed == 3 * GIB - PROCESS_RESERVE_BYTES
+    card.left = 2 * GIB
+    assert budget.kv_cache_bytes(None, activations=GIB // 4) == int(0.9 * (7 * GIB // 4 - PROCESS_RESERVE_BYTES))
+    with pytest.raises(BackplaneError, match=r"a KV cache of 2\.00 GiB was requested, and 1\.50 GiB"):
+        budget.kv_cache_bytes(2 * GIB, activations=0)
+
+
+def test_messages_name_the_limit_of_the_process() -> None:
+    budget = Budget.at_start(Limited(), 0, share=0.5, workers=1)
+    assert "10.00 GiB free, 3.00 GiB within ulimit -v" in budget.describe()
+    assert "may take 2.50 GiB, all but 0.50 GiB of what ulimit -v leaves" in budget.describe()
+    with pytest.raises(
+        BackplaneError, match=r"3\.00 GiB within ulimit -v at start, .*; raise ulimit -v, choose a smaller"
+    ):
+        budget.refuse_weights(3 * GIB)
+    small = Budget.at_start(Limited(), 0, share=0.1, workers=1)  # the share allows less than the limit
+    assert "may take 0.10 of that = 1.00 GiB" in small.describe()
+    with pytest.raises(BackplaneError, match=r"share 0\.10 of .*; raise BACKPLANE_MEMORY_SHARE, choose"):
+        small.refuse_weights(2 * GIB)
 
 
 def test_workers_that_share_the_host_divide_its_memory() -> None:

@@ -20,6 +20,9 @@ class Output(AsyncModelRunnerOutput):
         if event is not None:
             setattr(self, event, self)
 
+    def get_kv_connector_output(self) -> None:
+        """vLLM 0.33 requires it."""
+
     def wait(self) -> None:
         self.done.append("later work waits")
 

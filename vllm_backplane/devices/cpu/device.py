@@ -7,6 +7,7 @@ import platform
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -119,7 +120,7 @@ class CpuDevice(Device):
     def memory(self, index: int = 0) -> MemoryInfo:
         now = host_memory.usable_memory()
         free = max(now.free - ledger.unwritten_bytes(), 0)
-        return MemoryInfo(total=now.total, free=free, reserved_by_others=ledger.unwritten_bytes(of_others=True))
+        return replace(now, free=free, reserved_by_others=ledger.unwritten_bytes(of_others=True))
 
     def own_memory(self, index: int = 0) -> int:
         return host_memory.own_resident_memory()

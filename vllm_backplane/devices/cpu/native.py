@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from vllm_backplane.device import CodeLayout
+from vllm_backplane.device.torch_version import REBUILD, require_same_torch
 from vllm_backplane.errors import BackplaneError, DeviceUnavailable
 from vllm_backplane.ops.linear import blocked
 
@@ -32,13 +33,11 @@ def load() -> bool:
     """
     if not built():
         return False
+    require_same_torch(_PATH, torch.__version__)
     try:
         torch.ops.load_library(str(_PATH))
     except OSError as error:
-        raise BackplaneError(
-            f"the CPU kernel library cannot be loaded ({error}). It was built for another PyTorch; reinstall it: "
-            "pip install --force-reinstall --no-deps ."
-        ) from error
+        raise BackplaneError(f"the CPU kernel library cannot be loaded ({error}); {REBUILD}") from error
     return True
 
 
@@ -48,7 +47,7 @@ def fault() -> tuple[str, str] | None:
         return None
     return (
         "the CPU kernel library was not built, so every operator runs as its plain-PyTorch reference",
-        "install a C++ compiler and reinstall: pip install --force-reinstall --no-deps .",
+        REBUILD,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties, fork_safety
 from vllm_backplane.device.cores import usable_cores
 from vllm_backplane.device.graph import Graph
+from vllm_backplane.device.torch_version import require_same_torch
 from vllm_backplane.devices.sim import library
 from vllm_backplane.devices.sim.graphs import SimGraph
 from vllm_backplane.devices.sim.library import driver, runtime
@@ -142,6 +143,7 @@ class SimDevice(Device):
 
         convolution.register(self.dispatch_key)
         if library.CPU_KERNELS.exists():
+            require_same_torch(library.CPU_KERNELS, torch.__version__)
             torch.ops.load_library(str(library.CPU_KERNELS))
             for name in declared():
                 if not has_kernel(name, self.dispatch_key):

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
+from vllm_backplane.device.torch_version import REBUILD, require_same_torch
 from vllm_backplane.errors import BackplaneError, DeviceUnavailable
 
 LIBRARY_NAME = "libbackplane_sim.so"
 PATH = Path(__file__).with_name(LIBRARY_NAME)
 CPU_KERNELS = Path(__file__).parents[1] / "cpu" / "libbackplane_cpu.so"
 """The kernel library of the cpu device, which computes behind the driver's launches."""
-
-REBUILD = "install a C++ compiler and reinstall: pip install --force-reinstall --no-deps ."
 
 OK, NOT_READY = 0, 1
 
@@ -157,13 +156,12 @@ def library() -> ctypes.CDLL:
     """Loads the library, which registers the device with PyTorch, and returns its functions."""
     if not PATH.exists():
         raise DeviceUnavailable(f"{LIBRARY_NAME} was not built; {REBUILD}")
+    require_same_torch(PATH, torch.__version__)
     try:
         torch.ops.load_library(str(PATH))
         loaded = ctypes.CDLL(str(PATH))
     except OSError as error:
-        raise DeviceUnavailable(
-            f"{LIBRARY_NAME} cannot be loaded ({error}). It was built for another PyTorch; {REBUILD}"
-        ) from error
+        raise DeviceUnavailable(f"{LIBRARY_NAME} cannot be loaded ({error}); {REBUILD}") from error
     loaded.bpsim_last_error.restype = c_char_p
     for name, arguments in _DRIVER.items():
         getattr(loaded, name).argtypes = arguments

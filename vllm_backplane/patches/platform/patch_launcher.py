@@ -1,4 +1,5 @@
-"""Makes vLLM's HTTP server exit with status 1 when its engine died, and limits how long a shutdown waits."""
+"""Makes vLLM's HTTP server exit with status 1 when its engine died and with that of a signal that stopped it, and
+limits how long a shutdown waits."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from vllm_backplane.process.fast_exit import exit_with_status_of_signals
 from vllm_patchbay.patch import Patch, Process
 
 GRACE_SECONDS = 3
@@ -30,15 +32,15 @@ _SINCE_0_32 = (
 @Patch(
     target="vllm.entrypoints.launchers.launcher:serve_http",
     process=Process.PLATFORM,
-    versions=">=0.30,<0.33",
+    versions=">=0.30,<0.34",
     why="After a worker or the engine died, the server exits with status 0, which a supervisor takes for success. "
     "After Ctrl-C it waits without limit for streams that the engine no longer feeds. It checks its engine every five "
     "seconds, so the end of a broken server takes long.",
     how="Gives uvicorn a limit for responses in flight, checks the engine twice a second, and exits with status 1 if "
-    "the server stopped because of its engine. Everything else is unchanged.",
+    "the server stopped because of its engine, and with that of the signal if a signal stopped it.",
     upstream="https://github.com/vllm-project/vllm/issues/48966",
     remove_when="vLLM exits with a status other than 0 after its engine died and passes a graceful timeout to uvicorn.",
-    fingerprints={"0.30.0": _UNTIL_0_31, "0.31.0": _UNTIL_0_31, "0.32.0": _SINCE_0_32},
+    fingerprints={"0.30.0": _UNTIL_0_31, "0.31.0": _UNTIL_0_31, "0.32.0": _SINCE_0_32, "0.33.0": _SINCE_0_32},
 )
 async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any, None]:
     options.setdefault("timeout_graceful_shutdown", GRACE_SECONDS)
@@ -57,7 +59,8 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
     async def watch() -> None:
         from vllm.entrypoints.launchers.launcher import terminate_if_errored
 
-        server = app.state.server  # the original sets it before it first waits
+        server = app.state.server  # the original sets it before it first waits, and installs its signal handlers
+        exit_with_status_of_signals()
         while True:
             await asyncio.sleep(POLL_SECONDS)
             if engine.errored:
@@ -82,5 +85,6 @@ async def _shut_down(ending: Coroutine[Any, Any, None], failed: bool) -> None:
     if failed:
         raise SystemExit(
             "The server exits because its engine died. If no error above gives the reason, another program killed the "
-            "engine, most often the system for lack of memory (see the kernel log)."
+            "engine, most often the system for lack of memory (see the kernel log), or a checkpoint that it has mapped "
+            "was truncated."
         )

@@ -23,16 +23,22 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_s
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.guards import guarded
 from vllm_backplane.quantization.base import AnyDeviceConfig, LinearWeights
 from vllm_backplane.quantization.checkpoint import mixed_precision
 from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertFormat
-from vllm_backplane.quantization.checkpoint.layer_loading import CheckpointLinearMethod
-from vllm_backplane.quantization.checkpoint.registration import require_integers, unsupported
+from vllm_backplane.quantization.checkpoint.linear_method import CheckpointLinearMethod
+from vllm_backplane.quantization.checkpoint.registration import names_config_faults, require_integers, unsupported
 
 WORD_ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 """Positions of the codes in a word, by bits of a code: even codes are in the lower half, odd codes in the upper."""
 
 
+@guarded(
+    "vllm.model_executor.layers.quantization.auto_awq:AutoAWQConfig.get_quant_method",
+    why="it chooses the methods of Backplane by the same rules",
+    feature="AWQ",
+)
 class BackplaneAWQConfig(AnyDeviceConfig, AutoAWQConfig):
     TYPE_MAP: ClassVar[Mapping[int, Any]] = mixed_precision.WITH_ZERO_POINTS
 
@@ -55,6 +61,7 @@ class BackplaneAWQConfig(AnyDeviceConfig, AutoAWQConfig):
             raise unsupported(f"AWQ packed for {version!r}")
         super().__init__(weight_bits, group_size, zero_point, lm_head_quantized, modules_to_not_convert, full_config)
 
+    @names_config_faults
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         mixed_precision.register()
         is_head = isinstance(layer, ParallelLMHead)
@@ -86,6 +93,12 @@ class BackplaneAWQConfig(AnyDeviceConfig, AutoAWQConfig):
 
 
 @register_weight_loader_v2_supported_method
+@guarded(
+    "vllm.model_executor.layers.quantization.auto_awq:AutoAWQMarlinLinearMethod.__init__",
+    "vllm.model_executor.layers.quantization.auto_awq:AutoAWQMarlinLinearMethod.process_weights_after_loading",
+    why="they are not called, because they need the Marlin kernel",
+    feature="AWQ",
+)
 class BackplaneAWQLinearMethod(CheckpointLinearMethod, AutoAWQMarlinLinearMethod):
     def __init__(self, quant_config: BackplaneAWQConfig) -> None:
         # Without vLLM's constructor, which requires the Marlin kernel.

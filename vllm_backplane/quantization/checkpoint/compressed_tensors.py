@@ -21,11 +21,12 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsEmbeddingWNA16Int,
 )
 
+from vllm_backplane.guards import guarded
 from vllm_backplane.quantization.base import AnyDeviceConfig, LinearWeights
 from vllm_backplane.quantization.checkpoint import mixed_precision
 from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertFormat
-from vllm_backplane.quantization.checkpoint.layer_loading import CheckpointLinearMethod
-from vllm_backplane.quantization.checkpoint.registration import unsupported
+from vllm_backplane.quantization.checkpoint.linear_method import CheckpointLinearMethod
+from vllm_backplane.quantization.checkpoint.registration import names_config_faults, unsupported
 from vllm_backplane.settings import compat
 
 _PACK_QUANTIZED, _INT_QUANTIZED = "pack-quantized", "int-quantized"
@@ -43,6 +44,11 @@ _W8A8_EXPERTS = ExpertFormat(
 )
 
 
+@guarded(
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig._add_fused_moe_to_target_scheme_map",
+    why="the schemes of experts are read from its table",
+    feature="compressed-tensors",
+)
 class BackplaneCompressedTensorsConfig(AnyDeviceConfig, CompressedTensorsConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> BackplaneCompressedTensorsConfig:
@@ -57,6 +63,7 @@ class BackplaneCompressedTensorsConfig(AnyDeviceConfig, CompressedTensorsConfig)
             raise unsupported("compressed-tensors with transforms")
         return parsed
 
+    @names_config_faults
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         mixed_precision.register()
         if isinstance(layer, RoutedExperts):

@@ -20,7 +20,7 @@ from vllm_backplane import ops
 from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.ops.quantized_linear import Packed
-from vllm_backplane.quantization.checkpoint.registration import require_finite
+from vllm_backplane.quantization.checkpoint.registration import require_usable_scales
 from vllm_backplane.quantization.checkpoint.repacking import PackedWords, ZeroPoints, grouping_order, repack
 from vllm_backplane.quantization.checkpoint.w8a8_int8 import pack_int8
 from vllm_backplane.quantization.packed_parameters import (
@@ -139,6 +139,12 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
         """Returns this worker's part of a tensor."""
         stored, parallel = self._format, layer.moe_config.moe_parallel_config
         if name == stored.group_index:
+            inputs = self._intermediate * parallel.tp_size if weight == "w2" else self._hidden
+            if loaded.shape != (inputs,) or loaded.dtype not in (torch.int32, torch.int64):
+                raise CheckpointError(
+                    f"the checkpoint has a g_idx of shape {tuple(loaded.shape)} and type {loaded.dtype} for an expert "
+                    f"of {self._prefix}, and {inputs} integers are required; download it again"
+                )
             return loaded
         if name == stored.scales and stored.is_w8a8 and loaded.numel() == 1:  # one scale for all outputs
             return loaded.reshape(1, 1).expand(self._hidden if weight == "w2" else self._intermediate, 1)
@@ -149,6 +155,11 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
             )
         inputs, outputs = (self._intermediate, self._hidden) if weight == "w2" else (self._hidden, self._intermediate)
         if name == stored.codes:
+            if not stored.is_w8a8 and loaded.dtype != torch.int32:
+                raise CheckpointError(
+                    f"the checkpoint has {name} of type {loaded.dtype} for an expert of {self._prefix}, and int32 is "
+                    "required; download it again"
+                )
             sizes = [inputs, outputs]
             sizes[1 if stored.packed_dim == stored.output_dim else 0] //= stored.per_word
         else:
@@ -209,7 +220,7 @@ class CheckpointMoEMethod(PerExpertMoEMethod):
         """
         stored = self._format
         scales = joined[stored.scales]
-        require_finite(scales, f"an expert of {self._prefix}")
+        require_usable_scales(scales, f"an expert of {self._prefix}")
         if stored.is_w8a8:
             return pack_int8(joined[stored.codes], scales.float()), None
         codes = PackedWords(joined[stored.codes], stored.bits, stored.packed_dim, stored.output_dim, stored.word_order)

@@ -24,17 +24,24 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import (
 from vllm.model_executor.models.utils import WeightsMapper
 
 from vllm_backplane.errors import BackplaneError, CheckpointError, short_repr
+from vllm_backplane.guards import guarded
 from vllm_backplane.layers.layerwise_loading import QKV_SHARDS
 from vllm_backplane.quantization.base import AnyDeviceConfig, LinearWeights
 from vllm_backplane.quantization.checkpoint import mixed_precision
 from vllm_backplane.quantization.checkpoint.experts import CheckpointMoEMethod, ExpertFormat
-from vllm_backplane.quantization.checkpoint.layer_loading import CheckpointLinearMethod
-from vllm_backplane.quantization.checkpoint.registration import require_integers, unsupported
+from vllm_backplane.quantization.checkpoint.linear_method import CheckpointLinearMethod
+from vllm_backplane.quantization.checkpoint.registration import names_config_faults, require_integers, unsupported
 
 _ZERO_POINT_OFFSET = {"gptq": 1, "gptq_v2": 0}
 """Difference between a zero point and its stored value, by checkpoint format."""
 
 
+@guarded(
+    "vllm.model_executor.layers.quantization.auto_gptq:AutoGPTQConfig.__init__",
+    "vllm.model_executor.layers.quantization.auto_gptq:AutoGPTQConfig.get_quant_method",
+    why="it chooses the methods of Backplane by the same rules",
+    feature="GPTQ",
+)
 class BackplaneGPTQConfig(AnyDeviceConfig, AutoGPTQConfig):
     TYPE_MAP: ClassVar[Mapping[tuple[int, bool], Any]] = {
         **{(bits, True): kind for bits, kind in mixed_precision.SYMMETRIC.items()},
@@ -78,6 +85,7 @@ class BackplaneGPTQConfig(AnyDeviceConfig, AutoGPTQConfig):
         """Returns a mapper that keeps all names; vLLM's drops `g_idx`."""
         return WeightsMapper()
 
+    @names_config_faults
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         mixed_precision.register()
         if isinstance(layer, RoutedExperts):
@@ -106,6 +114,11 @@ class BackplaneGPTQConfig(AnyDeviceConfig, AutoGPTQConfig):
 
 
 @register_weight_loader_v2_supported_method
+@guarded(
+    "vllm.model_executor.layers.quantization.auto_gptq:AutoGPTQLinearMethod.__init__",
+    why="it is not called, because it needs the Marlin kernel",
+    feature="GPTQ",
+)
 class BackplaneGPTQLinearMethod(CheckpointLinearMethod, AutoGPTQLinearMethod):
     def __init__(self, quant_config: BackplaneGPTQConfig) -> None:
         # Without vLLM's constructor, which requires the Marlin kernel.

@@ -19,9 +19,10 @@ from vllm.scalar_type import scalar_types
 
 from vllm_backplane import ops
 from vllm_backplane.errors import CheckpointError
+from vllm_backplane.guards import guarded
 from vllm_backplane.ops.quantized_linear import Packed
-from vllm_backplane.quantization.checkpoint.layer_loading import replace_with_packed
-from vllm_backplane.quantization.checkpoint.registration import require_finite
+from vllm_backplane.quantization.checkpoint.linear_method import replace_with_packed
+from vllm_backplane.quantization.checkpoint.registration import require_usable_scales
 from vllm_backplane.quantization.checkpoint.repacking import PackedWords, ZeroPoints, grouping_order, repack
 from vllm_backplane.quantization.checkpoint.w8a8_int8 import BackplaneInt8Kernel
 from vllm_backplane.runtime import runtime
@@ -32,6 +33,11 @@ WITH_ZERO_POINTS = {4: scalar_types.uint4, 8: scalar_types.uint8}
 """vLLM's types of weights with zero points, by bits."""
 
 
+@guarded(
+    "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel:MPLinearKernel._get_weight_params",
+    why="it returns the loaded parameters in a fixed order",
+    feature="integer checkpoints",
+)
 class BackplaneMixedPrecisionKernel(MPLinearKernel):
     word_order: tuple[int, ...] = ()
     """Position of each code in a word (see `PackedWords`); empty for consecutive codes."""
@@ -84,7 +90,7 @@ class BackplaneMixedPrecisionKernel(MPLinearKernel):
         fan_in, bits = self.config.partition_weight_shape[0], self.config.weight_type.size_bits
         loaded, scale, zero = self._get_weight_params(layer)
         scales = scale.data if scale.output_dim == 0 else scale.data.t()
-        require_finite(scales, getattr(layer, "prefix", "a layer"))
+        require_usable_scales(scales, getattr(layer, "prefix", "a layer"))
         zero_points = None
         if self._has_zero_points:
             zero_points = ZeroPoints(self._words(zero, bits), self.zero_point_offset)

@@ -7,17 +7,36 @@ when vLLM calls them: importing vLLM's formats takes a third of a second, which 
 from __future__ import annotations
 
 import importlib
-from functools import cache
-from typing import Any, ClassVar
+import re
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from vllm_backplane.errors import CheckpointError, short_repr
+from vllm_backplane.errors import BackplaneError, CheckpointError, short_repr
+from vllm_backplane.name_patterns import UnboundedPattern, ways
 from vllm_backplane.quantization.base import BackplaneQuantizationConfig
 from vllm_backplane.runtime import runtime
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+CONFIG_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    DeprecationWarning,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    re.error,
+)
+"""Errors that values of a quantization config can cause in vLLM. Lack of memory and failed imports are others."""
+NAME_CHARACTERS, MOST_WAYS = 64, 1e6
+"""Length of a layer's name, and the limit of all ways in which the patterns of a config can match one: milliseconds."""
 _PACKAGE = "vllm_backplane.quantization.checkpoint"
 CLASSES = {
     f"{_PACKAGE}.gptq:BackplaneGPTQConfig": ("auto_gptq", "gptq", "gptq_marlin"),
@@ -57,10 +76,70 @@ def require_integers(format_name: str, **values: Any) -> None:
             )
 
 
-def require_finite(scales: torch.Tensor, prefix: str) -> None:
-    """Raises CheckpointError if a scale of a layer is NaN or infinite, which would make all outputs NaN."""
-    if not bool(torch.isfinite(scales).all()):
-        raise CheckpointError(f"the scales of {prefix} have NaN or infinite values; download the checkpoint again")
+def require_usable_scales(scales: torch.Tensor, prefix: str) -> None:
+    """Raises CheckpointError if a scale of a layer is NaN, infinite or larger than any float16 number. Weights of that
+    size cannot be meant, and outputs would be NaN."""
+    if not bool((scales.abs() <= torch.finfo(torch.float16).max).all()):
+        raise CheckpointError(
+            f"the scales of {prefix} have NaN, infinite or very large values; download the checkpoint again"
+        )
+
+
+def names_config_faults(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorates a function in which vLLM reads a checkpoint's quantization config. vLLM expects the values to be sound:
+    an error that a value of another type or size can cause becomes a CheckpointError."""
+
+    @wraps(function)
+    def read(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return function(*args, **kwargs)
+        except CONFIG_FAULTS as fault:
+            if isinstance(fault, BackplaneError):
+                raise
+            raise CheckpointError(
+                f"the quantization config of this checkpoint cannot be used ({type(fault).__name__}: {fault}); choose "
+                "another checkpoint, or download it again"
+            ) from fault
+
+    return read
+
+
+@names_config_faults
+def _from_config(config_class: type[QuantizationConfig], config: dict[str, Any]) -> QuantizationConfig:
+    return config_class.from_config(config)
+
+
+def require_simple_patterns(config: dict[str, Any]) -> None:
+    """Raises CheckpointError if patterns of layer names in a quantization config could take very long to match."""
+    total = 0.0
+    for text in _patterns(config):
+        try:
+            total += ways(text, NAME_CHARACTERS)
+        except UnboundedPattern as fault:
+            raise CheckpointError(
+                f"the quantization config of this checkpoint has the pattern {short_repr(text)}, whose matching has no "
+                f"bound: {fault}; choose another checkpoint"
+            ) from None
+        if total > MOST_WAYS:
+            raise CheckpointError(
+                f"the patterns in the quantization config of this checkpoint, up to {short_repr(text)}, may take very "
+                "long to match; choose another checkpoint"
+            )
+
+
+def _patterns(config: dict[str, Any]) -> Iterator[str]:
+    """Yields the patterns of layer names: texts that begin with `re:`, and the keys of GPTQ's dynamic rules."""
+    rules = config.get("dynamic")
+    yield from (str(key).removeprefix("+:").removeprefix("-:") for key in (rules if isinstance(rules, dict) else {}))
+    left: list[Any] = [config]
+    while left:
+        one = left.pop()
+        if isinstance(one, str) and one.startswith("re:"):
+            yield one.removeprefix("re:")
+        elif isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
 
 
 class LazyConfig(BackplaneQuantizationConfig):
@@ -81,7 +160,8 @@ class LazyConfig(BackplaneQuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
-        return cls.config_class().from_config(config)
+        require_simple_patterns(config)
+        return _from_config(cls.config_class(), config)
 
     @classmethod
     def override_quantization_method(

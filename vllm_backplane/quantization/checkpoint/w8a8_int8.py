@@ -10,8 +10,8 @@ from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, Int8Sca
 
 from vllm_backplane import ops
 from vllm_backplane.ops.quantized_linear import Packed, empty_codes, packed_by_group, packed_codes, padded_size
-from vllm_backplane.quantization.checkpoint.layer_loading import replace_with_packed
-from vllm_backplane.quantization.checkpoint.registration import require_finite
+from vllm_backplane.quantization.checkpoint.linear_method import replace_with_packed
+from vllm_backplane.quantization.checkpoint.registration import require_usable_scales
 from vllm_backplane.quantization.checkpoint.repacking import CHUNK, shortened_exactly
 from vllm_backplane.runtime import runtime
 
@@ -38,7 +38,7 @@ class BackplaneInt8Kernel(Int8ScaledMMLinearKernel):
     def _repack(self, layer: torch.nn.Module) -> Packed:
         """Returns the packed weight. No reference to the loaded tensors remains, so that they can be freed."""
         weight, scales = (getattr(layer, name).data for name in self.layer_param_names[:2])
-        require_finite(scales, str(getattr(layer, "prefix", "a layer")))
+        require_usable_scales(scales, str(getattr(layer, "prefix", "a layer")))
         if not self.config.is_channelwise:  # one scale for each fused weight
             scales = torch.cat(
                 [one.expand(width) for one, width in zip(scales, layer.logical_widths, strict=True)]  # type: ignore[arg-type]

@@ -20,6 +20,8 @@ from vllm_backplane.quantization.gguf.linear import GgufLinearMethod
 
 
 class GgufConfig(base.BackplaneQuantizationConfig):
+    """Gives each layer of a model from a GGUF file its quantization method. vLLM calls it while it builds the model."""
+
     @classmethod
     def get_name(cls) -> Any:  # vLLM's type lists its own names
         return QUANTIZATION

@@ -15,6 +15,7 @@ import torch
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.decoding import FLOATS, Type, dequantized
+from vllm_backplane.gguf.packing import require_finite, require_finite_blocks
 from vllm_backplane.layers.embedding import BackplaneEmbeddingMethod
 from vllm_backplane.layers.linear import refuse_loading
 from vllm_backplane.quantization.base import LinearQuantizationMethod, LinearWeights
@@ -61,6 +62,8 @@ class GgufEmbeddingMethod(LinearQuantizationMethod):
         if self._used_as_head:
             vocabulary = self._weights.output_size_per_partition
             self._packed_rows = install_packed_rows(layer, [(self._kind, rows)], dtype, self._device, vocabulary)
+        else:  # a packed table has been checked
+            require_finite_blocks(rows, self._kind)
         if self._used_as_embedding:
             name = "blocks" if self._used_as_head else "weight"
             setattr(layer, name, torch.nn.Parameter(rows.to(self._device), requires_grad=False))
@@ -70,7 +73,9 @@ class GgufEmbeddingMethod(LinearQuantizationMethod):
         weights, dtype = self._weights, self._weights.params_dtype
         vocabulary = weights.output_size_per_partition
         if FLOATS[kind] == dtype and len(rows) == vocabulary and not self._used_as_head:
-            return rows.view(dtype)
+            values = rows.view(dtype)
+            require_finite(values, kind)
+            return values
         table = torch.zeros(vocabulary, weights.input_size_per_partition, dtype=dtype, device="cpu")
         return float_values([(kind, rows)], dtype, table)
 

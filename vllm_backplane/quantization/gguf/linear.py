@@ -50,6 +50,8 @@ class _EagerlyArrangedMethod(BackplaneLinearMethod):
 
 
 class GgufLinearMethod(LinearQuantizationMethod, LinearMethodBase):
+    """Loads the weights of one linear layer from a GGUF file, packs them, and computes the layer."""
+
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._loaded: dict[int, TypedRows] = {}

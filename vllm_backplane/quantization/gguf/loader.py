@@ -20,11 +20,13 @@ from vllm_backplane.gguf.architectures import checkpoint_tensors
 from vllm_backplane.gguf.config_folder import open_source
 from vllm_backplane.gguf.file import GgufFile, require_unchanged_files
 from vllm_backplane.gguf.hf_config import QUANTIZATION
-from vllm_backplane.gguf.lazy_tensor import weights
+from vllm_backplane.gguf.lazy_tensor import named_tensors
 from vllm_backplane.gguf.model_files import GgufModel
 
 
 class GgufModelLoader(BaseModelLoader):
+    """Loads the weights of a GGUF file into a model of vLLM. It is the load format `gguf`."""
+
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(load_config)
         self._files: list[GgufFile] = []
@@ -76,5 +78,5 @@ def _weights(model: GgufModel, show_progress: bool) -> Iterator[tuple[str, torch
         mininterval=1,
     ) as bar:
         for one in checkpoint_tensors(model):
-            yield from weights(one)
+            yield from named_tensors(one)
             bar.update(one.location.tensor.size)

@@ -16,7 +16,7 @@ from gguf import GGML_QUANT_SIZES
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.decoding import FLOATS, QUANTIZED_TYPES, Type, dequantized
 from vllm_backplane.gguf.lazy_tensor import LazyTensor
-from vllm_backplane.gguf.packing import packed_rows
+from vllm_backplane.gguf.packing import packed_rows, require_finite
 from vllm_backplane.quantization.packed_parameters import install_packed, set_parameter
 from vllm_backplane.runtime import runtime
 
@@ -76,7 +76,9 @@ def float_values(parts: Sequence[TypedRows], dtype: torch.dtype, out: torch.Tens
     values = torch.empty(rows, columns, dtype=dtype, device="cpu") if out is None else out
     first = 0
     for kind, one in parts:
-        values[first : first + len(one)] = one.contiguous().view(FLOATS[kind])
+        stored = one.contiguous().view(FLOATS[kind])
+        require_finite(stored, kind)  # before they are converted: a large number may be infinite in `dtype`
+        values[first : first + len(one)] = stored
         first += len(one)
     return values
 

@@ -28,7 +28,7 @@ class ForeignWorker(WorkerBase):
     def get_supported_kv_cache_layouts(self) -> list[str]:
         return ["NHD"]
 
-    def set_kv_cache_layout(self, kv_cache_layout: str) -> None:
+    def set_kv_cache_layout(self, *layout: Any) -> None:
         pass
 
     def determine_available_memory(self) -> int:

@@ -33,6 +33,17 @@ from vllm_backplane.devices.cpu import CpuDevice
 class Interpreted(CpuDevice):
     name = "interpreted"
     capabilities = replace(CpuDevice.capabilities, triton=True, fork=False)
+
+    def load_kernels(self):
+        super().load_kernels()
+        # vLLM's kernel loops over rows, which are integers of Python in Triton's interpreter and tensors elsewhere.
+        from vllm.v1.sample.ops import topk_topp_sampler
+        from vllm.v1.worker.gpu.sample import sampler
+
+        def apply_top_k_top_p(logits, k, p, **_):
+            return topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p)
+
+        sampler.apply_top_k_top_p = apply_top_k_top_p
 """
 
 

@@ -12,14 +12,17 @@ pages, which the system allocates whole. With it, 51 MiB of GPTQ weights took 70
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 
 from vllm_backplane.device import host_memory
+from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.layers.layerwise_loading import defer_loading, require_loaded
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.quantization.base import LinearQuantizationMethod, LinearWeights
+from vllm_backplane.quantization.checkpoint.registration import names_config_faults
 from vllm_backplane.quantization.packed_parameters import (
     free_storage,
     install_packed,
@@ -34,6 +37,7 @@ class CheckpointLinearMethod(LinearQuantizationMethod):
     uses_meta_device = True  # so that vLLM also finishes layers for which the checkpoint lacks tensors
     quant_config: Any
 
+    @names_config_faults
     def create_parameters(self, layer: torch.nn.Module, weights: LinearWeights) -> None:
         self.check_weights(weights)
         with torch.device("meta"):
@@ -49,6 +53,8 @@ class CheckpointLinearMethod(LinearQuantizationMethod):
             )
         self.extend_parameters(layer, weights)
         prefix, shards = str(getattr(layer, "prefix", "a layer")), len(weights.output_partition_sizes)
+        for name, parameter in layer.named_parameters(recurse=False):
+            parameter.weight_loader = _naming(parameter.weight_loader, f"{prefix}.{name}")  # type: ignore[attr-defined]
         defer_loading(layer, prefix, shards, self.quant_config.packed_modules_mapping)
 
     def check_weights(self, weights: LinearWeights) -> None:
@@ -56,6 +62,27 @@ class CheckpointLinearMethod(LinearQuantizationMethod):
 
     def extend_parameters(self, layer: torch.nn.Module, weights: LinearWeights) -> None:
         """Changes or adds to the parameters that vLLM's method has created."""
+
+
+def _naming(loader: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Returns a weight loader that names the tensor if it does not fit the layer. vLLM's loaders only assert it."""
+
+    @wraps(loader)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return loader(*args, **kwargs)
+        except (AssertionError, IndexError, RuntimeError, ValueError) as fault:
+            tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+            is_ours_or_memory = isinstance(fault, BackplaneError) or "allocate memory" in str(fault)
+            if is_ours_or_memory or len(tensors) < 2 or tensors[0].shape == tensors[1].shape:
+                raise
+            param, loaded = tensors[:2]
+            raise CheckpointError(
+                f"the checkpoint's {name} has the shape {list(loaded.shape)}, which does not fit a parameter of "
+                f"{list(param.shape)} ({type(fault).__name__}: {fault}); download the checkpoint again"
+            ) from fault
+
+    return load
 
 
 def replace_with_packed(

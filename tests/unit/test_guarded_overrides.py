@@ -1,0 +1,468 @@
+"""Whatever depends on private source of vLLM has a guard, and every guard reacts to a changed line of its target."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import vllm_backplane
+from vllm_backplane import guards
+from vllm_backplane.binding.operator_callers import HOOKS, RUNNER_KERNEL
+from vllm_backplane.binding.registry import BINDINGS
+from vllm_backplane.settings.releases import NEWEST, RELEASES
+from vllm_patchbay.errors import PatchError
+from vllm_patchbay.patch import Guard, GuardedPackage, Guards, Outcome
+from vllm_patchbay.patch.guard import Record, verify_guard
+from vllm_patchbay.upstream import SourceTree, SymbolIndex, in_range, installed_tree, open_tree
+from vllm_patchbay.upstream.modules import Binds
+
+sys.path.insert(0, str(Path(__file__).parent / "versions"))
+from own_names import Presence
+
+FOLDER = Path(vllm_backplane.__file__).parent
+PACKAGE = GuardedPackage.find("vllm_backplane")
+GUARDS = PACKAGE.guards()
+TARGETS = {guard.target for guard in GUARDS}
+
+INTERFACES = {
+    *("Platform", "DeviceCommunicatorBase", "BaseModelLoader", "CustomOp"),
+    *("AttentionBackend", "AttentionImpl", "MLAAttentionImpl", "AttentionMetadataBuilder", "MLAPrefillBackend"),
+    *("KVConnectorBase_V1", "KVConnectorStats", "KVConnectorPromMetrics", "AsyncModelRunnerOutput"),
+    "KVConnectorWorkerMetadata",
+    *("QuantizationConfig", "QuantizeMethodBase", "FusedMoEMethodBase", "MPLinearKernel", "ScaledMMLinearKernel"),
+    *("PunicaWrapperABC", "PunicaWrapperBase"),
+}
+"""Classes of vLLM that are made for subclasses of other packages. Their public methods need no guard."""
+NOT_OF_VLLM = {"_asdict", "_parameters", "_cdata"}
+"""Private names of Python and PyTorch that are read from objects of unknown kind."""
+
+
+@cache
+def package() -> Presence:
+    return Presence(FOLDER, [installed_tree()])
+
+
+@cache
+def upstream() -> SymbolIndex:
+    return SymbolIndex(open_tree(NEWEST.version))
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    return {path.relative_to(FOLDER).as_posix(): ast.parse(path.read_text()) for path in sorted(FOLDER.rglob("*.py"))}
+
+
+def place_of(file: str) -> str:
+    return "vllm_backplane." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def targets_of(file: str) -> set[str]:
+    return {guard.target for guard in GUARDS if guard.place == place_of(file)}
+
+
+def is_guarded(path: str, targets: Iterable[str]) -> bool:
+    """Returns whether one of the targets is the function, or the class that has it."""
+    return any(path == target or path.startswith(f"{target}.") for target in targets)
+
+
+# --- what depends on vLLM
+
+
+def calls_super(file: str, name: str) -> bool:
+    """Returns whether a method mentions the one that it overrides."""
+    owner, _, method = name.rpartition(".")
+    for node in ast.walk(sources()[file]):
+        if isinstance(node, ast.ClassDef) and node.name == owner.rpartition(".")[2]:
+            for each in node.body:
+                if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)) and each.name == method:
+                    calls = {ast.unparse(call.func) for call in ast.walk(each) if isinstance(call, ast.Call)}
+                    steps = calls_of_own_methods(node, calls)
+                    passed = {ast.unparse(part) for part in ast.walk(each) if isinstance(part, ast.Attribute)}
+                    return f"super().{method}" in passed | steps
+    raise AssertionError(f"{file} has no {name}")
+
+
+def calls_of_own_methods(owner: ast.ClassDef, calls: set[str]) -> set[str]:
+    """Returns what the methods of the class call that are among the calls of `self`."""
+    own = [each for each in owner.body if isinstance(each, ast.FunctionDef) and f"self.{each.name}" in calls]
+    return {ast.unparse(call.func) for each in own for call in ast.walk(each) if isinstance(call, ast.Call)}
+
+
+def overrides() -> Iterator[str]:
+    """Finds overrides of private methods, and methods that replace vLLM's without calling it."""
+    for ours, by_version in package().defined.items():
+        [found] = by_version.values()
+        file, _, name = ours.partition(":")
+        method = name.rpartition(".")[2]
+        if not found.is_found or not found.path.startswith("vllm.") or found.symbol is None:
+            continue
+        if found.symbol.binds is Binds.INSTANCE:  # set by a constructor, which has a guard
+            continue
+        is_dunder = method.startswith("__")
+        is_private = method.startswith("_") and not is_dunder
+        is_of_interface = found.path.partition(":")[2].partition(".")[0] in INTERFACES
+        replaces = not is_of_interface and not calls_super(file, name)
+        if (is_private or replaces) and not is_guarded(found.path, targets_of(file)):
+            yield f"{ours} overrides {found.path}"
+
+
+def layers() -> Iterator[str]:
+    """Finds layers that replace vLLM's computation through a hook, `forward_oot`, which has no body of its own."""
+    for binding in BINDINGS:
+        module, _, name = binding.replacement.partition(":")
+        cls = getattr(importlib.import_module(module), name)
+        if any(
+            "forward_oot" in vars(base) for base in cls.__mro__ if base.__module__.startswith("vllm_backplane.")
+        ) and not any(
+            guard.place == module and is_guarded(f"{binding.upstream}.forward_native", [guard.target])
+            for guard in GUARDS
+        ):
+            yield f"{binding.replacement} computes {binding.upstream}"
+
+
+def private_methods() -> Iterator[str]:
+    """Finds calls of private methods of vLLM by classes that are derived from vLLM's."""
+    for ours, by_version in package().read.items():
+        [found] = by_version.values()
+        is_method = found.is_found and found.symbol is not None and found.symbol.binds is not Binds.INSTANCE
+        is_private = ours.rpartition(".")[2].startswith("_")
+        is_safe = is_guarded(found.path, targets_of(ours.partition(":")[0]))
+        if is_method and is_private and found.path.startswith("vllm.") and not is_safe:
+            yield f"{ours} reads {found.path}"
+
+
+@cache
+def guarded_names() -> frozenset[str]:
+    """Returns all names in the source of the targets of guards."""
+    names: set[str] = set()
+    for target in TARGETS:
+        module, _, name = target.partition(":")
+        if upstream().resolve(module, name).is_found:
+            tree = ast.parse(upstream().normalized_source_of(module, name))
+            names |= {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute)}
+            names |= {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}
+            names |= {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
+    return frozenset(names)
+
+
+@cache
+def own_names() -> frozenset[str]:
+    """Returns all names that the package defines or sets."""
+    names: set[str] = set()
+    for tree in sources().values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "vars(self)":
+                names |= {node.slice.value} if isinstance(node.slice, ast.Constant) else set()
+    return frozenset(names)
+
+
+def imported(tree: ast.Module) -> dict[str, str]:
+    """Maps the names that a file imports to the top-level package."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {(each.asname or each.name).partition(".")[0]: each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {each.asname or each.name: (node.module or "").partition(".")[0] for each in node.names}
+    return found
+
+
+def root_of(node: ast.expr) -> str:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def private_names() -> Iterator[str]:
+    """Finds private attributes of vLLM's objects, and private names that are imported from vLLM."""
+    for file, tree in sources().items():
+        origins = imported(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
+                for each in node.names:
+                    if each.name.startswith("_") and f"{node.module}:{each.name}" not in targets_of(file):
+                        yield f"{file}:{node.lineno} imports {each.name}"
+            name, origin = read_name(node), node.args[0] if isinstance(node, ast.Call) and node.args else node
+            if name.startswith("_") and not name.startswith("__"):
+                is_ours = name in own_names() or origins.get(root_of(origin), "vllm") != "vllm"  # type: ignore[arg-type]
+                if not is_ours and name not in guarded_names() | NOT_OF_VLLM:
+                    yield f"{file}:{node.lineno} reads {ast.unparse(node)}"  # type: ignore[attr-defined]
+
+
+def read_name(node: ast.AST) -> str:
+    """Returns the name of the attribute that an expression reads or tests for, or an empty string."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    is_call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr") and len(node.args) > 1
+    if is_call and isinstance(node.args[1], ast.Constant):  # type: ignore[attr-defined]
+        return str(node.args[1].value)  # type: ignore[attr-defined]
+    return ""
+
+
+def writes() -> Iterator[str]:
+    """Finds code that sets something in vLLM's modules and classes, or goes through all modules to do so."""
+    for file, tree in sources().items():
+        if file.startswith(("patches/", "doctor/", "cli/")) or targets_of(file):
+            continue
+        origins = imported(tree)
+        for node in ast.walk(tree):
+            targets: list[ast.expr] = []
+            if isinstance(node, (ast.Assign, ast.Delete)):
+                targets = node.targets
+            elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+                targets = [node.target]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+                targets = [ast.Attribute(node.args[0], "", ast.Store())]
+            held = [each for each in targets if isinstance(each, (ast.Attribute, ast.Subscript))]
+            if any(origins.get(root_of(each)) == "vllm" for each in held):
+                yield f"{file}:{node.lineno} sets {ast.unparse(node)}"
+            elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.modules", "sys.meta_path"):
+                yield f"{file}:{node.lineno} uses {ast.unparse(node)}"
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("for_each_module", "when_imported"):
+                yield f"{file}:{node.lineno} calls {ast.unparse(node.func)}"
+
+
+REPLACED_IN_TORCH = {
+    "torch.Event",
+    *(f"torch.cuda.{name}" for name in ("Event", "Stream", "current_stream", "stream", "set_stream")),
+    *(f"torch.accelerator.{name}" for name in ("synchronize", "empty_cache", "empty_host_cache", "get_memory_info")),
+}
+"""What `process/vllm_torch.py` replaces in vLLM's view of torch."""
+SEARCHED = (
+    *("vllm.v1.worker.", "vllm.v1.spec_decode.", "vllm.v1.sample.", "vllm.v1.executor.", "vllm.v1.engine."),
+    *("vllm.utils.", "vllm.lora.", "vllm.distributed.parallel_state", "vllm.model_executor.model_loader.base_loader"),
+)
+"""Modules of vLLM that run in servers with Backplane whatever the model and the options are, or most of them."""
+NOT_REACHED = {
+    "vllm.v1.worker.xpu": "another platform",
+    "vllm.v1.worker.cpu": "another platform",
+    "vllm.v1.worker.ubatching": "two batches at once need the all-to-all kernels of CUDA",
+    "vllm.v1.worker.gpu_ubatch_wrapper": "two batches at once need the all-to-all kernels of CUDA",
+    "vllm.v1.worker.gpu.ubatch_utils": "two batches at once need the all-to-all kernels of CUDA",
+    "vllm.v1.worker.mm_encoder_model_runner": "the worker creates the runners of Backplane only",
+    "vllm.v1.worker.gpu_worker:Worker.sleep": "overridden, with a guard in worker/worker.py",
+    "vllm.v1.worker.gpu_worker:Worker.init_device": "overridden, with a guard in worker/worker.py",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sync_device": "overridden, with a guard in runner/v1.py",
+    "vllm.v1.worker.gpu.cudagraph_utils": "graphs with the V2 runner are refused (config/graphs.py)",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model": "graphs with the V2 runner are refused",
+    "vllm.v1.worker.gpu.mm.encoder_runner:EncoderRunner.capture": "graphs with the V2 runner are refused",
+    "vllm.v1.worker.gpu.warmup": "the worker of Backplane warms up",
+    "vllm.v1.worker.gpu.async_utils:_timing_event": "an argument of CUDA's events for traces",
+    "vllm.v1.worker.gpu.spec_decode.adaptive_verification": "it is for graphs",
+    "vllm.v1.spec_decode.gemma4": "its graphs are CUDA's",
+    "vllm.v1.sample.ops.topk_topp_triton": "the sampler of Backplane calls no Triton kernel",
+    "vllm.utils.mem_utils:MemorySnapshot": "the worker of Backplane measures memory",
+    "vllm.utils.mem_utils:memory_profiling": "the worker of Backplane measures memory",
+    "vllm.utils.multi_stream_utils": "it runs on a second stream, which only CUDA's platform has",
+    "vllm.utils.torch_utils:aux_stream": "only CUDA's platform has this stream",
+    "vllm.utils.torch_utils:": "the module replaces torch.cuda.set_stream; a stand-in has none to replace",
+    "vllm.lora.layers": "only CUDA's platform has this stream",
+}
+"""Modules and functions, and why a server with Backplane does not run them. A test checks that each uses a name."""
+
+
+@cache
+def uses_of_torch() -> dict[str, int]:
+    """Returns the functions of vLLM that use a replaced name of torch in their code, with the number of uses."""
+    tree, found = installed_tree(), dict[str, int]()
+
+    def visit(node: ast.AST, module: str, name: str) -> None:
+        for each in ast.iter_child_nodes(node):
+            if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                visit(each, module, f"{name}.{each.name}" if name else each.name)
+                continue
+            is_annotation = isinstance(node, (ast.arg, ast.AnnAssign, ast.BinOp, ast.FunctionDef, ast.Subscript))
+            if isinstance(each, ast.Attribute) and ast.unparse(each) in REPLACED_IN_TORCH and not is_annotation:
+                found[f"{module}:{name}"] = found.get(f"{module}:{name}", 0) + 1
+            visit(each, module, name)
+
+    for module in tree.modules():
+        if module.startswith(SEARCHED) and "torch." in (source := tree.read(module) or ""):
+            visit(ast.parse(source), module, "")
+    return found
+
+
+def streams() -> Iterator[str]:
+    """Finds functions of vLLM that use the replaced streams, events and calls of torch."""
+    targets = targets_of("process/vllm_torch.py")
+    for path in uses_of_torch():
+        if not is_guarded(path, targets) and not any(is_reason(path, prefix) for prefix in NOT_REACHED):
+            yield path
+
+
+def is_reason(path: str, prefix: str) -> bool:
+    return path == prefix if prefix.endswith(":") else path.startswith(prefix)
+
+
+SEARCHES = {
+    overrides: ("GPUModelRunner._prepare_inputs", "Worker.init_device", "Sampler.apply_penalties", "CUDAGraphWrapper"),
+    layers: ("activation:SiluAndMul", "yarn_scaling_rope:YaRNScalingRotaryEmbedding"),
+    private_methods: ("PunicaWrapperBase._update_base_metadata", "MambaMixer._ssm_transform"),
+    private_names: ("_convert_to_tensors", "layer._k_scale_float", "runner._pp_recv_work", "_all_instances"),
+    writes: ("envs.environment_variables", "for_each_module", "sys.modules"),
+    streams: ("gpu_model_runner:GPUModelRunner.__init__", "worker_base:WorkerBase.synchronize_device"),
+}
+"""Searches for code that depends on vLLM, and some of what each finds if there are no guards."""
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_what_depends_on_vllm_has_guards(search) -> None:
+    assert list(search()) == []
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_the_search_finds_code_without_a_guard(search, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "GUARDS", [])
+    monkeypatch.setattr(sys.modules[__name__], "guarded_names", frozenset)
+    found = list(search())
+    for name in SEARCHES[search]:
+        assert any(name in each for each in found), name
+
+
+def test_reasons_and_exceptions_are_needed() -> None:
+    for prefix in NOT_REACHED:
+        assert any(is_reason(path, prefix) for path in uses_of_torch()), prefix
+    for name in NOT_OF_VLLM - {"_asdict"}:
+        assert hasattr(torch.nn.Module(), name) or hasattr(torch.UntypedStorage, name), name
+    used = {found.path.partition(":")[2] for by in package().defined.values() for found in by.values()}
+    for name in INTERFACES:
+        assert any(path.startswith(f"{name}.") for path in used), name
+
+
+def test_what_is_replaced_in_torch_is_what_the_search_looks_for() -> None:
+    found = {"torch.Event"}
+    for node in ast.walk(sources()["process/vllm_torch.py"]):
+        owner = {"_cuda.replace": "cuda", "_accelerator.replace": "accelerator"}.get(
+            ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        )
+        if owner:
+            assert isinstance(node, ast.Call)
+            found |= {f"torch.{owner}.{each.arg}" for each in node.keywords if each.arg}
+    assert found == REPLACED_IN_TORCH
+
+
+def test_replaced_kernels_have_guards() -> None:
+    kernels = {hook.upstream for hook in HOOKS if hook.kind == RUNNER_KERNEL}
+    assert len(kernels) == 11
+    assert kernels <= TARGETS
+
+
+# --- the guards
+
+
+def test_every_feature_is_used() -> None:
+    """A class uses its feature when it is constructed. Other code calls `use_feature`."""
+    automatic, called = set(), set()
+    for tree in sources().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "use_feature":
+                called.add(ast.literal_eval(node.args[0]))
+            for decorator in node.decorator_list if isinstance(node, ast.ClassDef) else ():
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "guarded":
+                    automatic |= {ast.literal_eval(e.value) for e in decorator.keywords if e.arg == "feature"}
+    features = {guard.feature for guard in GUARDS} - {""}
+    assert features == automatic | called
+    assert {"speculation", "V1 model runner", "V2 model runner", "LoRA", "experts"} <= features
+
+
+def test_every_guard_fits_the_newest_release_and_is_recorded_for_all() -> None:
+    verdicts = PACKAGE.verify(upstream(), NEWEST.version)
+    for guard, verdict in verdicts:
+        is_for_it = not guard.versions or in_range(NEWEST.version, guard.versions)
+        assert verdict.outcome is (Outcome.FITS if is_for_it else Outcome.NOT_NEEDED), verdict
+    targets = Record.read(PACKAGE.record_file).targets
+    for guard in GUARDS:
+        of_guard = [each.version for each in RELEASES if not guard.versions or in_range(each.version, guard.versions)]
+        recorded = sorted(release for releases in targets[guard.target].values() for release in releases)
+        assert recorded == of_guard, guard.target
+
+
+@pytest.mark.slow
+def test_what_a_process_declares_is_what_the_source_has() -> None:
+    for place in {guard.place for guard in GUARDS}:
+        importlib.import_module(place)
+    assert set(guards._GUARDS.declared) == set(GUARDS)
+
+
+def changed(tree: SourceTree, functions: Iterable[Guard]) -> SourceTree:
+    """Returns a tree with one more statement in each of some functions and classes."""
+    result, original = copy.copy(tree), tree.read
+
+    @cache
+    def read(module: str) -> str | None:
+        source = original(module)
+        names = {guard.name for guard in functions if guard.module == module}
+        if source is None or not names:
+            return source
+        parsed = ast.parse(source)
+        assert names >= set(insert(parsed, names)), module
+        return ast.unparse(parsed)
+
+    result.read = read  # type: ignore[method-assign]
+    return result
+
+
+def insert(tree: ast.AST, names: set[str], within: str = "") -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            name = f"{within}{node.name}"
+            if name in names:
+                node.body.append(ast.parse("changed_line = 1").body[0])
+                yield name
+            yield from insert(node, names, f"{name}.")
+        elif isinstance(node, (ast.If, ast.Try)):
+            yield from insert(node, names, within)
+
+
+@cache
+def changed_index(version: str) -> SymbolIndex:
+    return SymbolIndex(changed(open_tree(version), GUARDS))
+
+
+def cases() -> Iterator[object]:
+    """Yields each guard with a release that it is for: the newest, or an older one, which has to be downloaded."""
+    for guard in GUARDS:
+        of_guard = [each.version for each in RELEASES if not guard.versions or in_range(each.version, guard.versions)]
+        marks = () if of_guard[-1] == NEWEST.version else (pytest.mark.download, pytest.mark.exhaustive)
+        yield pytest.param(guard, of_guard[-1], id=f"{guard.place}-{guard.target}", marks=marks)
+
+
+@pytest.mark.parametrize(("guard", "version"), list(cases()))
+def test_every_guard_reacts_to_a_changed_line(guard: Guard, version: str) -> None:
+    found = Guards(PACKAGE.record_file, "THE_SETTING")
+    options = {"why": guard.why, "fast_path": guard.fast_path, "versions": guard.versions, "feature": guard.feature}
+    found.guarded(guard.target, **options)(lambda: None)
+    if guard.feature:
+        found.verify(lambda: changed_index(version), version)  # a server without the feature starts
+    if guard.fast_path:
+        found.verify(lambda: changed_index(version), version, guard.feature)
+        assert list(found.switched_off) == [guard.fast_path]
+        assert guard.target in found.switched_off[guard.fast_path]
+    else:
+        with pytest.raises(PatchError) as fault:
+            found.verify(lambda: changed_index(version), version, guard.feature)
+        assert "changed_line = 1" in str(fault.value)
+        assert guard.target in str(fault.value)
+    assert {guard.fast_path for guard in GUARDS} == {"", "decode steps"}
+
+
+def test_a_change_concerns_the_guards_of_its_function_only() -> None:
+    target = "vllm.v1.spec_decode.utils:copy_and_expand_dflash_inputs_kernel"
+    [one] = [guard for guard in GUARDS if guard.target == target]
+    index, record = SymbolIndex(changed(open_tree(NEWEST.version), [one])), Record.read(PACKAGE.record_file)
+    drifted = [g.target for g in GUARDS if verify_guard(g, record, index, NEWEST.version).outcome is Outcome.DRIFTED]
+    assert drifted == [target]
