@@ -280,7 +280,9 @@ def test_old_blocks_in_the_prefix_cache_are_not_saved(
     scheduler.set_weights(3)
     assert begin(scheduler, "a", range(13), [1, 2, 3, 4], 8) == []
     assert begin(scheduler, "b", range(13), [1, 2, 3, 5], 12) == [], "its third block was computed after old ones"
-    assert caplog.text.count("reset_prefix_cache") == 1
+    # pytest may capture a record twice, because it also listens to loggers that do not propagate.
+    warnings = {id(record) for record in caplog.records if "reset_prefix_cache" in record.getMessage()}
+    assert len(warnings) == 1
     assert begin(scheduler, "c", range(13), [4, 5, 6, 7], 0) == [4, 5, 6], "it depends on nothing old"
     assert begin(scheduler, "d", [*range(12), 99, 98, 97, 96], [4, 5, 6, 0], 12) == [0], "it found new blocks"
 
