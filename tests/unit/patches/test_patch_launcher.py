@@ -33,6 +33,7 @@ class Engine:
     def __init__(self) -> None:
         self.vllm_config = SimpleNamespace(shutdown_timeout=0)
         self.errored = False
+        self.should_keep_api_server_alive = False  # asked since vLLM 0.33
 
     @property
     def is_running(self) -> bool:
@@ -99,11 +100,14 @@ def serve(function: Any, engine: Engine, event: Any) -> None:
         try:
             await main()
         except SystemExit as fault:
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise TimeoutError(f"the server ended only when it was cancelled, after {DEADLINE} s") from fault
             # A task would keep it, and asyncio would print it in some later test, when the task is destroyed.
             ends.append(fault)
 
     async def limited() -> None:
-        await asyncio.wait_for(end(), DEADLINE)
+        async with asyncio.timeout(DEADLINE):
+            await end()
 
     asyncio.run(limited())
     if ends:

@@ -4,11 +4,14 @@ limits how long a shutdown waits."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
 from vllm_backplane.process.fast_exit import exit_with_status_of_signals
 from vllm_patchbay.patch import Patch, Process
+
+logger = logging.getLogger("vllm." + __name__)
 
 GRACE_SECONDS = 3
 """Seconds for responses in flight after the engine has stopped; they need far less to send what they have."""
@@ -71,12 +74,19 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
 
     engine.shutdown = shutdown
     watching = asyncio.get_running_loop().create_task(watch())
+    watching.add_done_callback(_report_failure)
     try:
         ending = await serve_http.original(app, *args, **options)
     finally:
         watching.cancel()
         del engine.shutdown  # restores the method of the class
     return _shut_down(ending, failed=engine.errored and not stopped)
+
+
+def _report_failure(watching: asyncio.Task[None]) -> None:
+    """Logs why the engine is no longer watched. vLLM's own watchdog still does, every five seconds."""
+    if not watching.cancelled() and (fault := watching.exception()):
+        logger.error("The engine is no longer checked twice a second, because a check failed.", exc_info=fault)
 
 
 async def _shut_down(ending: Coroutine[Any, Any, None], failed: bool) -> None:
