@@ -14,7 +14,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_backplane.device.v2_runner import refuse_features_of_v2_runner
+from vllm_backplane.device.triton_features import refuse_features_that_need_triton
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.guards import set_drift
 from vllm_backplane.patches import application
@@ -255,7 +255,7 @@ class BackplanePlatform(Platform):
         from vllm_backplane.config import graphs
 
         chosen = configured(vllm_config.additional_config)
-        refuse_features_of_v2_runner(vllm_config, chosen.device)
+        refuse_features_that_need_triton(vllm_config, chosen.device)
         graphs.set_compilation_defaults(vllm_config, chosen)
 
     @classmethod

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from vllm_backplane.device import Device
-from vllm_backplane.device.v2_runner import refuse_features_of_v2_runner
+from vllm_backplane.device.triton_features import refuse_features_that_need_triton
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.runtime import Runtime
 from vllm_backplane.weights import load_formats
@@ -23,7 +23,7 @@ def refuse_unsupported(config: VllmConfig, chosen: Runtime) -> None:
         raise BackplaneError("dual-batch overlap needs two hardware queues per card; remove --enable-dbo")
     if config.parallel_config.enable_eplb:
         raise BackplaneError("expert load balancing is not supported; remove --enable-eplb")
-    refuse_features_of_v2_runner(config, device)
+    refuse_features_that_need_triton(config, device)
     if config.use_v2_model_runner and not can.triton:
         raise BackplaneError(
             f"vLLM selected its V2 model runner, which needs Triton, and device {device.name!r} has no Triton; set "

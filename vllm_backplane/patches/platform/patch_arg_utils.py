@@ -34,9 +34,9 @@ _SOURCE = (
 )
 def _set_default_chunked_prefill_and_prefix_caching_args(self: Any, model_config: Any) -> None:
     # Imported here, because they import torch, and the command that checks patches does not.
-    from vllm_backplane.device.v2_runner import refuse_features_of_v2_runner
+    from vllm_backplane.device.triton_features import refuse_features_that_need_triton
     from vllm_backplane.runtime import runtime
 
     record(self)
-    refuse_features_of_v2_runner(self, runtime().device)
+    refuse_features_that_need_triton(self, runtime().device)
     _set_default_chunked_prefill_and_prefix_caching_args.original(self, model_config)

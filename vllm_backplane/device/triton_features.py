@@ -1,7 +1,7 @@
-"""Refuses features that need vLLM's V2 model runner, on a device that cannot run it.
+"""Refuses features that need Triton, on a device that has none.
 
-The check is needed before and while vLLM makes its configuration, by a patch and by the platform. It reads attributes
-that the engine's arguments and the configuration have in common.
+They need vLLM's V2 model runner, which needs Triton. The check is needed before and while vLLM makes its configuration,
+by a patch and by the platform. It reads attributes that the engine's arguments and the configuration have in common.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from vllm_backplane.device.contract import Device
 from vllm_backplane.errors import BackplaneError
 
 
-def refuse_features_of_v2_runner(config: Any, device: Device) -> None:
+def refuse_features_that_need_triton(config: Any, device: Device) -> None:
     """Raises for features that need vLLM's V2 model runner whatever VLLM_USE_V2_MODEL_RUNNER is, on a device that
     cannot run it. `config` is vLLM's configuration, or the arguments that it is made from."""
     if device.capabilities.triton:
