@@ -229,7 +229,7 @@ def compared_strings(path: Path) -> Iterator[tuple[int, str]]:
 
 OTHER_MEANINGS = {
     "doctor/plugins.py": 'target.lower() == "cpu"',
-    "runner/raw_memory.py": 'addresses.device.type != "cpu"',
+    "runner/triton_replacements.py": 'addresses.device.type != "cpu"',
 }
 """Comparisons with 'cpu' that are not about our device: a value that vLLM treats specially, and torch's word for host
 memory. Each file contains exactly one, with this text."""

@@ -1,8 +1,8 @@
 """Holds the patches that Backplane applies to vLLM, and finds those of distributions that bring a device.
 
-There is one folder for each kind of process, with one ``patch_<name>.py`` for each patched function of vLLM. The name
-is that of the patched module, or states what the patch is for (``patch_gguf_model.py``). At present all patches are in
-`platform/`; `engine/` and `worker/` are empty.
+There is one folder for each kind of process that has patches (`platform/`; the others would be `engine/` and
+`worker/`), with one ``patch_<name>.py`` for each patched function of vLLM. The name is that of the patched module, or
+states what the patch is for (``patch_gguf_model.py``).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ exist in every supported vLLM; an optional one may be absent.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,9 +18,8 @@ from typing import Any
 import torch
 
 from vllm_backplane import ops
-from vllm_backplane.errors import BindingError, nearest
+from vllm_backplane.errors import BindingError, OperatorError, nearest
 from vllm_backplane.guards import guarded
-from vllm_backplane.runner.raw_memory import copy_host_memory
 from vllm_backplane.settings import compat
 from vllm_backplane.settings.releases import INSTALL_SUPPORTED
 
@@ -335,7 +335,26 @@ def _sample_recovered_tokens(
     feature="prefix caching of recurrent layers",
 )
 def _batch_memcpy(*, src_ptrs: torch.Tensor, dst_ptrs: torch.Tensor, sizes: torch.Tensor) -> None:
-    copy_host_memory(src_ptrs, dst_ptrs, sizes)
+    """Copies sizes[i] bytes from address src_ptrs[i] to dst_ptrs[i], in order; the two ranges may overlap.
+
+    vLLM launches this kernel for prefix caching of recurrent models alone, which Backplane refuses
+    (`config/stages.py`), so no server reaches it. It is replaced because vLLM's runner can launch it: a launch copies
+    or names the remedy, instead of failing inside Triton.
+
+    The kernel takes lists of addresses instead of tensors, so it cannot be an operator: a schema cannot express which
+    tensors are written, and a reference cannot turn an address on an arbitrary device into memory. The addresses must
+    be in host tensors, which shows that they are host addresses. A device with its own memory has to replace the
+    kernel itself.
+    """
+    for addresses in (src_ptrs, dst_ptrs, sizes):
+        if addresses.device.type != "cpu":
+            raise OperatorError(
+                f"memory at raw addresses of device {addresses.device.type!r} cannot be copied by the host; "
+                "for models with recurrent layers start with --no-enable-prefix-caching, or let the device "
+                "register a kernel for vllm.v1.worker.mamba_utils.batch_memcpy_kernel"
+            )
+    for source, target, size in zip(src_ptrs.tolist(), dst_ptrs.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
 
 
 REPLACEMENTS: Mapping[str, Launch] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import sys
 import types
@@ -18,7 +19,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker import mamba_utils
 from vllm.v1.worker.block_table import BlockTable
 
-from vllm_backplane.errors import BindingError
+from vllm_backplane.errors import BindingError, OperatorError
 from vllm_backplane.runner import triton_replacements
 from vllm_backplane.settings import compat
 
@@ -218,14 +219,46 @@ def test_draft_tokens_in_a_column_are_replaced_as_those_in_a_row(probabilities: 
         assert all(new != old for new, old in zip(drawn[0], tokens.tolist(), strict=True))
 
 
+def addresses(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.uint64)
+
+
 def test_copying_mamba_states() -> None:
     source, target = torch.arange(6, dtype=torch.float32), torch.zeros(6)
-    mamba_utils.batch_memcpy(
-        torch.tensor([source.data_ptr() + 4], dtype=torch.uint64),
-        torch.tensor([target.data_ptr()], dtype=torch.uint64),
-        ints(12),
-    )
+    mamba_utils.batch_memcpy(addresses(source.data_ptr() + 4), addresses(target.data_ptr()), ints(12))
     assert target.tolist() == [1.0, 2.0, 3.0, 0.0, 0.0, 0.0]
+
+
+def test_copying_several_ranges_in_order() -> None:
+    source, target = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    mamba_utils.batch_memcpy(
+        addresses(source.data_ptr() + 3, source.data_ptr() + 50),
+        addresses(target.data_ptr() + 10, target.data_ptr()),
+        ints(20, 1),
+    )
+    wanted = [0] * 100
+    wanted[10:30] = range(3, 23)
+    wanted[0] = 50
+    assert target.tolist() == wanted
+
+
+@pytest.mark.parametrize("shift", [-3, 3])
+def test_copying_overlapping_ranges(shift: int) -> None:
+    memory = torch.arange(50, dtype=torch.uint8)
+    start = memory.data_ptr() + 10
+    mamba_utils.batch_memcpy(addresses(start), addresses(start + shift), ints(30))
+    assert memory.tolist()[10 + shift : 40 + shift] == list(range(10, 40))
+
+
+def test_copying_nothing() -> None:
+    mamba_utils.batch_memcpy(addresses(), addresses(), ints())
+    mamba_utils.batch_memcpy(addresses(ctypes.addressof(ctypes.c_char())), addresses(0), ints(0))
+
+
+def test_copying_between_addresses_of_a_device_is_refused() -> None:
+    elsewhere = torch.empty(1, dtype=torch.uint64, device="meta")
+    with pytest.raises(OperatorError, match="no-enable-prefix-caching"):
+        mamba_utils.batch_memcpy(elsewhere, elsewhere, torch.empty(1, dtype=torch.int32, device="meta"))
 
 
 def test_a_kernel_that_is_gone_is_named() -> None:
