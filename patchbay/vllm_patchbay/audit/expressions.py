@@ -51,7 +51,7 @@ _COMPUTED = ast.Await(ast.Constant(None))
 class ExpressionReader:
     """Evaluates expressions in the current `scope`, under the conditions of the current `reach`.
 
-    `GuardReader` implements `condition` and `_flag_of_call`.
+    `ConditionReader` implements `condition` and `_flag_of_call`.
     """
 
     def __init__(self, module: str, roots: frozenset[str] = frozenset()) -> None:
@@ -379,7 +379,7 @@ class ExpressionReader:
             ]
         return []
 
-    # --- conditions, implemented in guards.py
+    # --- conditions, implemented in condition_expressions.py
 
     def condition(self, node: ast.expr) -> Condition:
         """Returns the condition that the expression is true."""

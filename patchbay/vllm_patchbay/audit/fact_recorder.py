@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 
+from vllm_patchbay.audit.condition_expressions import ConditionReader
 from vllm_patchbay.audit.conditions import Ref
 from vllm_patchbay.audit.facts import Catch, Fact, FileFacts, Meaning, Meanings, Place, UnresolvedFact
 from vllm_patchbay.audit.functions import FunctionSummary
-from vllm_patchbay.audit.guards import GuardReader
 from vllm_patchbay.audit.scopes import Instance, Parameter
 from vllm_patchbay.upstream.modules import walk
 
 
-class FactRecorder(GuardReader):
+class FactRecorder(ConditionReader):
     """Records facts in `result` while expressions are evaluated."""
 
     def __init__(self, result: FileFacts, module: str, roots: frozenset[str]) -> None:

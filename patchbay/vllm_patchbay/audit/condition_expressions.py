@@ -1,4 +1,4 @@
-"""Turns boolean expressions of a plugin into conditions: guards on vLLM's version, its attributes and its modules."""
+"""Turns boolean expressions of a plugin into conditions on vLLM's version, its attributes and its modules."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _GUARD_NAME = re.compile(
 _GUARD_CALLS = frozenset({"hasattr", "find_spec", "signature", "importorskip"})
 
 
-class GuardReader(ExpressionReader):
+class ConditionReader(ExpressionReader):
     """Evaluates boolean expressions to conditions."""
 
     def condition(self, node: ast.expr) -> Condition:
