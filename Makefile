@@ -211,8 +211,8 @@ distclean: clean  ## Remove VENV and the environments of matrix and bench too
 
 $(venv):
 	@$(functions)
-	if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-	    printf '%s is missing or older than Python 3.11. Install one, or name one: make PYTHON=python3.12 …\n' \
+	if ! $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; then
+	    printf '%s is missing or is not Python 3.11, 3.12 or 3.13. Install one, or name one: make PYTHON=python3.12 …\n' \
 	        '$(PYTHON)' >&2
 	    exit 1
 	fi
