@@ -280,11 +280,37 @@ def test_a_group_that_does_not_exist_is_rejected(group: int) -> None:
         load(layer, stored)
 
 
-def test_a_short_order_is_rejected() -> None:
+@pytest.mark.parametrize("size", [1, FAN_IN + 1])
+def test_an_order_of_another_length_is_rejected(size: int) -> None:
     layer = RowParallelLinear(FAN_IN, 24, bias=False, quant_config=configured(made.GPTQ, desc_act=True), prefix="down")
     stored = made.gptq(FAN_IN, 24, 4, 32, by_activation=1)
-    stored.tensors["g_idx"] = stored.tensors["g_idx"][:1]
-    with pytest.raises(CheckpointError, match=r"g_idx .* has the shape \(1,\)"):
+    stored.tensors["g_idx"] = stored.tensors["g_idx"].repeat(2)[:size]
+    with pytest.raises(CheckpointError, match=rf"g_idx .* has the shape \({size},\)"):
+        load(layer, stored)
+
+
+def test_an_order_of_long_integers_is_used_as_it_is() -> None:
+    layer = RowParallelLinear(FAN_IN, 24, bias=False, quant_config=configured(made.GPTQ, desc_act=True), prefix="down")
+    stored = made.gptq(FAN_IN, 24, 4, 32, by_activation=1)
+    stored.tensors["g_idx"] = stored.tensors["g_idx"].long()
+    load(layer, stored)
+    finish(layer)
+    assert_product(layer, stored.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda order: order.long() + (1 << 32), r"its groups are 4294967296 to 4294967303, and the layer has 8"),
+        (lambda order: order.float(), r"down\.g_idx has the type torch\.float32, and torch\.int32 or torch\.int64 is"),
+    ],
+    ids=["beyond int32", "float"],
+)
+def test_an_order_that_would_be_converted_is_rejected(change: Any, message: str) -> None:
+    layer = RowParallelLinear(FAN_IN, 24, bias=False, quant_config=configured(made.GPTQ, desc_act=True), prefix="down")
+    stored = made.gptq(FAN_IN, 24, 4, 32, by_activation=1)
+    stored.tensors["g_idx"] = change(stored.tensors["g_idx"])
+    with pytest.raises(CheckpointError, match=message):
         load(layer, stored)
 
 
@@ -354,6 +380,37 @@ def test_a_tensor_of_another_shape_is_named(case: str) -> None:
     layer = RowParallelLinear(FAN_IN, 72, bias=False, quant_config=configured(config), prefix="layers.3.down")
     with pytest.raises(CheckpointError, match=r"layers\.3\.down\.\w+ has the shape .* which does not fit"):
         load(layer, make(80, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@pytest.mark.parametrize("case", CASES)
+def test_codes_of_another_type_are_rejected(case: str, dtype: torch.dtype) -> None:
+    """Tests codes of the right shape, which vLLM's loaders would convert: 1.5e9 to another int32, 2^32 + 1 to 1."""
+    config, make = CASES[case]
+    layer = RowParallelLinear(FAN_IN, 72, bias=False, quant_config=configured(config), prefix="layers.3.down")
+    stored = make(72, 1)
+    [name] = stored.tensors.keys() & {"qweight", "weight_packed", "weight"}
+    required = stored.tensors[name].dtype
+    stored.tensors[name] = stored.tensors[name].to(dtype)
+    with pytest.raises(CheckpointError, match=rf"layers\.3\.down\.{name} has the type {dtype}, and {required} is"):
+        load(layer, stored)
+
+
+def test_scales_of_an_integer_type_are_rejected() -> None:
+    layer = RowParallelLinear(FAN_IN, 24, bias=False, quant_config=configured(made.GPTQ), prefix="down")
+    stored = made.gptq(FAN_IN, 24, 4, 32)
+    stored.tensors["scales"] = stored.tensors["scales"].view(torch.int16)
+    with pytest.raises(CheckpointError, match=r"down\.scales has the type torch\.int16, and a floating type is"):
+        load(layer, stored)
+
+
+def test_shapes_may_be_of_either_integer_type() -> None:
+    layer = RowParallelLinear(FAN_IN, 24, bias=False, quant_config=configured(made.compressed(4, 32)), prefix="down")
+    stored = made.pack_quantized(FAN_IN, 24, 4, 32)
+    stored.tensors["weight_shape"] = stored.tensors["weight_shape"].int()
+    load(layer, stored)
+    finish(layer)
+    assert_product(layer, stored.weight)
 
 
 @pytest.mark.parametrize("value", ["false", None, 1])

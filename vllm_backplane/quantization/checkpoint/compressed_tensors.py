@@ -100,6 +100,8 @@ class BackplaneCompressedTensorsConfig(AnyDeviceConfig, CompressedTensorsConfig)
 
 @register_weight_loader_v2_supported_method
 class BackplaneCompressedTensorsMethod(CheckpointLinearMethod, CompressedTensorsLinearMethod):
+    any_integers = ("weight_shape",)
+
     def __init__(self, quant_config: BackplaneCompressedTensorsConfig) -> None:
         super().__init__(quant_config)
         self.quant_config = quant_config

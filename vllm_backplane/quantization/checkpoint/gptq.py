@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -120,6 +121,8 @@ class BackplaneGPTQConfig(AnyDeviceConfig, AutoGPTQConfig):
     feature="GPTQ",
 )
 class BackplaneGPTQLinearMethod(CheckpointLinearMethod, AutoGPTQLinearMethod):
+    any_integers = ("g_idx",)
+
     def __init__(self, quant_config: BackplaneGPTQConfig) -> None:
         # Without vLLM's constructor, which requires the Marlin kernel.
         self.quant_config = quant_config
@@ -138,25 +141,11 @@ class BackplaneGPTQLinearMethod(CheckpointLinearMethod, AutoGPTQLinearMethod):
         """Adds `g_idx`, one row for each fused weight. It has memory from the start: -1 marks a row that the checkpoint
         does not have."""
         shape = (len(weights.output_partition_sizes), weights.input_size_per_partition)
-        group_index = torch.nn.Parameter(torch.full(shape, -1, dtype=torch.int32), requires_grad=False)
-        group_index.weight_loader = self._load_group_index  # type: ignore[attr-defined]
+        # int64, so that no group of a checkpoint with int64 becomes another one.
+        group_index = torch.nn.Parameter(torch.full(shape, -1, dtype=torch.int64), requires_grad=False)
+        group_index.weight_loader = partial(_load_group_index, weights.input_size)  # type: ignore[attr-defined]
         layer.register_parameter("g_idx", group_index)
         self.kernel.zero_point_offset = self.quant_config.zero_point_offset
-
-    def _load_group_index(self, param: torch.Tensor, loaded: torch.Tensor, shard: str | int | None = None) -> None:
-        """Copies the group of each input into the row of a fused weight.
-
-        A row-parallel layer has no activation order (see `check_weights`) and does not use the values. It copies as
-        many as its row has, because vLLM counts the copied elements during a reload.
-        """
-        rows = param.data if shard is None else [param.data[QKV_SHARDS[shard] if isinstance(shard, str) else shard]]
-        for row in rows:
-            if loaded.dim() != 1 or len(loaded) < len(row):
-                raise CheckpointError(
-                    f"a g_idx of this GPTQ checkpoint has the shape {tuple(loaded.shape)}, and its layer {len(row)} "
-                    "inputs; download the checkpoint again"
-                )
-            row.copy_(loaded[: len(row)])
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if not hasattr(layer, "g_idx"):
@@ -167,6 +156,22 @@ class BackplaneGPTQLinearMethod(CheckpointLinearMethod, AutoGPTQLinearMethod):
         super().process_weights_after_loading(layer)
         self.kernel.group_index = None
         del layer.g_idx
+
+
+def _load_group_index(inputs: int, param: torch.Tensor, loaded: torch.Tensor, shard: str | int | None = None) -> None:
+    """Copies the group of each input into the row of a fused weight.
+
+    A row-parallel layer has no activation order (see `check_weights`) and does not use the values. It copies as many as
+    its row has, because vLLM counts the copied elements during a reload.
+    """
+    if loaded.shape != (inputs,):
+        raise CheckpointError(
+            f"a g_idx of this GPTQ checkpoint has the shape {tuple(loaded.shape)}, and its layer {inputs} inputs; "
+            "download the checkpoint again"
+        )
+    rows = param.data if shard is None else [param.data[QKV_SHARDS[shard] if isinstance(shard, str) else shard]]
+    for row in rows:
+        row.copy_(loaded[: len(row)])
 
 
 def _common_row(group_index: torch.Tensor, prefix: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,6 +36,8 @@ class CheckpointLinearMethod(LinearQuantizationMethod):
 
     uses_meta_device = True  # so that vLLM also finishes layers for which the checkpoint lacks tensors
     quant_config: Any
+    any_integers: ClassVar[tuple[str, ...]] = ()
+    """Parameters for which checkpoints have int32 or int64, and both are right."""
 
     @names_config_faults
     def create_parameters(self, layer: torch.nn.Module, weights: LinearWeights) -> None:
@@ -54,7 +56,9 @@ class CheckpointLinearMethod(LinearQuantizationMethod):
         self.extend_parameters(layer, weights)
         prefix, shards = str(getattr(layer, "prefix", "a layer")), len(weights.output_partition_sizes)
         for name, parameter in layer.named_parameters(recurse=False):
-            parameter.weight_loader = _naming(parameter.weight_loader, f"{prefix}.{name}")  # type: ignore[attr-defined]
+            allowed = (torch.int32, torch.int64) if name in self.any_integers else (parameter.dtype,)
+            loader = _naming(parameter.weight_loader, f"{prefix}.{name}", allowed)  # type: ignore[attr-defined]
+            parameter.weight_loader = loader  # type: ignore[attr-defined]
         defer_loading(layer, prefix, shards, self.quant_config.packed_modules_mapping)
 
     def check_weights(self, weights: LinearWeights) -> None:
@@ -64,15 +68,18 @@ class CheckpointLinearMethod(LinearQuantizationMethod):
         """Changes or adds to the parameters that vLLM's method has created."""
 
 
-def _naming(loader: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Returns a weight loader that names the tensor if it does not fit the layer. vLLM's loaders only assert it."""
+def _naming(loader: Callable[..., Any], name: str, allowed: tuple[torch.dtype, ...]) -> Callable[..., Any]:
+    """Returns a weight loader that names the tensor if it does not fit the layer. vLLM's loaders only assert its shape,
+    and convert any type. A tensor must be of an `allowed` type; one floating type may stand for another."""
 
     @wraps(loader)
     def load(*args: Any, **kwargs: Any) -> Any:
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+        if len(tensors) > 1:
+            _require_type(tensors[1].dtype, name, allowed)
         try:
             return loader(*args, **kwargs)
         except (AssertionError, IndexError, RuntimeError, ValueError) as fault:
-            tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
             is_ours_or_memory = isinstance(fault, BackplaneError) or "allocate memory" in str(fault)
             if is_ours_or_memory or len(tensors) < 2 or tensors[0].shape == tensors[1].shape:
                 raise
@@ -83,6 +90,15 @@ def _naming(loader: Callable[..., Any], name: str) -> Callable[..., Any]:
             ) from fault
 
     return load
+
+
+def _require_type(found: torch.dtype, name: str, allowed: tuple[torch.dtype, ...]) -> None:
+    if found in allowed or (found.is_floating_point and allowed[0].is_floating_point):
+        return
+    required = "a floating type" if allowed[0].is_floating_point else " or ".join(map(str, allowed))
+    raise CheckpointError(
+        f"the checkpoint's {name} has the type {found}, and {required} is required; download the checkpoint again"
+    )
 
 
 def replace_with_packed(
