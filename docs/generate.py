@@ -313,7 +313,7 @@ def gguf_perplexity() -> str:
     runs: dict[str, list[str]] = {}
     for name, found in known["formats"].items():
         run = _run(found)
-        if peer := found.get("llama.cpp measured"):
+        if (peer := found.get("llama.cpp measured")) and _run(peer) != run:
             run += f"; llama.cpp: {_run(peer)}"
         runs.setdefault(run, []).append(name)
     listed = "; ".join(f"{', '.join(names)} ({run})" for run, names in runs.items())
@@ -321,7 +321,8 @@ def gguf_perplexity() -> str:
 
 
 def _run(found: dict[str, Any]) -> str:
-    return f"{found['date']}, {found['commit']}, {found['machine'] or 'machine not recorded'}"
+    """Returns the date of a measurement, and the class of machine where it is known."""
+    return ", ".join(filter(None, (found["date"], found["machine"])))
 
 
 def gguf_speed() -> str:
