@@ -78,6 +78,8 @@ _MAX_VOCABULARY_CHARACTERS = 1 << 23
 """Limit for all tokens together; the largest published vocabularies have two million characters."""
 _MAX_SPECIAL_CHARACTERS = 1 << 20
 """Limit for all special tokens together. Text is searched for them, which takes about 80 bytes per character."""
+_MIN_MERGES, _MERGES_PER_TOKEN = 1 << 16, 4
+"""Limit for the merges that follow from a vocabulary; those of Llama 2 and Gemma have two per token."""
 
 
 class _Vocabulary(NamedTuple):
@@ -230,7 +232,7 @@ def _sentence_pieces(model: GgufModel, vocabulary: _Vocabulary) -> Any:
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocabulary.ids,
-            merges=_merges(vocabulary, scores),
+            merges=_merges(model, vocabulary, scores),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=BYTE in vocabulary.kinds,
@@ -244,11 +246,13 @@ def _sentence_pieces(model: GgufModel, vocabulary: _Vocabulary) -> Any:
     return tokenizer
 
 
-def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+def _merges(model: GgufModel, vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
     """Returns the BPE merges that are equivalent to SentencePiece's scores.
 
-    Two pieces are merged where their concatenation is a piece. Better scores come first.
+    Two pieces are merged where their concatenation is a piece. Better scores come first. Raises CheckpointError for a
+    vocabulary in which almost every piece consists of two others in many ways: the merges would take gigabytes.
     """
+    limit = max(_MIN_MERGES, _MERGES_PER_TOKEN * len(vocabulary.tokens))
     pieces = {
         token: number
         for number, (token, kind) in enumerate(zip(*vocabulary[:2], strict=True))
@@ -261,6 +265,8 @@ def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str
         for cut in range(1, len(token)):
             left, right = pieces.get(token[:cut]), pieces.get(token[cut:])
             if left is not None and right is not None:
+                if len(found) == limit:
+                    raise _fault(model, f"its {len(vocabulary.tokens)} tokens have more than {limit} merges, the limit")
                 found.append((-scores[number], number, left, right))
     found.sort()
     return [(vocabulary.tokens[left], vocabulary.tokens[right]) for _score, _number, left, right in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -477,6 +478,17 @@ def test_a_vocabulary_beyond_all_measure_is_refused(tmp_path: Path, kind: str, m
     monkeypatch.setattr("vllm_backplane.gguf.tokenizer._MAX_VOCABULARY_CHARACTERS", 6)
     with pytest.raises(CheckpointError, match="vocabulary has 7 characters, more than the limit of 6"):
         config_folder(write(tmp_path / "m.gguf", tokenizer=sound))
+
+
+def test_merges_beyond_all_measure_are_refused(tmp_path: Path) -> None:
+    """Tests all words of two letters: each is made of two others in as many ways as it has places to cut. The 2^17
+    words of up to 16 letters already have 1.8 million merges."""
+    words = ["".join(letters) for size in range(1, 17) for letters in itertools.product("ab", repeat=size)]
+    scores = {"ggml.token_type": [1] * len(words), "ggml.scores": [0.0] * len(words)}
+    tokenizer = {"ggml.model": "llama", "ggml.tokens": words, **scores}
+    model = open_model(write(tmp_path / "m.gguf", tokenizer=tokenizer))
+    with pytest.raises(CheckpointError, match="its 131070 tokens have more than 524280 merges, the limit"):
+        vocabularies.write(model, tmp_path, 128)
 
 
 LONG = "long" * (1 << 20)
