@@ -1,6 +1,8 @@
 """Answers requests to /v1/responses with 400 if a message of the assistant among their inputs has no text.
 
-vLLM 0.32 reads the text of the first part of such a message, and answers 500 if there is no part, or one without text.
+vLLM reads the text of the first part of such a message, and fails with status 500 or an exception if there is no
+part, or one without text. The middleware surrounds vLLM's authentication. It therefore reads nothing from a client
+itself, and examines what vLLM has read when vLLM has failed.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ PATH = "/v1/responses"
 
 
 class MessageText:
-    """Refuses messages of the assistant without text, as ASGI middleware."""
+    """Explains failures because of messages of the assistant without text, as ASGI middleware."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -23,20 +25,38 @@ class MessageText:
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(PATH):
             await self.app(scope, receive, send)
             return
-        messages: list[Message] = []
-        while not messages or messages[-1].get("more_body"):
-            messages.append(await receive())
-        fault = fault_of(b"".join(message.get("body", b"") for message in messages))
-        if fault:
-            await send_error(send, 400, fault)
-            return
-        left = iter(messages)
+        request_body: bytearray | None = bytearray()
+        is_answered = False
 
-        async def receive_again() -> Message:
-            """Returns the messages that were received, and then further ones."""
-            return next(left, None) or await receive()
+        async def record_body() -> Message:
+            message = await receive()
+            if request_body is not None:
+                request_body.extend(message.get("body", b""))
+            return message
 
-        await self.app(scope, receive_again, send)
+        async def answer_fault() -> bool:
+            """Answers with 400 if the request is at fault and the response has not begun. Returns whether it did."""
+            nonlocal is_answered
+            fault = fault_of(bytes(request_body)) if request_body is not None else ""
+            if fault:
+                is_answered = True
+                await send_error(send, 400, fault)
+            return is_answered
+
+        async def forward(message: Message) -> None:
+            nonlocal request_body
+            if message["type"] == "http.response.start":
+                if message["status"] == 500:
+                    await answer_fault()
+                request_body = None  # it may be large, and a stream may last for minutes
+            if not is_answered:
+                await send(message)
+
+        try:
+            await self.app(scope, record_body, forward)
+        except Exception:  # Starlette answers it outside of all middlewares
+            if not await answer_fault():
+                raise
 
 
 def fault_of(body: bytes) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from vllm_backplane.errors import BackplaneError, short_repr
-from vllm_backplane.http.asgi import App, Message, Receive, Send, error_body
+from vllm_backplane.http.asgi import App, Message, Receive, Send, error_body, send_error
 
 PATHS = ("/v1/load_lora_adapter", "/adapters")
 """Path suffixes of the requests that load adapters: vLLM's, and SageMaker's."""
@@ -61,21 +61,38 @@ class AdapterErrors:
     async def _load(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serves a request that loads or unloads an adapter, unless its texts cannot be sent back: vLLM repeats them in
         its response, and in those of later requests."""
-        messages = [await receive()]
-        while messages[-1].get("more_body", False):
-            messages.append(await receive())
-        body = b"".join(message.get("body", b"") for message in messages)
-        if unusable := _unusable_text(body):
-            response = error_body(400, f"{unusable} is not text that can be encoded as UTF-8; choose another one")
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(response)).encode())]
-            await send({"type": "http.response.start", "status": 400, "headers": headers})
-            await send({"type": "http.response.body", "body": response})
-            return
+        request_body: bytearray | None = bytearray()
+        unusable: str | None = None
 
-        async def repeat() -> Message:
-            return messages.pop(0) if messages else await receive()
+        async def receive_usable() -> Message:
+            """Returns the client's next message, or a disconnect in the place of the last part of an unusable body.
 
-        await self._replace_failures(scope, repeat, send, _find_refusal)
+            Only what the server reads is read: this middleware surrounds vLLM's authentication.
+            """
+            nonlocal request_body, unusable
+            message = await receive()
+            if request_body is None:
+                return message
+            request_body.extend(message.get("body", b""))
+            if message.get("more_body", False):
+                return message
+            unusable = _unusable_text(bytes(request_body))
+            request_body = None
+            return {"type": "http.disconnect"} if unusable else message
+
+        async def forward(message: Message) -> None:
+            nonlocal request_body
+            request_body = None  # the response has begun
+            if not unusable:
+                await send(message)
+
+        try:
+            await self._replace_failures(scope, receive_usable, forward, _find_refusal)
+        except Exception:  # the server's, because of the disconnect
+            if not unusable:
+                raise
+        if unusable:
+            await send_error(send, 400, f"{unusable} is not text that can be encoded as UTF-8; choose another one")
 
     async def _explain_failures(
         self, scope: Message, receive: Receive, send: Send, adapters: Mapping[str, Any]
@@ -200,12 +217,12 @@ def _response(start: Message, body: bytes, replacement: tuple[int, str] | None) 
 def _model(body: bytes) -> str:
     try:
         return str(json.loads(body)["model"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 
 def _message(body: bytes) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""

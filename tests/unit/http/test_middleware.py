@@ -1,9 +1,10 @@
-"""Tests which middlewares Backplane adds to a server, and the responses of `SleepGate` while the engine sleeps."""
+"""Tests which middlewares Backplane adds to a server, and the responses of `SleepGate` and `MessageText`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -162,29 +163,14 @@ def test_one_of_several_servers_queries_the_engine() -> None:
 ANSWER = {"type": "message", "role": "assistant", "id": "m", "status": "completed"}
 
 
-@pytest.mark.parametrize(
-    ("path", "request_body", "status"),
-    [
-        ("/v1/responses", {"input": [{**ANSWER, "content": []}]}, 400),
-        ("/v1/responses", {"input": ["x", {**ANSWER, "content": [{"type": "refusal", "refusal": "no"}]}]}, 400),
-        ("/v1/responses", {"input": [{**ANSWER, "content": [{"type": "output_text", "text": ""}]}]}, 200),
-        ("/v1/responses", {"input": [{"role": "assistant", "content": []}]}, 200),  # as clients write it
-        ("/v1/responses", {"input": [{**ANSWER, "content": "text"}]}, 200),
-        ("/v1/responses", {"input": "text"}, 200),
-        ("/v1/responses", [1], 200),
-        ("/v1/completions", {"input": [{**ANSWER, "content": []}]}, 200),
-    ],
-)
-def test_messages_of_the_assistant_need_a_text(path: str, request_body: Any, status: int) -> None:
-    """Tests that only requests which vLLM cannot answer are refused, and that others arrive whole, in two parts."""
-    whole = json.dumps(request_body).encode()
+def exchange(server: Any, path: str = "/v1/responses", whole: bytes = b"") -> list[Any]:
+    """Returns what a client receives from a server behind `MessageText` for a request that arrives in two parts."""
     arriving = [
         {"type": "http.request", "body": whole[:7], "more_body": True},
         {"type": "http.request", "body": whole[7:], "more_body": False},
         {"type": "http.disconnect"},
     ]
     sent: list[Any] = []
-    arrived: list[Any] = []
 
     async def receive() -> Any:
         return arriving.pop(0)
@@ -192,14 +178,90 @@ def test_messages_of_the_assistant_need_a_text(path: str, request_body: Any, sta
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async def server(_scope: Any, receive: Any, send: Any) -> None:
-        arrived.extend([await receive() for _ in range(3)])
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-
     asyncio.run(MessageText(server)({"type": "http", "method": "POST", "path": path}, receive, send))
-    assert sent[0]["status"] == status
-    if status == 200:
-        assert b"".join(message.get("body", b"") for message in arrived) == whole
-        assert arrived[-1] == {"type": "http.disconnect"}
+    return sent
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["status 500", "an exception"])
+@pytest.mark.parametrize(
+    ("path", "request_body", "is_explained"),
+    [
+        ("/v1/responses", {"input": [{**ANSWER, "content": []}]}, True),
+        ("/v1/responses", {"input": ["x", {**ANSWER, "content": [{"type": "refusal", "refusal": "no"}]}]}, True),
+        ("/v1/responses", {"input": [{**ANSWER, "content": [{"type": "output_text", "text": ""}]}]}, False),
+        ("/v1/responses", {"input": [{"role": "assistant", "content": []}]}, False),  # as clients write it
+        ("/v1/responses", {"input": [{**ANSWER, "content": "text"}]}, False),
+        ("/v1/responses", {"input": "text"}, False),
+        ("/v1/responses", [1], False),
+        ("/v1/completions", {"input": [{**ANSWER, "content": []}]}, False),
+    ],
+)
+def test_failures_because_of_messages_without_text_are_explained(
+    path: str, request_body: Any, is_explained: bool, raises: bool
+) -> None:
+    whole = json.dumps(request_body).encode()
+
+    async def server(_scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["body"] + (await receive())["body"] == whole
+        if raises:
+            raise IndexError("list index out of range")
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b"list index out of range"})
+
+    if raises and not is_explained:
+        with pytest.raises(IndexError):
+            exchange(server, path, whole)
+        return
+    start, body = exchange(server, path, whole)
+    assert start["status"] == (400 if is_explained else 500)
+    if is_explained:
+        assert "without text; give it a text" in json.loads(body["body"])["error"]["message"]
     else:
-        assert "without text; give it a text" in json.loads(sent[1]["body"])["error"]["message"]
+        assert body["body"] == b"list index out of range"
+
+
+@pytest.mark.parametrize("status", [200, 400])
+def test_other_responses_stay(status: int) -> None:
+    """Tests a server that gets along with such a message."""
+    answer = [
+        {"type": "http.response.start", "status": status, "headers": []},
+        {"type": "http.response.body", "body": b"done"},
+    ]
+
+    async def server(_scope: Any, receive: Any, send: Any) -> None:
+        assert [await receive() for _ in range(3)][-1] == {"type": "http.disconnect"}
+        for message in answer:
+            await send(message)
+
+    assert exchange(server, whole=json.dumps({"input": [{**ANSWER, "content": []}]}).encode()) == answer
+
+
+def test_nothing_is_read_from_a_client_that_vllm_rejects() -> None:
+    """Backplane's middlewares surround that of vLLM which examines the API key."""
+
+    async def receive() -> Any:
+        raise AssertionError("the request body must not be read")
+
+    async def reject(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b"no key"})
+
+    async def run(middleware: Any, path: str) -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        await middleware(
+            {**scope, "app": SimpleNamespace(state=SimpleNamespace(engine_client=Engine()))}, receive, send
+        )
+        return sent
+
+    for name in MIDDLEWARES:
+        module, _, middleware = name.rpartition(".")
+        app = getattr(importlib.import_module(module), middleware)(reject)
+        for path in ("/v1/responses", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/completions"):
+            start, body = asyncio.run(run(app, path))
+            assert (start["status"], body["body"]) == (401, b"no key"), (name, path)

@@ -83,6 +83,7 @@ def test_a_refused_adapter_is_the_requests_fault(path: str) -> None:
         (LOAD, 404, error(RAISED)),
         (LOAD, 500, error("the card is gone")),
         (LOAD, 500, b"not json"),
+        (LOAD, 500, b"[" * 100_000),
         (LOAD, 500, b"[]"),
         (LOAD, 500, b""),
         ("/v1/completions", 500, error(RAISED)),
@@ -100,6 +101,30 @@ def test_text_that_cannot_be_sent_back_is_refused(path: str, body: bytes) -> Non
     assert status == 400
     assert "is not text that can be encoded as UTF-8; choose another one" in json.loads(answer)["error"]["message"]
     assert headers[b"content-length"] == str(len(answer)).encode()
+
+
+def test_the_server_does_not_get_the_end_of_such_a_request() -> None:
+    """The server would load the adapter."""
+    arriving = [
+        {"type": "http.request", "body": b'{"lora_name": "\\ud800', "more_body": True},
+        {"type": "http.request", "body": b'"}', "more_body": False},
+    ]
+    arrived, sent = [], []
+
+    async def server(_scope: Any, receive: Any, send: Any) -> None:
+        arrived.extend([await receive(), await receive()])
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+
+    async def request() -> Any:
+        return arriving.pop(0)
+
+    async def collect(message: Any) -> None:
+        sent.append(message)
+
+    scope: Any = {"type": "http", "path": LOAD, "headers": [(b"content-type", b"application/json")]}
+    asyncio.run(AdapterErrors(server)(scope, request, collect))
+    assert arrived[-1] == {"type": "http.disconnect"}
+    assert b"is not text that can be encoded as UTF-8" in sent[1]["body"]
 
 
 @pytest.mark.parametrize("body", [b"", b"no JSON", b"[1]", b'"text"', '{"lora_name": "Zürich"}'.encode()])
@@ -160,7 +185,8 @@ def test_the_error_of_a_failed_request_names_the_fault_of_its_adapter(fault: Any
 
 
 @pytest.mark.parametrize(
-    ("status", "request_body"), [(500, b'{"model": "the model"}'), (500, b"sound"), (200, MINE), (400, MINE)]
+    ("status", "request_body"),
+    [(500, b'{"model": "the model"}'), (500, b"sound"), (500, b"[" * 100_000), (200, MINE), (400, MINE)],
 )
 def test_the_engine_is_not_called_for_others(status: int, request_body: bytes) -> None:
     engine, body = Engine(RAISED), error("Internal server error")
