@@ -28,6 +28,7 @@ from scheme_layers import (
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+from vllm.model_executor.layers.quantization.utils import gptq_utils
 from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
@@ -76,6 +77,23 @@ def test_a_layer_that_is_not_in_the_checkpoint_is_named(case: str) -> None:
     layer = RowParallelLinear(FAN_IN, 72, bias=False, quant_config=configured(config), prefix="layers.3.down")
     with pytest.raises(CheckpointError, match=r"no (weights|g_idx) for layers\.3\.down"):
         process(layer)
+
+
+def test_layers_of_a_checkpoint_without_metadata_are_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM takes the names of quantized layers from the metadata, and 0.30 and 0.31 know no other quantized layers."""
+
+    def as_before(prefix: str, quantized_layers: list[str], fused_mapping: object = None) -> bool:
+        return any(name in prefix for name in quantized_layers)
+
+    monkeypatch.setattr(gptq_utils, "is_layer_gptq_quantized", as_before)
+    config = configured(made.GPTQ)
+    assert config.modules_in_block_to_quantize == []
+    assert hasattr(RowParallelLinear(FAN_IN, 72, bias=False, quant_config=config, prefix="down"), "qweight")
+    assert config.modules_in_block_to_quantize == [], "vLLM fills it in if it is empty"
+    config.modules_in_block_to_quantize = ["layers.1.down"]
+    for prefix, is_quantized in (("layers.0.down", False), ("layers.1.down", True)):
+        layer = RowParallelLinear(FAN_IN, 72, bias=False, quant_config=config, prefix=prefix)
+        assert hasattr(layer, "qweight") is is_quantized
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,7 +7,7 @@ subclasses support activation order, and zero points, which vLLM does not read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from vllm.model_executor.layers.linear import register_weight_loader_v2_supporte
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig, AutoGPTQLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.utils.gptq_utils import (
+    flatten_list,
     get_dynamic_override,
     get_linear_quant_method,
     override_config,
@@ -91,7 +92,18 @@ class BackplaneGPTQConfig(AnyDeviceConfig, AutoGPTQConfig):
         mixed_precision.register()
         if isinstance(layer, RoutedExperts):
             return self._expert_method(layer, prefix)
-        return get_linear_quant_method(self, layer, prefix, BackplaneGPTQLinearMethod)
+        return get_linear_quant_method(self._with_named_layers(), layer, prefix, BackplaneGPTQLinearMethod)
+
+    def _with_named_layers(self) -> BackplaneGPTQConfig:
+        """Returns the configuration with the names of its quantized layers, or with one that every layer's name contains.
+
+        vLLM reads the names from the checkpoint's metadata. If there are none, 0.30 and 0.31 load no layer quantized.
+        """
+        if flatten_list(self.modules_in_block_to_quantize):
+            return self
+        config = copy(self)
+        config.modules_in_block_to_quantize = [""]
+        return config
 
     def _expert_method(self, layer: RoutedExperts, prefix: str) -> QuantizeMethodBase:
         if get_dynamic_override(self, layer_name=prefix) is False:
