@@ -144,7 +144,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "an unknown module": (_for_layer("model.layers.3.self_attn.query", 8, WIDTH, WIDTH), "self_attn.query"),
     "a truncated file": (_truncated, "Error while deserializing header"),
-    "one factor without the other": (_one_factor, "self_attn.q_proj.lora_B.weight is missing"),
+    "one factor without the other": (_one_factor, "self_attn.q_proj.lora_B.weight' is missing"),
     "an adapter_config.json that is not JSON": (_no_description, "Expecting property name"),
     "a file instead of a folder": (Path.touch, "is not a folder; give the folder of the adapter"),
     "an adapter_config.json that is a folder": (

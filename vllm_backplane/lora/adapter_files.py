@@ -39,7 +39,8 @@ class UnusableFiles(ValueError):
 def require_loadable(path: str, max_rank: int) -> None:
     """Raises `UnusableFiles` if vLLM could not load the adapter in the folder `path`, or would wait for its files.
 
-    A folder that does not exist is left to vLLM, which reports it, or downloads the adapter of that name.
+    `path` is what vLLM has resolved: for an adapter from the hub, the folder of its download. A folder that does not
+    exist is left to vLLM, which reports it.
     """
     folder = os.path.expanduser(path)
     kind = _kind(folder)

@@ -34,6 +34,11 @@ requests with this adapter on the KV blocks of the request that is about to end.
 
 @guarded(
     "vllm.v1.worker.gpu_input_batch:InputBatch.__init__",
+    why="an adapter that failed is removed from the batch's tables",
+    feature="LoRA",
+    mentions=("request_lora_mapping", "lora_id_to_request_ids", "lora_id_to_lora_request"),
+)
+@guarded(
     "vllm.v1.worker.gpu_input_batch:InputBatch.add_request",
     "vllm.v1.worker.gpu_input_batch:InputBatch.remove_request",
     "vllm.v1.worker.gpu_input_batch:InputBatch.make_lora_inputs",
@@ -141,7 +146,7 @@ class AdapterPrefetcher:
         when, reason = self._earlier_failures.get(request.lora_int_id, (0.0, ""))
         if reason and time.monotonic() - when < RETRY_SECONDS:
             raise RuntimeError(reason)
-        return bool(self._runner.add_lora(request))
+        return bool(validation.load_checked(self._runner, request, self._runner.add_lora))
 
     def mark_output(self, output: Any) -> Any:
         """Returns a step's output with its failed requests marked. The output is None until tokens are sampled."""

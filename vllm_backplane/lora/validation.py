@@ -10,10 +10,12 @@ All workers agree on the result, and the last rank raises the error (`distribute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import safe_open
@@ -25,7 +27,8 @@ from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from vllm_backplane.distributed.all_or_none import gather_failure, is_reporting_rank
-from vllm_backplane.lora.adapter_files import require_loadable
+from vllm_backplane.errors import short_repr
+from vllm_backplane.lora.adapter_files import WEIGHTS, UnusableFiles, require_loadable
 from vllm_backplane.lora.http_errors import AdapterRefused
 
 if TYPE_CHECKING:
@@ -38,6 +41,8 @@ SHOWN = 3
 """Mismatches of an adapter that the error lists; an adapter of another model has hundreds."""
 ENVIRONMENT_ERRORS = (LoRAAdapterNotFoundError, MemoryError, torch.OutOfMemoryError, OSError)
 """Errors while files are read that are no fault of the adapter; vLLM's server answers the first one with 404 itself."""
+_PIECE = 1 << 20
+"""Values that are examined together."""
 PINNED = "items are pinned"
 """Part of vLLM's error text when every slot for an adapter is taken by a pinned one."""
 UNPIN = "; unload a pinned adapter, or raise --max-cpu-loras"
@@ -56,7 +61,7 @@ def add_validated(
     """Returns the result of vLLM's `load`, or raises an error that names what is wrong with the adapter."""
     if getattr(runner.get_model(), "lora_manager", None) is None:  # vLLM raises that LoRA is not enabled
         return load(request)
-    added, failure, raised = load_and_validate(runner, request, parallel, load)
+    added, failure, raised = load_and_validate(runner, request, parallel, lambda one: load_checked(runner, one, load))
     if failure is None:
         return added
     if not is_reporting_rank(parallel, rank):
@@ -79,7 +84,6 @@ def load_and_validate(
     number, added, raised = request.lora_int_id, False, None
     before = manager.get_adapter(number)
     try:
-        require_loadable(request.lora_path, manager.lora_config.max_lora_rank)
         added = load(request)
     except Exception as fault:
         raised = fault
@@ -92,6 +96,46 @@ def load_and_validate(
     if failure is not None and manager.get_adapter(number) is not before:
         runner.remove_lora(number)
     return added, failure, raised
+
+
+def load_checked(runner: Any, request: LoRARequest, load: Callable[[LoRARequest], bool]) -> bool:
+    """Checks the files of an adapter if vLLM is going to read them, and returns the result of vLLM's `load`."""
+    manager: LoRAModelManager = runner.get_model().lora_manager
+    if manager.get_adapter(request.lora_int_id) is None or request.load_inplace:
+        folder = _folder_of(request)
+        require_loadable(folder, manager.lora_config.max_lora_rank)
+        refuse_repeated_values(folder)
+    return load(request)
+
+
+def _folder_of(request: LoRARequest) -> str:
+    """Returns the folder that vLLM reads the adapter from, which it may have to download."""
+    try:
+        return get_adapter_absolute_path(request.lora_path)
+    except FileNotFoundError as fault:  # as where vLLM calls it
+        raise LoRAAdapterNotFoundError(request.lora_name, request.lora_path) from fault
+
+
+def refuse_repeated_values(folder: str) -> None:
+    """Raises `UnusableFiles` if the tensors in a pickled file are larger than the file: they may repeat their values,
+    and vLLM and this check of their values would expand them. Other files store every value."""
+    present = [name for name in WEIGHTS if Path(folder, name).is_file()]
+    if not present or present[0].endswith(".safetensors"):  # vLLM reads the first one
+        return
+    file = Path(folder, present[0])
+    # Shapes and dtypes, without the data. Files of old releases of PyTorch, which are no archives, cannot be mapped.
+    tensors = torch.load(file, map_location="meta", weights_only=True, mmap=is_zipfile(file))
+    expanded = sum(tensor.nbytes for tensor in _tensors(tensors))
+    if expanded > file.stat().st_size:
+        raise UnusableFiles(
+            f"the tensors in {file.name} have {expanded} bytes, more than the file, so their values repeat; save them "
+            f"as {WEIGHTS[0]}"
+        )
+
+
+def _tensors(loaded: Any) -> Iterable[torch.Tensor]:
+    """Returns the tensors of what `torch.load` returned. vLLM reports what is no dictionary of tensors."""
+    return (value for value in loaded.values() if isinstance(value, torch.Tensor)) if isinstance(loaded, dict) else ()
 
 
 def _find_failure(
@@ -129,7 +173,7 @@ def _missing_factor(request: LoRARequest) -> str | None:
     for name in sorted(names):
         one, other = ("lora_A", "lora_B") if "lora_A" in name else ("lora_B", "lora_A")
         if one in name and name.replace(one, other) not in names:
-            return f"{name.replace(one, other)} is missing"
+            return f"{short_repr(name.replace(one, other))} is missing"
     return None
 
 
@@ -154,9 +198,12 @@ def rank_mismatches(path: str) -> Iterator[str]:
         for name in sorted(opened.keys()):
             module, is_a = parse_fine_tuned_lora_name(name)
             rank, _ = described.get_rank_and_scaling(module)
-            found = opened.get_slice(name).get_shape()[0]
+            found, *_ = opened.get_slice(name).get_shape() or [0]
             if is_a and found != rank:
-                yield f"{module}: lora_A has the rank {found}, but rank_pattern in adapter_config.json requires {rank}"
+                yield (
+                    f"{short_repr(module)}: lora_A has the rank {found}, but rank_pattern in adapter_config.json "
+                    f"requires {rank}"
+                )
 
 
 def mismatches(
@@ -166,19 +213,31 @@ def mismatches(
     whose values are not finite. `ranks` are those of the description, the adapter's own first."""
     has_target_modules = bool(manager.lora_config.target_modules)
     for name, weights in adapter.loras.items():
-        for letter, factors in (("A", weights.lora_a), ("B", weights.lora_b)):
-            for factor in factors if isinstance(factors, list) else [factors]:
-                if factor is not None and not bool(torch.isfinite(factor).all()):
-                    yield f"{name}: lora_{letter} has NaN or infinite values"
         layer = manager.modules.get(name)
         if layer is None and getattr(manager, "is_pooling_model", False):  # their checkpoints may omit the prefix
             layer = manager.modules.get(f"model.{name}")
         if layer is not None:
-            yield from _shape_mismatches(name, weights, getattr(layer, "base_layer", None), ranks)
+            faults = [*_shape_mismatches(name, weights, getattr(layer, "base_layer", None), ranks)]
+            yield from faults or _values_that_are_not_finite(name, weights)
         elif "experts" in name.split("."):  # experts have no LoRA layers (`config/refusals.py`)
-            yield f"{name!r}: experts take no adapter"
+            yield f"{short_repr(name)}: experts take no adapter"
         elif not _may_lack_lora_layer(manager, name, has_target_modules, parallel):
-            yield f"the model has no layer {name!r} that takes an adapter"
+            yield f"the model has no layer {short_repr(name)} that takes an adapter"
+
+
+def _values_that_are_not_finite(name: str, weights: LoRALayerWeights) -> Iterator[str]:
+    """Yields a text for each factor of a layer with NaN or infinite values."""
+    for letter, factors in (("A", weights.lora_a), ("B", weights.lora_b)):
+        for factor in factors if isinstance(factors, list) else [factors]:
+            if factor is not None and not _is_finite(factor):
+                yield f"{short_repr(name)}: lora_{letter} has NaN or infinite values"
+
+
+def _is_finite(factor: torch.Tensor) -> bool:
+    """Returns whether all values are finite. The memory for that does not depend on the size of the tensor."""
+    rows = max(1, _PIECE // max(1, math.prod(factor.shape[1:])))
+    pieces = factor.split(rows) if factor.ndim else (factor,)
+    return all(bool(torch.isfinite(piece).all()) for piece in pieces)
 
 
 def _may_lack_lora_layer(
@@ -223,11 +282,11 @@ def _shape_mismatches(name: str, weights: LoRALayerWeights, base: Any, ranks: Se
     for place, ((a, b), width) in enumerate(zip(parts, outputs, strict=True)):
         if a is None and b is None:
             continue
-        part = name if len(parts) == 1 else f"{name}, part {place + 1}"
+        part = short_repr(name) if len(parts) == 1 else f"{short_repr(name)}, part {place + 1}"
         if a is None or b is None:
             yield f"{part}: lora_{'A' if a is None else 'B'} is missing"
             continue
-        rank = a.shape[0] if a.shape[0] in ranks else ranks[0]
+        rank = a.shape[0] if a.ndim and a.shape[0] in ranks else ranks[0]
         expected = ((rank, base.input_size), (width, rank))
         if (tuple(a.shape), tuple(b.shape)) != expected:
             yield (

@@ -1,11 +1,16 @@
-"""Tests that an adapter which cannot replace another one leaves that one loaded."""
+"""Tests that an adapter which cannot replace another one leaves that one loaded, and that files are checked before."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from vllm.exceptions import LoRAAdapterNotFoundError
+from vllm.lora.request import LoRARequest
 
 from vllm_backplane.lora import validation
 from vllm_backplane.lora.http_errors import AdapterRefused
@@ -29,8 +34,8 @@ class Runner:
         del self.held[number]
 
 
-def add(runner: Runner, load: Any) -> bool:
-    request: Any = SimpleNamespace(lora_int_id=NUMBER, lora_name="mine", lora_path="nowhere")
+def add(runner: Runner, load: Any, path: str = "/nowhere", reload: bool = False) -> bool:
+    request = LoRARequest("mine", NUMBER, path, load_inplace=reload)
     parallel: Any = SimpleNamespace(world_size=1, pipeline_parallel_size=1)
     return validation.add_validated(runner, request, parallel, 0, load)
 
@@ -77,3 +82,37 @@ def test_one_that_cannot_be_judged_leaves_nothing(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match="the description is gone"):
         add(runner, load)
     assert runner.held == {}
+
+
+def unread(request: LoRARequest) -> bool:
+    raise AssertionError("the files of the adapter must not be read")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns the folder that a download of organization/adapter gives. Other names are not on the hub."""
+
+    def snapshot_download(repo_id: str) -> str:
+        if repo_id != "organization/adapter":
+            raise LocalEntryNotFoundError("the hub cannot be reached")
+        return str(tmp_path)
+
+    monkeypatch.setattr("vllm.lora.utils.hf_api", lambda: SimpleNamespace(snapshot_download=snapshot_download))
+    return tmp_path
+
+
+def test_the_files_of_a_downloaded_adapter_are_checked(hub: Path) -> None:
+    os.mkfifo(hub / "adapter_config.json")
+    with pytest.raises(AdapterRefused, match=r"adapter_config\.json is not a regular file"):
+        add(Runner(None), unread, "organization/adapter")
+    with pytest.raises(AdapterRefused, match=r"adapter_config\.json is not a regular file"):
+        add(Runner("the one before"), unread, "organization/adapter", reload=True)
+
+
+def test_an_adapter_that_cannot_be_downloaded_is_not_found(hub: Path) -> None:
+    with pytest.raises(LoRAAdapterNotFoundError, match="organization/unknown"):
+        add(Runner(None), unread, "organization/unknown")
+
+
+def test_an_adapter_that_is_loaded_is_not_downloaded_again(hub: Path) -> None:
+    assert add(Runner("the one before"), lambda request: False, "organization/unknown") is False

@@ -74,7 +74,7 @@ class Runner:
 
 
 def adapter(number: int, **more: Any) -> LoRARequest:
-    return LoRARequest(f"adapter {number}", number, "nowhere", **more)
+    return LoRARequest(f"adapter {number}", number, "/nowhere", **more)
 
 
 def step(new: dict[str, LoRARequest | None], cached: tuple[str, ...] = ()) -> Any:
@@ -251,7 +251,7 @@ def test_an_output_that_is_still_being_copied_is_noted_when_it_is_there(
             return ModelRunnerOutput(req_ids=["a"], req_id_to_index={"a": 0})
 
         def get_kv_connector_output(self) -> None:
-            """vLLM 0.33 requires it."""
+            """Returns None: vLLM 0.33 requires this method of every output."""
 
     prefetcher.prepare(step({"a": adapter(BAD)}))
     output = prefetcher.mark_output(Copied())
