@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -334,38 +336,96 @@ def test_quoted_make_targets_and_variables_exist() -> None:
             assert re.search(pattern, makefile, flags=re.MULTILINE), f"{command}: {name}"
 
 
-def test_quoted_benchmark_arguments_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks.compare.cli import arguments
+class FoundParser(Exception):
+    """Carries the parser of a program out of it, before the program does anything."""
 
-    mine = [command for command in COMMANDS if command.words[:2] == ("make", "bench")]
+
+@functools.cache
+def parser_of(module: str, function: str) -> argparse.ArgumentParser:
+    """Returns the parser with which a function of a program reads the command line."""
+
+    def carry_out(parser: argparse.ArgumentParser, *_args: Any, **_keywords: Any) -> None:
+        raise FoundParser(parser)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(ROOT / "tests/matrix"))  # its programs import each other by name
+        start = getattr(importlib.import_module(module), function)
+        patched.setattr(argparse.ArgumentParser, "parse_args", carry_out)
+        with pytest.raises(FoundParser) as found:
+            start()
+    parser: argparse.ArgumentParser = found.value.args[0]
+    return parser
+
+
+PROGRAMS_OF_MAKE = {
+    "bench": ("benchmarks.compare.cli", "arguments"),
+    "soak": ("tests.soak.__main__", "main"),
+    "fuzz": ("tests.fuzz.__main__", "main"),
+    "matrix": ("tests.matrix.run", "main"),
+}
+
+
+@pytest.mark.parametrize("target", PROGRAMS_OF_MAKE)
+def test_quoted_arguments_of_make_targets_are_accepted(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Reads `ARGS` as the program does that the target starts; a bench also checks the names of engines and models."""
+    parser = parser_of(*PROGRAMS_OF_MAKE[target])
+    mine = [command for command in COMMANDS if command.words[:2] == ("make", target)]
+    assert mine
     for command in mine:
-        for word in command.words[2:]:
-            given = shlex.split(word.removeprefix("ARGS="))
-            if given == ["--help"]:
-                continue
+        variables = dict(word.split("=", 1) for word in command.words[2:])
+        given = shlex.split(variables.get("ARGS", ""))
+        if given == ["--help"]:
+            continue
+        try:
+            if target == "bench":
+                importlib.import_module("benchmarks.compare.cli").arguments(given)
+            else:
+                parser.parse_args(given)
+        except SystemExit:
+            pytest.fail(f"{command}: {capsys.readouterr().err}")
+
+
+def commands_in_docstrings() -> Iterator[Quoted]:
+    """Yields the commands that the docstring of a program shows, with an explanation behind each of them."""
+    for path in (*sorted((ROOT / "benchmarks").glob("*.py")), *sorted((ROOT / "tests").glob("*/__main__.py"))):
+        for line in (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines():
+            yield from (Quoted(path, words, False) for words in commands_of(line))
+
+
+def test_quoted_programs_exist_and_have_their_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    quoted = [*COMMANDS, *commands_in_docstrings()]
+    mine = [command for command in quoted if command.program == "python" and len(command.words) > 1]
+    assert len(mine) >= 100
+    for command in mine:
+        words = [word for word in command.words[1:] if word != "-q"]
+        if words[0] == "-m":
+            path, given = ROOT / words[1].replace(".", "/"), words[2:]
+            where = [path.with_suffix(".py"), path / "__main__.py", ROOT / "patchbay" / path.name / "__main__.py"]
+        elif words[0].startswith("-"):
+            continue  # an option of Python's own
+        else:
+            where, given = [ROOT / words[0]], words[1:]
+        [program] = [path for path in where if path.exists()] or [None]
+        assert program is not None, str(command)
+        folder, *_ = program.relative_to(ROOT).parts
+        own = tuple(itertools.takewhile(lambda word: word != "--", given))  # the rest is for another program
+        if folder not in ("benchmarks", "tests") or not (flags := flags_of(own)):
+            continue
+        module = ".".join(program.relative_to(ROOT).with_suffix("").parts)
+        parser = parser_of(module, "main")
+        assert [flag for flag in flags if flag not in parser._option_string_actions] == [], str(command)
+        has_placeholders = any(re.fullmatch(r"[A-Z]+", word) for word in given)
+        if command.page in PAGES and not has_placeholders:
             try:
-                arguments(given)
+                parser.parse_args(given)
             except SystemExit:
                 pytest.fail(f"{command}: {capsys.readouterr().err}")
 
 
-def test_quoted_programs_exist_and_have_their_flags() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))
-    mine = [command for command in COMMANDS if command.program == "python" and len(command.words) > 1]
-    assert len(mine) >= 20
-    for command in mine:
-        words = [word for word in command.words[1:] if word != "-q"]
-        if words[0] == "-m":
-            module = words[1].replace(".", "/")
-            where = [ROOT / f"{module}.py", ROOT / module, ROOT / "patchbay" / module]
-        elif words[0].startswith("-"):
-            continue  # an option of Python's own
-        else:
-            where = [ROOT / words[0]]
-        assert any(path.exists() for path in where), str(command)
-        if "benchmarks" in words[0] + words[min(1, len(words) - 1)]:
-            for flag in flags_of(tuple(words[1:])):
-                assert flag == "-m" or f'"{flag}"' in sources or flag == "--help", f"{command}: {flag}"
+def test_a_flag_of_another_program_is_no_flag_of_this_one() -> None:
+    theirs = parser_of("benchmarks.quantized_linear", "main")._option_string_actions
+    assert "--peers" in theirs
+    assert "--peers" not in parser_of("benchmarks.operators", "main")._option_string_actions
 
 
 def test_quoted_requests_go_to_routes_of_the_server_on_the_loopback_interface() -> None:
@@ -453,3 +513,46 @@ def test_the_matrix_has_what_tests_show_and_nothing_else(request: pytest.Fixture
         files = {test.partition("::")[0] for test in collected}
         gone = {entry for entry in entries if entry[3].partition("::")[0] in files and entry[3] not in collected}
         assert not gone, "run make features"
+
+
+# --- docstrings -------------------------------------------------------------------------------------------------------
+
+CASES_OF_THE_AUDITOR = ROOT / "tests/unit/patchbay/audit/corpus"
+"""Its files are read line by line as cases, and are no modules."""
+
+
+def first_sentence(docstring: str) -> str | None:
+    """Returns the first sentence of a docstring, or None if it begins with an empty line, a small letter or something
+    that is no sentence with a period. Whether it has a verb is left to the reader: a list of verbs would be too brittle."""
+    found = re.match(r"(?![a-z\s])\S.*?\.(?=\s|\Z)", docstring.partition("\n\n")[0], flags=re.DOTALL)
+    return None if found is None else " ".join(found[0].split())
+
+
+def test_every_module_begins_with_a_sentence() -> None:
+    checked, wrong = 0, []
+    for folder in ("vllm_backplane", "patchbay/vllm_patchbay", "benchmarks", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if CASES_OF_THE_AUDITOR in path.parents or not (source := path.read_text()).strip():
+                continue
+            checked += 1
+            if first_sentence(ast.get_docstring(ast.parse(source), clean=False) or "") is None:
+                wrong.append(name_of(path))
+    assert checked > 600
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "sentence"),
+    [
+        ("Reads it. Then more.", "Reads it."),
+        ("Reads vllm.envs\nand more.\n\nSecond.", "Reads vllm.envs and more."),
+        ("`doctor` reports it.", "`doctor` reports it."),
+        ("Reads it", None),
+        ("Reads it\n\nSecond.", None),
+        ("\nReads it.", None),
+        ("reads it.", None),
+        ("", None),
+    ],
+)
+def test_a_first_sentence_is_recognized(docstring: str, sentence: str | None) -> None:
+    assert first_sentence(docstring) == sentence
