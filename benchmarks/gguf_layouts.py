@@ -72,7 +72,7 @@ def repeated(tensor: torch.Tensor, copies: int) -> torch.Tensor:
 
 
 class Comparison:
-    """One weight in both layouts, with more copies of each than fit into the caches."""
+    """Holds one weight in both layouts, with more copies of each than fit into the caches."""
 
     def __init__(self, library: ctypes.CDLL, kind: Type, n: int, k: int) -> None:
         layout = native.quantized_layout()

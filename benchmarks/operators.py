@@ -38,7 +38,7 @@ CHANGE_LOGITS = (ops.top_k_top_p_mask, ops.min_p_mask, ops.apply_penalties, ops.
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model's layers."""
+    """Holds the sizes of a model's layers."""
 
     name: str
     hidden: int
@@ -51,7 +51,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An operator with its arguments."""
+    """Holds an operator with its arguments."""
 
     operator: Operator
     label: str
@@ -64,7 +64,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The measured times of a case."""
+    """Holds the measured times of a case."""
 
     operator: str
     label: str

@@ -37,7 +37,7 @@ Thread = tuple[str, int, bool]
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The throughput of a server and its processor time by part."""
+    """Holds the throughput of a server and its processor time by part."""
 
     tokens_per_second: float
     seconds: float

@@ -87,7 +87,7 @@ def serve(model: str, arguments: dict[str, Any]) -> None:
 
 
 class Engine:
-    """A process that runs `serve`."""
+    """Sends workloads to a process that runs `serve`."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process

@@ -1,4 +1,4 @@
-"""Bounds the work of matching a regular expression of a stranger's file with the names of layers.
+"""Bounds the work of matching the names of layers with a regular expression from an untrusted file.
 
 Python's and vLLM's matchers backtrack: they try the ways in which a pattern can match one after another. The number of
 ways is at most a product: each repetition can end at every character of the name, each option doubles the ways, and

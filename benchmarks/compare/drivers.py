@@ -34,7 +34,7 @@ MAX_BLOCK_SIZE = 128
 
 
 class EngineFailure(RuntimeError):
-    """An engine ended or hung. The message is one line; `log` has the end of its log, `figures` its earlier results."""
+    """Reports in one line that an engine ended or hung. `log` has the end of its log, `figures` its earlier results."""
 
     def __init__(self, reason: str, log: str = "") -> None:
         super().__init__(reason)
@@ -52,7 +52,7 @@ def failure_of(returncode: int | None, log: Path) -> EngineFailure:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The parameters of a measurement apart from the workload and the variant."""
+    """Holds the parameters of a measurement apart from the workload and the variant."""
 
     subject: Subject
     environments: Environments

@@ -37,7 +37,7 @@ def log(message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Environments:
-    """The installations of the peers."""
+    """Finds and makes the installations of the peers."""
 
     base: Path
     """The folder that contains all installations."""

@@ -35,7 +35,7 @@ NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
 
 
 class NotQuantized(BackplaneError):
-    """llama-quantize wrote no file."""
+    """Reports that llama-quantize wrote no file."""
 
 
 def gguf_name(name: str) -> str:

@@ -31,7 +31,7 @@ _MEMORY_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """The memory of one process in bytes. Parts add up, and so do processes."""
+    """Holds the memory of one process, in bytes. Parts add up, and so do processes."""
 
     pid: int
     name: str
@@ -45,7 +45,7 @@ class ProcessMemory:
 
 
 class PeakRecorder:
-    """A watcher that records the memory of all processes at the peak."""
+    """Records the memory of all processes at the peak."""
 
     def __init__(self) -> None:
         self.processes: list[ProcessMemory] = []

@@ -19,7 +19,7 @@ COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The values of one variant."""
+    """Holds the values of one variant."""
 
     name: str
     """Name of the variant: engine/format."""
@@ -86,7 +86,7 @@ def lines(title: str, unit: str, points: Sequence[str], series: Sequence[Series]
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """A logarithmic scale between ticks of 1, 2 and 5."""
+    """Maps values to a logarithmic scale between ticks of 1, 2 and 5."""
 
     least: float
     most: float

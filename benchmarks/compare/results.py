@@ -17,7 +17,7 @@ from benchmarks.compare.samples import Sample
 
 @dataclass(slots=True)
 class Run:
-    """The results of one run of a workload; the field names are keys of the JSON file."""
+    """Holds the results of one run of a workload; the field names are keys of the JSON file."""
 
     machine: dict[str, object]
     versions: dict[str, str]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured value."""
+    """Holds one measured value."""
 
     model: str
     workload: str
@@ -21,7 +21,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The median and range of some samples."""
+    """Holds the median and the range of some samples."""
 
     median: float
     least: float

@@ -25,7 +25,7 @@ RECIPE = 2
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A benchmarked model."""
+    """Describes a benchmarked model."""
 
     name: str
     title: str

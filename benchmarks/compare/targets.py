@@ -16,7 +16,7 @@ MEMORY_TOLERANCE = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A target and whether it is met."""
+    """States a target and whether it is met."""
 
     what: str
     needed: str

@@ -15,7 +15,7 @@ ENGINES = (OURS, VLLM_CPU, LLAMA_CPP)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An engine with a weight format."""
+    """Describes an engine with a weight format."""
 
     engine: str
     format: str

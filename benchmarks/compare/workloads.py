@@ -10,7 +10,7 @@ GENERATE, FORMATS, SERVE, STARTUP, MEMORY = "generate", "formats", "serve", "sta
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One configuration that is measured."""
+    """Describes one configuration that is measured."""
 
     name: str
     metric: str
@@ -32,7 +32,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A group of points that one engine process measures."""
+    """Describes a group of points that one engine process measures."""
 
     name: str
     title: str

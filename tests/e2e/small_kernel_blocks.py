@@ -1,4 +1,4 @@
-"""Loaded into a worker as an extension: attention whose kernels take blocks of eight tokens only.
+"""Implements attention whose kernels take blocks of eight tokens only, as an extension that a worker loads.
 
 vLLM splits larger blocks of the KV cache for them, and computes the block tables that they see in every step.
 """

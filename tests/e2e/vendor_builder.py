@@ -1,4 +1,4 @@
-"""Loaded into a worker as an extension: attention whose metadata a vendor's own class builds.
+"""Implements attention whose metadata a vendor's own class builds, as an extension that a worker loads.
 
 The metadata has a number of the step beside views of buffers, so it differs from step to step.
 """

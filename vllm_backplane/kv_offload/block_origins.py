@@ -1,4 +1,4 @@
-"""Records for each block of the KV cache the step from which on its content was computed.
+"""Records, for each block of the KV cache, the earliest step on which its content depends.
 
 New weights take effect between two steps. A block whose content depends on an earlier step must not be saved
 afterwards. Requests may find such blocks, because vLLM leaves it to the caller to reset its own prefix cache, and

@@ -1,4 +1,4 @@
-"""Orders later work on a card after the copy of an output that vLLM discards."""
+"""Makes later work on a card wait until an output that vLLM discards has been copied to the host."""
 
 from __future__ import annotations
 

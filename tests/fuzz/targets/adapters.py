@@ -1,4 +1,4 @@
-"""Fuzz target of LoRA adapters: adapter_config.json and the weights, as the folder of a request names them."""
+"""Defines the fuzz target of LoRA adapters: adapter_config.json and the weights in the folder that a request names."""
 
 from __future__ import annotations
 

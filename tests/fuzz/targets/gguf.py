@@ -1,4 +1,4 @@
-"""Fuzz targets of the GGUF reader. Accepted files are compared with what the `gguf` package reads from them."""
+"""Defines the fuzz targets of the GGUF reader, which compare accepted files with what the `gguf` package reads."""
 
 from __future__ import annotations
 

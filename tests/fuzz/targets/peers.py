@@ -1,4 +1,4 @@
-"""Fuzz targets of the messages between servers. An accepted message must be the bytes that its parts give again."""
+"""Defines the fuzz targets of messages between servers: an accepted message must be the bytes that its parts give."""
 
 from __future__ import annotations
 

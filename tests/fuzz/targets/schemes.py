@@ -1,4 +1,4 @@
-"""Fuzz targets of quantized checkpoints: a quantization config and the tensors of one linear layer, or of one expert.
+"""Defines the fuzz targets of quantized checkpoints: a quantization config and the tensors of a layer or an expert.
 
 vLLM makes the layer, loads its tensors and prepares it, as it does for a model. An accepted layer must give finite
 outputs, and the same ones when it is loaded a second time.

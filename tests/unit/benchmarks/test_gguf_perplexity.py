@@ -23,7 +23,7 @@ def test_ours_is_llama_cpps_within_a_hundredth(name: str) -> None:
 
 
 def test_files_in_half_precision_were_served_in_it() -> None:
-    """`vllm serve` does so by default. Quantized files are measured in float32."""
+    """Files in half precision are measured in it, as `vllm serve` serves them, and quantized files in float32."""
     halves = {"F16": "float16", "BF16": "bfloat16"}
     for name, found in FORMATS.items():
         assert found["dtype"] == halves.get(name, "float32"), name

@@ -216,7 +216,7 @@ def test_every_gated_activation_of_vllm_is_bound(config: VllmConfig, activation:
 
 @pytest.mark.parametrize("activation", PLAIN)
 def test_vllm_itself_refuses_experts_without_gate_out_of_tree(config: VllmConfig, activation: MoEActivation) -> None:
-    """The operator supports them. If vLLM accepts them, this test fails and the layer needs a test of its own."""
+    """Fails once vLLM accepts experts without a gate. The operator supports them; the layer then needs a test."""
     assert activation.value in PLAIN_ACTIVATIONS
     with pytest.raises(NotImplementedError, match="is_act_and_mul=False"):
         build(activation=activation.value, ckpt_names=("up_proj", "down_proj", None))

@@ -53,7 +53,7 @@ def test_weights_as_they_were_loaded_are_written(written: list[str], method: str
 )
 @pytest.mark.parametrize("method", METHODS)
 def test_others_are_refused_with_the_remedy(written: list[str], method: str, form: Any, message: str) -> None:
-    """The last rank raises for all."""
+    """Weights that cannot be saved are refused by the last rank, for all ranks."""
     with pytest.raises(BackplaneError, match=rf"{method} .*{message}.*Load the original checkpoint"):
         getattr(worker(rank=1, **form), method)("here")
     getattr(worker(rank=0, **form), method)("here")
