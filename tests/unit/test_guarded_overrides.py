@@ -6,7 +6,7 @@ import ast
 import copy
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from vllm_backplane.settings.releases import NEWEST, RELEASES
 from vllm_patchbay.errors import PatchError
 from vllm_patchbay.patch import Guard, GuardedPackage, Guards, Outcome
 from vllm_patchbay.patch.guard import Record, verify_guard
+from vllm_patchbay.patch.mentions import statements_with
 from vllm_patchbay.upstream import SourceTree, SymbolIndex, in_range, installed_tree, open_tree
 from vllm_patchbay.upstream.modules import Binds
 
@@ -386,9 +387,12 @@ def test_every_guard_fits_the_newest_release_and_is_recorded_for_all() -> None:
         assert verdict.outcome is (Outcome.FITS if is_for_it else Outcome.NOT_NEEDED), verdict
     targets = Record.read(PACKAGE.record_file).targets
     for guard in GUARDS:
-        of_guard = [each.version for each in RELEASES if not guard.versions or in_range(each.version, guard.versions)]
-        recorded = sorted(release for releases in targets[guard.target].values() for release in releases)
-        assert recorded == of_guard, guard.target
+        of_key = [each.versions for each in GUARDS if each.key == guard.key]
+        of_guard = [
+            each.version for each in RELEASES if any(not some or in_range(each.version, some) for some in of_key)
+        ]
+        recorded = sorted(release for releases in targets[guard.key].values() for release in releases)
+        assert recorded == of_guard, guard.key
 
 
 @pytest.mark.slow
@@ -398,30 +402,34 @@ def test_what_a_process_declares_is_what_the_source_has() -> None:
     assert set(guards._GUARDS.declared) == set(GUARDS)
 
 
-def changed(tree: SourceTree, functions: Iterable[Guard]) -> SourceTree:
-    """Returns a tree with one more statement in each of some functions and classes."""
+def changed(tree: SourceTree, functions: Iterable[Guard], with_mentions: bool = True) -> SourceTree:
+    """Returns a tree with one more statement in each of some functions and classes, and with one more for each name
+    that a guard looks for."""
     result, original = copy.copy(tree), tree.read
 
     @cache
     def read(module: str) -> str | None:
         source = original(module)
-        names = {guard.name for guard in functions if guard.module == module}
+        names: dict[str, list[str]] = {}
+        for guard in functions:
+            if guard.module == module:
+                names.setdefault(guard.name, ["1"]).extend(guard.mentions if with_mentions else ())
         if source is None or not names:
             return source
         parsed = ast.parse(source)
-        assert names >= set(insert(parsed, names)), module
+        assert names.keys() >= set(insert(parsed, names)), module
         return ast.unparse(parsed)
 
     result.read = read  # type: ignore[method-assign]
     return result
 
 
-def insert(tree: ast.AST, names: set[str], within: str = "") -> Iterator[str]:
+def insert(tree: ast.AST, names: Mapping[str, list[str]], within: str = "") -> Iterator[str]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             name = f"{within}{node.name}"
             if name in names:
-                node.body.append(ast.parse("changed_line = 1").body[0])
+                node.body += ast.parse("\n".join(f"changed_line = {value}" for value in names[name])).body
                 yield name
             yield from insert(node, names, f"{name}.")
         elif isinstance(node, (ast.If, ast.Try)):
@@ -429,8 +437,8 @@ def insert(tree: ast.AST, names: set[str], within: str = "") -> Iterator[str]:
 
 
 @cache
-def changed_index(version: str) -> SymbolIndex:
-    return SymbolIndex(changed(open_tree(version), GUARDS))
+def changed_index(version: str, with_mentions: bool = True) -> SymbolIndex:
+    return SymbolIndex(changed(open_tree(version), GUARDS, with_mentions))
 
 
 def cases() -> Iterator[object]:
@@ -438,14 +446,20 @@ def cases() -> Iterator[object]:
     for guard in GUARDS:
         of_guard = [each.version for each in RELEASES if not guard.versions or in_range(each.version, guard.versions)]
         marks = () if of_guard[-1] == NEWEST.version else (pytest.mark.download, pytest.mark.exhaustive)
-        yield pytest.param(guard, of_guard[-1], id=f"{guard.place}-{guard.target}", marks=marks)
+        yield pytest.param(guard, of_guard[-1], id=f"{guard.place}-{guard.key}", marks=marks)
 
 
 @pytest.mark.parametrize(("guard", "version"), list(cases()))
 def test_every_guard_reacts_to_a_changed_line(guard: Guard, version: str) -> None:
     found = Guards(PACKAGE.record_file, "THE_SETTING")
-    options = {"why": guard.why, "fast_path": guard.fast_path, "versions": guard.versions, "feature": guard.feature}
-    found.guarded(guard.target, **options)(lambda: None)
+    found.guarded(
+        guard.target,
+        why=guard.why,
+        fast_path=guard.fast_path,
+        versions=guard.versions,
+        feature=guard.feature,
+        mentions=guard.mentions,
+    )(lambda: None)
     if guard.feature:
         found.verify(lambda: changed_index(version), version)  # a server without the feature starts
     if guard.fast_path:
@@ -455,9 +469,22 @@ def test_every_guard_reacts_to_a_changed_line(guard: Guard, version: str) -> Non
     else:
         with pytest.raises(PatchError) as fault:
             found.verify(lambda: changed_index(version), version, guard.feature)
-        assert "changed_line = 1" in str(fault.value)
+        for value in guard.mentions or ("1",):
+            assert f"changed_line = {value}" in str(fault.value)
         assert guard.target in str(fault.value)
+    if guard.mentions:
+        record = Record.read(PACKAGE.record_file)
+        assert verify_guard(guard, record, changed_index(version, False), version).outcome is Outcome.FITS
     assert {guard.fast_path for guard in GUARDS} == {"", "decode steps"}
+
+
+def test_each_mentioned_name_is_in_the_source() -> None:
+    """A name that vLLM has nowhere would be compared with nothing. `torch.accelerator` may be used in a release to
+    come."""
+    for guard in GUARDS:
+        whole = upstream().normalized_source_of(guard.module, guard.name) if guard.mentions else ""
+        for name in set(guard.mentions) - REPLACED_IN_TORCH - {"torch.accelerator"}:
+            assert statements_with([name], whole) != statements_with(["no_such_name"], whole), f"{guard.key}: {name}"
 
 
 def test_a_change_concerns_the_guards_of_its_function_only() -> None:

@@ -77,9 +77,14 @@ _bound = False
 
 
 @guarded(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.__init__",
+    why="the streams and events that it takes from torch.cuda are those of the device or of the host",
+    feature="V1 model runner",
+    mentions=("torch.cuda", "torch.accelerator", "torch.Event"),
+)
+@guarded(
     "vllm.v1.worker.gpu_model_runner:AsyncGPUModelRunnerOutput.__init__",
     "vllm.v1.worker.gpu_model_runner:AsyncGPUPoolingModelRunnerOutput.__init__",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.__init__",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_or_create_async_output_copy_stream",
     "vllm.distributed.parallel_state:graph_capture",
     "vllm.distributed.parallel_state:GroupCoordinator.graph_capture",
@@ -100,6 +105,11 @@ _bound = False
 )
 @guarded(
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.__init__",
+    why="the streams and events that it takes from torch.cuda are those of the device or of the host",
+    feature="V2 model runner",
+    mentions=("torch.cuda", "torch.accelerator", "torch.Event"),
+)
+@guarded(
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.main_stream",
     "vllm.v1.worker.gpu.async_utils:AsyncOutput.__init__",
     "vllm.v1.worker.gpu.async_utils:AsyncPoolingOutput.__init__",

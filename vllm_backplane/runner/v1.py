@@ -30,8 +30,16 @@ from vllm_backplane.runner.step_graphs import StepGraphs, uncapturable
 
 @guarded(
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.__init__",
-    why="its sampler, its graphs and its memory are replaced or read",
+    why="it creates the samplers that are replaced, and what is read here",
     feature="V1 model runner",
+    mentions=(
+        "sampler",
+        "rejection_sampler",
+        "execute_model_state",
+        "intermediate_tensors",
+        "discard_request_mask",
+        "runner_only_attn_layers",
+    ),
 )
 @guarded(
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run",
@@ -96,6 +104,7 @@ class BackplaneModelRunnerV1(GPUModelRunner):
             self.decode_metadata = DecodeMetadataCache(self)
 
     @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.__init__",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_input_ids",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._compute_prev_positions",

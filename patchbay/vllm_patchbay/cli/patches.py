@@ -1,4 +1,4 @@
-"""Implements the commands for patches: list, show, check, diff, docs, new.
+"""Implements the commands for patches: list, show, check, diff, docs, new and record.
 
 ``vllm-patchbay`` has them for the patches of any plugin. A plugin's command line can offer them for the plugin's own
 patches (`PatchSelection`). None of the commands imports vLLM.
@@ -161,6 +161,7 @@ def _described_guard(guard: Guard, package: GuardedPackage) -> dict[str, Any]:
         "package": package.name,
         "fast_path": guard.fast_path or None,
         "feature": guard.feature or None,
+        "mentions": list(guard.mentions),
     }
 
 

@@ -53,5 +53,6 @@ def page(patches: PatchSet, command: str = "vllm-patchbay docs", guards: Sequenc
             reaction = f"fast path “{guard.fast_path}” off" if guard.fast_path else "stops"
             reaction += f" ({guard.feature})" if guard.feature else ""
             versions = f" (vLLM `{guard.versions}`)" if guard.versions else ""
-            text += f"| `{guard.target}`{versions} | {guard.why} | {reaction} |\n"
+            mentions = f", where it mentions {', '.join(f'`{name}`' for name in guard.mentions)}"
+            text += f"| `{guard.target}`{mentions if guard.mentions else ''}{versions} | {guard.why} | {reaction} |\n"
     return text

@@ -29,6 +29,7 @@ from packaging.version import Version
 
 from vllm_patchbay.errors import PatchError
 from vllm_patchbay.patch.declaration import Fingerprint, check_target, check_versions
+from vllm_patchbay.patch.mentions import statements_with
 from vllm_patchbay.patch.verification import (
     Outcome,
     Verdict,
@@ -37,7 +38,7 @@ from vllm_patchbay.patch.verification import (
     similarity,
     take_fingerprint,
 )
-from vllm_patchbay.upstream import SymbolIndex, cached_tree, in_range, installed_tree, installed_version
+from vllm_patchbay.upstream import Resolution, SymbolIndex, cached_tree, in_range, installed_tree, installed_version
 
 logger = logging.getLogger("vllm.vllm_patchbay.guard")  # vLLM configures handlers for its own logger tree only
 
@@ -78,6 +79,9 @@ class Guard:
     feature: str = ""
     """Feature of the plugin that uses the code. The guard is verified at the feature's first use, or at every start if
     there is none."""
+    mentions: tuple[str, ...] = ()
+    """Names whose statements in the target the code depends on. The rest of the target may change. It is for long
+    functions; without names, the whole target is compared."""
 
     def __post_init__(self) -> None:
         check_target(self.target)
@@ -85,6 +89,11 @@ class Guard:
             raise PatchError(f"the guard of {self.target}: why is empty; fill it in")
         if self.versions:
             check_versions(self.target, self.versions)
+
+    @property
+    def key(self) -> str:
+        """Returns the name under which the record has the fingerprints."""
+        return f"{self.target} [{', '.join(self.mentions)}]" if self.mentions else self.target
 
     @property
     def on_drift(self) -> OnDrift:
@@ -111,7 +120,7 @@ class Record:
     """Holds the recorded source of vLLM's releases."""
 
     targets: Mapping[str, Mapping[str, tuple[str, ...]]]
-    """By target: the releases of each fingerprint, and under `absent` those without the target."""
+    """By the key of a guard: the releases of each fingerprint, and under `absent` those without the target."""
     files: Mapping[str, Mapping[str, tuple[str, ...]]]
     """By module: the releases of each digest of the file."""
 
@@ -177,7 +186,13 @@ class Guards:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def guarded(
-        self, *targets: str, why: str, fast_path: str = "", versions: str = "", feature: str = ""
+        self,
+        *targets: str,
+        why: str,
+        fast_path: str = "",
+        versions: str = "",
+        feature: str = "",
+        mentions: tuple[str, ...] = (),
     ) -> Callable[[Guarded], Guarded]:
         """Declares, as a decorator, what a function or class depends on, and returns the function or class.
 
@@ -188,7 +203,7 @@ class Guards:
         def declare(code: Guarded) -> Guarded:
             place = getattr(code, "__module__", "")
             for target in targets:
-                guard = Guard(target, why, place, fast_path, versions, feature)
+                guard = Guard(target, why, place, fast_path, versions, feature, mentions)
                 with self._lock:
                     self.declared.append(guard)
                     self._waiting.setdefault(feature, []).append(guard)
@@ -284,7 +299,7 @@ def verify_guard(guard: Guard, record: Record, index: SymbolIndex, version: str)
         return Verdict(
             guard.target, Outcome.NOT_NEEDED, f"the code is for vLLM {guard.versions}, and this is {version}"
         )
-    known = record.targets.get(guard.target, {})
+    known = record.targets.get(guard.key, {})
     same_file = record.files.get(guard.module, {}).get(_digest_of(index, guard.module), ())
     for fingerprint, releases in known.items():
         common = [release for release in same_file if release in releases]
@@ -299,13 +314,14 @@ def verify_guard(guard: Guard, record: Record, index: SymbolIndex, version: str)
             guard.target, Outcome.MISSING,
             f"{guard.target}, on which {guard.place} depends, does not exist in vLLM {version} ({reason})",
         )  # fmt: skip
-    text = index.normalized_source_of(found.module, found.qualname)
+    text = _source_of(guard, index, found)
     now = take_fingerprint(text)
     by_digest = {Fingerprint.parse(each).digest: (each, of) for each, of in known.items() if each != _ABSENT}
     if now.digest in by_digest:
         release = by_digest[now.digest][1][-1]
         return Verdict(guard.target, Outcome.FITS, f"the same as in vLLM {release}", "", str(now))
-    detail = f"{guard.target}, on which {guard.place} depends ({guard.why}), has another source in vLLM {version}"
+    part = f" with {', '.join(guard.mentions)}" if guard.mentions else ""
+    detail = f"{guard.target}{part}, on which {guard.place} depends ({guard.why}), has another source in vLLM {version}"
     if not by_digest:
         return Verdict(guard.target, Outcome.DRIFTED, f"{detail}: no fingerprint is recorded", "", str(now))
     nearest, releases = max(by_digest.values(), key=lambda each: similarity(Fingerprint.parse(each[0]), now))
@@ -314,13 +330,19 @@ def verify_guard(guard: Guard, record: Record, index: SymbolIndex, version: str)
     return Verdict(guard.target, Outcome.DRIFTED, f"{detail}: it differs from vLLM {releases[-1]}", diff, str(now))
 
 
+def _source_of(guard: Guard, index: SymbolIndex, found: Resolution) -> str:
+    """Returns the normalized source that a guard compares."""
+    source = index.normalized_source_of(found.module, found.qualname)
+    return statements_with(guard.mentions, source) if guard.mentions else source
+
+
 def _cached(guard: Guard, releases: Iterable[str], known: Fingerprint) -> str | None:
     """Returns the target's source in a recorded release, or None if the cache has none of them."""
     for release in releases:
         tree = cached_tree(release)
         index = SymbolIndex(tree) if tree is not None else None
-        if index is not None and index.resolve(guard.module, guard.name).is_found:
-            source = index.normalized_source_of(guard.module, guard.name)
+        if index is not None and (found := index.resolve(guard.module, guard.name)).is_found:
+            source = _source_of(guard, index, found)
             if take_fingerprint(source).digest == known.digest:
                 return source
     return None
@@ -390,7 +412,7 @@ def _guards_of(tree: ast.AST, place: str, file: Path) -> Iterator[Guard]:
             ) from None
         for target in targets:
             given_texts = [given.get(key, "") for key in ("fast_path", "versions", "feature")]
-            yield Guard(target, given.get("why", ""), place, *given_texts)
+            yield Guard(target, given.get("why", ""), place, *given_texts, given.get("mentions", ()))
 
 
 def _called(function: ast.expr) -> str:
@@ -402,16 +424,14 @@ def recorded(guards: Iterable[Guard], record: Record, index: SymbolIndex, versio
     targets: dict[str, dict[str, tuple[str, ...]]] = {}
     files: dict[str, dict[str, tuple[str, ...]]] = {}
     for guard in guards:
-        targets.setdefault(guard.target, dict(record.targets.get(guard.target, {})))
-        files.setdefault(guard.module, dict(record.files.get(guard.module, {})))
+        targets.setdefault(guard.key, _without(record.targets.get(guard.key, {}), version))
+        files.setdefault(guard.module, _without(record.files.get(guard.module, {}), version))
         if guard.versions and not in_range(version, guard.versions):
             continue
         found = index.resolve(guard.module, guard.name)
         is_there = found.is_found and found.path == guard.target
-        fingerprint = (
-            str(take_fingerprint(index.normalized_source_of(found.module, found.qualname))) if is_there else _ABSENT
-        )
-        targets[guard.target] = _added(targets[guard.target], fingerprint, version)
+        fingerprint = str(take_fingerprint(_source_of(guard, index, found))) if is_there else _ABSENT
+        targets[guard.key] = _added(targets[guard.key], fingerprint, version)
         tree = index.tree_of(guard.module)
         source = tree.read(guard.module) if tree is not None else None
         if source is not None:
@@ -421,6 +441,11 @@ def recorded(guards: Iterable[Guard], record: Record, index: SymbolIndex, versio
 
 def _added(known: Mapping[str, tuple[str, ...]], key: str, version: str) -> dict[str, tuple[str, ...]]:
     """Returns `known` with a release under one key only."""
-    result = {each: tuple(v for v in versions if v != version) for each, versions in known.items()}
-    result[key] = tuple(sorted({*result.get(key, ()), version}, key=Version))
-    return {each: versions for each, versions in result.items() if versions}
+    result = _without(known, version)
+    return {**result, key: tuple(sorted({*result.get(key, ()), version}, key=Version))}
+
+
+def _without(known: Mapping[str, tuple[str, ...]], version: str) -> dict[str, tuple[str, ...]]:
+    """Returns `known` without a release."""
+    kept = {each: tuple(v for v in versions if v != version) for each, versions in known.items()}
+    return {each: versions for each, versions in kept.items() if versions}

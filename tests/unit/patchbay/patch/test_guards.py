@@ -14,6 +14,7 @@ from vllm_patchbay.errors import PatchError
 from vllm_patchbay.patch import Guard, Guards, Outcome
 from vllm_patchbay.patch import guard as guard_module
 from vllm_patchbay.patch.guard import Record, declared_in, recorded, verify_guard
+from vllm_patchbay.patch.mentions import statements_with
 from vllm_patchbay.upstream import SymbolIndex
 from vllm_patchbay.upstream.source import FolderTree
 
@@ -91,6 +92,8 @@ def test_recording_again_replaces_the_release(record: Record, tmp_path: Path) ->
     changed = recorded([SAMPLE], record, index(tmp_path, CORE.replace("return 1", "return 2")), "0.32.0")
     assert list(changed.targets) == [SAMPLE.target]
     assert verify_guard(SAMPLE, changed, index(tmp_path), "0.32.0").outcome is Outcome.DRIFTED
+    later = Guard(SAMPLE.target, "another sampler draws", "plugin.sampler", versions=">=0.33")
+    assert recorded([later], record, index(tmp_path), "0.32.0").targets == {SAMPLE.target: {}}
     path = tmp_path / "fingerprints.json"
     changed.write(path)
     assert Record.read(path) == changed
@@ -228,6 +231,59 @@ def test_a_guard_with_a_feature_waits_for_its_first_use(
     assert Sampler(4).size == 4  # the feature has been verified
 
 
+CONSTRUCTOR = """
+class Runner:
+    def __init__(self, device: Device):
+        self.stream: torch.cuda.Stream | None = None
+        self.buffer = torch.zeros(1)
+        if self.is_async:
+            self.other = 1
+            self.stream = torch.cuda.Stream()
+        try:
+            self.rows = 1
+        except torch.cuda.OutOfMemoryError:
+            self.rows = 2
+        match device:
+            case 1:
+                self.sampler: Sampler = Sampler()
+        for each in (1, 2):
+            setattr(self, "rejection_sampler", each)
+"""
+MENTIONED = """def __init__(self, device: Device):
+    if self.is_async:
+        self.stream = torch.cuda.Stream()
+    try:
+        pass
+    except torch.cuda.OutOfMemoryError:
+        pass
+    match device:
+        case 1:
+            self.sampler = Sampler()
+    for each in (1, 2):
+        setattr(self, 'rejection_sampler', each)"""
+
+
+def test_a_guard_can_depend_on_some_statements_of_a_function(tmp_path: Path) -> None:
+    names = ("torch.cuda", "sampler", "rejection_sampler")
+    part = Guard("vllm.core:Runner.__init__", "its sampler is replaced", "plugin.runner", mentions=names)
+    whole = Guard("vllm.core:Runner.__init__", "its buffers are written", "plugin.runner", "decode steps")
+    known = index(tmp_path / "known", CONSTRUCTOR)
+    assert statements_with(names, known.normalized_source_of("vllm.core", "Runner.__init__")) == MENTIONED
+    record = recorded([part, whole], Record({}, {}), known, "0.32.0")
+
+    def outcomes(old: str, new: str) -> list[Outcome]:
+        changed = index(tmp_path, CONSTRUCTOR.replace(old, new), "0.32.1")
+        return [verify_guard(guard, record, changed, "0.32.1").outcome for guard in (part, whole)]
+
+    assert outcomes("self.buffer", "self.more = self.buffer") == [Outcome.FITS, Outcome.DRIFTED]
+    assert outcomes("None = None", "Any = None") == [Outcome.FITS, Outcome.DRIFTED]
+    assert outcomes("Stream()", "Stream(0)") == [Outcome.DRIFTED, Outcome.DRIFTED]
+    assert outcomes("if self.is_async", "if not self.is_async") == [Outcome.DRIFTED, Outcome.DRIFTED]
+    assert outcomes("self.rows = 2", "self.cuda = torch.cuda") == [Outcome.DRIFTED, Outcome.DRIFTED]
+    with pytest.raises(PatchError, match="'mentions' is for functions, and this is none: class Runner"):
+        statements_with(names, known.normalized_source_of("vllm.core", "Runner"))
+
+
 DECLARED = """
 from plugin.guards import guarded
 
@@ -253,6 +309,8 @@ def test_guards_are_read_from_source(plugin: Path) -> None:
     assert declared_in("guarded_plugin", plugin) == [
         Guard(SAMPLE.target, "another sampler draws", "guarded_plugin.sampler", feature="sampling")
     ]
+    (plugin / "sampler.py").write_text('@guarded("vllm.core:f", why="x", mentions=("drawn",))\ndef f(): ...\n')
+    assert [guard.key for guard in declared_in("guarded_plugin", plugin)] == ["vllm.core:f [drawn]"]
     (plugin / "sampler.py").write_text('target = "vllm.core:f"\n@guarded(target, why="x")\ndef f(): ...\n')
     with pytest.raises(PatchError, match=r"sampler.py:2: the arguments of guarded are not literals"):
         declared_in("guarded_plugin", plugin)
