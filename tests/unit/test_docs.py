@@ -523,7 +523,7 @@ CASES_OF_THE_AUDITOR = ROOT / "tests/unit/patchbay/audit/corpus"
 
 def first_sentence(docstring: str) -> str | None:
     """Returns the first sentence of a docstring, or None if it begins with an empty line, a small letter or something
-    that is no sentence with a period. Whether it has a verb is left to the reader: a list of verbs would be too brittle."""
+    that is no sentence with a period. It is not checked for a verb: a list of verbs would be too brittle."""
     found = re.match(r"(?![a-z\s])\S.*?\.(?=\s|\Z)", docstring.partition("\n\n")[0], flags=re.DOTALL)
     return None if found is None else " ".join(found[0].split())
 
