@@ -65,7 +65,7 @@ class BuildError(SystemExit):
 
 
 class Torch:
-    """The files of an installed torch, which is never imported."""
+    """Describes the files of an installed torch, which is never imported."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
