@@ -6,6 +6,7 @@ bytes selects what is changed and the new value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -198,14 +199,15 @@ def mutated_model(orders: bytes) -> list[bytes]:
     return [_file(keys, first, types), _file(later, second, types)]
 
 
-def built(model: Model, metadata: dict[str, Any]) -> bytes:
-    """Returns the file of a model in one part, with other metadata."""
+def built(model: Model, metadata: dict[str, Any], more: Sequence[bytes] = ()) -> bytes:
+    """Returns the file of a model in one part, with other metadata, and `more` keys. A value may be encoded already, as
+    by `value`."""
     keys = [key("general.architecture", *value(model.architecture))]
     for name, one in {**model.metadata, **metadata}.items():
         if one is not None:  # None removes a key
             full = name if name.startswith("tokenizer.") else f"{model.architecture}.{name}"
-            keys.append(key(full, *value(one)))
-    return _file(keys, model.shapes, {})
+            keys.append(key(full, *(one if isinstance(one, tuple) else value(one))))
+    return _file([*keys, *more], model.shapes, {})
 
 
 def _change_tensor(place: str, fate: int, shapes: dict[str, list[int]], types: dict[str, Any]) -> None:

@@ -57,7 +57,7 @@ class Target:
     """Parts of the paths of the files whose coverage guides the campaign."""
     mutate: Mutate = mutate_bytes
     multiple: int = 64
-    """Memory that an input may take, as a multiple of its size…"""
+    """Memory that an input may take, as a multiple of its size (`large_files.py` has inputs for which it counts)…"""
     memory: int = 32 << 20
     """…and in addition."""
     imports: tuple[str, ...] = ()
@@ -187,7 +187,7 @@ def _run(work: _Work, shared: mmap.mmap, sending: Connection, folder: str) -> No
     target, corpus = work.target, work.corpus
     target.prepare()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_status_bytes("VmSize") + ADDRESS_SPACE, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (status_bytes("VmSize") + ADDRESS_SPACE, hard))
     if corpus:
         _share(shared, 0, corpus[0])
         with contextlib.suppress(BaseException):  # memory of modules that are imported on first use does not count
@@ -227,9 +227,8 @@ def _reason(target: Target, data: bytes, report: Report, reached: Coverage) -> s
     """Runs one input, and returns the rule that it broke."""
     # Otherwise an input could take memory that is free in the heap, without new pages.
     ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/clear_refs", "w") as peak:
-        peak.write("5")  # sets VmHWM to VmRSS
-    memory, started = _status_bytes("VmRSS"), time.monotonic()
+    reset_peak()
+    memory, started = status_bytes("VmRSS"), time.monotonic()
     try:
         with reached:
             target.run(data)
@@ -240,7 +239,7 @@ def _reason(target: Target, data: bytes, report: Report, reached: Coverage) -> s
         report.refused += 1
     except BaseException as fault:  # of any type: that is the rule
         return f"{type(fault).__name__}: {fault}\n{''.join(traceback.format_tb(fault.__traceback__)[-6:])}"
-    took, more = time.monotonic() - started, _status_bytes("VmHWM") - memory
+    took, more = time.monotonic() - started, status_bytes("VmHWM") - memory
     if took > SECONDS:
         return f"took {took:.1f} s"
     allowed = target.multiple * len(data) + target.memory
@@ -256,7 +255,14 @@ def _memory_fault(fault: BaseException | None) -> str:
     return ""
 
 
-def _status_bytes(name: str) -> int:
+def reset_peak() -> None:
+    """Sets VmHWM to VmRSS."""
+    with open("/proc/self/clear_refs", "w") as peak:
+        peak.write("5")
+
+
+def status_bytes(name: str) -> int:
+    """Returns a size that the system reports of this process."""
     with open("/proc/self/status") as file:
         for line in file:
             if line.startswith(name + ":"):

@@ -23,7 +23,7 @@ from vllm_backplane.gguf.model_files import GgufModel, open_model
 from vllm_backplane.models.cache import MANIFEST, close_to_others, create, damage, derived_folder
 from vllm_backplane.models.package import sha256
 
-RECIPE = 6
+RECIPE = 7
 """Version of this code's output. It is incremented when the same file gives a different folder, or an error."""
 _NAME_CHARACTERS = 48
 """Characters of the file's name in the name of its folder. File systems allow 255 bytes, four per character at most."""

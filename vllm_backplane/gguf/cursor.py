@@ -8,6 +8,7 @@ check: with an array that declares 2**60 bytes and has none, it loops and alloca
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,13 +20,14 @@ class Limits(NamedTuple):
     """Sets upper bounds far above those of real files; a file beyond them is damaged or hostile."""
 
     keys: int = 1 << 16
-    tensors: int = 1 << 18
+    tensors: int = 1 << 16
+    """Each takes some 400 bytes of memory, and published files have a few thousand."""
     key_bytes: int = (1 << 16) - 1  # the limit of the format itself
     name_bytes: int = 512
     text_bytes: int = 1 << 24
     nesting: int = 4
     strings: int = 1 << 22
-    """Total number of strings in all arrays; each becomes a Python object."""
+    """Total number of strings in all arrays."""
     inner_arrays: int = 1 << 12
     """Total number of arrays in arrays. Each takes some 500 bytes of memory, and published files have none."""
     dimensions: int = 4
@@ -53,6 +55,33 @@ _SMALLEST_ARRAY = 12
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
+
+
+class Strings:
+    """Gives access to an array of strings, which were validated and are decoded when they are read.
+
+    As Python objects, short strings take ten times the memory that they take in the file, and most are not needed.
+    """
+
+    def __init__(self, buffer: memoryview, count: int) -> None:
+        self._buffer = buffer
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        position = 0
+        for _ in range(self._count):
+            begin = position + 8
+            position = begin + _U64.unpack_from(self._buffer, position)[0]
+            yield str(self._buffer[begin:position], "utf-8")
+
+    def __repr__(self) -> str:
+        return repr([word[:40] for word, _ in zip(self, range(3), strict=False)])
+
+    def tolist(self) -> list[str]:
+        return list(self)
 
 
 class Cursor:
@@ -112,7 +141,7 @@ class Cursor:
         raise self.fault(f"{what} has the unknown type {kind}")
 
     def _array(self, what: str, depth: int) -> Any:
-        """Returns a numpy array of numbers, or a list of strings or arrays."""
+        """Returns a numpy array of numbers, an array of strings, or a list of arrays."""
         if depth > self._limits.nesting:
             raise self.fault(f"{what} has arrays nested more than {self._limits.nesting} deep")
         kind, count = self.u32(what), self.u64(what)
@@ -132,10 +161,10 @@ class Cursor:
             raise self.fault(f"with {what} the file has more than {self._limits.inner_arrays} arrays in arrays")
         return [self._of_kind(kind, what, depth) for _ in range(count)]
 
-    def _texts(self, count: int, what: str) -> list[str]:
-        """Reads strings like `text`, inlined for speed: vocabularies are most of a header."""
+    def _texts(self, count: int, what: str) -> Strings:
+        """Validates strings like `text`, inlined for speed: vocabularies are most of a header."""
         buffer, position, end, most = self._buffer, self.position, len(self._buffer), self._limits.text_bytes
-        length, found = _U64.unpack_from, []
+        length, first, valid = _U64.unpack_from, position, 0
         for _ in range(count):
             if end - position < 8:
                 break
@@ -144,14 +173,15 @@ class Cursor:
             if size > most or size > end - begin:
                 break
             try:
-                found.append(str(buffer[begin : begin + size], "utf-8"))
+                str(buffer[begin : begin + size], "utf-8")
             except UnicodeDecodeError:
                 break
             position = begin + size
+            valid += 1
         self.position = position
-        if len(found) < count:
+        if valid < count:
             self.text(what, most)  # raises the error for the string that the loop stopped at
-        return found
+        return Strings(buffer[first:position], count)
 
     def _numbers(self, number: np.dtype[Any], count: int, what: str) -> np.ndarray[Any, Any]:
         self._require_fit(count, number.itemsize, what)

@@ -9,13 +9,15 @@ import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from vllm_backplane.errors import CheckpointError, short_repr
+from vllm_backplane.gguf.cursor import Strings
 from vllm_backplane.gguf.file import GgufFile, Tensor, is_gguf
 
+_Kind = TypeVar("_Kind")
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
@@ -67,11 +69,8 @@ class GgufModel:
     def boolean(self, key: str) -> bool | None:
         return self._of(key, bool)
 
-    def strings(self, key: str) -> list[str] | None:
-        found = self._of(key, list)
-        if found is not None and not all(type(word) is str for word in found):
-            raise self._wrong(key, "a list of arrays", "a list of strings")
-        return found
+    def strings(self, key: str) -> Strings | None:
+        return self._of(key, Strings)
 
     def numbers(self, key: str, *, integers: bool = False) -> list[Any] | None:
         """Returns an array of finite floating-point numbers, or of `integers`. Raises `CheckpointError` otherwise."""
@@ -82,7 +81,7 @@ class GgufModel:
             raise self._wrong(key, f"{found.dtype} or infinite values", "integers" if integers else "finite numbers")
         return list(found.tolist())
 
-    def _of(self, key: str, kind: type) -> Any:
+    def _of(self, key: str, kind: type[_Kind]) -> _Kind | None:
         found = self.metadata.get(key)
         if found is not None and type(found) is not kind:
             raise self._wrong(key, type(found).__name__, kind.__name__)

@@ -78,8 +78,11 @@ _MAX_VOCABULARY_CHARACTERS = 1 << 23
 """Limit for all tokens together; the largest published vocabularies have two million characters."""
 _MAX_SPECIAL_CHARACTERS = 1 << 20
 """Limit for all special tokens together. Text is searched for them, which takes about 80 bytes per character."""
+_MAX_TOKENS = 1 << 19
+"""Limit for the tokens; each takes some 400 bytes of memory, and the largest served vocabularies have 2^18."""
 _MIN_MERGES, _MERGES_PER_TOKEN = 1 << 16, 4
-"""Limit for the merges that follow from a vocabulary; those of Llama 2 and Gemma have two per token."""
+"""Limit for the merges of a vocabulary, whether they are in the file or follow from scores. Each takes some 200 bytes
+of memory, and published vocabularies have two per token."""
 
 
 class _Vocabulary(NamedTuple):
@@ -136,9 +139,12 @@ def _fault(model: GgufModel, what: str) -> CheckpointError:
 
 
 def _vocabulary(model: GgufModel) -> _Vocabulary:
-    tokens, kinds = model.strings("tokenizer.ggml.tokens"), model.numbers("tokenizer.ggml.token_type", integers=True)
-    if not tokens:
+    declared = model.strings("tokenizer.ggml.tokens")
+    if not declared:
         raise _fault(model, "it has no vocabulary (tokenizer.ggml.tokens)")
+    if len(declared) > _MAX_TOKENS:
+        raise _fault(model, f"its vocabulary has {len(declared)} tokens, more than the limit of {_MAX_TOKENS}")
+    tokens, kinds = declared.tolist(), model.numbers("tokenizer.ggml.token_type", integers=True)
     # `_merges` splits every token at each of its characters, which takes quadratic time in the length of a token.
     longest = max(map(len, tokens))
     if longest > _MAX_TOKEN_CHARACTERS:
@@ -201,9 +207,11 @@ def _byte_level(model: GgufModel, vocabulary: _Vocabulary) -> Any:
 
     pre_tokenizer = _pre_tokenizer(model)
     raw = model.strings("tokenizer.ggml.merges")
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in raw or ())]
     if raw is None:
         raise _fault(model, "it has no merges (tokenizer.ggml.merges)")
+    if len(raw) > (limit := _most_merges(vocabulary)):
+        raise _fault(model, f"it has {len(raw)} merges for {len(vocabulary.tokens)} tokens, and the limit is {limit}")
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in raw)]
     known = vocabulary.ids
     for left, right in merges:
         if left not in known or right not in known or left + right not in known:
@@ -252,13 +260,13 @@ def _merges(model: GgufModel, vocabulary: _Vocabulary, scores: list[float]) -> l
     Two pieces are merged where their concatenation is a piece. Better scores come first. Raises CheckpointError for a
     vocabulary in which almost every piece consists of two others in many ways: the merges would take gigabytes.
     """
-    limit = max(_MIN_MERGES, _MERGES_PER_TOKEN * len(vocabulary.tokens))
+    limit = _most_merges(vocabulary)
     pieces = {
         token: number
         for number, (token, kind) in enumerate(zip(*vocabulary[:2], strict=True))
         if kind in (NORMAL, USER_DEFINED, UNUSED)
     }
-    found = []
+    found: list[tuple[float, int, int, int]] = []
     for token, number in pieces.items():
         if vocabulary.kinds[number] != NORMAL:
             continue
@@ -266,10 +274,15 @@ def _merges(model: GgufModel, vocabulary: _Vocabulary, scores: list[float]) -> l
             left, right = pieces.get(token[:cut]), pieces.get(token[cut:])
             if left is not None and right is not None:
                 if len(found) == limit:
-                    raise _fault(model, f"its {len(vocabulary.tokens)} tokens have more than {limit} merges, the limit")
+                    count = len(vocabulary.tokens)
+                    raise _fault(model, f"it has more than {limit} merges for {count} tokens, which is the limit")
                 found.append((-scores[number], number, left, right))
     found.sort()
     return [(vocabulary.tokens[left], vocabulary.tokens[right]) for _score, _number, left, right in found]
+
+
+def _most_merges(vocabulary: _Vocabulary) -> int:
+    return max(_MIN_MERGES, _MERGES_PER_TOKEN * len(vocabulary.tokens))
 
 
 def _add_special(tokenizer: Any, vocabulary: _Vocabulary) -> None:
