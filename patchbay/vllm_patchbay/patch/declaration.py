@@ -77,6 +77,11 @@ class Patch:
     """Fingerprint of the target that the patch was written against, by vLLM version."""
     expires: str | None = None
     """vLLM versions that no longer need the patch, as a specifier. There it is reported as expired and not applied."""
+    fixed_if: tuple[str, str] | None = None
+    """Function or class of vLLM, written like `target`, and a text that its normalized source has once vLLM is fixed.
+    ``vllm-patchbay upgrade`` then reports that the patch may go."""
+    faulty_while: tuple[str, str] | None = None
+    """The same with a text that the source has as long as vLLM is not fixed."""
     tolerates_change: str | None = None
     """Reason why the patch may be applied to a changed target. Without it, a drift is an error."""
     after: str | None = None
@@ -111,6 +116,8 @@ class Patch:
                 if not specifier.strip():
                     raise PatchError(f"{self.target}: expires is empty; leave it out, or write it as '>=0.33'")
                 check_versions(self.target, specifier)
+        for field_name in ("fixed_if", "faulty_while"):
+            _check_condition(self.target, field_name, getattr(self, field_name))
         if not self.fingerprints:
             raise PatchError(f"{self.target}: fingerprints is empty; 'vllm-patchbay new' writes them")
         for version, text in self.fingerprints.items():
@@ -186,6 +193,19 @@ def check_versions(target: str, specifier: str) -> None:
         raise PatchError(f"{target}: {fault}; write versions as '>=0.32,<0.33'") from None
     if _is_empty(allowed):
         raise PatchError(f"{target}: no version satisfies {specifier!r}; write versions as '>=0.32,<0.33'")
+
+
+def _check_condition(target: str, field_name: str, condition: object) -> None:
+    """Raises PatchError if a condition is given and is not a function or class of vLLM with a text."""
+    if condition is None:
+        return
+    if not isinstance(condition, tuple) or not all(isinstance(each, str) and each.strip() for each in condition):
+        condition = ()
+    if len(condition) != 2:
+        raise PatchError(
+            f"{target}: {field_name} is not a pair of texts; write ('package.module:function', 'text in its source')"
+        )
+    check_target(condition[0])
 
 
 def check_link(target: str, upstream: str) -> None:

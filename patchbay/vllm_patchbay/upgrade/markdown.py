@@ -9,7 +9,8 @@ from vllm_patchbay.upgrade.items import Item, Section, Upgrade
 _MOST_PLACES = 6
 _NOTHING = {
     Section.BREAKS: "Nothing was found. What the source does not show, such as a changed meaning, is below or unseen.",
-    Section.MAY_GO: "None: no patch has expired, and no new source mentions the upstream issue of one.",
+    Section.MAY_GO: "None: no patch has expired, no declared condition is met, no change of a target has lines of its "
+    "replacement, and no new source mentions an upstream issue.",
 }
 
 

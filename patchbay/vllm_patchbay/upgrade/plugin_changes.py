@@ -4,6 +4,7 @@ guards."""
 from __future__ import annotations
 
 import ast
+import keyword
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from vllm_patchbay.upgrade.items import Item, Section
 from vllm_patchbay.upstream import Resolution, in_range
 from vllm_patchbay.upstream.source import module_texts
 
+FIXED_IF, FAULTY_WHILE = "fixed_if", "faulty_while"
 _ISSUE = re.compile(r"/(?:issues|pull)/(\d+)")
 
 
@@ -243,6 +245,8 @@ class Declaration:
     given: Mapping[str | None, object]
     """Keyword arguments that are literals."""
     place: str
+    replacement: str = ""
+    """Source of the function or class that a patch decorates, laid out by ``ast.unparse``."""
 
 
 def declarations(plugin: Plugin) -> Iterator[Declaration]:
@@ -251,50 +255,104 @@ def declarations(plugin: Plugin) -> Iterator[Declaration]:
         source = plugin.tree.read(file.module) or ""
         if "Patch(" not in source and f"{DECORATOR}(" not in source:
             continue
-        for node in ast.walk(ast.parse(source)):
+        tree = ast.parse(source)
+        decorated = {
+            id(decorator): ast.unparse(node)
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            for decorator in node.decorator_list
+            if isinstance(decorator, ast.Call) and _called(decorator.func) == "Patch"
+        }
+        for node in ast.walk(tree):
             kind = _called(node.func) if isinstance(node, ast.Call) else ""
             if kind in ("Patch", DECORATOR):
                 assert isinstance(node, ast.Call)
                 given = {each.arg: _literal(each.value) for each in node.keywords}
                 named = [given.get("target")] if kind == "Patch" else [_literal(each) for each in node.args]
                 targets = tuple(each for each in named if isinstance(each, str) and ":" in each)
-                yield Declaration(kind == "Patch", targets, given, f"{file.name}:{node.lineno}")
+                place = f"{file.name}:{node.lineno}"
+                yield Declaration(kind == "Patch", targets, given, place, decorated.get(id(node), ""))
 
 
 def patches(plugin: Plugin, old: VllmTarget, new: VllmTarget) -> Iterator[Item]:
     """Yields patches that may go, and those that were not examined for the newer release."""
     for declared in declarations(plugin):
-        for target in declared.targets:
-            if declared.is_patch:
-                yield from _may_go(target, declared.given, declared.place, old, new)
+        for target in declared.targets if declared.is_patch else ():
+            yield from _expired_or_unexamined(target, declared, new)
+            remedy = f": see whether the patch may go{_until(declared)}"
+            for sign in (*_met_conditions(declared, old, new), *_mentions(declared, old, new)):
+                yield Item(Section.MAY_GO, target, sign + remedy, _at(declared))
+            if common := _adopted_lines(target, declared, old, new):
+                sign, diff = "vLLM's change of it has lines of the replacement", (f"  +{line}" for line in common)
+                yield Item(Section.MAY_GO, target, sign + remedy, _at(declared), "\n".join(diff))
 
 
-def _may_go(
-    target: str, given: Mapping[str | None, object], place: str, old: VllmTarget, new: VllmTarget
-) -> Iterator[Item]:
-    """Yields a patch that has expired, or whose upstream issue the newer source mentions and the older does not."""
-    expires, upstream, until = (str(given.get(name) or "") for name in ("expires", "upstream", "remove_when"))
-    if expires and new.version is not None and in_range(new.version, expires):
-        yield Item(
-            Section.MAY_GO, target, f"the patch declares that vLLM {expires} does not need it; remove it", (place,)
-        )
-    versions = given.get("versions")
-    if isinstance(versions, str) and new.version is not None and not in_range(new.version, versions):
-        yield Item(
-            Section.CHANGED,
-            target,
-            f"the patch is for vLLM {versions}: decide whether it is still needed (it may go when: {until})",
-            (place,),
-        )
-    for number in _ISSUE.findall(upstream):
+def _at(declared: Declaration) -> tuple[str, ...]:
+    return (declared.place,)
+
+
+def _until(declared: Declaration) -> str:
+    """Returns the removal condition of a patch, in parentheses."""
+    return f" (when: {declared.given.get('remove_when') or 'not stated'})"
+
+
+def _expired_or_unexamined(target: str, declared: Declaration, new: VllmTarget) -> Iterator[Item]:
+    expires, versions = (str(declared.given.get(name) or "") for name in ("expires", "versions"))
+    if new.version is None:
+        return
+    if expires and in_range(new.version, expires):
+        what = f"the patch declares that vLLM {expires} does not need it; remove it"
+        yield Item(Section.MAY_GO, target, what, _at(declared))
+    if versions and not in_range(new.version, versions):
+        what = f"the patch is for vLLM {versions}: decide whether it is still needed{_until(declared)}"
+        yield Item(Section.CHANGED, target, what, _at(declared))
+
+
+def _conditions(declared: Declaration) -> Iterator[tuple[str, str, str]]:
+    """Yields name, function or class, and text of the conditions by which a patch recognizes its fix."""
+    for name in (FIXED_IF, FAULTY_WHILE):
+        condition = declared.given.get(name)
+        if isinstance(condition, tuple) and len(condition) == 2 and str(condition[0]).count(":") == 1:
+            yield name, str(condition[0]), str(condition[1])
+
+
+def _met_conditions(declared: Declaration, old: VllmTarget, new: VllmTarget) -> Iterator[str]:
+    """Yields which declared conditions the newer source meets. The auditor reports those whose function is gone."""
+    for name, where, text in _conditions(declared):
+        before, after = (text in _source(target, where) for target in (old, new))
+        if after == (name == FIXED_IF) and _source(new, where):
+            state = f"has {text!r}" if after else f"does not have {text!r}"
+            since = "as before" if before == after else "now"
+            yield f"seems to be fixed: {where} {state} {since} ({name})"
+
+
+def _mentions(declared: Declaration, old: VllmTarget, new: VllmTarget) -> Iterator[str]:
+    """Yields where the newer source mentions an upstream issue of a patch, if the older does not."""
+    for number in _ISSUE.findall(str(declared.given.get("upstream") or "")):
         mention = re.compile(rf"(?:#|issues/|pull/){number}\b")
         now = [module for module, text in module_texts(new.tree) if mention.search(text)]
         if now and not any(mention.search(text) for _, text in module_texts(old.tree)):
-            yield Item(
-                Section.MAY_GO, target,
-                f"vLLM's source mentions its upstream issue {number} now, in {', '.join(now)}: see whether the patch "
-                f"may go (when: {until})", (place,),
-            )  # fmt: skip
+            yield f"vLLM's source mentions its upstream issue {number} now, in {', '.join(now)}"
+
+
+def _adopted_lines(target: str, declared: Declaration, old: VllmTarget, new: VllmTarget) -> list[str]:
+    """Returns the lines of a replacement that are new in its target, without those that name fewer than two things."""
+    before, after, ours = (
+        dict.fromkeys(line.strip() for line in source.splitlines())
+        for source in (_source(old, target), _source(new, target), declared.replacement)
+    )
+    return [line for line in after if line in ours and line not in before and before and _names_several(line)]
+
+
+def _names_several(line: str) -> bool:
+    names = [word for word in re.findall(r"[A-Za-z_]\w*", line) if not keyword.iskeyword(word)]
+    return len(set(names)) > 1 and not line.startswith(("def ", "async def ", "class ", "@"))
+
+
+def _source(target: VllmTarget, path: str) -> str:
+    """Returns the normalized source of a function or class of vLLM, or an empty string if it does not exist."""
+    found = target.index.resolve(*path.split(":"))
+    return target.index.normalized_source_of(found.module, found.qualname) if found.is_found else ""
 
 
 def _called(function: ast.expr) -> str:

@@ -8,8 +8,10 @@ from pathlib import Path
 from vllm_patchbay.audit.plugin_files import collect
 from vllm_patchbay.audit.run import audit, read_one
 from vllm_patchbay.audit.vllm_target import VllmTarget
-from vllm_patchbay.upgrade import novelties, plugin_changes
+from vllm_patchbay.upgrade import plugin_changes
+from vllm_patchbay.upgrade.hooks import hooks
 from vllm_patchbay.upgrade.items import Item, Upgrade
+from vllm_patchbay.upgrade.settings import settings
 from vllm_patchbay.upstream.source import SourceTree
 
 
@@ -37,7 +39,6 @@ def upgrade(
     items += plugin_changes.changed(plugin_changes.dependencies(plugin, derived, old, new), old, new)
     items += plugin_changes.patches(plugin, old, new)
     progress("comparing hooks, environment variables and configuration")
-    items += novelties.hooks(plugin, derived, old, new)
-    items += novelties.variables(plugin, old, new)
-    items += novelties.fields(plugin, old, new)
+    items += hooks(plugin, derived, old, new)
+    items += settings(plugin, old, new)
     return Upgrade(str(path), old.label, new.label, tuple(dict.fromkeys(items)))

@@ -18,9 +18,11 @@ import vllm_backplane
 from vllm_backplane.binding.operator_callers import HOOKS, IR_OPERATOR
 from vllm_backplane.binding.registry import BINDINGS
 from vllm_backplane.cli import main
+from vllm_backplane.patches import OWN
 from vllm_backplane.settings import compat
 from vllm_backplane.settings.releases import FULL, NEWEST, RELEASES
 from vllm_patchbay.audit import Severity, audit
+from vllm_patchbay.patch import PatchSet
 from vllm_patchbay.upstream import SourceTree, SymbolIndex, open_tree
 
 pytestmark = pytest.mark.slow
@@ -50,6 +52,19 @@ def test_our_patches_fit(version: str, capsys: pytest.CaptureFixture[str]) -> No
     found = json.loads(capsys.readouterr().out)
     assert (status, found["vllm"]) == (0, version)
     assert {patch["outcome"] for patch in found["patches"]} <= {"fits", "not needed"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_patches_recognize_their_fix(version: str) -> None:
+    """Each patch states what the fixed source has, or the faulty one, and no supported release is fixed."""
+    index = SymbolIndex(open_tree(version))
+    for patch in PatchSet.of_packages([OWN]).require_complete().patches:
+        conditions = ((patch.fixed_if, False), (patch.faulty_while, True))
+        given = [(condition, is_there) for condition, is_there in conditions if condition is not None]
+        assert given, f"{patch.name}: give it fixed_if or faulty_while"
+        for (where, text), is_there in given:
+            module, _, name = where.partition(":")
+            assert (text in index.normalized_source_of(module, name)) is is_there, (patch.name, where, text)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

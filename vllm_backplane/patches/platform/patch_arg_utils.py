@@ -30,6 +30,10 @@ _SOURCE = (
     "need Triton by the name of their option. Everything else is unchanged.",
     upstream="https://github.com/vllm-project/vllm/issues/48283",
     remove_when="vLLM gets its defaults from the platform, or passes it the explicit arguments.",
+    faulty_while=(
+        "vllm.engine.arg_utils:EngineArgs._set_default_chunked_prefill_and_prefix_caching_args",
+        "default_prefix_caching = model_config.is_prefix_caching_supported\n",
+    ),
     fingerprints={"0.30.0": _SOURCE, "0.31.0": _SOURCE, "0.32.0": _SOURCE, "0.33.0": _SOURCE},
 )
 def _set_default_chunked_prefill_and_prefix_caching_args(self: Any, model_config: Any) -> None:

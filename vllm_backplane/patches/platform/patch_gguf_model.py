@@ -26,6 +26,10 @@ _SINCE_0_33 = (
     "only GGUF files. Any other model passes through unchanged.",
     upstream="https://github.com/vllm-project/vllm/issues/39583",
     remove_when="vLLM passes models that it cannot read itself to a registered config parser.",
+    faulty_while=(
+        "vllm.transformers_utils.config:get_config",
+        "Could not detect config format for no config file found",
+    ),
     fingerprints={"0.30.0": _UNTIL_0_30, "0.31.0": _SINCE_0_31, "0.32.0": _SINCE_0_31, "0.33.0": _SINCE_0_33},
 )
 def maybe_override_with_speculators(model: str, *args: Any, **options: Any) -> Any:

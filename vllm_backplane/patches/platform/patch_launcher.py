@@ -43,6 +43,7 @@ _SINCE_0_32 = (
     "the server stopped because of its engine, and with that of the signal if a signal stopped it.",
     upstream="https://github.com/vllm-project/vllm/issues/48966",
     remove_when="vLLM exits with a status other than 0 after its engine died and passes a graceful timeout to uvicorn.",
+    fixed_if=("vllm.entrypoints.launchers.launcher:serve_http", "timeout_graceful_shutdown"),
     fingerprints={"0.30.0": _UNTIL_0_31, "0.31.0": _UNTIL_0_31, "0.32.0": _SINCE_0_32, "0.33.0": _SINCE_0_32},
 )
 async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any, None]:

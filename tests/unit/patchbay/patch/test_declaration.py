@@ -53,6 +53,10 @@ def test_a_missing_field_is_an_error(field: str) -> None:
         ({"expires": "==0.32.1,<0.32"}, "no version satisfies"),
         ({"after": ""}, "after is empty"),
         ({"upstream": "https://"}, "neither a link"),
+        ({"fixed_if": "vllm.core:f"}, "fixed_if is not a pair of texts"),
+        ({"fixed_if": ("vllm.core:f", " ")}, "fixed_if is not a pair of texts"),
+        ({"faulty_while": ("vllm.core:f", "a", "b")}, "faulty_while is not a pair of texts"),
+        ({"faulty_while": ("vllm.core.f", "text")}, "package.module:Qualified.name"),
     ],
 )
 def test_a_field_that_makes_no_sense_is_an_error(change: dict[str, Any], message: str) -> None:

@@ -15,8 +15,33 @@ from vllm_patchbay.upstream.source import FolderTree
 BEFORE = {
     "__init__.py": "__version__ = '0.1.0'\n",
     "helpers.py": "def moved(): ...\ndef stays(): ...\n",
-    "envs.py": "import os\nA = os.environ.get('VLLM_OLD')\nB = os.environ.get('VLLM_USED')\n",
-    "config/__init__.py": "class Config:\n    size: int = 1\n    depth: int = 2\n",
+    "envs.py": """
+import os
+A = os.environ.get('VLLM_OLD')
+B = os.environ.get('VLLM_USED')
+environment_variables = {
+    'VLLM_EAGER': lambda: bool(int(os.getenv('VLLM_EAGER', '0'))),
+    'VLLM_LIMIT': lambda: int(os.getenv('VLLM_LIMIT', '5')),
+    'VLLM_SAME': lambda: os.getenv('VLLM_SAME', 'a').lower(),
+}
+""",
+    "config/__init__.py": """
+class Config:
+    size: int = 1
+    depth: int = 2
+
+class CacheConfig:
+    blocks: int = 1
+    tier: str | None = None
+
+class Whole:
+    cache: CacheConfig
+""",
+    "engine/arg_utils.py": """
+from vllm.config import CacheConfig
+class EngineArgs:
+    blocks: int = CacheConfig.blocks
+""",
     "worker.py": """
 from abc import ABC, abstractmethod
 
@@ -48,6 +73,13 @@ def moves():
 
 def sample(logits):
     return max(logits)
+
+def admit(request, limit):
+    return request
+
+def drain(queue):
+    while queue:
+        queue.pop(0)
 """,
     "layers.py": """
 class CustomOp:
@@ -72,8 +104,38 @@ AFTER = {
     "__init__.py": "__version__ = '0.2.0'\n",
     "helpers.py": "from vllm.new_helpers import stays\n",
     "new_helpers.py": "def moved(): ...\ndef stays(): ...\n",
-    "envs.py": "import os\nA = os.environ.get('VLLM_NEW')\n",
-    "config/__init__.py": "class Config:\n    size: int = 1\n    width: int = 3\n",
+    "envs.py": """
+import os
+A = os.environ.get('VLLM_NEW')
+environment_variables: dict = {
+    'VLLM_EAGER': lambda: bool(int(os.getenv('VLLM_EAGER', '1'))),
+    'VLLM_LIMIT': lambda: int(os.getenv('VLLM_LIMIT', '6')),
+    'VLLM_SAME': lambda: os.getenv('VLLM_SAME', 'a').upper(),
+    'VLLM_STRICT': lambda: os.getenv('VLLM_STRICT', 'True').lower() in ('true', '1'),
+    'VLLM_BODY': lambda: int(os.environ.get('VLLM_BODY', str(4 * 8))),
+}
+""",
+    "config/__init__.py": """
+class Config:
+    size: int = 4
+    width: int = 3
+    sure: bool = Field(default=True)
+
+class CacheConfig:
+    blocks: int = 9
+    tier: str | None = None
+    spill: bool = False
+
+class Whole:
+    cache: CacheConfig
+""",
+    "engine/arg_utils.py": """
+from vllm.config import CacheConfig
+class EngineArgs:
+    blocks: int = CacheConfig.blocks
+    spill: bool = get_field(CacheConfig, 'spill')
+    tier: str | None = CacheConfig.tier
+""",
     "worker.py": """
 from abc import ABC, abstractmethod
 
@@ -113,6 +175,14 @@ def schedule(queue):
 
 def sample(logits):
     return min(logits)
+
+def admit(request, limit):
+    if request.size > limit:
+        raise ValueError(request.size)
+    return request
+
+def drain(queue):
+    queue.clear()
 """,
     "layers.py": """
 class CustomOp:
@@ -144,7 +214,10 @@ import os
 from vllm.helpers import moved, stays
 from vllm.worker import Worker
 
-USED = os.environ.get("VLLM_USED")
+USED = os.environ.get("VLLM_USED") or os.environ.get("VLLM_LIMIT")
+
+def blocks(vllm_config):
+    return vllm_config.cache.blocks
 
 class Rests:
     def rest(self):
@@ -186,6 +259,21 @@ from plugin.guards import guarded
        upstream="https://example.org/issues/77", remove_when="the worker stops for a while by itself",
        fingerprints={"0.1.0": "0" * 16})
 def schedule(queue): ...
+
+@Patch(target="vllm.worker:admit", process=Process.ENGINE, versions=">=0.1", why="w", how="h", upstream="none: own",
+       remove_when="large requests are refused", fixed_if=("vllm.worker:admit", "request.size > limit"),
+       fingerprints={"0.1.0": "0" * 16})
+def admit(request, limit):
+    # refuses large requests
+    if request.size > limit:
+        raise ValueError(request.size)
+    return admit.original(request, limit)
+
+@Patch(target="vllm.worker:drain", process=Process.ENGINE, versions=">=0.1", why="w", how="h", upstream="none: own",
+       remove_when="it is fast", faulty_while=("vllm.worker:drain", "queue.pop(0)"),
+       fingerprints={"0.1.0": "0" * 16})
+def drain(queue):
+    while queue: queue.pop()
 
 @guarded("vllm.worker:sample", "vllm.worker:moves", why="an operator draws")
 def sample(): ...
@@ -234,9 +322,10 @@ def test_what_changed_beneath(report: Upgrade) -> None:
     ours = {subject for subject in found if not subject.startswith("OurWorker")}
     assert ours == {
         "vllm.worker:Worker.step", "vllm.worker:Worker.rest", "vllm.worker:schedule", "vllm.worker:sample", "VLLM_USED",
-        "vllm.layers:Norm", "vllm.turns:Turn",
+        "vllm.layers:Norm", "vllm.turns:Turn", "vllm.worker:admit", "vllm.worker:drain", "VLLM_LIMIT",
+        "vllm.config:CacheConfig.blocks",
     }  # fmt: skip
-    assert found["vllm.worker:Worker.rest"].places == ("work.py:9",)  # of a mixin
+    assert found["vllm.worker:Worker.rest"].places == ("work.py:12",)  # of a mixin
     assert "the plugin overrides it" in found["vllm.worker:Worker.step"].what
     assert "registers a replacement for it" in found["vllm.layers:Norm"].what
     assert found["vllm.layers:Norm"].places == ("layers.py:4",)
@@ -248,10 +337,26 @@ def test_what_changed_beneath(report: Upgrade) -> None:
     assert any("decide whether it is still needed" in text for text in texts)
 
 
+def may_go(report: Upgrade, subject: str) -> list[Item]:
+    return [item for item in report.of(Section.MAY_GO) if item.subject == subject]
+
+
 def test_a_patch_may_go_if_its_issue_is_mentioned(report: Upgrade) -> None:
-    [item] = report.of(Section.MAY_GO)
-    assert item.subject == "vllm.worker:schedule"
+    [item] = may_go(report, "vllm.worker:schedule")
     assert "issue 77" in item.what and "vllm.worker" in item.what and "by itself" in item.what
+
+
+def test_a_patch_may_go_if_a_fix_that_mentions_no_issue_is_there(report: Upgrade) -> None:
+    assert subjects(report, Section.MAY_GO) == {"vllm.worker:schedule", "vllm.worker:admit", "vllm.worker:drain"}
+    declared, adopted = may_go(report, "vllm.worker:admit")
+    assert declared.what == (
+        "seems to be fixed: vllm.worker:admit has 'request.size > limit' now (fixed_if): see whether the patch may go "
+        "(when: large requests are refused)"
+    )
+    assert "lines of the replacement" in adopted.what
+    assert adopted.diff == "  +if request.size > limit:\n  +raise ValueError(request.size)"
+    [gone] = may_go(report, "vllm.worker:drain")
+    assert "vllm.worker:drain does not have 'queue.pop(0)' now (faulty_while)" in gone.what
 
 
 def test_what_is_new(report: Upgrade) -> None:
@@ -265,9 +370,32 @@ def test_what_is_new(report: Upgrade) -> None:
     )
     [stop] = [item for item in report.of(Section.HOOKS) if item.subject == "vllm.worker:Base.stop"]
     assert "replace" not in stop.what
-    assert subjects(report, Section.SETTINGS) == {
-        "VLLM_OLD", "VLLM_NEW", "vllm.config:Config.depth", "vllm.config:Config.width",
-    }  # fmt: skip
+
+
+def test_settings_to_decide_about_come_first(report: Upgrade) -> None:
+    found = [(item.subject, item.what) for item in report.of(Section.SETTINGS)]
+    rest = (
+        "new: `VLLM_BODY=str(4 * 8)`, `VLLM_NEW`, `Config.width=3`, `EngineArgs.tier`; gone: `VLLM_OLD`, `Config.depth`"
+    )
+    assert found == [
+        ("VLLM_EAGER", "has the default '1' now, and had '0'"),
+        ("vllm.config:Config.size", "has the default 4 now, and had 1"),
+        ("vllm.engine.arg_utils:EngineArgs.blocks", "has the default 9 now, and had 1"),
+        ("VLLM_STRICT", "is a new environment variable with the default 'True'"),
+        ("vllm.config:Config.sure", "is a new field: sure: bool = Field(default=True)"),
+        ("vllm.config:CacheConfig.spill", "is a new field: spill: bool = False"),
+        (
+            "6 that the plugin does not read, and no new one is on by default",
+            rest,
+        ),
+    ]
+
+
+def test_defaults_that_the_plugin_reads_changed_beneath_it(report: Upgrade) -> None:
+    found = {item.subject: item.what for item in report.of(Section.CHANGED)}
+    assert found["VLLM_LIMIT"] == "has the default '6' now, and had '5'; the plugin reads it"
+    assert found["vllm.config:CacheConfig.blocks"] == "has the default 9 now, and had 1; the plugin reads it"
+    assert found["VLLM_USED"] == "is not read any more, and the plugin uses it"
 
 
 def test_the_same_release_has_no_tasks(tmp_path: Path) -> None:
@@ -281,7 +409,7 @@ def test_markdown(report: Upgrade) -> None:
     page = as_markdown(report)
     assert page.startswith(f"# {report.path}: from vLLM 0.1.0 to 0.2.0\n")
     assert "| Breaks for certain | 4 |" in page
-    assert "- [ ] `vllm.worker:Worker.step` changed, and the plugin overrides it — work.py:16\n\n  ```diff\n" in page
+    assert "- [ ] `vllm.worker:Worker.step` changed, and the plugin overrides it — work.py:19\n\n  ```diff\n" in page
     assert "```" not in as_markdown(report, diffs=False)
     many = Upgrade("p", "1", "2", (Item(Section.BREAKS, "x", "is gone", tuple(f"f:{n}" for n in range(9))),))
     assert "f:5 and 3 more" in as_markdown(many)

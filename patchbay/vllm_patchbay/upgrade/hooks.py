@@ -1,4 +1,4 @@
-"""Finds what a newer vLLM offers to a plugin: hooks, environment variables, fields of the configuration."""
+"""Finds methods that are new in classes of vLLM that a plugin extends, and the patches that they may replace."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from vllm_patchbay.upgrade.plugin_changes import Derived, declarations
 from vllm_patchbay.upstream.modules import MethodKind
 from vllm_patchbay.upstream.source import SourceTree
 
-_CONFIGURATION = ("vllm.config", "vllm.engine.arg_utils")
-"""Modules and packages whose classes hold the configuration."""
-_OWN_VARIABLES = "VLLM_"
 _COMMON_WORDS = 2
 """Words that a new hook must share with a patch in order to be named as its replacement."""
 _COMMON = frozenset({"platform", "return", "whether", "device", "method", "default", "vllm", "given", "value", "which"})
@@ -73,45 +70,3 @@ def _first_line(tree: SourceTree, module: str, name: str) -> str:
         scope = getattr(node, "body", [])
     text = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
     return (text or "").strip().partition("\n")[0]
-
-
-def variables(plugin: Plugin, old: VllmTarget, new: VllmTarget) -> Iterator[Item]:
-    """Yields environment variables that only one of the releases reads."""
-    used = plugin.variables_read | plugin.variables_declared
-    before, after = (
-        {name for name in target.survey.variables if name.startswith(_OWN_VARIABLES) or name in used}
-        for target in (old, new)
-    )
-    for name in sorted(before - after):
-        section = Section.CHANGED if name in used else Section.SETTINGS
-        text = "is not read any more" + (", and the plugin uses it" if name in used else "")
-        yield Item(section, name, text)
-    for name in sorted(after - before):
-        yield Item(Section.SETTINGS, name, "is a new environment variable")
-
-
-def fields(plugin: Plugin, old: VllmTarget, new: VllmTarget) -> Iterator[Item]:
-    """Yields fields of vLLM's configuration that only one of the releases has."""
-    before, after = _fields_of(old.tree), _fields_of(new.tree)
-    for name in sorted(before.keys() - after.keys()):
-        attribute = name.rpartition(".")[2]
-        reads = attribute in plugin.attributes_read
-        text = "is gone" + ("; the plugin reads an attribute of this name" if reads else "")
-        yield Item(Section.CHANGED if reads else Section.SETTINGS, name, text)
-    for name in sorted(after.keys() - before.keys()):
-        yield Item(Section.SETTINGS, name, f"is a new field: {after[name]}")
-
-
-def _fields_of(tree: SourceTree) -> dict[str, str]:
-    """Returns the annotated fields of all configuration classes with their declarations."""
-    found: dict[str, str] = {}
-    for module in tree.modules():
-        if module not in _CONFIGURATION and not module.startswith(_CONFIGURATION[0] + "."):
-            continue
-        for node in ast.parse(tree.read(module) or "").body:
-            if isinstance(node, ast.ClassDef):
-                for each in node.body:
-                    if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                        text = ast.unparse(each)
-                        found[f"{module}:{node.name}.{each.target.id}"] = text if len(text) < 120 else text[:117] + "…"
-    return found
