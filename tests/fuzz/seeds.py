@@ -1,4 +1,5 @@
-"""Writes the sound inputs of the corpora. Inputs that once broke a rule were added to the corpora later, by name.
+"""Writes the sound inputs of the corpora, and hostile ones of a depth or a number that changes rarely reach. Inputs that
+once broke a rule were added to the corpora later, by name.
 
 python -m tests.fuzz.seeds
 """
@@ -137,8 +138,57 @@ def messages() -> dict[str, dict[str, bytes]]:
     }
 
 
+DEEP = b"[" * 16384
+HUGE = 10**400
+"""A number that JSON allows, and no float can hold."""
+
+
+def hostile() -> dict[str, dict[str, bytes]]:
+    """Returns inputs that are too deep, too many or too large, by target."""
+    length = struct.Struct("!I").pack
+    many: dict[str, object] = {"description": {}, "tensors": [["a", "b", [0] * 8, "c"]] * 512, "numbers": {}}
+    (config, tensors), (adapter, factors) = (framed.split(made) for made in (layers()["gptq"], adapters()["plain"]))
+    described, adapted = json.loads(config), json.loads(adapter)
+    endless = (1 << 62).to_bytes(8, "little") + b"{}"
+    repeated = json.dumps({f"{number}": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]} for number in range(256)})
+    overlapping = len(repeated).to_bytes(8, "little") + repeated.encode() + bytes(4)
+
+    def layer(**changes: object) -> bytes:
+        return framed.join(framed.dumps({**described, **changes}), tensors)
+
+    def adapter_with(**changes: object) -> bytes:
+        return framed.join(framed.dumps({**adapted, **changes}), factors)
+
+    return {
+        "weights-manifest": {"deep": length(len(DEEP)) + DEEP, "four gigabytes": length((1 << 32) - 1) + b"{}"},
+        "weights-manifest-text": {
+            "deep": DEEP,
+            "deep entry": framed.dumps({**many, "tensors": [["a", "b", [json.loads("[" * 900 + "]" * 900)], "c"]]}),
+            "same tensor": framed.dumps(many),
+            "huge size": framed.dumps({**many, "tensors": [["a", "b", [HUGE], "c"]]}),
+        },
+        "quantized-layer": {
+            "deep": framed.join(DEEP, tensors),
+            "many rules": layer(dynamic={f"+:{number}": {} for number in range(512)}),
+            "huge group": layer(group_size=HUGE),
+            "endless header": framed.join(config, endless),
+            "overlapping tensors": framed.join(config, overlapping),
+        },
+        "adapter": {
+            "deep": framed.join(DEEP, factors),
+            "many patterns": adapter_with(rank_pattern={f"layers.{number}": 8 for number in range(501)}),
+            "huge rank": adapter_with(r=HUGE),
+            "huge alpha": adapter_with(lora_alpha=HUGE),
+            "alpha of a pattern is text": adapter_with(alpha_pattern={"q_proj": "16"}),
+            "modules to save are a number": adapter_with(modules_to_save=5),
+            "endless header": framed.join(adapter, endless),
+            "overlapping tensors": framed.join(adapter, overlapping),
+        },
+    }
+
+
 def write() -> None:
-    """Writes all sound inputs."""
+    """Writes all inputs."""
     models = {f"{number} {name}": bytes([number]) for number, name in enumerate(MODELS)}
     # A check is reached only if all checks before it pass, so each change is an input.
     one_change = {f"change {orders.hex()}": orders for orders in single_changes()[::12]}
@@ -153,6 +203,8 @@ def write() -> None:
         "adapter": adapters(),
         **messages(),
     }
+    for target, inputs in hostile().items():
+        found[target] = {**found[target], **{f"hostile {name}": data for name, data in inputs.items()}}
     for target, inputs in found.items():
         (CORPUS / target).mkdir(parents=True, exist_ok=True)
         for name, data in inputs.items():

@@ -85,8 +85,11 @@ def _require_sound_config(file: Path, max_rank: int) -> None:
     rank, alpha = config.get("r", 1), config.get("lora_alpha", 1)
     if type(rank) is not int or rank <= 0:
         raise UnusableFiles(f"r in {CONFIG} is {short_repr(rank)}, not a positive integer")
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+    if not _is_number(alpha):
         raise UnusableFiles(f"lora_alpha in {CONFIG} is {short_repr(alpha)}, not a number")
+    modules = config.get("modules_to_save")
+    if modules is not None and not (isinstance(modules, list) and all(isinstance(one, str) for one in modules)):
+        raise UnusableFiles(f"modules_to_save in {CONFIG} is {short_repr(modules)}, not a list of names")
     patterns = [pattern for name in ("rank_pattern", "alpha_pattern") for pattern in _patterns(config, name)]
     if patterns:
         _require_bounded_patterns(patterns, file.parent)
@@ -96,6 +99,19 @@ def _require_sound_config(file: Path, max_rank: int) -> None:
                 f"rank_pattern in {CONFIG} has the rank {short_repr(rank)} for {short_repr(module)}, and ranks from 1 "
                 f"to {max_rank} are served (--max-lora-rank)"
             )
+    for module, alpha in (config.get("alpha_pattern") or {}).items():
+        if not _is_number(alpha):
+            raise UnusableFiles(
+                f"alpha_pattern in {CONFIG} has {short_repr(alpha)} for {short_repr(module)}, not a number"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    """Returns whether a value is a finite number that a float can hold."""
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _patterns(config: Mapping[str, Any], name: str) -> list[str]:

@@ -18,12 +18,13 @@ IMPORTS = ("vllm.config", "vllm.lora.lora_model", "vllm_backplane.lora.validatio
 
 
 class Refused(Exception):
-    """Reports that vLLM or safetensors refused the adapter. The worker answers any such error with status 400."""
+    """Reports that vLLM or safetensors refused the adapter, with a type of error by which they refuse values."""
 
 
 def load_adapter(data: bytes) -> None:
     """Checks the files of an adapter, loads it as vLLM does, and compares its factors with the tensors in the file."""
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import load
     from vllm.config import LoRAConfig
     from vllm.lora.lora_model import LoRAModel
@@ -43,7 +44,7 @@ def load_adapter(data: bytes) -> None:
         loaded = LoRAModel.from_local_checkpoint(
             str(folder), {"q_proj", "v_proj"}, helper, lora_model_id=1, device="cpu", dtype=None
         )
-    except Exception as fault:
+    except (ValueError, SafetensorError) as fault:
         raise Refused(repr(fault)) from fault
     if faults := [*rank_mismatches(str(folder)), *_mismatches(loaded, helper)]:
         raise Refused(faults)

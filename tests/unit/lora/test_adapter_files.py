@@ -28,7 +28,7 @@ def adapter(folder: Path, **config: Any) -> str:
         {"rank_pattern": {"q_proj": 16, r"^model\.layers\.\d\.self_attn\..*$": 4, "layers.0.mlp|lm_head": 1}},
         {"rank_pattern": {r"layers\.\d+\.self_attn\.(q|k|v)_proj": 4, r"layers\.[0-7]\.(?:mlp|attn)": 8}},
         {"lora_alpha": 0.5},
-        {"lora_alpha": -16},
+        {"lora_alpha": -16, "alpha_pattern": {"q_proj": -0.5}, "modules_to_save": ["score"]},
     ],
 )
 def test_sound_files_are_accepted(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -49,6 +49,11 @@ def test_what_is_not_there_is_left_to_vllm(tmp_path: Path) -> None:
         ({"r": 8.0}, r"r in .* is 8\.0"),
         ({"lora_alpha": float("nan")}, "lora_alpha in .* is nan"),
         ({"lora_alpha": [1]}, r"lora_alpha in .* is \[1\]"),
+        ({"lora_alpha": 10**400}, "lora_alpha in .* is 1000"),
+        ({"alpha_pattern": {"q_proj": "4"}}, "alpha_pattern in .* has '4' for 'q_proj', not a number"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern in .* for 'q_proj', not a number"),
+        ({"modules_to_save": 5}, "modules_to_save in .* is 5, not a list of names"),
+        ({"modules_to_save": [["score"]]}, "modules_to_save in .*, not a list of names"),
         ({"rank_pattern": [1]}, "rank_pattern in .* has no object"),
         ({"rank_pattern": {"q_proj": 17}}, "the rank 17 for 'q_proj', and ranks from 1 to 16 are served"),
         ({"rank_pattern": {"q_proj": 1.5}}, "the rank 1.5"),
