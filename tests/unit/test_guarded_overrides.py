@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
+import dataclasses
 import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -237,6 +240,82 @@ def writes() -> Iterator[str]:
                 yield f"{file}:{node.lineno} calls {ast.unparse(node.func)}"
 
 
+SKIPPED = sorted({guard.target for guard in GUARDS if guard.fast_path and not guard.target.endswith(".__init__")})
+"""What a fast path skips, keeps the result of, or reads without calling it."""
+CALLED_IN_EVERY_STEP = {
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": "the fast path begins in what it calls",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states": "it has run, and has written the batch",
+    "vllm.v1.utils:CpuGpuBuffer": "only its arrays are used",
+}
+"""Targets of a fast path that call the same functions without the fast path."""
+NOT_CALLED = {
+    "_calc_mrope_positions": "there is no fast path with M-RoPE",
+    "set_active_loras": "there is no fast path with LoRA",
+    "bisect_left": "there is no fast path with LoRA",
+    **dict.fromkeys(
+        (
+            *("_calc_spec_decode_metadata", "update_num_computed_tokens_for_batch_change", "async_tensor_h2d"),
+            *("synchronize", "set_per_group_attn_metadata", "set_per_group_block_table", "unpadded"),
+        ),
+        "there is no fast path with speculation",
+    ),
+    "wait": "there is no fast path while tokens are received from another pipeline stage",
+    "get_dcp_local_seq_lens": "there is no fast path with context parallelism",
+    "split_attn_metadata": "there is no fast path with two batches at once",
+    "_prepare_kv_sharing_fast_prefill": "there is no fast path with this option",
+    "coordinate_batch_across_dp": "with data parallelism, nothing is kept",
+    "CUDAGraphStat": "with these metrics, nothing is kept",
+    "_get_encoder_seq_lens": "with an encoder, nothing is kept",
+    **dict.fromkeys(("compute_mm_prefix_ranges", "get_sliding_window"), "with multimodal prefixes, nothing is kept"),
+    "_COMPUTE_SLOT_MAPPING_KERNEL": "the kernel of its class and its call have guards",
+    **dict.fromkeys(("CUDAGraphMode", "BatchDescriptor", "CommonAttentionMetadata"), "it holds what it is given"),
+    **dict.fromkeys(("valid_runtime_modes", "separate_routine", "has_mode"), "the mode does not change"),
+    "build_metadata_for_cudagraph_capture": "it is for CUDA's graphs",
+    **dict.fromkeys(("build", "update_block_table", "map_to_kernel_block_table"), "the builder is one of Backplane"),
+}
+"""Functions that are called in `SKIPPED`, and why decode steps with a fast path do not depend on them."""
+PYTHON_AND_TORCH = {
+    name
+    for owner in (torch, torch.Tensor, numpy, numpy.ndarray, builtins, dict, list, copy, dataclasses)
+    for name in dir(owner)
+}
+"""Names of functions that are not vLLM's if they are called on an object of unknown kind."""
+
+
+def skipped_calls() -> Iterator[str]:
+    """Finds functions that vLLM calls in what a fast path skips."""
+    targets = {guard.target for guard in GUARDS}
+    for path in SKIPPED:
+        for name, called in calls_of(path) if path not in CALLED_IN_EVERY_STEP else ():
+            is_known = name in NOT_CALLED or (not called and name in PYTHON_AND_TORCH)
+            if not is_known and not is_guarded(called or method_of_a_target(name, targets), targets):
+                yield f"{path} calls {name}"
+
+
+def calls_of(path: str) -> Iterator[tuple[str, str]]:
+    """Yields the name of each function that one function of vLLM calls, and its path if that is known."""
+    module, _, name = path.partition(":")
+    tree, owner = ast.parse(upstream().normalized_source_of(module, name)), name.rpartition(".")[0]
+    own = {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(called, ast.Name) and called.id not in own:
+            found = upstream().resolve(module, called.id)
+            yield called.id, found.path if found.symbol is not None else ""  # or it is imported from elsewhere
+        elif isinstance(called, ast.Attribute):
+            found = upstream().resolve(module, f"{owner}.{called.attr}")
+            yield called.attr, found.path if found.is_found and ast.unparse(called.value) == "self" else ""
+
+
+def method_of_a_target(name: str, targets: Iterable[str]) -> str:
+    """Returns the path of a method by its name alone if it is a target, or if the class that has it is one."""
+    for target in targets:
+        found = upstream().resolve(*f"{target}.{name}".split(":"))
+        if target.endswith(f".{name}") or found.is_found:
+            return target
+    return ""
+
+
 REPLACED_IN_TORCH = {
     "torch.Event",
     *(f"torch.cuda.{name}" for name in ("Event", "Stream", "current_stream", "stream", "set_stream")),
@@ -314,6 +393,7 @@ SEARCHES = {
     layers: ("activation:SiluAndMul", "yarn_scaling_rope:YaRNScalingRotaryEmbedding"),
     private_methods: ("PunicaWrapperBase._update_base_metadata", "MambaMixer._ssm_transform"),
     private_names: ("_convert_to_tensors", "layer._k_scale_float", "runner._pp_recv_work", "_all_instances"),
+    skipped_calls: ("calls copy_to_gpu", "calls dispatch", "calls _is_uniform_decode", "calls build_metadata"),
     writes: ("envs.environment_variables", "for_each_module", "sys.modules"),
     streams: ("gpu_model_runner:GPUModelRunner.__init__", "worker_base:WorkerBase.synchronize_device"),
 }
@@ -337,6 +417,9 @@ def test_the_search_finds_code_without_a_guard(search, monkeypatch: pytest.Monke
 def test_reasons_and_exceptions_are_needed() -> None:
     for prefix in NOT_REACHED:
         assert any(is_reason(path, prefix) for path in uses_of_torch()), prefix
+    assert set(CALLED_IN_EVERY_STEP) <= set(SKIPPED)
+    called = {name for path in SKIPPED for name, _ in calls_of(path)}
+    assert set(NOT_CALLED) <= called, set(NOT_CALLED) - called
     for name in NOT_OF_VLLM - {"_asdict"}:
         assert hasattr(torch.nn.Module(), name) or hasattr(torch.UntypedStorage, name), name
     used = {found.path.partition(":")[2] for by in package().defined.values() for found in by.values()}
@@ -378,6 +461,13 @@ def test_every_feature_is_used() -> None:
     features = {guard.feature for guard in GUARDS} - {""}
     assert features == automatic | called
     assert {"speculation", "V1 model runner", "V2 model runner", "LoRA", "experts"} <= features
+
+
+def test_guards_of_the_fast_path_are_verified_before_it_is_chosen() -> None:
+    """The runner chooses when it has loaded its model. Guards in modules that it imports later are not verified yet."""
+    statements = [each for each in sources()["runner/v1.py"].body if isinstance(each, ast.ImportFrom)]
+    verified = {place_of("runner/v1.py"), *(each.module for each in statements)}
+    assert {guard.place for guard in GUARDS if guard.fast_path} <= verified
 
 
 def test_every_guard_fits_the_newest_release_and_is_recorded_for_all() -> None:

@@ -16,8 +16,32 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.block_table import SlotMappingMode
 
 from vllm_backplane import ops
+from vllm_backplane.guards import guarded
 
 
+@guarded(
+    "vllm.v1.utils:CpuGpuBuffer",
+    "vllm.v1.worker.block_table:BlockTable.__init__",
+    "vllm.v1.worker.block_table:MultiGroupBlockTable.__init__",
+    why="its arrays are read and written directly",
+    fast_path="decode steps",
+    versions=">=0.32",
+)
+@guarded(
+    "vllm.v1.worker.gpu_input_batch:InputBatch.__init__",
+    why="its arrays are read directly",
+    fast_path="decode steps",
+    versions=">=0.32",
+    mentions=(
+        "token_ids_cpu",
+        "token_ids_cpu_tensor",
+        "num_computed_tokens_cpu",
+        "num_computed_tokens_cpu_tensor",
+        "prev_sampled_token_ids",
+        "req_prompt_embeds",
+        "block_table",
+    ),
+)
 class DecodeInputs:
     """Prepares the inputs of decode steps for a runner that has loaded its model."""
 
@@ -91,6 +115,12 @@ class DecodeInputs:
             side[:end] = values
 
 
+@guarded(
+    "vllm.v1.worker.block_table:ComputeSlotMappingKernel.__call__",
+    why="an operator gets the same arguments without it",
+    fast_path="decode steps",
+    versions=">=0.32",
+)
 def _write_slot_mapping(table: Any, starts: torch.Tensor, positions: torch.Tensor) -> None:
     """Computes the same as `table.compute_slot_mapping` without context parallelism, and pads the rest.
 

@@ -110,6 +110,7 @@ class BackplaneModelRunnerV1(GPUModelRunner):
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._compute_prev_positions",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_cumsum_and_arange",
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
         "vllm.v1.worker.block_table:BlockTable.compute_slot_mapping",
         "vllm.v1.worker.block_table:BlockTable.commit_block_table",
         "vllm.v1.worker.block_table:MultiGroupBlockTable.compute_slot_mapping",
@@ -125,6 +126,9 @@ class BackplaneModelRunnerV1(GPUModelRunner):
 
     @guarded(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._determine_batch_execution_and_padding",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._is_uniform_decode",
+        "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher.dispatch",
+        "vllm.v1.cudagraph_dispatcher:CudagraphDispatcher._create_padded_batch_descriptor",
         why="its result is kept for later decode steps",
         fast_path="decode steps",
         versions=">=0.32",
@@ -145,6 +149,10 @@ class BackplaneModelRunnerV1(GPUModelRunner):
 
     @guarded(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
+        "vllm.v1.worker.block_table:BlockTable.get_device_tensor",
+        "vllm.v1.worker.utils:AttentionGroup.build_metadata",
+        "vllm.v1.worker.utils:AttentionGroup._with_kernel_block_table",
+        "vllm.v1.worker.utils:AttentionGroup.get_metadata_builder",
         why="its result is kept for later decode steps",
         fast_path="decode steps",
         versions=">=0.32",
