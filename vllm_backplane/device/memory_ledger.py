@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from vllm_backplane.device.contract import MemoryInfo
 from vllm_backplane.device.host_memory import usable_memory
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.private_folder import private_folder
@@ -59,15 +60,19 @@ class MemoryLedger:
     def reserve(self, count: int, *, purpose: str, remedy: str, free: int | None = None) -> None:
         """Adds `count` bytes to the reservation of this process, or raises if they are more than what is left.
 
-        `free` is the system's free memory, without the ledger; it is measured if not given. `purpose` and `remedy`
-        are the beginning and the end of the error message.
+        `free` is the system's free memory, without the ledger. If it is not given, it is measured, and a limit of the
+        process itself counts too; memory that is mapped already is within that limit. `purpose` and `remedy` are the
+        beginning and the end of the error message.
         """
         with self._locked():
-            free = usable_memory().free if free is None else free
-            left = free - self.unwritten_bytes()
+            now = usable_memory() if free is None else MemoryInfo(total=free, free=free)
+            left = now.free - self.unwritten_bytes()
             if count > left:
                 others = self.unwritten_bytes(of_others=True)
                 because = f", because other processes have reserved {_gib(others)}" if others else ""
+            if now.left_to_process is not None and now.left_to_process < left:
+                left, because = now.left_to_process, f" within {now.limit}"
+            if count > left:
                 raise BackplaneError(
                     f"{purpose} of {_gib(count)} does not fit: {_gib(max(left, 0))} are left{because}; {remedy}"
                 )

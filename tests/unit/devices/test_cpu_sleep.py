@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from vllm_backplane.device import MemoryInfo, host_memory
+from vllm_backplane.device import MemoryInfo, host_memory, memory_ledger
 from vllm_backplane.device.memory_ledger import MemoryLedger
 from vllm_backplane.devices.cpu import CpuDevice, sleep
 from vllm_backplane.devices.cpu import device as cpu_device
@@ -166,6 +166,37 @@ def test_the_cache_of_the_device_sleeps_with_its_reservation(tmp_path: Path, led
     device.restore("cache")
     assert ledger.unwritten_bytes() > 0.9 * count
     assert not cache[MIB:-MIB].any()
+
+
+def test_a_reservation_that_is_refused_on_waking_is_not_made_twice(
+    tmp_path: Path, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests two caches for which there is memory when waking begins, and for one of them when it ends."""
+    device = CpuDevice({"sleep_folder": str(tmp_path)})
+    with device.sleep_pool("cache"):
+        caches = [device.zeroed_bytes(64 * MIB) for _ in range(2)]
+    device.release("cache", keep=False)
+    free = iter([1024 * MIB, 96 * MIB, 32 * MIB])
+    with monkeypatch.context() as little:
+        memory = lambda: MemoryInfo(total=64 << 30, free=next(free))  # noqa: E731
+        little.setattr(host_memory, "usable_memory", memory)
+        little.setattr(memory_ledger, "usable_memory", memory)
+        with pytest.raises(BackplaneError, match=r"a KV cache of .* does not fit.*wake up again"):
+            device.restore("cache")
+    device.restore("cache")
+    assert 120 * MIB < ledger.unwritten_bytes() <= sum(cache.nbytes for cache in caches)
+
+
+def test_waking_needs_nothing_more_of_a_limit_of_the_process(
+    tmp_path: Path, ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = CpuDevice({"sleep_folder": str(tmp_path)})
+    with device.sleep_pool("cache"):
+        cache = device.zeroed_bytes(64 * MIB)
+    device.release("cache", keep=False)
+    monkeypatch.setattr(host_memory, "process_limits", lambda: [(1 << 30, 1 << 30, "ulimit -v")])
+    device.restore("cache")
+    assert ledger.unwritten_bytes() > 0.9 * cache.nbytes
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import numpy
+import psutil
 import pytest
 import torch
 
@@ -172,6 +174,14 @@ def test_more_than_there_is_is_refused(tmp_path: Path) -> None:
         FileSlots(tmp_path, 1 << 30, 1 << 30)
     with pytest.raises(BackplaneError, match=r"KV offload to host memory of .* does not fit: .*'folder'"):
         MemorySlots(1 << 30, 1 << 30)
+
+
+def test_more_than_a_limit_of_the_process_leaves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = psutil.Process().memory_info().vms + (1 << 30)
+    monkeypatch.setattr(resource, "getrlimit", lambda number: (limit if number == resource.RLIMIT_AS else -1, -1))
+    refused = r"^KV offload to host memory of 2\.00 GiB does not fit: .* are left within ulimit -v; lower 'capacity'"
+    with pytest.raises(BackplaneError, match=refused):
+        MemorySlots(2, 1 << 30)
 
 
 def test_memory_is_reserved_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

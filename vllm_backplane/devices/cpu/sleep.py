@@ -109,8 +109,11 @@ class SleepPool:
                 f"{beside}; end other processes that use memory, and wake up again"
             )
         self._read_back()
-        for count in self._live_reservations():
-            ledger.reserve(count, purpose="a KV cache", remedy="end other processes, and wake up again")
+        # All in one: were some renewed and another one refused, the next attempt would renew them twice.
+        if count := sum(self._live_reservations()):
+            remedy = "end other processes, and wake up again"
+            # The pages are still mapped, so that a limit of the process itself leaves no room for them and needs none.
+            ledger.reserve(count, purpose="a KV cache", remedy=remedy, free=host_memory.usable_memory().free)
 
     def _live_reservations(self) -> list[int]:
         return [count for owner, count in self._reservations if owner() is not None]
