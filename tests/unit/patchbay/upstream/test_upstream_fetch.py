@@ -4,6 +4,7 @@ the package index."""
 from __future__ import annotations
 
 import multiprocessing
+import os
 import zipfile
 from pathlib import Path
 
@@ -106,6 +107,58 @@ def test_a_cache_that_cannot_be_written_to(shelf, tmp_path, monkeypatch):
     monkeypatch.setenv("PATCHBAY_CACHE", str(tmp_path / "file"))
     with pytest.raises(PatchbayError, match="PATCHBAY_CACHE"):
         open_tree("9.8.7")
+
+
+def test_a_lock_is_no_link(shelf, tmp_path):
+    target, folder = tmp_path / "precious", tmp_path / "cache" / "vllm-sources"
+    target.write_text("kept")
+    folder.mkdir(parents=True, mode=0o755)
+    (folder / ".vllm-9.8.7.zip.lock").symlink_to(target)
+    with pytest.raises(PatchbayError, match=r"cannot cache the source of vLLM 9\.8\.7 .*PATCHBAY_CACHE"):
+        open_tree("9.8.7")
+    assert target.read_text() == "kept"
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o775, 0o757])
+def test_a_cache_in_which_other_users_can_write_is_refused(shelf, tmp_path, mode):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    cache.chmod(mode)
+    with pytest.raises(
+        PatchbayError, match=rf"other users can write in {cache} \(PATCHBAY_CACHE\).*chmod go-w {cache}"
+    ):
+        open_tree("9.8.7")
+    cache.chmod(0o755)
+    assert cache_folder() == cache
+
+
+def test_a_cache_of_another_user_is_refused(shelf, tmp_path, monkeypatch):
+    """Another user is one who is neither this one nor root; only root could give the folder away."""
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o755)
+    genuine = cache.stat()
+
+    def stat(self, *, follow_symlinks=True):
+        found = os.stat(self, follow_symlinks=follow_symlinks)
+        return os.stat_result((*genuine[:4], 4321, *genuine[5:])) if self == cache else found
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(PatchbayError, match=r"belongs to another user \(uid 4321\).* of your own"):
+        open_tree("9.8.7")
+
+
+@pytest.mark.process
+def test_a_new_cache_can_be_written_by_its_user_only(shelf, tmp_path):
+    put(shelf, "vllm", "9.8.7")
+    before = os.umask(0)
+    try:
+        open_tree("9.8.7")
+    finally:
+        os.umask(before)
+    folder = tmp_path / "cache" / "vllm-sources"
+    assert [one.stat().st_mode & 0o777 for one in (folder.parent, folder)] == [0o755, 0o755]
+    assert (folder / ".vllm-9.8.7.zip.lock").stat().st_mode & 0o777 == 0o600
+    assert [one.stat().st_mode & 0o022 for one in folder.glob("*.zip")] == [0]
 
 
 def test_the_cache_folder(monkeypatch, tmp_path):
