@@ -141,9 +141,11 @@ def run_vllm(launch: Launch) -> NoReturn:
 
 @guarded("vllm.entrypoints.cli.serve:run_headless", why="the number of a signal is read from its signal handler")
 def _status_of_signal(end: SystemExit) -> int:
-    """Returns the exit status of the signal whose handler raised `end` without a status: vLLM's, with --headless."""
+    """Returns the exit status of the signal whose handler raised `end` without a status: vLLM's, with --headless. Code
+    that is no handler of a signal means status 0 by that."""
     *_, (frame, _line) = traceback.walk_tb(end.__traceback__)
-    return 128 + int(frame.f_locals["signum"])
+    number = frame.f_locals.get("signum")
+    return 128 + number if isinstance(number, int) else 0
 
 
 def use_own_socket_folder() -> None:

@@ -342,3 +342,9 @@ def test_the_status_of_a_signal_is_read_from_the_handler_of_a_headless_server() 
     with pytest.raises(SystemExit) as end:
         signal_handler(15, None)
     assert serve._status_of_signal(end.value) == 143
+
+
+def test_an_exit_without_a_status_that_no_signal_caused_is_a_success() -> None:
+    with pytest.raises(SystemExit) as end:
+        sys.exit()
+    assert serve._status_of_signal(end.value) == 0
