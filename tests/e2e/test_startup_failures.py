@@ -90,6 +90,15 @@ CASES = {
         arguments=("--additional-config", '{"backplane": {"devise": "cpu"}}'),
     ),
     "unknown variable": Case(("BACKPLANE_DEVISE", "did you mean 'BACKPLANE_DEVICE'"), {"BACKPLANE_DEVISE": "cpu"}),
+    "chat template that is endless with a variable": Case(
+        ("the template of --chat-template takes more than 10 s", "change --default-chat-template-kwargs"),
+        arguments=(
+            "--chat-template",
+            "{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}",
+            "--default-chat-template-kwargs",
+            '{"n": 99999}',
+        ),
+    ),
     "variable with a bad value": Case(
         ("BACKPLANE_MEMORY_SHARE", "a number above 0 and at most 1"), {"BACKPLANE_MEMORY_SHARE": "much"}
     ),

@@ -109,6 +109,7 @@ def run_vllm(launch: Launch) -> NoReturn:
     from vllm.entrypoints.cli import serve as vllm_serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from vllm_backplane.config import chat_template
     from vllm_backplane.process import start_signals
     from vllm_backplane.settings import compat
 
@@ -124,6 +125,7 @@ def run_vllm(launch: Launch) -> NoReturn:
     args = parser.parse_args()
     compat.configure_logging(args)
     command.validate(args)
+    chat_template.set_command_line(*compat.chat_template_of(args))
     signal.signal(signal.SIGINT, start_signals.interrupt)
     signal.signal(signal.SIGTERM, start_signals.interrupt)
     try:

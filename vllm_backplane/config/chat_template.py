@@ -1,28 +1,33 @@
-"""Refuses a checkpoint whose chat template takes too long or too much memory to render.
+"""Refuses chat templates that take too long or too much memory to render.
 
-vLLM's server renders the template in its own process, the first time when it starts. A template comes with the
-checkpoint, and may loop for ever or build a text of gigabytes. The templates are therefore rendered in a child process
-first, within limits, with the same conversation and with the special tokens that the tokenizer's files name. A template
-that raises is left to vLLM, which reports that. What a template does with other conversations is not checked, and
-neither are checkpoints from ModelScope.
+vLLM's server renders the template in its own process, the first time when it starts, and before that examines whether
+it loops over the parts of a message. A template comes with the checkpoint or from a file that somebody has published,
+and may loop for ever, build a text of gigabytes, or be costly to examine. The templates are therefore examined and
+rendered in a child process first, within limits for all of them together, with the same conversation, the variables of
+the command line and the special tokens that the tokenizer's files name. A template that raises is left to vLLM, which
+reports that. What a template does with other conversations is not checked, and neither are checkpoints from ModelScope.
+The template and the variables of a command line are known where `vllm-backplane serve` parsed it, and not otherwise.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import mmap
 import multiprocessing
 import os
 import resource
 import signal
 import time
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.hf_config import QUANTIZATION
+from vllm_backplane.guards import guarded
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,9 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
 
 SECONDS = 10
-"""Processor time in which a template must have rendered both forms of a message. Published ones take milliseconds."""
+"""Processor time in which all templates must have rendered both forms of a message. Published ones take milliseconds.
+"""
 BYTES = 1 << 30
-"""Memory that a template may take for both forms of a message."""
+"""Memory that all templates may take for both forms of a message."""
 _CHARACTERS = 1 << 20
 """Length limit of a template. Published templates have some thousand characters."""
 _OUT_OF_MEMORY, _UNCHECKED = 3, 4
@@ -54,26 +60,49 @@ _USUAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 """Tokens for a tokenizer whose files do not mention them: its class may define them."""
 
 
+@dataclass(slots=True)
+class _CommandLine:
+    """Holds what the command line of a server in this process gives."""
+
+    template: str | None = None
+    """The text of --chat-template, or of the file that it names."""
+    variables: str = "{}"
+    """The variables of --default-chat-template-kwargs, as JSON."""
+
+
+_command_line = _CommandLine()
+
+
+def set_command_line(template: str | None, variables: Mapping[str, Any]) -> None:
+    """Sets the template and the variables that are checked besides the checkpoint's templates from now on."""
+    _command_line.template, _command_line.variables = template, json.dumps(variables)
+
+
 def require_bounded_template(config: VllmConfig) -> None:
-    """Raises `CheckpointError` if the chat template of a checkpoint cannot be rendered within limits."""
+    """Raises `CheckpointError` if the chat templates of a checkpoint cannot be rendered within limits, and
+    `BackplaneError` if that of the command line cannot."""
     model = config.model_config
     if model is None or multiprocessing.parent_process() is not None:
         return
     folder = _folder_of(model.tokenizer or model.model, model.tokenizer_revision, model.hf_token)
-    if folder is None:
-        return
-    tokens = tuple(special_tokens(folder).items())
-    for name, template in templates(folder).items():
-        fault = fault_of(template, tokens)
-        if fault is not None:
-            described = getattr(model.hf_config, "quantization_config", None)
-            is_gguf = isinstance(described, dict) and described.get("quant_method") == QUANTIZATION
-            # The folder of a GGUF file was made from the file.
-            source = model.hf_config.quantization_config["file"] if is_gguf else folder / name
-            raise CheckpointError(
-                f"the chat template in {source} {fault}; choose another checkpoint, or one without a template and give "
-                "one with --chat-template"
-            )
+    given, variables = _command_line.template, _command_line.variables
+    tokens = tuple((_USUAL_TOKENS if folder is None else special_tokens(folder)).items())
+    named = {} if folder is None else templates(folder)
+    remedy = "" if variables == "{}" else "change --default-chat-template-kwargs, "
+    if given is not None and (found := fault_of((given,), tokens, variables)):
+        raise BackplaneError(
+            f"the template of --chat-template {found[1]}; {remedy or 'correct it, '}or give another one"
+        )
+    if found := fault_of(tuple(named.values()), tokens, variables):
+        place, fault = found
+        described = getattr(model.hf_config, "quantization_config", None)
+        is_gguf = isinstance(described, dict) and described.get("quant_method") == QUANTIZATION
+        # The folder of a GGUF file was made from the file.
+        source = model.hf_config.quantization_config["file"] if is_gguf else f"{folder}/{[*named][place]}"
+        raise CheckpointError(
+            f"the chat template in {source} {fault}; {remedy}choose another checkpoint, or one without a template and "
+            "give one with --chat-template"
+        )
 
 
 def _folder_of(name: str, revision: str | None, token: bool | str | None) -> Path | None:
@@ -140,34 +169,37 @@ def _is_small(file: Path) -> bool:
 
 
 @cache
-def fault_of(template: str, tokens: tuple[tuple[str, str], ...]) -> str | None:
-    """Returns what is wrong with a template, or None if it is rendered, or raises, within the limits."""
-    if len(template) > _CHARACTERS:
-        return f"has {len(template)} characters, more than {_CHARACTERS}"
-    # Imported here, so that a transformers without it is an error of this process.
-    from transformers.utils.chat_template_utils import _compile_jinja_template
+def fault_of(
+    templates: tuple[str, ...], tokens: tuple[tuple[str, str], ...], variables: str = "{}"
+) -> tuple[int, str] | None:
+    """Returns the place of the template that exceeds the limits, alone or with those before it, and what is wrong with
+    it, or None if all are rendered, or raise, within the limits."""
+    for place, template in enumerate(templates):
+        if len(template) > _CHARACTERS:
+            return place, f"has {len(template)} characters, more than {_CHARACTERS}"
+    if not templates:
+        return None
+    # Imported here, so that a release without them is an error of this process.
+    from transformers.utils.chat_template_utils import _compile_jinja_template  # noqa: F401
+    from vllm.renderers.hf import _detect_content_format  # noqa: F401
 
+    reached = mmap.mmap(-1, 8)  # the child writes there which template it has reached
     child = os.fork()
     if child == 0:
-        variables = {**dict(tokens), **_VARIABLES}
-        _render_and_exit(
-            lambda content: _compile_jinja_template(template).render(
-                {**variables, "messages": [{"role": "user", "content": content}]}
-            )
-        )
+        _examine_and_exit(templates, {**dict(tokens), **_VARIABLES, **json.loads(variables)}, reached)
     status = _wait(child)
-    if status is None:
-        return f"takes more than {SECONDS} s to render one message"
+    place = int.from_bytes(reached[:], "little")
+    message = f"to render one message (templates before it included: {place})" if place else "to render one message"
+    if status is None or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
+        return place, f"takes more than {SECONDS} s {message}"
     if os.WIFSIGNALED(status):
-        if os.WTERMSIG(status) == signal.SIGXCPU:
-            return f"takes more than {SECONDS} s to render one message"
-        return f"ends the process that renders it with signal {os.WTERMSIG(status)}"
+        return place, f"ends the process that renders it with signal {os.WTERMSIG(status)}"
     if os.WEXITSTATUS(status) == _UNCHECKED:
         raise BackplaneError(
             "the chat template could not be checked within limits of memory and time; raise the limits of this "
             "process (ulimit -v, ulimit -t)"
         )
-    return f"takes more than {BYTES >> 20} MiB to render one message" if os.WEXITSTATUS(status) else None
+    return (place, f"takes more than {BYTES >> 20} MiB {message}") if os.WEXITSTATUS(status) else None
 
 
 def _wait(child: int) -> int | None:
@@ -189,19 +221,19 @@ def _wait(child: int) -> int | None:
             os.waitpid(child, 0)
 
 
-def _render_and_exit(render: Callable[[object], object]) -> None:
-    """Calls a function with each form of the content within limits, and ends this process with a status that states
-    what came of it."""
+def _examine_and_exit(templates: tuple[str, ...], variables: Mapping[str, Any], reached: mmap.mmap) -> None:
+    """Examines and renders templates within limits, and ends this process with a status that states what came of it."""
     status = _UNCHECKED
     try:
+        logging.disable()  # vLLM reports the errors of a template again
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         _limit(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + SECONDS)
         virtual = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         _limit(resource.RLIMIT_AS, virtual + BYTES)
         status = 0
-        for content in _CONTENTS:
+        for step in _steps(templates, variables, reached):
             try:
-                render(content)
+                step()
             except MemoryError:
                 status = _OUT_OF_MEMORY
                 break
@@ -209,6 +241,35 @@ def _render_and_exit(render: Callable[[object], object]) -> None:
                 continue
     finally:
         os._exit(status)
+
+
+def _steps(
+    templates: tuple[str, ...], variables: Mapping[str, Any], reached: mmap.mmap
+) -> Iterator[Callable[[], object]]:
+    """Yields what the server does with each template when it starts."""
+    for place, template in enumerate(templates):
+        reached[:] = place.to_bytes(8, "little")
+        yield partial(_detect_format, template)
+        for content in _CONTENTS:
+            messages = [{"role": "user", "content": content}]
+            yield partial(_render, template, {**variables, "messages": messages})
+
+
+@guarded(
+    "vllm.renderers.hf:_detect_content_format",
+    why="the server calls it with the template of a checkpoint, so it is called before within limits",
+)
+def _detect_format(template: str) -> None:
+    """Examines whether a template loops over the parts of a message, which may take longer than rendering it."""
+    from vllm.renderers.hf import _detect_content_format
+
+    _detect_content_format(template, default="string")
+
+
+def _render(template: str, variables: Mapping[str, Any]) -> None:
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    _compile_jinja_template(template).render(variables)
 
 
 def _limit(kind: int, value: int) -> None:

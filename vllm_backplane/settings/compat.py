@@ -80,6 +80,19 @@ def set_up_environment() -> None:
     cli_env_setup()
 
 
+def chat_template_of(args: Any) -> tuple[str | None, dict[str, Any]]:
+    """Returns the chat template of a server's command line, and the variables for all chat templates."""
+    try:
+        from vllm.entrypoints.common.cli_args import resolve_default_chat_template_kwargs  # since vLLM 0.33
+    except ImportError:
+        from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
+    try:
+        from vllm.renderers.chat_utils import load_chat_template  # since vLLM 0.32
+    except ImportError:
+        from vllm.entrypoints.chat_utils import load_chat_template
+    return load_chat_template(args.chat_template), resolve_default_chat_template_kwargs(args)
+
+
 def configure_logging(args: Any) -> None:
     """Applies the logging options of a command line. Before vLLM 0.31 there were only environment variables."""
     import vllm.logger

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from vllm_backplane.config import chat_template
-from vllm_backplane.errors import CheckpointError
+from vllm_backplane.errors import BackplaneError, CheckpointError
+from vllm_backplane.settings import compat
 
 SOUND = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] | trim }}{% endfor %}"
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -19,6 +20,8 @@ LARGE = "{{ 'x' * 10 ** 11 }}"
 GROWING = (
     "{% set ns = namespace(text='xxxxxxxx') %}{% for a in range(60) %}{% set ns.text = ns.text ~ ns.text %}{% endfor %}"
 )
+CHAINED = "{% set a0 = messages %}" + "".join(f"{{% set a{n} = a{n - 1} %}}" for n in range(1, 1000))
+"""Names of the messages, of which vLLM looks for each among all of them."""
 IN_PARTS = "{% for part in messages[0]['content'] %}{% if part.type is defined and part.text == 'warmup' %}"
 """A loop over the parts of the message, in which only parts have a type. Characters of a text have none."""
 
@@ -32,6 +35,7 @@ def config(folder: Path | str) -> Any:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "SECONDS", 1)
+    monkeypatch.setattr(chat_template, "_command_line", chat_template._CommandLine())
     chat_template.fault_of.cache_clear()
 
 
@@ -48,6 +52,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
         (IN_PARTS + ENDLESS + "{% endif %}{% endfor %}", "takes more than 1 s"),
         (IN_PARTS + LARGE + "{% endif %}{% endfor %}", "takes more than 1024 MiB"),
         ("{% if messages[0].content is string %}{{ raise_exception('') }}{% endif %}" + ENDLESS, "takes more than 1 s"),
+        (CHAINED, "takes more than 1 s"),
         ("a" * ((1 << 20) + 1), "has 1048577 characters"),
     ],
     ids=[
@@ -60,6 +65,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
         "endless for parts",
         "large for parts",
         "for parts after an error for text",
+        "while vLLM looks for a loop over parts",
         "long",
     ],
 )
@@ -132,6 +138,60 @@ def test_each_of_several_templates_is_checked(tmp_path: Path) -> None:
     several = [{"name": "default", "template": SOUND}, {"name": "tools", "template": ENDLESS}, {"name": "odd"}, 5]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json tools takes more than"):
+        chat_template.require_bounded_template(config(tmp_path))
+
+
+@pytest.mark.process
+def test_the_time_of_all_templates_is_limited(tmp_path: Path) -> None:
+    """Tests many templates, each of which alone would be accepted."""
+    slow = "{% for a in range(600) %}{% for b in range(999) %}{% endfor %}{% endfor %}"
+    several = [{"name": str(place), "template": f"{place}{slow}"} for place in range(200)]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several[:1]}))
+    chat_template.require_bounded_template(config(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    with pytest.raises(CheckpointError, match=r"json \d+ takes more than 1 s .*\(templates before it included: \d+\)"):
+        chat_template.require_bounded_template(config(tmp_path))
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_the_template_of_a_command_line_is_read_as_by_vllm(tmp_path: Path, is_file: bool) -> None:
+    (tmp_path / "template.jinja").write_text(SOUND)
+    arguments: Any = SimpleNamespace(
+        chat_template=str(tmp_path / "template.jinja") if is_file else SOUND, default_chat_template_kwargs={"number": 9}
+    )
+    assert compat.chat_template_of(arguments) == (SOUND, {"number": 9})
+    assert compat.chat_template_of(SimpleNamespace(chat_template=None, default_chat_template_kwargs=None)) == (None, {})
+
+
+COUNTING = "{% for a in range(number) %}{% for b in range(number) %}{% endfor %}{% endfor %}"
+"""A template whose time depends on a variable."""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_template_of_a_command_line_is_checked(tmp_path: Path, is_there: bool, hub: Path) -> None:
+    given = config(tmp_path if is_there else "organization/unknown")
+    chat_template.set_command_line(SOUND, {})
+    chat_template.require_bounded_template(given)
+    chat_template.set_command_line(ENDLESS, {})
+    with pytest.raises(
+        BackplaneError, match=r"the template of --chat-template takes more than 1 s .*; correct it, or give"
+    ):
+        chat_template.require_bounded_template(given)
+
+
+@pytest.mark.process
+def test_templates_are_rendered_with_the_variables_of_a_command_line(tmp_path: Path) -> None:
+    chat_template.set_command_line(COUNTING, {"number": 9})
+    chat_template.require_bounded_template(config(tmp_path))
+    chat_template.set_command_line(COUNTING, {"number": 99999})
+    with pytest.raises(
+        BackplaneError, match=r"of --chat-template takes .*; change --default-chat-template-kwargs, or give"
+    ):
+        chat_template.require_bounded_template(config(tmp_path))
+    chat_template.set_command_line(None, {"number": 99999})
+    (tmp_path / "chat_template.jinja").write_text(COUNTING)
+    with pytest.raises(CheckpointError, match=r"takes .*; change --default-chat-template-kwargs, choose another"):
         chat_template.require_bounded_template(config(tmp_path))
 
 
