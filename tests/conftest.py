@@ -86,7 +86,7 @@ LONGEST = (
     "unit/quantization/test_checkpoint_schemes.py",
     "unit/test_build.py",
     "e2e/test_kv_cache_fp8.py",
-    "unit/device/test_memory_ledger.py",
+    "unit/host/test_memory_ledger.py",
     "unit/kv_offload/test_offload_peers.py",
     "unit/cli/test_cli.py",
     "unit/patchbay/patch/test_commands.py",

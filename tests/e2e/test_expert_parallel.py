@@ -15,7 +15,7 @@ import reference
 from architectures import ARCHITECTURES
 from server import LIMITS, Server
 
-from vllm_backplane.device.cores import usable_cores
+from vllm_backplane.host.cores import usable_cores
 
 pytestmark = pytest.mark.server
 

@@ -429,7 +429,7 @@ def plant_failing_sleep(worker: Any) -> None:
 
 def resident(_worker: Any) -> int:
     """Returns the resident memory of the worker's process, in bytes."""
-    from vllm_backplane.device import host_memory
+    from vllm_backplane.host import host_memory
 
     return host_memory.own_resident_memory()
 

@@ -24,7 +24,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("guards", "name_patterns", "platform_choice", "private_folder"),
     ("distributed", "http", "models", "peering", "settings"),
     ("device",),
-    ("ops", "process", "runtime"),
+    ("host", "ops", "process", "runtime"),
     ("attention", "devices", "gguf", "kv_offload"),
     ("layers",),
     ("quantization",),
@@ -54,6 +54,7 @@ FREE_OF_VLLM = (
     "device",
     "devices",
     "gguf",
+    "host",
     "http",
     "models",
     "peering",
@@ -65,7 +66,7 @@ FREE_OF_VLLM = (
     "settings/explicit_arguments.py",
     "settings/releases.py",
 )
-OPEN_TO_DEVICES = ("device", "devices", "ops", "settings.options", "errors")
+OPEN_TO_DEVICES = ("device", "devices", "host", "ops", "settings.options", "errors")
 
 
 def files(*parts: str) -> list[Path]:

@@ -1,7 +1,6 @@
-"""Holds the contract between Backplane and an accelerator, the registry of devices and their selection, and helpers for
-devices that use the host: its memory, cores, threads and the version of PyTorch.
+"""Holds the contract between Backplane and an accelerator, the registry of devices and their selection.
 
-It imports `settings/options`, `private_folder` and `errors` of this package, and nothing of vLLM.
+It imports `settings/options` and `errors` of this package, and nothing of vLLM.
 """
 
 from vllm_backplane.device.contract import (

@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy
 import numpy.typing
 
-from vllm_backplane.device.memory_ledger import ledger
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.host.memory_ledger import ledger
 
 Bytes = numpy.typing.NDArray[numpy.uint8]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from vllm.logger import init_logger
 
-from vllm_backplane.device import host_memory
+from vllm_backplane.host import host_memory
 from vllm_backplane.layers.linear import refuse_loading
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.runtime import runtime

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.host import host_memory
 from vllm_backplane.weights.sealed_memory import Segment, SegmentUnavailable, aligned
 from vllm_backplane.weights.shared_registry import SegmentEntry, WeightsRegistry
 

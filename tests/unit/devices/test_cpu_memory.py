@@ -13,9 +13,10 @@ import psutil
 import pytest
 import torch
 
-from vllm_backplane.device import host_memory
-from vllm_backplane.device.cores import control_group_cores
-from vllm_backplane.device.host_memory import (
+from vllm_backplane.devices.cpu import CpuDevice
+from vllm_backplane.host import host_memory
+from vllm_backplane.host.cores import control_group_cores
+from vllm_backplane.host.host_memory import (
     collapse_to_huge_pages,
     control_group_limits,
     drop_unused_storage,
@@ -23,7 +24,6 @@ from vllm_backplane.device.host_memory import (
     usable_memory,
     without_huge_pages,
 )
-from vllm_backplane.devices.cpu import CpuDevice
 
 
 def _write(folder: Path, **files: str) -> None:
@@ -93,7 +93,7 @@ def test_a_limit_of_the_process_is_stated(monkeypatch: pytest.MonkeyPatch) -> No
 
 PEAK = """
 import numpy
-from vllm_backplane.device.host_memory import own_peak_memory, reset_peak
+from vllm_backplane.host.host_memory import own_peak_memory, reset_peak
 reset_peak()
 start = own_peak_memory()
 block = numpy.ones(64 << 20, dtype=numpy.int8)

@@ -12,12 +12,13 @@ import numpy
 import pytest
 import torch
 
-from vllm_backplane.device import MemoryInfo, host_memory, memory_ledger
-from vllm_backplane.device.memory_ledger import MemoryLedger
+from vllm_backplane.device import MemoryInfo
 from vllm_backplane.devices.cpu import CpuDevice, sleep
 from vllm_backplane.devices.cpu import device as cpu_device
 from vllm_backplane.devices.cpu.sleep import SMALLEST, Mapping, SleepPool, anonymous_ranges, folder_on_disk
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.host import host_memory, memory_ledger
+from vllm_backplane.host.memory_ledger import MemoryLedger
 
 MIB = 1 << 20
 

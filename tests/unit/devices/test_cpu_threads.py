@@ -15,10 +15,10 @@ import torch
 from vllm.config import ParallelConfig, VllmConfig
 
 from vllm_backplane.config import refusals
-from vllm_backplane.device.cores import physical_cores
 from vllm_backplane.devices.cpu import CpuDevice, threads
 from vllm_backplane.devices.cpu.threads import Machine, Share, binding, faults, share
 from vllm_backplane.errors import OptionError
+from vllm_backplane.host.cores import physical_cores
 from vllm_backplane.runtime import configured, runtime
 
 SET_BY_VLLM = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"

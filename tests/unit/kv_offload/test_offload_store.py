@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
-from vllm_backplane.device.memory_ledger import MemoryLedger
 from vllm_backplane.errors import BackplaneError, OptionError
+from vllm_backplane.host.memory_ledger import MemoryLedger
 from vllm_backplane.kv_offload import slots as slots_module
 from vllm_backplane.kv_offload.block_index import BlockIndex
 from vllm_backplane.kv_offload.block_keys import KeyChain

@@ -22,15 +22,14 @@ from vllm_backplane.device import (
     MemoryInfo,
     Probe,
     Properties,
-    fork_safety,
-    host_memory,
 )
-from vllm_backplane.device.cores import usable_cores
 from vllm_backplane.device.graph import Graph
-from vllm_backplane.device.memory_ledger import ledger
 from vllm_backplane.devices.cpu import native, threads
 from vllm_backplane.devices.cpu.graphs import CpuGraph
 from vllm_backplane.devices.cpu.sleep import SleepPool, folder_on_disk, unfit_reason
+from vllm_backplane.host import fork_safety, host_memory
+from vllm_backplane.host.cores import usable_cores
+from vllm_backplane.host.memory_ledger import ledger
 from vllm_backplane.settings.options import Option, integer, text
 
 

@@ -22,9 +22,9 @@ from typing import IO, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_backplane.device import host_memory
-from vllm_backplane.device.memory_ledger import ledger
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.host import host_memory
+from vllm_backplane.host.memory_ledger import ledger
 
 SMALLEST = 64 << 10
 """Bytes of the smallest storage that is released."""

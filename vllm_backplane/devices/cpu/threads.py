@@ -17,8 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from vllm_backplane.device.cores import Core, allowed_cpus, parse_cpu_list, physical_cores, usable_cores
 from vllm_backplane.errors import OptionError
+from vllm_backplane.host.cores import Core, allowed_cpus, parse_cpu_list, physical_cores, usable_cores
 
 AUTO, OFF = "auto", "off"
 MANY_CORES = 8

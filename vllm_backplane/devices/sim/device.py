@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties, fork_safety
-from vllm_backplane.device.cores import usable_cores
+from vllm_backplane.device import Capabilities, CodeLayout, Device, MemoryInfo, Probe, Properties
 from vllm_backplane.device.graph import Graph
 from vllm_backplane.device.torch_version import require_same_torch
 from vllm_backplane.devices.sim import library
@@ -31,6 +30,8 @@ from vllm_backplane.devices.sim.settings import (
 )
 from vllm_backplane.devices.sim.sleep import Pool
 from vllm_backplane.errors import BackplaneError, OptionError
+from vllm_backplane.host import fork_safety
+from vllm_backplane.host.cores import usable_cores
 from vllm_backplane.settings.options import Option
 
 TORCH_NAME = "bpnpu"

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_backplane.device import host_memory
 from vllm_backplane.devices.sim.library import Config, Model, default_config
 from vllm_backplane.errors import OptionError
+from vllm_backplane.host import host_memory
 from vllm_backplane.settings.options import Option, byte_count, integer, one_of, text
 
 MAX_CARDS = 16

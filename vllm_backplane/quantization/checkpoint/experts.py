@@ -17,8 +17,8 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 from vllm_backplane import ops
-from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError, CheckpointError
+from vllm_backplane.host import host_memory
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.quantization.checkpoint.registration import require_usable_scales
 from vllm_backplane.quantization.checkpoint.repacking import PackedWords, ZeroPoints, grouping_order, repack

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError, CheckpointError
+from vllm_backplane.host import host_memory
 from vllm_backplane.layers.layerwise_loading import defer_loading, require_loaded
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.quantization.base import LinearQuantizationMethod, LinearWeights

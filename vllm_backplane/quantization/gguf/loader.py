@@ -14,7 +14,6 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.architectures import checkpoint_tensors
 from vllm_backplane.gguf.config_folder import open_source
@@ -22,6 +21,7 @@ from vllm_backplane.gguf.file import GgufFile, require_unchanged_files
 from vllm_backplane.gguf.hf_config import QUANTIZATION
 from vllm_backplane.gguf.lazy_tensor import named_tensors
 from vllm_backplane.gguf.model_files import GgufModel
+from vllm_backplane.host import host_memory
 
 
 class GgufModelLoader(BaseModelLoader):

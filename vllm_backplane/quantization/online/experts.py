@@ -16,8 +16,8 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 
 from vllm_backplane import ops
-from vllm_backplane.device import host_memory
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.host import host_memory
 from vllm_backplane.layers.linear import refuse_loading
 from vllm_backplane.layers.moe import Activation, BackplaneFusedMoEMethod
 from vllm_backplane.ops.moe import apply_activation

@@ -22,8 +22,8 @@ import psutil
 import torch
 
 from vllm_backplane.device.contract import MemoryInfo
-from vllm_backplane.device.control_groups import MEMBERSHIP, ROOT, groups_of
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.host.control_groups import control_group_limits
 
 _DONT_NEED, _COLLAPSE = 4, 25
 """Linux's constants MADV_DONTNEED and MADV_COLLAPSE."""
@@ -64,37 +64,6 @@ def _status_bytes(name: str) -> int | None:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def control_group_limits(root: Path = ROOT, membership: Path = MEMBERSHIP) -> list[tuple[int, int]]:
-    """Returns (limit, used) in bytes of every control group that limits this process, from its own up to the root."""
-    limits = []
-    for folder, version in groups_of("memory", root, membership):
-        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        limit, used = (_number(folder / name) for name in names)
-        if limit is None or used is None or limit >= 1 << 60:  # v1 writes a huge number for "no limit"
-            continue
-        # Page cache counts as used, but the kernel reclaims it before it kills a process.
-        limits.append((limit, max(used - _reclaimable(folder), 0)))
-    return limits
-
-
-def _number(file: Path) -> int | None:
-    try:
-        text = file.read_text().strip()
-    except OSError:  # this group does not limit memory
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _reclaimable(folder: Path) -> int:
-    """Returns the bytes of a group's inactive page cache."""
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    values = dict(line.split() for line in lines if len(line.split()) == 2)
-    return int(values.get("inactive_file", values.get("total_inactive_file", 0)))
 
 
 def own_resident_memory() -> int:

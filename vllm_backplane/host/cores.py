@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_backplane.device.control_groups import MEMBERSHIP, ROOT, groups_of
+from vllm_backplane.host.control_groups import MEMBERSHIP, ROOT, groups_of
 
 _TOPOLOGY = Path("/sys/devices/system")
 

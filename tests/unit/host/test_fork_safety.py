@@ -14,8 +14,8 @@ import os, sys, torch
 torch.set_num_threads(2)
 a = torch.randn(1500, 1500)
 expected = (a @ a).sum() + torch.nn.functional.silu(a).sum()
-from vllm_backplane.device import fork_safety
-from vllm_backplane.device.fork_safety import _openmp_libraries
+from vllm_backplane.host import fork_safety
+from vllm_backplane.host.fork_safety import _openmp_libraries
 assert len(_openmp_libraries()) >= 1, "no OpenMP runtime found in this process"
 fork_safety.install()
 fork_safety.install()

@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
-from vllm_backplane.device import memory_ledger
-from vllm_backplane.device.memory_ledger import MemoryLedger
 from vllm_backplane.devices.cpu import CpuDevice
 from vllm_backplane.devices.cpu import device as cpu_device
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.host import memory_ledger
+from vllm_backplane.host.memory_ledger import MemoryLedger
 from vllm_backplane.private_folder import private_folder
 
 MIB = 1 << 20
@@ -31,7 +31,7 @@ MESSAGE = {"purpose": "a KV cache", "remedy": "start again"}
 OTHER = """
 import sys
 from pathlib import Path
-from vllm_backplane.device.memory_ledger import MemoryLedger
+from vllm_backplane.host.memory_ledger import MemoryLedger
 from vllm_backplane.devices.cpu import CpuDevice, device
 device.ledger = MemoryLedger(Path(sys.argv[1]))
 cache = CpuDevice().zeroed_bytes(256 << 20)

@@ -24,8 +24,8 @@ from pathlib import Path
 import psutil
 
 from vllm_backplane.device.contract import MemoryInfo
-from vllm_backplane.device.host_memory import usable_memory
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.host.host_memory import usable_memory
 from vllm_backplane.private_folder import private_folder
 
 
