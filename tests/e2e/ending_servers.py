@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 from processes import Child, on_path
 from server import COMMAND, START_SECONDS, Server
@@ -65,9 +66,10 @@ class Starter:
         self._servers.append(server)
         return server
 
-    def starting(self, command: str = COMMAND) -> Child:
+    def starting(self, command: str = COMMAND, port: int | None = None) -> Child:
         """Starts a server, and returns it at once."""
-        line = [command, "serve", str(self._model), "--port", str(free_port()), *SMALL]
+        line = [command, "serve", str(self._model), "--served-model-name", "tiny"]
+        line += ["--port", str(port or free_port()), *SMALL]
         server = Child(line, self._folder() / "server.log", warm=True, with_vllm=True)
         self._servers.append(server)
         return server
@@ -154,6 +156,36 @@ class Request(threading.Thread):
         self.join(HANG_SECONDS)
         assert not self.is_alive(), "the client must not hang"
         assert self.end != "complete", "the client must get an error"
+
+
+class Stream(threading.Thread):
+    """Keeps a streaming request in flight at a server that may not be ready yet, until `stop` is called."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self._address = f"http://127.0.0.1:{port}/v1/completions"
+        self._stopped = threading.Event()
+        self.tokens = 0
+        self.start()
+
+    def run(self) -> None:
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        with httpx.Client(timeout=HANG_SECONDS, trust_env=False) as client:
+            while not self._stopped.wait(0.1):
+                with contextlib.suppress(httpx.TransportError):  # the server does not listen yet, or ends
+                    self._read(client.stream("POST", self._address, json=body))
+
+    def _read(self, response: contextlib.AbstractContextManager[httpx.Response]) -> None:
+        with response as lines:
+            for _line in lines.iter_lines():
+                self.tokens += 1
+                if self._stopped.is_set():
+                    return
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join(2 * HANG_SECONDS)
+        assert not self.is_alive(), "the client must not hang"
 
 
 def wait_for_exit_after_fault(server: Server) -> int:

@@ -30,6 +30,7 @@ from typing import NoReturn
 from vllm_backplane.cli import _output
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.guards import guarded, verify_guards
+from vllm_backplane.host.control_groups import control_group_limits
 from vllm_backplane.models import DEFAULT, models, obtain
 from vllm_backplane.platform_choice import COMMAND_VARIABLE, DEVICE_VARIABLE, PLUGINS_VARIABLE, active_plugin
 from vllm_backplane.process.fast_exit import exit_without_teardown
@@ -40,6 +41,8 @@ PASSES_ON = True
 
 MIN_ADDRESS_SPACE = 3 << 30
 """Bytes of address space with which a server of a tiny model starts."""
+MIN_MEMORY = 1 << 30
+"""Bytes of memory without which no server starts: libraries take 0.7 GiB, and the `cpu` device leaves the host 0.5."""
 MAX_BASE_LENGTH = 107 - len("/vllm-12345678/01234567-89ab-cdef-0123-456789abcdef")
 """Longest path of a folder for sockets: the path of a Unix socket has at most 107 bytes."""
 
@@ -74,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     refuse_disabled_plugin(os.environ)
     refuse_other_platform(os.environ)
     require_address_space()
+    require_memory_of_control_group()
     launch = plan(args, os.environ)
     if args.dry_run:
         if args.json:
@@ -96,6 +100,17 @@ def require_address_space() -> None:
                 f"{MIN_ADDRESS_SPACE >> 30} GiB besides weights and KV cache, most of which it never uses; raise the "
                 "limit, or limit the memory with a control group"
             )
+
+
+def require_memory_of_control_group() -> None:
+    """Raises if a control group of this process is too small for vLLM. The kernel would kill it in its imports."""
+    smallest = min((limit for limit, _ in control_group_limits()), default=MIN_MEMORY)
+    if smallest < MIN_MEMORY:
+        raise BackplaneError(
+            f"a control group (of a container, a service or a job) limits the memory of this process to "
+            f"{smallest / (1 << 30):.2f} GiB, and a server needs {MIN_MEMORY >> 30} GiB besides weights and KV cache; "
+            "raise the limit"
+        )
 
 
 def run_vllm(launch: Launch) -> NoReturn:

@@ -348,3 +348,16 @@ def test_an_exit_without_a_status_that_no_signal_caused_is_a_success() -> None:
     with pytest.raises(SystemExit) as end:
         sys.exit()
     assert serve._status_of_signal(end.value) == 0
+
+
+def test_a_control_group_that_has_no_room_for_the_libraries_is_refused(prepared, capsys, monkeypatch):
+    """Tests it with numbers of a group: the test of a real one is in test_processes.py, where groups can be made."""
+    limits = [(8 << 30, 0), (700 << 20, 5 << 20)]
+    monkeypatch.setattr(serve, "control_group_limits", lambda: limits)
+    error = refused(capsys, "serve", "--dry-run")
+    assert (
+        "limits the memory of this process to 0.68 GiB, and a server needs 1 GiB" in error
+        and "raise the limit" in error
+    )
+    del limits[1]
+    assert planned(capsys)
