@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import schemathesis
 
-MODEL = "tiny"
+MODEL = os.environ["SERVED_MODEL"]
 
 
 @schemathesis.hook

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.server, pytest.mark.models, pytest.mark.exhaustive, py
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv-schemathesis"
 SCHEMATHESIS = "schemathesis>=4.32,<5"
+MODEL = "tiny"
 SECONDS = {"coverage": 300, "fuzzing": 200}
 """Time of each phase: `coverage` tries the limits of every value, `fuzzing` sends random requests."""
 LIMITS = ("--max-model-len", "64", "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--dtype", "float32")
@@ -43,11 +44,19 @@ def program() -> Path:
     return command
 
 
-@pytest.fixture(scope="module")
-def server(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    given = (str(tiny_llama), "--served-model-name", "tiny", "--num-gpu-blocks-override", "80", *LIMITS)
+@pytest.fixture(scope="module", params=["generation with adapters", "embedding"])
+def server(
+    request: pytest.FixtureRequest, tiny_llama: Path, minilm: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Starts a server of each kind, because their routes differ. Adapters are loaded over HTTP."""
+    given, variables = (str(minilm),), {}
+    if request.param != "embedding":
+        given = (str(tiny_llama), "--num-gpu-blocks-override", "80", "--enable-lora", "--max-lora-rank", "8")
+        variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    folder = tmp_path_factory.mktemp("schema")
     # Routes for developers call functions in workers, which a user cannot.
-    with Server(tmp_path_factory.mktemp("schema"), *given, variables={"VLLM_SERVER_DEV_MODE": None}) as running:
+    developers: dict[str, str | None] = {"VLLM_SERVER_DEV_MODE": None}
+    with Server(folder, *given, "--served-model-name", MODEL, *LIMITS, variables=developers | variables) as running:
         yield running
 
 
@@ -68,7 +77,8 @@ def test_no_request_is_the_servers_error(phase: str, program: Path, server: Serv
     # It changes the number of ranks, and waits for that.
     command += ["--exclude-path", "/scale_elastic_ep"]
     command += ["--report", "har", "--report-har-path", str(tmp_path / "requests.har")]
-    variables = {"SCHEMATHESIS_HOOKS": "http_schema_hooks", "PYTHONPATH": str(Path(__file__).parent), "NO_PROXY": "*"}
+    variables = {"SCHEMATHESIS_HOOKS": "http_schema_hooks", "SERVED_MODEL": MODEL, "NO_PROXY": "*"}
+    variables["PYTHONPATH"] = str(Path(__file__).parent)
     run = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=SECONDS[phase] + 300)
     entries = json.loads((tmp_path / "requests.har").read_text())["log"]["entries"]
     assert len(entries) > 200, run.stdout[-4000:] + run.stderr[-4000:]
