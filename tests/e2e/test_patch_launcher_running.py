@@ -11,17 +11,25 @@ from ending_servers import HANG_SECONDS, TWO_WORKERS, Request, Starter, processe
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
 
-def test_a_killed_engine_ends_the_server(start: Starter) -> None:
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGKILL, "the server exits because its engine died. if no error above"),
+        pytest.param(signal.SIGBUS, "the server exits because its engine died of sigbus", marks=pytest.mark.exhaustive),
+    ],
+    ids=["SIGKILL", "SIGBUS"],
+)
+def test_a_killed_engine_ends_the_server(start: Starter, number: int, reason: str) -> None:
     server = start(warm=False)
     (engine,) = processes_titled(server, "EngineCore")
     request = Request(server)
     server.descendants()
-    engine.send_signal(signal.SIGKILL)
+    engine.send_signal(number)
     status = wait_for_exit(server)
     assert status != 0, "the exit status must report the failure"
     log = server.text().lower()
     assert re.search(r"engine ?core.* (died|exited unexpectedly)", log), "the log must report the death of the engine"
-    assert "the server exits because its engine died" in log, "no other error may end the server"
+    assert reason in log, "no other error may end the server"
     request.must_have_failed()
 
 

@@ -337,6 +337,7 @@ class BackplaneWorker(Worker):
 
     def execute_dummy_batch(self) -> None:
         with self._terminating_on_failure("execute_dummy_batch"):
+            require_unchanged_files()  # as `_run_step`: the batch reads the embedding too
             super().execute_dummy_batch()
 
     # --- adapters ---------------------------------------------------------------------------------------------
@@ -364,8 +365,11 @@ class BackplaneWorker(Worker):
                 f"the weights cannot be set to zero: with {kind} they are mapped from a file, or other servers use "
                 "them too; serve a safetensors checkpoint with the default load format"
             )
+        reset = getattr(super(), "reset_weights", None)
+        if reset is None:
+            raise BackplaneError("this vLLM cannot set weights to zero; install vLLM 0.32 or a later release")
         self._begin_weight_change()
-        super().reset_weights()
+        reset()
 
     def start_weight_update(self) -> None:
         super().start_weight_update()

@@ -62,8 +62,8 @@ def _refuse_shared(folder: Path) -> None:
     others = {found.st_uid, folder.lstat().st_uid} - {os.getuid(), 0}
     if others:
         raise PatchbayError(
-            f"{folder} ({CACHE_VARIABLE}) belongs to another user (uid {others.pop()}), so that the source in it cannot "
-            "be trusted; set it to a folder of your own"
+            f"{folder} ({CACHE_VARIABLE}) belongs to another user (uid {others.pop()}), so that the source in it "
+            "cannot be trusted; set it to a folder of your own"
         )
     if found.st_mode & 0o022:
         remedy = f", or run 'chmod go-w {folder}'" if found.st_uid == os.getuid() else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import socket
@@ -17,6 +18,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from vllm.entrypoints.launchers import launcher
+from vllm.v1.engine.core_client import BackgroundResources
+from vllm.v1.engine.utils import CoreEngineProcManager
 
 from vllm_backplane.patches.platform import patch_launcher
 from vllm_backplane.patches.platform.patch_launcher import serve_http
@@ -33,6 +36,7 @@ class Engine:
     def __init__(self) -> None:
         self.vllm_config = SimpleNamespace(shutdown_timeout=0)
         self.errored = False
+        self.engine_core: Any = None
         self.should_keep_api_server_alive = False  # asked since vLLM 0.33
 
     @property
@@ -134,6 +138,35 @@ def test_a_dead_engine_is_an_error(patched: Any, monkeypatch: pytest.MonkeyPatch
     engine = Engine()
     with pytest.raises(SystemExit, match="engine died"):
         serve(patched, engine, lambda: setattr(engine, "errored", True))
+
+
+def end_by(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (signal.SIGBUS, r"engine died of SIGBUS: a file that it had mapped was truncated.*rename the new file"),
+        (signal.SIGKILL, "engine died. If no error above gives the reason.*lack of memory"),
+    ],
+)
+def test_the_signal_that_ended_the_engine_is_explained(patched: Any, number: int, reason: str) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=end_by, args=(number,))
+    process.start()
+    manager = CoreEngineProcManager.__new__(CoreEngineProcManager)  # without an engine
+    manager.processes = [process]
+    engine = Engine()
+    engine.engine_core = SimpleNamespace(resources=BackgroundResources(ctx=None, engine_manager=manager))
+
+    def die() -> None:
+        process.join(DEADLINE)
+        engine.errored = True
+
+    with pytest.raises(SystemExit, match=reason):
+        serve(patched, engine, die)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Coroutine
 from typing import Any
 
@@ -81,7 +82,7 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
     finally:
         watching.cancel()
         del engine.shutdown  # restores the method of the class
-    return _shut_down(ending, failed=engine.errored and not stopped)
+    return _shut_down(ending, engine, failed=engine.errored and not stopped)
 
 
 def _report_failure(watching: asyncio.Task[None]) -> None:
@@ -90,12 +91,26 @@ def _report_failure(watching: asyncio.Task[None]) -> None:
         logger.error("The engine is no longer checked twice a second, because a check failed.", exc_info=fault)
 
 
-async def _shut_down(ending: Coroutine[Any, Any, None], failed: bool) -> None:
-    """Awaits vLLM's shutdown, and exits with status 1 if the engine died."""
+async def _shut_down(ending: Coroutine[Any, Any, None], engine: Any, failed: bool) -> None:
+    """Awaits vLLM's shutdown, and exits with status 1 and a reason if the engine died."""
     await ending
-    if failed:
+    if not failed:
+        return
+    if -signal.SIGBUS in _exit_codes(engine):
         raise SystemExit(
-            "The server exits because its engine died. If no error above gives the reason, another program killed the "
-            "engine, most often the system for lack of memory (see the kernel log), or a checkpoint that it has mapped "
-            "was truncated."
+            "The server exits because its engine died of SIGBUS: a file that it had mapped was truncated, most often a "
+            "checkpoint that was written again, or /dev/shm is full. Start the server again with a complete file; to "
+            "replace the file of a running server, rename the new file to its name."
         )
+    raise SystemExit(
+        "The server exits because its engine died. If no error above gives the reason, another program killed the "
+        "engine, most often the system for lack of memory (see the kernel log). If a worker died with the exit code "
+        f"{-signal.SIGBUS}, a checkpoint that it had mapped was truncated."
+    )
+
+
+def _exit_codes(engine: Any) -> list[int]:
+    """Returns the exit codes of the engine's processes that ended; none if another process has started them."""
+    resources = getattr(getattr(engine, "engine_core", None), "resources", None)
+    processes = getattr(getattr(resources, "engine_manager", None), "processes", ())
+    return [process.exitcode for process in processes if process.exitcode is not None]
