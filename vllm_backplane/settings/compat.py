@@ -31,6 +31,8 @@ NOT_IN_EVERY_RELEASE: Mapping[str, str] = {
     ),
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner": "vLLM does not call it; build_runner does",
     "vllm.v1.worker.gpu_worker:Worker.discard": "vLLM cannot discard the KV cache alone and does not call it",
+    "vllm.v1.worker.gpu_worker:Worker.reset_weights": "vLLM cannot set weights to zero and does not call it",
+    "vllm.v1.outputs:AsyncModelRunnerOutput.get_kv_connector_output": "vLLM does not call it",
     f"{_PUNICA}:PunicaWrapperABC.apply_lora_full_linear": (
         "vLLM has no adapters that replace a whole layer and does not call it"
     ),

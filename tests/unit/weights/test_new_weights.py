@@ -85,12 +85,23 @@ def test_graphs_and_kept_blocks_are_forgotten(
 
 
 def test_weights_that_were_set_to_zero_begin_a_change(monkeypatch: pytest.MonkeyPatch, called: list[str]) -> None:
-    monkeypatch.setattr(Worker, "reset_weights", lambda self: called.append("vLLM"))
+    # vLLM 0.30 and 0.31 do not have it.
+    monkeypatch.setattr(Worker, "reset_weights", lambda self: called.append("vLLM"), raising=False)
     worker = worker_with(captured(while_serving=True), called)
     worker.vllm_config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
     worker.model_config = SimpleNamespace(quantization=None)
     worker.reset_weights()
     assert called == [*BEGIN, "vLLM"]
+
+
+def test_a_vllm_that_cannot_set_weights_to_zero(monkeypatch: pytest.MonkeyPatch, called: list[str]) -> None:
+    monkeypatch.delattr(Worker, "reset_weights", raising=False)
+    worker = worker_with(captured(while_serving=True), called)
+    worker.vllm_config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
+    worker.model_config = SimpleNamespace(quantization=None)
+    with pytest.raises(BackplaneError, match="install vLLM 0.32 or a later release"):
+        worker.reset_weights()
+    assert called == []
 
 
 @pytest.mark.parametrize(("load_format", "quantization"), [("auto", "gguf"), ("backplane_shared", None)])
