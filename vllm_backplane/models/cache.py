@@ -115,17 +115,18 @@ def damage(folder: Path, *, hashes: bool = False) -> str:
         return "not prepared"
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
+        expected = [(name, one["size"], one["sha256"]) for name, one in files.items()]
     except FileNotFoundError:
         return "it has no manifest"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its manifest cannot be read"
-    for name, expected in files.items():
+    for name, size, digest in expected:
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != expected["size"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {expected['size']}"
-        if hashes and sha256(file) != expected["sha256"]:
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        if hashes and sha256(file) != digest:
             return f"{name} has changed"
     return ""
 

@@ -17,7 +17,7 @@ from tests.ports import free_address
 from vllm_backplane.errors import BackplaneError, OptionError
 from vllm_backplane.kv_offload.block_keys import KeyChain
 from vllm_backplane.kv_offload.blocks_client import BlockClient
-from vllm_backplane.kv_offload.blocks_protocol import BlockConnection, Kind, Request, model_identity
+from vllm_backplane.kv_offload.blocks_protocol import MAX_KEYS, BlockConnection, Kind, Request, model_identity
 from vllm_backplane.kv_offload.blocks_server import BlockServer
 from vllm_backplane.kv_offload.cache_rows import CacheRows
 from vllm_backplane.kv_offload.metadata import BlockLoad, RequestLoad, StepMetadata
@@ -27,6 +27,7 @@ from vllm_backplane.kv_offload.store import BlockStore, BlockUnavailable, Outcom
 from vllm_backplane.kv_offload.worker import OffloadWorker
 from vllm_backplane.peering import server as loopback_server
 from vllm_backplane.peering.addresses import Address, loopback_address
+from vllm_backplane.peering.connection import WireError
 from vllm_backplane.peering.digests import without_model_path
 
 SIZE, BLOCKS = 4096, 4
@@ -296,6 +297,15 @@ def test_addresses_of_this_host(text: str) -> None:
 def test_invalid_settings_are_rejected(given: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         parse({"capacity": "1GiB", **given})
+
+
+def test_keys_beyond_the_limit_are_not_awaited() -> None:
+    """The client sends no key, and does not close the connection."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        BlockConnection(ours, SECONDS).send_request(Request(Kind.HAVE, MODEL, [b""] * (MAX_KEYS + 1)))
+        with pytest.raises(WireError, match="other than a request for KV blocks"):
+            BlockConnection(theirs, SECONDS).receive_request()
 
 
 def test_a_received_request_equals_the_sent_one() -> None:

@@ -127,6 +127,10 @@ def test_the_manifest_states_every_file(tiny):
         (lambda folder: (folder / MANIFEST).unlink(), "no manifest"),
         (lambda folder: (folder / MANIFEST).write_text("{"), "manifest cannot be read"),
         (lambda folder: (folder / MANIFEST).write_text("[]"), "manifest cannot be read"),
+        (lambda folder: (folder / MANIFEST).write_text('{"files": []}'), "manifest cannot be read"),
+        (lambda folder: (folder / MANIFEST).write_text('{"files": {"config.json": 5}}'), "manifest cannot be read"),
+        (lambda folder: (folder / MANIFEST).write_text('{"files": {"config.json": {}}}'), "manifest cannot be read"),
+        (lambda folder: (folder / MANIFEST).write_text("[" * 100_000), "manifest cannot be read"),
     ],
 )
 def test_a_damaged_folder_is_noticed_and_made_again(tiny, harm, reason):

@@ -17,12 +17,13 @@ from tests.ports import free_address
 from vllm_backplane.errors import BackplaneError, OptionError
 from vllm_backplane.peering import server as loopback_server
 from vllm_backplane.peering.addresses import Address
+from vllm_backplane.peering.connection import Connection, WireError
 from vllm_backplane.weights import peer_loader as loader
 from vllm_backplane.weights import weights_client, weights_server
 from vllm_backplane.weights.load_formats import PeerSettings, parse_peer_settings
 from vllm_backplane.weights.model_tensors import model_tensors
 from vllm_backplane.weights.weights_client import WeightsClient
-from vllm_backplane.weights.weights_protocol import Kind
+from vllm_backplane.weights.weights_protocol import Kind, Manifest, receive_manifest
 from vllm_backplane.weights.weights_server import WeightsServer, build_manifest
 
 SECONDS = 5.0
@@ -167,6 +168,20 @@ def test_a_question_that_is_none(server: tuple[WeightsServer, Address], monkeypa
         connection.settimeout(60)
         with contextlib.suppress(ConnectionResetError):  # the server had not read all bytes
             assert connection.recv(10) == b""
+
+
+def test_a_deep_manifest_is_an_error_of_the_connection() -> None:
+    with pytest.raises(WireError, match=r"an invalid manifest \(RecursionError"):
+        Manifest.decode(b"[" * 100_000)
+
+
+def test_a_manifest_that_is_announced_as_huge_is_not_awaited() -> None:
+    """The peer sends no more than the length, and does not close the connection."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"\xff" * 4)
+        with pytest.raises(WireError, match="the manifest has 4294967295 bytes, more than 268435456"):
+            receive_manifest(Connection(ours, SECONDS))
 
 
 @pytest.mark.parametrize(
