@@ -16,7 +16,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_backplane.device.triton_features import refuse_features_that_need_triton
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.guards import set_drift
+from vllm_backplane.guards import guarded, set_drift
 from vllm_backplane.patches import application
 from vllm_backplane.process.engine_exit import shut_engines_down_at_exit
 from vllm_backplane.process.forked_sockets import release_sockets_in_engines
@@ -74,6 +74,7 @@ def add_middlewares(parser: ArgumentParser) -> None:
         parser.set_defaults(middleware=[*given, *(name for name in MIDDLEWARES if name not in given)])
 
 
+@guarded("vllm.platforms.interface:Platform.is_out_of_tree", why="it reads the kind of the platform, which is set here")
 class BackplanePlatform(Platform):
     """Implements vLLM's platform for the chosen device."""
 

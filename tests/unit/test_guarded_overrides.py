@@ -45,6 +45,11 @@ INTERFACES = {
     *("PunicaWrapperABC", "PunicaWrapperBase"),
 }
 """Classes of vLLM that are made for subclasses of other packages. Their public methods need no guard."""
+REPLACED_WHOLE = {
+    "get_min_capability": "which cards of CUDA can compute a format says nothing of other devices",
+    "get_supported_act_dtypes": "the device decides which dtypes it computes in",
+}
+"""Methods that our mixins replace, and why vLLM's versions of them do not matter."""
 NOT_OF_VLLM = {"_asdict", "_parameters", "_cdata"}
 """Private names of Python and PyTorch that are read from objects of unknown kind."""
 
@@ -90,8 +95,14 @@ def calls_super(file: str, name: str) -> bool:
                     calls = {ast.unparse(call.func) for call in ast.walk(each) if isinstance(call, ast.Call)}
                     steps = calls_of_own_methods(node, calls)
                     passed = {ast.unparse(part) for part in ast.walk(each) if isinstance(part, ast.Attribute)}
+                    passed |= {f"super().{read_name(part)}" for part in ast.walk(each) if is_of_super(part)}
                     return f"super().{method}" in passed | steps
     raise AssertionError(f"{file} has no {name}")
+
+
+def is_of_super(node: ast.AST) -> bool:
+    """Returns whether an expression is a `getattr` of the base class."""
+    return isinstance(node, ast.Call) and bool(node.args) and ast.unparse(node.args[0]) == "super()"
 
 
 def calls_of_own_methods(owner: ast.ClassDef, calls: set[str]) -> set[str]:
@@ -101,10 +112,12 @@ def calls_of_own_methods(owner: ast.ClassDef, calls: set[str]) -> set[str]:
 
 
 def overrides() -> Iterator[str]:
-    """Finds overrides of private methods, and methods that replace vLLM's without calling it."""
+    """Finds overrides of private methods and attributes, and methods that replace vLLM's without calling it or that
+    our mixins have: they depend on a class that is not named in their source."""
     for ours, by_version in package().defined.items():
         [found] = by_version.values()
-        file, _, name = ours.partition(":")
+        origin = package().origins.get(ours, ours)
+        file, _, name = origin.partition(":")
         method = name.rpartition(".")[2]
         if not found.is_found or not found.path.startswith("vllm.") or found.symbol is None:
             continue
@@ -113,8 +126,15 @@ def overrides() -> Iterator[str]:
         is_dunder = method.startswith("__")
         is_private = method.startswith("_") and not is_dunder
         is_of_interface = found.path.partition(":")[2].partition(".")[0] in INTERFACES
-        replaces = not is_of_interface and not calls_super(file, name)
-        if (is_private or replaces) and not is_guarded(found.path, targets_of(file)):
+        targets = targets_of(file) | targets_of(ours.partition(":")[0])
+        if found.symbol.binds in (Binds.ASSIGNMENT, Binds.ANNOTATION):
+            is_safe = method in names_of(targets)
+        elif origin != ours:
+            is_safe = is_of_interface or method in REPLACED_WHOLE or is_guarded(found.path, targets)
+        else:
+            replaces = is_private or (not is_of_interface and not calls_super(file, name))
+            is_safe = not replaces or is_guarded(found.path, targets)
+        if not is_safe:
             yield f"{ours} overrides {found.path}"
 
 
@@ -143,18 +163,21 @@ def private_methods() -> Iterator[str]:
             yield f"{ours} reads {found.path}"
 
 
+def names_of(targets: Iterable[str]) -> set[str]:
+    """Returns all names, also those in texts, in the source of some functions and classes of vLLM."""
+    return {name for target in targets for name in names_in(target)}
+
+
 @cache
-def guarded_names() -> frozenset[str]:
-    """Returns all names in the source of the targets of guards."""
-    names: set[str] = set()
-    for target in TARGETS:
-        module, _, name = target.partition(":")
-        if upstream().resolve(module, name).is_found:
-            tree = ast.parse(upstream().normalized_source_of(module, name))
-            names |= {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute)}
-            names |= {each.id for each in ast.walk(tree) if isinstance(each, ast.Name)}
-            names |= {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
-    return frozenset(names)
+def names_in(target: str) -> frozenset[str]:
+    module, _, name = target.partition(":")
+    if not upstream().resolve(module, name).is_found:
+        return frozenset()
+    names: set[object] = set()
+    for each in ast.walk(ast.parse(upstream().normalized_source_of(module, name))):
+        parts = (getattr(each, field, None) for field in ("attr", "id", "name", "arg", "value"))
+        names |= {part for part in parts if isinstance(part, str)}
+    return frozenset(map(str, names))
 
 
 @cache
@@ -203,7 +226,7 @@ def private_names() -> Iterator[str]:
             name, origin = read_name(node), node.args[0] if isinstance(node, ast.Call) and node.args else node
             if name.startswith("_") and not name.startswith("__"):
                 is_ours = name in own_names() or origins.get(root_of(origin), "vllm") != "vllm"  # type: ignore[arg-type]
-                if not is_ours and name not in guarded_names() | NOT_OF_VLLM:
+                if not is_ours and name not in names_of(targets_of(file)) | NOT_OF_VLLM:
                     yield f"{file}:{node.lineno} reads {ast.unparse(node)}"  # type: ignore[attr-defined]
 
 
@@ -389,7 +412,10 @@ def is_reason(path: str, prefix: str) -> bool:
 
 
 SEARCHES = {
-    overrides: ("GPUModelRunner._prepare_inputs", "Worker.init_device", "Sampler.apply_penalties", "CUDAGraphWrapper"),
+    overrides: (
+        *("GPUModelRunner._prepare_inputs", "Worker.init_device", "Sampler.apply_penalties", "CUDAGraphWrapper"),
+        *("Platform._enum", "StateMetadataBuilder._cudagraph_support", "BackplaneAsyncScheduler.update_from_output"),
+    ),
     layers: ("activation:SiluAndMul", "yarn_scaling_rope:YaRNScalingRotaryEmbedding"),
     private_methods: ("PunicaWrapperBase._update_base_metadata", "MambaMixer._ssm_transform"),
     private_names: ("_convert_to_tensors", "layer._k_scale_float", "runner._pp_recv_work", "_all_instances"),
@@ -408,7 +434,6 @@ def test_what_depends_on_vllm_has_guards(search) -> None:
 @pytest.mark.parametrize("search", SEARCHES)
 def test_the_search_finds_code_without_a_guard(search, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "GUARDS", [])
-    monkeypatch.setattr(sys.modules[__name__], "guarded_names", frozenset)
     found = list(search())
     for name in SEARCHES[search]:
         assert any(name in each for each in found), name
@@ -423,6 +448,8 @@ def test_reasons_and_exceptions_are_needed() -> None:
     for name in NOT_OF_VLLM - {"_asdict"}:
         assert hasattr(torch.nn.Module(), name) or hasattr(torch.UntypedStorage, name), name
     used = {found.path.partition(":")[2] for by in package().defined.values() for found in by.values()}
+    for name in REPLACED_WHOLE:
+        assert any(ours.endswith(f".{name}") and package().origins.get(ours) for ours in package().defined), name
     for name in INTERFACES:
         assert any(path.startswith(f"{name}.") for path in used), name
 

@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.guards import guarded
 
 
 @dataclass(slots=True)
@@ -39,6 +40,10 @@ class BackplaneAttentionMetadata(AttentionMetadata):
         )
 
 
+@guarded(
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
+    why="it reads which batches are captured, which is set here",
+)
 class BackplaneMetadataBuilder(AttentionMetadataBuilder[BackplaneAttentionMetadata]):
     """Builds the metadata of a step, which all layers of a KV cache group share. vLLM calls it for each group."""
 

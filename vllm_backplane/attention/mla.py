@@ -48,6 +48,11 @@ class BackplaneMLAMetadata(AttentionMetadata):
     prefill: None = None
 
 
+@guarded(
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
+    why="it reads which batches are captured, which is set here",
+    feature="latent attention (MLA)",
+)
 class BackplaneMLAMetadataBuilder(AttentionMetadataBuilder[BackplaneMLAMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 

@@ -18,6 +18,8 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from vllm_backplane.guards import guarded
+
 
 @dataclass(frozen=True, slots=True)
 class StateMetadata(AttentionMetadata):
@@ -34,6 +36,23 @@ class StateMetadata(AttentionMetadata):
         return self.state_indices, self.query_start_loc, self.seq_lens
 
 
+@guarded(
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
+    why="it reads which batches are captured, which is set here",
+    feature="recurrent layers",
+)
+@guarded(
+    "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadataBuilder._compute_common_metadata",
+    "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder.build",
+    why="the builder that is replaced finds the states of requests in the same way",
+    feature="recurrent layers",
+    mentions=("mamba_get_block_table_tensor",),
+)
+@guarded(
+    "vllm.v1.attention.backends.utils:mamba_get_block_table_tensor",
+    why="without prefix caching, the state of a request is in its first block",
+    feature="recurrent layers",
+)
 class StateMetadataBuilder(AttentionMetadataBuilder[StateMetadata]):
     # Graphs may replay: every tensor is a view of a persistent buffer.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

@@ -18,6 +18,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from vllm_backplane.guards import guarded
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
@@ -47,6 +49,26 @@ class _MarkedOutput(AsyncModelRunnerOutput):
         return self._output.get_kv_connector_output()
 
 
+@guarded(
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    why="it skips requests that have finished, and its outputs are extended",
+    feature="LoRA",
+    mentions=("is_finished", "EngineCoreOutputs"),
+)
+@guarded(
+    "vllm.v1.core.sched.scheduler:Scheduler.finish_requests",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids",
+    "vllm.v1.core.block_pool:BlockPool.evict_blocks",
+    why="a request that failed is ended, and its KV blocks are evicted",
+    feature="LoRA",
+)
+@guarded(
+    "vllm.v1.core.block_pool:BlockPool.__init__",
+    why="blocks that a request has freed are recognized by the null block in their place",
+    feature="LoRA",
+    mentions=("blocks", "null_block"),
+)
 class _FailsMarkedRequests:
     """Ends marked requests with an error, as a mixin for both of vLLM's schedulers."""
 

@@ -70,6 +70,18 @@ class DecodeInputs:
         )  # fmt: skip
         return None if any(unsupported) else cls(runner)
 
+    @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_input_ids",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._compute_prev_positions",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_cumsum_and_arange",
+        "vllm.v1.worker.block_table:BlockTable.compute_slot_mapping",
+        "vllm.v1.worker.block_table:BlockTable.commit_block_table",
+        "vllm.v1.worker.block_table:MultiGroupBlockTable.compute_slot_mapping",
+        "vllm.v1.worker.block_table:MultiGroupBlockTable.commit_block_table",
+        why="the buffers of a decode step are written by numpy instead",
+        fast_path="decode steps",
+        versions=">=0.32",
+    )
     def prepare(self, tokens: numpy.ndarray[Any, Any]) -> tuple[slice, None, int] | None:
         """Writes the inputs and returns the result of vLLM's `_prepare_inputs`, or returns None if a sequence has more
         than one token. The result has the rows with logits, no speculative metadata, and the most tokens that a

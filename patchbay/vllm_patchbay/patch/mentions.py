@@ -6,25 +6,27 @@ A guard of a long function, such as a constructor, depends on a few of its state
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from vllm_patchbay.errors import PatchError
 
+_NO_ARGUMENTS = ast.arguments([], [], None, [], [], None, [])
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
 def statements_with(names: Sequence[str], source: str) -> str:
     """Returns the source of a function without the statements that mention none of the names.
 
-    A name is an identifier or a dotted path, such as ``torch.cuda``. The function's signature stays, and so do the
-    conditions and loops around a statement. Annotations of variables are left out, because no function evaluates them.
-    Raises PatchError for anything but a function.
+    A name is an identifier or a dotted path, such as ``torch.cuda``. The conditions and loops around a statement stay,
+    and what depends on a condition that mentions a name. The function's signature is left out, and so are annotations
+    of variables, because no function evaluates them. Raises PatchError for anything but a function.
     """
     tree = ast.parse(source)
     [function] = tree.body
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         raise PatchError(f"'mentions' is for functions, and this is none: {source.splitlines()[0]}")
-    _reduce(function, [tuple(name.split(".")) for name in names])
+    function.body = _reduced_block(function.body, [tuple(name.split(".")) for name in names]) or [ast.Pass()]
+    function.args, function.decorator_list, function.returns = _NO_ARGUMENTS, [], None
     return ast.unparse(tree)
 
 
@@ -39,12 +41,13 @@ def _without_annotation(node: ast.AST) -> ast.AST:
 
 
 def _reduce(node: ast.AST, wanted: Sequence[tuple[str, ...]]) -> bool:
-    """Removes what mentions no name from the blocks of a statement, handler or case. Returns whether a name is
-    mentioned in it."""
+    """Removes what mentions no name from the blocks of a statement, handler or case, unless its head mentions one.
+    Returns whether a name is mentioned in it."""
     blocks: dict[str, list[ast.AST]] = {name: found for name in _BLOCKS if (found := getattr(node, name, None))}
-    for name in blocks:
-        setattr(node, name, [])
-    has_mention = any(_contains(path, name) for path in _paths(node) for name in wanted)
+    inner = {each for block in blocks.values() for each in block}
+    if any(_contains(path, name) for path in _paths(node, inner) for name in wanted):
+        return True
+    has_mention = False
     for name, block in blocks.items():
         kept = _reduced_block(block, wanted)
         has_mention = has_mention or bool(kept)
@@ -56,15 +59,17 @@ def _reduce(node: ast.AST, wanted: Sequence[tuple[str, ...]]) -> bool:
     return has_mention
 
 
-def _paths(node: ast.AST) -> Iterator[tuple[str, ...]]:
-    """Yields the dotted paths in an expression or statement, and its texts, which may name an attribute."""
-    for each in ast.walk(node):
-        if isinstance(each, (ast.Attribute, ast.Name)):
-            yield _path(each)
-        elif isinstance(each, ast.alias):
-            yield tuple(each.name.split("."))
-        elif isinstance(each, ast.Constant) and isinstance(each.value, str):
-            yield (each.value,)
+def _paths(node: ast.AST, without: Collection[ast.AST] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the dotted paths in a statement or expression, and its texts, which may name an attribute."""
+    if isinstance(node, (ast.Attribute, ast.Name)):
+        yield _path(node)
+    elif isinstance(node, ast.alias):
+        yield tuple(node.name.split("."))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield (node.value,)
+    for each in ast.iter_child_nodes(node):
+        if each not in without:
+            yield from _paths(each)
 
 
 def _path(node: ast.expr) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from vllm_backplane import guards
 from vllm_backplane.config import scheduling
 from vllm_backplane.lora import scheduler
 
@@ -67,6 +68,17 @@ def test_with_adapters_it_is_ours() -> None:
 )
 def test_otherwise_it_is_left_alone(given: dict[str, Any], expected: str | None) -> None:
     assert chosen(**given) == expected
+
+
+@pytest.mark.parametrize("kind", [scheduler.BackplaneScheduler, scheduler.BackplaneAsyncScheduler])
+def test_it_verifies_what_it_depends_on_in_the_engine_core(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    monkeypatch.setattr(guards._GUARDS, "use", used.append)
+    with pytest.raises(TypeError, match=r"Scheduler.__init__\(\) missing"):
+        kind()
+    assert set(used) == {"LoRA"}
+    targets = {guard.target.partition(":")[2] for guard in guards._GUARDS.declared if guard.place == scheduler.__name__}
+    assert targets >= {"Scheduler.update_from_output", "Scheduler.finish_requests", "KVCacheManager.evict_blocks"}
 
 
 POOL = 30

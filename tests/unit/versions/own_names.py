@@ -19,8 +19,10 @@ from vllm_patchbay.audit.run import read_one
 from vllm_patchbay.audit.vllm_target import ConditionEvaluator, VllmTarget
 from vllm_patchbay.upstream import Resolution, SourceTree, SymbolIndex, mismatches
 from vllm_patchbay.upstream.call_sites import calls_of
+from vllm_patchbay.upstream.modules import Binds, ClassBody
 from vllm_patchbay.upstream.signatures import Kind
 from vllm_patchbay.upstream.source import FolderTree
+from vllm_patchbay.upstream.symbols import Outcome
 
 REPLACEABLE = {"CustomOp", "PluggableLayer"}
 """Base classes whose instantiation looks up a registered replacement."""
@@ -94,11 +96,19 @@ class Presence:
         self.plugin.gather([read_one(file, collection.wheel, roots) for file in self.plugin.files])
         self.trees = trees
         self.defined: dict[str, dict[str, Resolution]] = {}
-        """Maps 'file:Class.method' to the overridden method, by version."""
+        """Maps 'file:Class.member' to the overridden method or private attribute, by version."""
+        self.origins: dict[str, str] = {}
+        """Maps 'file:Class.member' to 'file:Mixin.member', for what a class has from a mixin: from a class of ours that
+        is not derived from vLLM's itself."""
         self.read: dict[str, dict[str, Resolution]] = {}
         """Maps 'file:Class.attribute' to vLLM's attribute, for attributes of self that a class reads and never sets."""
+        self._members: dict[str, dict[str, Resolution]] = {}
+        self._modules = {file.name: file.module for file in self.plugin.files}
         for tree in trees:
             self._record(VllmTarget(tree, self.plugin))
+        for ours, by_version in self._members.items():
+            if any(each.is_found for each in by_version.values()):
+                self.defined.setdefault(ours, by_version)
 
     def _record(self, target: VllmTarget) -> None:
         for file, facts in self.plugin.facts.items():
@@ -111,10 +121,26 @@ class Presence:
                     name = method.symbol.name
                     where = self.defined.setdefault(f"{file}:{fact.name}.{name}", {})
                     where[target.label] = inherited(context, bases, name)
+                self._record_members(target, file, fact.name)
                 for use in fact.self_reads:
                     if use.name not in fact.own:
                         where = self.read.setdefault(f"{file}:{fact.name}.{use.name}", {})
                         where[target.label] = inherited(context, bases, use.name)
+
+    def _record_members(self, target: VllmTarget, file: str, name: str) -> None:
+        """Records the private attributes that a class sets in its body, and what it has from its mixins."""
+        found = target.index.ancestors(self._modules[file], name)
+        classes = found.classes if found is not None else ()
+        for place, (module, owner, body) in enumerate(classes):
+            if module.partition(".")[0] == "vllm" or (place > 0 and _is_of_vllm(target.index, module, owner)):
+                continue
+            for member, symbols in body.members.items():
+                is_private_value = symbols[-1].binds is Binds.ASSIGNMENT and member[0] == "_" != member[1:2]
+                if is_private_value or (place > 0 and symbols[-1].binds in (Binds.FUNCTION, Binds.PROPERTY)):
+                    ours = f"{file}:{name}.{member}"
+                    of_vllm = _first_of_vllm(target.index, classes[place + 1 :], member)
+                    self._members.setdefault(ours, {}).setdefault(target.label, of_vllm)
+                    self.origins.setdefault(ours, f"{self.plugin.tree.file_of(module)}:{owner}.{member}")
 
     def not_in_every_release(self) -> dict[str, str]:
         """Maps 'module:Class.name' of vLLM, which only some of the releases have, to our use of it."""
@@ -148,3 +174,15 @@ class Presence:
             calls = calls_of(tree, [name])[name]
             if not calls.keywords and not calls.positional:
                 yield f"{ours}: no class of vLLM {tree.version} has it, and nothing calls it"
+
+
+def _is_of_vllm(index: SymbolIndex, module: str, name: str) -> bool:
+    found = index.ancestors(module, name)
+    return found is not None and any(each.partition(".")[0] == "vllm" for each, _, _ in found.classes)
+
+
+def _first_of_vllm(index: SymbolIndex, classes: Iterable[tuple[str, str, ClassBody]], member: str) -> Resolution:
+    for module, name, body in classes:
+        if module.partition(".")[0] == "vllm" and member in body.members:
+            return index.resolve(module, f"{name}.{member}")
+    return Resolution(Outcome.MISSING, reason=f"no class of vLLM has {member}")

@@ -241,26 +241,30 @@ class Runner:
             self.stream = torch.cuda.Stream()
         try:
             self.rows = 1
-        except torch.cuda.OutOfMemoryError:
-            self.rows = 2
+        except ValueError:
+            self.rows = torch.cuda.device_count()
         match device:
             case 1:
                 self.sampler: Sampler = Sampler()
         for each in (1, 2):
             setattr(self, "rejection_sampler", each)
+            if self.sampler.is_done():
+                continue
 """
-MENTIONED = """def __init__(self, device: Device):
+MENTIONED = """def __init__():
     if self.is_async:
         self.stream = torch.cuda.Stream()
     try:
         pass
-    except torch.cuda.OutOfMemoryError:
-        pass
+    except ValueError:
+        self.rows = torch.cuda.device_count()
     match device:
         case 1:
             self.sampler = Sampler()
     for each in (1, 2):
-        setattr(self, 'rejection_sampler', each)"""
+        setattr(self, 'rejection_sampler', each)
+        if self.sampler.is_done():
+            continue"""
 
 
 def test_a_guard_can_depend_on_some_statements_of_a_function(tmp_path: Path) -> None:
@@ -279,7 +283,9 @@ def test_a_guard_can_depend_on_some_statements_of_a_function(tmp_path: Path) -> 
     assert outcomes("None = None", "Any = None") == [Outcome.FITS, Outcome.DRIFTED]
     assert outcomes("Stream()", "Stream(0)") == [Outcome.DRIFTED, Outcome.DRIFTED]
     assert outcomes("if self.is_async", "if not self.is_async") == [Outcome.DRIFTED, Outcome.DRIFTED]
-    assert outcomes("self.rows = 2", "self.cuda = torch.cuda") == [Outcome.DRIFTED, Outcome.DRIFTED]
+    assert outcomes("self.other = 1", "self.cuda = torch.cuda") == [Outcome.DRIFTED, Outcome.DRIFTED]
+    assert outcomes("continue", "break") == [Outcome.DRIFTED, Outcome.DRIFTED]
+    assert outcomes("device: Device", "device: Any, rows=1") == [Outcome.FITS, Outcome.DRIFTED]
     with pytest.raises(PatchError, match="'mentions' is for functions, and this is none: class Runner"):
         statements_with(names, known.normalized_source_of("vllm.core", "Runner"))
 
