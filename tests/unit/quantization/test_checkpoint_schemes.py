@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
+from vllm.model_executor.model_loader.reload import utils as reload_utils
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
@@ -156,6 +157,9 @@ def test_zero_points_that_nothing_uses_may_be_missing() -> None:
     assert_product(layer, stored.weight)
 
 
+@pytest.mark.skipif(
+    not hasattr(reload_utils, "get_tensor_load_numel"), reason="vLLM 0.30 counts shapes; the layer is then refused"
+)
 def test_shapes_are_not_counted_as_weights() -> None:
     """The checkpoint has three shapes of two elements, the layer has one. The last scales have four elements."""
     config = configured(made.compressed(8, -1))

