@@ -288,7 +288,7 @@ $(tools): $(vllm) $(projects)
 $(smoke): $(plugin) $(projects)
 	@$(functions)
 	banner 'What the version matrix needs'
-	pip install $(PIP_ARGS) $$(stated "['optional-dependencies']['fp32-model']") 'pytest>=8' 'pytest-timeout>=2.3' 'torch==$(TORCH_VERSION)'
+	pip install $(PIP_ARGS) $$(stated "['optional-dependencies']['fp32-model']") 'pytest>=8' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'torch==$(TORCH_VERSION)'
 	finish
 
 $(docs): $(plugin) $(projects)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 
+import gguf_models
 import lora_adapters
 import prompts
 import reference
@@ -29,6 +32,8 @@ PROMPTS = prompts.SHORT[:6]
 TEXTS = ("Paris is the capital of France.", "A cat sleeps on the warm stove.", "x", prompts.PASSAGE[:700])
 CLOSENESS = 0.9999
 """Minimum cosine similarity between our vector and that of transformers."""
+ROUNDED = 0.05
+"""Largest mean difference of log-probabilities with a GGUF file."""
 
 
 def chat(folder: Path) -> None:
@@ -82,8 +87,10 @@ def embeddings(folder: Path) -> None:
 
 
 def features(device: str, folder: Path) -> None:
-    """Generates with a tiny model on a device: eagerly, by graphs, after sleep, with an adapter, with draft tokens."""
+    """Generates with tiny models on a device, once for each feature, and compares with transformers."""
     model = tiny_models.save_llama(folder / "tiny", tokenizer_of=obtain(FULL_PRECISION.name))
+    file = folder / "tiny.gguf"
+    in_file = replace(gguf_models.MISTRAL, types=(gguf_models.Type.Q8_0, gguf_models.Type.Q4_0)).write(file)
     plain, merged = reference.load(model), reference.load(model)
     adapter = lora_adapters.make(folder / "adapter", plain, 4, ("q_proj", "v_proj", "down_proj"), 0.5, seed=1)
     adapter.merge(merged)
@@ -97,35 +104,46 @@ def features(device: str, folder: Path) -> None:
     with_adapter = {**work, "adapters": [["smoke", 1, str(adapter.folder)], None, ["smoke", 1, str(adapter.folder)]]}
     draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
     asleep = [{"sleep": 1}, {"wake": None}]
-    results = run_engines(
-        folder,
-        [
-            job(model, work, enforce_eager=True),
-            job(model, steps=[{"batch": work}, {"rpc": "replays"}]),
-            job(model, steps=[{"batch": work}, *asleep, {"batch": work}], enable_sleep_mode=True),
-            job(model, with_adapter, enable_lora=True, max_lora_rank=8),
-            job(model, work, speculative_config=draft),
-        ],
-        {"BACKPLANE_DEVICE": device, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},
-        device=device,
-        warm=False,
+    small = [[each % 500 + 5 for each in prompt] for prompt in ids]
+    jobs = {
+        "eager": job(model, work, enforce_eager=True),
+        "graphs": job(model, steps=[{"batch": work}, {"rpc": "replays"}]),
+        "sleep": job(model, steps=[{"batch": work}, *asleep, {"batch": work}], enable_sleep_mode=True),
+        "LoRA": job(model, with_adapter, enable_lora=True, max_lora_rank=8),
+        "draft tokens": job(model, work, speculative_config=draft),
+        "GGUF": job(file, batch(small, greedy(TOKENS, logprobs=0))),
+    }
+    variables = {"BACKPLANE_DEVICE": device, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    results = dict(
+        zip(jobs, run_engines(folder, list(jobs.values()), variables, device=device, warm=False), strict=True)
     )
-    eager, replayed, slept, lora, speculative = results
-    [counted] = replayed["steps"][1]
+    [counted] = results["graphs"]["steps"][1]
     print(f"replays on {device}: {counted}")
     assert counted["replays"] > 0, counted
     both = [adapted[0], expected[1], adapted[2]]
     for name, outputs, wanted in (
-        ("eager", eager["batches"][0], expected),
-        ("replayed", replayed["steps"][0], expected),
-        ("before sleep", slept["steps"][0], expected),
-        ("after sleep", slept["steps"][-1], expected),
-        ("adapter", lora["batches"][0], both),
-        ("draft tokens", speculative["batches"][0], expected),
+        ("eager", results["eager"]["batches"][0], expected),
+        ("graphs", results["graphs"]["steps"][0], expected),
+        ("before sleep", results["sleep"]["steps"][0], expected),
+        ("after sleep", results["sleep"]["steps"][-1], expected),
+        ("LoRA", results["LoRA"]["batches"][0], both),
+        ("draft tokens", results["draft tokens"]["batches"][0], expected),
     ):
         got = [output["token_ids"] for output in outputs]
         assert got == wanted, f"{name}: vLLM {got}\ntransformers {wanted}"
         print(f"{name}: {len(got)} x {TOKENS} tokens")
+    _compare_probabilities(in_file, small, results["GGUF"]["batches"][0])
+
+
+def _compare_probabilities(model: Any, prompts: list[list[int]], outputs: list[dict[str, Any]]) -> None:
+    """Compares log-probabilities instead of tokens, because inputs are rounded to 8 bits for a GGUF file's weights."""
+    differences: list[float] = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        scored = reference.prompt_logprobs(model, [*prompt, *output["token_ids"]])[len(prompt) - 1 :]
+        differences += [abs(one - other) for one, other in zip(output["logprobs"], scored, strict=True)]
+    mean = sum(differences) / len(differences)
+    print(f"GGUF: log-probabilities of {len(differences)} tokens differ by {mean:.4f}")
+    assert mean < ROUNDED, differences
 
 
 STEPS: dict[str, Callable[[Path], None]] = {

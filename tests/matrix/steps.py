@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +20,19 @@ from vllm_backplane.settings.releases import Release  # noqa: E402
 
 BUILD = "environment"
 SMOKE = ("chat", "batch", "embeddings", "features-cpu", "features-sim")
-UNIT = ("versions", "binding", "runner", "worker", "layers", "lora")
-"""Folders of unit tests that depend on the release of vLLM."""
+UNIT = (
+    *("binding", "config", "distributed", "kv_offload", "layers", "lora", "patches", "process", "quantization"),
+    *("runner", "settings", "weights", "worker", "devices/test_cpu_threads.py", "test_general_plugin.py"),
+)
+"""Folders and files of unit tests that import vLLM."""
+STATIC = "versions/test_versions_static.py"
+"""Tests that read the source of each release. Those of the installed one run."""
 FAST = "not (exhaustive or slow or compiler or download or models or server)"
-STEPS = (BUILD, "doctor", "patches", "unit", *SMOKE)
+STEPS = (BUILD, "doctor", "patches", "static", "unit", *SMOKE)
+PROCESSES = 2
+"""Processes that run unit tests."""
+VARIABLES = {"unit": {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // PROCESSES))}}
+"""Variables of a step. More threads than cores would wait for each other in every operator."""
 LIMIT_SECONDS = 1800
 """Time after which a step counts as hanging."""
 
@@ -55,17 +64,13 @@ def command(release: Release, step: str, folder: Path) -> list[str]:
         return ["make", "-C", str(ROOT), "matrix-environment", f"PYTHON={sys.executable}", *variables]
     if step in SMOKE:
         return [str(venv / "bin/python"), str(Path(__file__).with_name("smoke.py")), step, str(folder)]
+    tests = ROOT / "tests" / "unit"
+    pytest = [str(venv / "bin/python"), "-m", "pytest", "-q"]
+    if step == "static":
+        return [*pytest, str(tests / STATIC), "-k", f"[{release.version}]"]
     if step == "unit":
-        tests = [str(ROOT / "tests" / "unit" / name) for name in UNIT]
-        return [
-            str(venv / "bin/python"),
-            "-m",
-            "pytest",
-            "-q",
-            *tests,
-            "-m",
-            FAST,
-        ]
+        in_parallel = ["-n", str(PROCESSES), "--dist", "loadfile"]
+        return [*pytest, *in_parallel, *(str(tests / name) for name in UNIT), "-m", FAST]
     arguments = {"doctor": ["doctor"], "patches": ["patches", "check"]}[step]
     return [str(venv / "bin/vllm-backplane"), *arguments]
 
@@ -84,7 +89,8 @@ def run(release: Release, report: Callable[[str], None]) -> Iterator[Outcome]:
         folder.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         # The build takes minutes, so its output is reported line by line.
-        status = _run_logged(command(release, step, folder), log, report if step == BUILD else None)
+        report_line = report if step == BUILD else None
+        status = _run_logged(command(release, step, folder), log, report_line, VARIABLES.get(step, {}))
         outcome = Outcome(
             release.version, step, "failed" if status else "ok", time.monotonic() - began, str(log.relative_to(ROOT))
         )
@@ -96,7 +102,7 @@ def run(release: Release, report: Callable[[str], None]) -> Iterator[Outcome]:
         yield outcome
 
 
-def _run_logged(arguments: list[str], log: Path, report: Callable[[str], None] | None) -> int:
+def _run_logged(arguments: list[str], log: Path, report: Callable[[str], None] | None, more: Mapping[str, str]) -> int:
     """Runs a command, writes its output to `log`, reports it line by line, and returns the exit status.
 
     All processes of the command have ended when this returns.
@@ -111,7 +117,7 @@ def _run_logged(arguments: list[str], log: Path, report: Callable[[str], None] |
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env={**variables, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
+        env={**variables, **more, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
         cwd=log.parent,  # in the repository, Python would import from its folders
         start_new_session=True,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FULL = "every test"
-SMOKE = "doctor, patches check, unit tests, chat, batch, embeddings, graphs, sleep, LoRA and draft tokens"
+SMOKE = "doctor, patches check, unit tests, chat, batch, embeddings, graphs, sleep, LoRA, draft tokens and GGUF"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -15,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "matrix"))
 import run as matrix
 import steps
 
-from vllm_backplane.settings.releases import RELEASES, Release
+from vllm_backplane.settings.releases import RELEASES, SMOKE, Release
 
 
 @pytest.fixture
@@ -124,6 +126,34 @@ def test_the_real_commands() -> None:
     build = steps.command(oldest, "environment", Path("x"))
     assert build[:4] == ["make", "-C", str(steps.ROOT), "matrix-environment"]
     assert {"VENV=.venv-matrix-0.30.0", "VLLM_VERSION=0.30.0", "TORCH_VERSION=2.13.0"} <= set(build)
-    assert all((steps.ROOT / "tests" / "unit" / name).is_dir() for name in steps.UNIT)
+    static = steps.command(oldest, "static", Path("x"))
+    assert static[-2:] == ["-k", "[0.30.0]"]
+    assert all(Path(each).exists() for each in (*steps.command(oldest, "unit", Path("x"))[8:-2], static[4]))
     for step in steps.STEPS[1:]:
         assert Path(steps.command(oldest, step, Path("x"))[0]).parent == steps.ROOT / ".venv-matrix-0.30.0" / "bin"
+
+
+def test_every_unit_test_that_imports_vllm_runs_with_each_release() -> None:
+    unit = steps.ROOT / "tests" / "unit"
+    imports = re.compile(r"^(from|import) vllm[. ]", re.M)
+    files = [
+        path.relative_to(unit).as_posix() for path in sorted(unit.glob("*/test_*.py")) if path.parent.name != "versions"
+    ]
+    found = {path for path in files if imports.search((unit / path).read_text())}
+    assert len(found) > 30
+    assert {path for path in found if not path.startswith(steps.UNIT)} == set()
+
+
+@pytest.mark.parametrize("feature", ["LoRA", "GGUF", "sleep", "graphs", "draft tokens"])
+def test_each_feature_is_run_once_on_each_device(feature: str) -> None:
+    """Reads the jobs of the program from its source, because its modules are those of the end-to-end tests."""
+    tree = ast.parse((steps.ROOT / "tests" / "matrix" / "smoke.py").read_text())
+    [features] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "features"]
+    [jobs] = [
+        node.value
+        for node in features.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and ast.unparse(node.targets[0]) == "jobs"
+    ]
+    assert [ast.literal_eval(key) for key in jobs.keys if key is not None].count(feature) == 1
+    assert {"features-cpu", "features-sim"} <= set(steps.STEPS)
+    assert feature in SMOKE
