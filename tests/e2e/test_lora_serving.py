@@ -193,8 +193,9 @@ def test_load_list_and_unload(server: Server, case: Case) -> None:
 @pytest.mark.feature("LoRA: a broken adapter is refused, and serving goes on", "{device}")
 @pytest.mark.parametrize("name", BROKEN)
 @ON_ONE_DEVICE
-def test_a_broken_adapter_is_refused(server: Server, case: Case, tmp_path: Path, name: str) -> None:
-    make, message = BROKEN[name]
+def test_a_broken_adapter_is_refused(server: Server, folder: Path, case: Case, tmp_path: Path, name: str) -> None:
+    width = json.loads((folder / "config.json").read_text())["hidden_size"]
+    make, message = lora_adapters.broken(width)[name]
     make(tmp_path / "broken")
     before = in_worker(server)
     refused = server.http.post(
@@ -339,8 +340,8 @@ def tiny(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return Tiny(tiny_llama, tmp_path_factory.mktemp("tiny"))
 
 
-UNFIT = ("made for a smaller model", "made for a deeper model")
-"""Names of broken adapters that do not fit the tiny model either."""
+UNFIT = {name: lora_adapters.broken(128)[name] for name in ("made for a smaller model", "made for a deeper model")}
+"""Broken adapters that do not fit the tiny model."""
 DIVIDED: dict[str, tuple[dict[str, int], dict[str, str]]] = {
     "cpu": ({"tensor_parallel_size": 2}, {}),
     "sim": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"BACKPLANE_SIM_CARDS": "4"}),
@@ -353,7 +354,7 @@ def divided(device: str, tiny: Tiny, tiny_llama: Path, tmp_path_factory: pytest.
     """Returns the steps of an engine with several workers: loading, use and removal of adapters."""
     folder = tmp_path_factory.mktemp(device)
     for name in UNFIT:
-        BROKEN[name][0](folder / name)
+        UNFIT[name][0](folder / name)
     good = [[f"of rank {rank}", rank, str(place)] for rank, place in tiny.folders.items()]
     work = {**batch([tiny.PROMPT] * 3, greedy(TOKENS, logprobs=0)), "adapters": [None, *good]}
     steps = [
@@ -381,7 +382,7 @@ def test_workers_refuse_and_load_together(divided: list[Any], device: str, tiny:
     """
     *refused, one, other, there, outputs, first, second, left = divided
     for name, error in zip(UNFIT, refused, strict=True):
-        assert BROKEN[name][1] in error
+        assert UNFIT[name][1] in error
     assert (one, other, sorted(there)) == ("", "", list(tiny.RANKS))
     assert (first, second, left) == (True, True, [])
     assert_divided(outputs, tiny)
