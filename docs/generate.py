@@ -14,6 +14,7 @@ import os
 import re
 import runpy
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -248,14 +249,54 @@ def interference() -> str:
     from vllm_patchbay.patch import GuardedPackage, PatchSet
 
     count = len(PatchSet.of_packages([OWN], may_be_empty=(OWN,)).patches)
-    guards = len(GuardedPackage.find("vllm_backplane").guards())
+    guards = GuardedPackage.find("vllm_backplane").guards()
+    functions = len({guard.target for guard in guards})
+    of_functions = f" on {functions} functions and classes" if functions != len(guards) else ""
     series = [".".join(map(str, release.series)) for release in RELEASES[:-1]]
     smoke = f"{', '.join(series[:-1])} and {series[-1]}"
     return (
         f"vLLM {NEWEST.version} is fully tested; {smoke} pass a smoke test. Hooks and subclasses come before patches; "
-        f"patches of vLLM: {count}, guarded overrides of its private parts: {guards} "
+        f"patches of vLLM: {count}, guarded overrides of its private parts: {len(guards)}{of_functions} "
         "([list](docs/reference/patches.md))."
     )
+
+
+def upgrade_verdicts() -> str:
+    """Returns precision and recall of an upgrade report, from the verdicts about its tasks."""
+    from vllm_patchbay.upgrade import Section
+
+    recorded = tomllib.loads((ROOT / "docs/plugin/upgrade-0.33.toml").read_text())
+    rows: list[tuple[str, ...]] = []
+    listed: dict[str, list[Section]] = {}
+    in_all: list[tuple[int, int]] = []
+    for section in Section:
+        tasks = [task for task in recorded["tasks"] if task["section"] == section.name.lower()]
+        in_all.append((_subjects(tasks), _subjects(task for task in tasks if "change" in task)))
+        rows.append(_precision(section.value.partition(":")[0], *in_all[-1]))
+        for change in {task["change"] for task in tasks if "change" in task}:
+            listed.setdefault(change, []).append(section)
+    rows.append(_precision("all", *map(sum, zip(*in_all, strict=True))))
+    changes = recorded["changes"]
+    shown = (
+        (text, ", ".join(section.value.partition(":")[0] for section in listed.get(name, ())) or "missed")
+        for name, text in changes.items()
+    )
+    first = sum(bool({Section.BREAKS, Section.CHANGED} & set(sections)) for sections in listed.values())
+    return (
+        f"{table(('section', 'tasks', 'led to a change', 'precision'), rows)}\n\n"
+        f"{table(('change that the port needed', 'in the report'), shown)}\n\n"
+        f"Recall: {len(listed)} of {len(changes)} changes were listed ({len(listed) / len(changes):.2f}), {first} of "
+        f"them in the first two sections ({first / len(changes):.2f}). The figures are for the package at commit "
+        f"{recorded['commit']}, the last one before the port: `{recorded['command']}`."
+    )
+
+
+def _subjects(tasks: Iterable[dict[str, Any]]) -> int:
+    return sum(len(task["subjects"]) for task in tasks)
+
+
+def _precision(title: str, tasks: int, needed: int) -> tuple[str, ...]:
+    return title, str(tasks), str(needed), f"{needed / tasks:.2f}" if tasks else "-"
 
 
 # --- GGUF -------------------------------------------------------------------------------------------------------------
@@ -414,6 +455,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "partly there": partly_there,
     "releases": releases,
     "speed": speed,
+    "upgrade verdicts": upgrade_verdicts,
 }
 WHOLE_PAGES: dict[str, Callable[[], str]] = {"docs/reference/patches.md": patches}
 
