@@ -240,27 +240,104 @@ def read_name(node: ast.AST) -> str:
     return ""
 
 
+NO_OBJECTS_OF_VLLM = ("patches/", "cli/", "doctor/", "device/", "devices/", "host/", "ops/", "gguf/", "errors.py")
+"""Files that set attributes of their own objects and of other libraries' only, and patches, which are declared."""
+SET_IN_VLLM = {
+    ("quantization/", "g_idx"): "quantization methods register and remove the parameters of their layer",
+    ("quantization/", "setattr"): "quantization methods register and remove the parameters of their layer",
+    ("quantization/checkpoint/compressed_tensors.py", "weight_loader_numel"): "it is for vLLM's count of loaded values",
+    ("quantization/checkpoint/experts.py", "features"): "the module is one of Backplane",
+    ("models/dequantized.py", "hf_quantizer"): "it is for a model of transformers",
+    ("models/dequantized.py", "model_max_length"): "it is for a tokenizer of transformers",
+    ("models/dequantized.py", "pre_tokenizer"): "it is for a tokenizer of transformers",
+    ("process/start_signals.py", "daemon"): "it is for a thread",
+    ("process/vllm_torch.py", "setattr"): "it is for torch, whose module vLLM sees through a view",
+    ("runner/triton_replacements.py", "__signature__"): "it is for a function of Backplane",
+    ("settings/compat.py", "setattr"): "the kernels that are replaced have guards in runner/triton_replacements.py",
+}
+"""What the package sets in objects of vLLM or of an unknown kind, and why it needs no guard in that file."""
+
+
 def writes() -> Iterator[str]:
-    """Finds code that sets something in vLLM's modules and classes, or goes through all modules to do so."""
+    """Finds code that sets something in vLLM's modules, classes and objects, or goes through all modules to do so."""
     for file, tree in sources().items():
-        if file.startswith(("patches/", "doctor/", "cli/")) or targets_of(file):
+        if file.startswith(NO_OBJECTS_OF_VLLM):
             continue
-        origins = imported(tree)
+        names = names_of(targets_of(file))
+        for place, name in sets_in_vllm(tree):
+            if name not in names and not any(file.startswith(prefix) and name == k for prefix, k in SET_IN_VLLM):
+                yield f"{file}:{place.lineno} sets {ast.unparse(place)}"
         for node in ast.walk(tree):
-            targets: list[ast.expr] = []
-            if isinstance(node, (ast.Assign, ast.Delete)):
-                targets = node.targets
-            elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
-                targets = [node.target]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
-                targets = [ast.Attribute(node.args[0], "", ast.Store())]
-            held = [each for each in targets if isinstance(each, (ast.Attribute, ast.Subscript))]
-            if any(origins.get(root_of(each)) == "vllm" for each in held):
-                yield f"{file}:{node.lineno} sets {ast.unparse(node)}"
-            elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.modules", "sys.meta_path"):
-                yield f"{file}:{node.lineno} uses {ast.unparse(node)}"
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("for_each_module", "when_imported"):
-                yield f"{file}:{node.lineno} calls {ast.unparse(node.func)}"
+            text = ast.unparse(node.func if isinstance(node, ast.Call) else node) if is_expression(node) else ""
+            if text in ("sys.modules", "sys.meta_path", "for_each_module", "when_imported") and not names:
+                yield f"{file}:{node.lineno} uses {text}"  # type: ignore[attr-defined]
+
+
+def is_expression(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Attribute, ast.Call))
+
+
+def sets_in_vllm(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    """Yields the statements that may set an attribute of an object of vLLM, with the attribute's name. Attributes that
+    our classes have, and public fields of vLLM's configuration, may be set."""
+    origins = imported(tree)
+    own = names_bound_in(tree)
+    for node in ast.walk(tree):
+        for owner, name in written(node):
+            root = root_of(owner)
+            is_of_vllm = origins.get(root) == "vllm"
+            is_ours = root in own or (root in origins and not is_of_vllm) or name.startswith("backplane_")
+            is_known = ast.unparse(owner) in ("self", "cls") or name in own_attributes() | configuration_fields()
+            if is_of_vllm or not (is_ours or is_known or name.isupper()):
+                yield node, name  # type: ignore[misc]
+
+
+def written(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """Yields the objects and the attributes that a statement or call sets, changes or deletes."""
+    targets: list[ast.expr] = []
+    if isinstance(node, (ast.Assign, ast.Delete)):
+        targets = node.targets
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+        targets = [node.target]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+        name = ast.unparse(node.args[1]).strip("_'")  # a constant of ours is in upper case
+        yield node.args[0], name if name.isupper() or isinstance(node.args[1], ast.Constant) else "setattr"
+    for target in [part for each in targets for part in (each.elts if isinstance(each, ast.Tuple) else [each])]:
+        held = target
+        while isinstance(held, ast.Subscript):
+            held = held.value
+        if isinstance(held, ast.Attribute):
+            yield held.value, held.attr
+
+
+@cache
+def own_attributes() -> frozenset[str]:
+    """Returns the names of attributes that classes of the package define, or set on their objects."""
+    names: set[str] = set()
+    for tree in sources().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                names |= names_bound_in(node)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return frozenset(names)
+
+
+@cache
+def configuration_fields() -> frozenset[str]:
+    """Returns the public fields of vLLM's configuration, which its platforms may set."""
+    tree = upstream().tree_of("vllm")
+    assert tree is not None
+    modules = [ast.parse(tree.read(module) or "") for module in tree.modules() if module.startswith("vllm.config.")]
+    classes = [node for module in modules for node in module.body if isinstance(node, ast.ClassDef)]
+    return frozenset(name for each in classes for name in names_bound_in(each) if not name.startswith("_"))
+
+
+def names_bound_in(node: ast.ClassDef | ast.Module) -> set[str]:
+    """Returns what the body of a class or module binds, imports apart."""
+    names = {each.name for each in node.body if isinstance(each, (ast.FunctionDef, ast.ClassDef))}
+    names |= {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+    return names | {ast.unparse(part) for each in node.body if isinstance(each, ast.Assign) for part in each.targets}
 
 
 SKIPPED = sorted({guard.target for guard in GUARDS if guard.fast_path and not guard.target.endswith(".__init__")})
@@ -420,7 +497,10 @@ SEARCHES = {
     private_methods: ("PunicaWrapperBase._update_base_metadata", "MambaMixer._ssm_transform"),
     private_names: ("_convert_to_tensors", "layer._k_scale_float", "runner._pp_recv_work", "_all_instances"),
     skipped_calls: ("calls copy_to_gpu", "calls dispatch", "calls _is_uniform_decode", "calls build_metadata"),
-    writes: ("envs.environment_variables", "for_each_module", "sys.modules"),
+    writes: (
+        *("envs.environment_variables", "for_each_module", "sys.modules"),
+        *("runner.sampler = ", "batch.request_lora_mapping[place] = "),
+    ),
     streams: ("gpu_model_runner:GPUModelRunner.__init__", "worker_base:WorkerBase.synchronize_device"),
 }
 """Searches for code that depends on vLLM, and some of what each finds if there are no guards."""
@@ -442,6 +522,9 @@ def test_the_search_finds_code_without_a_guard(search, monkeypatch: pytest.Monke
 def test_reasons_and_exceptions_are_needed() -> None:
     for prefix in NOT_REACHED:
         assert any(is_reason(path, prefix) for path in uses_of_torch()), prefix
+    set_in_vllm = [(file, name) for file, tree in sources().items() for _, name in sets_in_vllm(tree)]
+    for prefix, name in SET_IN_VLLM:
+        assert any(file.startswith(prefix) and name == each for file, each in set_in_vllm), (prefix, name)
     assert set(CALLED_IN_EVERY_STEP) <= set(SKIPPED)
     called = {name for path in SKIPPED for name, _ in calls_of(path)}
     assert set(NOT_CALLED) <= called, set(NOT_CALLED) - called
