@@ -411,8 +411,8 @@ def _guards_of(tree: ast.AST, place: str, file: Path) -> Iterator[Guard]:
                 "without importing the module; write the texts out"
             ) from None
         for target in targets:
-            given_texts = [given.get(key, "") for key in ("fast_path", "versions", "feature")]
-            yield Guard(target, given.get("why", ""), place, *given_texts, given.get("mentions", ()))
+            fast_path, versions, feature = (given.get(key, "") for key in ("fast_path", "versions", "feature"))
+            yield Guard(target, given.get("why", ""), place, fast_path, versions, feature, given.get("mentions", ()))
 
 
 def _called(function: ast.expr) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from vllm_patchbay.errors import PatchError
 
@@ -30,7 +31,7 @@ def statements_with(names: Sequence[str], source: str) -> str:
     return ast.unparse(tree)
 
 
-def _reduced_block(block: Sequence[ast.AST], wanted: Sequence[tuple[str, ...]]) -> list[ast.AST]:
+def _reduced_block(block: Sequence[ast.AST], wanted: Sequence[tuple[str, ...]]) -> list[Any]:
     return [plain for each in block if _reduce(plain := _without_annotation(each), wanted)]
 
 

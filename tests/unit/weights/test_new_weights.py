@@ -99,7 +99,7 @@ def test_a_vllm_that_cannot_set_weights_to_zero(monkeypatch: pytest.MonkeyPatch,
     worker = worker_with(captured(while_serving=True), called)
     worker.vllm_config = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
     worker.model_config = SimpleNamespace(quantization=None)
-    with pytest.raises(BackplaneError, match="install vLLM 0.32 or a later release"):
+    with pytest.raises(BackplaneError, match=r"install vLLM 0\.32 or a later release"):
         worker.reset_weights()
     assert called == []
 

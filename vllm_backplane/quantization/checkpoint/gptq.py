@@ -95,7 +95,7 @@ class BackplaneGPTQConfig(AnyDeviceConfig, AutoGPTQConfig):
         return get_linear_quant_method(self._with_named_layers(), layer, prefix, BackplaneGPTQLinearMethod)
 
     def _with_named_layers(self) -> BackplaneGPTQConfig:
-        """Returns the configuration with the names of its quantized layers, or with one that every layer's name contains.
+        """Returns the configuration with the names of its quantized layers, or with one that all layers contain.
 
         vLLM reads the names from the checkpoint's metadata. If there are none, 0.30 and 0.31 load no layer quantized.
         """
