@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_backplane.process.vllm_torch import HostEvent, HostStream, View
 from vllm_backplane.worker.output_copy import wait_for_output_copy
+
+PARAMETERS = signature(async_utils.AsyncOutput.__init__).parameters
 
 
 class RecordingEvent(HostEvent):
@@ -66,6 +69,7 @@ def v1_pooling() -> AsyncModelRunnerOutput:
 
 def v2_tokens() -> AsyncModelRunnerOutput:
     one = torch.ones(1, dtype=torch.int32)
+    later = {"pending_aux_output": None} if "pending_aux_output" in PARAMETERS else {}  # not in vLLM 0.30
     return async_utils.AsyncOutput(
         model_runner_output=empty(),
         sampler_output=SamplerOutput(torch.zeros((1, 1), dtype=torch.int64), None, None, one, one),
@@ -73,7 +77,7 @@ def v2_tokens() -> AsyncModelRunnerOutput:
         main_stream=HostStream(),
         copy_stream=HostStream(),
         check_ep_fault=False,
-        pending_aux_output=None,
+        **later,
     )
 
 
