@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,7 +87,8 @@ def run(release: Release, report: Callable[[str], None]) -> Iterator[Outcome]:
             continue
         report(f"{release.version} {step}")
         folder = logs / step
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+        folder.mkdir(parents=True)
         began = time.monotonic()
         # The build takes minutes, so its output is reported line by line.
         report_line = report if step == BUILD else None

@@ -47,6 +47,14 @@ def test_all_pass(scripted: dict[str, str], capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.process
+def test_a_second_run_begins_with_empty_folders(scripted: dict[str, str], tmp_path: Path) -> None:
+    left = tmp_path / ".venv-matrix-0.31.0/.backplane/logs/features-cpu/adapter"
+    left.mkdir(parents=True)
+    assert matrix.main(["0.31.0"]) == 0
+    assert left.parent.is_dir() and not left.exists()
+
+
+@pytest.mark.process
 def test_a_step_that_fails_is_shown_and_the_rest_goes_on(
     scripted: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
