@@ -422,11 +422,6 @@ REPLACED_IN_TORCH = {
     *(f"torch.accelerator.{name}" for name in ("synchronize", "empty_cache", "empty_host_cache", "get_memory_info")),
 }
 """What `process/vllm_torch.py` replaces in vLLM's view of torch."""
-SEARCHED = (
-    *("vllm.v1.worker.", "vllm.v1.spec_decode.", "vllm.v1.sample.", "vllm.v1.executor.", "vllm.v1.engine."),
-    *("vllm.utils.", "vllm.lora.", "vllm.distributed.parallel_state", "vllm.model_executor.model_loader.base_loader"),
-)
-"""Modules of vLLM that run in servers with Backplane whatever the model and the options are, or most of them."""
 NOT_REACHED = {
     "vllm.v1.worker.xpu": "another platform",
     "vllm.v1.worker.cpu": "another platform",
@@ -451,6 +446,73 @@ NOT_REACHED = {
     "vllm.utils.torch_utils:aux_stream": "only CUDA's platform has this stream",
     "vllm.utils.torch_utils:": "the module replaces torch.cuda.set_stream; a stand-in has none to replace",
     "vllm.lora.layers": "only CUDA's platform has this stream",
+    "vllm.model_executor.layers.fused_moe.runner.shared_experts": "only CUDA's platform has this stream",
+    "vllm.model_executor.models.cohere2_moe": "a test of the platform excludes all but CUDA's",
+    **dict.fromkeys(
+        (
+            *("vllm.models.beam", "vllm.models.common.ops", "vllm.models.deepseek_v4", "vllm.models.flint"),
+            *("vllm.models.inkling", "vllm.models.kimi_k3", "vllm.models.minimax_m3", "vllm.models.muse_spark"),
+            *("vllm.models.qwen4_exp", "vllm.models.step5"),
+        ),
+        "the model is written in kernels of CUDA or ROCm, and Backplane replaces no layer of it",
+    ),
+    "vllm.benchmarks.": "a program of its own",
+    "vllm.platforms.xpu": "another platform",
+    **dict.fromkeys(
+        (
+            *("vllm.model_executor.kernels.linear.cute_dsl", "vllm.model_executor.kernels.linear.mixed_precision"),
+            *("vllm.model_executor.layers.fused_moe.deep_gemm_mega_moe", "vllm.multimodal.video_decoders.deepstream"),
+            *("vllm.model_executor.layers.fused_moe.oracle.w4a8", "vllm.multimodal.video_decoders.pynvvideocodec"),
+            "vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ht",
+        ),
+        "it is for kernels and libraries of CUDA",
+    ),
+    **dict.fromkeys(
+        (
+            "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._maybe_pad_weight",
+            "vllm.model_executor.layers.quantization.mxfp4:Mxfp4MoEMethod._setup_kernel_k3_situ_gfx942",
+            "vllm.model_executor.layers.quantization.quark",
+            "vllm.model_executor.layers.quantization.utils.fp8_utils",
+            *("vllm.v1.attention.backends.mla.rocm", "vllm.v1.attention.backends.rocm", "vllm.v1.attention.ops.flydsl"),
+        ),
+        "it is for ROCm",
+    ),
+    "vllm.v1.attention.backends.mla.index_group": "sparse attention is refused (attention/selection.py)",
+    "vllm.v1.attention.ops.cp_common": "context parallelism without copies needs CUDA's symmetric memory",
+    "vllm.v1.attention.ops.dcp": "context parallelism without copies needs CUDA's symmetric memory",
+    "vllm.v1.hisparse": "it needs Triton (device/triton_features.py)",
+    "vllm.model_executor.warmup.": "the worker of Backplane warms up",
+    "vllm.model_executor.layers.mamba.mamba_mixer2": "the layer of Backplane has its own computation",
+    "vllm.model_executor.layers.mamba.gdn": "the layer of Backplane has its own computation",
+    "vllm.compilation.breakable_cudagraph": "its graphs are CUDA's",
+    "vllm.device_allocator.": "the worker of Backplane allocates, sleeps and wakes",
+    "vllm.distributed.device_communicators.": "the communicator is one of Backplane or of the device",
+    "vllm.distributed.elastic_ep": "it needs balancing of experts, which is refused",
+    "vllm.distributed.eplb": "balancing of experts is refused",
+    "vllm.model_executor.model_loader.weight_cache": "it shares memory of CUDA between processes",
+    "vllm.model_executor.models.gemma4_unified": "it is for tensors of CUDA",
+    "vllm.model_executor.offloader.prefetch": "it raises: it exchanges weights of CUDA for those in pinned memory",
+    **dict.fromkeys(
+        (
+            *("vllm.distributed.ec_transfer.ec_connector.cpu", "vllm.distributed.ec_transfer.ec_connector.mooncake"),
+            *("vllm.v1.kv_offload.cpu", "vllm.v1.simple_kv_offload"),
+        ),
+        "it copies with an operator of CUDA, and raises before if the platform or the stream is another one",
+    ),
+    **dict.fromkeys(
+        (
+            f"vllm.distributed.kv_transfer.kv_connector.v1.{name}"
+            for name in ("hf3fs", "hisparse", "lmcache", "mooncake", "moriio", "nixl")
+        ),
+        "its library needs a platform of its own: CUDA's, ROCm's, or one that declares support of it",
+    ),
+    **dict.fromkeys(
+        (
+            f"vllm.distributed.weight_transfer.{name}"
+            for name in ("ipc_engine", "m2n", "nccl_engine", "packed_tensor", "sharded_rdt", "sparse_nccl")
+        ),
+        "it is for the trainer, or receives through libraries of CUDA",
+    ),
 }
 """Modules and functions, and why a server with Backplane does not run them. A test checks that each uses a name."""
 
@@ -461,17 +523,20 @@ def uses_of_torch() -> dict[str, int]:
     tree, found = installed_tree(), dict[str, int]()
 
     def visit(node: ast.AST, module: str, name: str) -> None:
+        annotations = (getattr(node, "annotation", None), getattr(node, "returns", None))
         for each in ast.iter_child_nodes(node):
             if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 visit(each, module, f"{name}.{each.name}" if name else each.name)
                 continue
-            is_annotation = isinstance(node, (ast.arg, ast.AnnAssign, ast.BinOp, ast.FunctionDef, ast.Subscript))
-            if isinstance(each, ast.Attribute) and ast.unparse(each) in REPLACED_IN_TORCH and not is_annotation:
+            if each in annotations:
+                continue
+            if isinstance(each, ast.Attribute) and ast.unparse(each) in REPLACED_IN_TORCH:
                 found[f"{module}:{name}"] = found.get(f"{module}:{name}", 0) + 1
             visit(each, module, name)
 
     for module in tree.modules():
-        if module.startswith(SEARCHED) and "torch." in (source := tree.read(module) or ""):
+        source = tree.read(module) or ""
+        if any(name in source for name in REPLACED_IN_TORCH):
             visit(ast.parse(source), module, "")
     return found
 
@@ -501,7 +566,10 @@ SEARCHES = {
         *("envs.environment_variables", "for_each_module", "sys.modules"),
         *("runner.sampler = ", "batch.request_lora_mapping[place] = "),
     ),
-    streams: ("gpu_model_runner:GPUModelRunner.__init__", "worker_base:WorkerBase.synchronize_device"),
+    streams: (
+        *("gpu_model_runner:GPUModelRunner.__init__", "worker_base:WorkerBase.synchronize_device"),
+        *("gemma4_mm:Gemma4ForConditionalGeneration", "weight_transfer.base:WeightTransferEngine.update_weights"),
+    ),
 }
 """Searches for code that depends on vLLM, and some of what each finds if there are no guards."""
 
@@ -559,17 +627,20 @@ def test_replaced_kernels_have_guards() -> None:
 
 
 def test_every_feature_is_used() -> None:
-    """A class uses its feature when it is constructed. Other code calls `use_feature`."""
+    """A class uses its feature when it is constructed. Other code calls `use_feature`, also with the names of the
+    model's classes and of the KV connector."""
     automatic, called = set(), set()
     for tree in sources().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "use_feature":
-                called.add(ast.literal_eval(node.args[0]))
+                called.add(ast.unparse(node.args[0]).strip("'"))
             for decorator in node.decorator_list if isinstance(node, ast.ClassDef) else ():
                 if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "guarded":
                     automatic |= {ast.literal_eval(e.value) for e in decorator.keywords if e.arg == "feature"}
+    assert called >= {"kind.__name__", "transfer.kv_connector"}
+    of_vllm = {guard.feature for guard in GUARDS if upstream().resolve(guard.module, guard.feature).is_class}
     features = {guard.feature for guard in GUARDS} - {""}
-    assert features == automatic | called
+    assert features == automatic | of_vllm | {name for name in called if "." not in name}
     assert {"speculation", "V1 model runner", "V2 model runner", "LoRA", "experts"} <= features
 
 

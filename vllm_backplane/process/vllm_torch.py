@@ -151,6 +151,28 @@ _bound = False
     "vllm.utils.mem_utils:release_device_memory_under_pressure",
     why="what it calls of torch.accelerator is done by the device",
 )
+@guarded(
+    "vllm.distributed.weight_transfer.base:WeightTransferEngine.update_weights",
+    why="what it calls of torch.accelerator is done by the device",
+    feature="weight transfer",
+)
+@guarded(
+    "vllm.model_executor.models.gemma4_mm:Gemma4ForConditionalGeneration._process_image_input",
+    "vllm.model_executor.models.gemma4_mm:Gemma4ForConditionalGeneration._process_video_input",
+    why="the free memory that it reads is that of the device",
+    feature="Gemma4ForConditionalGeneration",
+)
+@guarded(
+    "vllm.model_executor.models.diffusion_gemma:DiffusionSampler.__call__",
+    why="the free memory that it reads is that of the device",
+    feature="DiffusionGemmaForConditionalGeneration",
+)
+@guarded(
+    "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector:ExampleHiddenStatesConnector._get_copy_stream",
+    "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector:ExampleHiddenStatesConnector._submit_async_write",
+    why="the streams and events that it takes from torch.cuda are those of the device or of the host",
+    feature="ExampleHiddenStatesConnector",
+)
 def bind_torch_of_vllm(device: Device, card: int) -> None:
     """Routes the accelerator calls of vLLM's modules to a card of the device, for the rest of this process."""
     global _bound

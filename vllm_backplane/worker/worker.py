@@ -103,6 +103,11 @@ class BackplaneWorker(Worker):
             use_feature("speculation")
         if getattr(self.cache_config, "mamba_cache_mode", "none") != "none":
             use_feature("prefix caching of recurrent layers")
+        if self.vllm_config.weight_transfer_config is not None:
+            use_feature("weight transfer")
+        transfer = self.vllm_config.kv_transfer_config
+        if transfer is not None and transfer.kv_connector is not None:
+            use_feature(transfer.kv_connector)
         self.backplane_device.place_worker(self._index_on_host(), self._workers_on_host())
         self.card = self._card()
         self.device = self.backplane_device.torch_device(self.card)
@@ -195,6 +200,8 @@ class BackplaneWorker(Worker):
         with missing_weights.error_with_remedy():
             super().load_model(load_dummy_weights=load_dummy_weights)
         verify_guards()  # of the modules that the model has imported
+        for kind in type(self.model_runner.get_model()).__mro__:
+            use_feature(kind.__name__)
         # vLLM has just set one host thread for serving, which suits only devices whose host merely launches kernels.
         self.backplane_device.prepare_worker(self._workers_on_host())
         self.adapter_prefetcher = AdapterPrefetcher.create_if_supported(self.vllm_config, self.model_runner)
