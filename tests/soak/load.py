@@ -45,7 +45,8 @@ BROKEN: tuple[tuple[str, str, bytes], ...] = (
     (
         "an assistant without text",
         "/v1/responses",
-        b'{"model": "soak", "input": [{"role": "assistant", "id": "1", "status": "completed", "content": []}]}',
+        b'{"model": "soak", "input": '
+        b'[{"type": "message", "role": "assistant", "id": "1", "status": "completed", "content": []}]}',
     ),
     ("a broken grammar", "/v1/completions", b'{"model": "soak", "prompt": "x", "structured_outputs": {"regex": "("}}'),
 )

@@ -31,7 +31,7 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs make as if the environment were set up."""
     if shutil.which("make") is None:
         pytest.skip("no make")
-    command = ["make", "-C", str(ROOT), "-o", ".venv/.backplane/plugin", "upgrade", "VENV=.venv", *arguments]
+    command = ["make", "-C", str(ROOT), "-o", ".venv/.backplane/plugin", "upgrade", "VENV=.venv", "ARGS=", *arguments]
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "VLLM_"))}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
 
