@@ -90,7 +90,7 @@ def case(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
 ON_ONE_DEVICE = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("sim", marks=pytest.mark.exhaustive)], indirect=True
 )
-"""Marks tests of what happens to an adapter before its weights reach the device."""
+"""Marks tests of what happens to an adapter before its weights reach the device, and of how workers divide it."""
 
 
 @pytest.fixture(scope="module")
@@ -372,6 +372,7 @@ def divided(device: str, tiny: Tiny, tiny_llama: Path, tmp_path_factory: pytest.
     return list(result["steps"])
 
 
+@ON_ONE_DEVICE
 @pytest.mark.feature("LoRA: several workers", "{device}")
 @pytest.mark.feature("LoRA: rank 16 equals the merged model", "{device}")
 @pytest.mark.feature("LoRA: rank 32 equals the merged model", "{device}")

@@ -174,7 +174,7 @@ MOST_SECONDS = 5
 only."""
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("moments", [3, pytest.param(NUMBER_OF_MOMENTS, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "command", [COMMAND, pytest.param(VLLM, marks=pytest.mark.exhaustive)], ids=["vllm-backplane serve", "vllm serve"]

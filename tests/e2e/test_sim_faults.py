@@ -46,6 +46,7 @@ START = 90.0
             {"BACKPLANE_SIM_SYNC_TIMEOUT": ""},
             f"hang@launch={ATTENTION},nth=40,card=1",
             id="of the second of two cards",
+            marks=pytest.mark.exhaustive,  # a hang of one card at the start, below, is one of two cards too
         ),
     ],
 )

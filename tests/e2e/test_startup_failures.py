@@ -119,6 +119,9 @@ CASES |= {
     ),
 }
 
+SECOND_VARIANTS = ("unknown device, vllm serve",)
+"""Cases of which `make test` runs another one with the same command, and one with the same fault."""
+
 STATES = "draft tokens with a recurrent state that cannot be rolled back"
 FP8, MXFP4 = "weights in fp8", "weights in mxfp4"
 CONFIGURED: dict[str, PretrainedConfig] = {
@@ -196,7 +199,13 @@ def install_vendor(folder: Path, filling: Mapping[str, str]) -> None:
     (metadata / "entry_points.txt").write_text("[vllm_backplane.devices]\nbroken = broken_device:Broken\n")
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.exhaustive] if name in SECOND_VARIANTS else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_it_ends_and_reports_why(case: Case, tiny_llama: Path, tmp_path: Path) -> None:
     variables: dict[str, str | None] = dict(case.variables)
     if case.vendor is not None:

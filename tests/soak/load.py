@@ -28,6 +28,7 @@ TEXT = (
 SHARES = {"short": 40, "long": 8, "stream": 20, "two choices": 12, "aborted": 12, "malformed": 8}
 """Kinds of requests and their shares in percent."""
 
+EMPTY_ANSWER = b'{"type": "message", "role": "assistant", "id": "1", "status": "completed", "content": []}'
 BROKEN: tuple[tuple[str, str, bytes], ...] = (
     ("not JSON", "/v1/completions", b'{"model": "soak", "prompt": '),
     ("not an object", "/v1/completions", b"[1, 2, 3]"),
@@ -45,8 +46,7 @@ BROKEN: tuple[tuple[str, str, bytes], ...] = (
     (
         "an assistant without text",
         "/v1/responses",
-        b'{"model": "soak", "input": '
-        b'[{"type": "message", "role": "assistant", "id": "1", "status": "completed", "content": []}]}',
+        b'{"model": "soak", "input": [%s]}' % EMPTY_ANSWER,
     ),
     ("a broken grammar", "/v1/completions", b'{"model": "soak", "prompt": "x", "structured_outputs": {"regex": "("}}'),
 )

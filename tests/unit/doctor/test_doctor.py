@@ -215,6 +215,7 @@ def test_plugins_switched_off_and_an_unknown_device():
     assert "cpu" in [device["name"] for device in report["devices"] if device["available"]]
 
 
+@pytest.mark.exhaustive  # a test of the part is below, and test_startup_failures.py has a server
 @pytest.mark.process
 def test_a_target_device_locks_every_platform_plugin_out():
     report = json_report(environment(VLLM_TARGET_DEVICE="cpu"), serves=False)
@@ -257,6 +258,7 @@ def test_a_second_platform_and_plugins_that_end_the_process(tmp_path):
     assert {plugin["name"] for plugin in yielding["plugins"] if plugin["activates"]} == {"rival"}
 
 
+@pytest.mark.exhaustive  # doctor reports another platform plugin, above, with the same code
 @pytest.mark.process
 def test_beside_an_accelerator_that_vllm_serves(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
@@ -349,6 +351,13 @@ def test_no_vllm_no_torch_and_an_old_python():
     assert software.check_python((3, 11, 0))[1] == []
     [old] = software.check_torch(["2.9.1+cu128"])[1]
     assert old.severity == "warning" and "2.9.1+cu128" in old.what
+
+
+def test_a_target_device_that_locks_plugins_out_is_an_error():
+    [found] = plugins.check_environment(plugins.find(), {"VLLM_TARGET_DEVICE": "cpu"})
+    assert found.severity == "error"
+    assert "VLLM_TARGET_DEVICE=cpu" in found.what and "ignore every platform plugin" in found.what
+    assert "unset VLLM_TARGET_DEVICE" in found.remedy
 
 
 @pytest.mark.parametrize(
