@@ -352,6 +352,7 @@ def speculating(method: str, drafts: int, **more: Any) -> Any:
 def test_ngrams_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     config = VllmConfig()
     config.speculative_config = SimpleNamespace(method="ngram", target_model_config=None)
+    monkeypatch.setattr(refusals, "find_spec", lambda name: object())
     refusals.refuse_unsupported(config, configured({}))
     monkeypatch.setattr(refusals, "find_spec", lambda name: None)
     with pytest.raises(BackplaneError, match="run: pip install numba"):
