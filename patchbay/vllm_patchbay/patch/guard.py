@@ -87,6 +87,8 @@ class Guard:
         check_target(self.target)
         if not self.why.strip():
             raise PatchError(f"the guard of {self.target}: why is empty; fill it in")
+        if not isinstance(self.mentions, tuple) or not all(isinstance(one, str) and one for one in self.mentions):
+            raise PatchError(f"the guard of {self.target}: mentions is {self.mentions!r}; make it a tuple of names")
         if self.versions:
             check_versions(self.target, self.versions)
 

@@ -56,9 +56,17 @@ def published_tree(version: str, progress: Progress = no_progress) -> SourceTree
 
 
 def cached_tree(version: str) -> SourceTree | None:
-    """Returns the published vLLM of a version if the cache has it, else None. It downloads nothing."""
+    """Returns the published vLLM of a version if the cache has it, else None. It downloads nothing.
+
+    A cache that cannot be trusted counts as one that does not have it, because the source only makes a difference
+    readable.
+    """
     remedy = "name the version that it was taken from, such as 0.32.0"
-    archive = cached_archive(parse_version(version, "a fingerprint", remedy))
+    parsed = parse_version(version, "a fingerprint", remedy)
+    try:
+        archive = cached_archive(parsed)
+    except PatchbayError:
+        return None
     return WheelTree(archive, version) if archive.is_file() else None
 
 

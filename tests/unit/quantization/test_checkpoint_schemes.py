@@ -45,7 +45,7 @@ from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.layers import layerwise_loading
 from vllm_backplane.ops.quantized_linear import Packed
 from vllm_backplane.quantization import packed_parameters
-from vllm_backplane.quantization.checkpoint import linear_method
+from vllm_backplane.quantization.checkpoint import gptq, linear_method
 from vllm_backplane.quantization.checkpoint.awq import WORD_ORDER as AWQ_WORD_ORDER
 from vllm_backplane.quantization.checkpoint.repacking import (
     PackedWords,
@@ -309,6 +309,29 @@ def test_an_order_of_another_length_is_rejected(size: int) -> None:
     stored.tensors["g_idx"] = stored.tensors["g_idx"].repeat(2)[:size]
     with pytest.raises(CheckpointError, match=rf"g_idx .* has the shape \({size},\)"):
         load(layer, stored)
+
+
+@pytest.mark.parametrize("size", [1, 2 * FAN_IN])
+def test_an_order_that_is_not_used_may_be_longer(size: int) -> None:
+    """Tests a checkpoint without activation order, of which some have more values than inputs."""
+    layer = RowParallelLinear(FAN_IN, 24, bias=False, quant_config=configured(made.GPTQ), prefix="down")
+    stored = made.gptq(FAN_IN, 24, 4, 32)
+    stored.tensors["g_idx"] = stored.tensors["g_idx"].repeat(2)[:size]
+    if size < FAN_IN:
+        with pytest.raises(CheckpointError, match=rf"g_idx .* has the shape \({size},\)"):
+            load(layer, stored)
+    else:
+        load(layer, stored)
+        finish(layer)
+        assert_product(layer, stored.weight)
+
+
+def test_one_order_is_loaded_into_several_fused_weights() -> None:
+    """Tests what vLLM's loader of fused weights passes for parts that the checkpoint has in one tensor."""
+    param = torch.nn.Parameter(torch.full((4, 6), -1), requires_grad=False)
+    order = torch.tensor([1, 0, 2, 0, 1, 2])
+    gptq._load_group_index(6, param, order, (0, 1, 2))
+    assert param.tolist() == [order.tolist()] * 3 + [[-1] * 6]
 
 
 def test_an_order_of_long_integers_is_used_as_it_is() -> None:

@@ -155,7 +155,8 @@ class BackplaneGPTQLinearMethod(CheckpointLinearMethod, AutoGPTQLinearMethod):
         shape = (len(weights.output_partition_sizes), weights.input_size_per_partition)
         # int64, so that no group of a checkpoint with int64 becomes another one.
         group_index = torch.nn.Parameter(torch.full(shape, -1, dtype=torch.int64), requires_grad=False)
-        group_index.weight_loader = partial(_load_group_index, weights.input_size)  # type: ignore[attr-defined]
+        inputs = weights.input_size if self.quant_config.desc_act else None
+        group_index.weight_loader = partial(_load_group_index, inputs)  # type: ignore[attr-defined]
         layer.register_parameter("g_idx", group_index)
         self.kernel.zero_point_offset = self.quant_config.zero_point_offset
 
@@ -170,20 +171,28 @@ class BackplaneGPTQLinearMethod(CheckpointLinearMethod, AutoGPTQLinearMethod):
         del layer.g_idx
 
 
-def _load_group_index(inputs: int, param: torch.Tensor, loaded: torch.Tensor, shard: str | int | None = None) -> None:
-    """Copies the group of each input into the row of a fused weight.
+def _load_group_index(
+    inputs: int | None,
+    param: torch.Tensor,
+    loaded: torch.Tensor,
+    shard: str | int | tuple[int, ...] | None = None,
+) -> None:
+    """Copies the group of each input into the rows of a fused weight, or of several.
 
-    A row-parallel layer has no activation order (see `check_weights`) and does not use the values. It copies as many as
-    its row has, because vLLM counts the copied elements during a reload.
+    Without activation order, `inputs` is None and nothing uses the values. They are copied as far as the row has room,
+    because vLLM counts the copied elements during a reload. The same holds for a row-parallel layer, which has no
+    activation order (see `check_weights`).
     """
-    if loaded.shape != (inputs,):
+    if loaded.shape != (inputs,) and (inputs is not None or loaded.dim() != 1 or len(loaded) < param.shape[1]):
         raise CheckpointError(
-            f"a g_idx of this GPTQ checkpoint has the shape {tuple(loaded.shape)}, and its layer {inputs} inputs; "
-            "download the checkpoint again"
+            f"a g_idx of this GPTQ checkpoint has the shape {tuple(loaded.shape)}, and its layer "
+            f"{inputs or param.shape[1]} inputs; download the checkpoint again"
         )
-    rows = param.data if shard is None else [param.data[QKV_SHARDS[shard] if isinstance(shard, str) else shard]]
+    if isinstance(shard, str):
+        shard = QKV_SHARDS[shard]
+    rows = range(len(param.data)) if shard is None else shard if isinstance(shard, tuple) else (shard,)
     for row in rows:
-        row.copy_(loaded[: len(row)])
+        param.data[row].copy_(loaded[: param.shape[1]])
 
 
 def _common_row(group_index: torch.Tensor, prefix: str) -> torch.Tensor:

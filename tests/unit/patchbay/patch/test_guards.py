@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from vllm_patchbay.patch import Guard, Guards, Outcome
 from vllm_patchbay.patch import guard as guard_module
 from vllm_patchbay.patch.guard import Record, declared_in, recorded, verify_guard
 from vllm_patchbay.patch.mentions import statements_with
-from vllm_patchbay.upstream import SymbolIndex
+from vllm_patchbay.upstream import SymbolIndex, cached_tree
 from vllm_patchbay.upstream.source import FolderTree
 
 CORE = """
@@ -288,6 +289,20 @@ def test_a_guard_can_depend_on_some_statements_of_a_function(tmp_path: Path) -> 
     assert outcomes("device: Device", "device: Any, rows=1") == [Outcome.FITS, Outcome.DRIFTED]
     with pytest.raises(PatchError, match="'mentions' is for functions, and this is none: class Runner"):
         statements_with(names, known.normalized_source_of("vllm.core", "Runner"))
+
+
+@pytest.mark.parametrize("mentions", ["sampler", ("",), ["sampler"]])
+def test_mentions_are_a_tuple_of_names(mentions: Any) -> None:
+    """Tests a text without the comma of a tuple too, whose letters would be the names."""
+    with pytest.raises(PatchError, match="make it a tuple of names"):
+        Guard("vllm.core:Runner.__init__", "its sampler is replaced", "plugin.runner", mentions=mentions)
+
+
+def test_a_cache_that_cannot_be_trusted_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that a drift is reported nevertheless, with a difference that needs no cached source."""
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("PATCHBAY_CACHE", str(tmp_path))
+    assert cached_tree("0.32.0") is None
 
 
 DECLARED = """
