@@ -17,6 +17,10 @@ EVENTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn
 HELPERS = ("ldconfig", "gcc", "cc", "ld", "objdump", "lscpu", "uname", "file")
 """Programs that Python's and PyTorch's own modules start when they are imported, to find libraries and processors."""
 
+CACHED = "vllm.model_executor.models.registry"
+"""Module that vLLM runs in a process to describe a model class. The result is kept for later runs, so that any test may
+be the first one that needs it."""
+
 _started: list[str] | None = None
 """Processes that the running test has started; None while no fast test runs."""
 
@@ -24,7 +28,8 @@ _started: list[str] | None = None
 def _audit(event: str, arguments: tuple[object, ...]) -> None:
     if _started is not None and event in EVENTS:
         program = str(arguments[0]) if arguments else event
-        if Path(program.split()[0] if program.split() else program).name not in HELPERS:
+        is_cached = event == "subprocess.Popen" and CACHED in map(str, arguments[1] or ())  # type: ignore[call-overload]
+        if not is_cached and Path(program.split()[0] if program.split() else program).name not in HELPERS:
             _started.append(f"{event}: {program}")
 
 
