@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -141,6 +142,7 @@ def test_a_dead_engine_is_an_error(patched: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def end_by(number: int) -> None:
+    faulthandler.disable()  # it would print the stack of this process
     os.kill(os.getpid(), number)
 
 
@@ -154,7 +156,7 @@ def end_by(number: int) -> None:
     ],
 )
 def test_the_signal_that_ended_the_engine_is_explained(patched: Any, number: int, reason: str) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=end_by, args=(number,))
+    process = multiprocessing.get_context("fork").Process(target=end_by, args=(number,))  # a spawned one imports vLLM
     process.start()
     manager = CoreEngineProcManager.__new__(CoreEngineProcManager)  # without an engine
     manager.processes = [process]
