@@ -108,6 +108,8 @@ class BackplaneWorker(Worker):
         transfer = self.vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector is not None:
             use_feature(transfer.kv_connector)
+            for nested in transfer.kv_connector_extra_config.get("connectors", ()):  # those of a MultiConnector
+                use_feature(nested.get("kv_connector", ""))
         self.backplane_device.place_worker(self._index_on_host(), self._workers_on_host())
         self.card = self._card()
         self.device = self.backplane_device.torch_device(self.card)
