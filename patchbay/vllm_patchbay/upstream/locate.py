@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from vllm_patchbay.upstream.versions import (
     parse_version,
     version_override,
 )
+
+logger = logging.getLogger("vllm.vllm_patchbay.upstream")  # vLLM configures handlers for its own logger tree only
 
 INSTALLED = "installed"
 
@@ -58,14 +61,14 @@ def published_tree(version: str, progress: Progress = no_progress) -> SourceTree
 def cached_tree(version: str) -> SourceTree | None:
     """Returns the published vLLM of a version if the cache has it, else None. It downloads nothing.
 
-    A cache that cannot be trusted counts as one that does not have it, because the source only makes a difference
-    readable.
+    A cache that cannot be trusted is not read, with a warning: the source only makes a difference readable.
     """
     remedy = "name the version that it was taken from, such as 0.32.0"
     parsed = parse_version(version, "a fingerprint", remedy)
     try:
         archive = cached_archive(parsed)
-    except PatchbayError:
+    except PatchbayError as fault:
+        logger.warning("The source of vLLM %s is not read from the cache: %s", version, fault)
         return None
     return WheelTree(archive, version) if archive.is_file() else None
 

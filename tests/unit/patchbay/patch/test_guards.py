@@ -298,11 +298,15 @@ def test_mentions_are_a_tuple_of_names(mentions: Any) -> None:
         Guard("vllm.core:Runner.__init__", "its sampler is replaced", "plugin.runner", mentions=mentions)
 
 
-def test_a_cache_that_cannot_be_trusted_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_trusted_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Tests that a drift is reported nevertheless, with a difference that needs no cached source."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     tmp_path.chmod(0o777)
     monkeypatch.setenv("PATCHBAY_CACHE", str(tmp_path))
     assert cached_tree("0.32.0") is None
+    assert "The source of vLLM 0.32.0 is not read from the cache: " in caplog.text and str(tmp_path) in caplog.text
 
 
 DECLARED = """
