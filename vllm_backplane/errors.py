@@ -11,6 +11,10 @@ class BackplaneError(RuntimeError):
     """Reports that the installation or the configuration is wrong, and names the remedy; base of all other errors."""
 
 
+class UsageError(BackplaneError):
+    """Reports a mistake in a command line or in its surroundings. The command ends with the status 2."""
+
+
 class DeviceUnavailable(BackplaneError):
     """Reports that the requested device cannot be used on this machine, or that no device can."""
 
@@ -19,7 +23,7 @@ class BindingError(BackplaneError):
     """Reports that a replacement does not match the vLLM class or kernel that it is bound to."""
 
 
-class OptionError(BackplaneError, ValueError):
+class OptionError(UsageError, ValueError):
     """Reports that an option is unknown, or that its value is not allowed."""
 
 
