@@ -22,8 +22,16 @@ from vllm_backplane.settings.releases import Release  # noqa: E402
 BUILD = "environment"
 SMOKE = ("chat", "batch", "embeddings", "features-cpu", "features-sim")
 UNIT = (
-    *("binding", "config", "distributed", "kv_offload", "layers", "lora", "patches", "process", "quantization"),
-    *("runner", "settings", "weights", "worker", "devices/test_cpu_threads.py", "test_general_plugin.py"),
+    *("binding", "config", "distributed", "early_checks", "kv_offload", "layers", "lora", "patches", "process"),
+    *(
+        "quantization",
+        "runner",
+        "settings",
+        "weights",
+        "worker",
+        "devices/test_cpu_threads.py",
+        "test_general_plugin.py",
+    ),
 )
 """Folders and files of unit tests that import vLLM."""
 STATIC = "versions/test_versions_static.py"
@@ -72,7 +80,7 @@ def command(release: Release, step: str, folder: Path) -> list[str]:
     if step == "unit":
         in_parallel = ["-n", str(PROCESSES), "--dist", "loadfile"]
         return [*pytest, *in_parallel, *(str(tests / name) for name in UNIT), "-m", FAST]
-    arguments = {"doctor": ["doctor"], "patches": ["patches", "check"]}[step]
+    arguments = {"doctor": ["doctor", "--full"], "patches": ["patches", "check"]}[step]
     return [str(venv / "bin/vllm-backplane"), *arguments]
 
 

@@ -3,7 +3,10 @@
 Examines Python, torch, vLLM and its plugins, options, devices, operators and the layers that use them, and lets vLLM
 choose its platform in a subprocess. Changes nothing. Exits with 0 if serving would work, even with warnings.
 
-With --json, the keys are: backplane, serves, software, environment, plugins, options, devices, chosen, operators,
+With --full, vLLM is imported as far as a server imports it, and every layer is bound to its replacement. This takes
+about three times as long.
+
+With --json, the keys are: backplane, full, serves, software, environment, plugins, options, devices, chosen, operators,
 platform, bindings, findings.
 """
 
@@ -31,12 +34,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--additional-config", metavar="JSON", help="also check options as they would be given to 'vllm serve'"
     )
-    parser.add_argument("--verbose", action="store_true", help="list every option, operator and bound layer")
+    parser.add_argument(
+        "--full", action="store_true", help="also import everything that a server imports, and bind every layer"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="list every option, also those with their defaults, operator and layer"
+    )
     _output.add_json_flag(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    report = examine(args.additional_config)
+    report = examine(args.additional_config, full=args.full)
     if args.json:
         _output.print_json(dataclasses.asdict(report))
     else:
@@ -81,13 +89,16 @@ def verdict(report: Report) -> str:
 
 
 def _options(report: Report, verbose: bool) -> Iterable[str]:
+    shown = [option for option in report.options if verbose or option.source != "default"]
     yield from _section(
         "Options",
         [
             ("-", option.variable, option.path, "default" if option.source == "default" else _given(option))
-            for option in report.options
+            for option in shown
         ],
     )
+    if not verbose and (others := len(report.options) - len(shown)):
+        yield f"{_INDENT}{others} options have their defaults (--verbose lists them)"
     if verbose:
         for option in report.options:
             yield from _wrapped(f"{option.variable}: {option.help}", _INDENT, _INDENT * 3)
@@ -138,12 +149,16 @@ def _operators(report: Report, verbose: bool) -> Iterable[str]:
 def _vllm(report: Report, verbose: bool) -> Iterable[str]:
     platform = ": ".join(filter(None, (report.platform.name or "none", report.platform.reason)))
     rows: list[tuple[str, ...]] = [(report.platform.mark, "platform", platform)]
-    kinds = dict.fromkeys(binding.kind for binding in report.bindings)
-    for kind in kinds:
-        of_kind = [binding for binding in report.bindings if binding.kind == kind]
-        bound = sum(binding.mark == "ok" for binding in of_kind)
-        rows.append(("ok" if bound == len(of_kind) else "error", kind, f"{bound} of {len(of_kind)} bound"))
-    if not kinds:
+    how = "bound" if report.full else "found in vLLM's source"
+    are_sound = all(binding.mark == "ok" for binding in report.bindings)
+    if are_sound and report.bindings and not verbose:
+        rows.append(("ok", "layers, hooks", f"all {len(report.bindings)} {how}"))
+    else:
+        for kind in dict.fromkeys(binding.kind for binding in report.bindings):
+            of_kind = [binding for binding in report.bindings if binding.kind == kind]
+            bound = sum(binding.mark == "ok" for binding in of_kind)
+            rows.append(("ok" if bound == len(of_kind) else "error", kind, f"{bound} of {len(of_kind)} {how}"))
+    if not report.bindings:
         rows.append(("-", "layers", "not checked: the platform is not Backplane's"))
     yield from _section("vLLM", rows)
     if verbose:

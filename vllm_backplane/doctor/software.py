@@ -11,7 +11,6 @@ from importlib.metadata import (
     Distribution,
     PackageNotFoundError,
     distributions,
-    packages_distributions,
     requires,
 )
 from importlib.util import find_spec
@@ -172,17 +171,21 @@ def check_import(component: Component, imported: str) -> list[Finding]:
 
 
 def _versions(name: str) -> list[str]:
-    return [version for found, version in _installed() if found == name]
+    return [version for _, version in _named(distributions(name=name))]
 
 
 def _vllm_distributions() -> list[tuple[str, str]]:
-    providers = {canonicalize_name(each) for each in packages_distributions().get("vllm", ())}
-    return [(name, version) for name, version in _installed() if name in providers]
+    return _named(each for each in distributions() if _provides(each, "vllm"))
 
 
-def _installed() -> list[tuple[str, str]]:
+def _provides(distribution: Distribution, package: str) -> bool:
+    declared = (distribution.read_text("top_level.txt") or "").split()
+    return package in declared if declared else f"\n{package}/__init__.py," in f"\n{distribution.read_text('RECORD')}"
+
+
+def _named(found: Iterable[Distribution]) -> list[tuple[str, str]]:
     """Returns (name, version) in the order of the import path; a folder that is there twice counts once."""
-    places = {(_name(each), os.path.realpath(str(each.locate_file("")))): each.version for each in distributions()}
+    places = {(_name(each), os.path.realpath(str(each.locate_file("")))): each.version for each in found}
     return [(name, version) for (name, _), version in places.items()]
 
 

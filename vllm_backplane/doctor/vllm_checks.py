@@ -1,14 +1,19 @@
-"""Checks, in a subprocess, which platform vLLM selects, whether its plugins load and whether every layer binds.
+"""Checks which platform vLLM selects, whether its plugins load and whether every layer binds.
 
-The subprocess does what a process of vLLM does at its start.
+A subprocess does what a process of vLLM does at its start. Unless the full examination is requested, it stops where the
+large imports begin: layers are then looked up in vLLM's source, and Backplane's own plugin is imported but not called.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+import importlib.abc
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from vllm_backplane.doctor import plugins
@@ -17,6 +22,9 @@ from vllm_backplane.doctor.plugins import EntryPointInfo
 from vllm_backplane.doctor.subprocess_checks import CheckResult, CheckRunner
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.platform_choice import HOW_TO_CHOOSE
+from vllm_backplane.settings.releases import INSTALL_SUPPORTED
+from vllm_patchbay.errors import PatchbayError
+from vllm_patchbay.upstream import SymbolIndex, installed_tree
 
 CHECKS = f"{__name__}:examine"
 """The function that the subprocess runs."""
@@ -62,10 +70,10 @@ class Examination:
     findings: tuple[Finding, ...]
 
 
-def request(found: Iterable[EntryPointInfo], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the request for the subprocess: the plugins that vLLM would load."""
+def request(found: Iterable[EntryPointInfo], environment: Mapping[str, str], full: bool) -> dict[str, Any]:
+    """Returns the request for the subprocess: the plugins that vLLM would load, and how much to check."""
     allowed = plugins.allowed_names(environment)
-    return {"plugins": [asdict(info) for info in found if plugins.is_allowed(info, allowed)]}
+    return {"plugins": [asdict(info) for info in found if plugins.is_allowed(info, allowed)], "full": full}
 
 
 # --- in the child -----------------------------------------------------------------------------------------------------
@@ -74,7 +82,8 @@ def request(found: Iterable[EntryPointInfo], environment: Mapping[str, str]) -> 
 def examine(checks: CheckRunner, request: Mapping[str, Any]) -> None:
     """Runs all checks in vLLM's order: platform plugins, the platform, general plugins, then everything else."""
     infos = [EntryPointInfo(**info) for info in request["plugins"]]
-    if checks.attempt(VLLM, _import_vllm) is None:
+    full = request["full"]
+    if checks.attempt(VLLM, _import_vllm if full else _import_vllm_without_compiler) is None:
         return
     loaded = {info: _load(checks, info) for info in infos if info.group == plugins.PLATFORM_GROUP}
     for info, function in loaded.items():
@@ -85,11 +94,12 @@ def examine(checks: CheckRunner, request: Mapping[str, Any]) -> None:
     for info in infos:
         if info.group == plugins.GENERAL_GROUP:
             function = _load(checks, info)
-            if function is not None and (ours or not info.ours):
+            if function is not None and ((ours and full) or not info.ours):
                 checks.attempt(info.call_key, function, lambda _result: None)
-    if ours:
+    if ours and full:
         _check_bindings(checks)
         checks.attempt(WORKER, _import_worker)
+    if ours:
         checks.attempt(RUNNER, _check_runner)
     for info in infos:
         if info.group not in plugins.CALLED:
@@ -106,6 +116,36 @@ def _import_vllm() -> str:
     import vllm
 
     return str(vllm.__version__)
+
+
+def _import_vllm_without_compiler() -> str:
+    """Imports vLLM without PyTorch's compiler, which takes most of the time of the import.
+
+    Since 0.33, vLLM amends a table of the compiler at every import, and goes on if there is no compiler. Another
+    release, with another PyTorch, may need it, and is then imported with it.
+    """
+    with _missing("torch._inductor"), contextlib.suppress(ImportError):
+        return _import_vllm()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+    return _import_vllm()
+
+
+@contextlib.contextmanager
+def _missing(module: str) -> Iterator[None]:
+    """Makes an import of `module` fail as if it were not installed."""
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+            if name == module:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    finder = Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 def _platform() -> dict[str, Any]:
@@ -147,9 +187,13 @@ def _check_bindings(checks: CheckRunner) -> None:
     from vllm_backplane.binding import operator_callers, registry
 
     for layer in registry.BINDINGS:
-        checks.attempt(_BINDING + layer.upstream, partial(_describe, "layer", layer, registry.check))
+        checks.attempt(
+            f"{_BINDING}{layer.upstream} by {layer.replacement}", partial(_describe, "layer", layer, registry.check)
+        )
     for hook in operator_callers.HOOKS:
-        checks.attempt(_HOOK + hook.upstream, partial(_describe, hook.kind, hook, operator_callers.check))
+        checks.attempt(
+            f"{_HOOK}{hook.upstream} by {hook.replacement}", partial(_describe, hook.kind, hook, operator_callers.check)
+        )
 
 
 def _describe(kind: str, bound: Any, check: Callable[[Any], Any]) -> dict[str, Any]:
@@ -173,20 +217,50 @@ def _describe(kind: str, bound: Any, check: Callable[[Any], Any]) -> dict[str, A
 # --- in the parent ----------------------------------------------------------------------------------------------------
 
 
-def judge(results: Mapping[str, CheckResult], found: Iterable[EntryPointInfo]) -> Examination:
-    """Turns the results of the subprocess into findings, except those of plugins (see `plugins.judge`)."""
+def bindings_in_source() -> tuple[BindingInfo, ...]:
+    """Looks every layer and other extension point up in the source of the installed vLLM, without importing it."""
+    from vllm_backplane.binding.operator_callers import HOOKS
+    from vllm_backplane.binding.registry import BINDINGS
+
+    try:
+        index = SymbolIndex(installed_tree())
+    except PatchbayError:
+        return ()  # vLLM is missing or declares no version, which another check reports
+    bound: list[tuple[str, Any]] = [("layer", layer) for layer in BINDINGS]
+    bound += [(hook.kind, hook) for hook in HOOKS]
+    found = []
+    for kind, each in bound:
+        resolution = index.resolve_path(each.upstream)
+        fault = f"{each.upstream} does not exist. {INSTALL_SUPPORTED}" if resolution.is_missing else ""
+        mark: Mark = "error" if fault else "ok"
+        found.append(BindingInfo(kind, each.upstream, each.replacement, each.operators, mark, fault))
+    return tuple(found)
+
+
+def judge(
+    results: Mapping[str, CheckResult], found: Iterable[EntryPointInfo], in_source: Iterable[BindingInfo] = ()
+) -> Examination:
+    """Turns the results of the subprocess into findings, except those of plugins (see `plugins.judge`).
+
+    `in_source` are the layers as `bindings_in_source` returns them. They count if the platform is Backplane's and the
+    subprocess did not bind any.
+    """
     findings: list[Finding] = []
     of_plugins = {key for info in found for key in (info.key, info.call_key)}
-    bindings = []
+    bindings = [
+        BindingInfo(**{**result.value, "operators": tuple(result.value["operators"])})
+        for name, result in results.items()
+        if name.startswith((_BINDING, _HOOK)) and result.fault is None
+    ]
+    if not bindings and PLATFORM in results and (results[PLATFORM].value or {}).get("ours"):
+        bindings = list(in_source)
+    findings += [
+        error(f"{info.kind} {info.upstream}: {info.fault}", "install a vLLM that this version supports")
+        for info in bindings
+        if info.fault
+    ]
     for name, result in results.items():
-        if name.startswith((_BINDING, _HOOK)) and result.fault is None:
-            info = BindingInfo(**{**result.value, "operators": tuple(result.value["operators"])})
-            bindings.append(info)
-            if info.fault:
-                findings.append(
-                    error(f"{info.kind} {info.upstream}: {info.fault}", "install a vLLM that this version supports")
-                )
-        elif result.fault is not None and name not in of_plugins and name != PLATFORM:
+        if result.fault is not None and name not in of_plugins and name != PLATFORM:
             findings.append(error(f"{name}: {result.fault}", _remedy(name)))
     platform, of_platform = _judge_platform(results.get(PLATFORM))
     findings += of_platform

@@ -22,6 +22,7 @@ import torch
 
 import vllm_backplane
 from tests.environment import AT_START
+from vllm_backplane.binding import registry
 from vllm_backplane.doctor import devices, options, plugins, software, subprocess_checks, vllm_checks
 from vllm_backplane.doctor.plugins import EntryPointInfo
 from vllm_backplane.doctor.report import Report
@@ -106,8 +107,9 @@ class Absent(Raising):
 
 @pytest.mark.process
 def test_a_sound_installation_serves():
-    report = json_report(environment(), serves=True)
+    report = json_report(environment(), "--full", serves=True)
     assert set(report) == {field.name for field in dataclasses.fields(Report)}
+    assert report["full"] is True
     assert [(part["name"], part["mark"]) for part in report["software"]] == [
         ("python", "ok"),
         ("torch", "ok"),
@@ -130,6 +132,12 @@ def test_a_sound_installation_serves():
     assert len(report["bindings"]) > 40
     assert not [binding for binding in report["bindings"] if binding["fault"]]
     assert not [each for each in report["findings"] if each["severity"] == "error"]
+    quick = json_report(environment(), serves=True)
+    assert quick["full"] is False
+    memory = ("memory_free", "memory_total")
+    for each in (report, quick):
+        assert all(each["chosen"].pop(key) for key in memory)
+    assert quick == report | {"full": False}, "what is read from vLLM's source differs from what is bound"
 
 
 @pytest.mark.process
@@ -400,6 +408,18 @@ def test_a_layer_that_binds_to_nothing_is_an_error():
     assert [(each.severity, each.what) for each in judged.findings] == [
         ("error", "layer vllm.a:B: vllm.a:B does not exist")
     ]
+
+
+def test_a_layer_that_is_not_in_the_source_is_an_error(monkeypatch):
+    renamed = dataclasses.replace(registry.BINDINGS[0], upstream="vllm.model_executor.layers.layernorm:Renamed")
+    monkeypatch.setattr(registry, "BINDINGS", (renamed, *registry.BINDINGS[1:]))
+    in_source = vllm_checks.bindings_in_source()
+    assert [each.upstream for each in in_source if each.fault] == [renamed.upstream]
+    platform = {"class": "a.B", "ours": True, "yields": False, "reason": "r", "failures": {}}
+    judged = vllm_checks.judge({vllm_checks.PLATFORM: CheckResult(platform)}, [], in_source)
+    assert [(each.severity, f"layer {renamed.upstream}" in each.what) for each in judged.findings] == [("error", True)]
+    elsewhere = vllm_checks.judge({vllm_checks.PLATFORM: CheckResult(platform | {"ours": False})}, [], in_source)
+    assert elsewhere.bindings == ()
 
 
 SCOPES = {"": (Option("device", None, text, "d"), Option("size", 1, integer(1), "s")), "npu": ()}
