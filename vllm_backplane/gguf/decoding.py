@@ -13,10 +13,10 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as Type
 
 from vllm_backplane.errors import CheckpointError
+from vllm_backplane.gguf.tensor_types import GGML_QUANT_SIZES
+from vllm_backplane.gguf.tensor_types import GGMLQuantizationType as Type
 
 FLOATS = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 

@@ -17,10 +17,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
 from vllm_backplane.errors import CheckpointError, short_repr
 from vllm_backplane.gguf.cursor import LIMITS, Cursor, Limits
+from vllm_backplane.gguf.tensor_types import GGML_QUANT_SIZES, GGMLQuantizationType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

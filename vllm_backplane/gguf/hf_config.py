@@ -6,12 +6,11 @@ import math
 import struct
 from typing import Any
 
-from gguf import GGMLQuantizationType
-
 from vllm_backplane.errors import CheckpointError, short_repr
 from vllm_backplane.gguf.architectures import Architecture, architecture_of
 from vllm_backplane.gguf.consistency import require_layers, require_shapes
 from vllm_backplane.gguf.model_files import GgufModel, TensorLocation
+from vllm_backplane.gguf.tensor_types import GGMLQuantizationType
 
 QUANTIZATION = "gguf"
 """The name of the quantization method and of the load format."""

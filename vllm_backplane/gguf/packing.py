@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 import torch
-from gguf import GGML_QUANT_SIZES
 
 from vllm_backplane.device.contract import CodeLayout
 from vllm_backplane.errors import CheckpointError
 from vllm_backplane.gguf.decoding import QUANTIZED_TYPES, Type, grouped
 from vllm_backplane.gguf.file import Tensor
 from vllm_backplane.gguf.model_files import TensorLocation
+from vllm_backplane.gguf.tensor_types import GGML_QUANT_SIZES
 from vllm_backplane.ops.quantized_linear import Packed, empty_codes, packed_codes
 
 _CHUNK = 1 << 20

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from gguf import GGML_QUANT_SIZES
 
 from vllm_backplane.errors import BackplaneError, CheckpointError
 from vllm_backplane.gguf.decoding import FLOATS, QUANTIZED_TYPES, Type, dequantized
 from vllm_backplane.gguf.lazy_tensor import LazyTensor
 from vllm_backplane.gguf.packing import packed_rows, require_finite
+from vllm_backplane.gguf.tensor_types import GGML_QUANT_SIZES
 from vllm_backplane.quantization.packed_parameters import install_packed, set_parameter
 from vllm_backplane.runtime import runtime
 
