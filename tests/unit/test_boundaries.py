@@ -21,7 +21,7 @@ PATCHBAY = Path(vllm_patchbay.__file__).parent
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("guards", "name_patterns", "platform_choice", "private_folder"),
+    ("guards", "name_patterns", "platform_choice", "private_folder", "safe_text"),
     ("distributed", "http", "models", "peering", "settings"),
     ("device",),
     ("host", "ops", "process", "runtime"),
@@ -32,7 +32,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("lora", "runner"),
     ("binding", "worker"),
-    ("doctor", "platform", "plugin"),
+    ("bench", "chat", "doctor", "platform", "plugin"),
     ("cli",),
 )
 """The folders and top-level modules of the package by level, lowest first. Each imports lower levels only."""
@@ -50,6 +50,7 @@ def test_the_architecture_page_has_the_same_levels() -> None:
 
 
 FREE_OF_VLLM = (
+    "chat",
     "ops",
     "device",
     "devices",
@@ -61,7 +62,9 @@ FREE_OF_VLLM = (
     "errors.py",
     "name_patterns.py",
     "private_folder.py",
+    "process/owned_process.py",
     "runtime.py",
+    "safe_text.py",
     "settings/options.py",
     "settings/explicit_arguments.py",
     "settings/releases.py",

@@ -198,6 +198,8 @@ def test_quotations_are_from_the_source() -> None:
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 
+PASSING_ON = ("serve", "chat", "bench")
+"""Commands of vllm-backplane that pass arguments on to vLLM."""
 PROGRAMS = ("vllm", "vllm-backplane", "vllm-patchbay", "make", "python", "pip", "curl", "pytest")
 
 
@@ -296,7 +298,7 @@ def test_quoted_commands_have_existing_subcommands_and_flags(
     mine = [command for command in COMMANDS if command.program == program]
     assert len(mine) >= 20
     for command in mine:
-        passed_on = command.words[1:2] == ("serve",)
+        passed_on = command.words[1:2] and command.words[1] in PASSING_ON
         unknown = check_words(command, build_parser())
         assert passed_on or not unknown, f"{command}: unknown flags {unknown}"
         if command.is_whole and not passed_on:
@@ -316,7 +318,7 @@ def test_flags_that_are_passed_on_are_flags_of_vllm() -> None:
     (command_of_vllm,) = serve.cmd_init()
     command_of_vllm.subparser_init(parser.add_subparsers(dest="subparser"))
     known = subparsers(parser)["serve"]._option_string_actions
-    ours = [command for command in COMMANDS if command.words[:2] == ("vllm-backplane", "serve")]
+    ours = [one for one in COMMANDS if one.program == "vllm-backplane" and one.words[1:2] and one.words[1] in PASSING_ON]
     assert len(ours) >= 20
     theirs = [command for command in COMMANDS if command.words[:2] == ("vllm", "serve")]
     assert len(theirs) >= 3

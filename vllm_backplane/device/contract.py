@@ -223,6 +223,13 @@ class Device(ABC):
         """Allocates memory for the KV cache: `count` zero bytes (int8) on a card."""
         return torch.zeros(count, dtype=torch.int8, device=self.torch_device(index))
 
+    def read_memory(self, memory: torch.Tensor) -> bool:
+        """Reads all bytes of a contiguous tensor on a card once, as fast as kernels can, and waits for the end.
+
+        `vllm-backplane bench` measures the memory bandwidth with it. Returns False, and reads nothing, on a device that does not support it.
+        """
+        return False
+
     def sleep_pool(self, tag: str, index: int = 0) -> AbstractContextManager[None]:
         """Returns a context in which this thread's allocations on a card belong to the pool `tag`."""
         raise NotImplementedError(f"device {self.name!r} has no sleep mode")

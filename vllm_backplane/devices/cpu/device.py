@@ -153,6 +153,12 @@ class CpuDevice(Device):
             self._active_pool.add_reservation(pages, count)
         return tensor
 
+    def read_memory(self, memory: torch.Tensor) -> bool:
+        if not native.load():
+            return False
+        native.read_memory(memory, torch.get_num_threads())
+        return True
+
     @contextmanager
     def sleep_pool(self, tag: str, index: int = 0) -> Iterator[None]:
         self._sleep_folder()  # raises at start rather than at the first sleep if the folder cannot be used

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -66,6 +67,19 @@ def to_blocks(weight: torch.Tensor) -> torch.Tensor:
     """Returns the weight in the blocked layout of this machine's kernels; rows of 16-bit weights are paired."""
     lanes = 0 if weight.dtype == torch.float32 else library().backplane_cpu_block_lanes()
     return blocked(weight, library().backplane_cpu_block_width(), lanes)
+
+
+def read_memory(memory: torch.Tensor, threads: int) -> None:
+    """Reads all bytes of a contiguous tensor once, each of the threads a part of them."""
+    part = -(-memory.nbytes // (64 * threads)) * 64
+
+    def read(thread: int) -> None:
+        begin, end = (min(place * part, memory.nbytes) for place in (thread, thread + 1))
+        address = ctypes.c_void_p(memory.data_ptr() + begin)
+        library().backplane_cpu_read_memory(address, ctypes.c_int64(end - begin))
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, range(threads)))
 
 
 def has_amx_tiles() -> bool:

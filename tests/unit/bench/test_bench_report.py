@@ -1,0 +1,135 @@
+"""Tests what `vllm-backplane bench` concludes from its samples, without measuring anything."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from vllm_backplane.bench import other_load
+from vllm_backplane.bench.other_load import OtherLoad
+from vllm_backplane.bench.report import Report
+from vllm_backplane.bench.samples import DECODE, PREFILL, Summary
+from vllm_backplane.cli import main
+from vllm_backplane.devices.cpu import CpuDevice
+
+VERSIONS = {"vllm": "0.33.0"}
+
+
+def measured(**changes: Any) -> dict[str, Any]:
+    """Returns what the measuring process would return."""
+    samples = {point.name: [{"first": 0.25, "prefill": 512.0}] * 2 for point in PREFILL}
+    samples |= {
+        point.name: [{"first": 0.1, "prefill": 1.0, "decode": rate} for rate in (40.0, 60.0)] for point in DECODE
+    }
+    worker = {"device": "cpu", "card": "Neoverse", "threads": 2, "weight_bytes_per_token": 100_000_000}
+    return {
+        "model": "tiny",
+        "dtype": "float32",
+        "quantization": "gguf",
+        "max_model_len": 1088,
+        "kv_cache_dtype": "auto",
+        "workers": [worker],
+        "samples": samples,
+        "readings": [10e9, 8e9, 12e9],
+        "other_load": (0.01, 0.0),
+        "seconds_to_start": 10.0,
+        "seconds": 50.0,
+    } | changes
+
+
+def test_the_share_is_that_of_the_medians():
+    report = Report.of(measured(), VERSIONS)
+    assert report.share == pytest.approx(50 * 0.1 / 10)
+    figures = {figure.name: figure for figure in report.figures}
+    assert figures["time to first token, prompt of 128"].summary == Summary(250.0, 250.0, 250.0, 2)
+    assert figures["decode, 16 sequences"].cells() == ("decode, 16 sequences", "50.0", "40.0", "60.0", "tokens/s", "2")
+    assert figures["memory, reading"].summary.median == 10
+    assert report.heading() == "tiny (gguf weights, float32) on cpu: Neoverse, 2 threads\nvllm 0.33.0"
+    assert report.remarks() == [
+        "100.0 MB of weights are read per token: decode of one sequence reaches 50% of the measured bandwidth",
+        "meanwhile, other programs took 1% of the processor time, and steal 0%",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "reliable"),
+    [
+        ({"other_load": (0.3, 0.0)}, "the machine was busy", False),
+        ({"other_load": (0.0, 0.1)}, "the machine was busy", False),
+        ({"readings": []}, "Device.read_memory", True),
+        ({"samples": {}}, "decode was not measured", True),
+    ],
+)
+def test_no_share_is_stated_where_it_would_mean_nothing(changes, reason, reliable):
+    report = Report.of(measured(**changes), VERSIONS)
+    found = report.as_json()
+    assert found["share_of_bandwidth"] is None
+    assert reason in found["no_share"]
+    assert found["reliable"] is reliable
+    assert any("NOT RELIABLE" in line for line in report.remarks()) is not reliable
+
+
+def test_points_that_do_not_fit_are_named():
+    samples = measured()["samples"]
+    del samples["prefill, prompt of 1024"]
+    report = Report.of(measured(samples=samples, max_model_len=256), VERSIONS)
+    assert report.remarks()[0] == (
+        "prefill, prompt of 1024: not measured, 1025 tokens do not fit in the context of 256"
+    )
+
+
+def test_several_workers_add_up():
+    worker = measured()["workers"][0]
+    report = Report.of(measured(workers=[worker, worker], other_load=None), VERSIONS)
+    assert (report.threads, report.weight_bytes_per_token) == (4, 200_000_000)
+    assert "4 threads, 2 workers" in report.heading()
+    assert "does not count" in report.remarks()[1]
+    accelerator = Report.of(measured(workers=[worker | {"threads": None}]), VERSIONS)
+    assert accelerator.threads is None
+    assert "thread" not in accelerator.heading()
+
+
+def test_the_load_of_others_is_what_this_process_did_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(other_load, "STAT", stat)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
+    own = {"user": 1.0}
+    process = SimpleNamespace(cpu_times=lambda: SimpleNamespace(system=0.0, **own), children=lambda recursive: [])
+    monkeypatch.setattr(psutil, "Process", lambda: process)
+    tick = os.sysconf("SC_CLK_TCK")
+    line = "cpu{} {} 0 0 {} 0 0 0 {} 0 0\n"
+    stat.write_text("cpu 9 9 9 9 9 9 9 9 9 9\n" + "".join(line.format(cpu, 0, 0, 0) for cpu in range(3)))
+    load = OtherLoad()
+    # Ten seconds: two cores of this process, and a third one.
+    stat.write_text("".join(line.format(cpu, 5 * tick, 4 * tick, tick) for cpu in range(3)))
+    own["user"] = 9.0
+    assert load.shares() == pytest.approx((0.1, 0.1))
+    stat.unlink()
+    assert OtherLoad().shares() is None
+
+
+def test_the_cpu_device_reads_every_part_of_its_memory():
+    assert CpuDevice().read_memory(torch.ones(1 << 20, dtype=torch.uint8))
+    assert CpuDevice().read_memory(torch.ones(65, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("argument", ["-pp", "--data_parallel_size=2", "--speculative-config", "--config"])
+def test_what_would_change_the_meaning_is_refused(capsys, argument):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "smollm2", argument])
+    assert ended.value.code == 2
+    assert "is not supported by this command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "x", "nan", "1e9"])
+def test_the_time_is_a_positive_number(capsys, seconds):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", f"--seconds={seconds}"])
+    assert ended.value.code == 2
+    assert "is not a number of seconds" in capsys.readouterr().err

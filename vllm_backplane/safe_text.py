@@ -1,0 +1,30 @@
+"""Makes texts of a model or a server harmless for a terminal, which would execute the escape sequences in them."""
+
+from __future__ import annotations
+
+import re
+
+_CONTROL = re.compile(
+    # Control characters except tab and newline; those that reverse the direction of text; halves of surrogate pairs.
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_FIRST_PICTURE = 0x2400
+"""Unicode has a picture of each of the 32 first control characters, such as ␛ for escape."""
+
+
+def _shown(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code < 0x20:
+        return chr(_FIRST_PICTURE + code)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def safe(text: str) -> str:
+    """Returns the text with every control character, except tab and newline, replaced by characters that show it."""
+    return _CONTROL.sub(_shown, text)
+
+
+def one_line(text: str, length: int = 200) -> str:
+    """Returns the text on one line, safe, and cut to a length."""
+    shown = safe(" ".join(text.split()))
+    return shown if len(shown) <= length else shown[: length - 1] + "…"
