@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -147,8 +148,14 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    wanted = [(device, method) for method in speculating(models.folder) for device in DEVICES]
+def runs(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Returns the outputs of the servers of the tests that were selected."""
+    parameters = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    selected = {(each.params.get("device"), each.params.get("method")) for each in parameters if each is not None}
+    selected.add(("cpu", "ngram"))
+    wanted = [
+        one for method in speculating(models.folder) for device in DEVICES if (one := (device, method)) in selected
+    ]
     folders = [tmp_path_factory.mktemp(f"{device}-{method}") for device, method in wanted]
     logs = tmp_path_factory.mktemp("plain")
     with ThreadPoolExecutor(AT_A_TIME) as pool:
@@ -232,20 +239,38 @@ def counted(metrics: dict[str, Any], what: str) -> int:
     return int(metrics[COUNTED + what])
 
 
-EVERY = pytest.mark.parametrize(
-    ("method", "named"),
-    [
-        pytest.param(method, named, marks=[WHERE_INSTALLED] if method == "suffix" else [])
-        for method, named in METHODS.items()
-    ],
-    ids=METHODS,
-)
-ON_EACH = pytest.mark.parametrize("device", DEVICES)
+ELSEWHERE_ON_SIM = {
+    "suffix": "drafts on the host, as n-grams do",
+    "draft": "a second model and its KV cache, as the heads have",
+    "mtp": "a head that drafts greedily; EAGLE-3 draws as well",
+}
+"""Methods that run on sim in `make test-all` only, and why another method tests the same code there in `make test`."""
+
+
+def on_each(methods: Iterable[str]) -> pytest.MarkDecorator:
+    """Returns the parameters `device`, `method` and `named` for all of these methods on all devices."""
+    return pytest.mark.parametrize(
+        ("device", "method", "named"),
+        [
+            pytest.param(
+                *(device, method, METHODS[method]),
+                marks=[
+                    *([WHERE_INSTALLED] if method == "suffix" else []),
+                    *([pytest.mark.exhaustive] if device == "sim" and method in ELSEWHERE_ON_SIM else []),
+                ],
+                id=f"{device}-{method}",
+            )
+            for device in DEVICES
+            for method in methods
+        ],
+    )
+
+
+EVERY = on_each(METHODS)
 
 
 @pytest.mark.feature("Speculative decoding: {named}, over HTTP", "{device}")
 @EVERY
-@ON_EACH
 def test_a_server_gives_the_tokens_of_plain_decoding(runs: Runs, device: str, method: str, named: str) -> None:
     run, plain = runs.of(device, method), [answer[:TOKENS] for answer in runs.plain(method)]
     assert run.together == plain
@@ -282,10 +307,9 @@ def accepted_drafts(runs: Runs, models: Models) -> dict[str, list[int]]:
     }
 
 
-@pytest.mark.parametrize("method", ["draft", "eagle3", "mtp"])
-@ON_EACH
+@on_each(["draft", "eagle3", "mtp"])
 def test_models_and_heads_draft_what_they_should(
-    runs: Runs, accepted_drafts: dict[str, list[int]], device: str, method: str
+    runs: Runs, accepted_drafts: dict[str, list[int]], device: str, method: str, named: str
 ) -> None:
     """Tests acceptance by position against layers of transformers without a KV cache.
 
@@ -301,7 +325,6 @@ def test_models_and_heads_draft_what_they_should(
 
 @pytest.mark.feature("Serving: graphs of decode steps", "{device}")
 @EVERY
-@ON_EACH
 def test_steps_that_verify_were_replayed(runs: Runs, device: str, method: str, named: str) -> None:
     found = runs.of(device, method).replays
     assert found["captured"] > 0
@@ -332,7 +355,7 @@ def shares(model: Any, prompt: list[int], warmth: float) -> dict[tuple[int, ...]
 
 @pytest.mark.feature("Speculative decoding: sampled output follows the same distribution", "{device}")
 @pytest.mark.parametrize("method", DRAWN_FROM, ids=DRAWN_FROM.values())
-@ON_EACH
+@pytest.mark.parametrize("device", DEVICES)
 def test_drawn_tokens_follow_the_distribution_of_the_model(
     runs: Runs, models: Models, device: str, method: str
 ) -> None:

@@ -512,15 +512,16 @@ PARTS = (
 
 
 class EachIsa:
-    """Repeats every test with every instruction set of the machine, as a plugin of pytest.
+    """Repeats every test with every instruction set of the machine, or only with the best, as a plugin of pytest.
 
     test_every_operator.py takes longest and does not depend on the instruction set: it runs with the best only.
     """
 
     names = tuple(ISAS)
 
-    def __init__(self) -> None:
-        self.available = tuple(each_isa())
+    def __init__(self, *, best_only: bool) -> None:
+        available = tuple(each_isa())
+        self.available = available[-1:] if best_only else available
 
     @pytest.fixture(autouse=True, params=names)
     def _isa(self, request: pytest.FixtureRequest) -> None:
@@ -543,7 +544,9 @@ def main() -> int:
     assert native.fault() is None, native.fault()
     assert has_kernel("paged_attention", "CPU")
     if len(sys.argv) > 1:
-        return int(pytest.main(sys.argv[1:], plugins=[EachIsa()]))
+        isas, *arguments = sys.argv[1:]
+        assert isas in ("best", "every")
+        return int(pytest.main(arguments, plugins=[EachIsa(best_only=isas == "best")]))
     print(json.dumps(report()))
     return 0
 

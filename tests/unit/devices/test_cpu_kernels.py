@@ -2,7 +2,7 @@
 
 Loading the library changes the implementation of `ops.X(...)` for the rest of the process, so the tests run in
 processes of their own (compare_cpu_kernels.py). The operators' own tests (tests/unit/ops, against float64) run there
-again, with the kernels in place of the references.
+again, with the kernels in place of the references: with the best instruction set, or with every one in `make test-all`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def test_kernels_agree_with_references(report: Report, part: str) -> None:
     assert report[part] == []
 
 
-def test_operator_tests_hold_with_kernels() -> None:
+@pytest.mark.parametrize("isas", ["best", pytest.param("every", marks=pytest.mark.exhaustive)])
+def test_operator_tests_hold_with_kernels(isas: str) -> None:
     """Runs the operators' own tests, against float64; test_every_operator.py only with the best instruction set."""
-    run = run_script("-q", "-x", "-p", "no:cacheprovider", str(OPERATOR_TESTS))
+    run = run_script(isas, "-q", "-x", "-p", "no:cacheprovider", str(OPERATOR_TESTS))
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
