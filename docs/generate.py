@@ -45,7 +45,7 @@ def with_links(text: str) -> str:
 
 def options() -> str:
     from vllm_backplane.device import discover
-    from vllm_backplane.runtime import OPTIONS
+    from vllm_backplane.own_options import OPTIONS
     from vllm_backplane.settings.options import OTHER_VARIABLES
 
     def rows(scope: str, declared: Iterable[Any]) -> Iterator[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Defines Backplane's own options, resolves them, and chooses the device of this process, once.
+"""Resolves the options, and chooses the device of this process, once.
 
 vLLM starts several processes, and each of them builds its own platform with the functions here. The device is
 therefore chosen only by what every process has in common: the environment and the installed distributions.
@@ -6,7 +6,6 @@ therefore chosen only by what every process has in common: the environment and t
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,74 +14,8 @@ from typing import Any
 
 from vllm_backplane.device import Device, DeviceEntry, Selection, discover, select
 from vllm_backplane.errors import OptionError
-from vllm_backplane.peering.addresses import loopback_text
-from vllm_backplane.settings.options import (
-    SECTION,
-    Option,
-    Scopes,
-    Setting,
-    fraction,
-    group_size,
-    names,
-    one_of,
-    resolve,
-    some_of,
-    text,
-)
-
-OPTIONS: tuple[Option[Any], ...] = (
-    Option(
-        "device",
-        None,
-        text,
-        "The device to run on. The variable chooses the device. --additional-config is read after the platform exists, "
-        "so there the option is only checked: another device is an error.",
-    ),
-    Option(
-        "memory_share",
-        None,
-        fraction,
-        "Fraction of the device memory that is free at start that weights and KV cache may use; default: the device's "
-        "own fraction, or --gpu-memory-utilization if that is given.",
-    ),
-    Option(
-        "reference_ops",
-        (),
-        names,
-        "Operators that run as plain-PyTorch references although the device has a kernel, or 'all'. Use it to find out "
-        "whether a kernel computes wrong results.",
-    ),
-    Option(
-        "numeric_guard",
-        (),
-        some_of("layers", "modules", "copies"),
-        "Stops the engine at the first NaN, Inf or number beyond 1e30 in the output of a decoder layer (layers) or any "
-        "module (modules) and names it; verifies copies between host and card (copies). Separate several with commas, "
-        "or use 'all'. docs/chip/numeric-guard.md describes its cost and its limits.",
-    ),
-    Option(
-        "quantization_group",
-        None,
-        group_size,
-        "Number of weights that share a scale with --quantization int8 or int4: a multiple of 8, or 0 for a whole row; "
-        "default: the format's own. docs/serve/quantization.md compares accuracy and speed.",
-    ),
-    Option(
-        "weights_listen",
-        None,
-        loopback_text,
-        "Address from which servers that start later may load the weights, such as 127.0.0.1:9100. Each worker uses a "
-        "port of its own, counted up from this one. See docs/serve/weights-from-a-peer.md.",
-    ),
-    Option(
-        "patch_drift",
-        "error",
-        one_of("error", "warn"),
-        "What happens when a part of vLLM that Backplane patches or overrides differs from the source that the code "
-        "was written against: raise an error, or warn and go on. Patches are applied before --additional-config is "
-        "read, so only the variable works.",
-    ),
-)
+from vllm_backplane.own_options import OPTIONS, misplaced_option
+from vllm_backplane.settings.options import SECTION, Scopes, Setting, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,29 +109,11 @@ def configured(additional_config: Any) -> Runtime:
     return replace(chosen, settings=settings)
 
 
-def misplaced_option(additional_config: Mapping[str, Any]) -> str | None:
-    """Returns an error text for a top-level key that was probably meant for Backplane's section, or None.
-
-    Such a key is the name of an option or device, or almost the name of the section.
-    """
-    own = {option.key for option in OPTIONS} | set(discover())
-    for key in map(str, additional_config):
-        if key == SECTION:
-            continue
-        if key in own:
-            return (
-                f"""--additional-config has {key!r} at its top level; write {{"{SECTION}": {{"{key}": …}}}} instead"""
-            )
-        if difflib.SequenceMatcher(a=key.lower(), b=SECTION).ratio() > 0.8:
-            return f"--additional-config has a section {key!r}; did you mean {SECTION!r}?"
-    return None
-
-
 def section_of(additional_config: Any) -> Mapping[str, Any]:
     """Returns Backplane's section of vLLM's --additional-config; raises an OptionError for a misspelt section."""
     if not isinstance(additional_config, Mapping):
         return {}
-    fault = misplaced_option(additional_config)
+    fault = misplaced_option(additional_config, discover())
     if fault is not None:
         raise OptionError(fault)
     section = additional_config.get(SECTION, {})

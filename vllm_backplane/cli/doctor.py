@@ -18,10 +18,14 @@ import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from vllm_backplane.cli import _output
-from vllm_backplane.doctor import Finding, Report, examine
-from vllm_backplane.doctor.options import OptionInfo
+
+if TYPE_CHECKING:
+    from vllm_backplane.doctor.findings import Finding
+    from vllm_backplane.doctor.options import OptionInfo
+    from vllm_backplane.doctor.report import Report
 
 NAME = "doctor"
 HELP = "report whether serving would work here, and what is wrong if not"
@@ -44,6 +48,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from vllm_backplane.doctor.report import examine  # late: the checks are many modules
+
     report = examine(args.additional_config, full=args.full)
     if args.json:
         _output.print_json(dataclasses.asdict(report))

@@ -9,9 +9,9 @@ from typing import Any
 
 from vllm_backplane.device.contract import Device, Probe
 from vllm_backplane.errors import BackplaneError
-from vllm_backplane.settings.options import Option
+from vllm_backplane.settings.options import DEVICE_GROUP, Option
 
-ENTRY_POINT_GROUP = "vllm_backplane.devices"
+ENTRY_POINT_GROUP = DEVICE_GROUP
 
 
 @dataclass(frozen=True)

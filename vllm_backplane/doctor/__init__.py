@@ -2,9 +2,5 @@
 
 Checks return values, and `cli/doctor.py` prints them. Importing this package imports neither torch nor vLLM, because a
 broken installation of either must be reported too.
+`report` runs all checks. It is not imported here, because `serve` uses single ones.
 """
-
-from vllm_backplane.doctor.findings import Finding
-from vllm_backplane.doctor.report import Report, examine
-
-__all__ = ["Finding", "Report", "examine"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_backplane.doctor.findings import Finding, error
 from vllm_backplane.errors import OptionError
+from vllm_backplane.own_options import misplaced_option
 from vllm_backplane.settings.options import OTHER_VARIABLES, PREFIX, SECTION, Scopes, Setting, resolve
 
 
@@ -34,9 +35,9 @@ def parse_additional_config(text: str | None) -> tuple[dict[str, Any], list[Find
         return {}, [error(f"--additional-config is not JSON: {fault}", remedy)]
     if not isinstance(config, dict):
         return {}, [error(f"--additional-config is not a JSON object: {text}", remedy)]
-    from vllm_backplane.runtime import misplaced_option  # imports torch
+    from vllm_backplane.device import discover  # imports torch
 
-    wrong = misplaced_option(config)
+    wrong = misplaced_option(config, discover())
     return config, [] if wrong is None else [error(wrong, remedy)]
 
 

@@ -22,6 +22,8 @@ PREFIX = "BACKPLANE_"
 """Prefix of Backplane's environment variables."""
 SECTION = "backplane"
 """Key of Backplane's section in --additional-config."""
+DEVICE_GROUP = "vllm_backplane.devices"
+"""Group of the entry points by which a distribution provides devices."""
 
 
 @dataclass(frozen=True, slots=True)
