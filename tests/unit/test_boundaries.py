@@ -26,7 +26,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("device", "own_options"),
     ("host", "ops", "process", "runtime"),
     ("attention", "devices", "gguf", "kv_offload"),
-    ("layers",),
+    ("added_models", "layers"),
     ("quantization",),
     ("patches", "weights"),
     ("config",),
@@ -50,6 +50,7 @@ def test_the_architecture_page_has_the_same_levels() -> None:
 
 
 FREE_OF_VLLM = (
+    "added_models",
     "chat",
     "ops",
     "device",

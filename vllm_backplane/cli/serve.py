@@ -1,7 +1,8 @@
 """Serve a model with the OpenAI API.
 
-MODEL is a bundled name (see 'vllm-backplane model list'), a folder, or anything else that 'vllm serve' accepts. Without
-MODEL, the default model is prepared and served. Every argument that is not listed below is passed on to 'vllm serve'
+MODEL is the name of a bundled or an added model (see 'vllm-backplane model list'), a GGUF file on a hub
+(user/repository:Q4_K_M, which is added first), a path, or anything else that 'vllm serve' accepts. Without MODEL, the
+default model is prepared and served. Every argument that is not listed below is passed on to 'vllm serve'
 and must follow MODEL:
 
   vllm-backplane serve smollm2 --port 8001 --max-model-len 2048
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NoReturn
 
+from vllm_backplane.added_models.serving import path_to_serve
 from vllm_backplane.cli import _output
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.guards import guarded, verify_guards
@@ -237,6 +239,9 @@ def _model_arguments(given: str, rest: list[str]) -> list[str]:
             dtype = [] if _has(rest, "--dtype") else ["--dtype", model.dtype]
             # Contents are compared because damage may keep a file's size. It takes a tenth of a second for 100 MB.
             return [str(obtain(given, _output.progress, verify=True)), *name, *dtype]
+    # So does the name of an added model.
+    if (added := path_to_serve(given, _output.progress)) is not None:
+        return [str(added), *([] if _has(rest, "--served-model-name") else ["--served-model-name", given])]
     return [given]
 
 

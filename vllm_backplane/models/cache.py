@@ -147,7 +147,7 @@ def obtain(name: str, progress: Callable[[str], None] = lambda _message: None, *
         return folder
     try:
         create(folder.parent)
-        with _exclusive(folder.parent / f".{model.name}.lock", progress):
+        with exclusive(folder.parent / f".{model.name}.lock", progress):
             # Another process may have prepared the model while this one waited for the lock.
             fault = damage(folder, hashes=verify)
             if fault:
@@ -224,8 +224,13 @@ def _disk_full(model: BundledModel, where: Path) -> BackplaneError:
 
 
 @contextmanager
-def _exclusive(lock: Path, progress: Callable[[str], None]) -> Iterator[None]:
-    """Holds `lock`, which one process at a time can hold. The kernel releases it when the process ends or is killed."""
+def exclusive(
+    lock: Path, progress: Callable[[str], None], waiting: str = "waiting for another process that prepares this model"
+) -> Iterator[None]:
+    """Holds `lock`, which one process at a time can hold. The kernel releases it when the process ends or is killed.
+
+    If another process holds it, `progress` is called with `waiting` first.
+    """
     try:
         opened = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as fault:
@@ -234,6 +239,6 @@ def _exclusive(lock: Path, progress: Callable[[str], None]) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress("waiting for another process that prepares this model")
+            progress(waiting)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield

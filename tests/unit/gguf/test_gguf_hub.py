@@ -1,4 +1,4 @@
-"""Names of GGUF repositories of the hub are refused with the download command; all other names pass."""
+"""Names of GGUF repositories of the hub are refused with the commands that download; all other names pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_backplane.errors import CheckpointError
-from vllm_backplane.gguf.hub import refuse_repository
+from vllm_backplane.gguf.hub import http_library, refuse_repository
 
 FORMS = [f"m-{form}.gguf" for form in ("Q2_K", "Q4_0", "Q4_K_M", "Q6_K", "Q8_0")]
 REPOSITORIES = {
@@ -35,17 +35,19 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_repository_of_gguf_files_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"m-Q2_K.*and 1 more.*hf download org/m-GGUF m-Q2_K\.gguf"):
+    with pytest.raises(CheckpointError, match=r"m-Q2_K.*and 1 more.*serve org/m-GGUF:m-Q2_K\.gguf'"):
         refuse_repository("org/m-GGUF")
 
 
 def test_parts_are_fetched_together_and_projectors_are_no_models() -> None:
-    with pytest.raises(CheckpointError, match=r"hub \('q/m-00001-of-00002\.gguf'\).*--include 'q/m-\*-of-00002\.gguf'"):
+    with pytest.raises(
+        CheckpointError, match=r"\('q/m-00001-of-00002\.gguf'\).*add org/gguf-in-parts:q/m-00001-of-00002\.gguf'"
+    ):
         refuse_repository("org/gguf-in-parts")
 
 
 def test_a_form_after_the_name_is_refused_without_asking(lookups: list[str]) -> None:
-    with pytest.raises(CheckpointError, match=r"'org/m-GGUF:Q4_K_M' .*hf download org/m-GGUF FILE\.gguf"):
+    with pytest.raises(CheckpointError, match=r"'org/m-GGUF:Q4_K_M' .*vllm-backplane serve org/m-GGUF:Q4_K_M'"):
         refuse_repository("org/m-GGUF:Q4_K_M")
     assert lookups == []
 
@@ -62,3 +64,15 @@ def test_nothing_is_looked_up_for_other_names_and_paths(lookups: list[str], tmp_
     for name in ("org/model", "smollm2", str(tmp_path / "m.gguf"), *elsewhere):
         refuse_repository(name)
     assert lookups == []
+
+
+def test_without_a_network_the_name_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library for HTTP differs between releases of huggingface_hub, and so do its exceptions."""
+    monkeypatch.undo()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+    def unreachable(*_arguments: Any, **_options: Any) -> None:
+        raise http_library().ConnectError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", unreachable)
+    refuse_repository("org/m-GGUF")

@@ -66,6 +66,7 @@ def tiny(tmp_path, monkeypatch):
     model = bundled.BundledModel(
         name="tiny",
         served_name="Tiny",
+        format="pickled",
         summary="for tests",
         dtype="float32",
         package="tiny-model",
@@ -602,6 +603,6 @@ def test_a_lock_is_no_link(tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.write_text("kept")
     (tmp_path / "lock").symlink_to(target)
-    with pytest.raises(BackplaneError, match=r"cannot open .*lock"), models_cache._exclusive(tmp_path / "lock", print):
+    with pytest.raises(BackplaneError, match=r"cannot open .*lock"), models_cache.exclusive(tmp_path / "lock", print):
         pass
     assert target.read_text() == "kept"
