@@ -16,7 +16,7 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,15 +57,15 @@ class MemoryLedger:
         """
         return sum(_unwritten(pid, one) for pid, one in self._entries() if not of_others or pid != os.getpid())
 
-    def reserve(self, count: int, *, purpose: str, remedy: str, free: int | None = None) -> None:
+    def reserve(self, count: int, *, purpose: str, remedy: str, free: Callable[[], int] | None = None) -> None:
         """Adds `count` bytes to the reservation of this process, or raises if they are more than what is left.
 
-        `free` is the system's free memory, without the ledger. If it is not given, it is measured, and a limit of the
-        process itself counts too; memory that is mapped already is within that limit. `purpose` and `remedy` are the
+        `free` measures the system's free memory, without the ledger. If it is not given, a limit of the process itself
+        counts too; memory that is mapped already is within that limit. `purpose` and `remedy` are the
         beginning and the end of the error message.
         """
         with self._locked():
-            now = usable_memory() if free is None else MemoryInfo(total=free, free=free)
+            now = usable_memory() if free is None else MemoryInfo(total=0, free=free())
             left = now.free - self.unwritten_bytes()
             if count > left:
                 others = self.unwritten_bytes(of_others=True)

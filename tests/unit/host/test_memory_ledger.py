@@ -26,7 +26,7 @@ from vllm_backplane.host.memory_ledger import MemoryLedger
 from vllm_backplane.private_folder import private_folder
 
 MIB = 1 << 20
-MESSAGE = {"purpose": "a KV cache", "remedy": "start again"}
+MESSAGE: dict[str, Any] = {"purpose": "a KV cache", "remedy": "start again"}
 
 OTHER = """
 import sys
@@ -111,8 +111,8 @@ def test_what_is_reserved_cannot_be_reserved_again(ledger: MemoryLedger, other: 
         r"a KV cache of 0.25 GiB does not fit: 0.0\d GiB are left, because other processes have reserved 0.2\d GiB"
     )
     with pytest.raises(BackplaneError, match=refused + "; start again"):
-        ledger.reserve(256 * MIB, free=300 * MIB, **MESSAGE)
-    ledger.reserve(16 * MIB, free=300 * MIB, **MESSAGE)
+        ledger.reserve(256 * MIB, free=lambda: 300 * MIB, **MESSAGE)
+    ledger.reserve(16 * MIB, free=lambda: 300 * MIB, **MESSAGE)
     assert ledger.unwritten_bytes() == pytest.approx(272 * MIB, abs=8 * MIB)
     assert ledger.unwritten_bytes(of_others=True) == pytest.approx(256 * MIB, abs=8 * MIB)
     ledger.cancel(16 * MIB)
@@ -121,13 +121,13 @@ def test_what_is_reserved_cannot_be_reserved_again(ledger: MemoryLedger, other: 
 
 def test_without_other_processes_none_is_blamed(ledger: MemoryLedger) -> None:
     with pytest.raises(BackplaneError, match=r"a KV cache of 0.25 GiB does not fit: 0.10 GiB are left; start again"):
-        ledger.reserve(256 * MIB, free=100 * MIB, **MESSAGE)
+        ledger.reserve(256 * MIB, free=lambda: 100 * MIB, **MESSAGE)
 
 
 def test_the_device_deducts_it(ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_device, "ledger", ledger)
     before = CpuDevice().memory()
-    ledger.reserve(4096 * MIB, free=1 << 40, **MESSAGE)
+    ledger.reserve(4096 * MIB, free=lambda: 1 << 40, **MESSAGE)
     after = CpuDevice().memory()
     assert before.free - after.free > 3072 * MIB, "other changes of the machine's free memory are smaller"
     assert after.total == before.total
@@ -151,7 +151,7 @@ def test_a_finalizer_that_runs_while_the_ledger_is_locked(
         def __init__(self) -> None:
             self.itself = self
 
-    ledger.reserve(64 * MIB, free=1 << 40, **MESSAGE)
+    ledger.reserve(64 * MIB, free=lambda: 1 << 40, **MESSAGE)
     forgotten: Any = Cycle()
     weakref.finalize(forgotten, ledger.cancel, 64 * MIB)
     del forgotten
@@ -172,7 +172,7 @@ def test_a_finalizer_that_runs_while_the_ledger_is_locked(
 def test_a_finalizer_that_runs_while_the_lock_is_released(
     ledger: MemoryLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger.reserve(64 * MIB, free=1 << 40, **MESSAGE)
+    ledger.reserve(64 * MIB, free=lambda: 1 << 40, **MESSAGE)
     close, left = os.close, [32 * MIB, 32 * MIB]
 
     def close_and_collect(handle: int) -> None:
@@ -212,7 +212,7 @@ def test_a_process_that_got_the_number_of_another_has_no_reservation(ledger: Mem
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BackplaneError, match="set TMPDIR"):
-        MemoryLedger(tmp_path / "file").reserve(1, free=1 << 40, **MESSAGE)
+        MemoryLedger(tmp_path / "file").reserve(1, free=lambda: 1 << 40, **MESSAGE)
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class SleepPool:
         if count := sum(self._live_reservations()):
             remedy = "end other processes, and wake up again"
             # The pages are still mapped, so that a limit of the process itself leaves no room for them and needs none.
-            ledger.reserve(count, purpose="a KV cache", remedy=remedy, free=host_memory.usable_memory().free)
+            ledger.reserve(count, purpose="a KV cache", remedy=remedy, free=lambda: host_memory.usable_memory().free)
 
     def _live_reservations(self) -> list[int]:
         return [count for owner, count in self._reservations if owner() is not None]
