@@ -84,7 +84,7 @@ class GgufModel:
     def _of(self, key: str, kind: type[_Kind]) -> _Kind | None:
         found = self.metadata.get(key)
         if found is not None and type(found) is not kind:
-            raise self._wrong(key, type(found).__name__, kind.__name__)
+            raise self._wrong(key, _name(type(found)), _name(kind))
         return found
 
     def _wrong(self, key: str, found: str, expected: str) -> CheckpointError:
@@ -92,6 +92,13 @@ class GgufModel:
             f"{self.path}: the metadata {key} is {found} instead of {expected}; convert the model again with a current "
             "converter"
         )
+
+
+def _name(kind: type) -> str:
+    """Returns what a metadata value of this type is called."""
+    return {Strings: "an array of texts", list: "an array of arrays", np.ndarray: "an array of numbers"}.get(
+        kind, f"a value of type {kind.__name__}"
+    )
 
 
 def open_model(path: str | Path) -> GgufModel:
