@@ -24,6 +24,7 @@ from vllm_backplane.process.orphan_watchdog import watch_ancestors_in_engines
 from vllm_backplane.process.start_signals import end_start_on_signals
 from vllm_backplane.process.vllm_torch import bind_torch_of_vllm
 from vllm_backplane.runtime import configured, runtime
+from vllm_backplane.start_display.left_out import install_filters
 from vllm_patchbay.patch import Process
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
 
+install_filters()
 # Early: if the server is killed while its engine starts, a spawned engine would wait for it for minutes.
 watch_ancestors_in_engines()
 shut_engines_down_at_exit()
@@ -262,11 +264,12 @@ class BackplanePlatform(Platform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Adapts vLLM's configuration to the device, or raises for options that the device cannot fulfil."""
-        from vllm_backplane.config import stages
+        from vllm_backplane.config import stages, start_report
 
         end_start_on_signals()
         chosen = configured(vllm_config.additional_config)
         stages.apply(vllm_config, chosen)
+        start_report.report_model(vllm_config, chosen)
         logger.info_once("Backplane runs on device %s: %s", chosen.device.name, chosen.selection.reason)
         if patched := application.status_line():
             logger.info_once("%s", patched)

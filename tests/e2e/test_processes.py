@@ -208,6 +208,7 @@ def test_a_signal_ends_the_server_at_any_moment(
         # At the very beginning, and at a second signal while the server ends, the signal itself ends the process.
         expected = {128 + number, -number} if moment % 2 or seconds < whole / 2 else {128 + number}
         assert status in expected, f"{status} after {seconds:.2f} s of {whole:.2f} s\n{server.text()}"
+        assert "Traceback" not in server.text(), f"after {seconds:.2f} s of {whole:.2f} s\n{server.text()}"
     print(f"{number.name}: ended within {max(took):.1f} s; {tokens} lines were streamed")
     if moments == NUMBER_OF_MOMENTS:
         assert tokens, "some signals must come while a request is in flight"

@@ -15,7 +15,10 @@ import jsonschema
 import openai
 import pytest
 from compilers import Compilers
+from processes import environment
 from server import COMMAND, VLLM, Server
+
+from tests.hub_stand_in import Repository, running_hub
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
@@ -33,20 +36,34 @@ def compilers(tmp_path_factory: pytest.TempPathFactory) -> Compilers:
     return Compilers(tmp_path_factory.mktemp("compilers"))
 
 
+def planned(*arguments: str, **variables: str) -> list[str]:
+    """Returns the model and the options that `vllm-backplane serve` would give to vLLM."""
+    command = [COMMAND, "serve", *arguments, "--dry-run", "--json"]
+    done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, check=True)
+    return list(json.loads(done.stdout)["command"][2:])
+
+
 @pytest.fixture(scope="module")
 def server(compilers: Compilers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Starts `vllm serve` with the path of a GGUF file, in a new interpreter, like a user in a shell.
 
-    The options are those that `vllm-backplane serve` without a model would add.
+    The file was downloaded by its name on a hub, in this case a stand-in. The options are those that `vllm-backplane
+    serve` without a model would add.
     """
     limits = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SEQUENCES))
-    planned = subprocess.run([COMMAND, "serve", "--dry-run", "--json"], capture_output=True, text=True, check=True)
-    model, *options = json.loads(planned.stdout)["command"][2:]
+    model, *options = planned()
     (file,) = [Path(model)] if model.endswith(".gguf") else Path(model).glob("*.gguf")
     assert options[:4] == ["--served-model-name", MODEL, "--dtype", "float32"]
+    with running_hub() as hub:
+        hub.repositories["org/SmolLM2-GGUF"] = Repository({"SmolLM2.Q4_1.gguf": file.read_bytes()})
+        cache = str(tmp_path_factory.mktemp("cache"))
+        variables = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "BACKPLANE_CACHE": cache, "NO_PROXY": "127.0.0.1"}
+        downloaded, *named = planned("org/SmolLM2-GGUF:q4_1", **variables)
+    assert downloaded == f"{cache}/added/SmolLM2.Q4_1/files/SmolLM2.Q4_1.gguf"
+    assert named[:2] == ["--served-model-name", "org/SmolLM2-GGUF:q4_1"]
     with Server(
         tmp_path_factory.mktemp("server"),
-        *(str(file), *options[:4], "--host", "127.0.0.1", *limits),
+        *(downloaded, *options[:4], "--host", "127.0.0.1", *limits),
         command=VLLM,
         variables=compilers.variables,
         warm=False,

@@ -25,8 +25,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("distributed", "http", "models", "peering", "settings"),
     ("device", "own_options"),
     ("host", "ops", "process", "runtime"),
-    ("attention", "devices", "gguf", "kv_offload"),
-    ("added_models", "layers"),
+    ("attention", "devices", "gguf", "kv_offload", "start_display"),
+    ("added_models", "early_checks", "layers"),
     ("quantization",),
     ("patches", "weights"),
     ("config",),
@@ -50,11 +50,12 @@ def test_the_architecture_page_has_the_same_levels() -> None:
 
 
 FREE_OF_VLLM = (
-    "added_models",
     "chat",
+    "added_models",
     "ops",
     "device",
     "devices",
+    "early_checks",
     "gguf",
     "host",
     "http",
@@ -66,6 +67,8 @@ FREE_OF_VLLM = (
     "private_folder.py",
     "process/owned_process.py",
     "runtime.py",
+    "safe_text.py",
+    "start_display",
     "safe_text.py",
     "settings/options.py",
     "settings/explicit_arguments.py",

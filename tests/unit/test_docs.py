@@ -318,7 +318,9 @@ def test_flags_that_are_passed_on_are_flags_of_vllm() -> None:
     (command_of_vllm,) = serve.cmd_init()
     command_of_vllm.subparser_init(parser.add_subparsers(dest="subparser"))
     known = subparsers(parser)["serve"]._option_string_actions
-    ours = [one for one in COMMANDS if one.program == "vllm-backplane" and one.words[1:2] and one.words[1] in PASSING_ON]
+    ours = [
+        one for one in COMMANDS if one.program == "vllm-backplane" and one.words[1:2] and one.words[1] in PASSING_ON
+    ]
     assert len(ours) >= 20
     theirs = [command for command in COMMANDS if command.words[:2] == ("vllm", "serve")]
     assert len(theirs) >= 3

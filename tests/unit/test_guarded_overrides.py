@@ -243,6 +243,9 @@ def read_name(node: ast.AST) -> str:
 NO_OBJECTS_OF_VLLM = ("patches/", "cli/", "doctor/", "device/", "devices/", "host/", "ops/", "gguf/", "errors.py")
 """Files that set attributes of their own objects and of other libraries' only, and patches, which are declared."""
 SET_IN_VLLM = {
+    ("bench/", "disable_log_stats"): "it is a public argument of vLLM's engine",
+    ("chat/endpoint.py", "sock"): "it is for a connection of http.client",
+    ("early_checks/vllm_options.py", "setattr"): "it is for a namespace of argparse",
     ("quantization/", "g_idx"): "quantization methods register and remove the parameters of their layer",
     ("quantization/", "setattr"): "quantization methods register and remove the parameters of their layer",
     ("quantization/checkpoint/compressed_tensors.py", "weight_loader_numel"): "it is for vLLM's count of loaded values",
@@ -253,6 +256,8 @@ SET_IN_VLLM = {
     ("process/start_signals.py", "daemon"): "it is for a thread",
     ("process/vllm_torch.py", "setattr"): "it is for torch, whose module vLLM sees through a view",
     ("runner/triton_replacements.py", "__signature__"): "it is for a function of Backplane",
+    ("start_display/left_out.py", "levelname"): "it is for a record of logging",
+    ("start_display/left_out.py", "levelno"): "it is for a record of logging",
     ("settings/compat.py", "setattr"): "the kernels that are replaced have guards in runner/triton_replacements.py",
 }
 """What the package sets in objects of vLLM or of an unknown kind, and why it needs no guard in that file."""

@@ -248,7 +248,12 @@ def printable(value: object) -> str:
 
 def model_name(checkpoint: Checkpoint) -> str:
     """Returns the name under which a model is added if the user gives none."""
-    return name_of_file(checkpoint.main) if checkpoint.main else checkpoint.folder.resolve().name
+    if checkpoint.main:
+        return name_of_file(checkpoint.main)
+    folder = checkpoint.folder.resolve()
+    if folder.parent.name == "snapshots":  # of the cache of huggingface_hub: models--USER--REPOSITORY/snapshots/COMMIT
+        return folder.parent.parent.name.rpartition("--")[2]
+    return folder.name
 
 
 def name_of_file(file: str) -> str:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 Advance = Callable[[int], None]
 """Reports that so many bytes more are done, or fewer if work has to be repeated."""
@@ -30,7 +31,13 @@ class Progress:
         elif self._bars:
             from tqdm import tqdm
 
-            options = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "dynamic_ncols": True, "leave": False}
+            options: dict[str, Any] = {
+                "unit": "B",
+                "unit_scale": True,
+                "unit_divisor": 1024,
+                "dynamic_ncols": True,
+                "leave": False,
+            }
             with tqdm(desc=label, total=total, initial=done, **options) as shown:
 
                 def advance(count: int) -> None:

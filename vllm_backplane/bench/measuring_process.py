@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ def start(arguments: Sequence[str]) -> Any:
     needed = max(point.tokens for point in (*PREFILL, *DECODE))
     try:
         args = EngineArgs.from_cli_args(parser.parse_args(list(arguments)))
-        args.max_model_len = min(needed, args.create_model_config().max_model_len)
+        # A copy, because vLLM writes into its arguments.
+        args.max_model_len = min(needed, copy(args).create_engine_config().model_config.max_model_len)
     except (ValueError, OSError) as fault:  # what vLLM raises about its arguments and about a model
         raise BackplaneError(" ".join(str(fault).split())) from fault
     args.max_num_seqs = max(point.sequences for point in DECODE)

@@ -8,6 +8,8 @@ other subcommand such arguments are an error.
 
 from __future__ import annotations
 
+from vllm_backplane.cli import _interrupts  # isort: skip  # first, so that Ctrl-C during the imports below is silent
+
 import argparse
 import importlib
 import os
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from vllm_backplane import __version__
+from vllm_backplane.cli import _output
 from vllm_backplane.errors import BackplaneError
 from vllm_patchbay.errors import PatchbayError
 
@@ -77,17 +80,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.parser.error(f"unknown argument: {' '.join(rest)}")
     args.rest = rest
     try:
+        _interrupts.raise_exceptions()
         status = int(args.run(args))
         sys.stdout.flush()
         return status
     except (BackplaneError, PatchbayError) as fault:
-        print(f"vllm-backplane: error: {fault}", file=sys.stderr)
-        return 1
+        return _output.report_error(fault)
     except BrokenPipeError:
         # The reader has closed its end. Python would complain once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
+        _interrupts.end_silently()  # a second one may come during the teardown of the interpreter
         return 130
 
 

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
+from vllm_backplane.errors import UsageError
 from vllm_patchbay.cli.output import add_json_flag, print_json, print_table, progress_of
 
-__all__ = ["add_json_flag", "print_json", "print_table", "progress"]
+__all__ = ["add_json_flag", "print_json", "print_table", "progress", "report_error"]
 
 progress = progress_of("vllm-backplane")
+
+
+def report_error(fault: Exception) -> int:
+    """Prints an error and returns the exit status: 2 for a mistake of the user, otherwise 1."""
+    print(f"vllm-backplane: error: {fault}", file=sys.stderr)
+    return 2 if isinstance(fault, UsageError) else 1

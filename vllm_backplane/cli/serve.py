@@ -23,19 +23,23 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NoReturn
 
-from vllm_backplane.added_models.serving import path_to_serve
-from vllm_backplane.cli import _output
-from vllm_backplane.errors import BackplaneError
+from vllm_backplane.added_models import names as added_names
+from vllm_backplane.added_models.serving import is_served_by_name, path_to_serve
+from vllm_backplane.cli import _interrupts, _mistakes, _output
+from vllm_backplane.early_checks import check_request
+from vllm_backplane.errors import BackplaneError, UsageError
 from vllm_backplane.guards import guarded, verify_guards
 from vllm_backplane.host.control_groups import control_group_limits
 from vllm_backplane.models import DEFAULT, models, obtain
 from vllm_backplane.platform_choice import COMMAND_VARIABLE, DEVICE_VARIABLE, PLUGINS_VARIABLE, active_plugin
+from vllm_backplane.process import start_events
 from vllm_backplane.process.fast_exit import exit_without_teardown
+from vllm_backplane.start_display import session
 
 NAME = "serve"
 HELP = "serve a model with the OpenAI API"
@@ -64,6 +68,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
+        "--verbose", action="store_true", help="write vLLM's log to the terminal instead of a file, and all of it"
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="print vLLM's command line and environment variables, and exit"
     )
     _output.add_json_flag(parser)
@@ -71,7 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.json and not args.dry_run:
-        raise BackplaneError("--json applies only to the output of --dry-run; add --dry-run or remove --json")
+        raise UsageError("--json applies only to the output of --dry-run; add --dry-run or remove --json")
     if find_spec("vllm") is None:
         raise BackplaneError(
             f"vLLM is not installed for {sys.executable}; install it, or run 'make setup' in the repository"
@@ -81,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.dry_run:
         require_address_space()
         require_memory_of_control_group()
+        check_mistakes(args, os.environ)
     launch = plan(args, os.environ)
     if args.dry_run:
         if args.json:
@@ -90,7 +98,21 @@ def run(args: argparse.Namespace) -> int:
             print(" ".join([*variables, shlex.join(launch.command)]))
         return 0
     os.environ.update(launch.variables)
+    custom = _has(launch.command, "--log-config-file") or bool(os.environ.get("VLLM_LOGGING_CONFIG_PATH"))
+    session.begin(verbose=args.verbose, custom_logging=custom)
     run_vllm(launch)
+
+
+def check_mistakes(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Raises `UsageError` for the first mistake that is found without vLLM, and before a model is prepared."""
+    model, rest = _split(args.rest)
+    if model is None and not _has(rest, "--config"):
+        model = DEFAULT.name
+    prepared = [*(each.name for each in models()), *added_names()]
+    if model is not None and is_served_by_name(model):
+        prepared.append(model)  # the name that it has on a hub
+    address = args.host, args.port
+    check_request(model, rest, prepared=prepared, address=address, device=args.device, environment=environment)
 
 
 def require_address_space() -> None:
@@ -122,6 +144,7 @@ def run_vllm(launch: Launch) -> NoReturn:
     This saves the start of another process and the import of vLLM's other commands, and keeps the current folder off
     the import path. It also works where vLLM's distribution is not named 'vllm', which vLLM's own command requires.
     """
+    _interrupts.end_silently()
     # Imports create no garbage, and collections during the imports would only take time.
     gc.disable()
     from vllm.entrypoints.cli import serve as vllm_serve
@@ -133,27 +156,34 @@ def run_vllm(launch: Launch) -> NoReturn:
 
     gc.freeze()
     gc.enable()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, start_signals.interrupt)
+    start_events.report("imports", vllm=compat.vllm_version())
     compat.set_up_environment()
     use_own_socket_folder()
     sys.argv = launch.command
-    parser = FlexibleArgumentParser(prog="vllm")
+    parser = _mistakes.parser_class(FlexibleArgumentParser)(prog="vllm")
     subparsers = parser.add_subparsers(required=True, dest="subparser")
     (command,) = vllm_serve.cmd_init()
     command.subparser_init(subparsers)
-    args = parser.parse_args()
-    compat.configure_logging(args)
-    command.validate(args)
-    chat_template.set_command_line(*compat.chat_template_of(args))
-    signal.signal(signal.SIGINT, start_signals.interrupt)
-    signal.signal(signal.SIGTERM, start_signals.interrupt)
     try:
+        with _mistakes.in_arguments():
+            args = parser.parse_args()
+            session.check_mode(args)
+            compat.configure_logging(args)
+            command.validate(args)
+            chat_template.set_command_line(*compat.chat_template_of(args))
         verify_guards()  # of this process: with spawned workers, some of its modules are in no other one
         command.cmd(args)
     except KeyboardInterrupt:  # vLLM's handler of SIGTERM raised it, before the engine's configuration was made
         exit_without_teardown(128 + signal.SIGTERM)
     except SystemExit as end:  # a signal came, or the engine died; exit fast, because a supervisor waits to restart it
         exit_without_teardown(_status_of_signal(end) if end.code is None else end.code)
-    except BaseException:
+    except UsageError as mistake:
+        exit_without_teardown(_output.report_error(mistake))
+    except BaseException as fault:
+        if (refusal := _mistakes.mistake_behind(fault)) is not None:
+            exit_without_teardown(_output.report_error(refusal))
         gc.unfreeze()  # frozen objects outlive the interpreter, and some libraries then print errors
         raise
     exit_without_teardown(0)
@@ -176,7 +206,7 @@ def use_own_socket_folder() -> None:
     """
     base = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
     if not os.path.isdir(base):
-        raise BackplaneError(
+        raise UsageError(
             f"VLLM_RPC_BASE_PATH is {base}, which is not a folder; create the folder or unset the variable"
         )
     if len(os.fsencode(base)) > MAX_BASE_LENGTH:
@@ -194,7 +224,7 @@ def refuse_disabled_plugin(environment: Mapping[str, str]) -> None:
 
     for finding in plugins.check_environment(plugins.find(), environment):
         if finding.severity == "error":
-            raise BackplaneError(f"{finding.what}; {finding.remedy}")
+            raise UsageError(f"{finding.what}; {finding.remedy}")
 
 
 def refuse_other_platform(environment: Mapping[str, str]) -> None:
@@ -218,17 +248,21 @@ def plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Launch:
     if args.device:
         configured = environment.get(DEVICE_VARIABLE, "")
         if configured and configured != args.device:
-            raise BackplaneError(
-                f"--device is {args.device!r} and {DEVICE_VARIABLE} is {configured!r}; remove one of them"
-            )
+            raise UsageError(f"--device is {args.device!r} and {DEVICE_VARIABLE} is {configured!r}; remove one of them")
         variables[DEVICE_VARIABLE] = args.device
-    rest = list(args.rest)
-    given = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    if _has(rest, "--model"):
-        raise BackplaneError("--model is not supported; give the model as the first argument")
+    given, rest = _split(args.rest)
     model = [] if given is None and _has(rest, "--config") else _model_arguments(given or DEFAULT.name, rest)
     command = ["vllm", "serve", *model, "--host", args.host, "--port", str(args.port), *rest]
     return Launch(command, variables)
+
+
+def _split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Returns the model, if one is given, and the arguments of vLLM."""
+    is_given = bool(arguments) and not arguments[0].startswith("-")
+    rest = list(arguments[1:] if is_given else arguments)
+    if _has(rest, "--model"):
+        raise UsageError("--model is not supported; give the model as the first argument")
+    return (arguments[0] if is_given else None), rest
 
 
 def _model_arguments(given: str, rest: list[str]) -> list[str]:

@@ -226,7 +226,8 @@ class Device(ABC):
     def read_memory(self, memory: torch.Tensor) -> bool:
         """Reads all bytes of a contiguous tensor on a card once, as fast as kernels can, and waits for the end.
 
-        `vllm-backplane bench` measures the memory bandwidth with it. Returns False, and reads nothing, on a device that does not support it.
+        `vllm-backplane bench` measures the memory bandwidth with it. Returns False, and reads nothing, on a device that
+        does not support it.
         """
         return False
 

@@ -12,6 +12,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
+from vllm_backplane.process import start_events
+
+last_status: int | str | None = None
+"""The status with which this process ends, once that is known. Exit handlers cannot find it out in another way."""
+
 
 def exit_without_teardown(status: int | str | None) -> NoReturn:
     """Runs the exit handlers and ends the process without destroying the interpreter.
@@ -19,6 +24,8 @@ def exit_without_teardown(status: int | str | None) -> NoReturn:
     Destroying what vLLM has imported, object by object, takes seconds, for which a user who pressed Ctrl-C would wait.
     `status` is the argument of sys.exit: a text is printed, and the exit status is 1.
     """
+    global last_status
+    last_status = status or 0
     if isinstance(status, str):
         print(status, file=sys.stderr)
     atexit._run_exitfuncs()
@@ -40,6 +47,7 @@ def exit_with_status_of_signals() -> None:
 
 
 def _handle(installed: Callable[[int, FrameType | None], Any], number: int, frame: FrameType | None) -> None:
+    start_events.report(start_events.STOPPING)
     # Exit handlers run in reverse order, so this one comes first, and runs the others.
     atexit.register(_exit, 128 + number)
     installed(number, frame)

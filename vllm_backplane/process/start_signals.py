@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from vllm_backplane.guards import guarded
+from vllm_backplane.process import start_events
 from vllm_backplane.process.fast_exit import exit_with_status_of_signals, exit_without_teardown
 
 LAST_SECONDS = 4.0
@@ -34,6 +35,7 @@ def interrupt(number: int, _frame: FrameType | None = None) -> NoReturn:
     Libraries in other languages turn an exception of a signal handler into one of their own, or lose it. The process
     therefore ends with the same status if another exception arrives at its top, and after some seconds in any case.
     """
+    start_events.report(start_events.STOPPING)
     # vLLM may be interrupted after it has started a process and before it has recorded that process.
     for process in multiprocessing.active_children():
         process.kill()

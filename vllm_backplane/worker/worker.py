@@ -39,6 +39,7 @@ from vllm_backplane.lora import validation
 from vllm_backplane.lora.prefetch import AdapterPrefetcher
 from vllm_backplane.ops import resolution
 from vllm_backplane.patches import application
+from vllm_backplane.process import start_events
 from vllm_backplane.process.rank_failure import exit_unless_output_rank, is_output_rank
 from vllm_backplane.process.vllm_torch import bind_torch_of_vllm
 from vllm_backplane.runner.factory import make_model_runner
@@ -139,6 +140,13 @@ class BackplaneWorker(Worker):
         logger.info("%s", self.budget.describe())
         compat.build_runner(self)
         verify_guards()  # of the modules of the runner
+        budget = self.budget
+        self._report_step("memory", total=budget.total, free=budget.free_at_start, allowed=budget.allowed)
+
+    def _report_step(self, step: str, **facts: start_events.Fact) -> None:
+        """Reports a step of the start, as the first worker of the server."""
+        if self.rank == 0 and not self.parallel_config.data_parallel_index:
+            start_events.report(step, **facts)
 
     def _card(self) -> int:
         """Returns the card of this worker: 0 if all workers share the host's memory, otherwise a card of its own, by
@@ -199,6 +207,7 @@ class BackplaneWorker(Worker):
             self.budget.refuse_weights(expected // shards)
         if (address := self.runtime.setting("weights_listen")) is not None:
             self.offered_weights = OfferedWeights(self, address)
+        self._report_step("weights_begin", bytes=expected)
         with missing_weights.error_with_remedy():
             super().load_model(load_dummy_weights=load_dummy_weights)
         verify_guards()  # of the modules that the model has imported
@@ -213,6 +222,7 @@ class BackplaneWorker(Worker):
             self.offered_weights.record()
         if self.runtime.guard_checks_modules:
             self.set_numeric_guard("modules" if "modules" in self.runtime.setting("numeric_guard") else "layers")
+        self._report_step("weights")
 
     # --- the numeric guard --------------------------------------------------------------------------------------------
 
@@ -453,6 +463,7 @@ class BackplaneWorker(Worker):
         super().initialize_from_config(kv_cache_config)
         if kv_cache_config.kv_cache_tensors:  # an encoder has no KV cache
             self._kv_cache_allocator.require_use()
+        self._report_step("kv_cache", bytes=self._kv_cache_allocator.bytes)
         connector = connector_of_worker()
         if connector is not None:
             connector.bind_model(self.model_runner.get_model())
@@ -598,6 +609,7 @@ class BackplaneWorker(Worker):
         freeze_gc_heap()
         if self.offered_weights is not None:
             self.offered_weights.start_server()
+        self._report_step("warm_up")
         return CompilationTimes(
             language_model=self.compilation_config.compilation_time,
             encoder=self.compilation_config.encoder_compilation_time,

@@ -117,7 +117,7 @@ def test_what_is_not_there_is_an_error(arguments, words, capsys):
 
 def test_an_unknown_variable_is_an_error(capsys, monkeypatch):
     monkeypatch.setenv("BACKPLANE_DEVCE", "cpu")
-    assert main(["ops"]) == 1
+    assert main(["ops"]) == 2
     assert "did you mean 'BACKPLANE_DEVICE'?" in capsys.readouterr().err
 
 

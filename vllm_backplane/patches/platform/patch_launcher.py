@@ -9,6 +9,8 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
+from vllm_backplane.http.served_addresses import served_facts
+from vllm_backplane.process import start_events
 from vllm_backplane.process.fast_exit import exit_with_status_of_signals
 from vllm_patchbay.patch import Patch, Process
 
@@ -16,6 +18,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 GRACE_SECONDS = 3
 """Seconds for responses in flight after the engine has stopped; they need far less to send what they have."""
+START_POLL_SECONDS = 0.02
 POLL_SECONDS = 0.5
 """Seconds between two checks of the engine."""
 
@@ -75,14 +78,34 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
                     terminate_if_errored(server, engine)
 
     engine.shutdown = shutdown
-    watching = asyncio.get_running_loop().create_task(watch())
+    loop = asyncio.get_running_loop()
+    watching = loop.create_task(watch())
     watching.add_done_callback(_report_failure)
+    announcing = loop.create_task(_announce(app, engine))
+    announcing.add_done_callback(_report_unannounced)
     try:
         ending = await serve_http.original(app, *args, **options)
     finally:
         watching.cancel()
+        announcing.cancel()
         del engine.shutdown  # restores the method of the class
     return _shut_down(ending, engine, failed=engine.errored and not stopped)
+
+
+async def _announce(app: Any, engine: Any) -> None:
+    """Reports the addresses of the server as soon as it answers."""
+    if start_events.announced() is None:
+        return
+    while not getattr(getattr(app.state, "server", None), "started", False):
+        await asyncio.sleep(START_POLL_SECONDS)
+    cache = engine.vllm_config.cache_config
+    tokens = getattr(cache, "kv_cache_size_tokens", None)  # since vLLM 0.33
+    start_events.report("ready", **await served_facts(app, engine), kv_cache_tokens=tokens)
+
+
+def _report_unannounced(announcing: asyncio.Task[None]) -> None:
+    if not announcing.cancelled() and (fault := announcing.exception()):
+        logger.error("The server is up, and its addresses cannot be shown, because of an error.", exc_info=fault)
 
 
 def _report_failure(watching: asyncio.Task[None]) -> None:

