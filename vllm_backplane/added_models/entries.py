@@ -155,7 +155,7 @@ class Entry:
         if fault is not None and fault.state == "changed" and not contents:
             fault = self.fault(contents=True, progress=progress)
         if fault is not None:
-            raise BackplaneError(f"the model {self.name}: {fault.text}; {self.remedy}")
+            raise UsageError(f"the model {self.name}: {fault.text}; {self.remedy}")
 
     @property
     def remedy(self) -> str:
