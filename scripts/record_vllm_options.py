@@ -24,6 +24,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "patchbay")]
 
 BOUNDS = {"ge": "least", "gt": "above", "le": "most", "lt": "below"}
 """Names of bounds in the metadata of pydantic's fields, and in the file."""
+CONDITIONAL = ("LoRAConfig", "MultiModalConfig")
+"""Configurations that vLLM makes for some models and command lines only. For the others it checks no bounds."""
 
 
 def described() -> list[dict[str, Any]]:
@@ -44,9 +46,9 @@ def _description(parser: Any, action: Any) -> Iterator[tuple[str, Any]]:
     if action.nargs == 0:
         return
     kind, config = _kind(action.type)
-    if kind != "text":
+    if kind not in ("text", ""):
         yield "kind", kind
-    if action.choices is not None:
+    if action.choices is not None and kind:
         yield "choices", list(action.choices)
     if config is not None and not _accepts_any_key(config):
         yield "keys", sorted(_keys(config))
@@ -55,7 +57,10 @@ def _description(parser: Any, action: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _kind(convert: Callable[[str], Any] | None) -> tuple[str, type | None]:
-    """Returns the word for a conversion of argparse, and the class of a configuration that is given as JSON."""
+    """Returns the word for a conversion of argparse, and the class of a configuration that is given as JSON.
+
+    The word is empty for a conversion that only vLLM knows.
+    """
     from vllm.engine import arg_utils
     from vllm.utils import argparse_utils
 
@@ -75,10 +80,11 @@ def _kind(convert: Callable[[str], Any] | None) -> tuple[str, type | None]:
     name = getattr(convert, "__qualname__", "")
     if name.startswith(("parse_type.", "optional_type.")):
         kind, config = _kind(convert.__closure__[0].cell_contents)  # type: ignore[union-attr]
-        return ("optional " * name.startswith("optional_type.") + kind).replace("optional text", "text"), config
+        optional = "optional " * (name.startswith("optional_type.") and kind != "")
+        return (optional + kind).replace("optional text", "text"), config
     if name.endswith(".parse_dataclass"):
         return "config", convert.__defaults__[0]  # type: ignore[union-attr]
-    return "text", None  # a conversion of its own, which only vLLM can check
+    return "", None
 
 
 def _accepts_any_key(config: type) -> bool:
@@ -107,7 +113,7 @@ def _bounds(parser: Any, action: Any) -> Iterator[tuple[str, Any]]:
     import vllm.config
 
     for group in parser._action_groups:
-        if action in group._group_actions and group is not parser._optionals:
+        if action in group._group_actions and group.title not in CONDITIONAL and group is not parser._optionals:
             fields = getattr(getattr(vllm.config, group.title or "", None), "__pydantic_fields__", {})
             field = fields.get(action.dest)
             for entry in getattr(field, "metadata", ()):

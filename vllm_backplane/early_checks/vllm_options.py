@@ -71,7 +71,7 @@ class VllmOption:
     def check(self, text: str) -> str:
         """Returns the text of a value; raises argparse.ArgumentTypeError if vLLM would not accept it."""
         kind = self.kind.removeprefix("optional ")
-        if kind != self.kind and text in ("", "None"):
+        if text in ("", "None") and (kind != self.kind or None in self.choices):
             return text
         value = _KINDS[kind](text)
         if self.choices and value not in self.choices:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from vllm_patchbay.upstream import installed_version
+
 ACCEPTED: tuple[tuple[str, ...], ...] = (
     (),
     ("--max-model-len", "2048"),
@@ -59,8 +61,17 @@ ACCEPTED: tuple[tuple[str, ...], ...] = (
     ("--logprobs-mode", "raw_logits", "--max-logprobs", "-1"),
     ("--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"),
     ("--distributed-executor-backend", "mp"),
+    ("--moe-backend", "flashinfer-cutlass", "--linear-backend", "Deep-Gemm"),
+    ("--moe-backend=TRITON", "--sparse-indexer-topk-backend", "per-row"),
+    ("--max-loras", "0", "--mm-processor-cache-gb", "-1", "--video-pruning-rate", "1"),
 )
 """Arguments after the model that are accepted, in every way of writing that vLLM has."""
+
+if installed_version().release[:2] > (0, 30):  # which refuses None where only some texts are allowed
+    ACCEPTED += (
+        ("--safetensors-load-strategy", "None", "--dcp-comm-backend", "", "--spec-method", "None"),
+        ("--mamba-ssu-algorithm", "None", "--mm-encoder-attn-dtype=", "--collect-detailed-traces", "None"),
+    )
 
 REFUSED: tuple[tuple[str, ...], ...] = (
     ("--max-model-length", "8"),

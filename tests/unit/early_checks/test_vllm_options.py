@@ -44,6 +44,7 @@ def test_every_supported_release_has_a_table(series: tuple[int, ...]) -> None:
     found = VllmOptions.of_release(series, all_checks.OWN_OPTIONS)
     assert found is not None
     found.check(["--max-model-len", "2k", "-tp", "2", "--no-enable-prefix-caching", "--served-model-name", "a", "b"])
+    found.check(["--moe-backend", "Flashinfer-Cutlass", "--max-loras", "0", "--mm-processor-cache-gb", "-1"])
     with pytest.raises(UsageError, match=r"unknown option --max-model-length; did you mean --max-model-len\?"):
         found.check(["--max-model-length", "8"])
 
@@ -80,10 +81,11 @@ def test_values_are_found_by_the_name_of_their_option(installed: VllmOptions) ->
         (VllmOption(("-x",), kind="config"), "[1]", "not a JSON object"),
         (VllmOption(("-x",), kind="json"), "[" * 100_000, "nested too deeply"),
         (VllmOption(("-x",), choices=("a", "b")), "c", "They are: a, b"),
+        (VllmOption(("-x",), choices=("a", "b", None)), "none", "They are: a, b"),
     ],
 )
 def test_a_value_is_refused(option: VllmOption, value: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         VllmOptions([option]).check(["-x", value])
-    for allowed in ("", "None") if option.kind.startswith("optional") else ():
+    for allowed in ("", "None") if option.kind.startswith("optional") or None in option.choices else ():
         VllmOptions([option]).check(["-x", allowed])
