@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and not args.passes_on:
         args.parser.error(f"unknown argument: {' '.join(rest)}")
     args.rest = rest
+    were_silent = _interrupts.raise_exceptions()
     try:
-        _interrupts.raise_exceptions()
         status = int(args.run(args))
         sys.stdout.flush()
         return status
@@ -91,8 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
-        _interrupts.end_silently()  # a second one may come during the teardown of the interpreter
         return 130
+    finally:
+        if were_silent:  # Ctrl-C may come, or come again, during the teardown of the interpreter
+            _interrupts.end_silently()
 
 
 def _report_moved_auditor(arguments: Sequence[str]) -> int:

@@ -18,10 +18,12 @@ def end_silently() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def raise_exceptions() -> None:
-    """Undoes `end_silently`, for code that has to clean up."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+def raise_exceptions() -> bool:
+    """Undoes `end_silently`, for code that has to clean up, and returns whether there was anything to undo."""
+    were_silent = signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    if were_silent:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    return were_silent
 
 
 if sys.argv and os.path.basename(sys.argv[0]) == COMMAND:

@@ -11,7 +11,7 @@ import argparse
 import logging
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -21,6 +21,8 @@ READING = ("create_engine_config", "from_cli_args", "validate_parsed_serve_args"
 """Functions of vLLM that only read what the user has given."""
 SERVING = ("setup_server",)
 """Functions of vLLM that need something of the system that the user has named, such as a port."""
+RUNNING = ("cmd", "run_headless", "run_multi_api_server")
+"""Functions of vLLM that run everything. Only what they raise themselves is about the command line."""
 _ERRORS = 2
 """Errors of one validation that are shown."""
 
@@ -63,20 +65,27 @@ def mistake_behind(fault: BaseException) -> UsageError | None:
     """Returns the mistake if vLLM raised `fault` while it read its arguments or made its configuration, else None."""
     if isinstance(fault, UsageError) or not isinstance(fault, Exception):
         return None
-    places = {
-        frame.f_code.co_name
+    places = [
+        frame.f_code.co_name if frame.f_globals.get("__name__", "").startswith("vllm.") else ""
         for frame, _ in traceback.walk_tb(fault.__traceback__)
-        if frame.f_globals.get("__name__", "").startswith("vllm.")
-    }
-    expected: tuple[type[Exception], ...] = (BackplaneError, ValueError, OSError, NotImplementedError)
-    if "validate_api_server_args" in places:
-        expected = (*expected, LookupError)
-    if not places & {*READING, *SERVING}:
+    ]
+    if not {*READING, *SERVING} & {*places} and not {*RUNNING} & {*places[-1:]}:
         return None
-    if not isinstance(fault, expected) and type(fault).__module__ != "vllm.exceptions":
+    if not _may_be_mistake(fault, places):
         return None
     _log(fault)
     return UsageError(message_of(fault))
+
+
+def _may_be_mistake(fault: Exception, places: Sequence[str]) -> bool:
+    expected: tuple[type[Exception], ...] = (BackplaneError, ValueError, OSError, ImportError, NotImplementedError)
+    if "validate_api_server_args" in places:
+        expected = (*expected, LookupError)
+    if str(fault):
+        expected = (*expected, AssertionError)
+    # transformers checks the types in config.json with classes of huggingface_hub
+    of_hub = any(base.__name__ == "StrictDataclassError" for base in type(fault).__mro__)
+    return isinstance(fault, expected) or of_hub or type(fault).__module__ == "vllm.exceptions"
 
 
 def _log(fault: BaseException) -> None:

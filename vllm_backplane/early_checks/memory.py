@@ -9,24 +9,25 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_backplane.devices import ON_HOST_MEMORY
+from vllm_backplane.early_checks.model import OWN_FORMATS, loaded_files
 from vllm_backplane.early_checks.vllm_options import Given
 from vllm_backplane.errors import BackplaneError, UsageError
 from vllm_backplane.host.control_groups import control_group_limits
 
 GIB = 1 << 30
-INDEX = "model.safetensors.index.json"
 CAST = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Dtypes in files that are cast to the dtype of the model, with their bytes."""
 ELSEWHERE = (
     *("--nnodes", "--node-rank", "--headless", "--data-parallel-address", "--data-parallel-backend"),
-    *("--cpu-offload-gb", "--data-parallel-hybrid-lb", "--data-parallel-external-lb"),
+    *("--cpu-offload-gb", "--data-parallel-hybrid-lb", "--data-parallel-external-lb", "--data-parallel-size-local"),
+    *("--hf-overrides", "--language-model-only", "--limit-mm-per-prompt", "--mm-encoder-only"),
 )
-"""Options with which some of the weights may be on another host, or elsewhere."""
+"""Options with which some of the weights may be on another host or elsewhere, or are not loaded."""
 _SMALLEST_FACTOR = 8
 """Weights in memory take at most that many times the bytes of their files: no factor of two casts exceeds it."""
 _MOST_HEADER = 100 << 20
@@ -41,13 +42,15 @@ def check_fits(model: Path, options: Given, device: str | None, installed: Colle
         return
     if options.get("--distributed-executor-backend") == "ray":
         return
-    total, of_what = _total_memory()
-    files = _files(model)
-    if sum(file.stat().st_size for file in files) * _SMALLEST_FACTOR <= total:
+    if options.get("--load-format") not in (None, *OWN_FORMATS):
         return
+    total, of_what = _total_memory()
     try:
-        needed = sum(_bytes(file, options) for file in files)
-    except (BackplaneError, OSError, ValueError, KeyError, TypeError):
+        files = _files(model, options)
+        if sum(file.stat().st_size for file in files) * _SMALLEST_FACTOR <= total:
+            return
+        needed = _bytes(files, options)
+    except (BackplaneError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return  # a damaged file is reported with more detail when it is loaded
     if needed > total:
         raise UsageError(
@@ -62,20 +65,11 @@ def _total_memory() -> tuple[int, str]:
     return (machine, "this machine has") if machine <= group else (group, "a control group limits memory to")
 
 
-def _files(model: Path) -> list[Path]:
+def _files(model: Path, options: Given) -> list[Path]:
     if model.is_file():
         return _parts(model)
-    found = sorted(model.glob("*.safetensors"))
-    index = model / INDEX
-    if index.is_file():
-        try:
-            named = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return []
-        return [file for file in found if file.name in named]
-    # Another copy of the weights in the form of Mistral is not loaded too.
-    whole = [file for file in found if not file.name.startswith("consolidated")]
-    return whole or found or [file for first in sorted(model.glob("*.gguf"))[:1] for file in _parts(first)]
+    found = [file for file in loaded_files(model, options) if file.suffix == ".safetensors"]
+    return found or [file for first in sorted(model.glob("*.gguf"))[:1] for file in _parts(first)]
 
 
 def _parts(file: Path) -> list[Path]:
@@ -84,21 +78,22 @@ def _parts(file: Path) -> list[Path]:
     return sorted(file.parent.glob(f"{stem[:-5]}?????-of-{count}.gguf")) if of else [file]
 
 
-def _bytes(file: Path, options: Given) -> float:
-    if file.suffix == ".gguf":
-        return _gguf_bytes(file)
+def _bytes(files: Sequence[Path], options: Given) -> float:
+    if all(file.suffix == ".gguf" for file in files):
+        return sum(map(_gguf_bytes, files))
     per_weight = {None: 2.0, "auto": 2.0, "float32": 4.0, "float": 4.0}.get(options.get("--dtype"), 2.0)
     if options.get("--quantization") or options.get("--quantization-config"):
         per_weight = 0.5
+    tensors = {name: tensor for file in files for name, tensor in _safetensors(file)}  # copies count once
     return sum(
         math.prod(tensor["shape"]) * per_weight
         if tensor["dtype"] in CAST
         else tensor["data_offsets"][1] - tensor["data_offsets"][0]
-        for tensor in _safetensors(file)
+        for tensor in tensors.values()
     )
 
 
-def _safetensors(file: Path) -> Iterator[Mapping[str, Any]]:
+def _safetensors(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > _MOST_HEADER:
@@ -106,7 +101,7 @@ def _safetensors(file: Path) -> Iterator[Mapping[str, Any]]:
         header = json.loads(opened.read(size))
     for name, tensor in header.items():
         if name != "__metadata__":
-            yield tensor
+            yield name, tensor
 
 
 def _gguf_bytes(file: Path) -> float:

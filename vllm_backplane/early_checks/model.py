@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 from collections.abc import Collection, Iterator
@@ -17,6 +18,11 @@ CONFIGURATIONS = ("config.json", "params.json")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 OWN_FORMATS = ("auto", "hf", "safetensors", "pt", "mistral", "gguf", "backplane_shared")
 """Load formats that read weights from a folder in the usual form."""
+_PATTERNS = ("consolidated*.safetensors", "*.safetensors", "*.bin", "*.pt")
+"""Weights in the order in which vLLM looks for them. It opens the first kind that is there."""
+_FEWER_PATTERNS = {"hf": _PATTERNS[1:], "safetensors": _PATTERNS[1:2], "mistral": _PATTERNS[:1], "pt": _PATTERNS[3:]}
+_OF_TRAINING = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+"""Files of a training, which vLLM does not open."""
 _LFS = b"version https://git-lfs"
 _SHOWN = 5
 
@@ -50,13 +56,13 @@ def _about_name(given: str, prepared: Collection[str]) -> str:
     found = nearest(given, prepared)
     if found != ".":
         return found
-    beside = _neighbours(Path(given))
-    return nearest(Path(given).name, beside) if beside else "."
+    path = Path(given)
+    return nearest(path.name, _names_in(path.parent)) if path.parent != Path() else "."
 
 
-def _neighbours(path: Path) -> list[str]:
+def _names_in(folder: Path) -> list[str]:
     try:
-        return [entry.name for entry in path.parent.iterdir()] if path.parent != Path() else []
+        return sorted(os.listdir(folder))
     except OSError:
         return []
 
@@ -70,8 +76,7 @@ def _about_missing(given: str) -> str:
     there = next((parent for parent in path.parents if parent.exists()), Path())
     if there != path.parent:
         return f"{given} does not exist, nor does {path.parent}; correct the path ({there} exists)"
-    names = _neighbours(path) or [entry.name for entry in Path().iterdir()]
-    match = nearest(path.name, names)
+    match = nearest(path.name, _names_in(path.parent))
     return f"{given} does not exist{match if match != '.' else '; give the folder or the GGUF file of a model'}"
 
 
@@ -113,14 +118,31 @@ def _check_folder(folder: Path, options: Given) -> None:
         return
     if options.get("--config-format") is None and options.get("--hf-config-path") is None:
         _check_configuration(folder, names)
-    weights = [folder / name for name in names if name.endswith(WEIGHTS)]
-    for file in weights:
+    for file in loaded_files(folder, options):
         _check_weights(file)
-    if not weights and not any(file.name.endswith(WEIGHTS) for file in _files_below(folder)):
+    if not any(file.name.endswith(WEIGHTS) for file in _files_below(folder)):
         raise UsageError(
             f"the folder {folder} has no weights (*.safetensors, *.bin, *.gguf); download the model again, or add "
             "--load-format dummy for random ones"
         )
+
+
+def loaded_files(folder: Path, options: Given) -> list[Path]:
+    """Returns the weights in a folder that vLLM opens, apart from GGUF files; none if their index cannot be read."""
+    names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    for pattern in _FEWER_PATTERNS.get(options.get("--load-format"), _PATTERNS):
+        if found := fnmatch.filter(names, pattern):
+            break
+    else:
+        return []
+    index = folder / f"{'consolidated' if pattern == _PATTERNS[0] else 'model'}.safetensors.index.json"
+    if pattern.endswith(".safetensors") and index.is_file():
+        try:
+            indexed = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (RecursionError, ValueError, KeyError, TypeError, AttributeError):
+            return []
+        found = [name for name in found if name in indexed]
+    return [folder / name for name in found if not name.endswith(_OF_TRAINING)]
 
 
 def _check_configuration(folder: Path, names: list[str]) -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
+import signal
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from tests import gguf_bytes
 from tests.ports import free_port
+from vllm_backplane import cli
+from vllm_backplane.added_models import entries
+from vllm_backplane.cli import _mistakes, serve
 from vllm_backplane.device import discover
 from vllm_backplane.devices import ON_HOST_MEMORY
-from vllm_backplane.early_checks import address, backplane_options, check_request, memory
+from vllm_backplane.early_checks import address, all_checks, backplane_options, check_request, hub, memory
 from vllm_backplane.early_checks.config_file import arguments_of, split_config
 from vllm_backplane.early_checks.model import check_model
 from vllm_backplane.early_checks.vllm_options import Given
@@ -93,6 +100,33 @@ class TestModel:
         with pytest.raises(UsageError, match=r"is a link to .*nowhere, which does not exist"):
             check_model(str(tmp_path / "link"), Given(), PREPARED)
 
+    def test_weights_that_vllm_does_not_open_are_not_checked(self, tmp_path: Path) -> None:
+        pointer = "version https://git-lfs.github.com/spec/v1"
+        model_of(tmp_path, {"config.json": "{}", "pytorch_model.bin": "x" * 2000, "training_args.bin": pointer})
+        (tmp_path / "optimizer.bin").symlink_to(tmp_path / "blob")
+        check_model(str(tmp_path), Given(), PREPARED)
+        model_of(tmp_path, {"pytorch_model.bin": "", "model.safetensors": "x" * 2000, "._model.safetensors": ""})
+        check_model(str(tmp_path), Given(), PREPARED)
+        index = json.dumps({"weight_map": {"weight": "model.safetensors"}})
+        model_of(tmp_path, {"model.safetensors.index.json": index, "adapter.safetensors": pointer})
+        check_model(str(tmp_path), Given(), PREPARED)
+        model_of(tmp_path, {"model.safetensors": pointer, "consolidated.safetensors": "x" * 2000, "a.pt": "x"})
+        check_model(str(tmp_path), Given(), PREPARED)
+        check_model(str(tmp_path), Given({"load_format": "pt"}), PREPARED)
+        with pytest.raises(UsageError, match="pointer of Git LFS"):
+            check_model(str(tmp_path), Given({"load_format": "hf"}), PREPARED)
+
+    def test_a_missing_path_in_a_folder_without_permission_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "listdir", raising(PermissionError(errno.EACCES, "denied")))
+        with pytest.raises(UsageError, match=r"\./nowhere does not exist; give the folder"):
+            check_model("./nowhere", Given(), PREPARED)
+
+    def test_names_that_vllm_replaces_are_left_to_it(self) -> None:
+        checked("./nowhere", VLLM_MODEL_REDIRECT_PATH="/redirections.json")
+
+    def test_storage_of_another_kind_may_have_long_names(self) -> None:
+        checked("s3://" + "x" * 5000)
+
     def test_a_name_that_no_path_can_have_is_reported(self) -> None:
         with pytest.raises(UsageError, match="cannot be a model: File name too long; give a path or a name"):
             check_model("x" * 5000, Given(), PREPARED)
@@ -124,9 +158,73 @@ class TestModel:
         model_of(tmp_path / "more" / "models--user--other" / "snapshots" / "1", {"config.json": "{}"})
         check_model("user/other", Given({"download_dir": str(tmp_path / "more")}), PREPARED)
 
-    def test_another_hub_is_left_to_vllm(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    @pytest.mark.parametrize("value", ["True", " 1 "])
+    def test_another_hub_is_left_to_vllm(self, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VLLM_USE_MODELSCOPE", value)
         check_model("user/model", Given(), PREPARED)
+
+
+class TestHub:
+    """The name is in no cache, and the request to the hub is replaced."""
+
+    @pytest.fixture(autouse=True)
+    def _online(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    @staticmethod
+    def asked(answer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        from huggingface_hub import HfApi
+
+        monkeypatch.setattr(HfApi, "model_info", answer)
+        check_model("user/model", Given(), PREPARED)
+
+    @pytest.mark.parametrize(
+        "fault",
+        [
+            TimeoutError("timed out"),
+            json.JSONDecodeError("no JSON", "", 0),
+            KeyError("id"),
+            ImportError("socksio"),
+            OSError(errno.ECONNRESET, "reset"),
+        ],
+        ids=repr,
+    )
+    def test_an_error_that_may_pass_is_left_to_vllm(self, fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked(raising(fault), monkeypatch)
+
+    @pytest.mark.parametrize(
+        "cause",
+        [
+            ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
+            socket.gaierror(socket.EAI_NONAME, "not known"),
+            OSError(errno.ENETUNREACH, "unreachable"),
+        ],
+        ids=repr,
+    )
+    def test_a_hub_without_a_connection_is_reported(self, cause: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+        fault = RuntimeError("of a library")
+        fault.__cause__ = cause
+        with pytest.raises(UsageError, match=r"cannot be reached \(of a library\); check the network"):
+            self.asked(raising(fault), monkeypatch)
+
+    def test_a_slow_answer_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(hub, "SECONDS", 0.01)
+        end, answered = threading.Event(), threading.Event()
+
+        def answer(*_arguments: Any, **_options: Any) -> None:
+            end.wait(60)
+            answered.set()
+
+        self.asked(answer, monkeypatch)
+        assert not answered.is_set()
+        end.set()
+
+    def test_a_name_that_is_too_long_for_a_folder_is_in_no_cache(self) -> None:
+        with pytest.raises(UsageError, match="no model of the hub can have that name"):
+            check_model("x" * 250, Given(), PREPARED)
 
 
 class TestMemory:
@@ -157,14 +255,19 @@ class TestMemory:
         assert self.refused(tmp_path)
 
     def test_shards_count_together_and_copies_once(self, tmp_path: Path) -> None:
-        shard = {"weight": ("BF16", (3 << 20 >> 1,), 3 << 20)}
-        for name in ("model-1.safetensors", "consolidated.safetensors"):
-            safetensors(tmp_path / name, shard)
+        shard = ("BF16", (3 << 20 >> 1,), 3 << 20)
+        for name in ("model-1.safetensors", "copy-of-model-1.safetensors"):
+            safetensors(tmp_path / name, {"first": shard})
         assert not self.refused(tmp_path)
-        safetensors(tmp_path / "model-2.safetensors", shard)
+        safetensors(tmp_path / "model-2.safetensors", {"second": shard})
         assert self.refused(tmp_path)
-        (tmp_path / memory.INDEX).write_text(json.dumps({"weight_map": {"weight": "model-2.safetensors"}}))
+        index = tmp_path / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {"second": "model-2.safetensors"}}))
         assert not self.refused(tmp_path)
+        index.unlink()
+        safetensors(tmp_path / "consolidated.safetensors", {"of Mistral": shard})
+        assert not self.refused(tmp_path)
+        assert self.refused(tmp_path, load_format="hf")
 
     def test_only_what_is_certain_is_refused(self, tmp_path: Path) -> None:
         safetensors(tmp_path / "model.safetensors", {"weight": ("BF16", (5 << 20,), 10 << 20)})
@@ -172,9 +275,35 @@ class TestMemory:
         assert not self.refused(tmp_path, "vendor")
         assert not self.refused(tmp_path, nnodes="2")
         assert not self.refused(tmp_path, distributed_executor_backend="ray")
+        assert not self.refused(tmp_path, load_format="dummy")
+        assert not self.refused(tmp_path, hf_overrides='{"num_hidden_layers": 1}')
+        assert not self.refused(tmp_path, mm_encoder_only=True)
+        assert not self.refused(tmp_path, language_model_only=True)
+        assert not self.refused(tmp_path, data_parallel_size_local="0")
         memory.check_fits(tmp_path, Given(), None, {"cpu", "vendor"})
         (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
         assert not self.refused(tmp_path)
+        (tmp_path / "model.safetensors").unlink()
+        (tmp_path / "model.safetensors").symlink_to("blob")
+        assert not self.refused(tmp_path)
+        (tmp_path / "model.safetensors.index.json").write_text("[]")
+        assert not self.refused(tmp_path)
+
+    def test_the_files_of_a_prepared_model_count(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        safetensors(tmp_path / "model.safetensors", {"weight": ("BF16", (5 << 20,), 10 << 20)})
+        monkeypatch.setattr(serve, "added_names", lambda: ["mine"])
+        monkeypatch.setattr(serve, "is_served_by_name", lambda name: name == "mine")
+        monkeypatch.setattr(serve, "lookup", lambda name: argparse.Namespace(path=tmp_path))
+        asked = argparse.Namespace(rest=["mine"], host="127.0.0.1", port=free_port(), device="cpu")
+        with pytest.raises(UsageError, match=r"take at least 0\.0 GiB"):
+            serve.check_mistakes(asked, {})
+
+    def test_a_link_to_a_model_that_is_gone_is_a_mistake(self, tmp_path: Path) -> None:
+        source = entries.Source("link", path=str(tmp_path))
+        files = {"model.gguf": entries.File(1, "", 0)}
+        model = entries.Entry("mine", source, entries.Format("GGUF", "Q4_0", "llama"), "model.gguf", files)
+        with pytest.raises(UsageError, match=r"model\.gguf does not exist; run 'vllm-backplane model add "):
+            model.require_complete()
 
     def test_a_gguf_file_counts_without_its_embedding(self, tmp_path: Path) -> None:
         for name, refused in (("blk.0.attn_q.weight", True), ("token_embd.weight", False)):
@@ -198,6 +327,15 @@ def test_the_devices_on_host_memory_are_installed() -> None:
 
 
 class TestAddress:
+    @pytest.mark.parametrize("host", ["ä" * 300, "\udcff"])
+    def test_a_host_that_no_name_can_have_is_reported(self, host: str) -> None:
+        with pytest.raises(UsageError, match="is not an address or a known name"):
+            address.require_free(host, free_port())
+
+    def test_a_port_that_does_not_exist_is_reported(self) -> None:
+        with pytest.raises(UsageError, match=r"--port is 99999, which is not a port number \(1 to 65535\)"):
+            checked("smollm2", "--por", "99999")
+
     def test_a_free_port_passes_and_stays_free(self) -> None:
         port = free_port()
         address.require_free("127.0.0.1", port)
@@ -243,7 +381,7 @@ class TestAddress:
     def test_a_server_without_a_port_needs_none(self) -> None:
         with socket.create_server(("127.0.0.1", free_port())) as used:
             port = used.getsockname()[1]
-            for arguments in (["--uds", "/tmp/socket"], ["--headless"]):
+            for arguments in (["--uds", "/tmp/socket"], ["--headless"], ["--api-server-count", "0"]):
                 checked("smollm2", *arguments, port=port)
             with pytest.raises(UsageError, match="is in use by process"):
                 checked("smollm2", port=port)
@@ -342,6 +480,64 @@ def test_a_plugin_that_may_add_options_is_noticed(tmp_path: Path, monkeypatch: p
     checked("smollm2", "--some-option-of-it", "1")
     with pytest.raises(UsageError, match="unknown option --some"):
         checked("smollm2", "--some-option-of-it", "1", VLLM_PLUGINS="backplane")
+
+
+@pytest.mark.parametrize("version", ["0.33.1", "0.33.0rc1", "0.33.1.dev7+g0123456"])
+def test_a_version_that_was_not_recorded_may_have_more_options(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_checks, "installed_version", lambda: Version(version))
+    checked("smollm2", "--some-option-of-it", "1")
+    with pytest.raises(UsageError, match="not a whole number"):
+        checked("smollm2", "-tp", "two")
+
+
+def raising(fault: Exception) -> Callable[..., Any]:
+    def answer(*_arguments: Any, **_options: Any) -> Any:
+        raise fault
+
+    return answer
+
+
+class TestErrorsOfVllm:
+    """A function of the given name, in a module of vLLM, raises the error."""
+
+    @staticmethod
+    def message(function: str, fault: Exception, call: str = "") -> str | None:
+        module = {"__name__": "vllm.entrypoints.cli.serve", "fault": fault, "raising": raising}
+        exec(f"def {function}():\n    {call or 'raise fault'}", module)
+        try:
+            module[function]()
+        except Exception as raised:
+            found = _mistakes.mistake_behind(raised)
+            return None if found is None else str(found)
+        raise AssertionError("nothing was raised")
+
+    @pytest.mark.parametrize("function", ["cmd", "run_headless", "run_multi_api_server"])
+    def test_what_is_raised_where_everything_runs_is_a_mistake(self, function: str) -> None:
+        assert self.message(function, ValueError("--headless: no")) == "--headless: no"
+        assert self.message(function, ValueError("of a library"), "raising(fault)()") is None
+        assert self.message(function, RuntimeError("of the engine")) is None
+
+    def test_other_types_of_errors_may_be_mistakes(self) -> None:
+        from huggingface_hub.errors import StrictDataclassFieldValidationError
+
+        for fault in (AssertionError("not applicable"), ImportError("not applicable")):
+            assert self.message("create_engine_config", fault) == "not applicable"
+        wrong = StrictDataclassFieldValidationError("hidden_size", TypeError("expected int"))
+        shown = self.message("create_engine_config", wrong)
+        assert shown is not None and "hidden_size" in shown and "\n" not in shown
+        assert self.message("create_engine_config", AssertionError()) is None
+        assert self.message("load_weights", AssertionError("not applicable")) is None
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.default_int_handler])
+def test_the_command_leaves_ctrl_c_as_it_was(handler: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        assert cli.main(["serve", "--json"]) == 2
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "--json applies only" in capsys.readouterr().err
 
 
 def test_the_search_in_vllms_help_is_left_to_vllm() -> None:

@@ -29,8 +29,20 @@ FEW: Mistakes = {
         ("--kv-events-config", '{"buffer_steps": "many"}'),
         ("--kv-events-config: buffer_steps is 'many': ", "valid integer"),
     ),
+    "API servers without a front end": (
+        ("--headless", "--api-server-count", "2"),
+        ("--api-server-count=2", "--headless"),
+    ),
 }
 MORE: Mistakes = {
+    "load balancing without a front end": (
+        ("--headless", "--data-parallel-hybrid-lb"),
+        ("data_parallel_hybrid_lb is not applicable in headless mode",),
+    ),
+    "two ways of load balancing": (
+        ("--data-parallel-rank", "0", "--data-parallel-hybrid-lb"),
+        ("Cannot use more than one data parallel load balancing mode",),
+    ),
     "option of Backplane's device": (
         ("--additional-config", '{"backplane": {"cpu": {"thread": 2}}}'),
         ("unknown option cpu.thread; did you mean 'threads'?",),
