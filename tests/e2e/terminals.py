@@ -89,9 +89,9 @@ class OnTerminal:
             os.killpg(self.process.pid, signal.SIGINT)
 
     def expect(self, wanted: str) -> None:
-        """Waits until the server has written a text."""
+        """Waits until the server has written what a regular expression matches."""
         end = time.monotonic() + START_SECONDS
-        while wanted not in self.text:
+        while not re.search(wanted, self.text):
             assert self.process.poll() is None or self._read(), f"the server has ended\n{self.text}"
             assert time.monotonic() < end, f"{wanted!r} was not written\n{self.text}"
             self._read()

@@ -112,3 +112,5 @@ def test_the_server_embeds(tmp_path: Path, expected: torch.Tensor, device: str) 
         items = server.http.post("/v1/embeddings", json=request).json()["data"]
         [alone] = torch.tensor([item["embedding"] for item in items], dtype=torch.float64)
         assert float(torch.nn.functional.cosine_similarity(alone, expected[0], dim=0)) >= least
+        steps = ["imports", "model", "memory", "weights_begin", "weights", "kv_cache", "warm_up", "ready"]
+        assert re.findall(r"Start: step=(\w+) at=\d", server.text()) == steps, "without a terminal, the log has them"

@@ -112,7 +112,8 @@ def test_verbose_shows_the_log(tiny_llama: Path, tmp_path: Path) -> None:
     with OnTerminal(tmp_path, *arguments(tiny_llama), "--verbose") as server:
         server.expect("Initializing a V1 LLM engine")
         server.expect("Start: step=weights")
-        assert "Ready" not in server.text
+        server.expect("Start: step=ready")
+        assert "Ready after" not in server.text
         server.press_ctrl_c()
         assert server.wait() == 130
 
@@ -120,8 +121,7 @@ def test_verbose_shows_the_log(tiny_llama: Path, tmp_path: Path) -> None:
 def test_a_failed_start_shows_the_error_and_the_log(tiny_llama: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_llama, broken)
-    weights = broken / "model.safetensors"
-    os.truncate(weights, weights.stat().st_size // 2)
+    os.truncate(broken / "model.safetensors", 2048)  # within the header
     with OnTerminal(tmp_path, *arguments(broken)) as server:
         assert server.wait() == 1
         *_, place = [line for line in server.lines if line]
@@ -137,7 +137,7 @@ def test_a_failed_start_shows_the_error_and_the_log(tiny_llama: Path, tmp_path: 
 def test_ctrl_c_while_libraries_are_imported(tiny_llama: Path, tmp_path: Path) -> None:
     variables = {"TERM": "xterm", "NO_COLOR": "1"}
     with OnTerminal(tmp_path, *arguments(tiny_llama), warm=False, variables=variables) as server:
-        server.expect("imports        1 s")
+        server.expect(r"imports +\d+ s")
         server.press_ctrl_c()
         assert server.wait() == 130
         assert [line for line in server.lines if line][-2:] == ["Stopping…", "Stopped."]

@@ -44,9 +44,12 @@ def format_of(model: Any) -> str:
 def size_on_disk(model: Any) -> int | None:
     """Returns the bytes of the files with the weights, or None if they are not on this host."""
     path = Path(model.hf_config.quantization_config["file"] if model.quantization == QUANTIZATION else model.model)
-    if path.is_file():
-        return path.stat().st_size
-    for pattern in ("*.gguf",) if model.quantization == QUANTIZATION else CHECKPOINTS:
-        if found := sum(file.stat().st_size for file in path.glob(pattern)):
-            return found
+    try:
+        if path.is_file():
+            return path.stat().st_size
+        for pattern in ("*.gguf",) if model.quantization == QUANTIZATION else CHECKPOINTS:
+            if found := sum(file.stat().st_size for file in path.glob(pattern)):
+                return found
+    except OSError:
+        pass  # such as a link to a file that is gone, which is an error for the loader if it needs the file
     return None

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from vllm_backplane.http.asgi import App, Message
+logger = logging.getLogger("vllm." + __name__)
 
 KEY_VARIABLE = "VLLM_API_KEY"
-PAGE = "/"
-METRICS = "/metrics"
+FACT_SECONDS = 5.0
+"""Seconds after which a fact counts as unknown."""
+Fact = str | int | bool | None
 _CHAT, _COMPLETIONS, _EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 
-async def served_facts(app: Any, engine: Any) -> dict[str, str | int | bool | None]:
-    """Returns the facts about a server of vLLM: `app` is its application, and `engine` its client of the engine."""
+async def served_facts(app: Any, engine: Any) -> dict[str, Fact]:
+    """Returns the facts about a server of vLLM: `app` is its application, and `engine` its client of the engine.
+
+    The server is up. What cannot be found out is logged, and left out.
+    """
     args = app.state.args
-    paths = {getattr(route, "path", None) for route in app.routes}
-    return {
+    facts: dict[str, Fact] = {
         "host": args.host,
         "port": args.port,
         "uds": args.uds,
         "root_path": args.root_path,
-        "tls": bool(args.ssl_keyfile and args.ssl_certfile) or None,
+        "tls": bool(args.ssl_certfile) or None,  # the file may have the key too
         "key": _key(args),
         "model": _served_name(args),
-        "path": await _path(paths, args, engine),
-        "metrics": METRICS in paths or None,
-        "page": await serves_page(app) or None,
     }
+    for name, find in _LOOKED_UP.items():
+        try:
+            facts[name] = await asyncio.wait_for(find(app, engine), FACT_SECONDS)
+        except Exception:
+            logger.warning(
+                "The server is up. The fact %r about it is not known, because of an error.", name, exc_info=True
+            )
+    return facts
 
 
 def _key(args: Any) -> str | None:
@@ -46,9 +56,10 @@ def _served_name(args: Any) -> str:
     return str(given if isinstance(given, str) else given[0])
 
 
-async def _path(paths: set[str | None], args: Any, engine: Any) -> str | None:
+async def _path(app: Any, engine: Any) -> Fact:
     """Returns the path of the request that suits the model best."""
-    if _CHAT in paths and (args.chat_template or await _has_chat_template(engine)):
+    paths = {getattr(route, "path", None) for route in app.routes}
+    if _CHAT in paths and (app.state.args.chat_template or await _has_chat_template(engine)):
         return _CHAT
     return next((path for path in (_COMPLETIONS, _EMBEDDINGS) if path in paths), None)
 
@@ -62,32 +73,32 @@ async def _has_chat_template(engine: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-async def serves_page(app: App) -> bool:
-    """Returns whether a browser gets a page at the address of the server. A route or a middleware may provide it, so
-    the application is asked."""
-    found: dict[str, Any] = {}
+async def _metrics(app: Any, _engine: Any) -> Fact:
+    return _answers(app, "/metrics") or None
 
-    async def receive() -> Message:
-        return {"type": "http.request", "body": b"", "more_body": False}
 
-    async def send(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers: Mapping[bytes, bytes] = {name.lower(): value for name, value in message["headers"]}
-            found.update(status=message["status"], kind=headers.get(b"content-type", b""))
+async def _page(app: Any, _engine: Any) -> Fact:
+    """Returns whether a browser gets something at the address of the server: from a route, or from a middleware that
+    has set `backplane_page` in the state of the application."""
+    return bool(getattr(app.state, "backplane_page", False)) or _answers(app, "/") or None
 
-    scope: Message = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "GET",
-        "scheme": "http",
-        "path": PAGE,
-        "raw_path": PAGE.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(b"host", b"localhost"), (b"accept", b"text/html")],
-        "client": ("127.0.0.1", 0),
-        "server": ("127.0.0.1", 80),
-    }
-    await app(scope, receive, send)
-    return found.get("status") == 200 and found["kind"].startswith(b"text/html")
+
+def _answers(app: Any, path: str) -> bool:
+    """Returns whether a route or a mounted application answers GET at a path. No request is made: middlewares and
+    metrics would count it as one of a client."""
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": "", "headers": []}
+    return any(route.matches(scope)[0].name == "FULL" for route in app.routes)
+
+
+async def _capacity(_app: Any, engine: Any) -> Fact:
+    """Returns the tokens in the KV cache. vLLM has the number since 0.33."""
+    return getattr(engine.vllm_config.cache_config, "kv_cache_size_tokens", None)
+
+
+_LOOKED_UP: Mapping[str, Callable[[Any, Any], Awaitable[Fact]]] = {
+    "path": _path,
+    "metrics": _metrics,
+    "page": _page,
+    "kv_cache_tokens": _capacity,
+}
+"""Facts that depend on more than the arguments, and on code of others: middlewares, plugins, tokenizers."""

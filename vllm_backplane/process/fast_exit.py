@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -27,11 +28,19 @@ def exit_without_teardown(status: int | str | None) -> NoReturn:
     global last_status
     last_status = status or 0
     if isinstance(status, str):
-        print(status, file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(status, file=sys.stderr)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     os._exit(1 if isinstance(status, str) else status or 0)
+
+
+def flush_output() -> None:
+    """Writes what is buffered, as far as it can be written: a full disk must not change how a process goes on."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
 
 
 def exit_with_status_of_signals() -> None:
@@ -47,7 +56,7 @@ def exit_with_status_of_signals() -> None:
 
 
 def _handle(installed: Callable[[int, FrameType | None], Any], number: int, frame: FrameType | None) -> None:
-    start_events.report(start_events.STOPPING)
+    start_events.report_stopping()
     # Exit handlers run in reverse order, so this one comes first, and runs the others.
     atexit.register(_exit, 128 + number)
     installed(number, frame)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import re
 import time
@@ -67,6 +68,12 @@ def report(step: str, **facts: Fact) -> None:
         _log(structured(event))
     if start.pipe:
         _send(event, start.pipe)
+
+
+def report_stopping() -> None:
+    """Reports that a signal stops the server. In a child of the server, it ends only that child."""
+    if multiprocessing.parent_process() is None:
+        report(STOPPING)
 
 
 _unlogged: list[str] = []

@@ -35,7 +35,7 @@ def interrupt(number: int, _frame: FrameType | None = None) -> NoReturn:
     Libraries in other languages turn an exception of a signal handler into one of their own, or lose it. The process
     therefore ends with the same status if another exception arrives at its top, and after some seconds in any case.
     """
-    start_events.report(start_events.STOPPING)
+    start_events.report_stopping()
     # vLLM may be interrupted after it has started a process and before it has recorded that process.
     for process in multiprocessing.active_children():
         process.kill()

@@ -15,6 +15,8 @@ from vllm_backplane.start_display.terminal import plain_text
 
 MOST_CHARACTERS = 1 << 16
 """Characters of a line that are kept while its end is missing."""
+LONGEST_TEXT = 4000
+"""Characters of a line that are examined and shown."""
 LEVELS = ("WARNING", "ERROR", "CRITICAL")
 
 _PROCESS = re.compile(r"\((?P<process>[^()]* pid=\d+)\) ")
@@ -23,6 +25,9 @@ _RECORD = re.compile(
 )
 _PYTHON_WARNING = re.compile(r"\S.*?:\d+: (?P<category>\w*Warning): (?P<text>.*)")
 _UVICORN = re.compile(r"(?P<level>WARNING|ERROR|CRITICAL): {1,6}(?P<text>\S.*)")
+_ROOT = re.compile(r"(?P<level>WARNING|ERROR|CRITICAL):[^\s:]+:(?P<text>.*)")
+"""A record of a library whose logger nobody has configured."""
+_OPENMP = re.compile(r"OMP: (?P<level>Warning|Error) (?P<text>#\d+: .*)")
 _NATIVE = re.compile(r"\[(?P<level>[WE])\d{4} [^\]]*\] (?:Warning: )?(?P<text>.*)")
 _COMMAND = re.compile(r"(?P<program>[\w][\w .-]*): error: (?P<text>.*)")
 _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z_]\w*(?:: .*)?")
@@ -33,7 +38,9 @@ _IGNORED = "Exception ignored in"
 _VALIDATION = re.compile(r"\d+ validation errors? for \w+")
 _OF_ENDS = ("KeyboardInterrupt", "SystemExit", "CancelledError")
 """Exceptions with which a process ends on request."""
-_PERCENT = re.compile(r"Loading .{0,200}?: +(?P<percent>\d{1,3})%")
+_PERCENT = re.compile(
+    r"(?:(?:[Ll]oading|Fetching|Downloading) .{0,200}?|\.(?:safetensors|gguf|bin|pt)): +(?P<percent>\d{1,3})%"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,7 @@ class LogReader:
         if line.startswith("{") and (message := _json_message(line)):
             yield from _message(message)
             return
+        line = line[:LONGEST_TEXT]
         # Text of VLLM_LOGGING_PREFIX may come first.
         if found := _RECORD.search(line):
             inner = _PROCESS.search(line[: found.start()])
@@ -129,8 +137,8 @@ class LogReader:
             self._traceback = _Traceback(ignored=True)
         elif found := _COMMAND.fullmatch(line):
             yield Message("ERROR", found["text"], of_command=True)
-        elif found := _UVICORN.fullmatch(line):
-            yield Message(found["level"], found["text"])
+        elif found := _UVICORN.fullmatch(line) or _ROOT.fullmatch(line) or _OPENMP.fullmatch(line):
+            yield Message(found["level"].upper(), found["text"])
         elif found := _PYTHON_WARNING.fullmatch(line):
             yield Message("WARNING", found["text"], category=found["category"])
         elif found := _NATIVE.fullmatch(line):
@@ -209,4 +217,4 @@ def _json_message(line: str) -> _Record | None:
     if not isinstance(found, dict) or not isinstance(found.get("message"), str):
         return None
     lines = [*found["message"].splitlines(), *str(found.get("exc_info") or "").splitlines()]
-    return _Record(str(found.get("levelname")), lines)
+    return _Record(str(found.get("levelname")), [line[:LONGEST_TEXT] for line in lines])

@@ -6,6 +6,7 @@ The server keeps its process ID, and the shell gets its status. The display ends
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -52,15 +53,20 @@ _session: _Session | None = None
 def begin(*, verbose: bool, custom_logging: bool) -> None:
     """Begins the start of a server in this process, before vLLM is imported.
 
-    With `verbose`, all output stays where it is. With `custom_logging`, the user has configured vLLM's loggers, and no
-    line is left out.
+    With `verbose`, all output stays where it is, and so it does where no log file can be written. With
+    `custom_logging`, the user has configured vLLM's loggers, and no line is left out.
     """
     began = time.monotonic()
-    if verbose or not (os.isatty(1) and os.isatty(2)):
+    # The output of the first process of a container is its log ("docker logs").
+    if not verbose and os.isatty(1) and os.isatty(2) and os.getpid() != 1:
+        try:
+            _begin_display(began)
+        except (BackplaneError, OSError) as fault:
+            print(f"vllm-backplane: the log is shown here and not kept in a file: {fault}", file=sys.stderr)
+    if _session is None:
         start_events.announce(start_events.Start(began, filters=not (verbose or custom_logging)))
         install_filters()
         return
-    _begin_display(began)
     for number in (signal.SIGINT, signal.SIGTERM):  # until the server installs its own handlers
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end_at_once)
@@ -78,15 +84,21 @@ def _begin_display(began: float) -> None:
     global _session
     log, output = open_log()
     pipe = pipe_of(log)
-    try:
-        os.mkfifo(pipe, 0o600)
-        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        writer = os.open(pipe, os.O_WRONLY | os.O_CLOEXEC)
-    except OSError as fault:
-        raise BackplaneError(f"cannot create {pipe}: {fault.strerror}; {REMEDY}") from fault
-    sys.stdout.flush()
-    sys.stderr.flush()
-    display = os.fork()
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, output)
+        undo.callback(log.unlink, missing_ok=True)
+        undo.callback(pipe.unlink, missing_ok=True)
+        try:
+            os.mkfifo(pipe, 0o600)
+            reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            undo.callback(os.close, reader)
+            writer = os.open(pipe, os.O_WRONLY | os.O_CLOEXEC)
+            undo.callback(os.close, writer)
+        except OSError as fault:
+            raise BackplaneError(f"cannot create {pipe}: {fault.strerror}; {REMEDY}") from fault
+        fast_exit.flush_output()
+        display = os.fork()
+        undo.pop_all()
     if display == 0:
         os.close(writer)
         os.close(output)
@@ -132,8 +144,7 @@ def give_terminal_back(reason: str) -> None:
     if session is None:
         return
     start_events.report(start_events.RELEASE, reason=reason)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    fast_exit.flush_output()
     _wait_for_display()
     for place, copy in zip((1, 2), session.terminal, strict=True):
         os.dup2(copy, place)
@@ -171,10 +182,6 @@ def _display_and_exit(reader: int, log: Path, began: float) -> NoReturn:
     """Runs the display in its process, until the server has ended."""
     try:
         _run_display(reader, log, began)
-    except OSError as fault:
-        if not os.isatty(1):  # the terminal was closed
-            os._exit(0)
-        _report_failure(log, fault)
     except BaseException as fault:
         _report_failure(log, fault)
     finally:
@@ -182,16 +189,17 @@ def _display_and_exit(reader: int, log: Path, began: float) -> NoReturn:
 
 
 def _report_failure(log: Path, fault: BaseException) -> None:
-    with log.open("a") as output:
+    with contextlib.suppress(OSError), log.open("a") as output:
         traceback.print_exception(fault, file=output)
-    os.write(1, f"\r\nThe display has failed. The server goes on; its log is {log}\r\n".encode())
+    _write(f"\r\nThe display has failed. The server goes on; its log is {log}\r\n")
 
 
 def _run_display(reader: int, log: Path, began: float) -> None:
-    terminal = Terminal(_write, _columns)
+    terminal = Terminal(_write, _columns, in_foreground=_in_foreground)
     display = Display(terminal, str(log), began)
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the server too, which reports them
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # "stty tostop" would stop the server for a line of the display
     tail = LogTail(log)
     events = _Events(reader)
     display.begin(f"vllm-backplane {__version__}")
@@ -227,9 +235,21 @@ class _Events:
 
 def _write(text: str) -> None:
     left = text.encode(errors="replace")
-    while left:
-        left = left[os.write(1, left) :]
+    with contextlib.suppress(OSError):  # if the terminal was closed, the display still bounds the log
+        while left:
+            left = left[os.write(1, left) :]
 
 
 def _columns() -> int:
-    return os.get_terminal_size(1).columns
+    try:
+        return os.get_terminal_size(1).columns
+    except OSError:
+        return 0
+
+
+def _in_foreground() -> bool:
+    """Returns whether the server has the terminal, and not a shell that has it in the background."""
+    try:
+        return os.tcgetpgrp(1) == os.getpgrp()
+    except OSError:  # the terminal controls no processes
+        return True

@@ -34,11 +34,15 @@ def columns_of(text: str) -> int:
 
 def fitting(text: str, columns: int) -> str:
     """Returns as much of the text as fits into the columns, with an ellipsis if something is left out."""
-    if columns_of(text) <= columns:
+    examined = text[: 4 * columns]  # a text of kilobytes may be a line of a log
+    if examined == text and columns_of(text) <= columns:
         return text
-    while text and columns_of(text) >= columns:
-        text = text[:-1]
-    return text + "…"
+    taken = 0
+    for place, one in enumerate(examined):
+        taken += columns_of(one)
+        if taken >= columns:
+            return f"{text[:place]}…"
+    return f"{examined}…"
 
 
 class Terminal:
@@ -49,10 +53,12 @@ class Terminal:
         write: Callable[[str], object],
         columns: Callable[[], int] = lambda: DEFAULT_COLUMNS,
         environment: Mapping[str, str] = os.environ,
+        in_foreground: Callable[[], bool] = lambda: True,
     ) -> None:
         dumb = environment.get("TERM", "") in ("", "dumb")
         self._write = write
         self._columns = columns
+        self._in_foreground = in_foreground
         self._rewrites = not dumb
         self._styled = not dumb and not environment.get("NO_COLOR")
         self._shown = 0  # columns of the line that will be rewritten
@@ -79,7 +85,11 @@ class Terminal:
         self._write(erased + begin + "\n".join(parts) + end + "\n")
 
     def progress(self, text: str) -> None:
-        """Shows a text in the last line until the next text. A terminal that cannot rewrite a line shows nothing."""
+        """Shows a text in the last line until the next text. A terminal that cannot rewrite a line shows nothing, and
+        so does one that a shell uses meanwhile."""
+        if not self._in_foreground():
+            self._shown, self._text = 0, ""
+            return
         text = fitting(harmless(text), self.columns - 1)  # in the last column, some terminals go on to the next line
         if self._rewrites and text != self._text:
             erased = self._erased()

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse
+from fastapi.responses import StreamingResponse
+from starlette.applications import Starlette
 
+from vllm_backplane.http import served_addresses
 from vllm_backplane.http.asgi import App, Message, Receive, Send
 from vllm_backplane.http.served_addresses import served_facts
+from vllm_backplane.patches.platform.patch_launcher import _announce
+from vllm_backplane.process import start_events
 
 ARGUMENTS: dict[str, Any] = {
     "host": "127.0.0.1",
@@ -32,6 +38,7 @@ class Engine:
 
     def __init__(self, template: str | None = "{{ messages }}", *, tokenizer: bool = True) -> None:
         self._template, self._exists = template, tokenizer
+        self.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_size_tokens=204480))
 
     def get_tokenizer(self) -> Any:
         if not self._exists:
@@ -75,10 +82,9 @@ def without_key(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_request_suits_the_model(engine: Engine, path: str) -> None:
-    app = application("/v1/chat/completions", "/v1/completions", "/metrics")
-    found = facts(app, engine)
+    found = facts(application("/v1/chat/completions", "/v1/completions"), engine)
     assert found["path"] == path
-    assert found["metrics"]
+    assert found["kv_cache_tokens"] == 204480
     assert facts(application("/v1/chat/completions", chat_template="t"), Engine(None))["path"] == "/v1/chat/completions"
     assert facts(application("/v1/embeddings"))["path"] == "/v1/embeddings"
     assert facts(application("/classify"))["path"] is None
@@ -98,30 +104,80 @@ def test_a_key_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts(application())["key"] == "$VLLM_API_KEY"
 
 
-def test_tls_needs_key_and_certificate() -> None:
+def test_tls_needs_a_certificate() -> None:
     assert facts(application(ssl_keyfile="k", ssl_certfile="c"))["tls"]
-    assert not facts(application(ssl_keyfile="k"))["tls"]
+    assert facts(application(ssl_certfile="key and certificate"))["tls"]
+    assert not facts(application())["tls"]
 
 
-class Page:
-    """A middleware that provides a page."""
+class Middleware:
+    """A middleware that records the requests."""
+
+    seen: list[str]
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == "/":
-            await HTMLResponse("<p>")(scope, receive, send)  # type: ignore[arg-type]
-        else:
-            await self._app(scope, receive, send)
+        self.seen.append(scope["type"])
+        await self._app(scope, receive, send)
 
 
 def test_a_page_is_found_whatever_provides_it() -> None:
+    with_route, with_mount, with_middleware = application(), application(), application()
+    with_route.get("/")(nothing)
+    with_mount.mount("/", Starlette())
+    with_middleware.state.backplane_page = True
+    for app in (with_route, with_mount, with_middleware):
+        assert facts(app)["page"]
     assert not facts(application("/"))["page"], "only requests with POST are answered"
-    with_route, with_middleware, with_data = application(), application(), application()
-    with_route.get("/", response_class=HTMLResponse)(lambda: "<p>")
-    with_middleware.add_middleware(Page)  # type: ignore[arg-type]
-    with_data.get("/")(nothing)
-    assert facts(with_route)["page"]
-    assert facts(with_middleware)["page"]
-    assert not facts(with_data)["page"]
+    elsewhere = application()
+    elsewhere.mount("/static", Starlette())
+    assert not facts(elsewhere)["page"]
+
+
+def test_no_request_is_made() -> None:
+    """A middleware would count it, and a response without an end would keep the server busy."""
+    Middleware.seen = []
+
+    async def pieces() -> AsyncIterator[bytes]:
+        Middleware.seen.append("piece")
+        while True:
+            yield b"one"
+            await asyncio.sleep(0)
+
+    app = application("/metrics")
+    app.get("/")(lambda: StreamingResponse(pieces()))
+    app.add_middleware(Middleware)  # type: ignore[arg-type]
+    assert facts(app)["page"]
+    assert Middleware.seen == []
+
+
+class Broken(Engine):
+    """A client of an engine whose tokenizer is not to be had, with an error that nobody expects."""
+
+    def get_tokenizer(self) -> Any:
+        raise RuntimeError("a tokenizer of somebody else")
+
+
+class Slow(Engine):
+    async def get_tokenizer(self) -> Any:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("engine", [Broken(), Slow()])
+def test_a_server_is_ready_even_if_something_about_it_is_not_known(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served_addresses, "FACT_SECONDS", 0.05)
+    monkeypatch.setenv(start_events.VARIABLE, '{"began": 0.0}')
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    app = application("/v1/chat/completions", "/v1/completions")
+    app.get("/metrics")(nothing)
+    app.state.server = SimpleNamespace(started=True)
+    asyncio.run(_announce(app, engine))
+    failed, ready = [record.getMessage() for record in caplog.records if record.name.startswith("vllm.")]
+    assert "'path'" in failed
+    assert ready.startswith("Start: step=ready ")
+    assert ready.endswith("host=127.0.0.1 port=8000 model=/srv/model metrics=true kv_cache_tokens=204480")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -50,11 +51,23 @@ def test_the_display_gets_every_step(monkeypatch: pytest.MonkeyPatch, pipe: Path
     announce(monkeypatch, pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     start_events.report("weights", bytes=7)
-    start_events.report(start_events.STOPPING)
+    start_events.report_stopping()
     events = [json.loads(line) for line in os.read(reader, 1 << 16).splitlines()]
     os.close(reader)
     assert [event["step"] for event in events] == ["weights", "stopping"]
     assert events[0]["bytes"] == 7
+
+
+def test_a_child_that_is_terminated_does_not_stop_the_server(monkeypatch: pytest.MonkeyPatch, pipe: Path) -> None:
+    announce(monkeypatch, pipe)
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(pipe, os.O_WRONLY)
+    start_events.report_stopping()
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 1)
+    os.close(reader)
+    os.close(writer)
 
 
 def test_the_signal_of_an_end_is_not_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from vllm_backplane.start_display.addresses import address_lines, curl_lines
 from vllm_backplane.start_display.display import HELD_SECONDS, MOST_WARNINGS, REPEAT_SECONDS, Display
-from vllm_backplane.start_display.terminal import Terminal, columns_of, harmless
+from vllm_backplane.start_display.terminal import Terminal, columns_of, fitting, harmless
 
 RECORDED = Path(__file__).parent / "recorded"
 SERVED = {"host": "127.0.0.1", "port": 8000, "model": "tiny", "path": "/v1/chat/completions", "metrics": True}
@@ -286,6 +287,35 @@ def test_a_key_is_to_be_filled_in() -> None:
 def test_harmless_keeps_letters_of_all_languages() -> None:
     assert harmless("Größe 模型 é 🙂") == "Größe 模型 é 🙂"
     assert columns_of("模型e\u0301") == 5
+
+
+@pytest.mark.parametrize("text", ["word " * 8000, "模" * 40_000, "e\u0301" * 20_000, "\u0301" * 40_000])
+def test_a_text_of_kilobytes_is_cut_at_once(text: str) -> None:
+    began = time.monotonic()
+    cut = fitting(text, 40)
+    assert time.monotonic() - began < 1.0
+    assert columns_of(cut) <= 40
+    assert cut.endswith("…")
+
+
+def test_a_text_that_fits_is_not_cut() -> None:
+    assert fitting("12345", 5) == "12345"
+    assert fitting("123456", 5) == "1234…"
+    assert fitting("模型模", 5) == "模型…"
+    assert fitting("", 0) == ""
+
+
+def test_progress_is_not_shown_on_a_terminal_that_a_shell_uses() -> None:
+    foreground, written = True, []
+    terminal = Terminal(written.append, environment={"TERM": "xterm"}, in_foreground=lambda: foreground)
+    terminal.progress("one")
+    foreground = False
+    terminal.progress("two")
+    terminal.line("three")
+    assert written == ["one", "three\n"], "nothing of the line of the shell is erased"
+    foreground = True
+    terminal.progress("two")
+    assert written[-1] == "two"
 
 
 def test_the_environment_decides_about_styles() -> None:

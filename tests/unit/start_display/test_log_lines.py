@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_backplane.start_display.log_lines import LogReader, Message
+from vllm_backplane.start_display.log_lines import LONGEST_TEXT, LogReader, Message
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -24,6 +24,10 @@ def read(*parts: str) -> list[Message]:
         ("prefix of a user (A pid=1) (B pid=2) WARNING 11-19 08:06:30 [a.py:1] nested", "WARNING", "nested"),
         ("\x1b[33mWARNING\x1b[0m 11-19 08:06:30 \x1b[90m[a.py:1]\x1b[0m colored", "WARNING", "colored"),
         ("WARNING:  Invalid HTTP request received.", "WARNING", "Invalid HTTP request received."),
+        ("WARNING:root:nobody has configured this", "WARNING", "nobody has configured this"),
+        ("ERROR:some.library:broken", "ERROR", "broken"),
+        ("OMP: Warning #182: OMP_NUM_THREADS: ignored", "WARNING", "#182: OMP_NUM_THREADS: ignored"),
+        ("OMP: Error #15: two libraries are loaded.", "ERROR", "#15: two libraries are loaded."),
         ("[W1119 08:06:30.123456789 socket.cpp:764] no IPv6", "WARNING", "no IPv6"),
         ("[E1119 08:06:30.123456789 socket.cpp:764] broken", "ERROR", "broken"),
         ("vllm-backplane: error: there is no model; name one", "ERROR", "there is no model; name one"),
@@ -42,6 +46,7 @@ def test_a_line_has_a_level_and_a_text(line: str, level: str, text: str) -> None
         "(APIServer pid=7) INFO 11-19 08:06:30 [launcher.py:197] Route: /health, Methods: GET",
         'INFO:     127.0.0.1:35926 - "GET /health HTTP/1.1" 200 OK',
         "Loading tiny.gguf: 100%|####| 1M/1M",
+        "OMP: Hint Unset it.",
         '  if hasattr(value, "__dict__"):',
         "[1, 2, 3]",
         '{"levelname": "INFO", "message": "structured"}',
@@ -100,6 +105,28 @@ def test_a_validation_error_is_reduced_to_its_reason() -> None:
     assert len(errors) == 1
     assert errors[0].startswith("unknown option 'devise'")
     assert "input_value" not in errors[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Loading safetensors checkpoint shards:  40% Completed | 2/5",
+        "Multi-thread loading shards:  40% Completed | 2/5",
+        "Loading tiny.gguf:  40%|####      | 1M/2M",
+        "Fetching 5 files:  40%|####      | 2/5",
+        "model-00001-of-00002.safetensors:  40%|####      | 1G/2G",
+    ],
+)
+def test_progress_is_found(line: str) -> None:
+    reader = LogReader()
+    list(reader.feed(line))
+    assert reader.percent == 40
+
+
+@pytest.mark.parametrize("line", ["WARNING:  {}", '{{"levelname": "WARNING", "message": "{}"}}'])
+def test_a_long_message_is_cut(line: str) -> None:
+    (message,) = read(line.format("x" * 40_000) + "\n")
+    assert len(message.line) <= LONGEST_TEXT
 
 
 def test_an_endless_line_takes_little_memory() -> None:

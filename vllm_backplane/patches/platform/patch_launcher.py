@@ -98,9 +98,7 @@ async def _announce(app: Any, engine: Any) -> None:
         return
     while not getattr(getattr(app.state, "server", None), "started", False):
         await asyncio.sleep(START_POLL_SECONDS)
-    cache = engine.vllm_config.cache_config
-    tokens = getattr(cache, "kv_cache_size_tokens", None)  # since vLLM 0.33
-    start_events.report("ready", **await served_facts(app, engine), kv_cache_tokens=tokens)
+    start_events.report("ready", **await served_facts(app, engine))
 
 
 def _report_unannounced(announcing: asyncio.Task[None]) -> None:
