@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from vllm.config import ModelConfig
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.weight_utils import (
@@ -137,6 +138,8 @@ def _safetensors_headers(folder: Path) -> dict[str, Mapping[str, Any]]:
     tensors: dict[str, Mapping[str, Any]] = {}
     for file in filter_duplicate_safetensors_files(files, str(folder), INDEX):
         tensors |= parse_safetensors_file_metadata(file)
+        with safe_open(file, framework="pt"):  # raises if the file is shorter than its header states
+            pass
     return tensors
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,12 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
+from vllm import SamplingParams
 from vllm.entrypoints.launchers import launcher
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import BackgroundResources
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from vllm_backplane.patches.platform import patch_launcher
@@ -39,6 +43,7 @@ class Engine:
         self.errored = False
         self.engine_core: Any = None
         self.should_keep_api_server_alive = False  # asked since vLLM 0.33
+        self.output_processor = OutputProcessor(None, log_stats=False)
 
     @property
     def is_running(self) -> bool:
@@ -61,8 +66,13 @@ def patched(unpatched: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return serve_http.replacement
 
 
-def serve(function: Any, engine: Engine, event: Any) -> None:
-    """Runs `function` as vLLM does until it returns, and calls `event` when a stream without an end has begun."""
+async def endless() -> AsyncIterator[bytes]:
+    yield b"one"
+    await asyncio.Event().wait()
+
+
+def serve(function: Any, engine: Engine, event: Any, pieces: Callable[[], AsyncIterator[bytes]] = endless) -> None:
+    """Runs `function` as vLLM does until it returns, and calls `event` when a stream of `pieces` has begun."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -75,10 +85,6 @@ def serve(function: Any, engine: Engine, event: Any) -> None:
 
         @app.get("/stream")
         async def stream() -> StreamingResponse:
-            async def pieces() -> AsyncIterator[bytes]:
-                yield b"one"
-                await asyncio.Event().wait()
-
             return StreamingResponse(pieces())
 
         with socket.socket() as listening:
@@ -174,6 +180,39 @@ def test_the_signal_that_ended_the_engine_is_explained(patched: Any, number: int
 @pytest.mark.slow
 def test_an_interrupt_is_no_error_and_waits_for_no_stream(patched: Any) -> None:
     serve(patched, Engine(), interrupt)
+
+
+@pytest.mark.slow
+def test_responses_end_with_the_engine(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine of this test sends nothing when it is stopped, like one that is killed."""
+    monkeypatch.setattr(patch_launcher, "GRACE_SECONDS", DEADLINE)
+    engine = Engine()
+    reasons: list[str] = []
+
+    async def generated() -> AsyncIterator[bytes]:
+        if reasons:  # the client asks again until the server is gone
+            return
+        queue = RequestOutputCollector(RequestOutputKind.DELTA, "1")
+        params = SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False)
+        request = EngineCoreRequest(
+            request_id="1",
+            external_req_id="1",
+            prompt_token_ids=[1],
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        engine.output_processor.add_request(request, None, queue=queue)
+        yield b"one"
+        output = await queue.get()
+        reasons.append(output.outputs[0].finish_reason)  # type: ignore[union-attr, arg-type]
+
+    serve(patched, engine, interrupt, generated)
+    assert reasons == ["abort"]
 
 
 @pytest.mark.slow

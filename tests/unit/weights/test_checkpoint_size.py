@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +123,14 @@ def test_without_a_checkpoint_the_size_is_unknown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{", b"too few"])
 def test_a_broken_header_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.safetensors").write_bytes(content)
+    with pytest.raises(BackplaneError, match=f"{tmp_path}.* again"):
+        computed(tmp_path)
+
+
+def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    save_file({"a": torch.zeros(100)}, file)
+    os.truncate(file, file.stat().st_size - 1)
     with pytest.raises(BackplaneError, match=f"{tmp_path}.* again"):
         computed(tmp_path)
 

@@ -43,8 +43,9 @@ _SINCE_0_32 = (
     why="After a worker or the engine died, the server exits with status 0, which a supervisor takes for success. "
     "After Ctrl-C it waits without limit for streams that the engine no longer feeds. It checks its engine every five "
     "seconds, so the end of a broken server takes long.",
-    how="Gives uvicorn a limit for responses in flight, checks the engine twice a second, and exits with status 1 if "
-    "the server stopped because of its engine, and with that of the signal if a signal stopped it.",
+    how="Ends responses in flight when the engine is stopped, gives uvicorn a limit for them, checks the engine twice a "
+    "second, and exits with status 1 if the server stopped because of its engine, and with that of the signal if a "
+    "signal stopped it.",
     upstream="https://github.com/vllm-project/vllm/issues/48966",
     remove_when="vLLM exits with a status other than 0 after its engine died and passes a graceful timeout to uvicorn.",
     fixed_if=("vllm.entrypoints.launchers.launcher:serve_http", "timeout_graceful_shutdown"),
@@ -55,6 +56,7 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
     engine = app.state.engine_client  # taken now: the application drops its state when it ends
     if engine is None:
         return await serve_http.original(app, *args, **options)
+    loop = asyncio.get_running_loop()
     stop, stopped = engine.shutdown, False
 
     def shutdown(*args: Any, **options: Any) -> Any:
@@ -62,7 +64,10 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
         # died.
         nonlocal stopped
         stopped = True
-        return stop(*args, **options)
+        try:
+            return stop(*args, **options)
+        finally:  # of a thread of vLLM's
+            loop.call_soon_threadsafe(_end_streams, engine)
 
     async def watch() -> None:
         from vllm.entrypoints.launchers.launcher import terminate_if_errored
@@ -78,7 +83,6 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
                     terminate_if_errored(server, engine)
 
     engine.shutdown = shutdown
-    loop = asyncio.get_running_loop()
     watching = loop.create_task(watch())
     watching.add_done_callback(_report_failure)
     announcing = loop.create_task(_announce(app, engine))
@@ -90,6 +94,13 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
         announcing.cancel()
         del engine.shutdown  # restores the method of the class
     return _shut_down(ending, engine, failed=engine.errored and not stopped)
+
+
+def _end_streams(engine: Any) -> None:
+    """Ends the responses in flight with the finish reason "abort". An engine that is killed before it has done so would
+    leave them waiting."""
+    processor = engine.output_processor
+    processor.abort_requests(list(processor.request_states), internal=True)
 
 
 async def _announce(app: Any, engine: Any) -> None:
