@@ -80,6 +80,7 @@ from vllm_backplane.worker.worker import BackplaneWorker
 OWN = {  # methods that Backplane adds; every other method must override one of vLLM
     BackplaneWorker: {
         "_card",
+        "_report_step",
         "_check_copies",
         "set_numeric_guard",
         "_index_on_host",

@@ -88,5 +88,5 @@ def test_the_path_is_enough_and_contradictions_are_refused(tmp_path: Path) -> No
     assert found["named"] == ["gguf", "gguf", "mine", "LlamaForCausalLM"]
     assert "cannot load weights from a GGUF file" in str(found["other format"])
     assert "quantized already (gguf)" in str(found["other quantization"])
-    assert "hf download org/model-GGUF FILE.gguf" in str(found["of the hub"])
+    assert "'vllm-backplane model add org/model-GGUF:Q4_0'" in str(found["of the hub"])
     assert "CheckpointError" in found["damaged"] and "ends at byte" in found["damaged"]

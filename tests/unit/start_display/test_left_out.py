@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import pytest
@@ -54,28 +55,31 @@ def test_errors_and_other_warnings_concern_the_user() -> None:
 def loggers() -> Iterator[None]:
     """Removes the filters that a test installs."""
     names = {one.module for one in WARNINGS} | {name for name, _beginning in DETAILS}
+    level = logging.getLogger("vllm").level
     with warnings.catch_warnings():
         yield
     for name in names:
         logging.getLogger(name).filters.clear()
+    logging.getLogger("vllm").setLevel(level)
     left_out.install_filters.cache_clear()
 
 
 @pytest.mark.parametrize("filters", [True, False])
-def test_filters_lower_details_and_drop_warnings(
-    loggers: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, filters: bool
-) -> None:
+def test_filters_lower_details_and_drop_warnings(loggers: None, monkeypatch: pytest.MonkeyPatch, filters: bool) -> None:
     monkeypatch.setenv(VARIABLE, json.dumps({"began": 0.0, "filters": filters}))
     left_out.install_filters.cache_clear()
     left_out.install_filters()
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.DEBUG)
+    handler = BufferingHandler(100)
+    root = logging.getLogger("vllm")
+    monkeypatch.setattr(root, "propagate", False)
+    monkeypatch.setattr(root, "handlers", [handler])
+    root.setLevel(logging.DEBUG)
     launcher, config = logging.getLogger("vllm.entrypoints.launchers.launcher"), logging.getLogger("vllm.config.vllm")
     launcher.info("Route: %s, Methods: %s", "/health", "GET")
     launcher.warning("port %s is used", 8000)
     config.warning("Inductor compilation was disabled by user settings, so")
     config.warning("Async scheduling is off")
-    found = [(record.levelname, record.getMessage()) for record in caplog.records]
+    found = [(record.levelname, record.getMessage()) for record in handler.buffer]
     assert found[0] == ("DEBUG" if filters else "INFO", "Route: /health, Methods: GET")
     assert [text for _level, text in found[1:]] == [
         "port 8000 is used",

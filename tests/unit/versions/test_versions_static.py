@@ -234,11 +234,12 @@ def test_versions_are_stated_in_one_place() -> None:
 
 
 def test_differences_are_looked_up_in_compat_alone() -> None:
-    """Only settings/ and the commands that report versions depend on vLLM's version; others call compat.
+    """Only settings/, the commands that report versions, and the checks that run before vLLM is imported depend on vLLM's
+    version; others call compat.
 
     `compat.vllm_version()` is allowed: peers exchange it.
     """
-    readers = ("doctor/", "cli/", "settings/compat.py", "settings/releases.py")
+    readers = ("doctor/", "cli/", "early_checks/", "settings/compat.py", "settings/releases.py")
     looks = re.compile(r"vllm\.__version__|installed_version|in_range\(|(?<!compat\.)vllm_version|VLLM_VERSION")
     found = [
         file.relative_to(PACKAGE).as_posix()
