@@ -115,6 +115,7 @@ check: $(plugin) $(tools)  ## Run lint, types and the fast unit tests, for use w
 .PHONY: test
 test: $(plugin) $(tools) $(suffix)  ## Run what a pull request needs: lint, types, unit and end-to-end tests
 	@printf '\n==> lint, types, unit and end-to-end tests\n'
+	$(bin)/python tests/describe_model_classes.py &
 	$(call checked,tests/e2e tests/unit tests/fuzz -m 'not exhaustive')
 
 .PHONY: test-all
