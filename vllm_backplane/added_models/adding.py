@@ -17,6 +17,7 @@ def add_path(given: str, name: str | None, *, link: bool, replace: bool, progres
     path = Path(os.path.abspath(Path(given).expanduser()))  # with its links: names of files in them are significant
     checkpoint = examine(path)
     _refuse_links_elsewhere(checkpoint, path)
+    entries.require_recordable(path, checkpoint.files)
     name = name or model_name(checkpoint)
     entries.require_name(name)
     if not replace:
@@ -39,7 +40,7 @@ def add_path(given: str, name: str | None, *, link: bool, replace: bool, progres
 
 
 def remove(given: str, *, force: bool, progress: Progress) -> str:
-    """Removes an added model, or what an interrupted addition left, and returns its name."""
+    """Removes an added model, or what an interrupted command left, and returns its name."""
     if entries.is_name(given) and given not in entries.names() and given in entries.unfinished():
         name = given
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_backplane.added_models.entries import Format
+from vllm_backplane.added_models.files import names_in, serving_files
 from vllm_backplane.errors import CheckpointError, UsageError, nearest, short_repr
 from vllm_backplane.gguf.architectures import checkpoint_tensors
 from vllm_backplane.gguf.file import is_gguf
@@ -31,10 +31,6 @@ SERVED_TYPES = frozenset(
 
 _CONFIGURATIONS = ("config.json", "params.json")
 _INDEX = "model.safetensors.index.json"
-_TOP_LEVEL = re.compile(r"[^/]+\.(json|jinja|txt|tiktoken|py|model(\.v\d+)?)")
-"""Configuration, tokenizer and chat template. vLLM runs the code in ``*.py`` with --trust-remote-code only."""
-_IN_FOLDERS = re.compile(r"additional_chat_templates/[^/]+\.jinja|\d+_\w+/[^/]+\.(json|safetensors|txt|model)")
-"""Further chat templates, and the modules of sentence-transformers, such as ``1_Pooling/config.json``."""
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _MAX_JSON_BYTES = 64 << 20
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "U64": 8, "U32": 4, "U16": 2}
@@ -57,7 +53,7 @@ def examine(path: Path) -> Checkpoint:
     incomplete, or of a kind that is not served."""
     if path.is_dir():
         try:
-            names = sorted(str(one.relative_to(path)) for one in _walk(path))
+            names = names_in(path)
         except OSError as fault:
             raise CheckpointError(f"{path} cannot be read: {fault.strerror}; make it readable") from None
         if any(name.endswith(".safetensors") for name in names):
@@ -73,27 +69,6 @@ def examine(path: Path) -> Checkpoint:
     raise UsageError(f"{path} is neither a GGUF file nor a folder; {remedy}")
 
 
-def serving_files(names: Iterable[str]) -> list[str]:
-    """Returns the files of a safetensors checkpoint that serving needs.
-
-    Weights in Mistral's own form (``consolidated*``) are left out where the repository also has them in the usual form.
-    """
-    given = [name for name in names if not name.startswith(".")]
-    weights = [name for name in given if name.endswith(".safetensors") and "/" not in name]
-    usual = [name for name in weights if not name.startswith("consolidated")]
-    if usual:
-        weights = usual
-    left_out = ("consolidated.safetensors.index.json",) if usual else ()
-    others = [
-        name
-        for name in given
-        if (_TOP_LEVEL.fullmatch(name) or _IN_FOLDERS.fullmatch(name))
-        and not name.endswith((".bin.index.json", ".msgpack.index.json", ".h5.index.json"))
-        and name not in left_out
-    ]
-    return sorted({*weights, *others})
-
-
 def no_weights(names: Iterable[str]) -> str:
     """Returns the end of a sentence on a model that has no weights in safetensors or GGUF."""
     pickled = next((name for name in names if name.endswith(PICKLED)), None)
@@ -103,18 +78,6 @@ def no_weights(names: Iterable[str]) -> str:
         f"has weights in {short_repr(pickled)} and none in *.safetensors or *.gguf; such a file can run code when it "
         "is loaded, and is not added: convert it to safetensors"
     )
-
-
-def _walk(folder: Path) -> Iterable[Path]:
-    """Yields the files of a folder and of the folders in it, without following links to folders."""
-    for base, folders, names in os.walk(folder, onerror=_raise):
-        if Path(base) != folder:
-            folders.clear()
-        yield from (Path(base, name) for name in names)
-
-
-def _raise(fault: OSError) -> None:
-    raise fault
 
 
 def _gguf(path: Path) -> Checkpoint:

@@ -13,13 +13,13 @@ import re
 import shlex
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from vllm_backplane.added_models.files import digest, is_safe_name, sync_folder
+from vllm_backplane.added_models.files import digest, is_safe_name, names_in, serving_files, sync_folder
 from vllm_backplane.added_models.progress import QUIET, Progress, size_text
 from vllm_backplane.errors import BackplaneError, UsageError, nearest, short_repr
 from vllm_backplane.models import cache, models
@@ -31,7 +31,7 @@ VERSION = 1
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _MAX_MANIFEST_BYTES = 16 << 20
-_PRINTABLE = re.compile(r"[^\x00-\x1f\x7f-\x9f]*")
+_PRINTABLE = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,16 @@ class Entry:
                 return Fault("changed", f"{name} is missing")
             except OSError as fault:
                 return Fault("changed", f"{name} cannot be read: {fault.strerror}")
-        return None
+        return self._fault_of_more_files() if linked and not self.main else None
+
+    def _fault_of_more_files(self) -> Fault | None:
+        """Returns which file vLLM would read of a linked folder that was not there when it was added."""
+        try:
+            found = serving_files(names_in(self.folder))
+        except OSError as fault:
+            return Fault("changed", f"{self.folder} cannot be read: {fault.strerror}")
+        more = next((name for name in found if name not in self.files), None)
+        return None if more is None else Fault("changed", f"{short_repr(more)} was added to the folder")
 
     def require_complete(self, progress: Progress = QUIET, *, contents: bool = False) -> None:
         """Raises if the files differ from the manifest. The contents decide where only a modification time differs."""
@@ -187,12 +196,13 @@ def names() -> list[str]:
 
 
 def unfinished() -> list[str]:
-    """Returns the names of models that are being added, or whose addition was interrupted."""
+    """Returns the names of models that are being added, replaced or removed, or where that was interrupted."""
     folder = root()
     if not _is_own_folder(folder):
         return []
     found = (one.name for one in os.scandir(folder) if one.is_dir(follow_symlinks=False))
-    return sorted(name[1 : -len(".partial")] for name in found if name.startswith(".") and name.endswith(".partial"))
+    hidden = (name[1:].rpartition(".") for name in found if name.startswith("."))
+    return sorted({name for name, _, work in hidden if work in ("partial", "replaced", "removed") and is_name(name)})
 
 
 def lookup(given: str) -> Entry | None:
@@ -248,6 +258,18 @@ def require_free(name: str) -> None:
         )
 
 
+def require_recordable(path: Path, names: Iterable[str]) -> None:
+    """Raises if a manifest cannot have the path of a model, or the names of its files."""
+    for name in names:
+        if not is_safe_name(name):
+            raise UsageError(
+                f"the file {short_repr(name)} cannot be added; rename it: printable characters, no backslash, at most "
+                "200 bytes"
+            )
+    if not _PRINTABLE.fullmatch(str(path)):
+        raise UsageError(f"the path {str(path)!r} has characters that cannot be printed; rename the folder")
+
+
 @contextmanager
 def locked(name: str, progress: Progress) -> Iterator[None]:
     """Holds the lock of a name, and creates the folder of all added models if needed."""
@@ -260,7 +282,7 @@ def locked(name: str, progress: Progress) -> Iterator[None]:
     _is_own_folder(folder)
     waiting = f"waiting for another process that adds or removes {name}"
     with cache.exclusive(folder / f".{name}.lock", progress.say, waiting):
-        _remove_tree(_trash(name))
+        _settle(name)
         yield
 
 
@@ -282,17 +304,23 @@ def publish(entry: Entry) -> None:
     staged, final = staging(entry.name), root() / entry.name
     manifest = {"version": VERSION, **asdict(entry)}
     del manifest["name"]
+    try:
+        _parsed(entry.name, manifest)
+    except ValueError as fault:
+        raise BackplaneError(f"the model {entry.name} cannot be recorded: {fault}; rename what has that name") from None
     with open(staged / MANIFEST, "w", encoding="utf-8") as stream:
         os.fchmod(stream.fileno(), 0o600)
         stream.write(json.dumps(manifest, indent=2) + "\n")
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(staged)
-    if final.exists():
-        final.rename(_trash(entry.name))
-    staged.rename(final)
+    try:
+        if final.exists():
+            final.rename(_replaced(entry.name))
+        staged.rename(final)
+    finally:
+        _settle(entry.name)
     sync_folder(final.parent)
-    _remove_tree(_trash(entry.name))
 
 
 def remove(name: str) -> None:
@@ -360,6 +388,19 @@ def _trash(name: str) -> Path:
     return root() / f".{name}.removed"
 
 
+def _replaced(name: str) -> Path:
+    """Returns where a model is while another takes its place. It is complete as long as there is no model `name`."""
+    return root() / f".{name}.replaced"
+
+
+def _settle(name: str) -> None:
+    """Ends a replacement or a removal, also one that was interrupted. The caller holds the lock of the name."""
+    if _replaced(name).exists() and not (root() / name).exists():
+        _replaced(name).rename(root() / name)
+    _remove_tree(_replaced(name))
+    _remove_tree(_trash(name))
+
+
 def _remove_tree(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
@@ -399,13 +440,17 @@ def require_space(needed: int, what: str) -> None:
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Turns errors of writing into the cache into errors that name the remedy."""
+    """Turns errors of writing into the cache, and of reading other files, into errors that name the remedy."""
     try:
         yield
     except OSError as fault:
         if fault.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(root()).free
             raise _no_space(f"the disk became full while {what} was written; {size_text(free)} are free") from fault
+        if isinstance(fault.filename, str) and not Path(fault.filename).is_relative_to(root()):
+            raise BackplaneError(
+                f"{fault.filename} cannot be read: {fault.strerror}; check its permissions and its disk"
+            ) from fault
         raise BackplaneError(
             f"cannot write {what} into {root()}: {fault}; set BACKPLANE_CACHE to a writable folder"
         ) from fault

@@ -1,4 +1,4 @@
-"""Copies and digests files of models, which may be large, with progress."""
+"""Selects, copies and digests files of models. What may take long has progress."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -20,6 +21,10 @@ _FICLONE = 0x40049409
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\\]")
 _MAX_NAME_BYTES = 200
 """Bytes of each part of a name. File systems allow 255, and unfinished files have a suffix."""
+_TOP_LEVEL = re.compile(r"[^/]+\.(json|jinja|txt|tiktoken|py|model(\.v\d+)?)")
+"""Configuration, tokenizer and chat template. vLLM runs the code in ``*.py`` with --trust-remote-code only."""
+_IN_FOLDERS = re.compile(r"additional_chat_templates/[^/]+\.jinja|\d+_\w+/[^/]+\.(json|safetensors|txt|model)")
+"""Further chat templates, and the modules of sentence-transformers, such as ``1_Pooling/config.json``."""
 
 
 def is_safe_name(name: str) -> bool:
@@ -35,10 +40,45 @@ def is_safe_name(name: str) -> bool:
     )
 
 
+def serving_files(names: Iterable[str]) -> list[str]:
+    """Returns the files of a safetensors checkpoint that serving needs.
+
+    Weights in Mistral's own form (``consolidated*``) are left out where the repository also has them in the usual form.
+    """
+    given = [name for name in names if not name.startswith(".")]
+    weights = [name for name in given if name.endswith(".safetensors") and "/" not in name]
+    usual = [name for name in weights if not name.startswith("consolidated")]
+    if usual:
+        weights = usual
+    left_out = ("consolidated.safetensors.index.json",) if usual else ()
+    others = [
+        name
+        for name in given
+        if (_TOP_LEVEL.fullmatch(name) or _IN_FOLDERS.fullmatch(name))
+        and not name.endswith((".bin.index.json", ".msgpack.index.json", ".h5.index.json"))
+        and name not in left_out
+    ]
+    return sorted({*weights, *others})
+
+
+def names_in(folder: Path) -> list[str]:
+    """Returns the names of the files of a folder and of the folders in it, without following links to folders."""
+    found = []
+    for base, folders, names in os.walk(folder, onerror=_raise):
+        if Path(base) != folder:
+            folders.clear()
+        found += [str(Path(base, name).relative_to(folder)) for name in names]
+    return sorted(found)
+
+
+def _raise(fault: OSError) -> None:
+    raise fault
+
+
 def digest(path: Path, progress: Progress, label: str) -> str:
     """Returns the SHA-256 of a file."""
     with path.open("rb") as stream, progress.bar(label, os.fstat(stream.fileno()).st_size) as advance:
-        return _read(stream, advance)
+        return _read(path, stream, advance)
 
 
 def copy(source: Path, target: Path, advance: Advance) -> str:
@@ -54,7 +94,7 @@ def copy(source: Path, target: Path, advance: Advance) -> str:
             raise BackplaneError(f"{source} is not a regular file; give a GGUF file or a model's folder")
         writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(writing, "wb") as result:
-            found = _read(origin, advance, None if clone(reading, writing) else result)
+            found = _read(source, origin, advance, None if clone(reading, writing) else result)
             result.flush()
             os.fsync(writing)
             copied = os.fstat(writing).st_size
@@ -75,14 +115,21 @@ def clone(source: int, target: int) -> bool:
     return True
 
 
-def _read(stream: BinaryIO, advance: Advance, copy_to: BinaryIO | None = None) -> str:
+def _read(path: Path, stream: BinaryIO, advance: Advance, copy_to: BinaryIO | None = None) -> str:
     found = hashlib.sha256()
-    while chunk := stream.read(_CHUNK):
+    while chunk := _chunk(path, stream):
         found.update(chunk)
         if copy_to is not None:
             copy_to.write(chunk)
         advance(len(chunk))
     return found.hexdigest()
+
+
+def _chunk(path: Path, stream: BinaryIO) -> bytes:
+    try:
+        return stream.read(_CHUNK)
+    except OSError as fault:  # which does not name the file
+        raise OSError(fault.errno, fault.strerror, str(path)) from fault
 
 
 def sync_folder(folder: Path) -> None:

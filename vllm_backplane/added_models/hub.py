@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 
 from vllm_backplane.added_models import entries
 from vllm_backplane.added_models.adding import described
-from vllm_backplane.added_models.checkpoint import examine, name_of_file, no_weights, serving_files
+from vllm_backplane.added_models.checkpoint import examine, name_of_file, no_weights
 from vllm_backplane.added_models.entries import Entry, Source
-from vllm_backplane.added_models.files import digest, is_safe_name, sync_folder
+from vllm_backplane.added_models.files import digest, is_safe_name, serving_files, sync_folder
 from vllm_backplane.added_models.hub_names import HubName
 from vllm_backplane.added_models.progress import Progress, size_text
 from vllm_backplane.errors import BackplaneError, CheckpointError, UsageError, short_repr
@@ -101,12 +101,12 @@ def add_from_hub(hub_name: HubName, name: str | None, *, replace: bool, progress
         except CheckpointError:
             entries.discard(name)
             raise
-        (entries.staging(name) / PLAN).unlink()
         for folder in {(target / file).parent for file in digests}:
             sync_folder(folder)
         source = Source("hub", "", hub_name.repository, hub_name.selector, hub_name.revision, commit, _endpoint())
         entry = Entry(name, source, checkpoint.format, checkpoint.main, described(checkpoint, digests))
         entries.publish(entry)
+        (entries.root() / name / PLAN).unlink()  # until here, another attempt can use the files
     return entry
 
 
@@ -252,12 +252,14 @@ def _fetched(hub_name: HubName, commit: str, file: HubFile, target: Path, progre
     if target.exists():
         target.rename(part)  # it was complete before the download of another file was interrupted
     resumed = _download(hub_name, commit, file, part, progress)
-    if resumed and not _has_digest(part, file, progress):
+    verified = _has_digest(part, file, progress)
+    if resumed and not verified:
         # What an earlier process has left may be damaged.
         progress.say(f"{file.name} does not have the hub's digest after it was continued; downloading it again")
         part.unlink()
         _download(hub_name, commit, file, part, progress)
-    if not _has_digest(part, file, progress):
+        verified = _has_digest(part, file, progress)
+    if not verified:
         part.unlink()
         raise BackplaneError(
             f"{file.name} of {hub_name.repository} is not the file whose digest {_endpoint()} states; it was removed. "
@@ -294,15 +296,22 @@ def _download(hub_name: HubName, commit: str, file: HubFile, part: Path, progres
                         headers=build_hf_headers(),
                         displayed_filename=file.name,
                     )
-                except http_library().ReadError:  # such as a reset connection; http_get itself retries after others
+                # Such as a reset connection, or an answer that is shorter than the hub says; http_get itself retries
+                # after others.
+                except (http_library().ReadError, OSError) as fault:
                     before, here = here, stream.seek(0, os.SEEK_END)
-                    if here <= before:
+                    if here <= before or (isinstance(fault, OSError) and not _ended_early(fault)):
                         raise
                 else:
                     break
         stream.flush()
         os.fsync(opened)
     return begin > 0
+
+
+def _ended_early(fault: OSError) -> bool:
+    """Returns whether huggingface_hub has raised an error because it received less than was announced."""
+    return type(fault) is OSError and fault.errno is None
 
 
 class _Counted:
@@ -397,7 +406,13 @@ def _hub_errors(hub_name: HubName) -> Iterator[None]:
             f"{endpoint} {what} ({type(fault).__name__}: {fault}); check the network and HF_ENDPOINT, then run the "
             "same command again: what was downloaded is kept"
         ) from None
-    except (ValueError, TypeError, KeyError, AttributeError) as fault:  # of parsing the answer
+    except OSError as fault:
+        if not _ended_early(fault):
+            raise
+        raise BackplaneError(
+            f"{endpoint} has ended a transfer early; run the same command again: what was downloaded is kept"
+        ) from fault
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as fault:  # of parsing the answer
         raise BackplaneError(
             f"{endpoint} does not answer like a hub ({type(fault).__name__}: {short_repr(str(fault))}); check "
             "HF_ENDPOINT, and whether a proxy or a login page answers in its place"

@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--replace", action="store_true", help="replace an added model of the same name")
     _output.add_json_flag(add)
 
-    remove = actions.add_parser("remove", help="remove an added model, or what an interrupted download left")
+    remove = actions.add_parser("remove", help="remove an added model, or what an interrupted command left")
     remove.add_argument("name", metavar="NAME", help="the name of an added model")
     remove.add_argument("--force", action="store_true", help="also if a running server uses it")
     _output.add_json_flag(remove)
@@ -116,7 +116,7 @@ def _added_rows() -> list[dict[str, Any]]:
             row |= {"path": str(entry.path), "served_name": name}
         rows.append(row)
     for name in entries.unfinished():
-        fault_text = "being added, or interrupted; add it again to continue, or remove it"
+        fault_text = "being added or removed, or interrupted; add it again to continue, or remove it"
         rows.append(
             {
                 "name": name,

@@ -6,10 +6,12 @@ import errno
 import json
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,113 @@ def test_a_replacement_that_fails_leaves_the_former_model(file: Path, tmp_path: 
     with pytest.raises(CheckpointError):
         add(damaged, "one", replace=True)
     assert lookup("one") == entry and entry.fault(contents=True) is None
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def kill_at_the_exchange(name: str, patch: pytest.MonkeyPatch) -> None:
+    """Lets every change of the file system fail from the moment at which a complete addition would get its name."""
+    is_dead = False
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *target: Any) -> Any:
+            nonlocal is_dead
+            is_dead = is_dead or (Path(path) == entries.staging(name) and bool(target))
+            if is_dead:
+                raise Killed
+            return function(path, *target)
+
+        return call
+
+    patch.setattr(Path, "rename", dying(Path.rename))
+    patch.setattr("shutil.rmtree", dying(shutil.rmtree))
+
+
+def test_a_replacement_that_is_killed_leaves_the_former_model(
+    file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = add(file, "one")
+    with monkeypatch.context() as patch:
+        kill_at_the_exchange("one", patch)
+        with pytest.raises(Killed):
+            add(folder, "one", replace=True)
+    assert names() == [] and entries.unfinished() == ["one"]
+    with pytest.raises(UsageError, match="--replace"):
+        add(folder, "one")
+    assert lookup("one") == entry and entry.fault(contents=True) is None
+    assert add(folder, "one", replace=True).format.kind == "safetensors" and left() == ["one"]
+
+
+def test_a_replacement_that_cannot_be_exchanged_leaves_the_former_model(
+    file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = add(file, "one")
+    rename = Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if path == entries.staging("one"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fails)
+        with pytest.raises(BackplaneError, match="cannot write one"):
+            add(folder, "one", replace=True)
+    assert lookup("one") == entry and left() == ["one"]
+
+
+def test_what_an_interrupted_removal_left_is_listed_and_removed(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_arguments: Any) -> None:
+        raise Killed
+
+    add(file, "one")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path: killed() if Path(path).exists() else None)
+        with pytest.raises(Killed):
+            adding.remove("one", force=False, progress=QUIET)
+    assert names() == [] and left() != []
+    assert main(["model", "list"]) == 0
+    assert "unfinished" in capsys.readouterr().out.splitlines()[-1]
+    assert adding.remove("one", force=False, progress=QUIET) == "one" and left() == []
+
+
+@pytest.mark.parametrize("link", [False, True], ids=["copy", "link"])
+@pytest.mark.parametrize("name", ["a\xa0b.gguf", "a\\b.gguf", "x" * 200 + ".gguf", "a\tb/m.gguf", "a\nb/m.gguf"])
+def test_what_no_manifest_can_name_is_refused(file: Path, name: str, link: bool) -> None:
+    path = file.parent / name
+    path.parent.mkdir(exist_ok=True)
+    file.rename(path)
+    with pytest.raises(UsageError, match="rename") as raised:
+        add(path, "one", link=link)
+    assert left() == [] and "\n" not in str(raised.value)
+
+
+def test_a_manifest_that_could_not_be_read_again_is_not_published(file: Path) -> None:
+    entry = add(file, "one")
+    entries.staging("one").mkdir()
+    with pytest.raises(BackplaneError, match="cannot be recorded"):
+        entries.publish(replace(entry, source=entries.Source("copy", "a\tb")))
+    assert lookup("one") == entry
+
+
+@pytest.mark.parametrize("source", ["/proc/self/mem", "/nonexistent/m.gguf"])
+def test_a_source_that_cannot_be_read_is_named(tmp_path: Path, source: str) -> None:
+    with pytest.raises(BackplaneError, match=f"^{source} cannot be read: "), entries.writing("one"):
+        files.copy(Path(source), tmp_path / "copy", lambda _count: None)
+
+
+def test_a_file_that_is_added_to_a_linked_folder_is_noticed(folder: Path) -> None:
+    entry = add(folder, link=True)
+    (folder / "NOTES.md").write_text("vLLM does not read this")
+    assert entry.fault() is None
+    (folder / "model.safetensors").write_bytes(save(A))
+    assert entry.fault() == ("changed", "'model.safetensors' was added to the folder")
+    with pytest.raises(BackplaneError, match=r"was added to the folder; run 'vllm-backplane model add .*--link"):
+        serving.path_to_serve("tiny", print)
 
 
 def truncate(folder: Path) -> None:

@@ -162,6 +162,48 @@ def test_a_server_without_ranges_sends_the_file_from_the_beginning(served: Hub) 
     assert add("org/m-GGUF:Q8_0").path.read_bytes() == WHOLE
 
 
+def test_a_verified_download_that_is_killed_before_it_has_its_name_is_used_again(
+    served: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path == entries.staging("m-Q8_0"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            add("org/m-GGUF:Q8_0")
+    served.requests.clear()
+    digested: list[Path] = []
+    digest = hub.digest
+    monkeypatch.setattr(hub, "digest", lambda path, *more: digested.append(path) or digest(path, *more))
+    assert add("org/m-GGUF:Q8_0").path.read_bytes() == WHOLE
+    assert served.downloads() == [] and len(digested) == 1 and left() == ["m-Q8_0"]
+    assert sorted(one.name for one in (entries.root() / "m-Q8_0").iterdir()) == [entries.FILES, entries.MANIFEST]
+
+
+def test_a_transfer_that_ends_early_is_continued_while_bytes_arrive(
+    served: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers with less than was announced, which huggingface_hub reports with an OSError without a number."""
+    arriving = [CHUNK, 2 * CHUNK, 0]
+
+    def ends_early(_url: str, stream: Any, *, resume_size: int, **_more: Any) -> None:
+        count = arriving.pop(0)
+        stream.write(WHOLE[resume_size : resume_size + count])
+        raise OSError("Consistency check failed: file should be of size 9 but has size 5 (m).")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.file_download.http_get", ends_early)
+        with pytest.raises(BackplaneError, match=r"ended a transfer early; .* is kept"):
+            add("org/m-GGUF:Q8_0")
+    assert add("org/m-GGUF:Q8_0").path.read_bytes() == WHOLE
+    assert [one.range for one in served.downloads()] == [f"bytes={3 * CHUNK}-"]
+
+
 def test_a_damaged_part_is_downloaded_again(served: Hub) -> None:
     served.cuts, served.statuses = [4 * CHUNK], [0, 503]
     with pytest.raises(BackplaneError):
@@ -273,6 +315,7 @@ def test_a_type_that_is_not_served_is_refused_before_the_download(served: Hub) -
     "describe",
     [
         lambda found: b"<html>Please log in</html>",
+        lambda found: b"[" * 100_000,
         lambda found: [1, 2],
         lambda found: found | {"sha": "../../x"},
         lambda found: found | {"siblings": [{"rfilename": 5, "size": 3}]},
