@@ -82,7 +82,7 @@ class Client:
             body = self._read_json(response)
         try:
             found = [ServedModel(str(one["id"]), one.get("owned_by") == "vllm") for one in body["data"]]
-        except (KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError, RecursionError):
             found = []
         if not found:
             raise ServerError(f"{self.endpoint.shown} lists no models; give the address of an OpenAI-compatible server")
@@ -129,7 +129,7 @@ class Client:
             reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
             text, finish = delta.get("content") or "", choice.get("finish_reason") or ""
             return Piece(str(text), str(reasoning), str(finish), **tokens)
-        except (ValueError, TypeError, AttributeError, LookupError) as fault:
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as fault:
             raise self._not_understood(f"it sent {one_line(value.decode(errors='replace'), 60)!r}") from fault
 
     @contextmanager
@@ -180,7 +180,7 @@ class Client:
     def _read_json(self, response: http.client.HTTPResponse) -> Any:
         try:
             return json.loads(response.read(MAX_BODY))
-        except ValueError as fault:
+        except (ValueError, RecursionError) as fault:
             raise self._not_understood("it answered with something other than JSON") from fault
 
     def _refusal(self, response: http.client.HTTPResponse) -> ServerError:
@@ -188,12 +188,12 @@ class Client:
         status, text = response.status, response.read(MAX_BODY).decode(errors="replace")
         try:
             message = _message(json.loads(text))
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             message = one_line(text, MAX_MESSAGE) or response.reason
         if status in (401, 403):
             return ServerError(
-                f"{self.endpoint.shown} refused the API key ({status}); set VLLM_API_KEY or OPENAI_API_KEY to the "
-                "server's key, or give --api-key"
+                f"{self.endpoint.shown} refused the API key ({status}); set VLLM_API_KEY to the server's key, or "
+                "give --api-key"
             )
         if status == 404:
             return ServerError(f"{self.endpoint.shown} has no such model, or no chat API (404): {message}")

@@ -6,6 +6,7 @@ import http.client
 import os
 import socket
 from dataclasses import dataclass
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from vllm_backplane.errors import BackplaneError, short_repr
@@ -53,6 +54,16 @@ class Endpoint:
     @classmethod
     def unix(cls, path: str) -> Endpoint:
         return cls(f"{UNIX}{path}", "localhost", socket_path=os.path.normpath(path))
+
+    @property
+    def is_in_the_clear(self) -> bool:
+        """Returns whether others on a network could read what is sent."""
+        if self.tls or self.socket_path or self.host == "localhost":
+            return False
+        try:
+            return not ip_address(self.host).is_loopback
+        except ValueError:  # a name
+            return True
 
     def connect(self) -> http.client.HTTPConnection:
         """Returns an open connection. Raises OSError if that fails."""

@@ -59,7 +59,7 @@ def _message(line: str) -> str:
     """Returns the message in a line of the file, or an empty text for a line that is damaged."""
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return found if isinstance(found, str) else ""
 
@@ -69,6 +69,7 @@ class Terminal:
 
     def __init__(self, history: History | None, completions: Sequence[str]) -> None:
         self._history = history
+        self._has_skipped = False
         self._readline = _readline()
         if self._readline is not None:
             self._prepare(self._readline, completions)
@@ -81,7 +82,16 @@ class Terminal:
         readline.set_completer_delims(" \t\n")
         readline.set_completer(_completer(completions))
         for message in self._history.messages if self._history else ():
+            self._remember(readline, message)
+
+    def _remember(self, readline: ModuleType, message: str) -> None:
+        """Adds a message to what the arrow keys find."""
+        try:
             readline.add_history(message)
+        except ValueError:  # readline encodes it as the locale says
+            if not self._has_skipped:
+                self._has_skipped = True
+                _note("the arrow keys do not find messages that the locale cannot encode; set LC_ALL=C.UTF-8")
 
     def read(self) -> str:
         """Returns the next message. Raises EOFError at the end of the input and KeyboardInterrupt for Ctrl-C.
@@ -91,10 +101,17 @@ class Terminal:
         message = self._read_lines()
         if message.strip():
             if self._readline is not None:
-                self._readline.add_history(message)
+                self._remember(self._readline, message)
             if self._history is not None:
-                self._history.add(message)
+                self._add(self._history, message)
         return message
+
+    def _add(self, history: History, message: str) -> None:
+        try:
+            history.add(message)
+        except OSError as fault:
+            self._history = None
+            _note(f"messages are not kept any more: {history.path}: {fault.strerror}; free some space")
 
     def _read_lines(self) -> str:
         line = input(PROMPT)
@@ -119,9 +136,13 @@ def _readline() -> ModuleType | None:
     try:
         import readline
     except ImportError:
-        print("Python has no readline here: lines cannot be edited", file=sys.stderr)
+        _note("Python has no readline here: lines cannot be edited")
         return None
     return readline
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _completer(words: Sequence[str]) -> Callable[[str, int], str | None]:

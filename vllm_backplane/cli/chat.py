@@ -9,9 +9,10 @@ MODEL:
 With --url, a running server is used, and MODEL selects one of the models that it serves.
 
 A question in --prompt, or one that is piped in ('-' reads it from a terminal too), is answered on standard output; all
-else goes to standard error:
+else goes to standard error. With --prompt, standard input is read only if there is '-':
 
   git diff | vllm-backplane chat --system 'Write a commit message.'
+  git diff | vllm-backplane chat --prompt 'Is there a mistake in this?' -
 
 With --json, the keys are: model, answer, reasoning, finish_reason, statistics (prompt_tokens, completion_tokens,
 seconds_to_first_token, seconds, tokens_per_second; null where the server reports no number).
@@ -30,7 +31,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from vllm_backplane.cli import _output, _owned
-from vllm_backplane.errors import BackplaneError, nearest, short_repr
+from vllm_backplane.early_checks.config_file import arguments_of, split_config
+from vllm_backplane.errors import BackplaneError, UsageError, nearest, short_repr
 
 if TYPE_CHECKING:
     from vllm_backplane.chat.client import Client, ServedModel
@@ -41,9 +43,9 @@ NAME = "chat"
 HELP = "talk to a model in the terminal"
 PASSES_ON = True
 
-KEY_VARIABLES = ("VLLM_API_KEY", "OPENAI_API_KEY")
+KEY_VARIABLE = "VLLM_API_KEY"
 NOT_PASSED_ON = ("--host", "--port", "--uds", "--api-key", "--dry-run", "--headless", "--root-path", "--ssl-keyfile",
-                 "--ssl-certfile")  # fmt: skip
+                 "--ssl-certfile", "--grpc", "--grpc-port")  # fmt: skip
 """Options of 'serve' that would put the server where this command does not look for it."""
 
 
@@ -53,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"key of that server; other users can see it, so better set {' or '.join(KEY_VARIABLES)}",
+        help=f"key of that server; other users can see it, so better set {KEY_VARIABLE}",
     )
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="answer this question, and exit")
     parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
@@ -75,6 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from vllm_backplane.chat import signals
     from vllm_backplane.chat.conversation import Conversation
 
     rest = [argument for argument in args.rest if argument != "-"]
@@ -94,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("--json is for one question; add --prompt TEXT, or pipe the question in")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
+    signals.interrupt_waits()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if question is None:
         return _talk(args, given, rest, conversation)
@@ -106,10 +110,7 @@ def _check_arguments(args: argparse.Namespace, rest: list[str]) -> None:
     if args.url is None:
         if args.api_key is not None:
             args.parser.error("--api-key is the key of a running server; add --url, or remove it")
-        names = [argument.partition("=")[0].replace("_", "-") for argument in rest]
-        for name in names:
-            if name in NOT_PASSED_ON:
-                args.parser.error(f"{name} is not for a server of one conversation; start 'serve', and give --url")
+        _refuse_other_addresses(args.parser, rest)
         return
     from vllm_backplane.chat.endpoint import Endpoint
 
@@ -121,6 +122,16 @@ def _check_arguments(args: argparse.Namespace, rest: list[str]) -> None:
         args.parser.error(f"--url: {fault}")
 
 
+def _refuse_other_addresses(parser: argparse.ArgumentParser, rest: list[str]) -> None:
+    file, others = split_config(rest)
+    in_file = arguments_of(file, ()) if file is not None else []
+    for argument in (*others, *in_file):
+        name = argument.partition("=")[0].replace("_", "-")
+        # vLLM accepts abbreviations.
+        if len(name) > 2 and any(option.startswith(name) for option in NOT_PASSED_ON):
+            parser.error(f"{name} is not for a server of one conversation; start 'serve', and give --url")
+
+
 def _question(args: argparse.Namespace) -> str | None:
     """Returns the question to answer, or None for a conversation."""
     piped = "-" in args.rest or (args.prompt is None and not sys.stdin.isatty())
@@ -130,7 +141,10 @@ def _question(args: argparse.Namespace) -> str | None:
         return None
     parts = [args.prompt or ""]
     if piped:
-        parts.append(sys.stdin.buffer.read().decode(errors="replace"))
+        try:
+            parts.append(sys.stdin.buffer.read().decode())
+        except UnicodeDecodeError:
+            raise UsageError("standard input is not a text in UTF-8; convert it, for example with iconv") from None
     question = "\n\n".join(filter(None, (part.strip("\n") for part in parts)))
     if not question.strip():
         args.parser.error("the question is empty; give one with --prompt, or pipe it in")
@@ -148,8 +162,12 @@ def _server(
     from vllm_backplane.process import owned_process
 
     if args.url is not None:
-        key = args.api_key or next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
-        yield Client(Endpoint.parse(args.url), key, args.timeout), None
+        key, endpoint = args.api_key or os.environ.get(KEY_VARIABLE), Endpoint.parse(args.url)
+        if key and endpoint.is_in_the_clear:
+            _output.progress(
+                f"warning: the API key crosses the network to {endpoint.shown} unencrypted; use https, or a tunnel"
+            )
+        yield Client(endpoint, key, args.timeout), None
         return
     began = time.monotonic()
     command = owned_process.command(_owned.__name__, ["serve", *([given] if given else []), *rest])
@@ -223,8 +241,16 @@ def _answer(
                 "statistics": answer.statistics(),
             }
         )
-    elif not answer.text.endswith("\n"):
+    elif answer.text and not answer.text.endswith("\n"):
         print()
+    if answer.finish == "length":
+        _output.progress(
+            "the answer is cut off at the limit of tokens; raise it with --set max_tokens=N, or serve with a larger "
+            "--max-model-len"
+        )
+    if not answer.text.strip():
+        _output.progress("the answer is empty; --json shows what else the server has sent")
+        return 1
     return 0
 
 

@@ -17,6 +17,7 @@ from vllm_backplane.chat.endpoint import Endpoint
 from vllm_backplane.cli import main
 from vllm_backplane.errors import BackplaneError
 
+DEEP = b"[" * 100_000
 CONTEXT = {"error": {"message": "This model's maximum context length is 5 tokens.", "code": 400}}
 
 
@@ -72,6 +73,31 @@ def test_a_question_has_a_part_from_the_command_line_and_one_from_the_pipe(serve
     assert stand_in.requests[0]["messages"][0]["content"] == "Summarize:\n\ntext"
 
 
+def test_an_answer_that_is_cut_off_is_worth_a_line(server, capsys):
+    stand_in, address = server
+    stand_in.answer = lambda handler: stream(handler, event("par", finish="length"), DONE)
+    assert main(["chat", "--url", address, "-p", "hi"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "par\n"
+    assert "cut off at the limit of tokens; raise it with --set max_tokens=N" in captured.err
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_an_empty_answer_is_an_error(server, capsys, flags):
+    stand_in, address = server
+    stand_in.answer = lambda handler: stream(handler, event("", reasoning="hm", finish="stop"), DONE)
+    assert main(["chat", "--url", address, "-p", "hi", *flags]) == 1
+    captured = capsys.readouterr()
+    assert bool(captured.out) is bool(flags)
+    assert "the answer is empty" in captured.err
+
+
+def test_a_pipe_that_is_no_text_is_refused(server, monkeypatch, capsys):
+    pipe(monkeypatch, b"caf\xe9")
+    assert main(["chat", "--url", server[1]]) == 2
+    assert "not a text in UTF-8" in capsys.readouterr().err
+
+
 def test_json_has_the_answer_and_its_statistics(server, capsys):
     stand_in, address = server
     thought = event("", reasoning="hm")
@@ -99,6 +125,8 @@ def test_json_has_the_answer_and_its_statistics(server, capsys):
         (lambda handler: stream(handler, event("par"), b"data: {tru"), "par\n", "ended in the middle of the answer"),
         (lambda handler: stream(handler, b"data: {garbage\n"), "", "is not understood: it sent '{garbage'"),
         (lambda handler: stream(handler, b"data: [1]\n"), "", "is not understood: it sent '[1]'"),
+        (lambda handler: stream(handler, b"data: " + DEEP + b"\n"), "", "is not understood: it sent '[[["),
+        (refuse(400, DEEP), "", "the server refused the request (400): [[["),
         (
             lambda handler: stream(handler, event("a"), b'data: {"error": {"message": "engine died"}}\n', DONE),
             "a\n",
@@ -162,7 +190,7 @@ def test_a_server_without_models_is_refused(server, capsys, models):
     ("variables", "arguments", "sent"),
     [
         ({}, (), None),
-        ({"OPENAI_API_KEY": "o"}, (), "Bearer o"),
+        ({"OPENAI_API_KEY": "o"}, (), None),
         ({"OPENAI_API_KEY": "o", "VLLM_API_KEY": "v"}, (), "Bearer v"),
         ({"VLLM_API_KEY": "v"}, ("--api-key", "a"), "Bearer a"),
     ],
@@ -173,6 +201,31 @@ def test_the_key_comes_from_the_argument_or_a_variable(server, monkeypatch, vari
         monkeypatch.setenv(name, value)
     assert main(["chat", "--url", address, "-p", "hi", *arguments]) == 0
     assert stand_in.keys == [sent]
+
+
+@pytest.mark.parametrize("key", ["", "v"])
+def test_a_key_that_crosses_a_network_unencrypted_is_worth_a_warning(server, monkeypatch, capsys, key):
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    monkeypatch.setattr(Endpoint, "is_in_the_clear", True)
+    assert main(["chat", "--url", server[1], "-p", "hi"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(key) and all("the API key crosses the network" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://example.org", True),
+        ("http://192.0.2.7:8000/v1", True),
+        ("https://example.org", False),
+        ("http://localhost:8000", False),
+        ("http://127.0.0.2", False),
+        ("http://[::1]:8000", False),
+        ("unix:/run/s", False),
+    ],
+)
+def test_what_crosses_a_network_unencrypted_is_known(url, expected):
+    assert Endpoint.parse(url).is_in_the_clear is expected
 
 
 def test_a_key_that_no_header_can_hold_is_refused(server, capsys):
@@ -199,6 +252,25 @@ def test_mistakes_on_the_command_line_are_usage_errors(monkeypatch, capsys):
     assert "not a positive number" in usage_error(capsys, "-p", "a", "--timeout", "nan")
     pipe(monkeypatch, b" \n")
     assert "the question is empty" in usage_error(capsys, *server)
+
+
+@pytest.mark.parametrize("option", ["--grpc", "--grpc_port=5", "--api_key=x", "--ssl-keyf", "--uds"])
+def test_a_private_server_listens_nowhere_else(capsys, option):
+    assert "is not for a server of one conversation" in usage_error(capsys, "smollm2", "-p", "a", option)
+
+
+@pytest.mark.parametrize("line", ["ssl_keyfile: a.pem", "api-key: x", "host: 0.0.0.0", "grpc: true", "headless: true"])
+def test_nor_does_a_configuration_file_put_it_elsewhere(tmp_path, capsys, line):
+    (tmp_path / "c.yaml").write_text(f"max-model-len: 64\n{line}\n")
+    given = ("smollm2", "-p", "a", "--config", str(tmp_path / "c.yaml"))
+    assert "is not for a server of one conversation" in usage_error(capsys, *given)
+
+
+def test_models_that_are_nested_too_deeply_are_not_understood(server, capsys):
+    stand_in, address = server
+    stand_in.models = DEEP
+    assert main(["chat", "--url", address, "-p", "hi"]) == 1
+    assert "something other than JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://a", "http://", "http://a:x", "http://u:p@a", "unix:a"])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_backplane.chat import terminal
 from vllm_backplane.chat.client import Piece
 from vllm_backplane.chat.conversation import Answer, Conversation, Turn
-from vllm_backplane.chat.terminal import History
+from vllm_backplane.chat.terminal import History, Terminal
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.safe_text import one_line, safe
 
@@ -88,6 +90,41 @@ def test_the_history_is_shortened_and_survives_damage(tmp_path, monkeypatch):
     assert History(file).messages == []  # the last three lines are damaged, and older ones are gone
     History(file).add("again")
     assert History(file).messages == ["again"]
+
+
+def test_messages_that_the_locale_cannot_encode_are_skipped(tmp_path, monkeypatch, capsys):
+    history = History(tmp_path / "history")
+    for message in ("é", "plain", "ü"):
+        history.add(message)
+    found: list[str] = []
+
+    def nothing(*_arguments):
+        pass
+
+    names = ("set_auto_history", "parse_and_bind", "set_completer_delims", "set_completer")
+    readline = SimpleNamespace(
+        **dict.fromkeys(names, nothing), add_history=lambda text: found.append(text.encode("ascii").decode())
+    )
+    monkeypatch.setattr(terminal, "_readline", lambda: readline)
+    talk = Terminal(History(tmp_path / "history"), [])
+    monkeypatch.setattr("builtins.input", lambda _prompt: "ö")
+    assert talk.read() == "ö"
+    assert found == ["plain"]
+    assert capsys.readouterr().err.count("\n") == 1
+    assert History(tmp_path / "history").messages[-1] == "ö"
+
+
+def test_a_full_disk_does_not_end_the_conversation(tmp_path, monkeypatch, capsys):
+    def full(_message):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    history = History(tmp_path / "history")
+    monkeypatch.setattr(history, "add", full)
+    monkeypatch.setattr(terminal, "_readline", lambda: None)
+    monkeypatch.setattr("builtins.input", lambda _prompt: "hi")
+    talk = Terminal(history, [])
+    assert [talk.read(), talk.read()] == ["hi", "hi"]
+    assert capsys.readouterr().err.count("No space left on device; free some space\n") == 1
 
 
 def test_a_history_that_cannot_be_kept_is_an_error(tmp_path):
