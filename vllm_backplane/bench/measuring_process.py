@@ -5,21 +5,24 @@ PLAN is a JSON file: arguments (those of vLLM's engine), seconds (for the measur
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_backplane.bench.samples import DECODE, LEAST_OUTPUT, LONG, PREFILL, Point
-from vllm_backplane.errors import BackplaneError
-from vllm_backplane.process.owned_process import ERROR, PROGRESS, end_with_owner
+from vllm_backplane.errors import BackplaneError, UsageError
+from vllm_backplane.process.owned_process import ERROR, PROGRESS, USAGE, end_with_owner
 
 WARM_UP_OUTPUT = 4
 MOST_ROUNDS = 9
+MOST_TOKENS = max(point.tokens for point in (*PREFILL, *DECODE))
 READINGS = 5
 """Number of times that the memory is read, before the measurements and again after them."""
 SECONDS_OF_POINT = 0.04
@@ -27,17 +30,21 @@ SECONDS_OF_POINT = 0.04
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, _end)
     end_with_owner(int(sys.argv[1]))
     plan = json.loads(Path(sys.argv[2]).read_text())
     try:
         found = measure(plan["arguments"], plan["seconds"])
     except BackplaneError as fault:
         print(f"{ERROR}{fault}", flush=True)
-        raise SystemExit(1) from None
+        raise SystemExit(USAGE if isinstance(fault, UsageError) else 1) from None
     Path(plan["result"]).write_text(json.dumps(found))
-    from vllm_backplane.process.fast_exit import exit_without_teardown
+    raise SystemExit(0)
 
-    exit_without_teardown(0)
+
+def _end(number: int, _frame: object) -> NoReturn:
+    """Lets the exit handlers run: they stop the processes of the engine, which have files in shared memory."""
+    raise SystemExit(128 + number)
 
 
 def measure(arguments: Sequence[str], seconds: float) -> dict[str, Any]:
@@ -72,27 +79,62 @@ def measure(arguments: Sequence[str], seconds: float) -> dict[str, Any]:
 
 def start(arguments: Sequence[str]) -> Any:
     """Returns an engine for the arguments of vLLM's command line, with room for the largest point and no more."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from vllm_backplane.settings import compat
 
     compat.set_up_environment()
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-backplane bench"))
-    needed = max(point.tokens for point in (*PREFILL, *DECODE))
     try:
-        args = EngineArgs.from_cli_args(parser.parse_args(list(arguments)))
-        # A copy, because vLLM writes into its arguments.
-        args.max_model_len = min(needed, copy(args).create_engine_config().model_config.max_model_len)
+        args = parsed(arguments)
+        config = copy(args).create_engine_config()  # a copy, because vLLM writes into its arguments
+    except BackplaneError:
+        raise
     except (ValueError, OSError) as fault:  # what vLLM raises about its arguments and about a model
         raise BackplaneError(" ".join(str(fault).split())) from fault
+    require_counted_weights(config)
+    args.max_model_len = min(MOST_TOKENS, config.model_config.max_model_len)
     args.max_num_seqs = max(point.sequences for point in DECODE)
     args.max_num_batched_tokens = args.max_num_batched_tokens or 2048
     args.enable_prefix_caching = False
     args.disable_log_stats = True
     args.worker_extension_cls = "vllm_backplane.bench.worker_extension.BenchExtension"
     return LLMEngine.from_engine_args(args)
+
+
+def parsed(arguments: Sequence[str]) -> Any:
+    """Returns vLLM's EngineArgs for its command line. Raises UsageError for what is refused."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    # Without abbreviations, so that the command has seen every option that it does not pass on.
+    parser = EngineArgs.add_cli_args(_raising(FlexibleArgumentParser)(prog="vllm-backplane bench", allow_abbrev=False))
+    args = EngineArgs.from_cli_args(parser.parse_args(list(arguments)))
+    if (args.max_model_len or 0) > MOST_TOKENS:
+        raise UsageError(f"--max-model-len: at most {MOST_TOKENS} tokens are measured; remove it, or give a lower one")
+    return args
+
+
+def _raising(base: type[argparse.ArgumentParser]) -> type[argparse.ArgumentParser]:
+    """Returns a subclass of a parser that raises UsageError in the place of printing its usage and exiting."""
+
+    class Parser(base):  # type: ignore[valid-type, misc]
+        def error(self, message: str) -> NoReturn:
+            remedy = "'vllm serve --help=all' lists the options of vLLM"
+            raise UsageError(f"{' '.join(message.split())}; {remedy}") from None
+
+    return Parser
+
+
+def require_counted_weights(config: Any) -> None:
+    """Raises UsageError if a step of the engine would read other weights than are counted, however that was given."""
+    unsupported = {
+        "speculative decoding": config.speculative_config is not None,
+        "pipeline parallelism": config.parallel_config.pipeline_parallel_size != 1,
+        "data parallelism": config.parallel_config.data_parallel_size != 1,
+    }
+    for what, is_on in unsupported.items():
+        if is_on:
+            raise UsageError(f"{what} is not supported by this command; remove its options")
 
 
 def _read_memory(engine: Any) -> list[float]:
@@ -175,4 +217,9 @@ def _progress(text: str) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # its thread would run during the measurements
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        from vllm_backplane.process.fast_exit import exit_without_teardown
+
+        exit_without_teardown(end.code)

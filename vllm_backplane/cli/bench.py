@@ -35,6 +35,7 @@ HELP = "measure the speed of this machine with one model"
 PASSES_ON = True
 
 NOT_PASSED_ON = ("--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp", "--speculative-config", "-sc",
+                 "--spec-method", "--spec-model", "--spec-tokens", "--max-num-seqs", "--enable-prefix-caching",
                  "--worker-extension-cls", "--config")  # fmt: skip
 """Options of vLLM with which a step would read other weights than are counted, or which are set here."""
 POLL_SECONDS = 0.2
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_backplane.bench.report import Report
 
     for argument in args.rest:
-        if argument.partition("=")[0].replace("_", "-") in NOT_PASSED_ON:
+        if argument.partition("=")[0].partition(".")[0].replace("_", "-") in NOT_PASSED_ON:
             args.parser.error(f"{argument} is not supported by this command; remove it")
     if find_spec("vllm") is None:
         raise BackplaneError(f"vLLM is not installed for {sys.executable}; install it")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +15,13 @@ import psutil
 import pytest
 import torch
 
-from vllm_backplane.bench import other_load
+from vllm_backplane.bench import measuring_process, other_load
 from vllm_backplane.bench.other_load import OtherLoad
 from vllm_backplane.bench.report import Report
 from vllm_backplane.bench.samples import DECODE, PREFILL, Summary
 from vllm_backplane.cli import main
 from vllm_backplane.devices.cpu import CpuDevice
+from vllm_backplane.errors import BackplaneError, UsageError
 
 VERSIONS = {"vllm": "0.33.0"}
 
@@ -119,12 +124,78 @@ def test_the_cpu_device_reads_every_part_of_its_memory():
     assert CpuDevice().read_memory(torch.ones(65, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("argument", ["-pp", "--data_parallel_size=2", "--speculative-config", "--config"])
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("-pp", "--data_parallel_size=2", "--speculative-config", "--config", "--speculative-config.method=ngram"),
+        *("--spec-method", "--max_num_seqs=4", "--enable-prefix-caching"),
+    ],
+)
 def test_what_would_change_the_meaning_is_refused(capsys, argument):
     with pytest.raises(SystemExit) as ended:
         main(["bench", "smollm2", argument])
     assert ended.value.code == 2
     assert "is not supported by this command" in capsys.readouterr().err
+
+
+def config(*, pipeline: int = 1, data: int = 1, speculative: object = None) -> SimpleNamespace:
+    parallel = SimpleNamespace(pipeline_parallel_size=pipeline, data_parallel_size=data)
+    return SimpleNamespace(parallel_config=parallel, speculative_config=speculative)
+
+
+def test_what_would_change_the_meaning_is_refused_however_it_was_given():
+    measuring_process.require_counted_weights(config())
+    for changed, what in (
+        (config(pipeline=2), "pipeline parallelism"),
+        (config(data=2), "data parallelism"),
+        (config(speculative=object()), "speculative decoding"),
+    ):
+        with pytest.raises(UsageError, match=f"^{what} is not supported"):
+            measuring_process.require_counted_weights(changed)
+
+
+@pytest.mark.parametrize("argument", ["--quantisation", "--spec-m", "--pipeline-parallel=2", "--max-model-len=x"])
+def test_a_mistyped_or_abbreviated_option_is_named(argument):
+    with pytest.raises(UsageError, match=argument.partition("=")[0]) as raised:
+        measuring_process.parsed(["--model", "m", argument])
+    assert "\n" not in str(raised.value)
+
+
+def test_a_longer_context_than_is_measured_is_refused(tmp_path):
+    assert measuring_process.parsed(["--model", str(tmp_path), "--max-model-len", "512"]).max_model_len == 512
+    with pytest.raises(UsageError, match="--max-model-len: at most 1025 tokens are measured"):
+        measuring_process.parsed(["--model", str(tmp_path), "--max-model-len", "4k"])
+
+
+@pytest.fixture
+def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Provides the arguments of a measuring process, and restores the handler of signals that it installs."""
+    (tmp_path / "plan").write_text(json.dumps({"arguments": [], "seconds": 1, "result": str(tmp_path / "result")}))
+    monkeypatch.setattr(sys, "argv", ["", "1", str(tmp_path / "plan")])
+    monkeypatch.setattr(measuring_process, "end_with_owner", lambda _owner: None)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("fault", "status"), [(UsageError("no such option"), 2), (BackplaneError("no memory"), 1)])
+def test_the_process_states_why_it_ends(plan, monkeypatch, capsys, fault, status):
+    def fails(*_arguments: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(measuring_process, "measure", fails)
+    with pytest.raises(SystemExit) as ended:
+        measuring_process.main()
+    assert ended.value.code == status
+    assert capsys.readouterr().out == f"vllm-backplane: error: {fault}\n"
+
+
+def test_a_signal_lets_the_exit_handlers_run(plan, monkeypatch):
+    monkeypatch.setattr(measuring_process, "measure", lambda *_arguments: os.kill(os.getpid(), signal.SIGTERM))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # if the process installs no handler
+    with pytest.raises(SystemExit) as ended:
+        measuring_process.main()
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "x", "nan", "1e9"])
