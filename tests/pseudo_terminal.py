@@ -65,8 +65,10 @@ class PseudoTerminal:
 
     def wait(self) -> int:
         """Waits for the end of the program, and returns its exit status."""
+        end = time.monotonic() + HANG_SECONDS
         while self._read():
-            pass
+            if time.monotonic() > end:
+                raise AssertionError(f"the program goes on after {self.text!r}")
         return self.process.wait(HANG_SECONDS)
 
     def _read(self) -> bool:

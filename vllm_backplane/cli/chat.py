@@ -77,6 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from vllm_backplane.chat import signals
     from vllm_backplane.chat.conversation import Conversation
 
     rest = [argument for argument in args.rest if argument != "-"]
@@ -96,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         args.parser.error("--json is for one question; add --prompt TEXT, or pipe the question in")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
+    signals.interrupt_waits()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if question is None:
         return _talk(args, given, rest, conversation)
