@@ -234,8 +234,8 @@ def test_versions_are_stated_in_one_place() -> None:
 
 
 def test_differences_are_looked_up_in_compat_alone() -> None:
-    """Only settings/, the commands that report versions, and the checks that run before vLLM is imported depend on vLLM's
-    version; others call compat.
+    """Only settings/, commands that report versions, and checks that run before vLLM is imported depend on its version;
+    others call compat.
 
     `compat.vllm_version()` is allowed: peers exchange it.
     """

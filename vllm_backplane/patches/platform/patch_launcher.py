@@ -43,8 +43,8 @@ _SINCE_0_32 = (
     why="After a worker or the engine died, the server exits with status 0, which a supervisor takes for success. "
     "After Ctrl-C it waits without limit for streams that the engine no longer feeds. It checks its engine every five "
     "seconds, so the end of a broken server takes long.",
-    how="Ends responses in flight when the engine is stopped, gives uvicorn a limit for them, checks the engine twice a "
-    "second, and exits with status 1 if the server stopped because of its engine, and with that of the signal if a "
+    how="Ends responses in flight when the engine is stopped, gives uvicorn a limit for them, checks the engine twice "
+    "a second, and exits with status 1 if the server stopped because of its engine, and with that of the signal if a "
     "signal stopped it.",
     upstream="https://github.com/vllm-project/vllm/issues/48966",
     remove_when="vLLM exits with a status other than 0 after its engine died and passes a graceful timeout to uvicorn.",
