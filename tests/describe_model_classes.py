@@ -47,6 +47,7 @@ def main() -> int:
     cache = Path(os.environ.get("VLLM_CACHE_ROOT", f"{home}/vllm")) / "modelinfos"
     if len(list(cache.glob("*.json"))) >= len(ARCHITECTURES):
         return 0
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM warns of what some of its classes lack
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda describe: describe()
