@@ -34,7 +34,10 @@ def interrupt(number: int, _frame: FrameType | None = None) -> NoReturn:
 
     Libraries in other languages turn an exception of a signal handler into one of their own, or lose it. The process
     therefore ends with the same status if another exception arrives at its top, and after some seconds in any case.
+    Further signals are ignored until then: in the middle of the exit handlers, they would leave files behind.
     """
+    for further in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(further, signal.SIG_IGN)
     start_events.report_stopping()
     # vLLM may be interrupted after it has started a process and before it has recorded that process.
     for process in multiprocessing.active_children():

@@ -1,4 +1,5 @@
-"""Tests that a signal during the start ends the process with its status, also if code that runs loses the exception."""
+"""Tests that a signal during the start ends the process with its status, also if code that runs loses the exception or
+more signals follow."""
 
 from __future__ import annotations
 
@@ -36,4 +37,14 @@ def test_the_status_is_that_of_the_signal(handling: str, output: str) -> None:
     )
     assert run.returncode == 128 + signal.SIGTERM, run.stderr
     assert run.stdout == output, "exit handlers remove temporary files"
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("further", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_stop_the_exit_handlers(further: signal.Signals) -> None:
+    program = f"import atexit, os\natexit.register(lambda: (os.kill(os.getpid(), {int(further)}), print('whole')))\n"
+    program += PROGRAM.format(handling="raise")
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 128 + signal.SIGTERM, run.stderr
+    assert run.stdout == "handled\nwhole\n"
     assert "Traceback" not in run.stderr
