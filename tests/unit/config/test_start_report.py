@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,18 +46,15 @@ def test_the_format_is_named(quantization: str | None, text: str) -> None:
 
 
 def test_model_and_device_are_reported(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, monkeypatch: pytest.MonkeyPatch, vllm_log: Callable[[], list[str]]
 ) -> None:
     monkeypatch.setenv(start_events.VARIABLE, '{"began": 0.0}')
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO)
     chosen: Any = SimpleNamespace(device=SimpleNamespace(name="cpu"), selection=SimpleNamespace(reason="the only one"))
     config: Any = SimpleNamespace(
         model_config=model(folder, served_model_name="tiny", dtype="torch.float32", max_model_len=256)
     )
     report_model(config, chosen)
-    (record,) = caplog.records
-    text = record.getMessage()
+    (text,) = vllm_log()
     assert text.startswith("Start: step=model ")
     assert text.endswith(
         'name=tiny format="full precision" bytes=77 dtype=float32 context=256 device=cpu reason="the only one"'

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,17 +166,15 @@ class Slow(Engine):
 
 @pytest.mark.parametrize("engine", [Broken(), Slow()])
 def test_a_server_is_ready_even_if_something_about_it_is_not_known(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, vllm_log: Callable[[], list[str]]
 ) -> None:
     monkeypatch.setattr(served_addresses, "FACT_SECONDS", 0.05)
     monkeypatch.setenv(start_events.VARIABLE, '{"began": 0.0}')
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.INFO)
     app = application("/v1/chat/completions", "/v1/completions")
     app.get("/metrics")(nothing)
     app.state.server = SimpleNamespace(started=True)
     asyncio.run(_announce(app, engine))
-    failed, ready = [record.getMessage() for record in caplog.records if record.name.startswith("vllm.")]
+    failed, ready = vllm_log()
     assert "'path'" in failed
     assert ready.startswith("Start: step=ready ")
     assert ready.endswith("host=127.0.0.1 port=8000 model=/srv/model metrics=true kv_cache_tokens=204480")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,6 @@ from vllm_backplane.process import start_events
 @pytest.fixture(autouse=True)
 def variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(start_events.VARIABLE, raising=False)
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
 
 @pytest.fixture
@@ -30,19 +29,17 @@ def announce(monkeypatch: pytest.MonkeyPatch, pipe: Path | str = "") -> None:
     monkeypatch.setenv(start_events.VARIABLE, json.dumps({"began": 0.0, "pipe": str(pipe)}))
 
 
-def test_nothing_is_reported_without_an_announcement(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+def test_nothing_is_reported_without_an_announcement(vllm_log: Callable[[], list[str]]) -> None:
     start_events.report("weights", bytes=7)
-    assert caplog.records == []
+    assert vllm_log() == []
     assert start_events.announced() is None
 
 
-def test_a_step_is_one_line_of_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_is_one_line_of_the_log(monkeypatch: pytest.MonkeyPatch, vllm_log: Callable[[], list[str]]) -> None:
     announce(monkeypatch)
-    caplog.set_level(logging.INFO)
     start_events.report("model", name="a\nb \x1b[1m", path="/srv/a", bytes=7, size=None, page=True)
-    (record,) = caplog.records
-    step, at, rest = record.getMessage().removeprefix("Start: ").split(" ", 2)
+    (text,) = vllm_log()
+    step, at, rest = text.removeprefix("Start: ").split(" ", 2)
     assert (step, at.partition("=")[0]) == ("step=model", "at")
     assert rest == r'name="a\nb \u001b[1m" path=/srv/a bytes=7 page=true'
 
@@ -70,12 +67,11 @@ def test_a_child_that_is_terminated_does_not_stop_the_server(monkeypatch: pytest
     os.close(writer)
 
 
-def test_the_signal_of_an_end_is_not_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_signal_of_an_end_is_not_logged(monkeypatch: pytest.MonkeyPatch, vllm_log: Callable[[], list[str]]) -> None:
     announce(monkeypatch)
-    caplog.set_level(logging.INFO)
     start_events.report(start_events.STOPPING)
     start_events.report(start_events.END, status=1)
-    assert caplog.records == []
+    assert vllm_log() == []
 
 
 def test_a_display_that_has_ended_does_not_matter(monkeypatch: pytest.MonkeyPatch, pipe: Path) -> None:
