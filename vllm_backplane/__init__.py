@@ -26,3 +26,15 @@ def register_general() -> None:
     from vllm_backplane.plugin import activate
 
     activate()
+
+
+def register_documents() -> str | None:
+    """Returns the IO processor for long documents, as an entry point of the group ``vllm.io_processor_plugins``.
+
+    vLLM calls it when a server was asked for an IO processor. It returns None if another platform serves.
+    """
+    from vllm.platforms import current_platform
+
+    if not getattr(type(current_platform), "is_backplane", False):
+        return None
+    return "vllm_backplane.io_processors.documents.DocumentProcessor"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import prompts
 import pytest
 import torch
@@ -16,7 +20,9 @@ from server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "model-families.md").read_text()
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "serve"
+PAGE = (PAGES / "model-families.md").read_text()
+DOCUMENTS = (PAGES / "long-documents.md").read_text()
 CLOSENESS = 0.9999
 """Smallest allowed cosine similarity between the engine's vector and that of transformers."""
 EXACT = 0.999999
@@ -90,27 +96,134 @@ def test_texts_have_different_vectors(expected: torch.Tensor) -> None:
     assert float(among[0, 1]) > 0.9 > float(among[0, 2])
 
 
+@pytest.fixture(scope="module", params=SERVED)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(device: str, minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Runs the server with the commands of docs/serve/model-families.md and docs/serve/long-documents.md."""
+    [command] = re.findall(r"^vllm-backplane serve (minilm)$", PAGE, re.MULTILINE)
+    [plugin] = re.findall(r"^vllm-backplane serve minilm (--io-processor-plugin \w+)$", DOCUMENTS, re.MULTILINE)
+    variables, options, _least = SERVED[device]
+    folder = tmp_path_factory.mktemp("embedding-server")
+    with Server(folder, command, *plugin.split(), "--max-num-seqs", "8", *options, variables=variables) as server:
+        yield server
+
+
 @pytest.mark.feature("Model family: encoder-only: embeddings (BERT)", "{device}")
 @pytest.mark.feature("Model family: over HTTP: embeddings (/v1/embeddings)", "{device}")
-@pytest.mark.usefixtures("minilm")
-@pytest.mark.parametrize("device", SERVED)
-def test_the_server_embeds(tmp_path: Path, expected: torch.Tensor, device: str) -> None:
-    """Tests the server with the command and the request of docs/serve/model-families.md."""
-    [command] = re.findall(r"^vllm-backplane serve (minilm)$", PAGE, re.MULTILINE)
+def test_the_server_embeds(server: Server, expected: torch.Tensor, device: str) -> None:
+    """Tests the request of docs/serve/model-families.md."""
     [body] = re.findall(r"^curl -s http://127\.0\.0\.1:8000/v1/embeddings .*\n  -d '(.*)'$", PAGE, re.MULTILINE)
-    variables, options, least = SERVED[device]
-    with (
-        Server(tmp_path, command, "--max-num-seqs", "8", *options, variables=variables) as server,
-        server.client() as client,
-    ):
-        assert f"Operators on device {device}:" in server.text()
+    least = SERVED[device][2]
+    assert f"Operators on device {device}:" in server.text()
+    with server.client() as client:
         answer = client.embeddings.create(model="all-MiniLM-L6-v2", input=list(TEXTS))
-        near = closeness([item.embedding for item in answer.data], expected)
-        assert min(near) >= least, near
-        request = json.loads(body)
-        assert request["input"] == TEXTS[0]
-        items = server.http.post("/v1/embeddings", json=request).json()["data"]
-        [alone] = torch.tensor([item["embedding"] for item in items], dtype=torch.float64)
-        assert float(torch.nn.functional.cosine_similarity(alone, expected[0], dim=0)) >= least
-        steps = ["imports", "model", "memory", "weights_begin", "weights", "kv_cache", "warm_up", "ready"]
-        assert re.findall(r"Start: step=(\w+) at=\d", server.text()) == steps, "without a terminal, the log has them"
+    near = closeness([item.embedding for item in answer.data], expected)
+    assert min(near) >= least, near
+    request = json.loads(body)
+    assert request["input"] == TEXTS[0]
+    items = server.http.post("/v1/embeddings", json=request).json()["data"]
+    [alone] = torch.tensor([item["embedding"] for item in items], dtype=torch.float64)
+    assert float(torch.nn.functional.cosine_similarity(alone, expected[0], dim=0)) >= least
+    steps = ["imports", "model", "memory", "weights_begin", "weights", "kv_cache", "warm_up", "ready"]
+    assert re.findall(r"Start: step=(\w+) at=\d", server.text()) == steps, "without a terminal, the log has them"
+
+
+def pool(server: Server, **data: Any) -> httpx.Response:
+    return server.http.post("/pooling", json={"model": "all-MiniLM-L6-v2", "data": data})
+
+
+LONG = " ".join(f"Paragraph {number}. {prompts.PASSAGE.strip()}" for number in range(4))
+NEEDLE = "Leaves turn sunlight, water and carbon dioxide into sugar and oxygen."
+
+
+@pytest.mark.feature("Model family: over HTTP: long documents (IO processor, /pooling)", "{device}")
+def test_a_document_that_fits_has_the_vector_of_its_text(server: Server, expected: torch.Tensor, device: str) -> None:
+    answer = pool(server, documents=list(TEXTS)).json()["data"]
+    assert [len(item["passages"]) for item in answer["data"]] == [1] * len(TEXTS)
+    near = closeness([item["embedding"] for item in answer["data"]], expected)
+    assert min(near) >= SERVED[device][2], near
+
+
+def test_the_vector_of_a_long_document_is_the_weighted_mean_of_its_passages(server: Server, minilm: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(minilm)
+    tokens = len(tokenizer(LONG, add_special_tokens=False, verbose=False)["input_ids"])
+    [model] = server.http.get("/v1/models").json()["data"]
+    whole = model["max_model_len"] - 2  # without the special tokens at both ends
+    assert tokens > 2 * whole
+    answer = pool(server, documents=["x", LONG], passage_embeddings=True).json()["data"]
+    [_short, item] = answer["data"]
+    passages = item["passages"]
+    assert len(passages) >= 3
+    assert passages[0]["start"] == 0 and passages[-1]["end"] == len(LONG)
+    overlap = whole // 8
+    assert sum(passage["tokens"] for passage in passages) == tokens + overlap * (len(passages) - 1)
+    assert all(first["end"] > second["start"] for first, second in itertools.pairwise(passages))
+    rows = torch.tensor([passage["embedding"] for passage in passages])
+    weights = torch.tensor([float(passage["tokens"]) for passage in passages])
+    mean = torch.nn.functional.normalize((rows * weights[:, None]).sum(0), dim=0)
+    assert torch.allclose(mean, torch.tensor(item["embedding"]), atol=1e-6)
+    # A passage is embedded like its text. Its tokens may differ at both ends, where a word can be divided.
+    middle = LONG[passages[1]["start"] : passages[1]["end"]]
+    [text] = server.http.post("/v1/embeddings", json={"input": [middle]}).json()["data"]
+    assert float(torch.dot(torch.tensor(text["embedding"]), rows[1])) > 0.99
+
+
+def test_documents_are_ranked_by_their_best_passage(server: Server) -> None:
+    """Tests a sentence in the middle of a long document, which the document's own vector does not show."""
+    documents = [LONG, f"{LONG} {NEEDLE} {LONG}", "Ducks swim."]
+    request = json.loads(re.findall(r"^curl -s http://127\.0\.0\.1:8000/pooling .*\n  -d '(.*)'$", DOCUMENTS, re.M)[0])
+    fields = request["data"] | {"documents": documents, "passage_tokens": 48}
+    answer = pool(server, **fields).json()["data"]
+    first = answer["results"][0]
+    assert first["index"] == 1
+    assert NEEDLE in documents[1][first["passage"]["start"] : first["passage"]["end"]]
+    scores = [result["relevance_score"] for result in answer["results"]]
+    assert scores == sorted(scores, reverse=True) and scores[0] > scores[1] + 0.1
+    assert len(pool(server, **fields | {"top_n": 1}).json()["data"]["results"]) == 1
+    assert answer["usage"]["prompt_tokens"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ({}, "data.documents: Field required"),
+        ({"documents": []}, "data.documents: List should have at least 1 item"),
+        ({"documents": ["a", ""]}, "data.documents.1 has no tokens"),
+        ({"documents": ["a"], "passages": 4}, "data.passages: Extra inputs are not permitted"),
+        ({"documents": ["a"], "passage_tokens": 100_000}, "data.passage_tokens is 100000, and the model has room for"),
+        ({"documents": ["a"], "passage_tokens": 8, "overlap_tokens": 8}, "must be less than the 8 tokens of a passage"),
+        ({"documents": ["a"], "top_n": 1}, "top_n needs a query"),
+        ({"documents": ["a"], "query": "b", "passage_embeddings": True}, "for requests without a query"),
+        ({"documents": ["a"], "query": prompts.PASSAGE * 4}, "tokens, and the model has room for"),
+    ],
+)
+def test_requests_that_cannot_be_answered_are_refused(server: Server, data: dict[str, Any], text: str) -> None:
+    answer = pool(server, **data)
+    assert answer.status_code == 400, answer.text
+    assert text in answer.json()["error"]["message"]
+
+
+def test_requests_with_the_same_id_do_not_share_answers(server: Server) -> None:
+    """Tests that each of many concurrent requests with one id gets its own answer or a refusal."""
+
+    def ask(number: int) -> httpx.Response:
+        return server.http.post(
+            "/pooling",
+            json={"model": "all-MiniLM-L6-v2", "data": {"documents": ["x"] * (number + 1)}},
+            headers={"X-Request-Id": "same"},
+        )
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(ask, range(8)))
+    for number, answer in enumerate(answers):
+        if answer.status_code == 200:
+            assert len(answer.json()["data"]["data"]) == number + 1
+        else:
+            assert answer.status_code == 400 and "another request with the id" in answer.text
+    assert ask(2).status_code == 200, "an id is free again when its request has ended"

@@ -22,7 +22,7 @@ PATCHBAY = Path(vllm_patchbay.__file__).parent
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("guards", "name_patterns", "platform_choice", "private_folder", "safe_text"),
-    ("distributed", "http", "models", "peering", "settings"),
+    ("distributed", "http", "io_processors", "models", "peering", "settings"),
     ("device", "own_options"),
     ("host", "ops", "process", "runtime"),
     ("attention", "devices", "gguf", "kv_offload", "start_display"),

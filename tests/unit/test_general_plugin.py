@@ -23,6 +23,7 @@ for name in [name for name in os.environ if name.startswith("XDG_")]:
     del os.environ[name]
 logging.basicConfig(level=logging.INFO)
 import vllm.plugins
+import vllm_backplane
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.platforms import current_platform
 
@@ -56,6 +57,7 @@ vllm.plugins.load_general_plugins()
 json.dump({
     "platform": type(current_platform).__name__,
     "states": [before, first, state()],
+    "IO processor": vllm_backplane.register_documents(),
     "written": sorted(set(written()) - set(found)),
     "modules": [name for name in sys.modules if name.startswith("vllm_backplane.")],
 }, open(sys.argv[1], "w"))
@@ -89,6 +91,7 @@ def test_under_another_platform_it_does_nothing_and_logs_that_once(tmp_path: Pat
     before, first, second = found["states"]
     assert before == first == second
     assert before["layers"] == []
+    assert found["IO processor"] is None
     assert set(found["modules"]) <= {f"vllm_backplane.{name}" for name in ("errors", "platform_choice", "plugin")}
     assert found["written"] == []
     assert output.count("Backplane is installed and not used: VLLM_TARGET_DEVICE=cpu is set") == 1
@@ -97,6 +100,7 @@ def test_under_another_platform_it_does_nothing_and_logs_that_once(tmp_path: Pat
 def test_on_its_platform_the_second_time_changes_nothing(tmp_path: Path) -> None:
     found, _ = loaded(tmp_path)
     assert found["platform"] == "BackplanePlatform"
+    assert found["IO processor"] == "vllm_backplane.io_processors.documents.DocumentProcessor"
     before, first, second = found["states"]
     assert first["layers"] and first["layers"] != before["layers"]
     for registry in ("load formats", "KV connectors"):

@@ -40,7 +40,7 @@ INTERFACES = {
     *("Platform", "DeviceCommunicatorBase", "BaseModelLoader", "CustomOp"),
     *("AttentionBackend", "AttentionImpl", "MLAAttentionImpl", "AttentionMetadataBuilder", "MLAPrefillBackend"),
     *("KVConnectorBase_V1", "KVConnectorStats", "KVConnectorPromMetrics", "AsyncModelRunnerOutput"),
-    "KVConnectorWorkerMetadata",
+    *("KVConnectorWorkerMetadata", "IOProcessor"),
     *("QuantizationConfig", "QuantizeMethodBase", "FusedMoEMethodBase", "MPLinearKernel", "ScaledMMLinearKernel"),
     *("PunicaWrapperABC", "PunicaWrapperBase"),
 }
