@@ -1,6 +1,6 @@
 """Backplane is a hardware plugin for vLLM into which any accelerator can be plugged as a device.
 
-vLLM imports this module in every process and calls the two entry-point functions below, so they must be fast.
+vLLM imports this module in every process and calls the entry-point functions below, so they must be fast.
 `register_platform` must not raise: vLLM logs an exception of a platform plugin at DEBUG level only and continues with
 another platform. Errors are raised later, when vLLM imports the platform class or calls `register_general`, because
 they are fatal there.

@@ -148,6 +148,8 @@ def test_a_document_that_fits_has_the_vector_of_its_text(server: Server, expecte
     assert min(near) >= SERVED[device][2], near
 
 
+@pytest.mark.feature("Model family: over HTTP: long documents (IO processor, /pooling)", "{device}")
+@pytest.mark.usefixtures("device")
 def test_the_vector_of_a_long_document_is_the_weighted_mean_of_its_passages(server: Server, minilm: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -174,6 +176,8 @@ def test_the_vector_of_a_long_document_is_the_weighted_mean_of_its_passages(serv
     assert float(torch.dot(torch.tensor(text["embedding"]), rows[1])) > 0.99
 
 
+@pytest.mark.feature("Model family: over HTTP: long documents (IO processor, /pooling)", "{device}")
+@pytest.mark.usefixtures("device")
 def test_documents_are_ranked_by_their_best_passage(server: Server) -> None:
     """Tests a sentence in the middle of a long document, which the document's own vector does not show."""
     documents = [LONG, f"{LONG} {NEEDLE} {LONG}", "Ducks swim."]
@@ -194,10 +198,16 @@ def test_documents_are_ranked_by_their_best_passage(server: Server) -> None:
     [
         ({}, "data.documents: Field required"),
         ({"documents": []}, "data.documents: List should have at least 1 item"),
-        ({"documents": ["a", ""]}, "data.documents.1 has no tokens"),
+        ({"documents": ["a", ""]}, "data.documents.1: String should have at least 1 character"),
+        ({"documents": ["a", " "]}, "data.documents.1 has no tokens"),
+        ({"documents": ["a" * 1_000_001]}, "the texts have 1,000,001 characters, and a request may have 1,000,000"),
+        ({"documents": ["a " * 5000], "passage_tokens": 1}, "the documents have more than 4,096 passages of 1 tokens"),
         ({"documents": ["a"], "passages": 4}, "data.passages: Extra inputs are not permitted"),
         ({"documents": ["a"], "passage_tokens": 100_000}, "data.passage_tokens is 100000, and the model has room for"),
-        ({"documents": ["a"], "passage_tokens": 8, "overlap_tokens": 8}, "must be less than the 8 tokens of a passage"),
+        (
+            {"documents": ["a"], "passage_tokens": 8, "overlap_tokens": 5},
+            "may be half of a passage of 8 tokens at most",
+        ),
         ({"documents": ["a"], "top_n": 1}, "top_n needs a query"),
         ({"documents": ["a"], "query": "b", "passage_embeddings": True}, "for requests without a query"),
         ({"documents": ["a"], "query": prompts.PASSAGE * 4}, "tokens, and the model has room for"),
@@ -209,21 +219,31 @@ def test_requests_that_cannot_be_answered_are_refused(server: Server, data: dict
     assert text in answer.json()["error"]["message"]
 
 
+CUT, PADDED = {"truncate_prompt_tokens": 8}, {"truncate_prompt_tokens": -1, "padding": "max_length"}
+
+
+@pytest.mark.parametrize("fields", [CUT, PADDED])
+def test_fields_that_change_passages_are_refused(server: Server, fields: dict[str, Any]) -> None:
+    request = {"model": "all-MiniLM-L6-v2", "data": {"documents": [prompts.PASSAGE]}}
+    answer = server.http.post("/pooling", json=request | fields)
+    assert answer.status_code == 400, answer.text
+    assert "truncate_prompt_tokens and padding" in answer.json()["error"]["message"]
+
+
 def test_requests_with_the_same_id_do_not_share_answers(server: Server) -> None:
-    """Tests that each of many concurrent requests with one id gets its own answer or a refusal."""
+    """Tests that a request whose id is in use is refused, and that an id is free again when its request has ended."""
 
     def ask(number: int) -> httpx.Response:
-        return server.http.post(
-            "/pooling",
-            json={"model": "all-MiniLM-L6-v2", "data": {"documents": ["x"] * (number + 1)}},
-            headers={"X-Request-Id": "same"},
-        )
+        documents = [LONG] * 20 if number == 0 else ["x"] * (number + 1)
+        request = {"model": "all-MiniLM-L6-v2", "data": {"documents": documents}}
+        return server.http.post("/pooling", json=request, headers={"X-Request-Id": "same"}, timeout=60)
 
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(ask, range(8)))
     for number, answer in enumerate(answers):
         if answer.status_code == 200:
-            assert len(answer.json()["data"]["data"]) == number + 1
+            assert len(answer.json()["data"]["data"]) == (20 if number == 0 else number + 1)
         else:
-            assert answer.status_code == 400 and "another request with the id" in answer.text
-    assert ask(2).status_code == 200, "an id is free again when its request has ended"
+            assert answer.status_code == 400 and "another request with this id" in answer.text
+    assert {answer.status_code for answer in answers} == {200, 400}
+    assert ask(2).status_code == 200

@@ -7,28 +7,35 @@ and combines the vectors. `docs/serve/long-documents.md` describes the request a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from vllm import PoolingParams, PoolingRequestOutput
 from vllm.plugins.io_processors.interface import IOProcessor
 
 from vllm_backplane.errors import BackplaneError
 
+NAME = "backplane_documents"
 OVERLAP_SHARE = 8
 """A passage shares one token in eight with the passage before it, unless the request has a number."""
+MOST_CHARACTERS = 1_000_000
+"""Characters of a request. vLLM calls `pre_process` in its event loop, where other requests wait for the tokenizer."""
+MOST_PASSAGES = 4096
+"""Passages of a request. Each is a prompt of its own."""
+
+Text = Annotated[str, StringConstraints(min_length=1)]
 
 
 class Request(BaseModel):
-    """The field `data` of a request."""
+    """Holds the field `data` of a request."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    documents: list[str] = Field(min_length=1)
-    query: str | None = Field(default=None, min_length=1)
+    documents: Annotated[list[Text], Field(min_length=1, max_length=MOST_PASSAGES)]
+    query: Text | None = None
     top_n: int | None = Field(default=None, ge=1)
     passage_tokens: int | None = Field(default=None, ge=1)
     overlap_tokens: int | None = Field(default=None, ge=0)
@@ -40,12 +47,14 @@ class Request(BaseModel):
             raise ValueError("top_n needs a query, by which the documents are ranked")
         if self.passage_embeddings and self.query is not None:
             raise ValueError("passage_embeddings is for requests without a query, which are answered with embeddings")
+        if (found := sum(map(len, self.documents)) + len(self.query or "")) > MOST_CHARACTERS:
+            raise ValueError(f"the texts have {found:,} characters, and a request may have {MOST_CHARACTERS:,}")
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A part of a document: its place in the text, in characters, and the number of its tokens."""
+    """Describes a part of a document: its place in the text, in characters, and the number of its tokens."""
 
     document: int
     start: int
@@ -55,10 +64,14 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The passages of a request in the order of their prompts. The prompt of a query precedes them."""
+    """Holds what the answer to a request needs. Passages are in the order of their prompts, after that of the query."""
 
-    request: Request
     passages: tuple[Passage, ...]
+    lengths: tuple[int, ...]
+    """Tokens of each prompt."""
+    ranks: bool
+    top_n: int | None
+    passage_embeddings: bool
 
 
 class DocumentProcessor(IOProcessor[Request, dict[str, Any]]):
@@ -66,14 +79,11 @@ class DocumentProcessor(IOProcessor[Request, dict[str, Any]]):
 
     def __init__(self, vllm_config: Any, renderer: Any) -> None:
         super().__init__(vllm_config, renderer)
+        model = vllm_config.model_config
         self._tokenizer = renderer.get_tokenizer()
-        if not getattr(self._tokenizer, "is_fast", False):
-            raise BackplaneError(
-                f"the IO processor 'backplane_documents' needs a tokenizer that reports the place of each token, and "
-                f"{type(self._tokenizer).__name__} does not; serve the model without --io-processor-plugin"
-            )
+        _require_suitable(model, self._tokenizer)
         self._before, self._after = _special_tokens(self._tokenizer)
-        self._most = vllm_config.model_config.max_model_len - len(self._before) - len(self._after)
+        self._room = model.max_model_len - len(self._before) - len(self._after)
         self._plans: dict[str | None, Plan] = {}
 
     def parse_data(self, data: object) -> Request:
@@ -85,38 +95,62 @@ class DocumentProcessor(IOProcessor[Request, dict[str, Any]]):
             raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
 
     def merge_pooling_params(self, params: PoolingParams | None = None) -> PoolingParams:
-        """Returns parameters for vectors of length 1, which every step below assumes."""
-        return PoolingParams(task="embed", use_activation=True)
+        """Returns parameters for vectors of length 1. Refuses those of another kind, which `LLM.encode` may get."""
+        asked = params or PoolingParams()
+        if asked.task not in (None, "plugin", "embed") or asked.use_activation is False:
+            raise ValueError(
+                f"the IO processor '{NAME}' computes embeddings of length 1; leave task and use_activation"
+            )
+        return PoolingParams(task="embed", use_activation=True, dimensions=asked.dimensions)
 
     def pre_process(self, prompt: Request, request_id: str | None = None, **_options: Any) -> list[dict[str, Any]]:
-        size = self._most if prompt.passage_tokens is None else prompt.passage_tokens
-        if size > self._most:
-            raise ValueError(f"data.passage_tokens is {size}, and the model has room for {self._most}")
-        overlap = size // OVERLAP_SHARE if prompt.overlap_tokens is None else prompt.overlap_tokens
-        if overlap >= size:
-            raise ValueError(f"data.overlap_tokens is {overlap}, and must be less than the {size} tokens of a passage")
-        prompts, passages = [], []
+        if request_id is not None and request_id in self._plans:  # clients choose ids
+            raise ValueError("another request with this id is running; send an id of its own (X-Request-Id), or none")
+        size, overlap = self._size_and_overlap(prompt)
+        prompts: list[dict[str, Any]] = []
+        passages: list[Passage] = []
         if prompt.query is not None:
             ids, _places = self._tokens(prompt.query, "data.query")
-            if len(ids) > self._most:
-                raise ValueError(f"data.query has {len(ids)} tokens, and the model has room for {self._most}")
+            if len(ids) > self._room:
+                raise ValueError(f"data.query has {len(ids)} tokens, and the model has room for {self._room}")
             prompts.append(self._prompt(ids))
         for number, text in enumerate(prompt.documents):
             ids, places = self._tokens(text, f"data.documents.{number}")
-            for first in range(0, max(len(ids) - overlap, 1), size - overlap):
+            starts = range(0, max(len(ids) - overlap, 1), size - overlap)
+            if len(passages) + len(starts) > MOST_PASSAGES:
+                raise ValueError(
+                    f"the documents have more than {MOST_PASSAGES:,} passages of {size} tokens; send fewer documents "
+                    "or a larger data.passage_tokens"
+                )
+            for first in starts:
                 last = min(first + size, len(ids))
                 prompts.append(self._prompt(ids[first:last]))
                 passages.append(Passage(number, places[first][0], places[last - 1][1], last - first))
-        self._keep(request_id, Plan(prompt, tuple(passages)))
+        lengths = tuple(len(one["prompt_token_ids"]) for one in prompts)
+        ranks = prompt.query is not None
+        self._keep(request_id, Plan(tuple(passages), lengths, ranks, prompt.top_n, prompt.passage_embeddings))
         return prompts
 
     def post_process(
         self, model_output: Sequence[PoolingRequestOutput], request_id: str | None = None, **_options: Any
     ) -> dict[str, Any]:
         plan = self._plans.pop(request_id)
+        # vLLM applies these fields to prompts of tokens too, and no IO processor sees them before.
+        if tuple(len(output.prompt_token_ids) for output in model_output) != plan.lengths:
+            raise ValueError(f"truncate_prompt_tokens and padding change passages, and '{NAME}' refuses them")
         vectors = torch.stack([output.outputs.data.float() for output in model_output])
-        answer = _ranking(plan, vectors) if plan.request.query is not None else _embeddings(plan, vectors)
-        return answer | {"usage": {"prompt_tokens": sum(len(output.prompt_token_ids) for output in model_output)}}
+        answer = _ranking(plan, vectors) if plan.ranks else _embeddings(plan, vectors)
+        return answer | {"usage": {"prompt_tokens": sum(plan.lengths)}}
+
+    def _size_and_overlap(self, request: Request) -> tuple[int, int]:
+        """Returns the tokens of a passage, and how many of them it shares with the passage before it."""
+        size = self._room if request.passage_tokens is None else request.passage_tokens
+        if size > self._room:
+            raise ValueError(f"data.passage_tokens is {size}, and the model has room for {self._room}")
+        overlap = size // OVERLAP_SHARE if request.overlap_tokens is None else request.overlap_tokens
+        if overlap > size // 2:
+            raise ValueError(f"data.overlap_tokens is {overlap}, and may be half of a passage of {size} tokens at most")
+        return size, overlap
 
     def _tokens(self, text: str, name: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoded = self._tokenizer(
@@ -130,15 +164,11 @@ class DocumentProcessor(IOProcessor[Request, dict[str, Any]]):
         return {"prompt_token_ids": [*self._before, *ids, *self._after]}
 
     def _keep(self, request_id: str | None, plan: Plan) -> None:
-        """Keeps a plan until `post_process` takes it, or until the task of its request ends because of an error."""
-        try:
-            task = asyncio.current_task()
-        except RuntimeError:  # LLM.encode, without an event loop; its requests come one after another, without an id
-            task = None
-        if task is not None:
-            # Clients choose ids, and would get each other's answers.
-            if request_id in self._plans:
-                raise ValueError(f"another request with the id {request_id} is running; send an id of its own, or none")
+        """Keeps a plan until `post_process` takes it, or until the task of its request ends because of an error.
+
+        `LLM.encode` has no ids. Its calls come one after another, so the next one replaces a plan that is left over.
+        """
+        if request_id is not None and (task := asyncio.current_task()) is not None:
 
             def forget(_task: object) -> None:
                 if self._plans.get(request_id) is plan:
@@ -148,28 +178,48 @@ class DocumentProcessor(IOProcessor[Request, dict[str, Any]]):
         self._plans[request_id] = plan
 
 
+def _require_suitable(model: Any, tokenizer: Any) -> None:
+    """Raises unless documents can be divided for a model, and its passages embedded."""
+    task = getattr(model.pooler_config, "task", None)
+    lowers = bool((getattr(model, "encoder_config", None) or {}).get("do_lower_case"))
+    if task not in (None, "embed"):
+        fault = f"the pooler's task is {task}, and passages are embedded"
+    elif not getattr(tokenizer, "is_fast", False):
+        fault = f"its tokenizer, {type(tokenizer).__name__}, does not report the place of each token"
+    elif lowers and _plain(tokenizer, "A") != _plain(tokenizer, "a"):
+        fault = "vLLM lowers the letters of its texts (do_lower_case), and passages are sent as tokens"
+    else:
+        return
+    raise BackplaneError(
+        f"the IO processor '{NAME}' does not fit this model: {fault}; serve it without --io-processor-plugin"
+    )
+
+
+def _plain(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Returns the tokens that the tokenizer puts before and after a text."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
+    plain, whole = _plain(tokenizer, "a"), tokenizer("a")["input_ids"]
     for start in range(len(whole) - len(plain) + 1):
         if whole[start : start + len(plain)] == plain:
             return whole[:start], whole[start + len(plain) :]
     raise BackplaneError(
-        "the IO processor 'backplane_documents' cannot divide documents for this model: with special tokens, its "
-        "tokenizer gives other tokens to the same text; serve the model without --io-processor-plugin"
+        f"the IO processor '{NAME}' does not fit this model: with special tokens, its tokenizer gives other tokens to "
+        "the same text; serve it without --io-processor-plugin"
     )
 
 
 def _embeddings(plan: Plan, vectors: torch.Tensor) -> dict[str, Any]:
     """Returns one vector for each document: the mean of its passages, weighted by their tokens, of length 1."""
     items = []
-    for number in range(len(plan.request.documents)):
-        rows = [row for row, passage in enumerate(plan.passages) if passage.document == number]
+    for number, rows in enumerate(_rows_by_document(plan)):
         weights = torch.tensor([float(plan.passages[row].tokens) for row in rows])
         mean = torch.nn.functional.normalize((weights[:, None] * vectors[rows]).sum(0), dim=0)
         passages: list[dict[str, Any]] = [_place(plan.passages[row]) for row in rows]
-        if plan.request.passage_embeddings:
+        if plan.passage_embeddings:
             for passage, row in zip(passages, rows, strict=True):
                 passage["embedding"] = vectors[row].tolist()
         items.append({"index": number, "embedding": mean.tolist(), "passages": passages})
@@ -178,18 +228,27 @@ def _embeddings(plan: Plan, vectors: torch.Tensor) -> dict[str, Any]:
 
 def _ranking(plan: Plan, vectors: torch.Tensor) -> dict[str, Any]:
     """Returns the documents by the cosine similarity of the query and their best passage, best first."""
-    scores = (vectors[1:] @ vectors[0]).tolist()
-    best: dict[int, int] = {}
-    for row, passage in enumerate(plan.passages):
-        if passage.document not in best or scores[row] > scores[best[passage.document]]:
-            best[passage.document] = row
-    ranked = sorted(best.items(), key=lambda item: -scores[item[1]])[: plan.request.top_n]
+    query, passages = vectors[0], vectors[1:]
+    similarity: list[float] = (passages @ query).tolist()
+    best = [max(rows, key=lambda row: similarity[row]) for rows in _rows_by_document(plan)]
+    ranked = sorted(enumerate(best), key=lambda found: -similarity[found[1]])[: plan.top_n]
     return {
         "results": [
-            {"index": number, "relevance_score": scores[row], "passage": _place(plan.passages[row])}
+            {"index": number, "relevance_score": similarity[row], "passage": _place(plan.passages[row])}
             for number, row in ranked
         ]
     }
+
+
+def _rows_by_document(plan: Plan) -> Iterator[list[int]]:
+    """Yields the numbers of the passages of each document. Passages of a document are neighbours."""
+    rows: list[int] = []
+    for row, passage in enumerate(plan.passages):
+        if rows and passage.document != plan.passages[rows[0]].document:
+            yield rows
+            rows = []
+        rows.append(row)
+    yield rows
 
 
 def _place(passage: Passage) -> dict[str, int]:
