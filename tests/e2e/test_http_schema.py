@@ -29,6 +29,9 @@ KNOWN: dict[tuple[str, str], str] = {
     ("/v1/systemone", "does not support the structured decision API"): (
         "vllm/entrypoints/generate/structured_decisions/api_router.py answers 501 for models without this interface"
     ),
+    ("/v1/decisions", "does not support the Decisions API"): (
+        "vllm/entrypoints/openai/decisions/api_router.py answers 501 for models without this interface"
+    ),
 }
 """Errors of vLLM itself: path and part of the message, with the line of vLLM's source."""
 

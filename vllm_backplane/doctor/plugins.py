@@ -22,7 +22,8 @@ CALLED = (PLATFORM_GROUP, GENERAL_GROUP)
 
 OUR_DISTRIBUTION = "vllm-backplane"
 OUR_NAME = "backplane"
-OUR_GROUPS = (PLATFORM_GROUP, GENERAL_GROUP)
+NEEDED_GROUPS = (PLATFORM_GROUP, GENERAL_GROUP)
+"""Groups of the plugins without which Backplane does not run. Users choose the others."""
 
 FILTER = "VLLM_PLUGINS"
 TARGET = "VLLM_TARGET_DEVICE"
@@ -42,6 +43,10 @@ class EntryPointInfo:
     @property
     def ours(self) -> bool:
         return self.distribution == OUR_DISTRIBUTION
+
+    @property
+    def needed(self) -> bool:
+        return self.ours and self.group in NEEDED_GROUPS
 
     @property
     def key(self) -> str:
@@ -120,7 +125,7 @@ def _check_filter(found: list[EntryPointInfo], environment: Mapping[str, str]) -
         return []
     value = environment[FILTER]
     findings = []
-    lost = [plugin for plugin in found if plugin.ours and not is_allowed(plugin, allowed)]
+    lost = [plugin for plugin in found if plugin.needed and not is_allowed(plugin, allowed)]
     if lost:
         groups = " and ".join(dict.fromkeys(plugin.group for plugin in lost))
         spaced = OUR_NAME in [name.strip() for name in allowed]
@@ -143,7 +148,7 @@ def _check_filter(found: list[EntryPointInfo], environment: Mapping[str, str]) -
 def _check_ours(found: list[EntryPointInfo]) -> list[Finding]:
     findings: list[Finding] = []
     present = {plugin.group for plugin in found if plugin.ours}
-    missing = [group for group in OUR_GROUPS if group not in present]
+    missing = [group for group in NEEDED_GROUPS if group not in present]
     if missing:
         findings.append(
             error(
@@ -195,7 +200,7 @@ def _judge_one(info: EntryPointInfo, allowed: bool, results: Mapping[str, CheckR
 
     if not allowed:
         by = "not named" if info.group == ENDPOINT_GROUP else ""
-        return plugin("filtered out", "error" if info.ours else "-", by), []
+        return plugin("filtered out", "error" if info.needed else "-", by), []
     if imported is None:
         return plugin("not tried", "-"), []
     failed = imported if imported.fault is not None or called is None else called

@@ -44,6 +44,7 @@ class Engine:
         self.engine_core: Any = None
         self.should_keep_api_server_alive = False  # asked since vLLM 0.33
         self.output_processor = OutputProcessor(None, log_stats=False)
+        self.output_handler: asyncio.Task[None] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -183,11 +184,22 @@ def test_an_interrupt_is_no_error_and_waits_for_no_stream(patched: Any) -> None:
 
 
 @pytest.mark.slow
-def test_responses_end_with_the_engine(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine of this test sends nothing when it is stopped, like one that is killed."""
+def test_responses_end_before_the_engine(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine of this test sends nothing when it is stopped, like one that is killed.
+
+    An engine that stops while vLLM's task waits for its outputs is an error of the task, and of each response.
+    """
     monkeypatch.setattr(patch_launcher, "GRACE_SECONDS", DEADLINE)
     engine = Engine()
+    stop = engine.shutdown
     reasons: list[str] = []
+    waiting: list[bool] = []
+
+    def shutdown(timeout: float | None = None) -> None:
+        waiting.append(bool(engine.output_processor.request_states) or not engine.output_handler.cancelled())  # type: ignore[union-attr]
+        stop(timeout)
+
+    engine.shutdown = shutdown  # type: ignore[method-assign]
 
     async def generated() -> AsyncIterator[bytes]:
         if reasons:  # the client asks again until the server is gone
@@ -207,12 +219,14 @@ def test_responses_end_with_the_engine(patched: Any, monkeypatch: pytest.MonkeyP
             data_parallel_rank=None,
         )
         engine.output_processor.add_request(request, None, queue=queue)
+        engine.output_handler = asyncio.create_task(asyncio.sleep(DEADLINE))
         yield b"one"
         output = await queue.get()
         reasons.append(output.outputs[0].finish_reason)  # type: ignore[union-attr, arg-type]
 
     serve(patched, engine, interrupt, generated)
     assert reasons == ["abort"]
+    assert waiting == [False]
 
 
 @pytest.mark.slow

@@ -60,13 +60,15 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
     stop, stopped = engine.shutdown, False
 
     def shutdown(*args: Any, **options: Any) -> Any:
-        # vLLM calls this after a signal. The client reports an engine that was shut down as errored, like one that
-        # died.
+        # vLLM calls this in a thread after a signal. The client reports an engine that was shut down as errored, like
+        # one that died.
         nonlocal stopped
         stopped = True
+        if not options.get("timeout"):  # otherwise responses in flight go on until then
+            asyncio.run_coroutine_threadsafe(_stop_outputs(engine), loop).result(GRACE_SECONDS)
         try:
             return stop(*args, **options)
-        finally:  # of a thread of vLLM's
+        finally:
             loop.call_soon_threadsafe(_end_streams, engine)
 
     async def watch() -> None:
@@ -94,6 +96,15 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
         announcing.cancel()
         del engine.shutdown  # restores the method of the class
     return _shut_down(ending, engine, failed=engine.errored and not stopped)
+
+
+async def _stop_outputs(engine: Any) -> None:
+    """Ends the responses in flight, and the task that passes the outputs of the engine to them. An engine that stops
+    while the task waits for outputs would be an error of the task and of each response."""
+    _end_streams(engine)
+    if (handler := engine.output_handler) is not None:
+        handler.cancel()
+        await asyncio.wait([handler])
 
 
 def _end_streams(engine: Any) -> None:
