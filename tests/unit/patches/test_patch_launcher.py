@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import io
+import logging
 import multiprocessing
 import os
 import signal
@@ -23,6 +25,7 @@ from vllm.entrypoints.launchers import launcher
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import BackgroundResources
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.utils import CoreEngineProcManager
 
@@ -227,6 +230,36 @@ def test_responses_end_before_the_engine(patched: Any, monkeypatch: pytest.Monke
     serve(patched, engine, interrupt, generated)
     assert reasons == ["abort"]
     assert waiting == [False]
+
+
+@pytest.mark.slow
+def test_a_request_that_comes_while_the_engine_stops_is_one_line(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    logger = logging.getLogger("vllm")
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(text)])
+    engine = Engine()
+
+    def report(fault: Exception) -> None:
+        try:
+            raise fault
+        except Exception:
+            logging.getLogger("vllm.serving").exception("Error in %s.", "a stream")
+
+    report(EngineDeadError())
+    assert "Traceback" in text.getvalue(), "an engine that died by itself is explained"
+    stop = engine.shutdown
+
+    def shutdown(timeout: float | None = None) -> None:
+        text.truncate(0)
+        report(EngineDeadError())
+        stop(timeout)
+
+    engine.shutdown = shutdown  # type: ignore[method-assign]
+    serve(patched, engine, interrupt)
+    assert "Error in a stream. The server is stopping.\n" in text.getvalue()
+    assert "Traceback" not in text.getvalue()
+    report(ValueError("not the engine"))
+    assert "Traceback" in text.getvalue()
 
 
 @pytest.mark.slow

@@ -63,6 +63,8 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
         # vLLM calls this in a thread after a signal. The client reports an engine that was shut down as errored, like
         # one that died.
         nonlocal stopped
+        if not stopped:
+            _shorten_errors_of_late_requests()
         stopped = True
         if not options.get("timeout"):  # otherwise responses in flight go on until then
             asyncio.run_coroutine_threadsafe(_stop_outputs(engine), loop).result(GRACE_SECONDS)
@@ -96,6 +98,22 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
         announcing.cancel()
         del engine.shutdown  # restores the method of the class
     return _shut_down(ending, engine, failed=engine.errored and not stopped)
+
+
+def _shorten_errors_of_late_requests() -> None:
+    """Makes vLLM log requests that reach the engine while it stops in one line, instead of with a traceback."""
+    for handler in logging.getLogger("vllm").handlers:
+        handler.addFilter(_without_traceback_of_dead_engine)
+
+
+def _without_traceback_of_dead_engine(record: logging.LogRecord) -> bool:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    fault = record.exc_info[1] if record.exc_info else None
+    if isinstance(fault, EngineDeadError):
+        record.msg, record.args = f"{record.getMessage()} The server is stopping.", ()
+        record.exc_info = record.exc_text = None
+    return True
 
 
 async def _stop_outputs(engine: Any) -> None:
