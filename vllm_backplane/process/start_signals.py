@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -32,8 +33,9 @@ class Interrupted(SystemExit):
 def interrupt(number: int, _frame: FrameType | None = None) -> NoReturn:
     """Handles a signal: ends the processes that this one has started, and raises `Interrupted`.
 
-    Libraries in other languages turn an exception of a signal handler into one of their own, or lose it. The process
-    therefore ends with the same status if another exception arrives at its top, and after some seconds in any case.
+    Libraries in other languages turn an exception of a signal handler into one of their own, or lose it, and Python
+    ignores exceptions in finalizers and in what it calls around a fork. The process therefore ends with the same status
+    if another exception arrives at its top, if this one is ignored, and after some seconds in any case.
     Further signals are ignored until then: in the middle of the exit handlers, they would leave files behind.
     """
     for further in (signal.SIGINT, signal.SIGTERM):
@@ -43,10 +45,17 @@ def interrupt(number: int, _frame: FrameType | None = None) -> NoReturn:
     for process in multiprocessing.active_children():
         process.kill()
     sys.excepthook = lambda *_fault: exit_without_teardown(128 + number)
+    sys.unraisablehook = functools.partial(_end_if_ignored, sys.unraisablehook)
     last = threading.Timer(LAST_SECONDS, os._exit, (128 + number,))
     last.daemon = True
     last.start()
     raise Interrupted(128 + number)
+
+
+def _end_if_ignored(report: Callable[[Any], object], ignored: Any) -> None:
+    if isinstance(ignored.exc_value, Interrupted):
+        exit_without_teardown(ignored.exc_value.code)
+    report(ignored)
 
 
 def end_start_on_signals() -> None:

@@ -48,3 +48,23 @@ def test_a_second_signal_does_not_stop_the_exit_handlers(further: signal.Signals
     assert run.returncode == 128 + signal.SIGTERM, run.stderr
     assert run.stdout == "handled\nwhole\n"
     assert "Traceback" not in run.stderr
+
+
+def test_an_exception_that_python_ignores_ends_the_process() -> None:
+    """Tests a signal in a finalizer. Exceptions are ignored there, as in functions that Python calls around a fork."""
+    program = """
+import atexit, os, signal, time
+from vllm_backplane.process import start_signals
+start_signals.LAST_SECONDS = 60.0
+signal.signal(signal.SIGTERM, start_signals.interrupt)
+atexit.register(print, "handled")
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+Finalized()
+print("goes on")
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert run.returncode == 128 + signal.SIGTERM, run.stderr
+    assert (run.stdout, run.stderr) == ("handled\n", "")
