@@ -8,21 +8,14 @@ import textwrap
 import unicodedata
 from collections.abc import Callable, Mapping
 
+from vllm_backplane.safe_text import escaped
+
 DEFAULT_COLUMNS = 80
 NARROWEST = 20
 """Columns below which a text is no longer wrapped between words."""
 ECHO = 4
 """Columns for what the terminal itself writes after the line that is rewritten: ^C for Ctrl-C."""
 STYLES = {"bold": "1", "warning": "33", "error": "31"}
-_INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Categories of characters that a terminal executes, or that change the order or the lines of a text."""
-
-
-def harmless(text: str) -> str:
-    """Returns the text with characters that a terminal would execute replaced by their escapes."""
-    return "".join(
-        one.encode("unicode_escape").decode() if unicodedata.category(one) in _INVISIBLE else one for one in text
-    )
 
 
 def columns_of(text: str) -> int:
@@ -46,7 +39,7 @@ def fitting(text: str, columns: int) -> str:
 
 
 class Terminal:
-    """Writes to one terminal. All texts become harmless; no escape sequence of another program reaches the terminal."""
+    """Writes to one terminal. Texts are escaped; no escape sequence of another program reaches the terminal."""
 
     def __init__(
         self,
@@ -70,7 +63,7 @@ class Terminal:
 
     def line(self, text: str = "", *, style: str = "", indent: int = 0, wrap: bool = True) -> None:
         """Writes a line, wrapped between words, with `indent` spaces before all but the first part."""
-        text = harmless(text)
+        text = escaped(text)
         columns = self.columns
         parts = [text]
         if wrap and columns >= NARROWEST and columns_of(text) > columns:
@@ -90,7 +83,7 @@ class Terminal:
         if not self._in_foreground():
             self._shown, self._text = 0, ""
             return
-        text = fitting(harmless(text), self.columns - 1)  # in the last column, some terminals go on to the next line
+        text = fitting(escaped(text), self.columns - 1)  # in the last column, some terminals go on to the next line
         if self._rewrites and text != self._text:
             erased = self._erased()
             self._shown, self._text = columns_of(text), text

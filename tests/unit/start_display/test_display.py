@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from vllm_backplane.safe_text import escaped
 from vllm_backplane.start_display.addresses import address_lines, curl_lines
 from vllm_backplane.start_display.display import HELD_SECONDS, MOST_WARNINGS, REPEAT_SECONDS, Display
-from vllm_backplane.start_display.terminal import Terminal, columns_of, fitting, harmless
+from vllm_backplane.start_display.terminal import Terminal, columns_of, fitting
 
 RECORDED = Path(__file__).parent / "recorded"
 SERVED = {"host": "127.0.0.1", "port": 8000, "model": "tiny", "path": "/v1/chat/completions", "metrics": True}
@@ -284,8 +285,8 @@ def test_a_key_is_to_be_filled_in() -> None:
     assert "Replace YOUR_API_KEY" in text
 
 
-def test_harmless_keeps_letters_of_all_languages() -> None:
-    assert harmless("Größe 模型 é 🙂") == "Größe 模型 é 🙂"
+def test_letters_of_all_languages_are_not_escaped() -> None:
+    assert escaped("Größe 模型 é 🙂") == "Größe 模型 é 🙂"
     assert columns_of("模型e\u0301") == 5
 
 
