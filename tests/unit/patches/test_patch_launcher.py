@@ -233,6 +233,21 @@ def test_responses_end_before_the_engine(patched: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+def test_the_engine_stops_if_responses_cannot_be_ended(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def abort_requests(*_arguments: Any, **_options: Any) -> None:
+        raise LookupError("no such request")
+
+    text = io.StringIO()
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [logging.StreamHandler(text)])
+    engine = Engine()
+    monkeypatch.setattr(engine.output_processor, "abort_requests", abort_requests)
+    serve(patched, engine, interrupt)
+    assert engine.errored, "the engine was stopped"
+    assert "Responses in flight were not ended before the engine" in text.getvalue()
+    assert "LookupError: no such request" in text.getvalue()
+
+
+@pytest.mark.slow
 def test_a_request_that_comes_while_the_engine_stops_is_one_line(patched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text = io.StringIO()
     logger = logging.getLogger("vllm")

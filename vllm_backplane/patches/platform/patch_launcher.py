@@ -4,11 +4,13 @@ limits how long a shutdown waits."""
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import signal
 from collections.abc import Coroutine
 from typing import Any
 
+from vllm_backplane.guards import guarded
 from vllm_backplane.http.served_addresses import served_facts
 from vllm_backplane.process import start_events
 from vllm_backplane.process.fast_exit import exit_with_status_of_signals
@@ -43,9 +45,10 @@ _SINCE_0_32 = (
     why="After a worker or the engine died, the server exits with status 0, which a supervisor takes for success. "
     "After Ctrl-C it waits without limit for streams that the engine no longer feeds. It checks its engine every five "
     "seconds, so the end of a broken server takes long.",
-    how="Ends responses in flight when the engine is stopped, gives uvicorn a limit for them, checks the engine twice "
-    "a second, and exits with status 1 if the server stopped because of its engine, and with that of the signal if a "
-    "signal stopped it.",
+    how="Ends responses in flight before the engine is stopped, gives uvicorn a limit for them, logs requests that "
+    "come too late in one line, checks the engine twice a second, and exits with status 1 if the server stopped "
+    "because of its engine, and with that of the signal if a signal stopped it. Under `vllm-backplane serve`, it also "
+    "reports when the server answers, and its addresses.",
     upstream="https://github.com/vllm-project/vllm/issues/48966",
     remove_when="vLLM exits with a status other than 0 after its engine died and passes a graceful timeout to uvicorn.",
     fixed_if=("vllm.entrypoints.launchers.launcher:serve_http", "timeout_graceful_shutdown"),
@@ -59,17 +62,19 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
     loop = asyncio.get_running_loop()
     stop, stopped = engine.shutdown, False
 
-    def shutdown(*args: Any, **options: Any) -> Any:
+    def shutdown(timeout: float | None = None) -> Any:
         # vLLM calls this in a thread after a signal. The client reports an engine that was shut down as errored, like
         # one that died.
         nonlocal stopped
         if not stopped:
             _shorten_errors_of_late_requests()
         stopped = True
-        if not options.get("timeout"):  # otherwise responses in flight go on until then
-            asyncio.run_coroutine_threadsafe(_stop_outputs(engine), loop).result(GRACE_SECONDS)
+        if not timeout:  # otherwise responses in flight go on until then
+            stopping = asyncio.run_coroutine_threadsafe(_stop_outputs(engine), loop)
+            stopping.add_done_callback(_report_outputs_not_stopped)
+            concurrent.futures.wait([stopping], GRACE_SECONDS)  # the engine is stopped in any case
         try:
-            return stop(*args, **options)
+            return stop(timeout=timeout)
         finally:
             loop.call_soon_threadsafe(_end_streams, engine)
 
@@ -116,6 +121,12 @@ def _without_traceback_of_dead_engine(record: logging.LogRecord) -> bool:
     return True
 
 
+@guarded(
+    "vllm.v1.engine.async_llm:AsyncLLM.shutdown",
+    "vllm.v1.engine.async_llm:AsyncLLM._run_output_handler",
+    why="what it does last, the end of the task of outputs, is done before the engine stops",
+    mentions=("output_handler",),
+)
 async def _stop_outputs(engine: Any) -> None:
     """Ends the responses in flight, and the task that passes the outputs of the engine to them. An engine that stops
     while the task waits for outputs would be an error of the task and of each response."""
@@ -125,6 +136,16 @@ async def _stop_outputs(engine: Any) -> None:
         await asyncio.wait([handler])
 
 
+def _report_outputs_not_stopped(stopping: concurrent.futures.Future[None]) -> None:
+    if not stopping.cancelled() and (fault := stopping.exception()):
+        logger.error("Responses in flight were not ended before the engine, because of an error.", exc_info=fault)
+
+
+@guarded(
+    "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
+    why="it ends all requests in the process of the server, without their engine",
+    mentions=("request_states",),
+)
 def _end_streams(engine: Any) -> None:
     """Ends the responses in flight with the finish reason "abort". An engine that is killed before it has done so would
     leave them waiting."""
