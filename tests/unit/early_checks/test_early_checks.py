@@ -138,11 +138,11 @@ class TestModel:
             with pytest.raises(UsageError, match="neither a folder nor a file"):
                 check_model("here", Given(), PREPARED)
 
-    @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-    def test_a_folder_that_may_not_be_read_is_reported(self, tmp_path: Path) -> None:
-        (tmp_path / "closed").mkdir(mode=0)
-        with pytest.raises(UsageError, match="cannot be read: Permission denied"):
-            check_model(str(tmp_path / "closed"), Given(), PREPARED)
+    def test_a_folder_that_may_not_be_read_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
+        monkeypatch.setattr(Path, "iterdir", raising(denied))  # root may read every folder
+        with pytest.raises(UsageError, match=f"{tmp_path} cannot be read: Permission denied; change its permissions"):
+            check_model(str(tmp_path), Given(), PREPARED)
 
     def test_a_name_in_the_cache_of_the_hub_needs_no_network(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -125,6 +125,15 @@ MISTAKES = {
         given("smollm2", "--gpu-memory-utilization", "7"),
         ("--gpu-memory-utilization: 7 is out of its range; give a number that is at most 1",),
     ),
+    "IO processor with a typing error": Mistake(
+        given("minilm", "--io-processor-plugin", "backplane_document"),
+        ("'backplane_document', which no installed", "did you mean 'backplane_documents'?"),
+    ),
+    "IO processor that is not loaded": Mistake(
+        given("minilm", "--io-processor-plugin", "backplane_documents"),
+        ("VLLM_PLUGINS is 'backplane', with which", "set it to backplane,backplane_documents"),
+        {"VLLM_PLUGINS": "backplane"},
+    ),
     "value that is no choice": Mistake(
         given("smollm2", "--convert", "embedd"), ("'embedd' is not one of its values; did you mean 'embed'?",)
     ),
