@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ import prompts
 import pytest
 import torch
 from engine import Result, job, run_engines
-from processes import SIM
+from processes import SIM, Child
 from server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.models]
@@ -181,8 +182,7 @@ def test_the_vector_of_a_long_document_is_the_weighted_mean_of_its_passages(serv
 def test_documents_are_ranked_by_their_best_passage(server: Server) -> None:
     """Tests a sentence in the middle of a long document, which the document's own vector does not show."""
     documents = [LONG, f"{LONG} {NEEDLE} {LONG}", "Ducks swim."]
-    request = json.loads(re.findall(r"^curl -s http://127\.0\.0\.1:8000/pooling .*\n  -d '(.*)'$", DOCUMENTS, re.M)[0])
-    fields = request["data"] | {"documents": documents, "passage_tokens": 48}
+    fields = {"query": "How do plants make sugar?", "documents": documents, "passage_tokens": 48}
     answer = pool(server, **fields).json()["data"]
     first = answer["results"][0]
     assert first["index"] == 1
@@ -191,6 +191,38 @@ def test_documents_are_ranked_by_their_best_passage(server: Server) -> None:
     assert scores == sorted(scores, reverse=True) and scores[0] > scores[1] + 0.1
     assert len(pool(server, **fields | {"top_n": 1}).json()["data"]["results"]) == 1
     assert answer["usage"]["prompt_tokens"] > 1000
+
+
+def test_the_page_shows_the_answer_to_its_request(server: Server) -> None:
+    [body] = re.findall(r"^curl -s http://127\.0\.0\.1:8000/pooling .*\n  -d '(.*)'$", DOCUMENTS, re.MULTILINE)
+    [shown] = re.findall(r"(?s)```json\n(\{\n.*?\n\})\n```", DOCUMENTS)
+    answer, expected = pool(server, **json.loads(body)["data"]).json()["data"], json.loads(shown)
+    for ours, theirs in zip(answer["results"], expected["results"], strict=True):
+        assert ours.pop("relevance_score") == pytest.approx(theirs.pop("relevance_score"), abs=5e-3)
+    assert answer == expected
+
+
+PROGRAM = """
+import json, sys
+from vllm import LLM
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], runner="pooling", io_processor_plugin="backplane_documents", max_num_seqs=4, dtype="float32")
+    [output] = llm.encode({"data": json.loads(sys.argv[2])}, pooling_task="plugin")
+    print("answer:", json.dumps(output.outputs))
+"""
+
+
+def test_a_program_gets_vectors_of_documents(minilm: Path, expected: torch.Tensor, tmp_path: Path) -> None:
+    """Tests `LLM.encode` as in docs/serve/long-documents.md. It has no request id and no event loop."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    data = {"documents": [*TEXTS, LONG]}
+    with Child([sys.executable, "program.py", str(minilm), json.dumps(data)], tmp_path / "log") as child:
+        assert child.wait(300) == 0, child.text()
+    [line] = re.findall(r"^answer: (.*)$", child.text(), re.MULTILINE)
+    *short, long = json.loads(line)["data"]
+    near = closeness([item["embedding"] for item in short], expected)
+    assert min(near) >= EXACT, near
+    assert len(long["passages"]) >= 3
 
 
 @pytest.mark.parametrize(
