@@ -69,7 +69,6 @@ FREE_OF_VLLM = (
     "runtime.py",
     "safe_text.py",
     "start_display",
-    "safe_text.py",
     "settings/options.py",
     "settings/explicit_arguments.py",
     "settings/releases.py",

@@ -5,7 +5,6 @@ PLAN is a JSON file: arguments (those of vLLM's engine), seconds (for the measur
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 from vllm_backplane.bench.samples import DECODE, LEAST_OUTPUT, LONG, PREFILL, Point
 from vllm_backplane.errors import BackplaneError, UsageError
 from vllm_backplane.process.owned_process import ERROR, PROGRESS, USAGE, end_with_owner
+from vllm_backplane.settings.vllm_messages import message_of, parser_class
 
 WARM_UP_OUTPUT = 4
 MOST_ROUNDS = 9
@@ -90,7 +90,7 @@ def start(arguments: Sequence[str]) -> Any:
     except BackplaneError:
         raise
     except (ValueError, OSError) as fault:  # what vLLM raises about its arguments and about a model
-        raise BackplaneError(" ".join(str(fault).split())) from fault
+        raise BackplaneError(message_of(fault)) from fault
     require_counted_weights(config)
     args.max_model_len = min(MOST_TOKENS, config.model_config.max_model_len)
     args.max_num_seqs = max(point.sequences for point in DECODE)
@@ -107,22 +107,13 @@ def parsed(arguments: Sequence[str]) -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     # Without abbreviations, so that the command has seen every option that it does not pass on.
-    parser = EngineArgs.add_cli_args(_raising(FlexibleArgumentParser)(prog="vllm-backplane bench", allow_abbrev=False))
+    parser = EngineArgs.add_cli_args(
+        parser_class(FlexibleArgumentParser)(prog="vllm-backplane bench", allow_abbrev=False)
+    )
     args = EngineArgs.from_cli_args(parser.parse_args(list(arguments)))
     if (args.max_model_len or 0) > MOST_TOKENS:
         raise UsageError(f"--max-model-len: at most {MOST_TOKENS} tokens are measured; remove it, or give a lower one")
     return args
-
-
-def _raising(base: type[argparse.ArgumentParser]) -> type[argparse.ArgumentParser]:
-    """Returns a subclass of a parser that raises UsageError in the place of printing its usage and exiting."""
-
-    class Parser(base):  # type: ignore[valid-type, misc]
-        def error(self, message: str) -> NoReturn:
-            remedy = "'vllm serve --help=all' lists the options of vLLM"
-            raise UsageError(f"{' '.join(message.split())}; {remedy}") from None
-
-    return Parser
 
 
 def require_counted_weights(config: Any) -> None:

@@ -40,6 +40,7 @@ from vllm_backplane.models import DEFAULT, models, obtain
 from vllm_backplane.platform_choice import COMMAND_VARIABLE, DEVICE_VARIABLE, PLUGINS_VARIABLE, active_plugin
 from vllm_backplane.process import start_events
 from vllm_backplane.process.fast_exit import exit_without_teardown
+from vllm_backplane.settings.vllm_messages import parser_class
 from vllm_backplane.start_display import session
 
 NAME = "serve"
@@ -171,7 +172,7 @@ def run_vllm(launch: Launch) -> NoReturn:
     compat.set_up_environment()
     use_own_socket_folder()
     sys.argv = launch.command
-    parser = _mistakes.parser_class(FlexibleArgumentParser)(prog="vllm")
+    parser = parser_class(FlexibleArgumentParser)(prog="vllm")
     subparsers = parser.add_subparsers(required=True, dest="subparser")
     (command,) = vllm_serve.cmd_init()
     command.subparser_init(subparsers)

@@ -161,6 +161,11 @@ def test_a_mistyped_or_abbreviated_option_is_named(argument):
     assert "\n" not in str(raised.value)
 
 
+def test_an_unknown_option_comes_with_the_remedy():
+    with pytest.raises(UsageError, match=r"unrecognized arguments: --nonsense.*'vllm serve --help=all' lists"):
+        measuring_process.parsed(["--model", "m", "--nonsense"])
+
+
 def test_a_longer_context_than_is_measured_is_refused(tmp_path):
     assert measuring_process.parsed(["--model", str(tmp_path), "--max-model-len", "512"]).max_model_len == 512
     with pytest.raises(UsageError, match="--max-model-len: at most 1025 tokens are measured"):
