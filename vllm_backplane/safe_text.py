@@ -23,14 +23,15 @@ def _shown(match: re.Match[str]) -> str:
 
 
 def safe(text: str) -> str:
-    """Returns the text with every control character, except tab and newline, replaced by characters that show it."""
+    """Returns the text with control characters except tab and newline, marks of the direction of text, line separators
+    and surrogates replaced by characters that show them."""
     return _CONTROL.sub(_shown, text)
 
 
 def escaped(text: str) -> str:
     """Returns the text on one line, with the escapes of a Python string for all characters that cannot be seen.
 
-    For names and log lines. A text of a model may need some of these characters, such as those within an emoji.
+    It is meant for names and log lines. A text of a model may need some of these characters, as within an emoji.
     """
     return "".join(
         one.encode("unicode_escape").decode() if unicodedata.category(one) in _INVISIBLE else one for one in text

@@ -259,7 +259,7 @@ def test_fields_that_change_passages_are_refused(server: Server, fields: dict[st
     request = {"model": "all-MiniLM-L6-v2", "data": {"documents": [prompts.PASSAGE]}}
     answer = server.http.post("/pooling", json=request | fields)
     assert answer.status_code == 400, answer.text
-    assert "truncate_prompt_tokens and padding" in answer.json()["error"]["message"]
+    assert "truncate_prompt_tokens or padding" in answer.json()["error"]["message"]
 
 
 def test_requests_with_the_same_id_do_not_share_answers(server: Server) -> None:
@@ -276,6 +276,6 @@ def test_requests_with_the_same_id_do_not_share_answers(server: Server) -> None:
         if answer.status_code == 200:
             assert len(answer.json()["data"]["data"]) == (20 if number == 0 else number + 1)
         else:
-            assert answer.status_code == 400 and "another request with this id" in answer.text
+            assert answer.status_code == 400 and "is running; send another" in answer.text
     assert {answer.status_code for answer in answers} == {200, 400}
     assert ask(2).status_code == 200

@@ -32,7 +32,7 @@ from vllm_backplane.added_models import lookup
 from vllm_backplane.added_models import names as added_names
 from vllm_backplane.added_models.serving import is_served_by_name, path_to_serve
 from vllm_backplane.cli import _interrupts, _mistakes, _output
-from vllm_backplane.early_checks import check_request
+from vllm_backplane.early_checks import check_serve_command
 from vllm_backplane.errors import BackplaneError, UsageError
 from vllm_backplane.guards import guarded, verify_guards
 from vllm_backplane.host.control_groups import control_group_limits
@@ -114,7 +114,7 @@ def check_mistakes(args: argparse.Namespace, environment: Mapping[str, str]) -> 
     if model is not None and is_served_by_name(model):
         prepared.append(model)  # the name that it has on a hub
     added = lookup(model) if model is not None else None
-    check_request(
+    check_serve_command(
         model,
         rest,
         prepared=prepared,

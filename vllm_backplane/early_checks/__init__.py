@@ -4,6 +4,6 @@ Every check raises `UsageError` with one line that names the remedy. A check ref
 it does not know goes on to vLLM, whose own checks follow. Nothing in this folder imports vLLM or torch.
 """
 
-from vllm_backplane.early_checks.all_checks import check_request
+from vllm_backplane.early_checks.all_checks import check_serve_command
 
-__all__ = ["check_request"]
+__all__ = ["check_serve_command"]

@@ -1,4 +1,4 @@
-"""Runs all checks of one request to serve, cheapest first."""
+"""Runs all checks of a `vllm-backplane serve` command before vLLM is imported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REDIRECTION_VARIABLE = "VLLM_MODEL_REDIRECT_PATH"
 """Names a file with which vLLM replaces models by others."""
 
 
-def check_request(
+def check_serve_command(
     model: str | None,
     arguments: Sequence[str],
     *,
@@ -40,11 +40,11 @@ def check_request(
     environment: Mapping[str, str],
     files: Path | None = None,
 ) -> None:
-    """Raises UsageError for the first mistake in a request to serve.
+    """Raises UsageError for the first mistake in the command.
 
     `arguments` are those for vLLM, without the model. `prepared` are the names of models that the command prepares, and
-    `files` is the path of the requested one if it is there. For a release without a table of options only the device
-    and Backplane's variables are checked.
+    `files` is the path of an added model, or None. With `--help=…`, or for a release without a table of options, only
+    the device and Backplane's variables are checked.
     """
     devices = device_names()
     require_device(device, "--device", devices)
@@ -83,7 +83,7 @@ def _check_options(options: VllmOptions, model: str | None, arguments: Sequence[
 
 
 def _require_io_processor(name: str | None, environment: Mapping[str, str]) -> None:
-    """Raises UsageError if vLLM would not find an IO processor, which it does only after the engine has started."""
+    """Raises UsageError if vLLM would not find an IO processor. vLLM reports that only after the engine has started."""
     if name is None:
         return
     installed = {point.name for point in entry_points(group=IO_PROCESSORS)}
@@ -91,7 +91,7 @@ def _require_io_processor(name: str | None, environment: Mapping[str, str]) -> N
         known = f" Installed: {', '.join(sorted(installed))}." if installed else ""
         raise UsageError(
             f"--io-processor-plugin is {short_repr(name)}, which no installed distribution provides"
-            f"{nearest(name, installed)}{known}"
+            f"{nearest(name, installed)}{known} Correct or remove it."
         )
     allowed = environment.get(PLUGINS_VARIABLE)
     if allowed is not None and name not in allowed.split(","):

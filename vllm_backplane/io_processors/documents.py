@@ -19,12 +19,14 @@ from vllm.plugins.io_processors.interface import IOProcessor
 from vllm_backplane.errors import BackplaneError
 
 NAME = "backplane_documents"
-OVERLAP_SHARE = 8
-"""A passage shares one token in eight with the passage before it, unless the request has a number."""
-MOST_CHARACTERS = 1_000_000
+OVERLAP_DIVISOR = 8
+"""A passage shares one token in eight with the passage before it, unless the request sets `overlap_tokens`."""
+MAX_CHARACTERS = 1_000_000
 """Characters of a request. vLLM calls `pre_process` in its event loop, where other requests wait for the tokenizer."""
-MOST_PASSAGES = 4096
+MAX_PASSAGES = 4096
 """Passages of a request. Each is a prompt of its own."""
+
+_REMEDY = "remove --io-processor-plugin, or io_processor_plugin from the model's configuration"
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 
@@ -34,7 +36,7 @@ class Request(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    documents: Annotated[list[Text], Field(min_length=1, max_length=MOST_PASSAGES)]
+    documents: Annotated[list[Text], Field(min_length=1, max_length=MAX_PASSAGES)]
     query: Text | None = None
     top_n: int | None = Field(default=None, ge=1)
     passage_tokens: int | None = Field(default=None, ge=1)
@@ -47,8 +49,8 @@ class Request(BaseModel):
             raise ValueError("top_n needs a query, by which the documents are ranked")
         if self.passage_embeddings and self.query is not None:
             raise ValueError("passage_embeddings is for requests without a query, which are answered with embeddings")
-        if (found := sum(map(len, self.documents)) + len(self.query or "")) > MOST_CHARACTERS:
-            raise ValueError(f"the texts have {found:,} characters, and a request may have {MOST_CHARACTERS:,}")
+        if (found := sum(map(len, self.documents)) + len(self.query or "")) > MAX_CHARACTERS:
+            raise ValueError(f"the texts have {found:,} characters, and a request may have {MAX_CHARACTERS:,}")
         return self
 
 
@@ -82,8 +84,8 @@ class DocumentProcessor(IOProcessor[Request, dict[str, Any]]):
         model = vllm_config.model_config
         self._tokenizer = renderer.get_tokenizer()
         _require_suitable(model, self._tokenizer)
-        self._before, self._after = _special_tokens(self._tokenizer)
-        self._room = model.max_model_len - len(self._before) - len(self._after)
+        self._prefix_ids, self._suffix_ids = _special_tokens(self._tokenizer)
+        self._max_passage_tokens = model.max_model_len - len(self._prefix_ids) - len(self._suffix_ids)
         self._plans: dict[str | None, Plan] = {}
 
     def parse_data(self, data: object) -> Request:
@@ -95,37 +97,43 @@ class DocumentProcessor(IOProcessor[Request, dict[str, Any]]):
             raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
 
     def merge_pooling_params(self, params: PoolingParams | None = None) -> PoolingParams:
-        """Returns parameters for vectors of length 1. Refuses those of another kind, which `LLM.encode` may get."""
+        """Returns pooling parameters for normalized embeddings. Raises ValueError if the caller of `LLM.encode` asked
+        for another task, or for no activation."""
         asked = params or PoolingParams()
         if asked.task not in (None, "plugin", "embed") or asked.use_activation is False:
             raise ValueError(
-                f"the IO processor '{NAME}' computes embeddings of length 1; leave task and use_activation"
+                f"task is {asked.task!r} and use_activation is {asked.use_activation!r}, and the IO processor '{NAME}' "
+                "computes normalized embeddings; omit both"
             )
         return PoolingParams(task="embed", use_activation=True, dimensions=asked.dimensions)
 
     def pre_process(self, prompt: Request, request_id: str | None = None, **_options: Any) -> list[dict[str, Any]]:
         if request_id is not None and request_id in self._plans:  # clients choose ids
-            raise ValueError("another request with this id is running; send an id of its own (X-Request-Id), or none")
+            raise ValueError(
+                f"a request with the id {request_id!r} is running; send another X-Request-Id or request_id, or none"
+            )
         size, overlap = self._size_and_overlap(prompt)
         prompts: list[dict[str, Any]] = []
         passages: list[Passage] = []
         if prompt.query is not None:
-            ids, _places = self._tokens(prompt.query, "data.query")
-            if len(ids) > self._room:
-                raise ValueError(f"data.query has {len(ids)} tokens, and the model has room for {self._room}")
+            ids, _offsets = self._tokens(prompt.query, "data.query")
+            if len(ids) > self._max_passage_tokens:
+                raise ValueError(
+                    f"data.query has {len(ids)} tokens, and the model has room for {self._max_passage_tokens}"
+                )
             prompts.append(self._prompt(ids))
         for number, text in enumerate(prompt.documents):
-            ids, places = self._tokens(text, f"data.documents.{number}")
+            ids, offsets = self._tokens(text, f"data.documents.{number}")
             starts = range(0, max(len(ids) - overlap, 1), size - overlap)
-            if len(passages) + len(starts) > MOST_PASSAGES:
+            if len(passages) + len(starts) > MAX_PASSAGES:
                 raise ValueError(
-                    f"the documents have more than {MOST_PASSAGES:,} passages of {size} tokens; send fewer documents "
+                    f"the documents have more than {MAX_PASSAGES:,} passages of {size} tokens; send fewer documents "
                     "or a larger data.passage_tokens"
                 )
             for first in starts:
                 last = min(first + size, len(ids))
                 prompts.append(self._prompt(ids[first:last]))
-                passages.append(Passage(number, places[first][0], places[last - 1][1], last - first))
+                passages.append(Passage(number, offsets[first][0], offsets[last - 1][1], last - first))
         lengths = tuple(len(one["prompt_token_ids"]) for one in prompts)
         ranks = prompt.query is not None
         self._keep(request_id, Plan(tuple(passages), lengths, ranks, prompt.top_n, prompt.passage_embeddings))
@@ -137,17 +145,19 @@ class DocumentProcessor(IOProcessor[Request, dict[str, Any]]):
         plan = self._plans.pop(request_id)
         # vLLM applies these fields to prompts of tokens too, and no IO processor sees them before.
         if tuple(len(output.prompt_token_ids) for output in model_output) != plan.lengths:
-            raise ValueError(f"truncate_prompt_tokens and padding change passages, and '{NAME}' refuses them")
+            raise ValueError(
+                "truncate_prompt_tokens or padding has changed a passage; omit both, or set data.passage_tokens"
+            )
         vectors = torch.stack([output.outputs.data.float() for output in model_output])
         answer = _ranking(plan, vectors) if plan.ranks else _embeddings(plan, vectors)
         return answer | {"usage": {"prompt_tokens": sum(plan.lengths)}}
 
     def _size_and_overlap(self, request: Request) -> tuple[int, int]:
         """Returns the tokens of a passage, and how many of them it shares with the passage before it."""
-        size = self._room if request.passage_tokens is None else request.passage_tokens
-        if size > self._room:
-            raise ValueError(f"data.passage_tokens is {size}, and the model has room for {self._room}")
-        overlap = size // OVERLAP_SHARE if request.overlap_tokens is None else request.overlap_tokens
+        size = self._max_passage_tokens if request.passage_tokens is None else request.passage_tokens
+        if size > self._max_passage_tokens:
+            raise ValueError(f"data.passage_tokens is {size}, and the model has room for {self._max_passage_tokens}")
+        overlap = size // OVERLAP_DIVISOR if request.overlap_tokens is None else request.overlap_tokens
         if overlap > size // 2:
             raise ValueError(f"data.overlap_tokens is {overlap}, and may be half of a passage of {size} tokens at most")
         return size, overlap
@@ -161,7 +171,7 @@ class DocumentProcessor(IOProcessor[Request, dict[str, Any]]):
         return encoded["input_ids"], encoded["offset_mapping"]
 
     def _prompt(self, ids: list[int]) -> dict[str, Any]:
-        return {"prompt_token_ids": [*self._before, *ids, *self._after]}
+        return {"prompt_token_ids": [*self._prefix_ids, *ids, *self._suffix_ids]}
 
     def _keep(self, request_id: str | None, plan: Plan) -> None:
         """Keeps a plan until `post_process` takes it, or until the task of its request ends because of an error.
@@ -179,20 +189,18 @@ class DocumentProcessor(IOProcessor[Request, dict[str, Any]]):
 
 
 def _require_suitable(model: Any, tokenizer: Any) -> None:
-    """Raises unless documents can be divided for a model, and its passages embedded."""
+    """Raises BackplaneError unless the model's tokenizer reports offsets and its pooler embeds."""
     task = getattr(model.pooler_config, "task", None)
     lowers = bool((getattr(model, "encoder_config", None) or {}).get("do_lower_case"))
     if task not in (None, "embed"):
-        fault = f"the pooler's task is {task}, and passages are embedded"
+        fault = f"the pooler's task is {task!r} and not 'embed'"
     elif not getattr(tokenizer, "is_fast", False):
         fault = f"its tokenizer, {type(tokenizer).__name__}, does not report the place of each token"
     elif lowers and _plain(tokenizer, "A") != _plain(tokenizer, "a"):
-        fault = "vLLM lowers the letters of its texts (do_lower_case), and passages are sent as tokens"
+        fault = "vLLM lowercases texts before tokenization (do_lower_case), and passages are sent as token ids"
     else:
         return
-    raise BackplaneError(
-        f"the IO processor '{NAME}' does not fit this model: {fault}; serve it without --io-processor-plugin"
-    )
+    raise BackplaneError(f"the IO processor '{NAME}' does not fit this model: {fault}; {_REMEDY}")
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:
@@ -208,7 +216,7 @@ def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
             return whole[:start], whole[start + len(plain) :]
     raise BackplaneError(
         f"the IO processor '{NAME}' does not fit this model: with special tokens, its tokenizer gives other tokens to "
-        "the same text; serve it without --io-processor-plugin"
+        f"the same text; {_REMEDY}"
     )
 
 

@@ -1,8 +1,9 @@
 """Makes SIGINT and SIGTERM end a server at once while its engine starts.
 
-Until it serves, vLLM's server turns SIGTERM into a KeyboardInterrupt, and asyncio turns Ctrl-C into one when the engine
-is ready, minutes later for a large model. A KeyboardInterrupt while vLLM waits for its engine is lost: its
-`zmq_socket_ctx` catches it, and the server comes up and stays. The running server installs handlers of its own.
+Until it serves, vLLM's server raises KeyboardInterrupt on SIGTERM. On Ctrl-C, asyncio raises it only when the event
+loop runs again, which is after the engine is ready, minutes later for a large model. A KeyboardInterrupt while vLLM
+waits for its engine is lost: its `zmq_socket_ctx` catches it, and the server comes up and stays. The running server
+installs handlers of its own.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def _end_if_ignored(report: Callable[[Any], object], ignored: Any) -> None:
 def end_start_on_signals() -> None:
     """Installs `interrupt` in the place of the handlers that vLLM's server has while it starts, if this is a server.
 
-    The handlers for several API servers are in use until the end. They stay, and get an exit status.
+    With several API servers, vLLM's handlers also serve after the start. They are kept, and the process gets the exit
+    status of the signal.
     """
     if multiprocessing.parent_process() is not None or threading.current_thread() is not threading.main_thread():
         return
@@ -70,7 +72,7 @@ def end_start_on_signals() -> None:
         exit_with_status_of_signals()
     elif _is_of_server(installed):
         signal.signal(signal.SIGTERM, interrupt)
-        if _is_of_asyncio(signal.getsignal(signal.SIGINT)):
+        if _raises_keyboard_interrupt(signal.getsignal(signal.SIGINT)):
             signal.signal(signal.SIGINT, interrupt)
 
 
@@ -90,7 +92,7 @@ def _is_of_server(handler: Any) -> bool:
     return getattr(handler, "__qualname__", "") == "run_server.<locals>._interrupt_init"
 
 
-def _is_of_asyncio(handler: Any) -> bool:
+def _raises_keyboard_interrupt(handler: Any) -> bool:
     return handler is signal.default_int_handler or (
         isinstance(handler, functools.partial) and isinstance(getattr(handler.func, "__self__", None), asyncio.Runner)
     )

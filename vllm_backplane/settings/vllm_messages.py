@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from vllm_backplane.errors import UsageError, nearest, short_repr
 
-_ERRORS = 2
+_MAX_SHOWN_ERRORS = 2
 """Errors of one validation that are shown."""
 
 
@@ -58,8 +58,8 @@ def _is_validation(fault: BaseException) -> bool:
 def _of_validation(fault: Any) -> str:
     errors = fault.errors(include_url=False)
     shown = list(dict.fromkeys(_of_error(fault.title, error) for error in errors))
-    more = f"; and {len(shown) - _ERRORS} more" if len(shown) > _ERRORS else ""
-    return "; ".join(shown[:_ERRORS]) + more
+    more = f"; and {len(shown) - _MAX_SHOWN_ERRORS} more" if len(shown) > _MAX_SHOWN_ERRORS else ""
+    return "; ".join(shown[:_MAX_SHOWN_ERRORS]) + more
 
 
 def _of_error(title: str, error: Any) -> str:

@@ -23,7 +23,7 @@ from vllm_backplane.added_models import entries
 from vllm_backplane.cli import _mistakes, serve
 from vllm_backplane.device import discover
 from vllm_backplane.devices import ON_HOST_MEMORY
-from vllm_backplane.early_checks import address, all_checks, backplane_options, check_request, hub, memory
+from vllm_backplane.early_checks import address, all_checks, backplane_options, check_serve_command, hub, memory
 from vllm_backplane.early_checks.config_file import arguments_of, split_config
 from vllm_backplane.early_checks.model import check_model
 from vllm_backplane.early_checks.vllm_options import Given
@@ -34,7 +34,7 @@ PREPARED = ("smollm2", "minilm")
 
 
 def checked(model: str | None, *arguments: str, port: int = 0, device: str | None = None, **environment: str) -> None:
-    check_request(
+    check_serve_command(
         model,
         arguments,
         prepared=PREPARED,

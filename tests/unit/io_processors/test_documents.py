@@ -101,20 +101,20 @@ def test_the_best_passage_counts() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: processor(task="classify"), "the pooler's task is classify"),
+        (lambda: processor(task="classify"), "the pooler's task is 'classify' and not 'embed'"),
         (lambda: processor(SimpleNamespace(is_fast=False)), "does not report the place of each token"),
         (lambda: processor(lowers=True), "do_lower_case"),
         (lambda: processor(OtherWordsWithSpecialTokens()), "other tokens to the same text"),
     ],
 )
 def test_models_that_do_not_fit_are_refused(make: Callable[[], object], text: str) -> None:
-    with pytest.raises(BackplaneError, match=f"{text}.*serve it without --io-processor-plugin"):
+    with pytest.raises(BackplaneError, match=f"{text}.*remove --io-processor-plugin"):
         make()
 
 
 @pytest.mark.parametrize("params", [PoolingParams(task="classify"), PoolingParams(use_activation=False)])
 def test_parameters_of_other_vectors_are_refused(params: PoolingParams) -> None:
-    with pytest.raises(ValueError, match="embeddings of length 1"):
+    with pytest.raises(ValueError, match="computes normalized embeddings; omit both"):
         processor().merge_pooling_params(params)
 
 
@@ -125,7 +125,7 @@ def test_dimensions_are_kept() -> None:
 def test_changed_prompts_are_refused() -> None:
     ours = processor()
     found = ask(ours, documents=["a b"])
-    with pytest.raises(ValueError, match="truncate_prompt_tokens and padding"):
+    with pytest.raises(ValueError, match="truncate_prompt_tokens or padding has changed a passage"):
         ours.post_process(outputs([{"prompt_token_ids": found[0]["prompt_token_ids"][:2]}], [[1.0]]))
 
 
@@ -134,7 +134,7 @@ def test_a_failed_request_leaves_nothing() -> None:
 
     async def failing() -> None:
         ask(ours, "one", documents=["a"])
-        with pytest.raises(ValueError, match="another request with this id"):
+        with pytest.raises(ValueError, match="a request with the id 'one' is running"):
             ask(ours, "one", documents=["b"])
         assert ours._plans.keys() == {"one"}
         raise OSError("the client is gone")

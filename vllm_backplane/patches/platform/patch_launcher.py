@@ -19,7 +19,8 @@ from vllm_patchbay.patch import Patch, Process
 logger = logging.getLogger("vllm." + __name__)
 
 GRACE_SECONDS = 3
-"""Seconds for responses in flight after the engine has stopped; they need far less to send what they have."""
+"""Seconds of two waits of a shutdown, each for responses in flight: until they have ended, before the engine stops, and
+until they are sent, as uvicorn's `timeout_graceful_shutdown`. Both need far less."""
 START_POLL_SECONDS = 0.02
 POLL_SECONDS = 0.5
 """Seconds between two checks of the engine."""
@@ -93,7 +94,7 @@ async def serve_http(app: Any, *args: Any, **options: Any) -> Coroutine[Any, Any
 
     engine.shutdown = shutdown
     watching = loop.create_task(watch())
-    watching.add_done_callback(_report_failure)
+    watching.add_done_callback(_report_unwatched)
     announcing = loop.create_task(_announce(app, engine))
     announcing.add_done_callback(_report_unannounced)
     try:
@@ -147,8 +148,8 @@ def _report_outputs_not_stopped(stopping: concurrent.futures.Future[None]) -> No
     mentions=("request_states",),
 )
 def _end_streams(engine: Any) -> None:
-    """Ends the responses in flight with the finish reason "abort". An engine that is killed before it has done so would
-    leave them waiting."""
+    """Ends the responses in flight with the finish reason "abort". Without this, they would wait if the engine is
+    killed before it has aborted their requests."""
     processor = engine.output_processor
     processor.abort_requests(list(processor.request_states), internal=True)
 
@@ -167,8 +168,8 @@ def _report_unannounced(announcing: asyncio.Task[None]) -> None:
         logger.error("The server is up, and its addresses cannot be shown, because of an error.", exc_info=fault)
 
 
-def _report_failure(watching: asyncio.Task[None]) -> None:
-    """Logs why the engine is no longer watched. vLLM's own watchdog still does, every five seconds."""
+def _report_unwatched(watching: asyncio.Task[None]) -> None:
+    """Logs why the checks twice a second have ended. vLLM's `watchdog_loop` still checks the engine, more rarely."""
     if not watching.cancelled() and (fault := watching.exception()):
         logger.error("The engine is no longer checked twice a second, because a check failed.", exc_info=fault)
 
