@@ -131,7 +131,8 @@ def test_a_model_that_cannot_be_served_is_a_usage_error(folder):
 def test_the_speed_of_this_machine(folder, tiny_llama):
     command = [COMMAND, "bench", str(tiny_llama), "--seconds", "1", "--json", "--dtype", "float32"]
     done = subprocess.run(command, env=variables(folder), cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    logs = [path.read_text() for path in folder.glob("vllm-backplane-*/bench-*/log")]
+    assert done.returncode == 0, "\n".join([done.stderr, *logs])
     found = json.loads(done.stdout)
     figures = {figure["name"]: figure for figure in found["figures"]}
     points = ("decode, 1 sequence", "decode, 4 sequences", "decode, 16 sequences", "prefill, prompt of 128")
@@ -146,8 +147,11 @@ def test_the_speed_of_this_machine(folder, tiny_llama):
     per_layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * weights["intermediate_size"] + 2 * hidden
     parameters = layers * per_layer + hidden + hidden * weights["vocab_size"]
     assert found["weight_bytes_per_token"] == pytest.approx(4 * parameters, rel=0.02)
-    share = figures["weights, read by decode, 1 sequence"]["median"] / figures["memory, reading"]["median"]
-    assert 0 < share < 1.2
+    # How large the share is depends on what else the machine does, and is not asserted.
+    read = figures["weights, read by decode, 1 sequence"]["median"]
+    decoded = figures["decode, 1 sequence"]["median"]
+    assert read == pytest.approx(decoded * found["weight_bytes_per_token"] / 1e9)
+    share = read / figures["memory, reading"]["median"]
     if found["reliable"]:
         assert found["share_of_bandwidth"] == pytest.approx(share)
     else:
