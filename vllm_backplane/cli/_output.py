@@ -14,5 +14,6 @@ progress = progress_of("vllm-backplane")
 
 def report_error(fault: Exception) -> int:
     """Prints an error and returns the exit status: 2 for a mistake of the user, otherwise 1."""
-    print(f"vllm-backplane: error: {fault}", file=sys.stderr)
+    # In its processes, vLLM gives the stream a method `write` that adds a prefix. The one of the class adds none.
+    type(sys.stderr).write(sys.stderr, f"vllm-backplane: error: {fault}\n")
     return 2 if isinstance(fault, UsageError) else 1
