@@ -87,7 +87,7 @@ def running(command: list[str], variant: Variant, port: int, timeout: float) -> 
             )
         try:
             deadline = time.monotonic() + timeout
-            while not _healthy(port):
+            while not is_healthy(port):
                 if process.poll() is not None:
                     raise failure_of(process.returncode, log)
                 if time.monotonic() > deadline:
@@ -98,7 +98,7 @@ def running(command: list[str], variant: Variant, port: int, timeout: float) -> 
             stop(process)
 
 
-def _healthy(port: int) -> bool:
+def is_healthy(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
             return True
