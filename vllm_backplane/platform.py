@@ -20,7 +20,7 @@ from vllm_backplane.guards import guarded, set_drift
 from vllm_backplane.patches import application
 from vllm_backplane.process.engine_exit import shut_engines_down_at_exit
 from vllm_backplane.process.forked_sockets import release_sockets_in_engines
-from vllm_backplane.process.orphan_watchdog import watch_ancestors_in_engines
+from vllm_backplane.process.orphan_watchdog import watch_in_engines
 from vllm_backplane.process.start_signals import end_start_on_signals
 from vllm_backplane.process.vllm_torch import bind_torch_of_vllm
 from vllm_backplane.runtime import configured, runtime
@@ -42,7 +42,7 @@ logger = init_logger("vllm." + __name__)  # vLLM configures handlers for its own
 
 install_filters()
 # Early: if the server is killed while its engine starts, a spawned engine would wait for it for minutes.
-watch_ancestors_in_engines()
+watch_in_engines()
 shut_engines_down_at_exit()
 _device = runtime().device
 bind_torch_of_vllm(_device, 0)

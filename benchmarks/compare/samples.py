@@ -30,7 +30,7 @@ class Summary:
 
     @property
     def spread(self) -> float:
-        """The range as a share of the median."""
+        """Returns the range as a share of the median."""
         return (self.most - self.least) / self.median if self.median else 0.0
 
 

@@ -27,10 +27,10 @@ SECONDS = {"coverage": 300, "fuzzing": 200}
 LIMITS = ("--max-model-len", "64", "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--dtype", "float32")
 KNOWN: dict[tuple[str, str], str] = {
     ("/v1/systemone", "does not support the structured decision API"): (
-        "vllm/entrypoints/generate/structured_decisions/api_router.py answers 501 for models without this interface"
+        "vllm/entrypoints/generate/structured_decisions/api_router.py:50 (0.33.0) answers 501 for such models"
     ),
     ("/v1/decisions", "does not support the Decisions API"): (
-        "vllm/entrypoints/openai/decisions/api_router.py answers 501 for models without this interface"
+        "vllm/entrypoints/openai/decisions/api_router.py:45 (0.33.0) answers 501 for such models"
     ),
 }
 """Errors of vLLM itself: path and part of the message, with the line of vLLM's source."""

@@ -32,6 +32,8 @@ UNIT = (
         "worker",
         "devices/test_cpu_threads.py",
         "test_general_plugin.py",
+        "test_platform_choice.py",
+        "test_runtime.py",
     ),
 )
 """Folders and files of unit tests that import vLLM."""

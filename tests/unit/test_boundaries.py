@@ -62,6 +62,7 @@ FREE_OF_VLLM = (
     "models",
     "peering",
     "errors.py",
+    "guards.py",
     "name_patterns.py",
     "own_options.py",
     "private_folder.py",
@@ -182,16 +183,19 @@ def test_a_folder_imports_lower_levels_only(path):
 
 
 def imported_files(path: Path, package: Path) -> set[Path]:
-    """Returns the files of a package that a file imports when it is itself imported or checked by a type checker."""
+    """Returns the files of a package that a file imports when it is itself imported or checked by a type checker. A
+    name of a folder is in its `__init__.py`."""
     found = set()
     for module in imports(path):
         parts = module.split(".")
-        if parts[0] == package.name:
-            for length in (len(parts), len(parts) - 1):
-                file = package.joinpath(*parts[1:length]).with_suffix(".py") if length > 1 else None
-                if file is not None and file.is_file():
-                    found.add(file)
-                    break
+        if parts[0] != package.name or len(parts) == 1:
+            continue
+        for length in (len(parts), len(parts) - 1):
+            place = package.joinpath(*parts[1:length])
+            file = next((each for each in (place.with_suffix(".py"), place / "__init__.py") if each.is_file()), None)
+            if file is not None and place != package:
+                found.add(file)
+                break
     return found - {path}
 
 
@@ -202,6 +206,19 @@ def test_no_files_import_each_other_in_a_circle(package):
     while free := [path for path, below in edges.items() if path not in done and below <= done]:
         done.update(free)
     assert sorted(str(path.relative_to(package)) for path in edges.keys() - done) == []
+
+
+LEVELS_OF_PATCHBAY = {"errors": 0, "upstream": 1, "audit": 2, "patch": 2, "upgrade": 3, "cli": 4, "__main__": 5}
+
+
+def test_a_folder_of_patchbay_imports_lower_levels_only():
+    own = [path for path in PATCHBAY.rglob("*.py") if path.relative_to(PATCHBAY).parts[0] != "__init__.py"]
+    assert {path.relative_to(PATCHBAY).parts[0].removesuffix(".py") for path in own} == set(LEVELS_OF_PATCHBAY)
+    for path in own:
+        here = path.relative_to(PATCHBAY).parts[0].removesuffix(".py")
+        for file in imported_files(path, PATCHBAY):
+            there = file.relative_to(PATCHBAY).parts[0].removesuffix(".py")
+            assert there == here or LEVELS_OF_PATCHBAY[there] < LEVELS_OF_PATCHBAY[here], f"{path} imports {file}"
 
 
 def test_patchbay_imports_packaging_and_nothing_else():

@@ -181,6 +181,8 @@ def test_the_wheel_names_neither_vllm_nor_torch(whole: Wheel) -> None:
     always = {line.split(";")[0].strip() for line in needed if "extra ==" not in line}
     assert {re.split(r"[<>=!~ ]", line)[0] for line in always} == {"gguf", "packaging", "psutil", "vllm-patchbay"}
     assert all(re.search(r"[<>=]", line) for line in always), "every requirement has a bound"
+    [sister] = [Requirement(line) for line in needed if line.startswith("vllm-patchbay")]
+    assert vllm_patchbay.__version__ in sister.specifier, "both are released together"
     [supported] = [Requirement(line) for line in needed if re.match(r"vllm\b(?!-)", line)]
     assert str(supported.marker) == 'extra == "vllm"'
     assert all(release.version in supported.specifier for release in RELEASES)

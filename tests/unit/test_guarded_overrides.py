@@ -46,7 +46,7 @@ INTERFACES = {
 }
 """Classes of vLLM that are made for subclasses of other packages. Their public methods need no guard."""
 REPLACED_WHOLE = {
-    "get_min_capability": "which cards of CUDA can compute a format says nothing of other devices",
+    "get_min_capability": "which cards of CUDA can compute a format does not apply to other devices",
     "get_supported_act_dtypes": "the device decides which dtypes it computes in",
 }
 """Methods that our mixins replace, and why vLLM's versions of them do not matter."""

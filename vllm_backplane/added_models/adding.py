@@ -99,7 +99,7 @@ def _copied(name: str, checkpoint: Checkpoint, given: Path, progress: Progress) 
     if not _can_clone(checkpoint.folder / checkpoint.files[0], target / ".clone"):
         entries.require_space(total, f"a copy of {given}")
     digests = {}
-    progress.say(f"copying {name} ({size_text(total)})")
+    progress.report(f"copying {name} ({size_text(total)})")
     with progress.bar(f"copying {name}", total) as advance:
         for file in checkpoint.files:
             (target / file).parent.mkdir(mode=0o700, exist_ok=True)

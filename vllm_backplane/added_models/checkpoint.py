@@ -175,7 +175,7 @@ def _require_index(folder: Path, index: dict[str, Any], tensors: dict[str, dict[
         if tensor not in tensors[file]:
             raise CheckpointError(
                 f"{folder / file} does not have the tensor {short_repr(tensor)}{nearest(tensor, tensors[file])} "
-                f"{_INDEX} says that it does; download both again"
+                f"which {_INDEX} lists in it; download both again"
             )
 
 

@@ -50,7 +50,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Says where a model came from."""
+    """Describes where a model came from."""
 
     kind: str
     """copy, link or hub."""
@@ -84,7 +84,7 @@ class File:
 
 
 class Fault(NamedTuple):
-    """Says why a model cannot be used as it is."""
+    """Holds the reason why a model cannot be used as it is."""
 
     state: Literal["link broken", "changed"]
     text: str
@@ -92,7 +92,7 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An added model."""
+    """Describes an added model."""
 
     name: str
     source: Source
@@ -281,7 +281,7 @@ def locked(name: str, progress: Progress) -> Iterator[None]:
         raise _not_usable(folder, fault) from fault
     _is_own_folder(folder)
     waiting = f"waiting for another process that adds or removes {name}"
-    with cache.exclusive(folder / f".{name}.lock", progress.say, waiting):
+    with cache.exclusive(folder / f".{name}.lock", progress.report, waiting):
         _settle(name)
         yield
 

@@ -90,7 +90,9 @@ def add_from_hub(hub_name: HubName, name: str | None, *, replace: bool, progress
                 local = file.name.removeprefix(below)
                 digests[local] = _fetched(hub_name, commit, file, target / local, progress)
         except KeyboardInterrupt:
-            progress.say(f"interrupted; run the same command again to continue, or: vllm-backplane model remove {name}")
+            progress.report(
+                f"interrupted; run the same command again to continue, or: vllm-backplane model remove {name}"
+            )
             raise
         try:
             checkpoint = examine(target / wanted[0].removeprefix(below) if hub_name.is_gguf else target)
@@ -224,7 +226,7 @@ def _same(
     expected = {file.name.removeprefix(below): file.size for file in chosen}
     if {file: one.size for file, one in entry.files.items()} != expected or entry.fault() is not None:
         return None
-    progress.say(f"{name} was added before")
+    progress.report(f"{name} was added before")
     return entry
 
 
@@ -255,7 +257,7 @@ def _fetched(hub_name: HubName, commit: str, file: HubFile, target: Path, progre
     verified = _has_digest(part, file, progress)
     if resumed and not verified:
         # What an earlier process has left may be damaged.
-        progress.say(f"{file.name} does not have the hub's digest after it was continued; downloading it again")
+        progress.report(f"{file.name} does not have the hub's digest after it was continued; downloading it again")
         part.unlink()
         _download(hub_name, commit, file, part, progress)
         verified = _has_digest(part, file, progress)
@@ -284,7 +286,7 @@ def _download(hub_name: HubName, commit: str, file: HubFile, part: Path, progres
             stream.truncate()
         if begin < file.size:
             rest = f", {size_text(begin)} of it are here" if begin else ""
-            progress.say(f"downloading {file.name} ({size_text(file.size)}{rest})")
+            progress.report(f"downloading {file.name} ({size_text(file.size)}{rest})")
         with progress.bar(file.name, file.size, begin) as advance, _own_bars(), _hub_errors(hub_name):
             here = begin
             while here < file.size:
@@ -296,8 +298,8 @@ def _download(hub_name: HubName, commit: str, file: HubFile, part: Path, progres
                         headers=build_hf_headers(),
                         displayed_filename=file.name,
                     )
-                # Such as a reset connection, or an answer that is shorter than the hub says; http_get itself retries
-                # after others.
+                # Such as a reset connection, or an answer that is shorter than the hub announced; http_get itself
+                # retries after others.
                 except (http_library().ReadError, OSError) as fault:
                     before, here = here, stream.seek(0, os.SEEK_END)
                     if here <= before or (isinstance(fault, OSError) and not _ended_early(fault)):

@@ -19,8 +19,8 @@ _SMALLEST_BAR = 4 << 20
 class Progress:
     """Reports messages through a function, and work on many bytes as a bar or as lines."""
 
-    def __init__(self, say: Callable[[str], None], *, bars: bool | None = None) -> None:
-        self.say = say
+    def __init__(self, report: Callable[[str], None], *, bars: bool | None = None) -> None:
+        self.report = report
         self._bars = sys.stderr.isatty() if bars is None else bars
 
     @contextmanager
@@ -55,7 +55,7 @@ class Progress:
             done += count
             if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
                 last = time.monotonic()
-                self.say(f"{label}: {size_text(done)} of {size_text(total)}")
+                self.report(f"{label}: {size_text(done)} of {size_text(total)}")
 
         return advance
 

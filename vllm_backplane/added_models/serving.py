@@ -15,12 +15,12 @@ def is_served_by_name(given: str) -> bool:
     return entries.lookup(given) is not None or _gguf_of_hub(given) is not None
 
 
-def path_to_serve(given: str, say: Callable[[str], None]) -> Path | None:
+def path_to_serve(given: str, report: Callable[[str], None]) -> Path | None:
     """Returns the path of an added model, or None if the name is that of no added model.
 
     A GGUF file of a hub is downloaded and added first. Other names of the hub are left to vLLM, which downloads them.
     """
-    progress = Progress(say)
+    progress = Progress(report)
     entry = entries.lookup(given)
     if entry is not None:
         entry.require_complete(progress)

@@ -28,7 +28,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Holds the figures and what they say."""
+    """Holds the figures and what follows from them."""
 
     measured: Mapping[str, Any]
     """What the measuring process returned."""

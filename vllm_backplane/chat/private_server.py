@@ -26,10 +26,10 @@ ENDING_SECONDS = 2.0
 
 
 class PrivateServer:
-    """A server that ends with this object's context, or with this process."""
+    """Runs a server that ends with this object's context, or with this process."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts the server. `command` gets the options that say where it listens."""
+        """Starts the server. `command` gets the options for the socket on which it listens."""
         self._process = OwnedProcess("chat")
         self.api_key = secrets.token_urlsafe(32)
         path = self._process.folder / "socket"

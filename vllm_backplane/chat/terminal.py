@@ -88,7 +88,7 @@ class Terminal:
         """Adds a message to what the arrow keys find."""
         try:
             readline.add_history(message)
-        except ValueError:  # readline encodes it as the locale says
+        except ValueError:  # readline encodes it in the encoding of the locale
             if not self._has_skipped:
                 self._has_skipped = True
                 _note("the arrow keys do not find messages that the locale cannot encode; set LC_ALL=C.UTF-8")

@@ -180,7 +180,7 @@ def _remove(args: argparse.Namespace) -> int:
 
 def _path(args: argparse.Namespace) -> int:
     if _bundled(args.name) is not None:
-        path = obtain(args.name, _progress(args).say, verify=args.verify)
+        path = obtain(args.name, _progress(args).report, verify=args.verify)
     else:
         from vllm_backplane.added_models import entries
 

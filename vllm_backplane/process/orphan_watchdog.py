@@ -25,7 +25,7 @@ POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 """Seconds between SIGTERM and the unconditional exit."""
 
-_ancestors: list[psutil.Process | None] = []
+_watched: list[psutil.Process | None] = []
 """Processes with which this one ends. None stands for a process that had ended before it could be looked up. A forked
 process inherits its parent's list, so a worker ends with the server at once and does not wait for the engine to end."""
 
@@ -35,10 +35,10 @@ _watching_pid = 0
 
 
 @cache
-def watch_ancestors_in_engines() -> None:
+def watch_in_engines() -> None:
     """Starts the watchdog in every engine or worker process forked from this one, and in this one if it is such a
     process. To be called as early as possible: a server may be killed while its engine starts."""
-    register_after_fork(watch_ancestors_in_engines, lambda _: _start_watchdog())
+    register_after_fork(watch_in_engines, lambda _: _start_watchdog())
     _start_watchdog()
 
 
@@ -51,12 +51,12 @@ def _start_watchdog() -> None:
 
 
 def _record_parent() -> bool:
-    """Adds the parent process to `_ancestors`. Returns whether the parent is known: multiprocessing sets it in a
+    """Adds the parent process to `_watched`. Returns whether the parent is known: multiprocessing sets it in a
     spawned process only after the modules of its target have been imported."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         # Not os.getppid(): once the parent has ended, that is the process which adopted this one.
-        _ancestors.append(_older_process(parent.pid))
+        _watched.append(_older_process(parent.pid))
     return parent is not None
 
 
@@ -74,7 +74,7 @@ def _watch(parent_known: bool) -> None:
     while not parent_known:
         time.sleep(POLL_SECONDS)
         parent_known = _record_parent()
-    while all(_is_alive(process) for process in _ancestors):
+    while all(_is_alive(process) for process in _watched):
         time.sleep(POLL_SECONDS)
     logger.error("The process that started this one is gone, so this process terminates.")
     os.kill(os.getpid(), signal.SIGTERM)

@@ -55,7 +55,7 @@ def end_with_owner(owner: int) -> None:
 
 
 class OwnedProcess:
-    """A process with a folder and a log. It ends with this object's context, or with this process."""
+    """Runs a process with a folder and a log. It ends with this object's context, or with this process."""
 
     def __init__(self, name: str) -> None:
         """Creates the folder. `start` starts the process."""

@@ -25,7 +25,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -55,7 +55,6 @@ from vllm_backplane.worker import memory, profiling, sleep
 from vllm_backplane.worker.freeze_operators import freeze_operators
 from vllm_backplane.worker.kv_cache import KvCacheAllocator
 from vllm_backplane.worker.numeric_guard import NumericGuard
-from vllm_backplane.worker.output_copy import wait_for_output_copy
 from vllm_patchbay.patch import Process
 
 logger = init_logger("vllm." + __name__)
@@ -641,6 +640,22 @@ class BackplaneWorker(Worker):
             return
         if seconds is not None:
             logger.info("The modelled chip would have been busy for %.6f s on card %d.", seconds, self.card)
+
+
+def wait_for_output_copy(output: Any) -> None:
+    """Makes later work on the current stream wait for the copy of an output that vLLM discards.
+
+    vLLM copies an output to the host on a separate stream. On a rank whose output is not read, it drops the output, and
+    with it the source tensors, during that copy: their memory would be reused and overwritten. On the output rank the
+    reader waits for the copy.
+    """
+    if not isinstance(output, AsyncModelRunnerOutput):
+        return
+    for name in ("async_copy_ready_event", "copy_event"):  # of the V1 and of the V2 model runner
+        if (event := getattr(output, name, None)) is not None:
+            event.wait()
+            return
+    output.get_output()
 
 
 def rows_of_step() -> int | None:

@@ -16,7 +16,7 @@ from vllm_patchbay.upstream.source import SourceTree
 _COMMON_WORDS = 2
 """Words that a new hook must share with a patch in order to be named as its replacement."""
 _COMMON = frozenset({"platform", "return", "whether", "device", "method", "default", "vllm", "given", "value", "which"})
-"""Words that do not tell what a hook is about."""
+"""Words that do not identify what a hook is about."""
 
 
 def hooks(plugin: Plugin, derived: list[Derived], old: VllmTarget, new: VllmTarget) -> Iterator[Item]:
@@ -54,7 +54,7 @@ def hooks(plugin: Plugin, derived: list[Derived], old: VllmTarget, new: VllmTarg
 
 
 def _words(text: str) -> set[str]:
-    """Returns the words of names and sentences that may tell what they are about, without a plural's ending."""
+    """Returns the words of names and sentences that may identify their subject, without a plural's ending."""
     found = re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", text).lower())
     return {word.removesuffix("s") for word in found if len(word) > 4} - _COMMON
 

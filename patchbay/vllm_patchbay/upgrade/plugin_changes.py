@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from vllm_patchbay.audit.checks.context import Context
-from vllm_patchbay.audit.checks.overrides import _bases, _reaches_vllm, inherited
+from vllm_patchbay.audit.checks.overrides import bases_of, inherited, reaches_vllm
 from vllm_patchbay.audit.checks.registrations import REPLACEABLE
 from vllm_patchbay.audit.facts import ClassFact, KernelFact, RegisterFact
 from vllm_patchbay.audit.plugin import Plugin
@@ -60,8 +60,8 @@ def classes(*targets: VllmTarget) -> list[Derived]:
         for file, facts in target.plugin.facts.items():
             context = Context(file, facts, target, ConditionEvaluator(target, facts), False)
             for number, fact, reachability in context.each(ClassFact):
-                bases = _bases(context, fact)
-                if not reachability.type_checking_only and any(_reaches_vllm(context, base) for base in bases):
+                bases = bases_of(context, fact)
+                if not reachability.type_checking_only and any(reaches_vllm(context, base) for base in bases):
                     found.setdefault((file, number), (file, fact, {}))[2][target.label] = bases
     return [Derived(*each) for each in found.values()]
 
@@ -72,7 +72,7 @@ def _member(derived: Derived, target: VllmTarget, name: str) -> Resolution | Non
     if bases is None:
         return None
     context = Context(derived.file, [], target, ConditionEvaluator(target, []), False)
-    found = inherited(context, [base for base in bases if _reaches_vllm(context, base)], name)
+    found = inherited(context, [base for base in bases if reaches_vllm(context, base)], name)
     is_defined = found.is_found and found.symbol is not None and found.symbol.signature is not None
     return found if is_defined and found.module.partition(".")[0] == "vllm" else None
 

@@ -86,7 +86,7 @@ def saved(metadata: StepMetadata) -> list[int]:
     return [save.block_id for save in metadata.saves]
 
 
-def test_full_blocks_are_kept_and_promised(scheduler: OffloadScheduler) -> None:
+def test_full_blocks_are_kept_and_matched(scheduler: OffloadScheduler) -> None:
     assert saved(run(scheduler, request("a", range(10)), [5, 6, 7])) == [5, 6]
     assert scheduler.num_matched_tokens(request("b", range(10)), 0) == 8
     assert scheduler.num_matched_tokens(request("c", range(10)), SIZE) == 4, "the first is in vLLM's own cache"
@@ -138,7 +138,7 @@ def test_a_load_goes_into_the_blocks_of_the_request(scheduler: OffloadScheduler)
     assert step(scheduler).loads == [], "once"
 
 
-def test_a_block_that_failed_is_not_promised_again_and_kept_anew(scheduler: OffloadScheduler) -> None:
+def test_a_block_that_failed_is_not_matched_again_and_kept_anew(scheduler: OffloadScheduler) -> None:
     run(scheduler, request("a", range(14)), [5, 6, 7, 8])
     one = request("b", range(14))
     load(scheduler, one, [1, 2, 3, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import re
 import subprocess
@@ -13,7 +14,8 @@ import pytest
 
 from vllm_backplane.cli import main
 from vllm_backplane.patches import OWN
-from vllm_patchbay.patch import PatchSet
+from vllm_patchbay.patch import Outcome, Patch, PatchSet, verify
+from vllm_patchbay.upstream import SourceTree, SymbolIndex, installed_tree
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -61,6 +63,28 @@ def test_a_patch_without_a_test_of_its_own_is_noticed(tmp_path: Path, text: str 
     if text is not None:
         (tmp_path / "test_patch.py").write_text(text)
     assert ("mine" in _tested_names(tmp_path / "test_patch.py")) is tested
+
+
+@pytest.mark.parametrize("patch", own_patches().patches, ids=lambda patch: patch.name)
+def test_every_patch_reacts_to_a_changed_line(patch: Patch) -> None:
+    tree = installed_tree()
+    verdict = verify(patch, SymbolIndex(with_another_statement(tree, *patch.target.split(":"))), tree.version)
+    assert verdict.outcome is Outcome.DRIFTED
+    assert f"{patch.target} in vLLM {tree.version} is not what the patch was written against" in verdict.detail
+
+
+def with_another_statement(tree: SourceTree, module: str, qualname: str) -> SourceTree:
+    """Returns a tree of sources in which a function has one more statement."""
+    parsed: ast.AST = ast.parse(tree.read(module) or "")
+    *_, function = scope = [parsed]
+    for name in qualname.split("."):
+        [function] = [node for node in ast.iter_child_nodes(scope[-1]) if getattr(node, "name", None) == name]
+        scope.append(function)
+    assert isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+    function.body.append(ast.Expr(ast.Constant(1)))
+    changed, source = copy.copy(tree), ast.unparse(ast.fix_missing_locations(parsed))
+    changed.read = lambda name: source if name == module else tree.read(name)  # type: ignore[method-assign]
+    return changed
 
 
 def test_the_command_shows_backplanes_patches(capsys: pytest.CaptureFixture[str]) -> None:

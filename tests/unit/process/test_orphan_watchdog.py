@@ -37,7 +37,7 @@ def plugin():
     from vllm_backplane.process import orphan_watchdog
 
     orphan_watchdog.POLL_SECONDS, orphan_watchdog.GRACE_SECONDS = 0.1, 0.5
-    orphan_watchdog.watch_ancestors_in_engines()
+    orphan_watchdog.watch_in_engines()
 
 
 def engine():

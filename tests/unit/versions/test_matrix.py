@@ -143,10 +143,11 @@ def test_the_real_commands() -> None:
 
 def test_every_unit_test_that_imports_vllm_runs_with_each_release() -> None:
     unit = steps.ROOT / "tests" / "unit"
-    imports = re.compile(r"^(from|import) vllm[. ]", re.M)
-    files = [
-        path.relative_to(unit).as_posix() for path in sorted(unit.glob("*/test_*.py")) if path.parent.name != "versions"
-    ]
+    imports = re.compile(r"^\s*(from|import) vllm[. ]", re.M)
+    # Those of vllm_patchbay contain such lines as texts; the pages are checked with the newest release.
+    left_out = ("patchbay/", "versions/", "test_docs.py")
+    files = [path.relative_to(unit).as_posix() for path in sorted(unit.glob("**/test_*.py"))]
+    files = [path for path in files if not path.startswith(left_out)]
     found = {path for path in files if imports.search((unit / path).read_text())}
     assert len(found) > 30
     assert {path for path in found if not path.startswith(steps.UNIT)} == set()

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu import async_utils
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from vllm_backplane.process.vllm_torch import HostEvent, HostStream, View
-from vllm_backplane.worker.output_copy import wait_for_output_copy
+from vllm_backplane.worker.worker import wait_for_output_copy
 
 PARAMETERS = signature(async_utils.AsyncOutput.__init__).parameters
 

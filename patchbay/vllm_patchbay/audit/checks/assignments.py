@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vllm_patchbay.audit.attribute_reads import is_read
+from vllm_patchbay.audit.checks.attribute_reads import is_read
 from vllm_patchbay.audit.checks.context import Context, UpstreamDefinition
 from vllm_patchbay.audit.checks.uses import ENVS_MODULE
 from vllm_patchbay.audit.conditions import Exists, Not

@@ -23,15 +23,15 @@ _NOT_COMPARED = frozenset({"__init__", "__new__", "__init_subclass__", "__post_i
 
 def check(context: Context) -> Iterator[Finding]:
     for number, fact, reachability in context.each(ClassFact):
-        bases = _bases(context, fact)
-        if not reachability.type_checking_only and any(_reaches_vllm(context, base) for base in bases):
+        bases = bases_of(context, fact)
+        if not reachability.type_checking_only and any(reaches_vllm(context, base) for base in bases):
             yield from _methods(context, number, fact, bases, reachability)
             yield from _mixin_methods(context, fact, bases, reachability)
             yield from _super_calls(context, fact, bases, reachability)
             _record_self_reads(context, number, fact, bases)
 
 
-def _bases(context: Context, fact: ClassFact) -> list[Resolution]:
+def bases_of(context: Context, fact: ClassFact) -> list[Resolution]:
     """Returns the base classes of a class with this vLLM. If a base may be several classes, the first one that exists
     counts."""
     found = []
@@ -42,7 +42,7 @@ def _bases(context: Context, fact: ClassFact) -> list[Resolution]:
     return found
 
 
-def _reaches_vllm(context: Context, base: Resolution) -> bool:
+def reaches_vllm(context: Context, base: Resolution) -> bool:
     """Returns whether a base class is a class of vLLM or derives from one."""
     ancestors = context.target.index.ancestors(base.module, base.qualname) if base.is_class else None
     return ancestors is not None and any(module.partition(".")[0] == "vllm" for module, _, _ in ancestors.classes)
@@ -87,7 +87,7 @@ def _mixin_methods(
     taken = set(fact.own)
     for number, base in enumerate(bases):
         ancestors = context.target.index.ancestors(base.module, base.qualname) if base.is_class else None
-        if ancestors is None or _reaches_vllm(context, base):
+        if ancestors is None or reaches_vllm(context, base):
             return
         for module, qualname, body in ancestors.classes:
             for name, symbols in body.members.items():
