@@ -16,7 +16,7 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in a response. A response that is too short for it passes unchanged."""
+    """Describes a fault in a response. A response that is too short for it passes unchanged."""
 
     after: int
     """Bytes of the response that pass before the fault."""

@@ -32,7 +32,7 @@ PROPERTY = "feature"
 
 
 class Shown(NamedTuple):
-    """An entry of the record: a feature that a test demonstrated on a device."""
+    """Describes an entry of the record: a feature that a test demonstrated on a device."""
 
     feature: str
     device: str
@@ -43,7 +43,7 @@ class Shown(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A feature on a device, as a mark of a test states it."""
+    """Describes a feature on a device, as a mark of a test states it."""
 
     feature: str
     device: str

@@ -41,7 +41,7 @@ def tensor(name: str | bytes, dimensions: list[int], kind: int, offset: int, cou
 
 @dataclass
 class File:
-    """A small valid file; a test changes one field."""
+    """Describes a small valid file; a test changes one field."""
 
     magic: bytes = b"GGUF"
     version: int = 3

@@ -1,4 +1,4 @@
-"""A stand-in of a model hub on the loopback interface, with faults.
+"""Stands in for a model hub, on the loopback interface and with faults.
 
 It has what huggingface_hub requests for a download: the description of a repository with sizes and digests, and its
 files. As on the real hub, large files are redirected to another host (here: another port), which serves ranges.
@@ -24,7 +24,7 @@ _FILE = re.compile(r"/(?P<repository>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?
 
 @dataclass
 class Repository:
-    """The files of a repository, and who may see them."""
+    """Holds the files of a repository, and who may see them."""
 
     files: dict[str, bytes]
     commit: str = COMMIT
@@ -40,7 +40,7 @@ class Repository:
 
 @dataclass
 class Request:
-    """A request that came in."""
+    """Describes a request that came in."""
 
     host: str
     """hub or cdn."""
@@ -55,7 +55,7 @@ class Request:
 
 @dataclass
 class Hub:
-    """The repositories, the faults to make, and the requests that came."""
+    """Holds the repositories, the faults to make, and the requests that came."""
 
     repositories: dict[str, Repository] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)

@@ -19,7 +19,7 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 class PseudoTerminal:
-    """A program in a terminal of its own. As a context manager, it kills the program's session on exit."""
+    """Runs a program in a terminal of its own. As a context manager, it kills the program's session on exit."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str], folder: Path) -> None:
         self._master, slave = os.openpty()

@@ -16,7 +16,7 @@ AWQ_COLUMNS = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
 
 @dataclass(frozen=True)
 class Stored:
-    """A layer as a checkpoint stores it, and its weight."""
+    """Holds a layer as a checkpoint stores it, and its weight."""
 
     tensors: dict[str, torch.Tensor]
     """Tensors by the last part of their names."""

@@ -78,7 +78,7 @@ STARTUP_MODULES = ("sitecustomize", "usercustomize")
 
 
 class Forked:
-    """A forked child with those methods of subprocess.Popen that the tests use."""
+    """Represents a forked child with those methods of subprocess.Popen that the tests use."""
 
     def __init__(self, command: Sequence[str], pid: int, forker: _Forker) -> None:
         self.args, self.pid, self._forker = command, pid, forker

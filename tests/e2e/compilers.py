@@ -14,7 +14,7 @@ FAKE_COMPILER = '#!/bin/sh\necho "$0 $*" >> "{calls}"\nexit 1\n'
 
 
 class Compilers:
-    """Fake compilers and empty caches in a folder; `variables` makes a program use them."""
+    """Makes a folder with fake compilers and empty caches; `variables` makes a program use them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

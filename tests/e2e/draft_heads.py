@@ -37,7 +37,7 @@ def _attend(attention: Any, hidden: torch.Tensor, rotary: Any) -> torch.Tensor:
 
 
 class Eagle3Head(nn.Module):
-    """One layer whose input is the embedding of the next token, concatenated with combined hidden states of the target.
+    """Runs one layer on the embedding of the next token, concatenated with combined hidden states of the target.
 
     The hidden states are the inputs of three layers of the target.
     """
@@ -78,7 +78,7 @@ class Eagle3Head(nn.Module):
 
 
 class MtpHead(nn.Module):
-    """MiMo's head: one layer on the embedding of the next token and the last hidden state of the target, projected."""
+    """Computes MiMo's head: one layer on the next token's embedding and the target's last hidden state, projected."""
 
     def __init__(self, target: Any) -> None:
         super().__init__()

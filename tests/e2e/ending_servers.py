@@ -130,7 +130,7 @@ def connections(server: Child, kind: str, *more: psutil.Process) -> list[Any]:
 
 
 class Request(threading.Thread):
-    """A long streaming request in flight. Its outcome is in `end`: "complete", or the exception that ended it."""
+    """Keeps a long streaming request in flight. Its outcome is in `end`: "complete", or the exception that ended it."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(daemon=True)

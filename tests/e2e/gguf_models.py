@@ -29,7 +29,7 @@ WIDE = {**COMMON, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 
 @dataclass(frozen=True)
 class Tiny:
-    """A tiny model, and how it is stored in a GGUF file."""
+    """Describes a tiny model, and how it is stored in a GGUF file."""
 
     config: str
     """Class of the configuration in transformers."""

@@ -20,7 +20,7 @@ TENSORS = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter: its folder, and the factors of each linear layer by the layer's name in the transformers model."""
+    """Holds an adapter's folder, and the factors of each linear layer by the layer's name in the transformers model."""
 
     folder: Path
     rank: int

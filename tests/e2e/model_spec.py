@@ -36,7 +36,7 @@ def nothing(_model: Any) -> None:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A tiny model of one architecture, with one feature that it tests."""
+    """Describes a tiny model of one architecture, with one feature that it tests."""
 
     config: str
     """Class of the configuration in transformers."""

@@ -21,7 +21,7 @@ MARGIN = 1e-2
 
 
 class Models(NamedTuple):
-    """The transformers models and their processors, with the folder of their checkpoints."""
+    """Holds the transformers models and their processors, with the folder of their checkpoints."""
 
     folder: Path
     reranker: Any

@@ -67,7 +67,7 @@ def tail(log: Path, lines: int = TAIL_LINES) -> str:
 
 
 class Child:
-    """A command that runs in its own session. As a context manager, it kills the whole session on exit."""
+    """Runs a command in its own session. As a context manager, it kills the whole session on exit."""
 
     def __init__(
         self,

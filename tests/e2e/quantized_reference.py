@@ -36,7 +36,7 @@ def decoded(made: Packed, bits: int, rows: int, size: int) -> torch.Tensor:
 
 
 class Decoded(torch.nn.Module):
-    """A linear layer whose weight was quantized and decoded, and which rounds its inputs to 8 bits."""
+    """Computes a linear layer whose weight was quantized and decoded, and rounds its inputs to 8 bits."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, chosen: Format) -> None:
         super().__init__()

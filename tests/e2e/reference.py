@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The output for one prompt."""
+    """Holds the output for one prompt."""
 
     token_ids: list[int]
     logprobs: list[float]

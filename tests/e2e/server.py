@@ -22,7 +22,7 @@ START_SECONDS = 300
 
 
 class Server(Child):
-    """A server that `vllm-backplane serve` or `vllm serve` started. It is ready when the constructor returns."""
+    """Runs a server with `vllm-backplane serve` or `vllm serve`. It is ready when the constructor returns."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ COLUMNS = 120
 
 
 class OnTerminal:
-    """A server on a terminal of its own. As a context manager, it kills the server's session on exit."""
+    """Runs a server on a terminal of its own. As a context manager, it kills the server's session on exit."""
 
     def __init__(
         self, folder: Path, *arguments: str, warm: bool = True, variables: Mapping[str, str | None] | None = None

@@ -46,7 +46,7 @@ memory."""
 
 
 class Case:
-    """Prompts, and the outputs of transformers. A test uses its own prompts, which no server has cached before."""
+    """Holds prompts and the outputs of transformers. A test uses its own prompts, which no server has cached before."""
 
     def __init__(self, folder: Path) -> None:
         drawn = random.Random(11)
@@ -70,7 +70,7 @@ def case(tiny_llama: Path) -> Case:
 
 
 class Pair:
-    """A prefill server and a decode server, with the relay between them."""
+    """Holds a prefill server and a decode server, with the relay between them."""
 
     def __init__(self, prefill: Server, decode: Server, relay: Relay) -> None:
         self.prefill, self.decode, self.relay = prefill, decode, relay

@@ -23,7 +23,7 @@ EXPERTS, EXPERT_WIDTH = 24, 512
 
 
 class Case(NamedTuple):
-    """A GGUF file to load."""
+    """Describes a GGUF file to load."""
 
     architecture: str
     kind: gguf.GGMLQuantizationType

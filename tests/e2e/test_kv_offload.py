@@ -39,7 +39,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serve" / "kv-offload.md"
 
 
 class Case:
-    """Prompts, and the outputs of transformers."""
+    """Holds prompts, and the outputs of transformers."""
 
     def __init__(self, folder: Path) -> None:
         random_ids = random.Random(7)
@@ -48,7 +48,7 @@ class Case:
 
 
 class OffloadServer:
-    """A server with KV offload to a folder."""
+    """Sends requests to a server with KV offload to a folder, and reads its counts and files."""
 
     def __init__(self, server: Server, folder: Path, capacity: int) -> None:
         self.server, self.folder, self.capacity = server, folder, capacity

@@ -46,7 +46,7 @@ VARIABLES: dict[str, dict[str, str]] = {
 
 
 class Case:
-    """Two adapters, prompts, and the outputs of transformers for the model and for each merged adapter."""
+    """Holds two adapters, prompts, and the outputs of transformers for the model and for each merged adapter."""
 
     def __init__(self, model_folder: Path, folder: Path) -> None:
         from transformers import AutoTokenizer
@@ -317,7 +317,7 @@ def test_an_adapter_that_was_damaged_after_its_eviction(
 
 
 class Tiny:
-    """Adapters of a model for two workers and the outputs of transformers, by rank; rank 0 is the model itself."""
+    """Holds adapters of a model for two workers and transformers' outputs, by rank; rank 0 is the model itself."""
 
     PROMPT = (77, 78, 79)
     RANKS = (16, 32)

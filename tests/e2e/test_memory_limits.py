@@ -38,7 +38,7 @@ outputs is near a tie."""
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result and the log of one engine."""
+    """Holds the result and the log of one engine."""
 
     result: Result
     log: str

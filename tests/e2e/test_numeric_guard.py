@@ -37,7 +37,7 @@ def launch_in(layer: int, forward: int = 50) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """The result and the log of one engine."""
+    """Holds the result and the log of one engine."""
 
     result: Result
     log: str

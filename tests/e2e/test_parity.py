@@ -21,7 +21,7 @@ CHUNK = 128
 
 
 class Case:
-    """The prompts in tokens, and the outputs of transformers."""
+    """Holds the prompts in tokens, and the outputs of transformers."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer

@@ -29,7 +29,7 @@ VARIABLES = {
 
 
 class Served(NamedTuple):
-    """A server, the folder of its traces, and the number of layers of its model."""
+    """Holds a server, the folder of its traces, and the number of layers of its model."""
 
     server: Server
     traces: Path
@@ -37,7 +37,7 @@ class Served(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A named range of time in one thread of a trace."""
+    """Describes a named range of time in one thread of a trace."""
 
     thread: tuple[object, object]
     begin: float

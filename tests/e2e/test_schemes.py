@@ -31,7 +31,7 @@ ROUNDED = 0.03
 
 @dataclass(frozen=True)
 class Scheme:
-    """A quantization scheme of checkpoints, and the model that is stored in it."""
+    """Describes a quantization scheme of checkpoints, and the model that is stored in it."""
 
     config: Mapping[str, Any]
     """The quantization config of the checkpoint."""
@@ -127,7 +127,7 @@ def named(*devices: str, names: Iterable[str] = SCHEMES, always: Container[str] 
 
 
 class ByToken(torch.nn.Module):
-    """A linear layer that rounds its inputs to 8 bits, with one scale per token."""
+    """Computes a linear layer, and rounds its inputs to 8 bits, with one scale per token."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ def server(device: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 class Case:
-    """The transformers model, prompts in tokens, and expected outputs."""
+    """Holds the transformers model, prompts in tokens, and expected outputs."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer

@@ -38,7 +38,7 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @dataclass(frozen=True)
 class Mapped:
-    """Bytes of the shared weights in one process: its resident set size and its proportional set size."""
+    """Counts the bytes of the shared weights in one process: its resident set size and its proportional set size."""
 
     resident: int
     proportional: int

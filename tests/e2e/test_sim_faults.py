@@ -68,7 +68,7 @@ def test_a_stream_that_hangs_ends_the_server(
 
 @dataclass(frozen=True)
 class Run:
-    """The result and the log of one engine."""
+    """Holds the result and the log of one engine."""
 
     result: Result
     log: str

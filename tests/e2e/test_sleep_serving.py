@@ -28,7 +28,7 @@ CACHE = 64 << 20
 
 
 class Served(NamedTuple):
-    """A server in sleep mode."""
+    """Holds a server with sleep mode."""
 
     server: Server
     weights: int

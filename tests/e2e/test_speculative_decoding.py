@@ -65,7 +65,7 @@ TEXTS = ["A line that is written once more: the ferry leaves at nine.\n" * 4, "W
 
 @dataclass(frozen=True)
 class Models:
-    """The transformers models and heads, with the folder of their checkpoints."""
+    """Holds the transformers models and heads, with the folder of their checkpoints."""
 
     llama: Any
     eagle3: draft_heads.Eagle3Head
@@ -112,7 +112,7 @@ def plain_engines(folder: Path, logs: Path) -> list[Result]:
 
 @dataclass(frozen=True)
 class Run:
-    """The outputs of a server with speculative decoding."""
+    """Holds the outputs of a server with speculative decoding."""
 
     together: list[list[int]]
     """Tokens of all prompts, which were sent concurrently first."""
@@ -132,7 +132,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Runs:
-    """The outputs of all servers, and of both targets without speculation."""
+    """Holds the outputs of all servers, and of both targets without speculation."""
 
     found: dict[tuple[str, str], Run]
     llama: list[list[int]]
@@ -388,7 +388,7 @@ OF_DEFAULT_MODEL = {
 
 @dataclass(frozen=True)
 class DefaultModel:
-    """The outputs of transformers for the default model, and the folder of its draft model."""
+    """Holds the outputs of transformers for the default model, and the folder of its draft model."""
 
     answers: list[list[int]]
     shallow: Path

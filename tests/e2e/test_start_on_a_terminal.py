@@ -27,7 +27,7 @@ MOST_LINES = 25
 
 @dataclass(frozen=True)
 class Transcript:
-    """A start, a request, and the end by Ctrl-C."""
+    """Records a start, a request, and the end by Ctrl-C."""
 
     lines: list[str]
     raw: str

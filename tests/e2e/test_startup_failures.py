@@ -45,7 +45,7 @@ class Broken(Device):
 
 @dataclass(frozen=True)
 class Case:
-    """A start that must fail."""
+    """Describes a start that must fail."""
 
     expected: tuple[str, ...]
     """Texts that the output must contain."""

@@ -42,7 +42,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 class Model:
-    """A model with expected outputs, its checkpoint, and a copy of the folder without weights."""
+    """Holds a model with expected outputs, its checkpoint, and a copy of the folder without weights."""
 
     def __init__(self, folder: Path, without: Path, made: Any) -> None:
         self.folder, self.without_weights = folder, without
@@ -71,7 +71,7 @@ def documented(option: str) -> dict[str, Any]:
 
 
 class Source:
-    """A running server that offers its weights, and the relay to it."""
+    """Holds a running server that offers its weights, and the relay to it."""
 
     def __init__(self, folder: Path, log: Path, device: str) -> None:
         listen, given = free_address(), documented("--additional-config")

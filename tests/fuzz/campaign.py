@@ -46,7 +46,7 @@ Mutate = Callable[[bytes, list[bytes], random.Random], bytes]
 
 @dataclass(frozen=True)
 class Target:
-    """A parser and what it may do."""
+    """Describes a parser and what it may do."""
 
     name: str
     run: Callable[[bytes], Any]
@@ -68,7 +68,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Failure:
-    """An input that broke a rule."""
+    """Describes an input that broke a rule."""
 
     reason: str
     data: bytes
@@ -76,7 +76,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """The outcome of a campaign."""
+    """Holds the outcome of a campaign."""
 
     accepted: int = 0
     refused: int = 0
@@ -122,7 +122,7 @@ def campaign(target: Target, corpus: Sequence[bytes], runs: int, seconds: float,
 
 @dataclass(frozen=True)
 class _Work:
-    """The work of one child: the corpus from a position on, and then changes of it and of other inputs."""
+    """Describes the work of one child: the corpus from a position on, and then changes of it and of other inputs."""
 
     target: Target
     corpus: list[bytes]

@@ -51,7 +51,7 @@ LIMIT_SECONDS = 1800
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one step with one release."""
+    """Holds the result of one step with one release."""
 
     version: str
     step: str

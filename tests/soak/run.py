@@ -26,7 +26,7 @@ hours on two cores."""
 
 @dataclass(frozen=True)
 class Sample:
-    """The server after a stretch, when it is idle."""
+    """Describes the server after a stretch, when it is idle."""
 
     requests: int
     """Requests sent so far."""
@@ -47,7 +47,7 @@ class Sample:
 
 @dataclass
 class Record:
-    """What a run showed."""
+    """Holds what a run showed."""
 
     cache_tokens: int
     """Tokens that the KV cache holds."""

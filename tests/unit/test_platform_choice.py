@@ -31,7 +31,7 @@ YIELDS_TO_ACCELERATOR = "this vLLM serves the machine's accelerator (xpu) itself
 
 
 class ForeignPlugin:
-    """An entry point of another distribution."""
+    """Stands in for an entry point of another distribution."""
 
     name, value = "foreign", "foreign_npu:register"
 
@@ -48,7 +48,7 @@ class ForeignPlugin:
 
 
 class OurPlugin:
-    """Our own entry point, which must not be called."""
+    """Stands in for our own entry point, which must not be called."""
 
     name, value, dist = "backplane", "vllm_backplane:register_platform", None
 

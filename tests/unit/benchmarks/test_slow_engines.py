@@ -34,7 +34,7 @@ NOTHING = "print('nothing to say')"
 
 
 class Slow:
-    """A process that runs into every time limit until it ends, and may write a result before each of them."""
+    """Stands in for a process that runs into every time limit until it ends, and may write a result before each."""
 
     def __init__(self, result: Path, results: int, ends_after: int) -> None:
         self.result, self.results, self.ends_after, self.waits = result, results, ends_after, 0

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
 
 
 class Talk(PseudoTerminal):
-    """A conversation with a stand-in server."""
+    """Runs a conversation with a stand-in server."""
 
     def __init__(self, address: str, folder: Path, *arguments: str) -> None:
         variables = {**AT_START, "XDG_STATE_HOME": str(folder / "state"), "NO_COLOR": "1"}

@@ -48,7 +48,7 @@ from vllm_backplane.worker.worker import BackplaneWorker
 
 
 class Card(Device):
-    """A device without optional capabilities."""
+    """Stands in for a device without optional capabilities."""
 
     name = "card"
     torch_type = "cpu"

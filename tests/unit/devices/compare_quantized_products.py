@@ -29,7 +29,7 @@ def integers(low: int, high: int, *shape: int) -> torch.Tensor:
 
 
 class Weight:
-    """Codes [features, positions] and scales and offsets [features, groups], also in the operator's layout."""
+    """Holds codes [features, positions] and scales and offsets [features, groups], also in the operator's layout."""
 
     def __init__(
         self, bits: int, out: int, fan_in: int, group: int, offsets: bool, layout: CodeLayout, dtype: torch.dtype

@@ -44,7 +44,7 @@ OFFLINE: dict[str, str | None] = {"HF_HUB_OFFLINE": "1"}
 
 @dataclass(frozen=True)
 class Mistake:
-    """A command line with a mistake, which may use the names of `Place` in braces."""
+    """Describes a command line with a mistake, which may use the names of `Place` in braces."""
 
     arguments: tuple[str, ...]
     words: tuple[str, ...]

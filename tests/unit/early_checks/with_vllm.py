@@ -1,4 +1,4 @@
-"""A program that imports vLLM once: its own parser judges command lines, and forks of it serve with mistakes.
+"""Imports vLLM once: its own parser judges command lines, and forks of it serve with mistakes.
 
 Its argument is a folder with `requests`, the arguments of each `serve` as JSON. The result is written to `result`.
 """

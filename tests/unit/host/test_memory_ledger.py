@@ -46,7 +46,7 @@ for line in sys.stdin:
 
 
 class Other:
-    """A process that has reserved 256 MiB."""
+    """Runs a process that has reserved 256 MiB."""
 
     def __init__(self, folder: Path) -> None:
         command = [sys.executable, "-c", OTHER, str(folder)]

@@ -36,7 +36,7 @@ def test_other_commands_get_none() -> None:
 
 
 class Engine:
-    """The methods of vLLM's engine client that the middleware calls, and a server around them."""
+    """Stands in for the methods of vLLM's engine client that the middleware calls, and for a server around them."""
 
     def __init__(self, enabled: bool = True, servers: int = 1) -> None:
         self.vllm_config = SimpleNamespace(

@@ -33,7 +33,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 class Engine:
-    """A client of an engine, whose tokenizer has a chat template or not, or does not exist."""
+    """Stands in for a client of an engine, whose tokenizer has a chat template or not, or does not exist."""
 
     def __init__(self, template: str | None = "{{ messages }}", *, tokenizer: bool = True) -> None:
         self._template, self._exists = template, tokenizer
@@ -110,7 +110,7 @@ def test_tls_needs_a_certificate() -> None:
 
 
 class Middleware:
-    """A middleware that records the requests."""
+    """Records the requests, as a middleware."""
 
     seen: list[str]
 
@@ -153,7 +153,7 @@ def test_no_request_is_made() -> None:
 
 
 class Broken(Engine):
-    """A client of an engine whose tokenizer is not to be had, with an error that nobody expects."""
+    """Stands in for a client of an engine whose tokenizer is not to be had, with an error that nobody expects."""
 
     def get_tokenizer(self) -> Any:
         raise RuntimeError("a tokenizer of somebody else")

@@ -20,7 +20,7 @@ CONTEXT = 10
 
 
 class Words:
-    """A tokenizer with one token for each word, and tokens before and after a text."""
+    """Stands in for a tokenizer with one token for each word, and tokens before and after a text."""
 
     is_fast = True
 

@@ -93,7 +93,7 @@ def test_a_long_name_is_shortened() -> None:
 
 
 class Linear(LinearBase):
-    """A layer of vLLM with 64 inputs and outputs, without its weights."""
+    """Stands in for a layer of vLLM with 64 inputs and outputs, without its weights."""
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)

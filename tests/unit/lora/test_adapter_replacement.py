@@ -19,7 +19,7 @@ NUMBER = 7
 
 
 class Runner:
-    """The parts of vLLM's runner that the validation uses: adapters by number."""
+    """Stands in for the parts of vLLM's runner that the validation uses: adapters by number."""
 
     def __init__(self, held: Any) -> None:
         self.held = {NUMBER: held} if held is not None else {}

@@ -143,7 +143,7 @@ def test_other_connections_pass() -> None:
 
 
 class Engine:
-    """The part of vLLM's engine client that the middleware uses: it loads an adapter, or raises `fault`."""
+    """Stands in for the part of vLLM's engine client that the middleware uses: loads an adapter, or raises `fault`."""
 
     errored = False
 

@@ -22,7 +22,7 @@ GOOD, BAD, OTHER = 1, 2, 3
 
 
 class Runner:
-    """The parts of vLLM's runner that are used: adapters by number, least recently used first; some cannot be read."""
+    """Stands in for vLLM's runner, with adapters by number, least recently used first; some cannot be read."""
 
     capacity = 2
 

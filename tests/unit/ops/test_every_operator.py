@@ -18,7 +18,7 @@ EVERY = [pytest.param(op, id=op.name) for op in declared().values()]
 
 @dataclass(frozen=True)
 class Sampled:
-    """An operator with its samples in one dtype and what it returned for each. No test writes to them."""
+    """Holds an operator with its samples in one dtype and what it returned for each. No test writes to them."""
 
     op: Operator
     dtype: torch.dtype

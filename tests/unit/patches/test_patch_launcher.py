@@ -39,7 +39,7 @@ DEADLINE = 60
 
 
 class Engine:
-    """The part of an engine client that the launcher uses."""
+    """Stands in for the part of an engine client that the launcher uses."""
 
     def __init__(self) -> None:
         self.vllm_config = SimpleNamespace(shutdown_timeout=0)

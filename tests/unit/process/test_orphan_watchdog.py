@@ -78,7 +78,7 @@ if __name__ == "__main__":
 
 
 class Family:
-    """The program, and the processes of it that have printed their ID."""
+    """Runs the program, and holds the processes of it that have printed their ID."""
 
     def __init__(self, folder: Path, method: str) -> None:
         script = folder / "program.py"

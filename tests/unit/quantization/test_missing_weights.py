@@ -39,7 +39,7 @@ def _alone(one_worker: None) -> None:
 
 
 class Small(torch.nn.Module):
-    """A model with one layer of each kind."""
+    """Builds a model with one layer of each kind."""
 
     def __init__(self) -> None:
         super().__init__()

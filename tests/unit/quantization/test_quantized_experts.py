@@ -62,7 +62,7 @@ def build(config: type[OnlineConfig], **changes: Any) -> Any:
 
 
 class Weights:
-    """Random gate, up and down weights of each expert."""
+    """Holds random gate, up and down weights of each expert."""
 
     def __init__(self, seed: int = 0) -> None:
         random = np.random.default_rng(seed)

@@ -22,7 +22,7 @@ LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 
 
 class Recording(Graph):
-    """A graph that captures nothing; the tests are about which steps may be replayed."""
+    """Stands in for a graph and captures nothing; the tests are about which steps may be replayed."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -49,7 +49,7 @@ class Recorder(Device):
 
 
 class Step:
-    """One decode step of two layers, each with metadata and slots of its own."""
+    """Holds one decode step of two layers, each with metadata and slots of its own."""
 
     def __init__(self) -> None:
         self.ids = torch.zeros(2, dtype=torch.int64)

@@ -40,7 +40,7 @@ STEPS: list[dict[str, Any]] = [
 
 
 class Screen:
-    """A display on a terminal that keeps what is written."""
+    """Runs a display on a terminal that keeps what is written."""
 
     def __init__(self, columns: int = 100, **environment: str) -> None:
         self.raw = ""

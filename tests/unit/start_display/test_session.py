@@ -33,7 +33,7 @@ exit_without_teardown(0)
 
 
 class Program:
-    """A program on a terminal of its own."""
+    """Runs a program on a terminal of its own."""
 
     def __init__(self, cache: Path, text: str) -> None:
         self.master, slave = os.openpty()

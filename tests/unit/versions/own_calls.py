@@ -16,7 +16,7 @@ from vllm_patchbay.upstream.modules import Binds, MethodKind, dotted
 
 @dataclass(frozen=True, slots=True)
 class CheckedCall:
-    """A call of a function of vLLM."""
+    """Describes a call of a function of vLLM."""
 
     where: str
     function: str

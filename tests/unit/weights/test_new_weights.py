@@ -21,7 +21,7 @@ from vllm_backplane.worker.worker import BackplaneWorker
 
 
 class Recording(Graph):
-    """A graph of the host, which records nothing."""
+    """Stands in for a graph of the host, which records nothing."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:

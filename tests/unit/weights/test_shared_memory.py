@@ -26,7 +26,7 @@ BIASES = LAYERS * WIDTH * 4
 
 
 class Holder:
-    """Another process with a model."""
+    """Runs another process with a model."""
 
     def __init__(self, folder: Path, seed: int = 1) -> None:
         command = [sys.executable, "-m", "tests.unit.weights.sharing_process", str(folder), str(seed)]

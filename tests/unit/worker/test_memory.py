@@ -44,7 +44,7 @@ def test_the_cache_gets_what_weights_and_activations_leave() -> None:
 
 
 class Limited(HostCard):
-    """A card of a process with a limit of its own."""
+    """Stands in for a card of a process with a limit of its own."""
 
     left = 3 * GIB
 

@@ -69,7 +69,7 @@ FIELDS: dict[str, Any] = {
 
 
 class Host:
-    """The package, its index, and a factory of patches. A patch gets the right fingerprint unless one is given."""
+    """Provides the package, its index and patches. A patch gets the right fingerprint unless one is given."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
