@@ -75,6 +75,7 @@ from vllm_backplane.attention.metadata import BackplaneMetadataBuilder
 from vllm_backplane.distributed.communicator import BackplaneCommunicator
 from vllm_backplane.platform import BackplanePlatform
 from vllm_backplane.runner.v1 import BackplaneModelRunnerV1
+from vllm_backplane.settings.compat import NOT_IN_EVERY_RELEASE
 from vllm_backplane.worker.worker import BackplaneWorker
 
 OWN = {  # methods that Backplane adds; every other method must override one of vLLM
@@ -130,7 +131,8 @@ for ours, own in OWN.items():
     for name, value in vars(ours).items():
         if name.startswith("__") or not (callable(value) or isinstance(value, (classmethod, staticmethod, property))):
             continue
-        if name not in own and not hasattr(base, name):
+        is_newer = f"{base.__module__}:{base.__name__}.{name}" in NOT_IN_EVERY_RELEASE
+        if name not in own and not hasattr(base, name) and not is_newer:
             gone.append(f"{ours.__name__}.{name}")
 assert not gone, gone
 """
