@@ -11,7 +11,7 @@ from pathlib import Path
 from vllm_backplane.binding.operator_callers import IR_OPERATOR, RUNNER_KERNEL, Hook
 from vllm_backplane.binding.registry import Binding
 from vllm_patchbay.audit.checks.context import Context
-from vllm_patchbay.audit.checks.overrides import _bases, _reaches_vllm, inherited
+from vllm_patchbay.audit.checks.overrides import bases_of, inherited, reaches_vllm
 from vllm_patchbay.audit.facts import ClassFact
 from vllm_patchbay.audit.plugin import Plugin
 from vllm_patchbay.audit.plugin_files import collect
@@ -114,8 +114,8 @@ class Presence:
         for file, facts in self.plugin.facts.items():
             context = Context(file, facts, target, ConditionEvaluator(target, facts), False, {}, {}, set(), [])
             for _, fact, _ in context.each(ClassFact):
-                bases = _bases(context, fact)
-                if not any(_reaches_vllm(context, base) for base in bases):
+                bases = bases_of(context, fact)
+                if not any(reaches_vllm(context, base) for base in bases):
                     continue
                 for method in fact.methods:
                     name = method.symbol.name
