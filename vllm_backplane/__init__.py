@@ -23,9 +23,21 @@ def register_general() -> None:
 
     vLLM calls it in every process, sometimes twice.
     """
+    from vllm_backplane.page.loading import keep_out_of_warning
     from vllm_backplane.plugin import activate
 
+    keep_out_of_warning()
     activate()
+
+
+def register_page() -> object:
+    """Returns the endpoint plugin of the page, as the entry point of the group ``vllm.endpoint_plugins``.
+
+    vLLM calls it in a server if VLLM_PLUGINS names it. If another platform serves, the plugin adds nothing.
+    """
+    from vllm_backplane.page.plugin import PagePlugin
+
+    return PagePlugin()
 
 
 def register_documents() -> str | None:

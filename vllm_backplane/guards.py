@@ -39,3 +39,8 @@ def use_feature(feature: str) -> None:
 def is_switched_off(fast_path: str) -> bool:
     """Returns whether a fast path is switched off because vLLM's source is not the one that it was written against."""
     return _GUARDS.is_switched_off(fast_path)
+
+
+def switched_off() -> dict[str, str]:
+    """Returns the fast paths that are switched off in this process, with the reasons."""
+    return dict(_GUARDS.switched_off)

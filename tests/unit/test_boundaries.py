@@ -30,7 +30,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("quantization",),
     ("patches", "weights"),
     ("config",),
-    ("lora", "runner"),
+    ("lora", "page", "runner"),
     ("binding", "worker"),
     ("bench", "chat", "doctor", "platform", "plugin"),
     ("cli",),

@@ -37,6 +37,7 @@ from vllm_backplane.errors import BackplaneError, UsageError
 from vllm_backplane.guards import guarded, verify_guards
 from vllm_backplane.host.control_groups import control_group_limits
 from vllm_backplane.models import DEFAULT, models, obtain
+from vllm_backplane.page.loading import OPTION, arguments_of_serve
 from vllm_backplane.platform_choice import COMMAND_VARIABLE, DEVICE_VARIABLE, PLUGINS_VARIABLE, active_plugin
 from vllm_backplane.process import start_events
 from vllm_backplane.process.fast_exit import exit_without_teardown
@@ -71,6 +72,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
         "--verbose", action="store_true", help="write vLLM's log to the terminal instead of a file, and all of it"
+    )
+    parser.add_argument(
+        OPTION, action="store_true", help="serve no page: chat with the model, and status, at / in a browser"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print vLLM's command line and environment variables, and exit"
@@ -262,7 +266,8 @@ def plan(args: argparse.Namespace, environment: Mapping[str, str]) -> Launch:
         variables[DEVICE_VARIABLE] = args.device
     given, rest = _split(args.rest)
     model = [] if given is None and _has(rest, "--config") else _model_arguments(given or DEFAULT.name, rest)
-    command = ["vllm", "serve", *model, "--host", args.host, "--port", str(args.port), *rest]
+    page = arguments_of_serve(environment, wanted=not args.no_page)
+    command = ["vllm", "serve", *model, "--host", args.host, "--port", str(args.port), *page, *rest]
     return Launch(command, variables)
 
 

@@ -200,6 +200,8 @@ def _judge_one(info: EntryPointInfo, allowed: bool, results: Mapping[str, CheckR
 
     if not allowed:
         by = "not named" if info.group == ENDPOINT_GROUP else ""
+        if info.ours and by:
+            by = "not named; serve adds it"
         return plugin("filtered out", "error" if info.needed else "-", by), []
     if imported is None:
         return plugin("not tried", "-"), []

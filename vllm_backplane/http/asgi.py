@@ -13,6 +13,8 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _TYPES = {
     400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",

@@ -15,7 +15,7 @@ KEY_VARIABLE = "VLLM_API_KEY"
 FACT_SECONDS = 5.0
 """Seconds after which a fact counts as unknown."""
 Fact = str | int | bool | None
-_CHAT, _COMPLETIONS, _EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+CHAT, COMPLETIONS, _EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 
 async def served_facts(app: Any, engine: Any) -> dict[str, Fact]:
@@ -56,12 +56,12 @@ def _served_name(args: Any) -> str:
     return str(given if isinstance(given, str) else given[0])
 
 
-async def _path(app: Any, engine: Any) -> Fact:
+async def path_of_request(app: Any, engine: Any) -> Fact:
     """Returns the path of the request that suits the model best."""
     paths = {getattr(route, "path", None) for route in app.routes}
-    if _CHAT in paths and (app.state.args.chat_template or await _has_chat_template(engine)):
-        return _CHAT
-    return next((path for path in (_COMPLETIONS, _EMBEDDINGS) if path in paths), None)
+    if CHAT in paths and (app.state.args.chat_template or await _has_chat_template(engine)):
+        return CHAT
+    return next((path for path in (COMPLETIONS, _EMBEDDINGS) if path in paths), None)
 
 
 async def _has_chat_template(engine: Any) -> bool:
@@ -74,19 +74,19 @@ async def _has_chat_template(engine: Any) -> bool:
 
 
 async def _metrics(app: Any, _engine: Any) -> Fact:
-    return _answers(app, "/metrics") or None
+    return answers(app, "/metrics") or None
 
 
 async def _page(app: Any, _engine: Any) -> Fact:
     """Returns whether a browser gets something at the address of the server: from a route, or from a middleware that
     has set `backplane_page` in the state of the application."""
-    return bool(getattr(app.state, "backplane_page", False)) or _answers(app, "/") or None
+    return bool(getattr(app.state, "backplane_page", False)) or answers(app, "/") or None
 
 
-def _answers(app: Any, path: str) -> bool:
-    """Returns whether a route or a mounted application answers GET at a path. No request is made: middlewares and
+def answers(app: Any, path: str, method: str = "GET") -> bool:
+    """Returns whether a route or a mounted application answers requests at a path. No request is made: middlewares and
     metrics would count it as one of a client."""
-    scope = {"type": "http", "method": "GET", "path": path, "root_path": "", "headers": []}
+    scope = {"type": "http", "method": method, "path": path, "root_path": "", "headers": []}
     return any(route.matches(scope)[0].name == "FULL" for route in app.routes)
 
 
@@ -96,7 +96,7 @@ async def _capacity(_app: Any, engine: Any) -> Fact:
 
 
 _LOOKED_UP: Mapping[str, Callable[[Any, Any], Awaitable[Fact]]] = {
-    "path": _path,
+    "path": path_of_request,
     "metrics": _metrics,
     "page": _page,
     "kv_cache_tokens": _capacity,

@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
@@ -33,7 +34,7 @@ from vllm_backplane.distributed.all_or_none import raise_on_reporting_rank, run_
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.gguf.file import require_unchanged_files
 from vllm_backplane.gguf.hf_config import QUANTIZATION as GGUF
-from vllm_backplane.guards import guarded, set_drift, use_feature, verify_guards
+from vllm_backplane.guards import guarded, set_drift, switched_off, use_feature, verify_guards
 from vllm_backplane.kv_offload.connector import connector_of_worker
 from vllm_backplane.lora import validation
 from vllm_backplane.lora.prefetch import AdapterPrefetcher
@@ -613,6 +614,21 @@ class BackplaneWorker(Worker):
             language_model=self.compilation_config.compilation_time,
             encoder=self.compilation_config.encoder_compilation_time,
         )
+
+    # --- description ------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the card of this rank, its memory budget, what its operators run on, and the state of patches and
+        fast paths, for `collective_rpc`."""
+        budget = self.budget
+        return {
+            "rank": self.rank,
+            "card": self.backplane_device.properties(self.card).name,
+            "memory": {"total": budget.total, "free_at_start": budget.free_at_start, "allowed": budget.allowed},
+            "operators": [asdict(line) for line in resolution.frozen() or ()],
+            "patches": application.session().summary(),
+            "switched_off": switched_off(),
+        }
 
     # --- end --------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,10 @@ from vllm_backplane import cli
 from vllm_backplane.cli import main, serve
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.models import DEFAULT, models, prepared_folder
+from vllm_backplane.page.loading import MIDDLEWARE
+
+PAGE = ("--middleware", MIDDLEWARE)
+"""The arguments that add the page of the server."""
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +188,7 @@ class TestServe:
         arguments, variables = planned(capsys)
         assert arguments == [
             *(str(prepared_folder(DEFAULT)), "--served-model-name", "SmolLM2-135M-Instruct", "--dtype", "float32"),
-            *("--host", "127.0.0.1", "--port", "8000"),
+            *("--host", "127.0.0.1", "--port", "8000", *PAGE),
         ]
         assert variables == {"BACKPLANE_COMMAND": "serve"}
 
@@ -204,13 +208,13 @@ class TestServe:
 
     def test_any_other_model_goes_to_vllm_as_it_is(self, capsys):
         arguments, _ = planned(capsys, "./some/folder", "--port", "9")
-        assert arguments == ["./some/folder", "--host", "127.0.0.1", "--port", "9"]
+        assert arguments == ["./some/folder", "--host", "127.0.0.1", "--port", "9", *PAGE]
 
     def test_unknown_arguments_go_to_vllm_in_their_order(self, prepared, capsys):
         passed = ["--dtype", "float32", "-tp", "2", "--additional-config", '{"a": 1}', "--por=1"]
         arguments, _ = planned(capsys, "--host", "::1", *passed)
         assert arguments[0] == str(prepared_folder(DEFAULT))
-        assert arguments[3:] == ["--host", "::1", "--port", "8000", *passed]
+        assert arguments[3:] == ["--host", "::1", "--port", "8000", *PAGE, *passed]
 
     @pytest.mark.parametrize("spelled", [["--served-model-name", "me"], ["--served_model_name=me"]])
     def test_a_name_of_ones_own_is_kept(self, prepared, capsys, spelled):
@@ -220,7 +224,7 @@ class TestServe:
 
     def test_a_configuration_file_names_the_model_unless_the_command_line_does(self, prepared, capsys):
         arguments, _ = planned(capsys, "--config", "serve.yaml")
-        assert arguments == ["--host", "127.0.0.1", "--port", "8000", "--config", "serve.yaml"]
+        assert arguments == ["--host", "127.0.0.1", "--port", "8000", *PAGE, "--config", "serve.yaml"]
         arguments, _ = planned(capsys, "smollm2", "--config=serve.yaml")
         assert arguments[0] == str(prepared_folder(DEFAULT))
 
@@ -254,7 +258,14 @@ class TestServe:
 
     def test_a_plugin_list_with_ours_in_it_is_fine(self, prepared, capsys, monkeypatch):
         monkeypatch.setenv("VLLM_PLUGINS", "other,backplane")
-        planned(capsys)
+        arguments, _ = planned(capsys, "./folder")
+        assert "--middleware" not in arguments, "a page must be named too"
+
+    def test_the_page_can_be_left_out(self, capsys, monkeypatch):
+        arguments, _ = planned(capsys, "./folder", "--no-page")
+        assert arguments == ["./folder", "--host", "127.0.0.1", "--port", "8000"]
+        monkeypatch.setenv("VLLM_PLUGINS", "backplane,backplane_page")
+        assert "remove backplane_page" in refused(capsys, "serve", "./folder", "--no-page", "--dry-run")
 
     def test_the_option_model_is_refused(self, prepared, capsys):
         assert "first argument" in refused(capsys, "serve", "--model", "x", "--dry-run")
