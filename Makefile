@@ -44,6 +44,7 @@ vllm := $(stamps)/vllm-$(VLLM_VERSION)-torch-$(TORCH_VERSION)
 plugin := $(stamps)/plugin
 tools := $(stamps)/tools
 suffix := $(stamps)/suffix
+browser := $(stamps)/browser
 docs := $(stamps)/docs
 smoke := $(stamps)/smoke
 projects := pyproject.toml patchbay/pyproject.toml
@@ -113,13 +114,13 @@ check: $(plugin) $(tools)  ## Run lint, types and the fast unit tests, for use w
 	$(call checked,tests/unit -q -m 'not ($(slow))' --durations=10)
 
 .PHONY: test
-test: $(plugin) $(tools) $(suffix)  ## Run what a pull request needs: lint, types, unit and end-to-end tests
+test: $(plugin) $(tools) $(suffix) $(browser)  ## Run what a pull request needs: lint, types, unit and end-to-end tests
 	@printf '\n==> lint, types, unit and end-to-end tests\n'
 	$(bin)/python tests/describe_model_classes.py &
 	$(call checked,tests/e2e tests/unit tests/fuzz -m 'not exhaustive')
 
 .PHONY: test-all
-test-all: lint $(suffix)  ## Run all tests, also emulated processors, sanitizers, large downloads, every supported vLLM
+test-all: lint $(suffix) $(browser)  ## Run all tests, also emulated processors, sanitizers, large downloads, every supported vLLM
 	@printf '\n==> all tests\n'
 	$(pytest) tests/e2e tests/unit tests/fuzz $(ARGS)
 	case $$(uname -m) in
@@ -141,7 +142,7 @@ unit: $(plugin) $(tools) $(suffix)  ## Run all unit tests
 	$(pytest) tests/unit $(ARGS)
 
 .PHONY: e2e
-e2e: $(plugin) $(tools) $(suffix)  ## Run the tests that start engines and servers
+e2e: $(plugin) $(tools) $(suffix) $(browser)  ## Run the tests that start engines and servers
 	@printf '\n==> end-to-end tests\n'
 	$(pytest) tests/e2e $(ARGS)
 
@@ -158,7 +159,7 @@ dist: $(plugin)  ## Build the source distributions and the wheel of vllm-patchba
 	$(bin)/python -m build --no-isolation --sdist --outdir dist .
 
 .PHONY: features
-features: $(plugin) $(tools) $(suffix)  ## Run the tests that show features, and write docs/reference/features.md from what passed
+features: $(plugin) $(tools) $(suffix) $(browser)  ## Run the tests that show features, and write docs/reference/features.md from what passed
 	@$(pytest) tests -m feature --features docs/features.json $(ARGS) && status=0 || status=$$?
 	$(bin)/python docs/generate.py
 	exit $$status
@@ -297,6 +298,17 @@ $(docs): $(plugin) $(projects)
 	banner 'What the documentation site needs'
 	pip install $(PIP_ARGS) $$(stated "['optional-dependencies']['docs']")
 	finish
+
+# The browser is optional too. It is a package of the system, which only root can install.
+$(browser): $(venv)
+	@$(functions)
+	if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then finish
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+	    banner 'Chromium, for the tests of the page'
+	    export DEBIAN_FRONTEND=noninteractive
+	    if apt-get -q update && apt-get -q install -y chromium chromium-driver; then finish; else
+	        banner 'Chromium was not installed: tests that need a browser will be skipped, with this reason'; fi
+	else banner 'There is no Chromium (apt-get install chromium chromium-driver): tests that need a browser will be skipped'; fi
 
 # Suffix speculation is optional: a failure ends nothing, and the next run tries again.
 $(suffix): $(tools)

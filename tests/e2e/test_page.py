@@ -94,6 +94,7 @@ def row(browser: Browser, table: str, label: str) -> str:
     return str(browser.run(script, table, label))
 
 
+@pytest.mark.feature("Serving: the page in a browser: chat", "cpu")
 def test_an_answer_is_streamed(page: Browser) -> None:
     parameters(page, temperature="0", max_tokens="24")
     page.run(
@@ -173,6 +174,7 @@ def test_an_error_of_the_server_is_one_line(page: Browser) -> None:
     assert [line for line in page.errors() if "404" not in line] == []
 
 
+@pytest.mark.feature("Serving: the page in a browser: status", "cpu")
 def test_the_status_moves_under_load(page: Browser, server: Server) -> None:
     """Tests charts and tables with more requests than run at once. The requests end when the page has shown them."""
     enough = threading.Event()

@@ -231,6 +231,7 @@ def test_the_wheel_declares_what_vllm_looks_for(whole: Wheel) -> None:
     for line in (
         "[vllm.platform_plugins]\nbackplane = vllm_backplane:register_platform",
         "[vllm.general_plugins]\nbackplane = vllm_backplane:register_general",
+        "[vllm.endpoint_plugins]\nbackplane_page = vllm_backplane:register_page",
         "[vllm_backplane.devices]\ncpu = vllm_backplane.devices.cpu:CpuDevice\nsim = ",
         "[console_scripts]\nvllm-backplane = ",
     ):

@@ -435,8 +435,11 @@ def test_a_flag_of_another_program_is_no_flag_of_this_one() -> None:
 def test_quoted_requests_go_to_routes_of_the_server_on_the_loopback_interface() -> None:
     import vllm
 
+    from vllm_backplane.page.routes import STATUS
+
     entrypoints = Path(vllm.__file__).parent / "entrypoints"
     sources = "".join(path.read_text() for path in entrypoints.rglob("*.py"))
+    sources += f'"{STATUS}"'  # the page of Backplane has it
     mine = [command for command in COMMANDS if command.program == "curl"]
     assert len(mine) >= 15
     for command in mine:
