@@ -15,6 +15,7 @@ import httpx
 import prompts
 import pytest
 import torch
+from browser import Browser, needs_browser
 from engine import Result, job, run_engines
 from processes import SIM, Child
 from server import Server
@@ -111,6 +112,20 @@ def server(device: str, minilm: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("embedding-server")
     with Server(folder, command, *plugin.split(), "--max-num-seqs", "8", *options, variables=variables) as server:
         yield server
+
+
+@needs_browser
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_the_page_lists_the_requests_of_a_model_without_chat(server: Server, tmp_path: Path) -> None:
+    with Browser(tmp_path) as browser:
+        browser.open(server.address + "/")
+        browser.wait(lambda: browser.text("#connection") == "connected", "the page is connected")
+        assert not browser.is_shown("#chat")
+        assert browser.is_shown("#no-chat")
+        shown = browser.run("return [...document.querySelectorAll('#endpoints li')].map(each => each.textContent)")
+        assert {"/v1/embeddings", "/pooling"} <= set(shown)
+        assert "/v1/chat/completions" not in shown
+        assert browser.errors() == []
 
 
 @pytest.mark.feature("Model family: encoder-only: embeddings (BERT)", "{device}")

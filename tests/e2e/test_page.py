@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Starts a server of the default model, whose name is hostile."""
     with Server(
         tmp_path_factory.mktemp("server"),
-        *("smollm2", "--served-model-name", HOSTILE, "--device", "cpu", *LIMITS),
+        *("smollm2", "--served-model-name", HOSTILE, *LIMITS),
         *("--kv-cache-memory-bytes", "64M"),  # small, so that the requests of a test take a share that can be seen
     ) as running:
         yield running
@@ -208,7 +208,47 @@ def test_the_status_moves_under_load(page: Browser, server: Server) -> None:
     assert before > 0
 
 
-def test_what_the_status_says_of_the_server(page: Browser) -> None:
+FIGURES = """
+const original = window.original ?? window.fetch;
+window.original = original;
+let steps = 0;
+window.fetch = async (address, options) => {
+  const answer = await original(address, options);
+  if (address !== "backplane/status") return answer;
+  const found = await answer.json();
+  steps += 10;
+  const seconds = {schedule: steps * .001, inputs: steps * .002, forward: steps * .016, sample: steps * .001};
+  found.live.steps = {seconds, count: steps, replayed: steps * .9, eager: {"a <b>prefill</b>": steps * .1}};
+  found.live.memory = [["0", 8, 6], ["1", 4, null]].map(
+    ([rank, used, peak]) => ({rank, total: 16 * 2 ** 30, used: used * 2 ** 30, peak: peak && peak * 2 ** 30}));
+  return new Response(JSON.stringify(found));
+};
+"""
+"""Adds known figures to the status, of two ranks."""
+
+
+def test_step_time_and_memory_are_taken_apart(page: Browser) -> None:
+    """Tests with known figures what the page computes. Which figures a server has depends on its options."""
+    page.run(FIGURES)
+    page.wait(lambda: row(page, "step", "forward") == "16.00 ms", "the parts of a step")
+    assert [row(page, "step", part) for part in ("schedule", "inputs", "sample")] == ["1.00 ms", "2.00 ms", "1.00 ms"]
+    assert row(page, "step", "together") == "20.00 ms"
+    assert row(page, "step", "replayed") == "90.0 %"
+    assert int(row(page, "step", "eager: a <b>prefill</b>").replace(",", "")) > 0
+    widths = page.run("return [...document.querySelectorAll('#step-bar rect')].map(each => each.getAttribute('width'))")
+    assert widths == ["5.00", "10.00", "80.00", "5.00"]
+    memory = page.run(
+        "return [...document.querySelectorAll('#memory tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+    assert memory == [
+        *(["Rank 0: In use", "8.00 GiB"], ["Rank 0: Peak", "6.00 GiB"], ["Rank 0: Total", "16.00 GiB"]),
+        *(["Rank 1: In use", "4.00 GiB"], ["Rank 1: Total", "16.00 GiB"]),
+    ]
+    used = page.run("return [...document.querySelectorAll('#memory rect')].map(each => each.getAttribute('width'))")
+    assert used == ["50.00", "25.00"]
+
+
+def test_what_the_status_says_of_the_server(page: Browser, server: Server) -> None:
     assert row(page, "server", "Device") == "cpu"
     assert row(page, "server", "Chosen because") == "requested by BACKPLANE_DEVICE"
     assert row(page, "server", "Format").startswith("GGUF, ")
@@ -218,6 +258,7 @@ def test_what_the_status_says_of_the_server(page: Browser) -> None:
     assert page.count("#operators tbody tr") > 40
     assert "by kernel" in page.text("#operators-summary")
     assert row(page, "patches", "serve_http") == "applied"
+    assert "endpoint plugin" not in server.text(), "vLLM warns of plugins that are installed and not loaded"
     assert row(page, "options", "device") == "cpu (BACKPLANE_DEVICE)"
     assert row(page, "configuration", "sequences per step") == "2"
 

@@ -100,6 +100,14 @@ def test_it_runs_on_backplane(server: Server) -> None:
     assert "Operators on device cpu" in server.text()
 
 
+def test_there_is_no_page_and_no_word_of_it(server: Server) -> None:
+    """Tests `vllm serve` as who has only installed Backplane runs it: nobody asked for a page."""
+    for path in ("/", "/backplane/page.js", "/backplane/status"):
+        assert server.http.get(path).status_code == 404
+    assert "endpoint plugin" not in server.text().lower()
+    assert "backplane_page" not in server.text()
+
+
 def test_nothing_is_compiled(server: Server, compilers: Compilers, client: openai.OpenAI) -> None:
     """Tests that neither the start nor the first responses compile anything."""
     assert "Tokyo" in chat(client, "What is the capital of Japan?")

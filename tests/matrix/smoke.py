@@ -37,7 +37,7 @@ ROUNDED = 0.05
 
 
 def chat(folder: Path) -> None:
-    """Sends a chat request to a real server with the default model, with and without streaming."""
+    """Sends a chat request to a real server with the default model, with and without streaming, and opens its page."""
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     with Server(folder, warm=False) as server:
         completions = server.client().chat.completions
@@ -47,11 +47,18 @@ def chat(folder: Path) -> None:
         )
         streamed = "".join(part.choices[0].delta.content or "" for part in stream if part.choices)
         log = server.text()
+        page, status = server.http.get("/"), server.http.get("/backplane/status")
     answer = whole.choices[0].message.content or ""
     print(f"answer: {answer!r}")
     assert "Paris" in answer, answer
     assert streamed == answer, streamed
     assert "Operators on device cpu:" in log, f"not on Backplane: {server.log}"
+    assert "endpoint plugin" not in log, "a warning of the page, which is served"
+    assert page.text.startswith("<!doctype html>"), page.text
+    found = status.json()
+    assert found["facts"]["unknown"] == [], found
+    assert found["facts"]["requests"]["path"] == "/v1/chat/completions", found
+    assert found["live"]["requests"]["generated_tokens"] > 0, found
 
 
 def offline(folder: Path) -> None:

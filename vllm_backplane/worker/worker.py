@@ -617,7 +617,7 @@ class BackplaneWorker(Worker):
 
     # --- description ------------------------------------------------------------------------------------------
 
-    def describe(self) -> dict[str, Any]:
+    def backplane_facts(self) -> dict[str, Any]:
         """Returns the card of this rank, its memory budget, what its operators run on, and the state of patches and
         fast paths, for `collective_rpc`."""
         budget = self.budget

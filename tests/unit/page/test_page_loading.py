@@ -63,6 +63,15 @@ def test_who_has_only_installed_us_is_not_warned_of_the_page() -> None:
     assert logged(ENTRY_POINT) == []
 
 
+def test_every_process_keeps_the_page_out_of_the_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests the general plugin, which vLLM calls before it looks for endpoint plugins, whatever the platform is."""
+    logger = logging.getLogger("vllm.plugins")
+    logger.removeFilter(loading._FILTER)
+    monkeypatch.setattr("vllm_backplane.plugin.activate", lambda: None)
+    vllm_backplane.register_general()
+    assert logger.filters == [loading._FILTER]
+
+
 def test_the_warning_of_other_plugins_stays_as_it_would_be_without_us() -> None:
     [line] = logged("theirs", ENTRY_POINT)
     assert line.startswith("Found endpoint plugin(s) ['theirs'] but VLLM_PLUGINS is not set.")

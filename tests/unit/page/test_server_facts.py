@@ -71,7 +71,7 @@ class Engine:
         )
 
     async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
-        assert method == "describe"
+        assert method == "backplane_facts"
         line = {"operator": "o", "provider": "/opt/vendor/lib.so", "reason": "r"}
         return [{"rank": 0, "card": "c", "operators": [line], "patches": ["p applied"], "switched_off": {}}]
 

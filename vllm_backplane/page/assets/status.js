@@ -78,12 +78,10 @@ export class Status {
   }
 
   showRequests(now, before, seconds, facts) {
+    for (const id of ["speed", "load", "cache"]) byId(`${id}-chart`).toggleAttribute("hidden", !now);
     if (!now) {
-      const why = facts.metrics?.on === false ? "off (--disable-log-stats)" : "not known";
-      for (const id of ["speed", "load", "cache"]) {
-        byId(`${id}-chart`).toggleAttribute("hidden", true);
-        fill(id, [["Metrics of vLLM", why]]);
-      }
+      const why = facts.metrics?.on === false ? "off (--disable-log-stats)" : "none so far";
+      for (const id of ["speed", "load", "cache"]) fill(id, [["Metrics of vLLM", why]]);
       return;
     }
     const perSecond = (name) => (before && seconds > 0 ? Math.max(now[name] - before[name], 0) / seconds : null);
@@ -146,7 +144,12 @@ export class Status {
     const measured = ranks.length > 0;
     if (!measured && this.memoryShown) return; // what was measured at the start does not change
     const shown = measured ? ranks : (facts.ranks ?? []).map((rank) => ({ rank: rank.rank, ...rank.memory }));
-    place.replaceChildren(...shown.flatMap((rank) => (measured ? usedOf(rank) : budgetOf(rank))));
+    place.replaceChildren(
+      ...shown.flatMap((rank) => {
+        const of = shown.length > 1 ? `Rank ${rank.rank}: ` : "";
+        return measured ? usedOf(rank, of) : [budgetOf(rank, of)];
+      }),
+    );
     byId("memory-note").textContent = measured
       ? ""
       : "Measured at the start. This server does not measure the memory in use while it runs.";
@@ -196,25 +199,14 @@ export class Status {
   }
 }
 
-function usedOf({ rank, total, used, peak }) {
+function usedOf({ total, used, peak }, of) {
   const drawn = bar();
   drawBar(drawn, [["one", used ?? 0]], total ?? used ?? 0);
-  const rows = [
-    [rank === "0" ? "In use" : `Rank ${rank}: in use`, used],
-    ["Peak", peak],
-    ["Total", total],
-  ];
-  return [drawn, table(rows)];
+  return [drawn, table([[`${of}In use`, used], [`${of}Peak`, peak], [`${of}Total`, total]])];
 }
 
-function budgetOf({ rank, total, free_at_start: free, allowed }) {
-  return [
-    table([
-      [rank ? `Rank ${rank}: total` : "Total", total],
-      ["Free before the start", free],
-      ["For weights and KV cache", allowed],
-    ]),
-  ];
+function budgetOf({ total, free_at_start: free, allowed }, of) {
+  return table([[`${of}Total`, total], [`${of}Free before the start`, free], [`${of}For weights and KV cache`, allowed]]);
 }
 
 function table(rows) {
