@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _engine(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """Returns the arguments of vLLM's engine, and variables: those that 'serve' would have, without the address."""
-    server = argparse.Namespace(device=args.device, host="127.0.0.1", port=8000, rest=args.rest)
+    server = argparse.Namespace(device=args.device, host="127.0.0.1", port=8000, no_page=True, rest=args.rest)
     launch = serve.plan(server, os.environ)
     _vllm, _serve, *arguments = launch.command
     at = arguments.index("--host")

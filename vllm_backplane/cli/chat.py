@@ -159,7 +159,6 @@ def _server(
     from vllm_backplane.chat.client import Client
     from vllm_backplane.chat.endpoint import Endpoint
     from vllm_backplane.chat.private_server import PrivateServer
-    from vllm_backplane.page.loading import OPTION
     from vllm_backplane.process import owned_process
 
     if args.url is not None:
@@ -171,7 +170,7 @@ def _server(
         yield Client(endpoint, key, args.timeout), None
         return
     began = time.monotonic()
-    command = owned_process.command(_owned.__name__, ["serve", *([given] if given else []), OPTION, *rest])
+    command = owned_process.command(_owned.__name__, ["serve", *([given] if given else []), *rest])
     with PrivateServer(command, os.environ) as server:
         _output.progress(f"starting a server; its log is {server.log}")
         server.wait_until_ready(_output.progress)

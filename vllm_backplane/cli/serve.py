@@ -37,7 +37,7 @@ from vllm_backplane.errors import BackplaneError, UsageError
 from vllm_backplane.guards import guarded, verify_guards
 from vllm_backplane.host.control_groups import control_group_limits
 from vllm_backplane.models import DEFAULT, models, obtain
-from vllm_backplane.page.loading import OPTION, arguments_of_serve
+from vllm_backplane.page.loading import OPTION, arguments_of_serve, refuse_named_page
 from vllm_backplane.platform_choice import COMMAND_VARIABLE, DEVICE_VARIABLE, PLUGINS_VARIABLE, active_plugin
 from vllm_backplane.process import start_events
 from vllm_backplane.process.fast_exit import exit_without_teardown
@@ -91,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
         )
     refuse_disabled_plugin(os.environ)
     refuse_other_platform(os.environ)
+    if args.no_page:
+        refuse_named_page(os.environ)
     if not args.dry_run:
         require_address_space()
         require_memory_of_control_group()

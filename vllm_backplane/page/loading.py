@@ -28,12 +28,14 @@ def arguments_of_serve(environment: Mapping[str, str], *, wanted: bool) -> list[
 
     There are none if the user does not want it, or has set VLLM_PLUGINS: vLLM then loads the page if it is named.
     """
-    allowed = environment.get(PLUGINS_VARIABLE)
-    if allowed is None:
-        return ["--middleware", MIDDLEWARE] if wanted else []
-    if not wanted and ENTRY_POINT in allowed.split(","):
+    return ["--middleware", MIDDLEWARE] if wanted and PLUGINS_VARIABLE not in environment else []
+
+
+def refuse_named_page(environment: Mapping[str, str]) -> None:
+    """Raises UsageError if VLLM_PLUGINS names the page, which the user does not want."""
+    allowed = environment.get(PLUGINS_VARIABLE, "")
+    if ENTRY_POINT in allowed.split(","):
         raise UsageError(f"{OPTION} contradicts {PLUGINS_VARIABLE}={allowed}; remove {ENTRY_POINT} from the variable")
-    return []
 
 
 class _WithoutPage(logging.Filter):

@@ -34,9 +34,10 @@ def test_a_list_of_plugins_decides_alone(allowed: str) -> None:
 
 
 def test_a_list_of_plugins_with_the_page_contradicts_the_option() -> None:
-    assert arguments_of_serve({"VLLM_PLUGINS": "backplane"}, wanted=False) == []
+    for allowed in ({}, {"VLLM_PLUGINS": "backplane"}):
+        loading.refuse_named_page(allowed)
     with pytest.raises(UsageError, match="--no-page contradicts VLLM_PLUGINS=backplane,backplane_page; remove"):
-        arguments_of_serve({"VLLM_PLUGINS": "backplane,backplane_page"}, wanted=False)
+        loading.refuse_named_page({"VLLM_PLUGINS": "backplane,backplane_page"})
 
 
 def test_no_other_plugin_has_the_name_of_the_page() -> None:
