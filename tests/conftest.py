@@ -42,6 +42,7 @@ LONGEST = (
     "e2e/test_served_families.py",
     "e2e/test_sleep_serving.py",
     "e2e/test_chat.py",
+    "e2e/test_page.py",
     "e2e/test_cpu_graphs.py",
     "e2e/test_gguf_memory.py",
     "unit/devices/sim/test_sim_runtime.py",

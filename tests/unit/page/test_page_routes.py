@@ -176,6 +176,13 @@ def test_a_prefix_is_accepted_with_and_without_a_proxy_that_removes_it(path: str
     assert browser.get(f"/prefix{path}").status_code == 200
 
 
+def test_a_prefix_without_a_slash_is_redirected() -> None:
+    """Otherwise the relative addresses of the page would lose the prefix."""
+    answer = client(root_path="/prefix").get("/prefix")
+    assert answer.status_code == 307
+    assert answer.headers["location"].endswith("/prefix/")
+
+
 def test_only_failures_of_polls_are_in_the_access_log() -> None:
     client()
 
