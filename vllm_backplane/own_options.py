@@ -10,7 +10,18 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from vllm_backplane.peering.addresses import loopback_text
-from vllm_backplane.settings.options import SECTION, Option, fraction, group_size, names, one_of, some_of, text
+from vllm_backplane.settings.options import (
+    SECTION,
+    Option,
+    boolean,
+    fraction,
+    group_size,
+    integer,
+    names,
+    one_of,
+    some_of,
+    text,
+)
 
 OPTIONS: tuple[Option[Any], ...] = (
     Option(
@@ -55,6 +66,20 @@ OPTIONS: tuple[Option[Any], ...] = (
         loopback_text,
         "Address from which servers that start later may load the weights, such as 127.0.0.1:9100. Each worker uses a "
         "port of its own, counted up from this one. See docs/serve/weights-from-a-peer.md.",
+    ),
+    Option(
+        "metrics",
+        True,
+        boolean,
+        "Whether a server shows Backplane's metrics on /metrics, beside vLLM's. --disable-log-stats turns both off. "
+        "docs/serve/metrics.md describes them.",
+    ),
+    Option(
+        "operator_sampling",
+        512,
+        integer(0),
+        "The time of operators is measured in one step of this number, for backplane:operator_seconds_total; 0: never. "
+        "Such a step is not replayed from a graph.",
     ),
     Option(
         "patch_drift",

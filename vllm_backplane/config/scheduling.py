@@ -6,7 +6,7 @@ is discarded. Async scheduling is therefore off on such a device, unless the use
 default before the platform sees the configuration, so the user's choice is read from `settings/explicit_arguments.py`.
 
 With LoRA, the scheduler is a subclass of vLLM's that can fail a request whose adapter cannot be loaded
-(`lora/scheduler.py`).
+(`lora/scheduler.py`). With metrics, it is one that measures its time (`metrics/scheduler.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ logger = init_logger("vllm." + __name__)
 SCHEDULER, ASYNC_SCHEDULER = (
     f"vllm_backplane.lora.scheduler.{name}" for name in ("BackplaneScheduler", "BackplaneAsyncScheduler")
 )
+MEASURED_SCHEDULER, MEASURED_ASYNC_SCHEDULER = (
+    f"vllm_backplane.metrics.scheduler.{name}" for name in ("MeasuredScheduler", "MeasuredAsyncScheduler")
+)
+OWN = (SCHEDULER, ASYNC_SCHEDULER, MEASURED_SCHEDULER, MEASURED_ASYNC_SCHEDULER)
 
 
 def set_async_scheduling(config: VllmConfig, device: Device) -> None:
@@ -50,19 +54,29 @@ def set_async_scheduling(config: VllmConfig, device: Device) -> None:
 
 
 def choose_scheduler(config: VllmConfig) -> None:
-    """Sets the scheduler class for LoRA, after `set_async_scheduling`.
+    """Sets the scheduler class for metrics and for LoRA, after `set_async_scheduling`.
 
     A class that the user named stays. vLLM's own class stays for pooling models, because vLLM's server treats a pooling
     request that was ended with an error as complete, and fails.
     """
     scheduler = config.scheduler_config
-    if config.lora_config is None or scheduler.scheduler_cls not in (None, SCHEDULER, ASYNC_SCHEDULER):
-        return
-    if config.model_config.runner_type != "generate" or _other_connector(config):
+    if scheduler.scheduler_cls not in (None, *OWN):
         return
     if getattr(config, "diffusion_config", None) is not None:  # vLLM has schedulers for diffusion models, since 0.32
         return
-    scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
+    is_async = scheduler.async_scheduling
+    if _needs_failing_requests(config):
+        scheduler.scheduler_cls = ASYNC_SCHEDULER if is_async else SCHEDULER
+    elif state_of(config).metrics_folder is not None:
+        scheduler.scheduler_cls = MEASURED_ASYNC_SCHEDULER if is_async else MEASURED_SCHEDULER
+
+
+def _needs_failing_requests(config: VllmConfig) -> bool:
+    return (
+        config.lora_config is not None
+        and config.model_config.runner_type == "generate"
+        and not _other_connector(config)
+    )
 
 
 def can_fail_requests(config: VllmConfig) -> bool:

@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from vllm_backplane.config import chat_template, graphs, refusals, scheduling
 from vllm_backplane.errors import BackplaneError
 from vllm_backplane.kv_offload import settings as kv_offload
+from vllm_backplane.metrics import entry_point, folder
 from vllm_backplane.runtime import Runtime
 from vllm_backplane.settings.carried_state import state_of
 from vllm_backplane.weights import load_formats, missing_weights
@@ -26,6 +27,7 @@ def apply(config: VllmConfig, chosen: Runtime) -> None:
     refusals.refuse_unsupported(config, chosen)
     chat_template.require_bounded_template(config)
     set_worker(config)
+    set_metrics(config, chosen)
     graphs.check_compilation(config, chosen)
     scheduling.set_async_scheduling(config, chosen.device)
     scheduling.choose_scheduler(config)
@@ -43,6 +45,20 @@ def set_worker(config: VllmConfig) -> None:
         state.workers_on_host = refusals.workers_of_all_replicas(config)
     if config.parallel_config.worker_cls == "auto":
         config.parallel_config.worker_cls = WORKER
+
+
+def set_metrics(config: VllmConfig, chosen: Runtime) -> None:
+    """Offers the stat logger to vLLM, and prepares the folder of its values, unless statistics are off.
+
+    vLLM keeps --disable-log-stats outside of its configuration, so it is read from the explicit arguments.
+    """
+    state, parallel = state_of(config), config.parallel_config
+    is_wanted = chosen.setting("metrics") and state.explicit_arguments.get("disable_log_stats") is False
+    entry_point.offer(is_wanted)
+    if is_wanted and state.metrics_folder is None:
+        # Each of several API servers makes a configuration of its own; their parent has made that of the engines.
+        is_child = getattr(parallel, "_api_process_count", 1) > 1 and getattr(parallel, "_api_process_rank", 0) >= 0
+        state.metrics_folder = folder.all_of_parent() if is_child else folder.create()
 
 
 def set_prefix_caching(config: VllmConfig) -> None:

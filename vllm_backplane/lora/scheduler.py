@@ -19,6 +19,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from vllm_backplane.guards import guarded
+from vllm_backplane.metrics.scheduler import MeasuresScheduling
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -119,9 +120,9 @@ class _FailsMarkedRequests:
         return None if has_freed or not blocks else blocks
 
 
-class BackplaneScheduler(_FailsMarkedRequests, Scheduler):
+class BackplaneScheduler(MeasuresScheduling, _FailsMarkedRequests, Scheduler):
     pass
 
 
-class BackplaneAsyncScheduler(_FailsMarkedRequests, AsyncScheduler):
+class BackplaneAsyncScheduler(MeasuresScheduling, _FailsMarkedRequests, AsyncScheduler):
     pass

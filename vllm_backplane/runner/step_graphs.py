@@ -25,6 +25,7 @@ from vllm_backplane.device.graph import CapturedCalls
 from vllm_backplane.errors import GraphError, StaleInputError
 from vllm_backplane.guards import guarded
 from vllm_backplane.layers.moe import BackplaneFusedMoEMethod
+from vllm_backplane.metrics import steps
 from vllm_backplane.ops.operator import operator_named
 from vllm_backplane.ops.resolution import Resolution
 
@@ -51,6 +52,8 @@ class StepGraphs(CUDAGraphWrapper):
         """Batch descriptors of steps that cannot be captured."""
         self.suspended = False
         """Every step runs eagerly, because hooks on modules need Python to call the model."""
+        self.outcome = ""
+        """Why the last step was not replayed; empty if it was. Metrics show it."""
         CUDAGraphWrapper._all_instances.add(self)
 
     def clear_graphs(self) -> None:
@@ -62,7 +65,9 @@ class StepGraphs(CUDAGraphWrapper):
             return self.runnable(*args, **kwargs)
         context = get_forward_context()
         if context.cudagraph_runtime_mode != self.runtime_mode or self.suspended:
+            self.outcome = steps.SUSPENDED if self.suspended else steps.NOT_CAPTURED
             return self.runnable(*args, **kwargs)
+        self.outcome = ""
         inputs = _inputs(args, kwargs, context)
         key = context.batch_descriptor
         if self.captures_while_serving:
@@ -76,6 +81,7 @@ class StepGraphs(CUDAGraphWrapper):
         """Runs a step on a device whose captures also compute: captures it the first time, replays it later, and calls
         the model if the step cannot be captured."""
         if key in self.eager:
+            self.outcome = steps.NOT_CAPTURABLE
             return call()
         if key in self.calls:
             try:
@@ -84,6 +90,7 @@ class StepGraphs(CUDAGraphWrapper):
                 self._run_eagerly_from_now(key, error)
                 return call()
         results: list[Any] = []
+        self.outcome = steps.CAPTURE
 
         def computed() -> Any:
             results.append(call())
@@ -97,6 +104,7 @@ class StepGraphs(CUDAGraphWrapper):
 
     def _run_eagerly_from_now(self, key: Hashable, error: GraphError) -> None:
         self.eager.add(key)
+        self.outcome = steps.NOT_CAPTURABLE
         logger.warning_once("Decode steps run eagerly, which is slower: %s", error)
 
 

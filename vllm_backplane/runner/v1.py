@@ -5,6 +5,7 @@ The subclass adds the decode fast path, graphs of decode steps, operators for sa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -57,6 +58,8 @@ class BackplaneModelRunnerV1(GPUModelRunner):
     decode_metadata: Any = None
     is_prepared_decode = False
     """`decode_inputs` wrote the inputs of the step that is being prepared."""
+    forward_began = 0.0
+    """Time at which the last step called the model, which ends the preparation of its inputs. Metrics show it."""
 
     def __init__(self, vllm_config: VllmConfig, torch_device: torch.device, device: Device) -> None:
         self.backplane_device = device  # vLLM's attribute `device` is a torch.device
@@ -155,6 +158,14 @@ class BackplaneModelRunnerV1(GPUModelRunner):
         # This is vLLM's last call while it prepares a step. The next forward pass may be no prepared decode step.
         is_prepared, self.is_prepared_decode = self.is_prepared_decode, False
         return self.decode_metadata.attention(make, sizes) if is_prepared else make()
+
+    @guarded(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._model_forward",
+        why="the time of its call is recorded",
+    )
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.forward_began = time.perf_counter()
+        return super()._model_forward(*args, **kwargs)
 
     @guarded(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",

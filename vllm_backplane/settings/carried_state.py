@@ -30,6 +30,9 @@ class CarriedState:
     replicas from the configuration of a dense model's replica."""
     graphs_by_default: bool = False
     """Whether decode steps are captured by the device's default rather than at the user's request."""
+    metrics_folder: str | None = None
+    """Name of the folder in which workers and schedulers publish metrics (`metrics/folder.py`), or a pattern of such
+    names in an API server that did not start the engines; None if metrics are off."""
 
 
 def state_of(config: VllmConfig) -> CarriedState:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
-WATCHED = ("async_scheduling", "enable_prefix_caching")
+WATCHED = ("async_scheduling", "disable_log_stats", "enable_prefix_caching")
 _ATTRIBUTE = "_backplane_explicit_arguments"
 _recorded: ContextVar[Mapping[str, Any] | None] = ContextVar("backplane_explicit_arguments", default=None)
 

@@ -38,6 +38,7 @@ from vllm_backplane.guards import guarded, set_drift, switched_off, use_feature,
 from vllm_backplane.kv_offload.connector import connector_of_worker
 from vllm_backplane.lora import validation
 from vllm_backplane.lora.prefetch import AdapterPrefetcher
+from vllm_backplane.metrics.steps import StepRecorder
 from vllm_backplane.ops import resolution
 from vllm_backplane.patches import application
 from vllm_backplane.process import start_events
@@ -52,7 +53,7 @@ from vllm_backplane.weights import missing_weights, save_check
 from vllm_backplane.weights.checkpoint_size import weight_bytes
 from vllm_backplane.weights.load_formats import ALL_SHARED
 from vllm_backplane.weights.weights_server import OfferedWeights
-from vllm_backplane.worker import memory, profiling, sleep
+from vllm_backplane.worker import memory, profiling, recording, sleep
 from vllm_backplane.worker.freeze_operators import freeze_operators
 from vllm_backplane.worker.kv_cache import KvCacheAllocator
 from vllm_backplane.worker.numeric_guard import NumericGuard
@@ -82,6 +83,7 @@ class BackplaneWorker(Worker):
         self.guard: NumericGuard | None = None
         self.offered_weights: OfferedWeights | None = None
         self.adapter_prefetcher: AdapterPrefetcher | None = None
+        self.recorder: StepRecorder | None = None
         compat.register_kernel_overrides(current_platform)
         self.parallel_config.disable_custom_all_reduce = True  # vLLM's custom all-reduce uses CUDA IPC memory
 
@@ -311,8 +313,18 @@ class BackplaneWorker(Worker):
             wait_for_output_copy(output)
         return output if self.adapter_prefetcher is None else self.adapter_prefetcher.mark_output(output)
 
+    def _recorded_forward(self, scheduler_output: SchedulerOutput) -> AbstractContextManager[None]:
+        """Returns a context that records the forward pass of a step, if metrics are on and it has tokens."""
+        tokens = scheduler_output.total_num_scheduled_tokens
+        if self.recorder is None or not tokens:
+            return nullcontext()
+        return self.recorder.forward(scheduler_output.num_scheduled_tokens, tokens)
+
+    def _recorded_card_errors(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.recorder is None else self.recorder.card_errors_counted()
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        with self._terminating_on_failure("execute_model"):
+        with self._terminating_on_failure("execute_model"), self._recorded_forward(scheduler_output):
             # A step without tokens only removes finished requests.
             if self.ranges is None or not scheduler_output.total_num_scheduled_tokens:
                 return self._finish_output(self._run_step(scheduler_output))
@@ -345,7 +357,8 @@ class BackplaneWorker(Worker):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         """Samples tokens. Raises a fault of the preceding `execute_model` again, because with async scheduling vLLM
         reads the result of this call only."""
-        with self._terminating_on_failure("sample_tokens"), self._trace_range("sample"):
+        recorded = nullcontext() if self.recorder is None else self.recorder.sample()
+        with self._terminating_on_failure("sample_tokens"), recorded, self._trace_range("sample"):
             if self.guard is not None:
                 self.guard.raise_if_failed()
             return self._finish_output(super().sample_tokens(grammar_output))
@@ -363,7 +376,8 @@ class BackplaneWorker(Worker):
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         load = super().add_lora
-        added = validation.add_validated(self.model_runner, lora_request, self.parallel_config, self.rank, load)
+        with self._recorded_card_errors():
+            added = validation.add_validated(self.model_runner, lora_request, self.parallel_config, self.rank, load)
         if added and self.adapter_prefetcher is not None:
             self.adapter_prefetcher.clear_failure(lora_request.lora_int_id)
         return added
@@ -492,7 +506,8 @@ class BackplaneWorker(Worker):
         )
 
     def _fall_asleep(self, level: int) -> None:
-        self.backplane_device.synchronize()
+        with self._recorded_card_errors():
+            self.backplane_device.synchronize()
         before = self.backplane_device.memory(self.card).free
         compat.unregister_kv_caches()
         if level == 2:
@@ -501,6 +516,7 @@ class BackplaneWorker(Worker):
         gc.collect()
         self.backplane_device.empty_cache()
         after = self.backplane_device.memory(self.card)
+        self._record_memory()
         logger.info("Asleep: %s released, %s still in use.", memory.gib(after.free - before), memory.gib(after.used))
 
     def _undo_sleep(self, level: int) -> None:
@@ -518,9 +534,15 @@ class BackplaneWorker(Worker):
         run_all_or_none(self.parallel_config, self.rank, partial(self._wake, tags))
 
     def _wake(self, tags: Iterable[str] | None) -> None:
-        self.sleeper.wake(tags)
+        with self._recorded_card_errors():
+            self.sleeper.wake(tags)
         if tags is None or sleep.KV_CACHE in tags:
             compat.restore_kv_caches()
+        self._record_memory()
+
+    def _record_memory(self) -> None:
+        if self.recorder is not None:
+            self.recorder.measure_memory()
 
     @guarded(
         "vllm.v1.worker.gpu_worker:Worker.discard",
@@ -609,6 +631,7 @@ class BackplaneWorker(Worker):
         freeze_gc_heap()
         if self.offered_weights is not None:
             self.offered_weights.start_server()
+        self.recorder = recording.recorder_of(self)
         self._report_step("warm_up")
         return CompilationTimes(
             language_model=self.compilation_config.compilation_time,
@@ -641,6 +664,9 @@ class BackplaneWorker(Worker):
             )
         if hasattr(self, "card"):
             self._log_modelled_time()
+        if self.recorder is not None:
+            self.recorder.remove()
+            self.recorder = None
         super().shutdown()
 
     def modelled_seconds(self) -> float | None:
