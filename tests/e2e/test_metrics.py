@@ -96,7 +96,9 @@ def test_operators_of_sampled_steps(server: Server) -> None:
 
 
 def test_memory_and_graphs(server: Server) -> None:
-    total, used, peak = (server.metric("backplane:device_memory_bytes", kind=kind) for kind in ("total", "used", "peak"))
+    total, used, peak = (
+        server.metric("backplane:device_memory_bytes", kind=kind) for kind in ("total", "used", "peak")
+    )
     assert 0 < used <= total
     assert 0 < peak <= total
     assert server.metric("backplane:graphs_captured", rank="0") >= 1

@@ -131,7 +131,9 @@ def count(values: Iterable[tuple[Series, float]], counted: dict[Series, float]) 
         if METRICS[metric].kind == "gauge":
             _gauge(metric).labels(*labels).set(value)
         else:
-            _counter(metric).labels(*labels).inc(max(value - counted.get(series, 0.0), 0.0))
+            before = counted.get(series, 0.0)
+            # An engine that has started again counts from zero.
+            _counter(metric).labels(*labels).inc(value - before if value >= before else value)
             counted[series] = value
 
 

@@ -18,7 +18,7 @@ from vllm_backplane.metrics.values_file import ValuesFile
 from vllm_backplane.ops.operator import declared
 from vllm_backplane.ops.timing import OperatorTimes
 
-MEMORY_SECONDS = 1.0
+MEMORY_SECONDS = 2.0
 """Seconds between two measurements of memory while steps run."""
 FIRST_SAMPLED = 16
 """The first step whose operators are measured, unless the interval is shorter. Earlier ones warm caches up."""
