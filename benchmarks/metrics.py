@@ -54,7 +54,9 @@ class Engine:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        plain = super(type(self.scheduler).__mro__[1], self.scheduler)  # the scheduler without the mixin that measures
+        from vllm_backplane.metrics.scheduler import MeasuredScheduler
+
+        plain = super(MeasuredScheduler, self.scheduler)
         if mode in ("off", "control"):
             self.worker.recorder = None
             self.scheduler.schedule, self.scheduler.update_from_output = plain.schedule, plain.update_from_output
@@ -86,7 +88,7 @@ class Engine:
 
     def alone(self, sequences: int, count: int = 20_000) -> float:
         """Returns the seconds per step of the recorder and of the scheduler's clock, around nothing."""
-        tokens, seconds = {str(place): 1 for place in range(sequences)}, self.scheduler._scheduling_seconds
+        tokens, seconds = {str(place): 1 for place in range(sequences)}, self.scheduler.scheduling_time
         began = self.now()
         for _ in range(count):
             seconds.add_since(time.perf_counter())

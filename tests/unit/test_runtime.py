@@ -83,6 +83,8 @@ OWN = {  # methods that Backplane adds; every other method must override one of 
         "_card",
         "_report_step",
         "_check_copies",
+        "_recorded_forward",
+        "_change_memory",
         "set_numeric_guard",
         "_index_on_host",
         "_workers_on_host",

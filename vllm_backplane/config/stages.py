@@ -52,12 +52,13 @@ def set_metrics(config: VllmConfig, chosen: Runtime) -> None:
 
     vLLM keeps --disable-log-stats outside of its configuration, so it is read from the explicit arguments.
     """
-    state, parallel = state_of(config), config.parallel_config
+    state = state_of(config)
     is_wanted = chosen.setting("metrics") and state.explicit_arguments.get("disable_log_stats") is False
     entry_point.offer(is_wanted)
     if is_wanted and state.metrics_folder is None:
         # Each of several API servers makes a configuration of its own; their parent has made that of the engines.
-        is_child = getattr(parallel, "_api_process_count", 1) > 1 and getattr(parallel, "_api_process_rank", 0) >= 0
+        rank = folder.rank_of_api_server(config.parallel_config)
+        is_child = rank is not None and rank >= 0
         state.metrics_folder = folder.all_of_parent() if is_child else folder.create()
 
 

@@ -12,14 +12,12 @@ from collections.abc import Iterable
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from vllm_backplane.guards import guarded
-from vllm_backplane.metrics.scheduler import MeasuresScheduling
+from vllm_backplane.metrics.scheduler import MeasuredAsyncScheduler, MeasuredScheduler
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -120,9 +118,9 @@ class _FailsMarkedRequests:
         return None if has_freed or not blocks else blocks
 
 
-class BackplaneScheduler(MeasuresScheduling, _FailsMarkedRequests, Scheduler):
+class BackplaneScheduler(_FailsMarkedRequests, MeasuredScheduler):
     pass
 
 
-class BackplaneAsyncScheduler(MeasuresScheduling, _FailsMarkedRequests, AsyncScheduler):
+class BackplaneAsyncScheduler(_FailsMarkedRequests, MeasuredAsyncScheduler):
     pass

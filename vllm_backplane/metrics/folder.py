@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_backplane.errors import BackplaneError
+from vllm_backplane.guards import guarded
 from vllm_backplane.private_folder import private_folder
 
 _LOCK = "lock"
@@ -68,6 +69,16 @@ def all_of_parent() -> str:
     parent = multiprocessing.parent_process()
     assert parent is not None, "not a child of multiprocessing"
     return f"{parent.pid}-*"
+
+
+@guarded(
+    "vllm.config.parallel:ParallelConfig._validate_parallel_config",
+    why="the rank among several API servers is read",
+)
+def rank_of_api_server(parallel: Any) -> int | None:
+    """Returns the rank of this process among several API servers, or None if it is the only one. -1 is the process that
+    starts them and the engines."""
+    return int(parallel._api_process_rank) if parallel._api_process_count > 1 else None
 
 
 def first_rank(parallel: Any) -> int:

@@ -17,8 +17,8 @@ from vllm_backplane.metrics.values_file import ValuesFile
 from vllm_backplane.settings.carried_state import state_of
 
 
-class _Seconds:
-    """Publishes the seconds that the scheduler of an engine has worked."""
+class SchedulingTime:
+    """Publishes the seconds that the scheduler of an engine has worked. It does nothing if metrics are off."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._file: ValuesFile | None = None
@@ -41,34 +41,30 @@ class _Seconds:
             self._file.remove()
 
 
-class MeasuresScheduling:
-    """Measures the time of scheduling, as a mixin for schedulers. It does nothing if metrics are off."""
+class MeasuredScheduler(Scheduler):
+    """Measures the time of vLLM's scheduler."""
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
-        self._scheduling_seconds = _Seconds(vllm_config)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scheduling_time = SchedulingTime(self.vllm_config)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
-        scheduled = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self._scheduling_seconds.add_since(began)
+        scheduled = super().schedule(*args, **kwargs)
+        self.scheduling_time.add_since(began)
         return scheduled
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
-        outputs = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
-        self._scheduling_seconds.add_since(began)
-        self._scheduling_seconds.save()  # both calls of a step at once
+        outputs = super().update_from_output(*args, **kwargs)
+        self.scheduling_time.add_since(began)
+        self.scheduling_time.save()  # both calls of a step at once
         return outputs
 
     def shutdown(self) -> None:
-        super().shutdown()  # type: ignore[misc]
-        self._scheduling_seconds.remove()
+        super().shutdown()
+        self.scheduling_time.remove()
 
 
-class MeasuredScheduler(MeasuresScheduling, Scheduler):
-    pass
-
-
-class MeasuredAsyncScheduler(MeasuresScheduling, AsyncScheduler):
-    pass
+class MeasuredAsyncScheduler(MeasuredScheduler, AsyncScheduler):
+    """Measures the time of vLLM's scheduler for async scheduling."""

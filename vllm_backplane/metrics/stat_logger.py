@@ -49,7 +49,7 @@ class BackplaneStatLogger(AggregateStatLoggerBase):
         values = Values(names)
         if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:  # as vLLM chooses the registry of /metrics
             _register(ValuesCollector(values))
-        elif getattr(vllm_config.parallel_config, "_api_process_rank", 0) == 0:
+        elif not folder.rank_of_api_server(vllm_config.parallel_config):
             threading.Thread(target=_update, args=(values,), name="backplane-metrics", daemon=True).start()
 
     def record(self, *_: Any, **__: Any) -> None:

@@ -24,7 +24,7 @@ class CarriedState:
     """Holds the private state of one vLLM configuration."""
 
     explicit_arguments: Mapping[str, Any]
-    """Engine arguments that the user gave, of those in `explicit_arguments.WATCHED`."""
+    """Engine arguments that the user gave, of those in `explicit_arguments.WATCHED`, and `disable_log_stats`."""
     workers_on_host: int | None = None
     """Number of workers of all data-parallel replicas on this host. It is kept here because vLLM removes the number of
     replicas from the configuration of a dense model's replica."""

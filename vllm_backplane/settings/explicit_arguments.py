@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any
 
 WATCHED = ("async_scheduling", "disable_log_stats", "enable_prefix_caching")
+"""The arguments that are recorded. `disable_log_stats` is no part of a configuration, and is recorded in any case."""
 _ATTRIBUTE = "_backplane_explicit_arguments"
 _recorded: ContextVar[Mapping[str, Any] | None] = ContextVar("backplane_explicit_arguments", default=None)
 
@@ -24,7 +25,7 @@ def record(arguments: Any) -> None:
     built from them.
     """
     if _ATTRIBUTE not in vars(arguments):
-        values = {name: getattr(arguments, name) for name in WATCHED}
+        values = {name: getattr(arguments, name, None) for name in WATCHED}
         setattr(arguments, _ATTRIBUTE, {name: value for name, value in values.items() if value is not None})
     _recorded.set(getattr(arguments, _ATTRIBUTE))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -37,6 +38,11 @@ def recorder_of(worker: Any) -> steps.StepRecorder | None:
         _modes(worker, config),
         worker.runtime.setting("operator_sampling"),
     )
+
+
+def card_errors_counted(recorder: steps.StepRecorder | None) -> AbstractContextManager[None]:
+    """Returns a context that counts an error of the card, if metrics are on."""
+    return nullcontext() if recorder is None else recorder.card_errors_counted()
 
 
 def _modes(worker: Any, config: VllmConfig) -> steps.Modes:

@@ -70,6 +70,9 @@ logger = init_logger("vllm." + __name__)
 class BackplaneWorker(Worker):
     """Runs one rank of an engine on a card of the device."""
 
+    recorder: StepRecorder | None = None
+    """Records steps for /metrics, after the warm-up, if metrics are on."""
+
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         # Patches come before any code of the worker.
         application.apply_patches(runtime().setting("patch_drift"), Process.WORKER)
@@ -83,7 +86,6 @@ class BackplaneWorker(Worker):
         self.guard: NumericGuard | None = None
         self.offered_weights: OfferedWeights | None = None
         self.adapter_prefetcher: AdapterPrefetcher | None = None
-        self.recorder: StepRecorder | None = None
         compat.register_kernel_overrides(current_platform)
         self.parallel_config.disable_custom_all_reduce = True  # vLLM's custom all-reduce uses CUDA IPC memory
 
@@ -320,9 +322,6 @@ class BackplaneWorker(Worker):
             return nullcontext()
         return self.recorder.forward(scheduler_output.num_scheduled_tokens, tokens)
 
-    def _recorded_card_errors(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.recorder is None else self.recorder.card_errors_counted()
-
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         with self._terminating_on_failure("execute_model"), self._recorded_forward(scheduler_output):
             # A step without tokens only removes finished requests.
@@ -376,7 +375,7 @@ class BackplaneWorker(Worker):
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         load = super().add_lora
-        with self._recorded_card_errors():
+        with recording.card_errors_counted(self.recorder):
             added = validation.add_validated(self.model_runner, lora_request, self.parallel_config, self.rank, load)
         if added and self.adapter_prefetcher is not None:
             self.adapter_prefetcher.clear_failure(lora_request.lora_int_id)
@@ -501,13 +500,18 @@ class BackplaneWorker(Worker):
             kind = self.load_config.load_format
             reason = f"level 2 discards the weights, and --load-format {kind} cannot load them again; sleep at level 1"
             return raise_on_reporting_rank(self.parallel_config, self.rank, reason)
-        run_all_or_none(
-            self.parallel_config, self.rank, partial(self._fall_asleep, level), partial(self._undo_sleep, level)
-        )
+        fall_asleep = partial(self._change_memory, partial(self._fall_asleep, level))
+        run_all_or_none(self.parallel_config, self.rank, fall_asleep, partial(self._undo_sleep, level))
+
+    def _change_memory(self, change: Callable[[], None]) -> None:
+        """Releases or restores memory of the card, and records errors of the card and the memory afterwards."""
+        with recording.card_errors_counted(self.recorder):
+            change()
+        if self.recorder is not None:
+            self.recorder.measure_memory()
 
     def _fall_asleep(self, level: int) -> None:
-        with self._recorded_card_errors():
-            self.backplane_device.synchronize()
+        self.backplane_device.synchronize()
         before = self.backplane_device.memory(self.card).free
         compat.unregister_kv_caches()
         if level == 2:
@@ -516,7 +520,6 @@ class BackplaneWorker(Worker):
         gc.collect()
         self.backplane_device.empty_cache()
         after = self.backplane_device.memory(self.card)
-        self._record_memory()
         logger.info("Asleep: %s released, %s still in use.", memory.gib(after.free - before), memory.gib(after.used))
 
     def _undo_sleep(self, level: int) -> None:
@@ -531,18 +534,12 @@ class BackplaneWorker(Worker):
     )
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Wakes all workers. If one fails, the others stay awake, and a second call wakes the rest."""
-        run_all_or_none(self.parallel_config, self.rank, partial(self._wake, tags))
+        run_all_or_none(self.parallel_config, self.rank, partial(self._change_memory, partial(self._wake, tags)))
 
     def _wake(self, tags: Iterable[str] | None) -> None:
-        with self._recorded_card_errors():
-            self.sleeper.wake(tags)
+        self.sleeper.wake(tags)
         if tags is None or sleep.KV_CACHE in tags:
             compat.restore_kv_caches()
-        self._record_memory()
-
-    def _record_memory(self) -> None:
-        if self.recorder is not None:
-            self.recorder.measure_memory()
 
     @guarded(
         "vllm.v1.worker.gpu_worker:Worker.discard",

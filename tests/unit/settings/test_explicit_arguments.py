@@ -92,7 +92,7 @@ def test_the_state_travels_with_a_configuration(dense: Path) -> None:
         copy.deepcopy(config),
         replace(config),
     ):
-        assert state_of(copied).explicit_arguments == {"async_scheduling": True}
+        assert state_of(copied).explicit_arguments == {"async_scheduling": True, "disable_log_stats": False}
         assert workers_on_host(copied) == 3
 
 
