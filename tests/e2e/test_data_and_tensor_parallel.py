@@ -85,3 +85,18 @@ def test_more_requests_at_one_replica_than_at_the_other(server: Server, model: t
     assert [now - then for now, then in zip(served(server), before, strict=True)] == [
         UNEVEN.count(replica) * TOKENS for replica in (0, 1)
     ]
+
+
+def test_every_rank_has_metrics(server: Server) -> None:
+    """Tests that the workers of both replicas are told apart, and that each replica's scheduler is under its first."""
+    for replica in (0, 1):
+        server.complete(PROMPTS[0], TOKENS, replica=replica)
+    for rank in "0123":
+        assert server.metric("backplane:steps_total", rank=rank, reason="prefill") >= 1
+        assert server.metric("backplane:steps_total", rank=rank, reason="several workers") >= TOKENS - 1
+        for part in ("inputs", "forward", "sample"):
+            assert server.metric("backplane:step_seconds_total", rank=rank, part=part) > 0
+        assert server.metric("backplane:device_memory_bytes", rank=rank, kind="used") > 0
+        scheduled = server.metric("backplane:step_seconds_total", rank=rank, part="schedule")
+        assert (scheduled > 0) == (rank in "02")
+    assert server.metric("backplane:device_memory_bytes", rank="4") == 0

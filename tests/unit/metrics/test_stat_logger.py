@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.metadata import distribution, entry_points
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,14 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "private_folder", lambda: tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def not_offered() -> Iterator[None]:
+    """Withdraws the entry point, which a configuration of another test in this process may have offered."""
+    entry_point.offer(False)
+    yield
+    entry_point.offer(False)
+
+
 @pytest.fixture
 def values() -> Any:
     from vllm_backplane.metrics.stat_logger import Values
@@ -33,14 +42,12 @@ def points() -> list[str]:
 
 def test_the_entry_point_is_found_where_it_is_offered_alone() -> None:
     assert points() == []
-    try:
-        entry_point.offer(True)
-        entry_point.offer(True)
-        assert points() == [entry_point.LOGGER]
-        assert distribution("vllm-backplane-stat-logger").version == "0"
-        assert distribution("vllm-backplane").version != "0"
-    finally:
-        entry_point.offer(False)
+    entry_point.offer(True)
+    entry_point.offer(True)
+    assert points() == [entry_point.LOGGER]
+    assert distribution("vllm-backplane-stat-logger").version == "0"
+    assert distribution("vllm-backplane").version != "0"
+    entry_point.offer(False)
     assert points() == []
 
 
@@ -50,11 +57,8 @@ def test_vllm_loads_the_class() -> None:
     from vllm_backplane.metrics.stat_logger import BackplaneStatLogger
 
     before = load_stat_logger_plugin_factories()
-    try:
-        entry_point.offer(True)
-        assert set(load_stat_logger_plugin_factories()) - set(before) == {BackplaneStatLogger}
-    finally:
-        entry_point.offer(False)
+    entry_point.offer(True)
+    assert set(load_stat_logger_plugin_factories()) - set(before) == {BackplaneStatLogger}
 
 
 def text(values: Any) -> str:
@@ -91,11 +95,12 @@ def test_values_of_all_processes_are_shown(values: Any) -> None:
 
 
 def test_an_unreadable_file_is_reported_once_and_the_others_are_shown(
-    values: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    values: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import logging
+    from vllm_backplane.metrics import stat_logger
 
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    errors: list[str] = []
+    monkeypatch.setattr(stat_logger.logger, "error", lambda text, *values: errors.append(text % values))
     name = folder.create()
     at = folder.existing(name)
     assert at is not None
@@ -104,7 +109,8 @@ def test_an_unreadable_file_is_reported_once_and_the_others_are_shown(
     read = values(name)
     for _ in range(2):
         assert list(read) == [((series.GRAPHS, ("1",)), 0.0)]
-    assert caplog.text.count("worker-0 has no metrics of this release") == 1
+    [error] = errors
+    assert "worker-0 has no metrics of this release" in error
 
 
 def test_counters_with_several_api_servers_count_what_was_added() -> None:
