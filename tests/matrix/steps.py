@@ -22,18 +22,8 @@ from vllm_backplane.settings.releases import Release  # noqa: E402
 BUILD = "environment"
 SMOKE = ("chat", "batch", "embeddings", "features-cpu", "features-sim")
 UNIT = (
-    *(
-        "binding",
-        "config",
-        "distributed",
-        "early_checks",
-        "io_processors",
-        "kv_offload",
-        "layers",
-        "lora",
-        "metrics",
-        "patches",
-    ),
+    *("binding", "config", "distributed", "early_checks", "io_processors", "kv_offload", "layers", "lora"),
+    *("metrics", "patches"),
     *(
         "process",
         "quantization",
