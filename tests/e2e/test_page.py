@@ -199,6 +199,9 @@ def test_the_status_moves_under_load(page: Browser, server: Server) -> None:
             ".getAttribute('points').split(' ').map(point => +point.split(',')[1]))"
         )
         assert all(min(line) < 59 for line in heights), "59 is the line of zero"
+        for part in ("schedule", "inputs", "forward", "sample"):
+            assert float(row(page, "step", part).removesuffix(" ms").replace(",", "")) > 0
+        assert row(page, "memory", "In use").endswith("iB")
     finally:
         enough.set()
         for thread in threads:
@@ -248,7 +251,7 @@ def test_step_time_and_memory_are_taken_apart(page: Browser) -> None:
     assert used == ["50.00", "25.00"]
 
 
-def test_what_the_status_says_of_the_server(page: Browser, server: Server) -> None:
+def test_what_the_status_shows_of_the_server(page: Browser, server: Server) -> None:
     assert row(page, "server", "Device") == "cpu"
     assert row(page, "server", "Chosen because") == "requested by BACKPLANE_DEVICE"
     assert row(page, "server", "Format").startswith("GGUF, ")

@@ -95,7 +95,7 @@ async def _metrics(_app: Any, _engine: Any, args: Any) -> dict[str, bool]:
 
 
 async def _ranks(_app: Any, engine: Any, _args: Any) -> list[dict[str, Any]]:
-    """Returns what each rank says of itself. The operators are those of the first one, and all ranks have the same."""
+    """Returns how each rank describes itself. The operators are those of the first one, and all ranks have the same."""
     described: list[dict[str, Any]] = await engine.collective_rpc("backplane_facts")
     for rank in described:
         for line in rank["operators"]:

@@ -1,4 +1,4 @@
-"""Tests which servers get the page: what `serve` adds to vLLM's command line, and what vLLM's warning says of it."""
+"""Tests which servers get the page: what `serve` adds to vLLM's command line, and what vLLM's warning has of it."""
 
 from __future__ import annotations
 

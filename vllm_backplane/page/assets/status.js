@@ -134,7 +134,8 @@ export class Status {
       ...parts.map(([part, line, milliseconds]) => [part, `${number(milliseconds, 2)} ms`, line]),
       ["together", `${number(whole, 2)} ms`],
       ["replayed from a graph, of all steps", percent(now.count ? now.replayed / now.count : 0)],
-      ...Object.entries(now.eager).map(([reason, steps]) => [`eager: ${reason || "no reason given"}`, number(steps)]),
+      ...Object.entries(now.eager).filter(([, steps]) => steps > 0)
+        .map(([reason, steps]) => [`eager: ${reason || "no reason given"}`, number(steps)]),
     ]);
     byId("step-note").textContent = "";
   }
