@@ -221,7 +221,8 @@ window.fetch = async (address, options) => {
   const found = await answer.json();
   steps += 10;
   const seconds = {schedule: steps * .001, inputs: steps * .002, forward: steps * .016, sample: steps * .001};
-  found.live.steps = {seconds, count: steps, replayed: steps * .9, eager: {"a <b>prefill</b>": steps * .1}};
+  const eager = {"a <b>prefill</b>": steps * .1};
+  found.live.steps = {seconds, eager, count: steps, scheduled: steps, replayed: steps * .9};
   found.live.memory = [["0", 8, 6], ["1", 4, null]].map(
     ([rank, used, peak]) => ({rank, total: 16 * 2 ** 30, used: used * 2 ** 30, peak: peak && peak * 2 ** 30}));
   return new Response(JSON.stringify(found));

@@ -56,8 +56,8 @@ def set_async_scheduling(config: VllmConfig, device: Device) -> None:
 def choose_scheduler(config: VllmConfig) -> None:
     """Sets the scheduler class for metrics and for LoRA, after `set_async_scheduling`.
 
-    A class that the user named stays. vLLM's own class stays for pooling models, because vLLM's server treats a pooling
-    request that was ended with an error as complete, and fails.
+    A class that the user named stays. Pooling models get no class that fails requests, because vLLM's server treats a
+    pooling request that was ended with an error as complete, and fails.
     """
     scheduler = config.scheduler_config
     if scheduler.scheduler_cls not in (None, *OWN):

@@ -54,12 +54,16 @@ def set_metrics(config: VllmConfig, chosen: Runtime) -> None:
     """
     state = state_of(config)
     is_wanted = chosen.setting("metrics") and state.explicit_arguments.get("disable_log_stats") is False
-    entry_point.offer(is_wanted)
     if is_wanted and state.metrics_folder is None:
         # Each of several API servers makes a configuration of its own; their parent has made that of the engines.
         rank = folder.rank_of_api_server(config.parallel_config)
         is_child = rank is not None and rank >= 0
-        state.metrics_folder = folder.all_of_parent() if is_child else folder.create()
+        try:
+            state.metrics_folder = folder.all_of_parent() if is_child else folder.create()
+        except BackplaneError as fault:
+            logger.error("/metrics has no metrics of Backplane: %s", fault)
+            is_wanted = False
+    entry_point.offer(is_wanted)
 
 
 def set_prefix_caching(config: VllmConfig) -> None:

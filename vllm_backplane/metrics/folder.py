@@ -1,7 +1,7 @@
 """Provides the folder of a server for the values of its processes, and removes those of servers that have ended.
 
-The process that makes vLLM's configuration creates the folder, and holds a lock on a file in it, as do the processes
-that are forked from it. A folder whose lock nobody holds is stale: its server was killed. The next server removes it.
+The process that makes vLLM's configuration creates the folder and holds a lock on it, as do the processes that are
+forked from it. A folder whose lock nobody holds is stale: its server was killed. The next server removes it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import fcntl
 import itertools
+import logging
 import multiprocessing
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +23,11 @@ from vllm_backplane.errors import BackplaneError
 from vllm_backplane.guards import guarded
 from vllm_backplane.private_folder import private_folder
 
-_LOCK = "lock"
+logger = logging.getLogger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
+
+TREE = "_BACKPLANE_METRICS"
+"""Environment variable with a random word that the processes of a server share. Process IDs are not unique on a folder
+that several containers share."""
 _numbers = itertools.count()
 _held: dict[Path, int] = {}
 """Descriptors of the locks of this process's folders."""
@@ -37,11 +43,12 @@ def create() -> str:
     parent = root()
     try:
         parent.mkdir(mode=0o700, exist_ok=True)
-        with _locked(parent / _LOCK):
+        with _locked(parent):
             _remove_stale(parent)
-            folder = parent / f"{os.getpid()}-{next(_numbers)}"
+            word = os.environ.setdefault(TREE, secrets.token_hex(4))
+            folder = parent / f"{os.getpid()}-{next(_numbers)}-{word}"
             folder.mkdir(mode=0o700)
-            _held[folder] = _open(folder / _LOCK)
+            _held[folder] = _open(folder)
             fcntl.flock(_held[folder], fcntl.LOCK_EX)
     except OSError as fault:
         raise BackplaneError(
@@ -68,7 +75,7 @@ def all_of_parent() -> str:
     """Returns a pattern for the names of all folders that the parent process has created."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "not a child of multiprocessing"
-    return f"{parent.pid}-*"
+    return f"{parent.pid}-*-{os.environ.get(TREE, '*')}"
 
 
 @guarded(
@@ -89,7 +96,7 @@ def first_rank(parallel: Any) -> int:
 def _remove_stale(parent: Path) -> None:
     for folder in parent.glob("[0-9]*-[0-9]*"):
         try:
-            descriptor = _open(folder / _LOCK)
+            descriptor = _open(folder)
         except FileNotFoundError:  # its server is removing it
             continue
         try:
@@ -103,8 +110,13 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _remove(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked process inherits the exit function
-        _remove_tree(folder)
+    if os.getpid() != owner:  # a forked process inherits the exit function
+        return
+    try:
+        with _locked(folder.parent):
+            _remove_tree(folder)
+    except OSError as fault:
+        logger.warning("%s was not removed, which the next server does: %s", folder, fault)
 
 
 def _remove_tree(folder: Path) -> None:
@@ -128,4 +140,4 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -26,7 +26,7 @@ class SchedulingTime:
         if name is not None and (at := folder.existing(name)) is not None:
             rank = folder.first_rank(vllm_config.parallel_config)
             listed = [(series.STEP_SECONDS, (str(rank), series.SCHEDULE))]
-            self._file = ValuesFile(at / f"scheduler-{rank}", listed)
+            self._file = ValuesFile.created(at / f"scheduler-{rank}", listed)
 
     def add_since(self, began: float) -> None:
         if self._file is not None:

@@ -68,20 +68,30 @@ class Values:
 
     def __iter__(self) -> Iterator[tuple[Series, float]]:
         """Yields the series with their values. Operators that no sampled step has called are left out. Logs an
-        unreadable file, once."""
-        for path in folder.files(self._names):
+        unreadable file or folder, once: the other metrics of the server are shown."""
+        try:
+            files = list(folder.files(self._names))
+        except FileNotFoundError:  # a folder was removed meanwhile
+            return
+        except (OSError, BackplaneError) as fault:
+            self._report(Path(self._names), fault)
+            return
+        for path in files:
             try:
                 found = read(path)
             except FileNotFoundError:  # its process has ended
                 continue
             except (OSError, BackplaneError) as fault:
-                if path not in self._reported:
-                    self._reported.add(path)
-                    logger.error("Metrics of a process are left out: %s", fault)
+                self._report(path, fault)
                 continue
             for series, value in found:
                 if value or series[0] != OPERATOR_SECONDS:
                     yield series, value
+
+    def _report(self, path: Path, fault: Exception) -> None:
+        if path not in self._reported:
+            self._reported.add(path)
+            logger.error("Metrics of a process are left out: %s", fault)
 
 
 class ValuesCollector(Collector):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from vllm_backplane.metrics.series import Series
 from vllm_backplane.metrics.values_file import ValuesFile
 from vllm_backplane.ops.operator import declared
 from vllm_backplane.ops.timing import OperatorTimes
+
+logger = logging.getLogger("vllm." + __name__)  # vLLM configures handlers for its own logger tree only
 
 MEMORY_SECONDS = 2.0
 """Seconds between two measurements of memory while steps run."""
@@ -87,16 +90,18 @@ class StepRecorder:
         card: int,
         modes: Modes,
         sample_every: int,
+        is_observed: Callable[[], bool] = lambda: False,
     ) -> None:
         """`runner` has an attribute `forward_began`, the time at which it has called the model, unless it cannot tell
         the preparation of inputs from the forward pass. Operators are measured in one step of `sample_every`, or never
-        if that is 0."""
+        if that is 0. `is_observed` returns whether a trace or the numeric guard needs to see each step as it is."""
         self._runner, self._device, self._card, self._modes = runner, device, card, modes
+        self._is_observed = is_observed
         self._has_inputs = hasattr(runner, "forward_began")
         self._every, self._next_sampled = sample_every, min(sample_every, FIRST_SAMPLED)
         self._steps = 0
         self._is_sampled = False
-        self._memory_at = 0.0
+        self._memory_at, self._memory_failed = 0.0, False
         label = str(rank)
         parts = (series.FORWARD, series.SAMPLE, *([series.INPUTS] if self._has_inputs else []))
         operators = declared() if sample_every else ()
@@ -144,6 +149,8 @@ class StepRecorder:
             values[self._graphs] = len(self._modes.graphs.calls)
         if self._is_sampled and self._sampled_steps is not None:
             values[self._sampled_steps] += 1
+        if now - self._memory_at >= MEMORY_SECONDS:
+            self.measure_memory()
         self._file.save()
 
     @contextmanager
@@ -155,8 +162,6 @@ class StepRecorder:
         now = time.perf_counter()
         self._is_sampled = False
         self._values[self._parts[series.SAMPLE]] += now - began
-        if now - self._memory_at >= MEMORY_SECONDS:
-            self.measure_memory()
         self._file.save()
 
     # --- operators ----------------------------------------------------------------------------------------------------
@@ -168,7 +173,7 @@ class StepRecorder:
         if not self._every or self._steps < self._next_sampled:
             return False
         self._next_sampled = self._steps + self._every
-        return self._modes.graphs is None or not self._modes.graphs.suspended
+        return not self._is_observed() and (self._modes.graphs is None or not self._modes.graphs.suspended)
 
     def _sampling(self) -> AbstractContextManager[None]:
         return self._measured_eagerly() if self._is_sampled else nullcontext()
@@ -194,10 +199,18 @@ class StepRecorder:
     # --- the card -----------------------------------------------------------------------------------------------------
 
     def measure_memory(self) -> None:
-        """Measures the memory of the card, and publishes it."""
+        """Measures the memory of the card, and publishes it. A failure is logged once: it concerns a figure of /metrics
+        alone, and ends no engine."""
         self._memory_at = time.perf_counter()
-        now = self._device.memory(self._card)
-        for place, value in zip(self._memory, (now.total, now.used, self._device.peak_memory(self._card)), strict=True):
+        try:
+            now = self._device.memory(self._card)
+            measured = now.total, now.used, self._device.peak_memory(self._card)
+        except Exception as fault:
+            if not self._memory_failed:
+                logger.error("The metrics of the memory of card %d stay as they are: %s", self._card, fault)
+            self._memory_failed = True
+            return
+        for place, value in zip(self._memory, measured, strict=True):
             self._values[place] = value
         self._file.save()
 

@@ -44,6 +44,15 @@ class ValuesFile:
         os.pwrite(self._descriptor, _HEAD.pack(MAGIC, len(series), len(names)) + names + bytes(self.values), 0)
         unfinished.replace(path)  # a reader finds a complete file or none
 
+    @classmethod
+    def created(cls, path: Path, series: Sequence[Series]) -> ValuesFile | None:
+        """Returns a new file, or None if it cannot be created, which is logged: a server runs without metrics."""
+        try:
+            return cls(path, series)
+        except OSError as fault:
+            logger.error("The metrics in %s are left out: %s", path, fault)
+            return None
+
     def save(self) -> None:
         """Publishes the values. If they cannot be written, logs that once, and later calls do nothing."""
         if self._descriptor is None:

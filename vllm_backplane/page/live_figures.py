@@ -19,7 +19,8 @@ QUERIES, HITS = "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total
 MEMORY = "backplane:device_memory_bytes"
 PART_SECONDS, STEPS = "backplane:step_seconds_total", "backplane:steps_total"
 NAMES = frozenset({RUNNING, WAITING, KV_CACHE, GENERATED, PROMPTS, QUERIES, HITS, MEMORY, PART_SECONDS, STEPS})
-PARTS = ("schedule", "inputs", "forward", "sample")
+SCHEDULE = "schedule"
+PARTS = (SCHEDULE, "inputs", "forward", "sample")
 """Parts of a step, in their order."""
 
 
@@ -57,6 +58,8 @@ class Steps:
     replayed: float
     eager: dict[str, float]
     """Number of steps by the reason why no graph was replayed."""
+    scheduled: float
+    """Steps of the ranks that stand for the scheduler of their engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +108,22 @@ def _steps(found: dict[str, list[tuple[dict[str, str], float]]]) -> Steps | None
     if not found[PART_SECONDS]:
         return None
     seconds = dict.fromkeys(PARTS, 0.0)
+    schedulers = set()
     for labels, value in found[PART_SECONDS]:
         part = labels.get("part", "")
         seconds[part] = seconds.get(part, 0.0) + value
-    count = replayed = 0.0
+        if part == SCHEDULE:
+            schedulers.add(labels.get("rank"))
+    count = replayed = scheduled = 0.0
     eager: dict[str, float] = defaultdict(float)
     for labels, value in found[STEPS]:
         count += value
+        scheduled += value if labels.get("rank") in schedulers else 0.0
         if labels.get("mode") == "replayed":
             replayed += value
         else:
             eager[labels.get("reason", "")] += value
-    return Steps(seconds, count, replayed, dict(eager))
+    return Steps(seconds, count, replayed, dict(eager), scheduled)
 
 
 def read_registry() -> list[Value]:

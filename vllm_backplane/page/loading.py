@@ -42,12 +42,14 @@ class _WithoutPage(logging.Filter):
     """Removes the page from vLLM's warning of endpoint plugins that are not loaded, and drops a warning of it alone."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not str(record.msg).startswith(NOT_LOADED) or not isinstance(record.args, tuple):
+        if not str(record.msg).startswith(NOT_LOADED):
             return True
-        [names] = record.args
-        others = [name for name in names if name != ENTRY_POINT] if isinstance(names, list) else names
-        record.args = (others,)
-        return bool(others)
+        match record.args:
+            case ([*names],):
+                others = [name for name in names if name != ENTRY_POINT]
+                record.args = (others,)
+                return bool(others)
+        return True
 
 
 _FILTER = _WithoutPage()

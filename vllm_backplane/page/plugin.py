@@ -61,7 +61,11 @@ class PageLoader:
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             application, plugin = scope["app"], PagePlugin()
-            plugin.attach_router(application)
             state = application.state
-            await plugin.init_state(getattr(state, "engine_client", None), state, state.args)
+            try:
+                plugin.attach_router(application)
+                await plugin.init_state(getattr(state, "engine_client", None), state, state.args)
+            except Exception:
+                # uvicorn takes an exception for a sign that the application has no start of its own, and skips it.
+                logger.exception("The page of Backplane is not served, because of an error.")
         await self.app(scope, receive, send)

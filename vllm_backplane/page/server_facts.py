@@ -73,7 +73,7 @@ async def _model(_app: Any, engine: Any, args: Any) -> dict[str, Any]:
     model = engine.vllm_config.model_config
     given = args.served_model_name or [args.model]
     return {
-        "names": [safe(name) for name in ([given] if isinstance(given, str) else given)],
+        "names": [without_folders(name) for name in ([given] if isinstance(given, str) else given)],
         "format": format_of(model),
         "bytes": size_on_disk(model),
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -29,15 +29,20 @@ def recorder_of(worker: Any) -> steps.StepRecorder | None:
         )
         return None
     rank = folder.first_rank(config.parallel_config) + worker.rank
-    return steps.StepRecorder(
-        at / f"worker-{rank}",
-        rank,
-        worker.model_runner,
-        worker.backplane_device,
-        worker.card,
-        _modes(worker, config),
-        worker.runtime.setting("operator_sampling"),
-    )
+    try:
+        return steps.StepRecorder(
+            at / f"worker-{rank}",
+            rank,
+            worker.model_runner,
+            worker.backplane_device,
+            worker.card,
+            _modes(worker, config),
+            worker.runtime.setting("operator_sampling"),
+            lambda: worker.guard is not None or worker.ranges is not None,
+        )
+    except OSError as fault:
+        logger.error("/metrics has no values of rank %d: %s", rank, fault)
+        return None
 
 
 def card_errors_counted(recorder: steps.StepRecorder | None) -> AbstractContextManager[None]:

@@ -628,6 +628,8 @@ class BackplaneWorker(Worker):
         freeze_gc_heap()
         if self.offered_weights is not None:
             self.offered_weights.start_server()
+        if self.recorder is not None:
+            self.recorder.remove()
         self.recorder = recording.recorder_of(self)
         self._report_step("warm_up")
         return CompilationTimes(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +18,7 @@ from vllm_backplane.metrics import folder
 @pytest.fixture(autouse=True)
 def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(folder, "private_folder", lambda: tmp_path)
+    monkeypatch.setenv(folder.TREE, "word")
     return tmp_path / "metrics"
 
 
@@ -42,7 +45,6 @@ def test_the_folder_of_a_killed_server_is_removed_at_the_next_start(private: Pat
     stale = private / "99999-0"
     stale.mkdir()
     (stale / "worker-0").touch()
-    (stale / "lock").touch()
     folder.create()
     assert not stale.exists()
     assert folder.existing(own) is not None, "its lock is held"
@@ -59,6 +61,23 @@ def test_a_folder_that_cannot_be_created_is_an_error(private: Path) -> None:
     private.write_text("")
     with pytest.raises(BackplaneError, match="set BACKPLANE_METRICS=0"):
         folder.create()
+
+
+def test_servers_with_the_same_process_id_have_folders_of_their_own(
+    private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests what containers with a common folder need: in each of them, a server may be the process 1."""
+    monkeypatch.setattr(folder.os, "getpid", lambda: 1)
+    monkeypatch.setattr(folder, "_numbers", itertools.count())
+    first = folder.create()
+    monkeypatch.setattr(folder, "_numbers", itertools.count())
+    monkeypatch.delenv(folder.TREE)
+    second = folder.create()
+    assert first.startswith("1-0-") and second.startswith("1-0-") and first != second
+    monkeypatch.setattr(folder.multiprocessing, "parent_process", lambda: SimpleNamespace(pid=1))
+    (private / first / "worker-0").touch()
+    (private / second / "worker-1").touch()
+    assert [path.name for path in folder.files(folder.all_of_parent())] == ["worker-1"]
 
 
 @pytest.mark.process

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.metadata import distribution, entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tests import programs
 from tests.environment import AT_START
+from vllm_backplane.errors import BackplaneError
 from vllm_backplane.metrics import entry_point, folder, series
 from vllm_backplane.metrics.values_file import ValuesFile
 
@@ -111,6 +113,44 @@ def test_an_unreadable_file_is_reported_once_and_the_others_are_shown(
         assert list(read) == [((series.GRAPHS, ("1",)), 0.0)]
     [error] = errors
     assert "worker-0 has no metrics of this release" in error
+
+
+def test_a_folder_that_cannot_be_listed_is_reported_once_and_the_rest_of_metrics_is_shown(
+    values: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_backplane.metrics import stat_logger
+
+    errors: list[str] = []
+    monkeypatch.setattr(stat_logger.logger, "error", lambda text, *values: errors.append(text % values))
+
+    def fail() -> Path:
+        raise BackplaneError("others may write in it")
+
+    monkeypatch.setattr(folder, "private_folder", fail)
+    read = values("1-0")
+    assert list(read) == list(read) == []
+    assert "# TYPE backplane:steps_total counter" in text(read)
+    [error] = errors
+    assert "others may write in it" in error
+
+
+def test_a_server_starts_without_metrics_where_no_folder_can_be_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_backplane.config import stages
+
+    def fail() -> Path:
+        raise BackplaneError("others may write in it")
+
+    errors: list[str] = []
+    monkeypatch.setattr(stages.logger, "error", lambda text, *values: errors.append(text % values))
+    monkeypatch.setattr(folder, "private_folder", fail)
+    state = SimpleNamespace(explicit_arguments={"disable_log_stats": False}, metrics_folder=None)
+    monkeypatch.setattr(stages, "state_of", lambda _config: state)
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(_api_process_count=1, _api_process_rank=0))
+    chosen: Any = SimpleNamespace(setting=lambda _name: True)
+    stages.set_metrics(config, chosen)
+    assert state.metrics_folder is None
+    assert points() == []
+    assert errors == ["/metrics has no metrics of Backplane: others may write in it"]
 
 
 def test_counters_with_several_api_servers_count_what_was_added() -> None:

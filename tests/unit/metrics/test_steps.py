@@ -12,6 +12,7 @@ import torch
 
 from vllm_backplane import ops
 from vllm_backplane.device.contract import Capabilities, Device, MemoryInfo, Probe
+from vllm_backplane.errors import BackplaneError
 from vllm_backplane.metrics import series, steps
 from vllm_backplane.metrics.values_file import read
 from vllm_backplane.ops.operator import declared
@@ -89,6 +90,40 @@ def test_parts_of_a_step(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_memory_is_measured_without_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests models that generate nothing: vLLM samples no tokens of theirs."""
+    monkeypatch.setattr(steps, "MEMORY_SECONDS", 0.0)
+    one = recorder(tmp_path, OFF)
+    one._device.memory = lambda index=0: MemoryInfo(total=100, free=10)  # type: ignore[method-assign]
+    with one.forward({"a": 5}, 5):
+        pass
+    assert values(tmp_path)[series.MEMORY, ("3", "used")] == 90
+
+
+def test_a_failing_measurement_of_memory_is_logged_once_and_ends_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[str] = []
+    monkeypatch.setattr(steps.logger, "error", lambda text, *values: errors.append(text % values))
+    monkeypatch.setattr(steps, "MEMORY_SECONDS", 0.0)
+    one = recorder(tmp_path, OFF)
+
+    def fail(index: int = 0) -> MemoryInfo:
+        raise BackplaneError("the ledger is damaged")
+
+    one._device.memory = fail  # type: ignore[method-assign]
+    for _ in range(2):
+        with one.forward({"a": 1}, 1):
+            pass
+        with one.sample():
+            pass
+    [error] = errors
+    assert "the ledger is damaged" in error
+    found = values(tmp_path)
+    assert found[series.STEPS, ("3", "eager", steps.LORA)] == 2
+    assert found[series.MEMORY, ("3", "used")] == 70
+
+
 def test_a_runner_that_does_not_mark_the_forward_pass_has_no_part_for_inputs(tmp_path: Path) -> None:
     one = steps.StepRecorder(tmp_path / "worker-3", 3, SimpleNamespace(), Card(), 0, OFF, 0)
     with one.forward({"a": 1}, 1):
@@ -142,6 +177,10 @@ def test_no_step_is_sampled_while_a_trace_or_the_guard_measures(tmp_path: Path) 
     with one.forward({"a": 1}, 1):
         pass
     assert captured.suspended
+    without = steps.StepRecorder(tmp_path / "worker-4", 4, SimpleNamespace(), Card(), 0, OFF, 1, lambda: True)
+    with without.forward({"a": 1}, 1):
+        pass
+    assert dict(read(tmp_path / "worker-4"))[series.SAMPLED_STEPS, ("4",)] == 0
     found = values(tmp_path)
     assert found[series.SAMPLED_STEPS, ("3",)] == 0
     assert found[series.STEPS, ("3", "eager", steps.SUSPENDED)] == 1

@@ -68,18 +68,19 @@ def test_step_time_and_memory_of_ranks(registry: CollectorRegistry) -> None:
     for rank in ("10", "2"):
         memory.labels(rank, "total").set(100)
         memory.labels(rank, "used").set(40)
-        for part, value in (("schedule", 0.1), ("inputs", 0.2), ("forward", 3.0), ("sample", 0.4)):
+        for part, value in (("inputs", 0.2), ("forward", 3.0), ("sample", 0.4)):
             seconds.labels(rank, part).inc(value)
         steps.labels(rank, "replayed", "").inc(6)
         steps.labels(rank, "eager", "prefill").inc(3)
         steps.labels(rank, "eager", "the guard is on").inc(1)
+    seconds.labels("2", "schedule").inc(0.1)  # under the first rank of an engine
     memory.labels("2", "peak").set(60)
     found = sample_of(values(registry), 0.0)
     assert found.memory == [RankMemory("2", 100, 40, 60), RankMemory("10", 100, 40, None)]
     assert found.steps is not None
-    assert found.steps.seconds == pytest.approx({"schedule": 0.2, "inputs": 0.4, "forward": 6.0, "sample": 0.8})
+    assert found.steps.seconds == pytest.approx({"schedule": 0.1, "inputs": 0.4, "forward": 6.0, "sample": 0.8})
     assert list(found.steps.seconds) == list(live_figures.PARTS)
-    assert (found.steps.count, found.steps.replayed) == (20, 12)
+    assert (found.steps.count, found.steps.replayed, found.steps.scheduled) == (20, 12, 10)
     assert found.steps.eager == {"prefill": 6, "the guard is on": 2}
 
 

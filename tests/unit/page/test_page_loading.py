@@ -6,6 +6,8 @@ import asyncio
 import inspect
 import logging
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +105,39 @@ def test_the_middleware_attaches_the_plugin_when_the_application_starts(monkeypa
         assert browser.get("/").text.startswith("<!doctype html>")
         assert browser.get("/backplane/status").json()["facts"]["engine"] == "the engine"
         assert browser.get("/health").json() == "fine"
+
+
+def test_an_error_of_the_page_does_not_end_the_start_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def facts(_app: Any, _engine: Any, _args: Any) -> dict[str, Any]:
+        raise OSError("no such file")
+
+    errors: list[str] = []
+    monkeypatch.setattr(plugin.logger, "exception", errors.append)
+    monkeypatch.setattr(plugin, "current_platform", type("Platform", (), {"is_backplane": True})())
+    monkeypatch.setattr(plugin, "server_facts", facts)
+    started = []
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        started.append(True)
+        yield
+
+    app = FastAPI(lifespan=lifespan)
+    app.get("/health")(lambda: "fine")
+    app.state.args = SimpleNamespace(api_key=None)
+    app.state.engine_client = "the engine"
+    app.add_middleware(PageLoader)  # type: ignore[arg-type]
+    with TestClient(app) as browser:
+        assert browser.get("/health").json() == "fine"
+    assert started == [True]
+    assert errors == ["The page of Backplane is not served, because of an error."]
+
+
+def test_a_warning_of_another_form_stays() -> None:
+    loading.keep_out_of_warning()
+    logger = logging.getLogger("vllm.plugins")
+    record = logging.LogRecord("vllm.plugins", logging.WARNING, "", 0, loading.NOT_LOADED + "%s", ("a", "b"), None)
+    assert logger.filter(record)
 
 
 def test_requests_pass_the_middleware_as_they_are() -> None:

@@ -62,6 +62,7 @@ async function poll() {
     wait = POLL_MILLISECONDS;
   } catch (fault) {
     status.interrupt();
+    described = false; // the server may be another one when it answers again
     if (!(fault instanceof ServerError)) throw fault;
     if (fault.status === 401) askForKey();
     else show("down", fault.message);

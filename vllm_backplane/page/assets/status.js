@@ -126,7 +126,9 @@ export class Status {
     }
     const parts = PARTS.map(([part, line]) => {
       const seconds = (now.seconds[part] ?? 0) - (before?.seconds[part] ?? 0);
-      return [part, line, (Math.max(seconds, 0) / count) * 1000];
+      // An engine with several ranks has one scheduler.
+      const steps = part === "schedule" ? now.scheduled - (before?.scheduled ?? 0) : count;
+      return [part, line, steps > 0 ? (Math.max(seconds, 0) / steps) * 1000 : 0];
     });
     const whole = parts.reduce((sum, [, , milliseconds]) => sum + milliseconds, 0);
     drawBar(byId("step-bar"), parts.map(([, line, milliseconds]) => [line, milliseconds]), whole);
