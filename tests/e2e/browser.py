@@ -47,7 +47,7 @@ needs_browser = pytest.mark.skipif(any(shutil.which(name) is None for name in PR
 
 
 class Browser(Child):
-    """A browser with one window and a profile of its own. It ends with its context."""
+    """Runs a browser with one window and a profile of its own, which ends with its context."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ BUILD = "environment"
 SMOKE = ("chat", "batch", "embeddings", "features-cpu", "features-sim")
 UNIT = (
     *("binding", "config", "distributed", "early_checks", "io_processors", "kv_offload", "layers", "lora"),
-    *("metrics", "patches"),
+    *("metrics", "page", "patches"),
     *(
         "process",
         "quantization",

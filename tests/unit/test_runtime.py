@@ -112,6 +112,7 @@ OWN = {  # methods that Backplane adds; every other method must override one of 
         "_drop_trace",
         "_trace_range",
         "modelled_seconds",
+        "backplane_facts",
         "_log_modelled_time",
     },
     BackplaneModelRunnerV1: {

@@ -21,6 +21,8 @@ CALLED = (PLATFORM_GROUP, GENERAL_GROUP)
 """Groups whose entry points vLLM calls at the start of every process."""
 
 OUR_DISTRIBUTION = "vllm-backplane"
+STAT_LOGGER_DISTRIBUTION = "vllm-backplane-stat-logger"
+"""Distribution that exists in processes of Backplane alone (`metrics/entry_point.py`)."""
 OUR_NAME = "backplane"
 NEEDED_GROUPS = (PLATFORM_GROUP, GENERAL_GROUP)
 """Groups of the plugins without which Backplane does not run. Users choose the others."""
@@ -42,7 +44,7 @@ class EntryPointInfo:
 
     @property
     def ours(self) -> bool:
-        return self.distribution == OUR_DISTRIBUTION
+        return self.distribution in (OUR_DISTRIBUTION, STAT_LOGGER_DISTRIBUTION)
 
     @property
     def needed(self) -> bool:

@@ -48,7 +48,7 @@ def test_paths_are_reduced_to_their_last_part(given: str, shown: str) -> None:
 
 
 class Engine:
-    """A client of an engine with one rank."""
+    """Stands in for the client of an engine with one rank."""
 
     def __init__(self) -> None:
         cache = SimpleNamespace(

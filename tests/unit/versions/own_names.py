@@ -5,6 +5,7 @@ Neither side is imported: the package is read from a folder, and vLLM from a whe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -95,6 +96,9 @@ class Presence:
         roots = self.plugin.packages | {"vllm"}
         self.plugin.gather([read_one(file, collection.wheel, roots) for file in self.plugin.files])
         self.trees = trees
+        texts = [path.read_text() for path in package.rglob("*.py")]
+        self.called_in_workers = {name for text in texts for name in re.findall(r'\bcollective_rpc\("(\w+)"', text)}
+        """Names of methods that our code calls in the workers, through vLLM."""
         self.defined: dict[str, dict[str, Resolution]] = {}
         """Maps 'file:Class.member' to the overridden method or private attribute, by version."""
         self.origins: dict[str, str] = {}
@@ -168,7 +172,7 @@ class Presence:
 
     def _uncalled(self, ours: str, name: str) -> Iterator[str]:
         """Yields a fault for a method that no class of vLLM has, if neither our code nor vLLM's calls it."""
-        if name in self.plugin.attributes_read or name.startswith("__"):
+        if name in self.plugin.attributes_read or name in self.called_in_workers or name.startswith("__"):
             return
         for tree in self.trees:
             calls = calls_of(tree, [name])[name]
