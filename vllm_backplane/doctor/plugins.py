@@ -176,7 +176,7 @@ def judge(
     allowed = allowed_names(environment)
     plugins, findings = [], []
     for info in found:
-        plugin, finding = _judge_one(info, is_allowed(info, allowed), results)
+        plugin, finding = _judge_one(info, allowed, results)
         plugins.append(plugin)
         findings += finding
     # Unless it was asked for, Backplane does not activate itself beside another platform plugin.
@@ -193,16 +193,18 @@ def judge(
     return tuple(plugins), findings
 
 
-def _judge_one(info: EntryPointInfo, allowed: bool, results: Mapping[str, CheckResult]) -> tuple[Plugin, list[Finding]]:
+def _judge_one(
+    info: EntryPointInfo, allowed: list[str] | None, results: Mapping[str, CheckResult]
+) -> tuple[Plugin, list[Finding]]:
     imported, called = results.get(info.key), results.get(info.call_key)
 
     def plugin(state: State, mark: Mark, note: str = "") -> Plugin:
         activates = info.group == PLATFORM_GROUP and called is not None and bool(called.value)
         return Plugin(info.group, info.name, info.distribution, info.target, state, activates, mark, note)
 
-    if not allowed:
+    if not is_allowed(info, allowed):
         by = "not named" if info.group == ENDPOINT_GROUP else ""
-        if info.ours and by:
+        if info.ours and by and allowed is None:
             by = "not named; serve adds it"
         return plugin("filtered out", "error" if info.needed else "-", by), []
     if imported is None:

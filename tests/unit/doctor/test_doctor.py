@@ -395,6 +395,16 @@ def test_ours_missing_or_doubled():
     assert "other also has a plugin named 'backplane'" in same_name.what
 
 
+@pytest.mark.parametrize(
+    ("environment", "note"),
+    [({}, "not named; serve adds it"), ({"VLLM_PLUGINS": "backplane"}, "not named")],
+)
+def test_the_page_is_added_by_serve_unless_vllm_plugins_leaves_it_out(environment: dict[str, str], note: str) -> None:
+    page = EntryPointInfo("vllm.endpoint_plugins", "backplane_page", "vllm_backplane:register_page", "vllm-backplane")
+    [found], findings = plugins.judge([page], environment, {})
+    assert (found.state, found.note, findings) == ("filtered out", note, [])
+
+
 def test_our_own_plugin_broken_is_an_error():
     ours = EntryPointInfo("vllm.general_plugins", "backplane", "a:b", "vllm-backplane")
     [plugin], [found] = plugins.judge(
